@@ -35,9 +35,13 @@ VERSION :=
 # torch.cuda without a GPU: see tests/cuda_runtime/README.md.
 CUDA_TESTS := tests/cuda_runtime tests/gpu
 CUDA_VENV := .venv-cuda$(addprefix -,$(VERSION))
-test-cuda: .venv/installed
-	.venv/bin/python -m tests.cuda_runtime $(CUDA_VENV) $(addprefix --torch=,$(VERSION))
+test-cuda: $(CUDA_VENV)/ready
 	$(CUDA_VENV)/bin/python -m pytest $(or $(ARGS),$(CUDA_TESTS))
+
+# Never a file: the program finds out what is to be done.
+.PHONY: $(CUDA_VENV)/ready
+$(CUDA_VENV)/ready: .venv/installed
+	.venv/bin/python -m tests.cuda_runtime $(CUDA_VENV) $(addprefix --torch=,$(VERSION))
 
 # What compares with FSDP2, under another version of torch; on the CPU, so without NVIDIA's libraries.
 OTHER_TORCH := $(or $(VERSION),2.15.0)
@@ -49,7 +53,7 @@ drills: .venv/installed
 	.venv/bin/python -m tests.drills $(ARGS)
 
 mutants: .venv/installed
-	.venv/bin/python -m tests.mutants try $(ARGS)
+	.venv/bin/python -m tests.mutants $(ARGS)
 
 lint: .venv/installed
 	.venv/bin/ruff check .

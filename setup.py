@@ -213,19 +213,33 @@ class Wheel(bdist_wheel):
         return (python, abi, platform) if self.root_is_pure else ("py3", "none", platform)
 
 
-def write_commit(root: Path) -> None:
-    """Copies the commit of an unpacked archive, or asks git; writes nothing where there is
-    neither.
-    """
-    target = root / COMMIT_FILE
+def commit() -> str:
+    """Returns the commit of an unpacked archive, or asks git; "" where there is neither."""
     if COMMIT_FILE.exists():
-        shutil.copyfile(COMMIT_FILE, target)
-    elif Path(".git").exists():
-        command = ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty"]
+        return COMMIT_FILE.read_text(encoding="utf-8").strip()
+    if not Path(".git").exists():
+        return ""
+    command = ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty"]
+    try:
         described = subprocess.run(command, capture_output=True, text=True, check=False)
-        if described.returncode == 0:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_text(described.stdout, encoding="utf-8")
+    except OSError:  # no git
+        return ""
+    return described.stdout.strip()
+
+
+def write_commit(root: Path) -> None:
+    """Writes the commit into a tree that is built, if it is known."""
+    if commit():
+        target = root / COMMIT_FILE
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(commit() + "\n", encoding="utf-8")
+
+
+def version_tag() -> str:
+    """Returns what names the commit between releases, as in 0.1.0.dev0+g0123456789ab."""
+    base = re.search(r'^version = "(.*)"', Path("pyproject.toml").read_text(encoding="utf-8"), re.M)
+    is_between = base is not None and ".dev" in base[1]
+    return f"+g{commit().replace('-', '.')}" if is_between and commit() else ""
 
 
 def source_url() -> str:
@@ -254,6 +268,7 @@ def readme() -> str:
 
 
 setup(
+    options={"egg_info": {"tag_build": version_tag()}},
     project_urls=project_urls(),
     long_description=readme(),
     long_description_content_type="text/markdown",

@@ -31,7 +31,7 @@ BENCHMARKS = {
     "tree?",
     "counts": "What does a step launch, send, wait for, allocate and hold? Needs `.venv-cuda`, and "
     "no GPU.",
-    "calls": "How many engine functions and files does a forward or backward go through?",
+    "reading": "What does a reader hold: size, imports, calls and files of a step, private names?",
     "step_calls": "How many functions does a training step call, in Python and in C?",
     "construction": "How long does `fully_shard` take on a deep model?",
     "collectives": "Is the exchange transport better than gloo's own collectives, and from which "

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+from benchmarks.engines.floors import collectives
 from benchmarks.engines.program import Trained, micro_batches
 from benchmarks.engines.task import PRECISIONS, Task
 from benchmarks.engines.torch_and_shardgrad import fsdp2, fsdp2_graphed, ours, ours_graphed
@@ -38,6 +39,7 @@ _ENGINES: dict[str, Callable[[Task, torch.device], Trained]] = {
     "shardgrad": ours,
     "shardgrad, its optimizer": partial(ours, owns_optimizer=True),
     "shardgrad-graphed": ours_graphed,
+    "collectives": collectives,  # the floor: model, autograd and collectives without an engine
 }
 if hasattr(FSDPModule, "set_keep_unsharded_storage"):
     _ENGINES["fsdp2-graphed"] = partial(fsdp2_graphed, keeps_storage=True)
@@ -182,7 +184,9 @@ def main(
         return
     if run.smoke:
         preset, ranks, precisions, rounds = "tiny", [2], ["bf16"], 2
-    os.environ["HOSTCUDA_VALUES"] = "0"  # for the processes that are started from here on
+    # For the processes that are started from here on. The runtime then neither copies messages nor
+    # keeps an order, so the host's time is that of the program and of torch.
+    os.environ.update(HOSTCUDA_VALUES="0", HOSTCUDA_TIMING="1")
     summary: dict[str, Any] = {}
     samples: dict[str, Any] = {}
     for precision, world in product(precisions, ranks):

@@ -143,7 +143,6 @@ def over_ranks(results: Sequence[Any]) -> Any:
 
 
 # -- from costs to records
-# -----------------------------------------------------------------------------------
 
 
 def spread(samples: Sequence[float]) -> dict[str, Any]:
@@ -199,7 +198,6 @@ def _is_nested(costs: Mapping[str, Any]) -> bool:
 
 
 # -- what Linux counts
-# ---------------------------------------------------------------------------------------
 
 
 def loopback_nbytes() -> int:

@@ -27,7 +27,6 @@ from benchmarks.measure import Cost, interleaved, over_ranks, samples_of, spread
 from benchmarks.models import Chain
 from benchmarks.run import Run, option
 from benchmarks.workers import on_ranks
-from shardgrad.engine.unit import units_under
 from shardgrad.train.model import Transformer
 from shardgrad.train.presets import transformer_config
 
@@ -140,9 +139,6 @@ def _clip(smoke: bool) -> tuple[Steps, int]:
         def ours() -> None:
             shardgrad.clip_grad_norm_(params, 1.0)
             optimizer.step()
-            for unit in units_under(model):
-                for grads in unit.grad_groups:
-                    grads.require_shard().pending_scale = None  # as the next reduction does
 
         def theirs() -> None:
             torch.nn.utils.clip_grad_norm_(params, 1.0)

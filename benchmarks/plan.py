@@ -183,7 +183,6 @@ def _predict(task: Task, ranks: int, measured: Sequence[Round]) -> tuple[int, li
 
 
 # -- on the ranks
-# ------------------------------------------------------------------------------------------
 
 
 class _Program:

@@ -2,12 +2,12 @@
 again.
 
 | key | what it holds |
-|---|---|
+| --- | --- |
 | `benchmark` | its name |
-| `environment` | commit and whether the tree was clean, versions, hardware, load at the start, ops |
+| `environment` | commit, whether the tree was clean, versions, hardware, load, ops |
 | `config` | every option that was in force |
 | `samples` | every value that was measured |
-| `summary` | what is reported, medians with quartiles, ratios, counts: the innermost dictionaries are rows |
+| `summary` | what is reported, medians with quartiles, ratios, counts; innermost are rows |
 
 Records of `training_step` have more: see `benchmarks/training_step.py`.
 """

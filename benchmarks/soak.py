@@ -102,7 +102,6 @@ def _growth(values: list[int]) -> int:
 
 
 # -- on the ranks
-# ------------------------------------------------------------------------------------------
 
 
 def _look(step: int, step_s: float) -> dict[str, Any]:

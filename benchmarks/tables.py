@@ -12,7 +12,6 @@ from benchmarks.records import Record
 _MIB = 2**20
 
 # -- values
-# -----------------------------------------------------------------------------------------
 
 
 def _scaled(value: float, units: Sequence[tuple[float, str]]) -> tuple[float, str]:
@@ -55,7 +54,8 @@ def words(field: str, value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     factor, unit = unit_of(field, value)
-    return f"{value if factor == 1 and isinstance(value, int) else _number(value / factor)} {unit}".strip()
+    number = value if factor == 1 and isinstance(value, int) else _number(value / factor)
+    return f"{number} {unit}".strip()
 
 
 def _number(value: float, digits: int = 4) -> str:
@@ -117,7 +117,6 @@ _SILENT = ("minor_faults", "communication_s", "exposed_s", "loss_difference", "p
 
 
 # -- tables
-# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -195,7 +194,10 @@ def title(record: Record) -> str:
         options = {
             name: value for name, value in config.items() if name != "smoke" and value is not None
         }
-        return f"{record['benchmark']}: {', '.join(f'{name} {_option(one)}' for name, one in options.items())}"
+        return (
+            f"{record['benchmark']}: "
+            f"{', '.join(f'{name} {_option(one)}' for name, one in options.items())}"
+        )
     model = config["hf"] or config["preset"]
     ranks = f"{config['ranks']} rank{'s' * (config['ranks'] > 1)}"
     if config["mesh"]:

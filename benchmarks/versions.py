@@ -30,7 +30,6 @@ _BEFORE, _NOW = "before", "now"
 
 
 # -- a rank of one version
-# -----------------------------------------------------------------------------------
 
 
 def _serve(case: Mapping[str, Any], rank: int, store: str) -> None:
@@ -86,7 +85,6 @@ def _peak_nbytes(work: Any) -> int:
 
 
 # -- the parent
-# ----------------------------------------------------------------------------------------------
 
 
 class _Version:

@@ -320,7 +320,6 @@ def _main(worker: Worker, pipe: Connection) -> None:
 
 
 # -- functions on ranks
-# --------------------------------------------------------------------------------------
 
 
 class Functions:

@@ -59,7 +59,6 @@ def rehearsals(name: str) -> list[Rehearsal]:
 
 
 # -- weak scaling
-# ---------------------------------------------------------------------------------------
 
 GRAPHED = machine_of("h100", is_graphed=True)
 SHORT = "8b short"  # a sixteenth of the tokens: nothing to hide behind
@@ -129,7 +128,6 @@ def weak_row(name: str, first: float | None) -> str:
 
 
 # -- beside what others published
-# -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,10 @@ def _refuse_other_engine(name: str, module: nn.Module, *, is_root: bool) -> None
             "fully_shard(ddp.module), and call that; or leave out DDP",
         )
     elif isinstance(module, FullyShardedDataParallel):
-        engine, fix = "FullyShardedDataParallel", "leave out FSDP1: docs/how_to/from_fsdp1.md"
+        engine, fix = (
+            "FullyShardedDataParallel",
+            "leave out FSDP1: docs/how_to/from_another_engine.md",
+        )
     elif isinstance(module, FSDPModule) and unit_of(module) is None:
         engine = "torch's fully_shard"
         fix = "from shardgrad import fully_shard, for every module; or shardgrad.patch()"

@@ -79,7 +79,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Shard | Any] | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
-    offload_policy: OffloadPolicy = OffloadPolicy(),
+    offload_policy: OffloadPolicy | None = OffloadPolicy(),
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
     gradient_policy: GradientPolicy = GradientPolicy(),
@@ -129,6 +129,7 @@ def fully_shard(
     arg: Any = module
     modules: list[nn.Module] = list(arg) if isinstance(arg, list | tuple) else [arg]
     validate_modules(modules)
+    offload_policy = offload_policy or OffloadPolicy()
     _refuse_unsupported(mp_policy, offload_policy)
     ignored = set(ignored_params or ())
     refuse_wrong_types(mp_policy, gradient_policy, ignored)
@@ -184,7 +185,6 @@ def _accept(units: Sequence[Unit]) -> None:
 
 
 # -- where strategies are chosen
-# ----------------------------------------------------------------------------
 
 
 def _second_step(
@@ -246,7 +246,6 @@ def _all_gather_input(stage: Stage, memory: ShardMemory) -> type[AllGatherInput]
 
 
 # -- what is refused
-# ----------------------------------------------------------------------------------------
 
 
 def _refuse_unsupported(mp_policy: MixedPrecisionPolicy, offload_policy: OffloadPolicy) -> None:

@@ -8,7 +8,8 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NoReturn, cast
+from types import new_class
+from typing import Any, Generic, Literal, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -79,15 +80,42 @@ def swap_class(module: nn.Module) -> None:
     cls = type(module)
     sharded = _sharded_classes.get(cls)
     if sharded is None:
-        members: dict[str, Any] = {"__deepcopy__": _refuse_deepcopy, **guarded_methods(cls)}
+        guarded = {n: m for n, m in guarded_methods(cls).items() if n not in vars(FSDPModule)}
+        members: dict[str, Any] = {"__deepcopy__": _refuse_deepcopy, **guarded}
         # torch's own class comes last: `isinstance` holds, and index 2 is the original, as Dynamo
         # expects.
-        sharded = type(f"FSDP{cls.__name__}", (FSDPModule, cls, torch_fsdp.FSDPModule), members)
-        _sharded_classes[cls] = sharded
+        bases = (_laid_out_like(cls), cls, torch_fsdp.FSDPModule)
+        sharded = _sharded_classes[cls] = type(f"FSDP{cls.__name__}", bases, members)
     module.__class__ = sharded
     # torch's composable DDP leaves modules alone, and refuses them, if they are registered like
     # this.
     module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())["fully_shard"] = RegistryItem()
+
+
+def _laid_out_like(cls: type) -> type:
+    """Returns `FSDPModule`, or a subclass whose instances are laid out as those of `cls`.
+
+    The class of an object can only be replaced by one of the same layout, which begins with the
+    class that adds the `__dict__`. Usually that is `nn.Module`. A base without one in front of it
+    (ABC, Generic, Protocol, a mixin with empty `__slots__`) has to come first here as well.
+    """
+    adds_dict, first = cls, cls.__base__
+    while first is not None and first.__dictoffset__:
+        adds_dict, first = first, first.__base__
+    if first is object or first is None:
+        return FSDPModule
+    if adds_dict is not cls:
+        first = adds_dict
+    own = {
+        name: member
+        for name, member in vars(FSDPModule).items()
+        if name not in ("__dict__", "__weakref__")
+    }
+    # A class cannot derive from Generic without a parameter.
+    bases: tuple[Any, ...] = (first, FSDPModule)
+    if cast(Any, first) is Generic:
+        bases = (Generic[TypeVar("T")], FSDPModule)
+    return new_class(FSDPModule.__name__, bases, exec_body=lambda members: members.update(own))
 
 
 def _refuse_deepcopy(self: nn.Module, memo: Any) -> NoReturn:
@@ -129,7 +157,6 @@ class FSDPModule:
         return self
 
     # -- placing parameters
-    # -----------------------------------------------------------------------------
 
     def reshard(self) -> None:
         """Frees this unit's unsharded parameters and registers the sharded ones. Not recursive."""
@@ -204,7 +231,6 @@ class FSDPModule:
         self._unit.backward_prefetch = _units_of(modules)
 
     # -- reducing gradients
-    # -----------------------------------------------------------------------------
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """False lets the next backward return with reductions still in flight."""
@@ -330,7 +356,6 @@ class FSDPModule:
         context.recover()
 
     # -- collectives
-    # ------------------------------------------------------------------------------------
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """Gathers this unit's parameters through an object with torch's `AllGather` protocol.
@@ -492,7 +517,6 @@ class FSDPModule:
         """Accepted: gathers are always asynchronous, and slots make their order explicit."""
 
     # -- what a sharded module does not take part in
-    # ----------------------------------------------------
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As `nn.Module.load_state_dict`, for a state dict of shards.
@@ -546,7 +570,6 @@ class FSDPModule:
         )
 
     # -- inside
-    # -----------------------------------------------------------------------------------------
 
     @property
     def _unit(self) -> Unit:
@@ -617,14 +640,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
             got=repr(method_name),
             fix=f"one of {difflib.get_close_matches(method_name, dir(module), n=3, cutoff=0.3)}",
         )
-    unit = module._unit
-
-    def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = unit.pre_forward(self, args, kwargs)
-        with unit.running_method():
-            output = method(*args, **kwargs)
-        return unit.post_forward(self, args, output)
-
+    wrapped = module._unit.like_forward(method)
     wrapped.__name__ = wrapped.__qualname__ = method_name
     wrapped.__doc__ = method.__doc__
     module.__dict__[method_name] = wrapped.__get__(module, type(module))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 __all__ = ["__version__", "commit", "described"]
 
-__version__ = "0.1.0"
+__version__ = "0.1.0.dev0"  # of a release: without .dev0, as in pyproject.toml
 
 _PACKAGE = Path(__file__).parent
 
@@ -43,5 +43,5 @@ def commit() -> str | None:
 
 
 def described() -> str:
-    """Returns the version and the commit, as in "0.1.0 (commit 0123456789ab)"."""
+    """Returns the version and the commit, as in "0.1.0.dev0 (commit 0123456789ab)"."""
     return f"{__version__} (commit {commit() or 'unknown'})"

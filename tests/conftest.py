@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 import torch
 
@@ -11,6 +12,10 @@ from tests.support.ranks import Ranks
 from tests.support.time_limits import pytest_timeout_set_timer
 
 __all__ = ["pytest_timeout_set_timer"]
+
+# A test that fails must fail again, and because of the change that is tested.
+hypothesis.settings.register_profile("repeatable", derandomize=True, database=None)
+hypothesis.settings.load_profile("repeatable")
 
 torch.set_num_threads(
     1

@@ -31,7 +31,8 @@ import torch, torch.distributed as dist
 from shardgrad import clip_grad_norm_, fully_shard, gradient_report, optim, replica_report
 
 assert "numpy" not in sys.modules
-dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=int(sys.argv[1]), world_size=2)
+store = f"file://{sys.argv[2]}"
+dist.init_process_group("gloo", init_method=store, rank=int(sys.argv[1]), world_size=2)
 torch.manual_seed(0)
 model = fully_shard(torch.nn.Linear(4, 4))
 optimizer = optim.AdamW(model.parameters(), lr=0.1)

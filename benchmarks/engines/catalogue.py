@@ -213,4 +213,7 @@ def lack_of_memory(name: str, task: Task) -> str | None:
     needed, available = least_nbytes(name, task), proc_nbytes("/proc/meminfo", "MemAvailable")
     if task.device != "cpu" or needed is None or needed <= available:
         return None
-    return f"out of memory: it needs at least {needed / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are free"
+    return (
+        f"out of memory: it needs at least {needed / 2**30:.1f} GiB, {available / 2**30:.1f} GiB "
+        "are free"
+    )

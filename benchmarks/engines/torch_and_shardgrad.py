@@ -33,7 +33,6 @@ from shardgrad.train.sharding import set_gradient_sync
 _WARMUP = 3  # eager steps before a capture
 
 # -- engines with FSDP2's interface
-# ------------------------------------------------------------------------
 
 
 def _sharded(
@@ -126,7 +125,6 @@ def fsdp2_graphed(task: Task, device: torch.device, *, keeps_storage: bool = Fal
 
 
 # -- torch's other engines, and none
-# -----------------------------------------------------------------------
 
 
 def fsdp1(task: Task, device: torch.device) -> Trained:

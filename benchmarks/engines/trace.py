@@ -162,7 +162,6 @@ def counting_dtensors() -> Iterator[list[int]]:
 
 
 # -- lanes
-# -------------------------------------------------------------------------------------------------
 
 
 def lanes(events: Sequence[Event]) -> list[Span]:
@@ -347,7 +346,6 @@ def _numel(dims: Any) -> int:
 
 
 # -- intervals
-# ----------------------------------------------------------------------------------------------
 
 
 def covered_us(spans: Iterable[Span], *, lanes: Sequence[str]) -> float:

@@ -193,7 +193,10 @@ def _refuse_other_version(raw: Any) -> None:
         raw.get("version") if isinstance(raw, dict) and raw.get("format") == _FORMAT else _VERSION
     )
     if type(version) is int and version != _VERSION:
-        convert = "convert it with the one that wrote it: `shardgrad checkpoint convert PATH weights --to torch`"
+        convert = (
+            "convert it with the one that wrote it: `shardgrad checkpoint convert PATH weights "
+            "--to torch`"
+        )
         is_newer = version > _VERSION
         raise CheckpointVersionError(
             f"the checkpoint was written by {'a newer' if is_newer else 'an older'} shardgrad",

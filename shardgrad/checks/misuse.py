@@ -85,16 +85,25 @@ def _bypassed(
     kind = type(module).__name__.removeprefix("FSDP")
     caller = method or _method_on_stack()
     if caller is None and tied:
-        how = f"{kind} was called outside of unit {unit_name or 'root'!r}, which owns its tied {tied[0]}"
+        how = (
+            f"{kind} was called outside of unit {unit_name or 'root'!r}, which owns its tied "
+            f"{tied[0]}"
+        )
         fix = (
             f"call the unit that owns it, {unit_name or 'the root'}, or do this in a method of it: "
             'shardgrad.register_fsdp_forward_method(model, "method")'
         )
     elif caller is None:
         how = f"{kind}, an inner module of unit {unit_name or 'root'!r}, was called directly"
-        fix = "call the unit itself, or make this module a unit as well: shardgrad.fully_shard(module)"
+        fix = (
+            "call the unit itself, or make this module a unit as well: "
+            "shardgrad.fully_shard(module)"
+        )
     else:
-        how = f"{kind} of unit {unit_name or 'root'!r} was used by its method {caller}(), which is not forward"
+        how = (
+            f"{kind} of unit {unit_name or 'root'!r} was used by its method {caller}(), which is "
+            "not forward"
+        )
         fix = f'shardgrad.register_fsdp_forward_method(model, "{caller}")'
     error = UnitBypassedError(
         f"{how}, while its parameters are sharded: got mixed torch.Tensor and DTensor",

@@ -14,7 +14,6 @@ from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.engine.param import managed_by
 from shardgrad.engine.param_group import group_of
 from shardgrad.engine.unit import unit_of
-from shardgrad.sharding.scaled_gradient import ScaledGradient
 
 __all__ = ["ReplicaReport", "checksum", "replica_report"]
 
@@ -107,8 +106,6 @@ def _same_ranks(group: dist.ProcessGroup | None, other: dist.ProcessGroup) -> bo
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    if isinstance(tensor, ScaledGradient):
-        return tensor.unscaled()
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 

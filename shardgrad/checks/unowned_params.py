@@ -151,7 +151,10 @@ class UnownedParams:
             fix = "attach it before fully_shard is called"
         else:
             got = f"{len(names)} that were attached after fully_shard"
-            fix = f"shardgrad.fully_shard(model.get_submodule({found[0][0]!r})), as for each new module"
+            fix = (
+                f"shardgrad.fully_shard(model.get_submodule({found[0][0]!r})), as for each new "
+                "module"
+            )
         return UnownedParameterError(
             f"no unit owns {', '.join(names[:5])}{more}: every rank would train its own",
             expected="trainable parameters in a unit, in ignored_params, or DTensors",
@@ -216,7 +219,6 @@ def _modules_under(roots: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]
 
 
 # -- next to the model
-# --------------------------------------------------------------------------------------
 
 
 def warn_of_unowned(optimizer: Optimizer, models: Iterable[nn.Module]) -> bool:

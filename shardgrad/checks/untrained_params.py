@@ -26,7 +26,6 @@ from shardgrad.engine.param import FSDPParam, is_replaced, is_unsharded_param, l
 from shardgrad.engine.param_group import group_of
 from shardgrad.engine.streams import is_capturing
 from shardgrad.errors import OptimizerParameterError
-from shardgrad.sharding.scaled_gradient import ScaledGradient
 
 __all__ = [
     "FirstStepCheck",
@@ -100,9 +99,7 @@ def refuse_state_of_other_dtype(optimizer: Optimizer) -> None:
 
 
 def _memory_of(grad: torch.Tensor) -> torch.Tensor:
-    """Returns a gradient's local tensor, without applying a pending scale."""
-    if isinstance(grad, ScaledGradient):
-        return grad.unscaled()
+    """Returns a gradient's local tensor."""
     return grad.to_local().detach() if isinstance(grad, DTensor) else grad.detach()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, ClassVar
 
@@ -105,6 +106,15 @@ class LazyGroup(click.Group):
             return None
         command: click.Command = getattr(import_module(self._modules[cmd_name]), cmd_name)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Returns the named command, or refuses the name and suggests one that is spelled alike."""
+        alike = get_close_matches(args[0], self.list_commands(ctx), n=1)
+        if alike and args[0] not in self._modules:
+            ctx.fail(f"No such command {args[0]!r}. Did you mean {alike[0]!r}?")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes the commands, by sections."""

@@ -46,7 +46,7 @@ _NONE = "none"
     "--audit",
     metavar="MODULE:FUNCTION",
     help="Instead, compare your own program on several ranks with one rank: "
-    "docs/how_to/audit_a_program.md.",
+    "docs/how_to/check_a_program.md.",
 )
 @click.option(
     "--ranks",

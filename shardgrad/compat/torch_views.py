@@ -74,6 +74,16 @@ class _GroupView:
         return self._unit.is_unsharded
 
     @property
+    def post_forward_mesh_info(self) -> object:
+        """None if the parameters stay unsharded after forward; else it may be assigned again."""
+        return None if self._unit.reshard_after_forward is False else self._unit.mesh
+
+    @post_forward_mesh_info.setter
+    def post_forward_mesh_info(self, mesh_info: object) -> None:
+        if self._unit.is_root or mesh_info is None:
+            self._unit.set_reshard_after_forward(mesh_info is not None)
+
+    @property
     def pre_backward(self) -> Callable[..., None]:
         """The function that runs before the unit's backward; a wrapper of it may be assigned."""
         return self._unit.pre_backward
@@ -133,6 +143,10 @@ class StateView:
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
+
+    def _lazy_init(self) -> None:
+        """Does what the first forward does: a collective, under the root that runs it."""
+        lazy_init(self._unit)
 
     @property
     def _state_ctx(self) -> _ContextView:

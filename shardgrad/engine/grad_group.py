@@ -2,7 +2,7 @@
 shard.
 
 [Note: States of a group's gradients]
-The table in docs/design/gradient_states.md: what is final, waits, or is half-written, and what may
+The table in docs/design/gradients.md: what is final, waits, or is half-written, and what may
 drop it.
 """
 
@@ -174,7 +174,6 @@ class GradGroup:
         _of[id(group)] = self
 
     # -- what trains
-    # ------------------------------------------------------------------------------------
 
     def refresh_trainable(self, *, anyway: bool = False) -> None:
         """Notes which parameters require grad, sharded or unsharded; called while no backward runs.
@@ -353,7 +352,6 @@ class GradGroup:
                     )
 
     # -- the gradient shard
-    # -----------------------------------------------------------------------------
 
     @property
     def shard(self) -> GradShard | None:
@@ -376,7 +374,6 @@ class GradGroup:
         return shard
 
     # -- states
-    # -----------------------------------------------------------------------------------------
 
     def set_switches(self, switches: tuple[Any, ...]) -> None:
         """Makes what `SWITCHES` reads what it was."""
@@ -415,7 +412,6 @@ class GradGroup:
         self.partial.is_live = False
 
     # -- collecting
-    # -------------------------------------------------------------------------------------
 
     def _collect_written(self, streams: Streams) -> None:
         """Takes gradients that the program has set, as zero-bubble schedules do: no hook runs for
@@ -480,7 +476,6 @@ class GradGroup:
         return sent_alone
 
     # -- reducing
-    # ---------------------------------------------------------------------------------------
 
     def _route_under(self, comm_ctx: CommContext) -> _Route:
         """Returns how the gradients travel, worked out again where something about that was

@@ -48,8 +48,8 @@ from shardgrad.sharding.offload import ShardMemory
 
 __all__ = ["GradMemory", "GradShard", "HostState"]
 
-# Per parameter, what is bound; `pending_scale`; `nonfinite`; per parameter, what the flag says.
-HostState = tuple[tuple[Bound, ...], torch.Tensor | None, torch.Tensor | None, tuple[bool, ...]]
+# Per parameter, what is bound; `nonfinite`; per parameter, what the flag says.
+HostState = tuple[tuple[Bound, ...], torch.Tensor | None, tuple[bool, ...]]
 
 _uses_of: Callable[[int], int] = torch._C._storage_Use_Count  # of the address of a StorageImpl
 
@@ -95,15 +95,10 @@ class GradShard:
         self._take(self._nothing)
         self._own_uses = 0  # `_uses` when nothing but the shard has the storage
         self.touched: tuple[bool, ...] = ()  # on this rank, in the last reduction; empty before it
-        # Float32 device scalar to multiply by: [Note: Pending scale] in
-        # `sharding/scaled_gradient.py`.
-        self.pending_scale: torch.Tensor | None = None
         # Float32 device scalar, above zero if an infinity or a NaN was found; None if nothing has
         # looked.
         self.nonfinite: torch.Tensor | None = None
-        self.objects = GradientObjects(
-            params, layout, mesh.shard_rank, self._nothing, self.apply_scale, policy
-        )
+        self.objects = GradientObjects(params, layout, mesh.shard_rank, self._nothing, policy)
         self._index = {id(param): i for i, param in enumerate(self.params)}
         self.flagged = [False] * len(
             self.params
@@ -118,7 +113,6 @@ class GradShard:
         )
 
     # -- memory: see the note
-    # ---------------------------------------------------------------------------
 
     def _take(self, flat: torch.Tensor) -> None:
         """Lies in `flat` from now on, whose storage comes and goes, as that of a
@@ -186,7 +180,7 @@ class GradShard:
         """
         if self.memory is GradMemory.NONE:
             return
-        self.pending_scale = self.nonfinite = None
+        self.nonfinite = None
         self.flagged = [False] * self.count
         self.zeroed.clear()
         if self._uses() == self._own_uses:
@@ -203,7 +197,6 @@ class GradShard:
         return _uses_of(self.flat.untyped_storage()._cdata) - len(self._views or ())
 
     # -- before and after a reduction
-    # -------------------------------------------------------------------
 
     def prepare(self) -> bool:
         """Makes the shard ready for a reduction; returns False if that should overwrite everything,
@@ -216,9 +209,7 @@ class GradShard:
         self.nonfinite = None
         self.zeroed.clear()
         if self.objects.are_absent():
-            self.pending_scale = None
             return False
-        self.apply_scale()
         for i, live in enumerate(self.settle(range(len(self.params)))):
             if not live:
                 self.view(i).zero_()
@@ -234,7 +225,7 @@ class GradShard:
         """
         if self.has_memory:
             capturing = is_capturing(self.flat.device)
-            self.objects.part_with_kept(reader, self.pending_scale, capturing=capturing)
+            self.objects.part_with_kept(reader, capturing=capturing)
 
     def reduce_into(
         self,
@@ -344,7 +335,6 @@ class GradShard:
             setattr(param, self.attribute, None)
 
     # -- for those who read the shard
-    # -------------------------------------------------------------------
 
     def place_of(self, param: torch.Tensor) -> int | None:
         """Returns a parameter's place, or None if it did not require grad when the last forward
@@ -376,8 +366,8 @@ class GradShard:
         """Makes flags and values agree with what is bound; returns which parameters have a
         gradient.
 
-        The flag of a gradient that is None now is cleared; any other tensor is copied into the
-        shard.
+        The flag of a gradient that is None now is cleared, and that of one which is back is set.
+        Any other tensor is copied into the shard.
 
         Streams: on the current one. Capture: safe; what is bound is a fact of the host, fixed by
         the capture.
@@ -388,25 +378,30 @@ class GradShard:
         # In a steady step every gradient is bound as it was: one pass in C over however many there
         # are.
         own = self.objects
-        if len(places) == self.count and own.are_bound(scaled=self.pending_scale is not None):
+        if len(places) == self.count and own.are_bound() and all(self.flagged):
             return [True] * self.count
-        live = []
+        live, foreign = [], []
         for i in places:
             grad = getattr(self.params[i], self.attribute, None)
             if grad is None:
                 if self.flagged[i]:
                     self.flags[i].zero_()
                     self.flagged[i] = False
-            elif grad is not own.plain[i] and grad is not own.scaled[i]:
-                self._take_over(i, grad)
+            elif grad is not own.plain[i]:
+                foreign.append((i, self._require_sharded_alike(i, grad)))
+            elif not self.flagged[i]:
+                self.flags[i].fill_(1)
+                self.flagged[i] = True
             live.append(grad is not None)
+        if foreign:
+            self._take_over(foreign)
         if len(live) == self.count and not any(
             has and i not in self.zeroed for i, has in enumerate(live)
         ):
-            self.pending_scale = self.nonfinite = None  # of gradients that are gone
+            self.nonfinite = None  # of gradients that are gone
         return live
 
-    def _take_over(self, index: int, grad: torch.Tensor) -> None:
+    def _require_sharded_alike(self, index: int, grad: torch.Tensor) -> DTensor:
         own = self.objects.plain[index]
         if (
             not isinstance(grad, DTensor)
@@ -419,69 +414,49 @@ class GradShard:
                 got=f"{type(grad).__name__} of shape {tuple(grad.shape)}",
                 fix="assign None, or change the gradient in place",
             )
+        return grad
+
+    def _take_over(self, foreign: Sequence[tuple[int, DTensor]]) -> None:
+        """Copies assigned gradients into the shard, and binds the shard's own in their place."""
         self.allocate()
-        self.apply_scale()  # a new gradient does not share the pending scale of the others
-        self.zeroed.discard(index)
         self.nonfinite = None
-        with torch.no_grad():
-            self.view(index).copy_(grad.to_local())
-            keep_for_current_stream(grad.to_local())  # it is dropped next
-            self.flags[index].fill_(1)
-        self.flagged[index] = True
-        self.objects.bind(index)
+        device = self.flat.device
+        if not is_capturing(device):
+            # Gradients may have changed places, in this model or between two: what is written over
+            # may be what another parameter has been given.
+            reader = None if device.type == "cpu" else torch.accelerator.current_stream(device)
+            self.objects.part_with_held([place for place, _ in foreign], reader)
+        for place, grad in foreign:
+            self.zeroed.discard(place)
+            with torch.no_grad():
+                self.view(place).copy_(grad.to_local())
+                keep_for_current_stream(grad.to_local())  # it is dropped next
+                self.flags[place].fill_(1)
+            self.flagged[place] = True
+            self.objects.bind(place)
 
     # -- for graphs
-    # -------------------------------------------------------------------------------------
 
     def host_state(self) -> HostState:
         """Returns what the host knows of the gradients; their values are in device memory."""
-        return self.objects.bound(), self.pending_scale, self.nonfinite, tuple(self.flagged)
+        return self.objects.bound(), self.nonfinite, tuple(self.flagged)
 
     def restore(self, state: HostState) -> None:
         """Makes the host know what it knew when `state` was read; device memory is not touched."""
-        bound, self.pending_scale, self.nonfinite, flagged = state
+        bound, self.nonfinite, flagged = state
         self.flagged = list(flagged)
         self.objects.restore(bound)
 
     def zero(self, places: Sequence[int]) -> None:
         """Zeroes gradients that are not None, as `zero_grad(set_to_none=False)` does.
 
-        Their pending scale is forgotten with the values: zero times NaN is not zero. So is a NaN
-        that was found, once all have been zeroed (an optimizer does it group by group).
+        A NaN that was found is forgotten once all have been zeroed (an optimizer does it group by
+        group).
         """
         live = self.settle(range(self.count))
         chosen = [place for place in places if live[place]]
         self.zeroed.update(chosen)
-        if len(chosen) < sum(live):
-            self.apply_scale()  # the others are still to be multiplied
-        elif self.pending_scale is not None:
-            self.pending_scale = None
-            self.objects.rebind(scaled=False)
         if all(place in self.zeroed for place in range(self.count) if live[place]):
             self.nonfinite = None
         for place in chosen:
             self.view(place).zero_()
-
-    def scale_later(self, factor: torch.Tensor) -> None:
-        """Multiplies all gradients by `factor` at their next use; see `pending_scale`.
-
-        `factor` is a float32 or float64 device scalar; it is kept, so it must not be changed
-        afterwards.
-
-        Streams: a second factor is multiplied with the first on the current stream. Capture: safe.
-        """
-        self.pending_scale = factor if self.pending_scale is None else self.pending_scale * factor
-        self.objects.rebind(scaled=True)
-
-    def apply_scale(self) -> None:
-        """Multiplies the gradients by the pending scale, if there is one.
-
-        Streams: in place, on the current stream, which must come after the one that wrote them.
-        Capture: safe.
-        """
-        scale, self.pending_scale = self.pending_scale, None
-        if scale is not None:
-            keep_for_current_stream(scale)  # a reduction that adds reads it on its own stream
-            with torch.no_grad():
-                self.values.mul_(scale)
-            self.objects.rebind(scaled=False)

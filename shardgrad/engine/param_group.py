@@ -1,19 +1,20 @@
 """Parameters that travel in one collective, and where they are.
 
-| state                      | modules register              | unsharded memory | all-gather in flight |
-|----------------------------|-------------------------------|------------------|----------------------|
-| `SHARDED`                  | sharded parameters            | freed            | no                   |
-| `UNSHARDING`               | sharded parameters            | freed            | yes                  |
-| `UNSHARDED`                | unsharded parameters          | allocated        | no                   |
-| `KEPT`                     | sharded parameters            | allocated        | no                   |
-| `KEPT_UNSHARDING`          | sharded parameters            | allocated        | no, none is needed   |
-| `SHARDED_POST_FORWARD`     | parameters over fewer ranks   | freed            | no                   |
-| `UNSHARDING_POST_FORWARD`  | parameters over fewer ranks   | freed            | yes                  |
+| state | modules register | unsharded memory | all-gather in flight |
+| --- | --- | --- | --- |
+| `SHARDED` | sharded parameters | freed | no |
+| `UNSHARDING` | sharded parameters | freed | yes |
+| `UNSHARDED` | unsharded parameters | allocated | no |
+| `KEPT` | sharded parameters | allocated | no |
+| `KEPT_UNSHARDING` | sharded parameters | allocated | no, none is needed |
+| `SHARDED_POST_FORWARD` | parameters over fewer ranks | freed | no |
+| `UNSHARDING_POST_FORWARD` | parameters over fewer ranks | freed | yes |
 
 A sharded parameter is an `nn.Parameter(DTensor)` over a view of the group's shard, an unsharded one
 a plain `nn.Parameter` over its flat buffer; each is one object for the life of the model. `KEPT` is
-for ZeRO stages 1 and 2, the states after it for `reshard_after_forward` as an int
-(`features/post_forward.py`).
+for ZeRO stages 1 and 2, and for what is left unsharded by an evaluation, or by a backward whose
+graph may read parameters again: clipping and optimizers look at what modules register. The states
+after it for `reshard_after_forward` as an int (`features/post_forward.py`).
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ TRANSITIONS = {
     (UNSHARDING_POST_FORWARD, SHARDED_POST_FORWARD): "the same",
     (KEPT_UNSHARDING, KEPT): "cancel_unshard",
     (UNSHARDED, SHARDED): "reshard",
-    (UNSHARDED, KEPT): "reshard",
+    (UNSHARDED, KEPT): "reshard; show_sharded",
     (UNSHARDED, SHARDED_POST_FORWARD): "reshard_after_forward",
     (KEPT, SHARDED): "reshard(drop_kept=True)",
     (SHARDED_POST_FORWARD, SHARDED): "reshard",
@@ -198,7 +199,6 @@ class ParamGroup:
         self._inputs = []
 
     # -- the shard
-    # --------------------------------------------------------------------------------------
 
     @property
     def is_in_use(self) -> bool:
@@ -373,7 +373,6 @@ class ParamGroup:
             yield from source.memory()
 
     # -- unshard
-    # ----------------------------------------------------------------------------------------
 
     def _move(self, to: ParamState) -> None:
         """Changes the state; a transition that is not listed is a fault of the engine."""
@@ -479,6 +478,13 @@ class ParamGroup:
             )
         return self._unsharded
 
+    def has_memory_of(self, tensor: torch.Tensor) -> bool:
+        """Returns whether a tensor lies in the memory of the unsharded parameters."""
+        if self._unsharded is None or tensor.layout is not torch.strided:
+            return False
+        address = tensor.untyped_storage().data_ptr()
+        return address in [b.tensor.untyped_storage().data_ptr() for b in self._unsharded.buffers]
+
     def cancel_unshard(self) -> None:
         """Drops an all-gather that nothing will use; waits until its memory is ours again."""
         if self.state not in _AFTER_CANCEL:
@@ -498,7 +504,6 @@ class ParamGroup:
             source.wait_until_read()
 
     # -- reshard
-    # ----------------------------------------------------------------------------------------
 
     def reshard(self, *, drop_kept: bool = False) -> None:
         """Registers the sharded parameters and frees the unsharded memory; drops a pending
@@ -526,6 +531,12 @@ class ParamGroup:
         """Gives the unsharded memory back, after the last use on the current stream."""
         if self._unsharded is not None and not self.keeps_memory:
             self._unsharded.free()
+
+    def show_sharded(self) -> None:
+        """Registers the sharded parameters, and keeps the unsharded memory for the next use."""
+        if self.state is UNSHARDED:
+            self._move(KEPT)
+            self.registration.change(_SHARDED_PARAM)
 
     def reshard_after_forward(self) -> None:
         """Reshards as the group was asked to after forward."""

@@ -8,6 +8,7 @@ was a root of its units; the real root takes over what it had noted.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -50,6 +51,7 @@ class RootContext:
         self._read = comm_ctx.streams.event()  # gradients
         self._is_captured = False  # the latest forward
         self._forward_root: Unit | None = None
+        self._handled: BaseException | None = None  # by the program, when that forward began
         self._order: list[Unit] = []
         self._order_frozen = False
         self._position = 0
@@ -67,7 +69,6 @@ class RootContext:
         return [grads for unit in self.units for grads in unit.grad_groups]
 
     # -- forward
-    # ----------------------------------------------------------------------------------------
 
     def enter_forward(
         self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -100,6 +101,7 @@ class RootContext:
             with span("inputs_to_device", unit.name) if profiler._is_profiler_enabled else NO_SPAN:
                 (args,), (kwargs,) = _to_kwargs(args, kwargs, device, False)
         self._forward_root, self._position, self._order_before = unit, 0, len(self._backward_order)
+        self._handled = sys.exception()
         if not self._order_frozen:
             self._order.clear()
         self.free_gradients()
@@ -201,7 +203,7 @@ class RootContext:
 
     def leave_forward(self, unit: Unit) -> None:
         """Closes the forward that `unit` opened; what was prefetched and not used is dropped."""
-        if self._forward_root is not unit or unit.runs_in_itself:
+        if self._forward_root is not unit or unit.is_running:
             return
         self._forward_root = None
         if unit is self.root and not self.keep_unsharded:
@@ -209,6 +211,18 @@ class RootContext:
         for each in self.units:
             each.finish_forward(self)
         self._wait_until_read()
+
+    def has_failed_in(self, unit: Unit) -> bool:
+        """Returns whether a forward of `unit` ends by an exception; the outermost is cleared then.
+
+        A forward hook that is always called runs while the exception is handled.
+        """
+        error = sys.exception()
+        if error is None or error is self._handled:
+            return False
+        if self._forward_root is unit and not unit.is_running:
+            self.recover()
+        return True
 
     def ran_forward(self, unit: Unit) -> int:
         """Notes a forward that will have a backward; returns its place in the order."""
@@ -249,7 +263,6 @@ class RootContext:
             group.wait_until_read()
 
     # -- backward
-    # ---------------------------------------------------------------------------------------
 
     def before(self, place: int) -> Unit | None:
         """Returns the unit whose backward is expected after the one at `place`."""
@@ -276,7 +289,6 @@ class RootContext:
             self._wait_until_read()
 
     # -- between iterations
-    # -----------------------------------------------------------------------------
 
     def recover(self) -> None:
         """Clears a forward or a backward that an exception cut short. Every parameter is resharded.
@@ -302,7 +314,10 @@ class RootContext:
                 unit.abandon_forward()
                 unit.finish_backward()
             lost = self.scheduler.abandon_backward(self.grad_groups)
-            added = f" In units {', '.join(lost)} they had been added to what was there, which is None now."
+            added = (
+                f" In units {', '.join(lost)} they had been added to what was there, which is None "
+                "now."
+            )
             warnings.warn(
                 "a backward failed half-way: the gradients that it has computed are dropped, those "
                 "of "
@@ -341,7 +356,6 @@ class RootContext:
 
 
 # -- lazy init
-# ----------------------------------------------------------------------------------------------
 
 
 def context_of(unit: Unit) -> RootContext | None:

@@ -237,6 +237,9 @@ class ReductionScheduler:
         self._entered += [grads for grads in other._entered if grads.scheduler is self]
         other._entered = [grads for grads in other._entered if grads.scheduler is not self]
         self._earlier += other._earlier
+        # A graph that was made under the other root may read parameters of this one again.
+        self.reads_again |= other.reads_again
+        self._keeps_graph |= other._keeps_graph
 
     def abandon_backward(self, groups: Iterable[GradGroup]) -> list[str]:
         """Takes back a failed backward; returns the units that lose what it has sent or added

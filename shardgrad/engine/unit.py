@@ -1,13 +1,13 @@
 """A unit: the hooks that unshard its parameters before they are needed and reshard them afterwards.
 
-| hook             | fires, in this order in a step    | does                                             |
-|------------------|-----------------------------------|--------------------------------------------------|
-| `pre_forward`    | before forward                    | unshard, wait, prefetch the next unit, cast      |
-| `post_forward`   | after forward                     | reshard if asked to, watch outputs, cast         |
-| `pre_backward`   | first gradient of an output       | unshard, wait, prefetch the unit before          |
-| `collect`        | a parameter's gradient is there   | in `grad_group.py`: reduce when all are there    |
-| `post_backward`  | gradients of all inputs are there | reshard, close the group's reduction             |
-| `end_backward`   | autograd is done                  | in `root.py`                                     |
+| hook | fires, in this order in a step | does |
+| --- | --- | --- |
+| `pre_forward` | before forward | unshard, wait, prefetch the next unit, cast |
+| `post_forward` | after forward | reshard if asked to, watch outputs, cast |
+| `pre_backward` | first gradient of an output | unshard, wait, prefetch the unit before |
+| `collect` | a parameter's gradient is there | in `grad_group.py`: reduce when all are there |
+| `post_backward` | gradients of all inputs are there | reshard, close the group's reduction |
+| `end_backward` | autograd is done | in `root.py` |
 
 Gradients are caught at the parameters, not at the module, so whatever path a loss took, they are
 reduced.
@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, ParamSpec, Protocol, TypeVar
@@ -33,7 +32,7 @@ from torch._C._dynamo.eval_frame import (
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.utils import _apply_to_tensors
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.engine.comm_context import CommContext
@@ -43,6 +42,7 @@ from shardgrad.engine.param_group import ParamGroup, ParamState
 from shardgrad.engine.replaced_params import adopt, require_data
 from shardgrad.engine.scheduler import ReductionScheduler
 from shardgrad.engine.spans import NO_SPAN, profiler, span
+from shardgrad.errors import UnsupportedError
 from shardgrad.sharding.mesh import DataParallelMesh
 
 __all__ = ["Guest", "Root", "Unit", "attach_unit", "outside_graphs", "unit_of", "units_under"]
@@ -52,7 +52,9 @@ _R = TypeVar("_R")
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 _ATTRIBUTE = "_shardgrad_unit"
+# Functions that run a forward, their module as `self`, by name and file.
 _CALL = nn.Module._call_impl.__code__
+_CALLS = {(_CALL.co_name, _CALL.co_filename), ("forward_method", __file__)}
 # -1 unless autograd runs a backward on this thread: a forward is then a recomputation, or a hook's.
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
@@ -101,6 +103,9 @@ class Root(Protocol):
 
     def leave_forward(self, unit: Unit) -> None:
         """Closes the forward that `unit` opened."""
+
+    def has_failed_in(self, unit: Unit) -> bool:
+        """Returns whether a forward of this unit ends by an exception; the outermost reshards."""
 
     def gather_through(self, unit: Unit | None) -> None:
         """Unshards every unit up to and including this one, if `keep_unsharded`; None for all."""
@@ -209,7 +214,8 @@ class Unit:
         self.hooks = [
             [
                 module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True),
-                module.register_forward_hook(self.post_forward),
+                # Also after a forward that has raised: what it has gathered is resharded then.
+                module.register_forward_hook(self.post_forward, always_call=True),
             ]
             for module in self.modules
         ]
@@ -245,7 +251,6 @@ class Unit:
         return all(group.state is ParamState.UNSHARDED for group in self.groups)
 
     # -- unshard and reshard
-    # ----------------------------------------------------------------------------
 
     def unshard(self, context: Root) -> None:
         """Starts the all-gathers of parameters that are not unsharded."""
@@ -265,6 +270,12 @@ class Unit:
         for group, grads in zip(self.groups, self.grad_groups, strict=True):
             grads.carry_requires_grad()
             group.reshard(drop_kept=drop_kept)
+
+    def show_sharded(self) -> None:
+        """Registers the sharded parameters of every group, and keeps what is gathered."""
+        for group, grads in zip(self.groups, self.grad_groups, strict=True):
+            grads.carry_requires_grad()
+            group.show_sharded()
 
     def refresh(self) -> bool:
         """Takes over, before an outermost forward, what changed; True if the current stream wrote
@@ -287,11 +298,6 @@ class Unit:
             or (self.held and torch.is_grad_enabled())
         ):
             return False
-        evaluates = not torch.is_grad_enabled()
-        if evaluates and any(
-            p.sharded.grad is not None for group in self.groups for p in group.params
-        ):
-            return True  # clipping and optimizers look for these at model.parameters()
         flag = self.reshard_after_forward
         return (
             flag
@@ -300,7 +306,6 @@ class Unit:
         )
 
     # -- forward
-    # ----------------------------------------------------------------------------------------
 
     @outside_graphs
     def pre_forward(
@@ -335,19 +340,37 @@ class Unit:
             args, kwargs = self._watch_inputs(context, args, kwargs, counted=not recomputing)
         return args, kwargs
 
-    @contextmanager
-    def running_method(self) -> Iterator[None]:
-        """While active, a registered method runs, which may call forward as often as it likes."""
-        self.methods_running += 1
-        try:
-            yield
-        finally:
-            self.methods_running -= 1
+    def like_forward(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a function that runs a bound method between `pre_forward` and `post_forward`.
+
+        The method may call forward as often as it likes.
+        """
+
+        def forward_method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            args, kwargs = unit.pre_forward(self, args, kwargs)
+            unit.methods_running += 1
+            try:
+                output = method(*args, **kwargs)
+            except Exception:
+                unit.post_forward(self, args, None)
+                raise
+            finally:
+                unit.methods_running -= 1
+            return unit.post_forward(self, args, output)
+
+        unit = self
+        return forward_method
+
+    @property
+    def is_running(self) -> bool:
+        """True if a forward, or a registered method, of this unit has not come to its end."""
+        return bool(self._running)
 
     @property
     def runs_in_itself(self) -> bool:
-        """True if a module of this unit calls itself; only the stack tells that from a failed
-        forward.
+        """True if a module of this unit calls itself, or a registered method of its own.
+
+        Only the stack tells that from a forward that was interrupted: Ctrl-C runs no hooks.
         """
         if not self._running:
             return False
@@ -355,7 +378,7 @@ class Unit:
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             code = frame.f_code
-            if code.co_name == _CALL.co_name and code.co_filename == _CALL.co_filename:
+            if (code.co_name, code.co_filename) in _CALLS:
                 running += frame.f_locals.get("self") in self.modules
             frame = frame.f_back
         return running > 1
@@ -408,14 +431,17 @@ class Unit:
         if context is None:
             raise RuntimeError(f"post_forward of {self.name} without pre_forward")
         recomputing = _graph_task() != -1
+        if not recomputing and self._running:  # empty if a registered method has called forward
+            self._running.pop()
+        if output is None and context.has_failed_in(self):
+            return None
         if not context.scheduler.backward_running:
             for grads in self.grad_groups:
                 grads.refresh_trainable()
-        if not recomputing and self._running:  # empty if a registered method has called forward
-            self._running.pop()
         if not recomputing and module not in self._running:
             self._waiting_modules.discard(module)
             if not self._waiting_modules and self._reshards_after_forward(context):
+                self._refuse_outputs_in_parameters(output)
                 for group in self.groups:
                     group.reshard_after_forward()
         if torch.is_grad_enabled():
@@ -426,6 +452,24 @@ class Unit:
             context.leave_forward(self)
         dtype = self.mp_policy.output_dtype
         return output if dtype is None else _cast(dtype, output)
+
+    def _refuse_outputs_in_parameters(self, output: Any) -> None:
+        """Refuses outputs that are views of parameters, whose memory is about to be freed."""
+        tensors = (output,) if isinstance(output, torch.Tensor) else tree_leaves(output)
+        for group in self.groups:
+            if group.stage.keeps_unsharded:
+                continue
+            for tensor in tensors:
+                if isinstance(tensor, torch.Tensor) and group.has_memory_of(tensor):
+                    raise UnsupportedError(
+                        "a unit returns a parameter, or a view of one, whose memory it frees after "
+                        "its forward",
+                        expected="outputs with memory of their own",
+                        got=f"a tensor of shape {tuple(tensor.shape)} in the parameters' memory",
+                        where=f"unit {self.name or 'root'!r}",
+                        fix="return parameter.clone(), or fully_shard(module, "
+                        "reshard_after_forward=False)",
+                    )
 
     def finish_forward(self, context: Root) -> None:
         """After the outermost forward: what was gathered ahead and not run is dropped."""
@@ -438,9 +482,10 @@ class Unit:
                 group.reshard_after_forward()
             if not context.keep_unsharded:
                 group.cancel_unshard()
+        if not (torch.is_grad_enabled() or self.held or context.keep_unsharded):
+            self.show_sharded()
 
     # -- backward
-    # ---------------------------------------------------------------------------------------
 
     @outside_graphs
     def _pre_backward(self, call: _Call, grad: torch.Tensor) -> None:
@@ -505,8 +550,8 @@ class Unit:
         self._outstanding = self._open = 0
         self._next_backward = None
         is_read_again = self.context is not None and self.context.scheduler.reads_again
-        if self.reshard_after_backward and not is_read_again:
-            self.reshard()
+        if self.reshard_after_backward:
+            self.reshard() if not is_read_again else self.show_sharded()
 
     def abandon_forward(self) -> None:
         """Forgets a forward that failed, and the calls in it: parameters are resharded."""

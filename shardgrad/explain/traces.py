@@ -201,7 +201,6 @@ def _last_step(events: list[_Event]) -> tuple[list[_Event], str]:
 
 
 # -- a device
-# -------------------------------------------------------------------------------------------
 
 
 def _device_step(events: list[_Event], on_device: list[_Event]) -> Step:
@@ -354,7 +353,6 @@ def _argument(event: _Event, name: str) -> int | float | str | None:
 
 
 # -- a CPU
-# ----------------------------------------------------------------------------------------------
 
 
 def _host_step(events: list[_Event]) -> Step:

@@ -147,9 +147,9 @@ def _grad_dtype(param: nn.Parameter, name: str, policy: MixedPrecisionPolicy) ->
 
 
 def _has_grad_dtype(param: torch.Tensor) -> bool:
-    return (
-        REDUCES_IN_GRAD_DTYPE and param.is_floating_point() and bool(param._has_grad_dtype_override)
-    )  # type: ignore[attr-defined]
+    if not (REDUCES_IN_GRAD_DTYPE and param.is_floating_point()):
+        return False
+    return bool(param._has_grad_dtype_override)  # type: ignore[attr-defined]
 
 
 def keep_grad_dtypes(group: ParamGroup) -> None:

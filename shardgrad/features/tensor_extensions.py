@@ -158,7 +158,6 @@ class ExtensionGroup(ParamGroup):
     kind = "group of tensor extensions"
 
     # -- building
-    # ---------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def shard_params(self) -> None:
@@ -219,7 +218,6 @@ class ExtensionGroup(ParamGroup):
         return smaller
 
     # -- all-gather
-    # -------------------------------------------------------------------------------------
 
     def _launch(self, comm_ctx: CommContext, version: tuple[int, int]) -> AllGather:
         """Asks the parameters what they send, copies it into the chunk on the gather stream, and

@@ -47,7 +47,6 @@ __all__ = [
 
 
 # -- what is refused
-# ----------------------------------------------------------------------------------------
 
 
 def refuse_unknown_wire_dtype(policy: GradientPolicy) -> None:
@@ -119,7 +118,6 @@ def refuse_own_reduce_scatter(group: ParamGroup, comm: object) -> None:
 
 
 # -- how gradients travel
-# -----------------------------------------------------------------------------------
 
 
 class StreamExchange(StreamTransport):

@@ -20,21 +20,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from shardgrad.errors import OptionError, OptionTypeError
+from shardgrad.errors import OptionError
 from shardgrad.graphs.outputs import local_tensor
 
 __all__ = ["Capturable", "CaptureAgain", "EagerOptimizer", "OptimizerState", "adapt", "capturable"]
-
-# For one version: a subclass that still has an old name is refused, with the new one.
-_RENAMED = {
-    "facts": "guards",
-    "image": "snapshot",
-    "image_beyond_facts": "snapshot_unguarded",
-    "rest": "quiesce",
-    "broken_off": "abort_capture",
-    "hand_over": "before_eager_region",
-    "take_back": "after_eager_region",
-}
 
 
 class CaptureAgain(Exception):
@@ -45,17 +34,6 @@ class Capturable:
     """State that a step uses. Subclass it for state that is neither in a module nor in an
     optimizer.
     """
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        for old, new in _RENAMED.items():
-            if old in vars(cls):
-                raise OptionTypeError(
-                    f"Capturable.{old}() is called {new}() now",
-                    expected=f"a class that defines {new}()",
-                    got=f"{cls.__qualname__}.{old}()",
-                    fix=f"rename the method to {new}",
-                )
 
     def begin_call(self, reader: torch.Stream | None) -> None:
         """Called first in every call, on the pool's stream, which has waited for the program's,
@@ -85,11 +63,6 @@ class Capturable:
 
     def abort_capture(self) -> None:
         """Drops what a failed capture left on the host. Called before snapshots are restored."""
-
-    def before_eager_region(self) -> None:
-        """Makes gradients readable for code outside of the graph. Called inside a capture, before a
-        split.
-        """
 
     def after_eager_region(self) -> None:
         """Assumes that code outside of the graph wrote parameters. Called inside a capture, after a
@@ -163,7 +136,10 @@ def adapt(value: Any) -> Capturable:
 
 def _hint(value: Any) -> str:
     if isinstance(value, torch.amp.GradScaler):
-        return "torch's GradScaler, which reads on the host whether to skip; shardgrad.GradScaler does not"
+        return (
+            "torch's GradScaler, which reads on the host whether to skip; shardgrad.GradScaler "
+            "does not"
+        )
     if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
         return "a schedule; step it between calls, outside of the graph"
     if callable(value):
@@ -174,10 +150,27 @@ def _hint(value: Any) -> str:
 class OptimizerState(Capturable):
     """An optimizer of torch or of another library. Numbers in its groups are constants of a graph:
     guards.
+
+    A learning rate of torch's Adam and AdamW with `capturable=True` is none: they read it on the
+    device, so a number is written into a tensor there, which schedules fill in place.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
+        self._rates: dict[int, torch.Tensor] = {}  # by the number of the group
+
+    def begin_call(self, reader: torch.Stream | None) -> None:
+        """See `Capturable`."""
+        if not isinstance(self._optimizer, torch.optim.Adam | torch.optim.AdamW):
+            return
+        for number, group in enumerate(self._optimizer.param_groups):
+            rate, device = group["lr"], group["params"][0].device if group["params"] else None
+            if not group.get("capturable") or device is None or rate is self._rates.get(number):
+                continue
+            # A number, of the program's or a checkpoint's; a tensor may be elsewhere than needed.
+            if not isinstance(rate, torch.Tensor) or rate.device != device:
+                tensor = self._rates.setdefault(number, torch.empty((), device=device))
+                group["lr"] = tensor.fill_(rate)
 
     def guards(self) -> Hashable:
         """See `Capturable`."""
@@ -210,6 +203,9 @@ class EagerOptimizer(OptimizerState):
     """An optimizer that steps in an eager region of a split graph: nothing about it has to be
     constant.
     """
+
+    def begin_call(self, reader: torch.Stream | None) -> None:
+        """See `Capturable`."""
 
     def guards(self) -> Hashable:
         """See `Capturable`."""

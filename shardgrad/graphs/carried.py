@@ -1,5 +1,4 @@
-"""Device scalars that a call leaves to the next one: what gradients owe, and whether they are
-finite.
+"""Device scalars that a call leaves to the next one: whether gradients are finite.
 
 Eager code makes a new tensor of each, and a graph reads and writes the addresses of its capture. So
 wherever a graph begins or ends they are moved to one place, from which eager code and every graph

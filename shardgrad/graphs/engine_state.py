@@ -51,7 +51,7 @@ _GRAD_SHARD = attrgetter("shard")
 _SWITCHES = attrgetter("reshard_after_forward", "reshard_after_backward", "unshard_in_backward")
 _FLAGGED = attrgetter("flagged")
 _OWN = attrgetter("own")
-_PENDING = attrgetter("pending_scale", "nonfinite")
+_VERDICT = attrgetter("nonfinite")
 _ADDRESS = torch.Tensor.data_ptr
 
 
@@ -169,7 +169,7 @@ class ModuleState(Capturable):
         for context in self._contexts:
             context.quiesce()
             context.comm_ctx.streams.forget_events()
-        self._gradients.carry_pending()
+        self._gradients.carry_verdicts()
         if self._with_memory is not None:
             self._free_memory_of_graph(self._with_memory)
 
@@ -212,12 +212,6 @@ class ModuleState(Capturable):
                 shard.part_with_kept(self._reader)
                 shard.free()
 
-    def before_eager_region(self) -> None:
-        """See `Capturable`."""
-        for grads in self._grad_groups:
-            if grads.shard is not None:
-                grads.shard.apply_scale()
-
     def after_eager_region(self) -> None:
         """See `Capturable`."""
         for context in self._contexts:
@@ -245,16 +239,11 @@ class ModuleState(Capturable):
         """See `Capturable`."""
         self.at_eager_border()  # a capture that begins with gradients knows their addresses as well
         self._with_memory = {shard for shard in self._shards() if shard.has_memory}
-        found = [(shard, shard.objects.before_replays()) for shard in self._shards()]
-        # After the capture, the factor that the graph leaves is pending; before its first replay,
-        # still this.
-        pending: list[torch.Tensor | None] | None = [shard.pending_scale for shard, _ in found]
+        found = [shard.objects.before_replays() for shard in self._shards()]
 
         def part_with_overwritten() -> None:
-            nonlocal pending
-            for i, (shard, part) in enumerate(found if self._is_any_kept else ()):
-                part(self._reader, shard.pending_scale if pending is None else pending[i])
-            pending = None
+            for part in found if self._is_any_kept else ():
+                part(self._reader)
 
         return part_with_overwritten
 
@@ -281,12 +270,12 @@ class ModuleState(Capturable):
 
     def snapshot_unguarded(self) -> Callable[[], None]:
         """See `Capturable`."""
-        restore, gradients, pending = self.snapshot(), self._gradients, self._gradients.pending()
+        restore, gradients, verdicts = self.snapshot(), self._gradients, self._gradients.verdicts()
         touched = self._touched
 
         def restore_pending() -> None:
             self._touched = touched
-            if not all(map(is_, gradients.pending(), pending)):
+            if not all(map(is_, gradients.verdicts(), verdicts)):
                 restore()
 
         return restore_pending
@@ -330,9 +319,8 @@ class ModuleState(Capturable):
             shard = grads.shard
             if shard is not None and shard.has_memory:
                 yield f"gradient shard of {unit}", shard.flat
-                for what, scalar in zip(("pending scale", "verdict"), _PENDING(shard), strict=True):
-                    if scalar is not None:
-                        yield f"{what} of the gradients of {unit}", scalar
+                if shard.nonfinite is not None:
+                    yield f"verdict of the gradients of {unit}", shard.nonfinite
             for what, buffer in grads.buffers().items():
                 yield f"{what} of {unit}", buffer
 
@@ -368,7 +356,7 @@ class _GradFacts:
 
     Args:
         shards: of one model.
-        carried: where graphs read and leave what gradients owe.
+        carried: where graphs read and leave whether gradients are finite.
     """
 
     def __init__(self, shards: Sequence[GradShard], carried: CarriedScalars) -> None:
@@ -404,11 +392,9 @@ class _GradFacts:
             self._own = dict(chain.from_iterable(each.items() for each in self._merged))
 
     def read(self) -> Hashable:
-        """Returns what the host decides by: which gradients are bound, scaled, and known to be
-        there.
+        """Returns what the host decides by: which gradients are bound, and known to be there.
 
-        Tensors that the program has assigned are taken over first, and what gradients owe is
-        carried.
+        Tensors that the program has assigned are taken over first, and verdicts are carried.
         """
         self._follow_objects()
         bound = self._bound()
@@ -416,31 +402,28 @@ class _GradFacts:
             for shard in self._shards:
                 shard.settle(range(shard.count))
             bound = self._bound()
-        pending = self.carry_pending()
-        return bound, pending, tuple(chain.from_iterable(map(_FLAGGED, self._shards)))
+        verdicts = self.carry_verdicts()
+        return bound, verdicts, tuple(chain.from_iterable(map(_FLAGGED, self._shards)))
 
-    def carry_pending(self) -> Hashable:
-        """Moves what gradients owe to where graphs read it; see `CarriedScalars`.
+    def carry_verdicts(self) -> Hashable:
+        """Moves verdicts to where graphs read them; see `CarriedScalars`.
 
-        Gradients that are None owe nothing. Returns which scalars there are.
+        Gradients that are None have none. Returns which verdicts there are.
         """
-        pending = self.pending()
-        if any(map(is_not, pending, repeat(None))):
+        verdicts = self.verdicts()
+        if any(map(is_not, verdicts, repeat(None))):
             for shard in self._shards:
                 if shard.objects.are_absent():
-                    shard.pending_scale = shard.nonfinite = None
-            pending = self.pending()
-        carried = self._carried.carry(pending)
-        if not all(map(is_, carried, pending)):
-            for shard, scale, verdict in zip(
-                self._shards, carried[::2], carried[1::2], strict=True
-            ):
-                shard.pending_scale, shard.nonfinite = scale, verdict
+                    shard.nonfinite = None
+            verdicts = self.verdicts()
+        carried = self._carried.carry(verdicts)
+        for shard, verdict in zip(self._shards, carried, strict=True):
+            shard.nonfinite = verdict
         return self._carried.pattern
 
-    def pending(self) -> list[torch.Tensor | None]:
-        """Returns `pending_scale` and `nonfinite` of each shard."""
-        return list(chain.from_iterable(map(_PENDING, self._shards)))
+    def verdicts(self) -> list[torch.Tensor | None]:
+        """Returns `nonfinite` of each shard."""
+        return list(map(_VERDICT, self._shards))
 
     def _bound(self) -> tuple[int | None, ...]:
         read = (map(attrgetter(name), params) for name, params in self._params.items())

@@ -4,6 +4,7 @@ each.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import torch
@@ -17,6 +18,7 @@ _NEW_KEYS = 7  # calls in a row, each with inputs of shapes that were never seen
 _REPLACED = (
     7  # calls in a row, each with another tensor where the step reads one that it is not given
 )
+_NEW_GUARDS = 10  # calls in a row, each with host state that was never seen
 
 
 class Habits:
@@ -30,7 +32,8 @@ class Habits:
 
     def __init__(self, optimizers: Sequence[Optimizer], warn: Callable[..., None]) -> None:
         self._optimizers, self._warn = optimizers, warn
-        self._new_keys = self._replaced = 0
+        self._new_keys = self._replaced = self._new_guards = 0
+        self._guards: Hashable = None  # of the last call
 
     def called(self, key: Hashable, *, is_new: bool) -> None:
         """Takes note of a call's inputs, by their key (`graphs/inputs.py`)."""
@@ -41,6 +44,21 @@ class Habits:
                 f"is never "
                 f"captured and runs eagerly; the last: {_shapes(key)}. Pad them to a few sizes "
                 f"with bucket=.",
+                depth=5,
+            )
+
+    def guarded(self, guards: Hashable, *, is_new: bool) -> None:
+        """Takes note of the guards of a call: new ones for shapes that were seen are counted."""
+        before, self._guards = self._guards, guards
+        self._new_guards = self._new_guards + 1 if is_new else 0
+        if self._new_guards == _NEW_GUARDS:
+            one, other = _difference(before, guards)
+            self._warn(
+                f"ran eagerly, and is not captured: what a graph would freeze changed before each "
+                f"of {_NEW_GUARDS} calls in a row; in the last, {reprlib.repr(one)} became "
+                f"{reprlib.repr(other)}. For a number of an optimizer: an optimizer of "
+                "shardgrad.optim, which keeps it on the device, or torch's Adam or AdamW with "
+                "capturable=True for a learning rate.",
                 depth=5,
             )
 
@@ -72,6 +90,15 @@ class Habits:
                 "the end of the step, inside it.",
                 depth=6,
             )
+
+
+def _difference(one: Hashable, other: Hashable) -> tuple[Hashable, Hashable]:
+    """Returns the innermost pair of guards that differ; a pair is (its name, its value)."""
+    if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
+        for x, y in zip(one, other, strict=True):
+            if x != y and isinstance(x, tuple) and isinstance(y, tuple):
+                return _difference(x, y)
+    return one, other
 
 
 def _shapes(key: Hashable) -> str:

@@ -1,12 +1,12 @@
 """The arguments of a step: copied tensors, static tensors, constants, and values that choose the
 graph.
 
-| kind     | what                                                      | at the next call                    |
-|----------|-----------------------------------------------------------|-------------------------------------|
-| copied   | tensors                                                   | is copied into the graph's input    |
-| static   | parameters, buffers, tensors with `mark_static_address`   | another address is another graph    |
-| constant | numbers                                                   | has to be equal, or is refused      |
-| key      | None, booleans, strings, the structure, any other object  | another value is another graph      |
+| kind | what | at the next call |
+| --- | --- | --- |
+| copied | tensors | is copied into the graph's input |
+| static | parameters, buffers, `mark_static_address` | another address is another graph |
+| constant | numbers | has to be equal, or is refused |
+| key | None, booleans, strings, the structure, any other object | another value is another graph |
 
 A host tensor reaches the step as a tensor of the device, since a graph cannot read what a program
 writes to host memory later.
@@ -159,7 +159,6 @@ def _comparable(leaf: Any, index: int) -> Hashable:
 
 
 # -- trees that torch does not know
-# -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -224,7 +223,6 @@ def _instance_of(kind: Any, parts: Any) -> Any:
 
 
 # -- buffers
-# ------------------------------------------------------------------------------------------------
 
 
 class InputBuffers:

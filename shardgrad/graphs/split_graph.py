@@ -96,8 +96,6 @@ class SplitGraph:
             each.quiesce()
 
     def _split(self, call: Callable[[], Any]) -> None:
-        for each in self._capturables:
-            each.before_eager_region()
         self._end()
         self._parts.append(_EagerRegion(call, [each.snapshot() for each in self._capturables]))
         self._begin()

@@ -261,7 +261,6 @@ class GraphedStep(Generic[_P, _R]):
         ]
 
     # -- a call
-    # -----------------------------------------------------------------------------------------
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Takes one step; see `graphed_step`."""
@@ -291,6 +290,8 @@ class GraphedStep(Generic[_P, _R]):
         closed_over = self._warmup.closed_over()
         graph_key = kind.key, (*guards, *closed_over)
         captured = self._look_up(graph_key)
+        is_new = captured is None and bool(kind.seen) and guards not in kind.seen
+        self._habits.guarded(guards, is_new=is_new)
         if captured is None and self._is_due(kind, guards):
             try:
                 captured = self._capture_or_refuse(
@@ -409,7 +410,6 @@ class GraphedStep(Generic[_P, _R]):
             del self._kinds[key]
 
     # -- capturing
-    # --------------------------------------------------------------------------------------
 
     def _capture_or_refuse(
         self, kind: _InputKind, key: Hashable, *, is_settled: bool
@@ -548,7 +548,6 @@ class GraphedStep(Generic[_P, _R]):
         )
 
     # -- the end
-    # ----------------------------------------------------------------------------------------
 
     def reset(self) -> None:
         """Destroys all graphs and input buffers; the next calls run eagerly, and later ones capture

@@ -1,12 +1,11 @@
 """Plain parameters over the local shards, which an external optimizer gets instead of DTensors.
 
 [Note: Aliases]
-A kernel of an external optimizer takes addresses. A DTensor has none, a gradient with a pending
-scale ([Note: Pending scale] in `sharding/scaled_gradient.py`) must be scaled before its address is
-used, and some releases of the kernels fail when a rank holds no row of a parameter. So the external
-optimizer never sees our parameters. Each has an *alias*: a plain parameter over the same memory,
-whose gradient is a plain view of the gradient shard, set before each step. The alias of a parameter
-without elements on this rank is not passed.
+A kernel of an external optimizer takes addresses. A DTensor has none, and some releases of the
+kernels fail when a rank holds no row of a parameter. So the external optimizer never sees our
+parameters. Each has an *alias*: a plain parameter over the same memory, whose gradient is a plain
+view of the gradient shard, set before each step. The alias of a parameter without elements on this
+rank is not passed.
 """
 
 from __future__ import annotations
@@ -185,7 +184,7 @@ def make_alias(param: nn.Parameter, name: str) -> Alias:
 
 
 def bind_gradients(aliases: Iterable[Alias], attribute: str) -> list[torch.Tensor]:
-    """Sets the gradient of every alias to that of its parameter, with pending scales applied.
+    """Sets the gradient of every alias to that of its parameter.
 
     Args:
         aliases: the aliases of one optimizer.
@@ -228,8 +227,5 @@ def _views(
     places = [shard.place_of(member.param) for member in members]
     known = [place for place in places if place is not None]
     live: Mapping[int, bool] = dict(zip(known, shard.settle(known), strict=True))
-    # The kernel gets an address and its read cannot be intercepted, so a pending scale is applied
-    # here.
-    shard.apply_scale()
     views = [shard.view(place) if place is not None and live[place] else None for place in places]
     return views, shard.nonfinite

@@ -127,7 +127,6 @@ class BoundOptimizer(Optimizer):
         super().add_param_group(param_group)
 
     # -- a step
-    # -----------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -215,7 +214,6 @@ class BoundOptimizer(Optimizer):
             alias.forget(set_to_none=set_to_none)
 
     # -- state
-    # ------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Returns state and groups in TransformerEngine's format: DTensors of float32 or int16

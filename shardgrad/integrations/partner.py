@@ -49,7 +49,6 @@ class Partner(ABC):
         self.has_masters = bool(options.get("master_weights", False))
 
     # -- before it exists
-    # -------------------------------------------------------------------------------
 
     @property
     def attribute(self) -> str:
@@ -128,7 +127,6 @@ class Partner(ABC):
         return OptionError(f"{self.name} cannot have {got}", expected=expected, got=got, fix=fix)
 
     # -- while it exists
-    # --------------------------------------------------------------------------------
 
     def build(self, groups: list[dict[str, Any]], defaults: Mapping[str, Any]) -> Optimizer:
         """Builds the optimizer over parameter groups of aliases."""

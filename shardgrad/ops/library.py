@@ -110,4 +110,7 @@ def build_command() -> str:
     root = _PATH.parents[1]
     if (root / "setup.py").is_file():
         return f"pip install --no-build-isolation -e {shlex.quote(str(root))}"
-    return "pip install --no-build-isolation --no-deps --force-reinstall --no-binary shardgrad shardgrad"
+    return (
+        "pip install --no-build-isolation --no-deps --force-reinstall --no-binary shardgrad "
+        "shardgrad"
+    )

@@ -146,7 +146,8 @@ def sgd_(
         RuntimeError: the arguments disagree.
     """
     _sgd(
-        param, grad, momentum_buffer, master, steps, ticket, touched, rows, tiles, hyper, scale, found_inf,
+        param, grad, momentum_buffer, master, steps, ticket, touched, rows, tiles, hyper, scale,
+        found_inf,
         nesterov, decoupled, maximize, stochastic_rounding, seed,
     )  # fmt: skip
 
@@ -267,7 +268,8 @@ def _seed(param: Tensor, master: Tensor | None, stochastic_rounding: bool, seed:
 
 @torch.no_grad()
 def _adam_reference(
-    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, master: Tensor | None, steps: Tensor,
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, master: Tensor | None, steps:
+    Tensor,
     ticket: Tensor, touched: Tensor, rows: Tensor, tiles: int, hyper: Tensor, scale: Tensor | None,
     found_inf: Tensor | None, decoupled: bool, maximize: bool, stochastic_rounding: bool, seed: int,
 ) -> None:  # fmt: skip
@@ -294,9 +296,11 @@ def _adam_reference(
 
 @torch.no_grad()
 def _sgd_reference(
-    param: Tensor, grad: Tensor, momentum_buffer: Tensor | None, master: Tensor | None, steps: Tensor,
+    param: Tensor, grad: Tensor, momentum_buffer: Tensor | None, master: Tensor | None, steps:
+    Tensor,
     ticket: Tensor, touched: Tensor, rows: Tensor, tiles: int, hyper: Tensor, scale: Tensor | None,
-    found_inf: Tensor | None, nesterov: bool, decoupled: bool, maximize: bool, stochastic_rounding: bool,
+    found_inf: Tensor | None, nesterov: bool, decoupled: bool, maximize: bool, stochastic_rounding:
+    bool,
     seed: int,
 ) -> None:  # fmt: skip
     noise = _seed(param, master, stochastic_rounding, seed)

@@ -1,4 +1,4 @@
-"""Clipping gradients by their norm, without a host read and without writing them."""
+"""Clipping gradients by their norm, without a host read."""
 
 from __future__ import annotations
 
@@ -23,12 +23,10 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scales gradients so that their norm over all ranks is at most `max_norm`.
 
-    The factor is `min(1, max_norm / (norm + 1e-6))`, as in `torch.nn.utils.clip_grad_norm_`. It is
-    not written: the optimizers of `shardgrad.optim` multiply by it in their kernels, and any other
-    reader of `param.grad` gets the clipped values (`sharding/scaled_gradient.py`). If only part of
-    a unit's gradients is clipped, those are multiplied at once. If a gradient is not finite, the
-    optimizers of `shardgrad.optim` skip their next step. (The verdict is kept with the gradient
-    shards: an optimizer over a model without units needs `check_finite=True`.)
+    The factor is `min(1, max_norm / (norm + 1e-6))`, as in `torch.nn.utils.clip_grad_norm_`;
+    gradients are multiplied by it in place. If a gradient is not finite, the optimizers of
+    `shardgrad.optim` skip their next step. (The verdict is kept with the gradient shards: an
+    optimizer over a model without units needs `check_finite=True`.)
 
     Args:
         parameters: a model, a parameter, or parameters; of any units and meshes, or of none.
@@ -41,8 +39,9 @@ def clip_grad_norm_(
         gradient is, else float32.
 
     Streams:
-        One pass over each gradient shard and one all-reduce of two numbers for each group of ranks,
-        on the current stream. A collective: every rank must call it.
+        Two passes over each gradient shard, for the norm and for the factor, and one all-reduce of
+        two numbers for each group of ranks, on the current stream. A collective: every rank
+        must call it.
 
     Capture:
         Safe after a first call, without `error_if_nonfinite`.

@@ -96,7 +96,6 @@ class FlatOptimizer(Optimizer):
         super().__init__(params, defaults)
 
     # -- groups
-    # -----------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters with its hyperparameters; see
@@ -201,7 +200,6 @@ class FlatOptimizer(Optimizer):
         )
 
     # -- what a program edits by hand
-    # --------------------------------------------------------------------
 
     def _follow_program(self) -> None:
         """Does what torch's optimizers do when a program has edited groups or state; see
@@ -278,7 +276,6 @@ class FlatOptimizer(Optimizer):
         self._contents = Contents(self.param_groups, self.state)
 
     # -- state
-    # ------------------------------------------------------------------------------------------
 
     @abstractmethod
     def state_dtypes(self, segment: Segment, group: Mapping[str, Any]) -> Mapping[str, torch.dtype]:
@@ -350,7 +347,6 @@ class FlatOptimizer(Optimizer):
         )
 
     # -- a step
-    # -----------------------------------------------------------------------------------------
 
     def update(self, update: Update) -> None:
         """Launches the kernel for one segment; an optimizer that overrides `update_all` needs
@@ -395,10 +391,10 @@ class FlatOptimizer(Optimizer):
         return launches
 
     def _update_all(self, launches: Sequence[tuple[Segment, OptimGroup, Launch]]) -> None:
-        skip = self._skip(launches)
+        skip, scale = self._skip(launches), self._inverse_of_loss_scale()
         self.update_all(
             [
-                Update(segment, group, launch, group.on(segment.device), self._scale(launch), skip)
+                Update(segment, group, launch, group.on(segment.device), scale, skip)
                 for segment, group, launch in launches
             ]
         )
@@ -424,15 +420,10 @@ class FlatOptimizer(Optimizer):
         verdicts = [verdict.detach().reshape(()).float() for verdict in found.values()]
         return sum(verdicts[1:], verdicts[0]) if verdicts else None
 
-    def _scale(self, launch: Launch) -> torch.Tensor | None:
-        """Returns what gradients are multiplied by: their pending scale, over torch's loss
-        scale.
-        """
+    def _inverse_of_loss_scale(self) -> torch.Tensor | None:
+        """Returns what gradients are multiplied by if torch's loss scaler takes the step."""
         grad_scale: torch.Tensor | None = getattr(self, "grad_scale", None)
-        if grad_scale is None:
-            return launch.pending_scale
-        inverse = grad_scale.detach().reshape(()).float().reciprocal()
-        return inverse if launch.pending_scale is None else inverse * launch.pending_scale
+        return None if grad_scale is None else grad_scale.detach().reshape(()).float().reciprocal()
 
     @property
     def skipped_steps(self) -> torch.Tensor:
@@ -452,7 +443,6 @@ class FlatOptimizer(Optimizer):
             segment.forget_gradients(set_to_none=set_to_none)
 
     # -- for graphs
-    # -------------------------------------------------------------------------------------
 
     def guards(self) -> Hashable:
         """Returns the host state that decides a step: constants of launches, and which segments
@@ -494,7 +484,6 @@ class FlatOptimizer(Optimizer):
             self._group(i).captured = False
 
     # -- inside
-    # -----------------------------------------------------------------------------------------
 
     def _group(self, index: int) -> OptimGroup:
         group: OptimGroup = self.param_groups[index]  # type: ignore[assignment]

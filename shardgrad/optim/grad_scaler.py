@@ -32,8 +32,7 @@ class GradScaler:
 
     Used like `torch.amp.GradScaler`: `scale(loss).backward()`, perhaps `unscale_(optimizer)` and
     clipping, `step(optimizer)`, `update()`. The scale, its growth and the decision to skip stay on
-    the device, and gradients are not written: the inverse of the scale is their pending scale
-    (`sharding/scaled_gradient.py`).
+    the device.
 
     Args:
         init_scale: the first scale.
@@ -95,7 +94,7 @@ class GradScaler:
         """Takes the scale out of the gradients of an optimizer's parameters; once between two
         updates.
 
-        Streams: gradients in shards are not written; others are multiplied on the current stream.
+        Streams: gradients are multiplied in place, on the current stream.
         Capture: safe.
 
         Raises:
@@ -214,7 +213,6 @@ class GradScaler:
         return self._state.scale.to(device)
 
     # -- for graphs
-    # -------------------------------------------------------------------------------------
 
     def guards(self) -> Hashable:
         """Returns the host state that decides a step: settings, and optimizers unscaled since
@@ -251,7 +249,6 @@ class GradScaler:
             yield "good steps of the loss scale", self._state.good_steps
 
     # -- reading and saving
-    # -----------------------------------------------------------------------------
 
     def get_scale(self) -> float:
         """Returns the scale; the host waits for the device."""

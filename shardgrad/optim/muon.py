@@ -65,8 +65,7 @@ class Muon(FlatOptimizer):
         OptionError, OptimizerParameterError, UnsupportedError.
 
     Source: Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024; the
-    second
-        adjustment: Liu et al., "Muon is scalable for LLM training", 2025.
+    second adjustment: Liu et al., "Muon is scalable for LLM training", 2025.
     """
 
     hypers: ClassVar[Sequence[Hyper]] = (
@@ -183,7 +182,6 @@ class Muon(FlatOptimizer):
         return dtypes
 
     # -- a step
-    # -----------------------------------------------------------------------------------------
 
     def update_all(self, updates: Sequence[Update]) -> None:
         """Updates the buckets one after the other. Which ones there are is the same on all ranks.

@@ -141,7 +141,6 @@ class Member:
         self._ratios = torch.tensor(ratios, dtype=torch.float64, device="cpu").to(device)
 
     # -- memory
-    # -----------------------------------------------------------------------------------------
 
     def needs(self) -> list[tuple[_BufferKey, int]]:
         """Returns the staging of one segment, which all segments share."""
@@ -201,7 +200,6 @@ class Member:
         return self._cached_params[1], grads
 
     # -- arithmetic
-    # -------------------------------------------------------------------------------------
 
     def step_momentum(self, update: Update, buffers: _MemberBuffers) -> torch.Tensor:
         """Advances the momentum, and writes the direction into the send buffer.

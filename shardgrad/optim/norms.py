@@ -92,9 +92,7 @@ def _parts(gradients: Gradients, norm_type: float) -> list[_Part]:
     for selection in gradients.selections:
         shard = selection.shard
         for groups, rows, tiles in _tables_of(shard, selection.places):
-            value = _local_norm(
-                shard.flat, shard.flags, rows, tiles, norm_type, shard.pending_scale, scratch
-            )
+            value = _local_norm(shard.flat, shard.flags, rows, tiles, norm_type, scratch)
             parts.append((value, groups))
     for grad in gradients.plain:
         groups = ()
@@ -111,7 +109,7 @@ def _parts(gradients: Gradients, norm_type: float) -> list[_Part]:
         flat = grad.detach().contiguous().view(-1)
         one = torch.ones(1, dtype=torch.float32, device=flat.device)
         table, tiles = _table_of_one(flat.numel(), flat.device)
-        parts.append((_local_norm(flat, one, table, tiles, norm_type, None, scratch), groups))
+        parts.append((_local_norm(flat, one, table, tiles, norm_type, scratch), groups))
     return parts
 
 
@@ -182,7 +180,6 @@ def _local_norm(
     rows: torch.Tensor,
     tiles: int,
     norm_type: float,
-    scale: torch.Tensor | None,
     scratch: dict[torch.device, torch.Tensor],
 ) -> torch.Tensor:
     device = flat.device
@@ -197,7 +194,6 @@ def _local_norm(
         rows=rows,
         tiles=tiles,
         norm_type=norm_type,
-        scale=scale,
     )
     return out
 

@@ -71,7 +71,6 @@ class Launch:
             above zero.
         rows: int64 table on the device; see `ops.segment_rows`.
         tiles: as `ops.segment_rows` counted them.
-        pending_scale: device scalar that gradients are still to be multiplied by, or None.
         nonfinite: device scalar, above zero if gradients were found not finite; None if none were
             checked.
     """
@@ -81,7 +80,6 @@ class Launch:
     touched: torch.Tensor
     rows: torch.Tensor
     tiles: int
-    pending_scale: torch.Tensor | None
     nonfinite: torch.Tensor | None
 
 
@@ -320,7 +318,6 @@ class ShardedSegment(Segment):
             shard.flags,
             table.rows,
             table.tiles,
-            shard.pending_scale,
             shard.nonfinite,
         )
 
@@ -482,7 +479,7 @@ class PlainSegment(Segment):
             self._rows_and_flag = self._host_rows.to(local.device), flag
         rows, flag = self._rows_and_flag
         return Launch(
-            _in_memory_order(local), _in_memory_order(grad), flag, rows, self._tiles, None, None
+            _in_memory_order(local), _in_memory_order(grad), flag, rows, self._tiles, None
         )
 
     def _require_in_use(self) -> None:

@@ -22,13 +22,13 @@ class Selection:
 
     Attributes:
         shard: where they are.
-        places: their indices.
-        is_complete: True if no other parameter of the shard has a gradient.
+        places: the indices of the parameters that were chosen.
+        live: those of them that have a gradient.
     """
 
     shard: GradShard
     places: tuple[int, ...]
-    is_complete: bool
+    live: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -44,22 +44,23 @@ class Gradients:
     plain: list[torch.Tensor]
 
     def multiply(self, factor: torch.Tensor) -> None:
-        """Multiplies all of them: complete shards later, when they are read, the others at once.
+        """Multiplies all of them in place, as `torch.nn.utils.clip_grad_norm_` does.
 
         Args:
-            factor: float32 or float64 device scalar; kept. See `sharding/scaled_gradient.py`.
+            factor: float32 or float64 device scalar.
 
         Streams: the current stream. Capture: safe.
         """
-        at_once = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in self.plain]
+        gradients = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in self.plain]
         for selection in self.selections:
-            if selection.is_complete:
-                selection.shard.scale_later(factor)
-            else:
-                selection.shard.apply_scale()
-                at_once += [selection.shard.view(place) for place in selection.places]
-        if at_once:
-            torch._foreach_mul_(at_once, factor)
+            shard = selection.shard
+            # A gradient that is None for now may come back, so only a whole shard is multiplied at
+            # once.
+            is_whole = len(selection.live) == shard.count
+            views = [shard.values] if is_whole else [shard.view(p) for p in selection.live]
+            gradients += views
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
 
 
 def gradients_of(group: ParamGroup, params: Iterable[torch.Tensor]) -> GradShard | None:
@@ -110,7 +111,5 @@ def select(params: Iterable[torch.Tensor]) -> Gradients:
         live = shard.settle(range(shard.count))
         places = [shard.place_of(managed.sharded) for managed in members]
         chosen = tuple(place for place in places if place is not None)
-        selections.append(
-            Selection(shard, chosen, sum(live) == sum(live[place] for place in chosen))
-        )
+        selections.append(Selection(shard, chosen, tuple(place for place in chosen if live[place])))
     return Gradients(selections, plain)

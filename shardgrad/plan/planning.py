@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardgrad.plan.calibration import Calibration
@@ -242,6 +242,10 @@ def _peak_flops(request: Request, machine: Machine) -> float:
     return machine.device.flops["fp32" if request.precision == "fp32" else "bf16"]
 
 
+def _sent_nbytes(transfers: Iterable[Transfer]) -> float:
+    return sum(transfer.sent_nbytes for transfer in transfers)
+
+
 def _traffic(
     rehearsals: Sequence[Rehearsal],
     cost: CostModel,
@@ -256,13 +260,12 @@ def _traffic(
         return found
 
     of = {one.kept: kinds(one) for one in rehearsals}
+
     return tuple(
         Traffic(
             *key,
             round(total(lambda one, key=key: len(of[one.kept].get(key, ())))),  # type: ignore[misc]
-            round(
-                total(lambda one, key=key: sum(t.sent_nbytes for t in of[one.kept].get(key, ())))
-            ),  # type: ignore[misc]
+            round(total(lambda one, key=key: _sent_nbytes(of[one.kept].get(key, ())))),  # type: ignore[misc]
             total(lambda one, key=key: sum(map(cost.transfer_s, of[one.kept].get(key, ())))),  # type: ignore[misc]
         )
         for key in sorted({key for found in of.values() for key in found})

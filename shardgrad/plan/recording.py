@@ -3,12 +3,12 @@ frees.
 
 A `Recorder` collects four kinds of events while a step runs on fake tensors:
 
-| event      | means                                                                                  |
-|------------|----------------------------------------------------------------------------------------|
-| `Kernel`   | an operation on a stream: what it computes and how many bytes it reads and writes      |
-| `Transfer` | a collective on a stream: the axis of the mesh and the number of bytes                 |
-| `Marked`   | an event was recorded on a stream                                                      |
-| `Waited`   | a stream waits for an event, or the host for a transfer                                |
+| event | means |
+| --- | --- |
+| `Kernel` | an operation on a stream: what it computes and how many bytes it reads and writes |
+| `Transfer` | a collective on a stream: the axis of the mesh and the number of bytes |
+| `Marked` | an event was recorded on a stream |
+| `Waited` | a stream waits for an event, or the host for a transfer |
 
 and every allocation and release, with its position among the events. Allocators hand out memory in
 the host's order too, so the largest sum is the peak.
@@ -163,7 +163,6 @@ class Recorder:
     _marks: int = 0
 
     # -- events
-    # -----------------------------------------------------------------------------------------
 
     def new_mark(self) -> int:
         """Returns the number of the next event to record on a stream."""
@@ -194,7 +193,6 @@ class Recorder:
         self.changes.clear()
 
     # -- memory
-    # -----------------------------------------------------------------------------------------
 
     def nbytes_by_stream(self) -> dict[str, int]:
         """Returns the number of allocated bytes by the stream of their allocation."""

@@ -29,12 +29,10 @@ from torch.distributed.tensor import DTensor
 from shardgrad.policies import GradientPolicy
 from shardgrad.sharding.dtensor import dtensor_like
 from shardgrad.sharding.layout import ShardLayout
-from shardgrad.sharding.scaled_gradient import ScaledGradient
 
 __all__ = [
     "ABSENT",
     "PLAIN",
-    "SCALED",
     "Bound",
     "GradientObjects",
     "KeptGradientWarning",
@@ -44,7 +42,7 @@ __all__ = [
 ]
 
 # What is bound to a parameter.
-ABSENT, PLAIN, SCALED = 0, 1, 2
+ABSENT, PLAIN = 0, 1
 # One of these, or a tensor that the program has assigned.
 Bound = int | torch.Tensor
 
@@ -83,7 +81,7 @@ def counts_if_none_is_kept(
     expected = [
         each.counts_if_none_is_kept(what) for each, what in zip(objects, bound, strict=True)
     ]
-    ends = [3 * len(each.plain) for each in objects]
+    ends = [2 * len(each.plain) for each in objects]
     tensors = (counts[:end] for counts, end in zip(expected, ends, strict=True))
     storages = (counts[end:] for counts, end in zip(expected, ends, strict=True))
     return [list(chain.from_iterable(tensors)), list(chain.from_iterable(storages))]
@@ -105,8 +103,7 @@ class _Named(Protocol):
 
 
 class GradientObjects:
-    """A gradient for each parameter of a shard, a scaled one that may stand in its place, and what
-    is bound.
+    """A gradient for each parameter of a shard, and what is bound to the parameters.
 
     They exist without memory; `place` gives it to them.
 
@@ -115,13 +112,11 @@ class GradientObjects:
         layout: of the memory.
         rank: whose pieces they are.
         nothing: without elements; in the dtype and on the device of the memory.
-        apply_scale: see `ScaledGradient`.
         policy: names the attribute of parameters that gradients are bound to.
 
     Attributes:
         plain: the gradients.
-        scaled: their stand-ins while a scale is pending.
-        own: what an object is, by its `id`: ABSENT, PLAIN or SCALED. Another dict once they change.
+        own: what an object is, by its `id`: ABSENT or PLAIN. Another dict once they change.
         overwritten: places whose gradients are None where the capture that runs, or ran last,
             reduces them.
     """
@@ -132,7 +127,6 @@ class GradientObjects:
         layout: ShardLayout,
         rank: int,
         nothing: torch.Tensor,
-        apply_scale: Callable[[], None],
         policy: GradientPolicy,
     ) -> None:
         self._params = [p.sharded for p in params]
@@ -142,7 +136,6 @@ class GradientObjects:
         self._nothing = nothing
         self._memory: torch.UntypedStorage | None = None
         self._placed: tuple[int, int] | None = None  # storage and address
-        self._apply_scale = apply_scale
         self.attribute = policy.attribute
         self._read = attrgetter(policy.attribute)
         self._references_when_bound = 1 if policy.decoupled else _references_when_bound()
@@ -156,7 +149,6 @@ class GradientObjects:
         ]
         self._places = list(zip(begins, ends, shapes, strides, strict=True))
         self.plain: list[DTensor] = []
-        self.scaled: list[ScaledGradient] = []
         self._locals: list[torch.Tensor] = []
         self._storages: list[int] = []
         for place in range(len(self._params)):
@@ -179,12 +171,10 @@ class GradientObjects:
             self._point(local, place, self._memory)
         plain = dtensor_like(local, cast(DTensor, self._params[place]))
         self.plain[place : place + 1] = [plain]
-        self.scaled[place : place + 1] = [ScaledGradient(plain, self._apply_scale)]
         self._locals[place : place + 1] = [local]
         self._storages[place : place + 1] = [local.untyped_storage()._cdata]
 
     # -- memory
-    # -----------------------------------------------------------------------------------------
 
     def place(self, flat: torch.Tensor) -> None:
         """Points the gradients to 1-D memory, in a storage of its own each, as `in_own_storage`
@@ -225,11 +215,9 @@ class GradientObjects:
     def _watch(self) -> None:
         self.own = {id(None): ABSENT}
         self.own.update((id(grad), PLAIN) for grad in self.plain)
-        self.own.update((id(grad), SCALED) for grad in self.scaled)
-        self._watched: list[torch.Tensor] = [*self.plain, *self.scaled, *self._locals]
+        self._watched: list[torch.Tensor] = [*self.plain, *self._locals]
 
     # -- what is bound
-    # ----------------------------------------------------------------------------------
 
     def gradients(self) -> list[torch.Tensor | None]:
         """Returns what is bound to the parameters, in order."""
@@ -239,13 +227,13 @@ class GradientObjects:
         """Returns whether no parameter has a gradient."""
         return not any(map(is_not, map(self._read, self._params), repeat(None)))
 
-    def are_bound(self, *, scaled: bool) -> bool:
-        """Returns whether every parameter has its plain gradient, or its scaled one."""
-        return all(map(is_, map(self._read, self._params), self.scaled if scaled else self.plain))
+    def are_bound(self) -> bool:
+        """Returns whether every parameter has its gradient of these."""
+        return all(map(is_, map(self._read, self._params), self.plain))
 
     def is_any_bound(self) -> bool:
-        """Returns whether a gradient of these, plain or scaled, is bound to its parameter."""
-        return any(what is PLAIN or what is SCALED for what in self.bound())
+        """Returns whether a gradient of these is bound to its parameter."""
+        return any(what is PLAIN for what in self.bound())
 
     def bound(self) -> tuple[Bound, ...]:
         """Returns what the gradients of the parameters are."""
@@ -254,7 +242,7 @@ class GradientObjects:
 
     def bind(self, place: int, what: Bound = PLAIN) -> None:
         """Binds one of the objects of a place to its parameter, or a tensor of the program."""
-        objects = None, self.plain[place], self.scaled[place]
+        objects = None, self.plain[place]
         grad = what if isinstance(what, torch.Tensor) else objects[what]
         if getattr(self._params[place], self.attribute, None) is not grad:
             setattr(self._params[place], self.attribute, grad)
@@ -265,30 +253,20 @@ class GradientObjects:
             for place, what in enumerate(bound):
                 self.bind(place, what)
 
-    def rebind(self, *, scaled: bool) -> None:
-        """Puts scaled gradients in the place of plain ones that are bound, or the other way
-        round.
-        """
-        old, new = (self.plain, self.scaled) if scaled else (self.scaled, self.plain)
-        for param, before, after in zip(self._params, old, new, strict=True):
-            if getattr(param, self.attribute, None) is before:
-                setattr(param, self.attribute, after)
-
     # -- what the program keeps
-    # -------------------------------------------------------------------------
 
     def _counts(self) -> list[int]:
-        """Returns how often plain gradients, then scaled ones, local tensors and storages are
+        """Returns how often gradients, then local tensors and storages are
         referred to.
         """
         return [*map(sys.getrefcount, self._watched), *map(_uses_of, self._storages)]
 
     def counts_if_none_is_kept(self, bound: Sequence[Bound]) -> list[int]:
         """Returns the counts that there are while the program holds nothing but what is bound."""
-        expected, size = list(self._unkept), len(self.plain)
+        expected = list(self._unkept)
         for place, what in enumerate(bound):
-            if what is PLAIN or what is SCALED:
-                expected[place if what is PLAIN else place + size] += self._references_when_bound
+            if what is PLAIN:
+                expected[place] += self._references_when_bound
         return expected
 
     def may_be_kept(self) -> bool:
@@ -300,16 +278,13 @@ class GradientObjects:
         differ, size = list(map(ne, counts, expected)), len(self.plain)
         return [place for place in range(size) if any(differ[place::size])]
 
-    def part_with_kept(
-        self, reader: Stream, scale: torch.Tensor | None, *, capturing: bool = False
-    ) -> None:
+    def part_with_kept(self, reader: Stream, *, capturing: bool = False) -> None:
         """Parts with gradients that a reduction is about to overwrite, since they are None.
 
         In a capture, where nothing can be copied, it takes note of them in `overwritten`.
 
         Args:
             reader: see `part_with`.
-            scale: see `part_with`.
             capturing: whether work of the current stream is captured.
         """
         if not any(map(is_, map(self._read, self._params), repeat(None))):
@@ -321,30 +296,38 @@ class GradientObjects:
         if counts != self._unkept and self._is_watched:
             bound = self.bound()
             kept = self._kept(counts, self.counts_if_none_is_kept(bound))
-            self.part_with([place for place in kept if bound[place] is ABSENT], reader, scale)
+            self.part_with([place for place in kept if bound[place] is ABSENT], reader)
 
-    def before_replays(self) -> Callable[[Stream, torch.Tensor | None], None]:
+    def part_with_held(self, places: Sequence[int], reader: Stream) -> None:
+        """Parts with the gradients of these places that the program still holds, wherever.
+
+        See `part_with`. None of these gradients is bound to its own parameter.
+        """
+        counts = self._counts()
+        if counts != self._unkept and self._is_watched:
+            kept = self._kept(counts, self.counts_if_none_is_kept(self.bound()))
+            self.part_with(sorted({*kept} & {*places}), reader)
+
+    def before_replays(self) -> Callable[[Stream], None]:
         """Returns what parts, before each replay, with gradients that the capture about to begin
         overwrites.
 
-        What is bound is the same before each of them. It takes what `part_with` takes.
+        What is bound is the same before each of them. It takes the reader that `part_with` takes.
         """
         overwritten: list[int] = []
         self.overwritten = overwritten
         bound = self.bound()
         expected = self.counts_if_none_is_kept(bound)
 
-        def part_with_overwritten(reader: Stream, scale: torch.Tensor | None) -> None:
+        def part_with_overwritten(reader: Stream) -> None:
             if overwritten and self._is_watched:
                 counts = self._counts()
                 if counts != expected:
-                    self.part_with(
-                        sorted({*self._kept(counts, expected)} & {*overwritten}), reader, scale
-                    )
+                    self.part_with(sorted({*self._kept(counts, expected)} & {*overwritten}), reader)
 
         return part_with_overwritten
 
-    def part_with(self, places: Sequence[int], reader: Stream, scale: torch.Tensor | None) -> None:
+    def part_with(self, places: Sequence[int], reader: Stream) -> None:
         """Moves gradients that the program keeps to copies, along with all tensors that share their
         memory.
 
@@ -353,23 +336,20 @@ class GradientObjects:
         Args:
             places: of the gradients.
             reader: the stream on which the program reads; None on the CPU.
-            scale: what the copies are multiplied by, if a scale is pending.
 
         Streams: the copies are made on the current stream, where the gradients have to be final.
         Capture: not safe.
         """
         if not places:
             return
-        if scale is not None:
-            keep_for_current_stream(scale)
-        bound, storages, unkept = self.bound(), self._storages, self._unkept[3 * len(self.plain) :]
+        bound, storages, unkept = self.bound(), self._storages, self._unkept[2 * len(self.plain) :]
         aliases = _tensors_by_storage(
             {storages[p] for p in places if _uses_of(storages[p]) > unkept[p]}
         )
         unseen = []
         for place in places:
             local, storage = self._locals[place], self._locals[place].untyped_storage()
-            copy = local.clone() if scale is None else local * scale
+            copy = local.clone()
             if reader is not None:
                 copy.record_stream(reader)
             for tensor in (
@@ -378,7 +358,6 @@ class GradientObjects:
             ):
                 where = tensor.storage_offset(), tensor.shape, tensor.stride()
                 tensor.data = tensor.new_empty(0).set_(copy.untyped_storage(), *where)
-            self.scaled[place].part()
             if _uses_of(storage._cdata) > 1:  # besides `storage`
                 torch.autograd.graph.increment_version(local)
                 unseen.append(self._names[place])

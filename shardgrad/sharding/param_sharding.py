@@ -3,11 +3,11 @@
 A parameter may be a DTensor before it comes here, because tensor or expert parallelism has sharded
 it over other axes. The engine then works on its local tensor, and its parameters say both:
 
-| parameter                           | sharded parameter                     | unsharded parameter |
-|-------------------------------------|---------------------------------------|---------------------|
-| plain                               | on the data-parallel mesh             | plain               |
-| DTensor on another mesh             | on both meshes, data-parallel first   | as it came          |
-| DTensor on the mesh of `dp_mesh_dims` | on that mesh                        | as it came          |
+| parameter | sharded parameter | unsharded parameter |
+| --- | --- | --- |
+| plain | on the data-parallel mesh | plain |
+| DTensor on another mesh | on both meshes, data-parallel first | as it came |
+| DTensor on the mesh of `dp_mesh_dims` | on that mesh | as it came |
 
 [Note: Strided shards]
 Tensor parallelism shards first, data parallelism shards what is left. Where both shard the same

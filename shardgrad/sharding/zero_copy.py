@@ -28,7 +28,7 @@ from shardgrad.sharding.layout import ShardLayout
 __all__ = ["ZERO_COPY_NBYTES", "is_zero_copy", "own_places"]
 
 # Bytes of a rank's piece on the wire, from which on a separate message costs less than the copies
-# that it saves. Measured: docs/design/zero_copy_parameters.md.
+# that it saves. Measured: docs/design/parameters.md.
 ZERO_COPY_NBYTES = 2 * 2**20
 
 

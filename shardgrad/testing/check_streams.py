@@ -113,7 +113,10 @@ class StreamHazard:
             ("writes" if self.later.writes else "reads"),
             ("wrote" if self.earlier.writes else "read"),
         )
-        return f"{self.memory}: {self.later} {does} it, not ordered after {self.earlier}, which {did} it{times}"
+        return (
+            f"{self.memory}: {self.later} {does} it, not ordered after {self.earlier}, which {did} "
+            f"it{times}"
+        )
 
 
 @dataclass
@@ -225,7 +228,6 @@ def _order_of(device: torch.device) -> Order:
 
 
 # -- what an operation accesses
-# ----------------------------------------------------------------------------
 
 # They allocate memory or make views, and launch no work on it.
 _NO_WORK = {
@@ -283,7 +285,6 @@ def _made(func: Any, result: Any, seen: set[int]) -> Iterator[torch.Tensor]:
 
 
 # -- the engine's memory
-# ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -336,7 +337,6 @@ def _parts(context: RootContext) -> Iterator[_Range]:
 
 
 # -- watching
-# -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

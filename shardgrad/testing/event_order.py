@@ -63,7 +63,6 @@ class EventOrder:
         return clock
 
     # -- the trace
-    # --------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Starts following the trace. Torch cannot switch its trace off again."""

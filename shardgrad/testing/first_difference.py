@@ -127,7 +127,6 @@ def first_difference(
 
 
 # -- comparing
-# -----------------------------------------------------------------------------------------------
 
 _Why = Callable[[str, Piece | None, Sequence[Piece | None]], str]
 
@@ -190,7 +189,6 @@ def _shape_differs(expected: Piece | None, pieces: Sequence[Piece | None]) -> st
 
 
 # -- why
-# -----------------------------------------------------------------------------------------------------
 
 
 def _why_initial(name: str, expected: Piece | None, pieces: Sequence[Piece | None]) -> str:
@@ -203,7 +201,10 @@ def _why_initial(name: str, expected: Piece | None, pieces: Sequence[Piece | Non
     wrong = _wrong(expected, held)
     if len(wrong) == len(pieces):
         return "build() does not make the same weights twice: seed it"
-    return f"{_ranks(wrong)} begins with other weights: seed every rank alike before the model is built"
+    return (
+        f"{_ranks(wrong)} begins with other weights: seed every rank alike before the model is "
+        "built"
+    )
 
 
 @dataclass
@@ -252,11 +253,13 @@ class _WhyGradient:
             if abs(scale / self.world - 1) < 0.01:
                 return f"{self.world} times too large: summed over the ranks, not averaged"
             if abs(scale * self.world - 1) < 0.01:
-                return f"{self.world} times too small: averaged once too often, or only a part of the sum"
+                return (
+                    f"{self.world} times too small: averaged once too often, or only a part of the "
+                    "sum"
+                )
             return f"{scale:.4g} times the expected one"
-        former = [
-            snapshot[name].values for snapshot in self.history if snapshot.get(name) is not None
-        ]  # type: ignore[union-attr]
+        pieces = [snapshot.get(name) for snapshot in self.history]
+        former = [piece.values for piece in pieces if piece is not None]
         if former and _close(got, former[-1]):
             return f"stale: it is the gradient of step {self.step - 1}"
         if former and _close(got, former[-1] + expected):
@@ -271,7 +274,10 @@ class _WhyGradient:
                         "or what the others send is lost"
                     )
                 if own is not None and _close(got, own.values / self.world):
-                    return f"it is the contribution of part {rank} of the data: that of other ranks is lost"
+                    return (
+                        f"it is the contribution of part {rank} of the data: that of other ranks "
+                        "is lost"
+                    )
         return None
 
     def _rows(self, expected: Piece, held: Sequence[Piece]) -> str:
@@ -295,7 +301,10 @@ class _WhyUpdate:
         wrong = _wrong(expected, held)
         kept = [rank for rank in wrong if _close(held[rank].values, held[rank].of(former.values))]
         if kept == list(range(len(pieces))):
-            return "gradients agree, and no rank updates it: the optimizer does not hold this parameter"
+            return (
+                "gradients agree, and no rank updates it: the optimizer does not hold this "
+                "parameter"
+            )
         if kept:
             return f"gradients agree, and {_ranks(kept)} does not update it"
         step = expected.values.double() - former.values.double()
@@ -306,7 +315,10 @@ class _WhyUpdate:
             scale = float((own * part).sum() / part.square().sum())
             scales.add(f"{scale:.3g}" if _close(own.float(), (part * scale).float()) else "")
         if len(scales) == 1 and "" not in scales:
-            return f"gradients agree, and the update of {_ranks(wrong)} is {scales.pop()} times the expected one"
+            return (
+                f"gradients agree, and the update of {_ranks(wrong)} is {scales.pop()} times the "
+                "expected one"
+            )
         return (
             f"gradients agree, and the update of {_ranks(wrong)} does not: its optimizer has other "
             f"settings "

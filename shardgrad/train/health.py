@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardgrad.checks.replica_report import checksum, replica_report
-from shardgrad.sharding.scaled_gradient import ScaledGradient
 from shardgrad.train.checkpoint import TrainState
 from shardgrad.train.failure import TrainingError
 from shardgrad.train.parallel import World
@@ -51,10 +50,6 @@ def _memory_of(parameter: Tensor) -> Tensor:
     grad = parameter.grad
     if grad is None:
         return torch.zeros((), device=parameter.device)
-    if isinstance(
-        grad, ScaledGradient
-    ):  # with a finite pending scale, finite if and only if the gradient is
-        return grad.unscaled()
     return grad.to_local() if isinstance(grad, DTensor) else grad
 
 

@@ -105,7 +105,10 @@ class RunRecord:
         aside = next(path for path in names if not path.exists())
         self._metrics.rename(aside)
         lines = f"{unreadable} line{'' if unreadable == 1 else 's'}"
-        return f"Warning: {lines} of {self._metrics.name} could not be read; the file as it was is {aside}."
+        return (
+            f"Warning: {lines} of {self._metrics.name} could not be read; the file as it was is "
+            f"{aside}."
+        )
 
     def write(self, event: str, **values: Any) -> None:
         """Appends an event to `metrics.jsonl`."""

@@ -9,12 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.engines.catalogue import ENGINES, lack_of_memory, least_nbytes
+from benchmarks.engines.catalogue import ENGINES
 from benchmarks.engines.comparison import Disagreement, Outcome, compare, disagreement
 from benchmarks.engines.summary import noise, summarise
-from benchmarks.engines.task import Length, Task, check
-from benchmarks.workers import share_of_cores
-from shardgrad.train.failure import UsageError
+from benchmarks.engines.task import Length, Task
 
 pytestmark = pytest.mark.timeout(300)  # the first comparison waits for an import of torch
 
@@ -55,13 +53,6 @@ def test_an_engine_that_breaks_while_it_is_observed_keeps_its_times(tmp_path: Pa
     outcome = compared("fsdp2", "collectives", folder=tmp_path)
     assert outcome.unobserved == {"collectives": "rank 0 was ended by SIGABRT (observe)"}
     assert summarise(outcome, TASK)["collectives"]["ratio_to_base"]["median"] == pytest.approx(0.75)
-
-
-def test_no_engine_is_started_when_half_of_the_time_is_over(tmp_path: Path) -> None:
-    hurried = dataclasses.replace(LENGTH, limit_s=1e-3)
-    outcome = compared("fsdp2", "shardgrad", "compute", folder=tmp_path, length=hurried)
-    assert "no time left" in outcome.left_out["compute"]
-    assert outcome.measured["shardgrad"].rounds == [0, 1]  # what a median needs
 
 
 def test_an_engine_that_cannot_be_built_and_one_that_is_not_installed(
@@ -107,16 +98,6 @@ def test_an_engine_that_does_not_fit_with_the_others_is_measured_with_the_base_l
     )
 
 
-def test_without_its_base_a_comparison_still_has_times(tmp_path: Path) -> None:
-    outcome = compared("shardgrad", "compute", folder=tmp_path)
-    summary = summarise(outcome, TASK)
-    assert "ratio_to_base" not in summary["shardgrad"]
-    assert summary["shardgrad"]["beyond_compute_s"]["median"] == pytest.approx(0.1, rel=0.05)
-    assert summary["shardgrad"]["tokens_per_s"] == pytest.approx(2 * 8 * 128 / 0.205, rel=0.01)
-    assert summary["shardgrad"]["peak_rss_beyond_imports_nbytes"] == 201  # the heavier rank
-    assert all(part < 0.1 for part in noise(summary).values())
-
-
 def test_quartiles_far_from_the_median_are_noise() -> None:
     quiet, loud = ({"wall_s": {"median": 1.0, "quartiles": [low, 1.05]}} for low in (0.95, 0.85))
     assert noise({"quiet": quiet, "loud": loud}) == pytest.approx({"quiet": 0.05, "loud": 0.15})
@@ -144,44 +125,3 @@ def test_how_far_losses_may_differ(
     else:
         with pytest.raises(Disagreement, match="loss of step 1"):
             disagreement(name, losses, [2.0, 1.0], task)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"preset": "tinny"}, "did you mean 'tiny'"),
-        ({"mesh": "2x2"}, "has room for 4 ranks, not 2: use --ranks 4"),
-        ({"precision": "fp8"}, "no precision 'fp8'"),
-        ({"device": "cuda", "ranks": 1000}, "1000 ranks need as many GPUs, and .* use --"),
-        (
-            {"preset": "wide-moe", "seq_len": 17, "batch_size": 1},
-            "cannot be shared evenly by 16 experts",
-        ),
-    ],
-)
-def test_impossible_tasks_are_refused_in_words(changes: dict[str, object], words: str) -> None:
-    with pytest.raises(UsageError, match=words):
-        check(dataclasses.replace(TASK, **changes))  # type: ignore[arg-type]
-
-
-def test_a_model_larger_than_the_machine_is_not_tried() -> None:
-    huge = Task(preset="8b", ranks=1000)
-    assert "out of memory: it needs at least" in str(lack_of_memory("ddp", huge))
-    assert lack_of_memory("ddp", TASK) is None
-    assert least_nbytes("shardgrad", Task(preset="8b", ranks=8)) == least_nbytes(
-        "unsharded", Task(preset="8b")
-    )
-
-
-def test_a_mesh_of_replicas_keeps_out_engines_that_know_none(tmp_path: Path) -> None:
-    task = Task(ranks=4, mesh="2x2")
-    outcome = compared("fsdp2", "megatron-fsdp", "deepspeed-1", folder=tmp_path, task=task)
-    assert set(outcome.left_out) == {"megatron-fsdp", "deepspeed-1"}
-
-
-def test_ranks_near_one_gpu_or_node_share_its_cores_and_others_leave_theirs_alone() -> None:
-    nodes = [[0, 1, 2, 3, 4], [8, 9]]
-    near = [nodes[0], nodes[1], nodes[0]]
-    assert [share_of_cores(near, rank) for rank in range(3)] == [[0, 1], [8, 9], [2, 3]]
-    too_few = [nodes[1]] * 3
-    assert [share_of_cores(too_few, rank) for rank in range(3)] == too_few

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.engines.summary import flops_per_step, peak_of
-from benchmarks.models import MODELS, Experts, MixtureConfig, build_model, facts_of
+from benchmarks.models import MODELS, Experts, MixtureConfig, facts_of
 from shardgrad.train.presets import TransformerConfig
 
 
@@ -36,15 +36,6 @@ def test_each_token_visits_the_expert_of_its_place() -> None:
         gate, up, down = (weight[place % 4] for weight in (experts.gate, experts.up, experts.down))
         expected = (torch.nn.functional.silu(token @ gate) * (token @ up)) @ down
         torch.testing.assert_close(outputs[place], expected)
-
-
-def test_initial_values_depend_neither_on_parts_nor_on_what_wraps_them() -> None:
-    wrapped: list[torch.nn.Module] = []
-    one = build_model("wide-moe", torch.device("cpu"))
-    other = build_model("wide-moe", torch.device("cpu"), wrap=wrapped.append)
-    assert [*other.layers, other] == wrapped
-    for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
 
 
 def test_flops_are_those_of_the_palm_paper() -> None:

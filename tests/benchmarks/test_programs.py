@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.__main__ import BENCHMARKS
-from tests.support import processes
 from tests.support.programs import run
 
 ROOT = Path(__file__).parents[2]
@@ -117,69 +114,15 @@ def test_construction(tmp_path: Path) -> None:
     assert_spread(record["summary"]["shardgrad"]["ratio_to_fsdp2"])
 
 
-def test_nothing_is_written_to_the_kept_records_unasked(tmp_path: Path, monkeypatch: Any) -> None:
-    from benchmarks.__main__ import main
-
-    monkeypatch.chdir(tmp_path)
-    assert main.make_context("benchmarks", ["construction", "--smoke"]).params["out"] is None
-    for args in ([], ["construction", "--layers=3"]):
-        context = main.make_context("benchmarks", [*args])
-        main.callback.__wrapped__(context, **context.params)  # type: ignore[union-attr]
-        assert context.obj.out.parent == Path("runs")
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("args", "names", "options"),
-    [
-        ([], ["training_step"], {"smoke": False, "out": None}),
-        (["kernels", "calls"], ["kernels", "calls"], {"smoke": False, "out": None}),
-        (
-            ["calls", "--out", "x", "--list"],
-            ["calls", "--list"],
-            {"smoke": False, "out": Path("x")},
-        ),
-        (["all", "--smoke"], [*BENCHMARKS], {"smoke": True, "out": None}),
-        (["training_step", "--engine", "all"], ["training_step", "--engine", "all"], {}),
-    ],
-)
-def test_smoke_and_out_may_stand_anywhere(args: list[str], names: list[str], options: Any) -> None:
-    from benchmarks.__main__ import main
-
-    context = main.make_context("benchmarks", args)
-    assert [*context._protected_args, *context.args] == names
-    assert options.items() <= context.params.items()
-
-
-def test_several_benchmarks_run_one_after_the_other(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks",
-        "calls",
-        "construction",
-        "--smoke",
-        f"--out={tmp_path}",
-    ]
-    done = processes.run(command, cwd=ROOT, timeout_s=TIMEOUT_S)
-    assert done.returncode == 0, done.stderr
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "calls.jsonl",
-        "construction.jsonl",
-        "report.html",
-        "charts-2.png",
-    }
-
-
-def test_calls_counts_both_engines_the_same_way(tmp_path: Path) -> None:
-    summary = smoke("calls", tmp_path)["summary"]
+def test_reading_counts_both_engines_the_same_way(tmp_path: Path) -> None:
+    summary = smoke("reading", tmp_path)["summary"]
     for phase in ("forward", "backward"):
         for name in ("fsdp2", "shardgrad"):
             of = summary[phase][name]
             assert 1 < of["files"] <= of["changes_of_file"] < of["calls"]
     # FSDP2 of torch 2.13 on Python 3.11.
     if (torch.__version__.split("+")[0], sys.version_info[:2]) == ("2.13.0", (3, 11)):
-        assert summary["backward"]["fsdp2"] == {"files": 5, "changes_of_file": 76, "calls": 213}
+        assert summary["backward"]["fsdp2"] == {"calls": 261, "files": 5, "changes_of_file": 89}
 
 
 def test_optimizers(tmp_path: Path) -> None:
@@ -209,42 +152,8 @@ def test_wire_dtype(tmp_path: Path) -> None:
     assert of["float32, second seed"]["largest_relative_difference"] > 1e-4
 
 
-def run_script(python: Path, out: Path) -> tuple[int, dict[str, str]]:
-    """Runs the script for GPUs; returns its status, and how each part went."""
-    done = processes.run(
-        ["bash", "benchmarks/gpu.sh", "--smoke", "--out", str(out)],
-        cwd=ROOT,
-        env=os.environ | {"PYTHON": str(python)},
-        timeout_s=TIMEOUT_S,
-    )
-    summary = (out / "summary.txt").read_text(encoding="utf-8")
-    parts = [line.split("  ", 1) for line in summary.splitlines()[-5:]]
-    return done.returncode, {
-        name.strip(): rest.strip().rpartition("  ")[0].strip() for name, rest in parts
-    }
-
-
-def test_the_script_for_gpus_goes_on_after_a_part_that_failed_and_repeats_only_that(
-    tmp_path: Path,
-) -> None:
-    python, out = tmp_path / "python", tmp_path / "out"
-    fails = 'case "$*" in *is_available*) echo cpu 0 cpu;; *"-m pytest "*) exit 1;; esac\n'
-    python.write_text(f"#!/bin/sh\n{fails}")
-    python.chmod(0o755)
-    rest = ("steps-tiny", "kernels", "optimizers", "graphed_replay")
-    assert run_script(python, out) == (1, {"tests": "failed", **dict.fromkeys(rest, "ok")})
-    python.write_text(f"#!/bin/sh\n{fails.replace('exit 1', 'exit 0')}")
-    assert run_script(python, out) == (0, {"tests": "ok", **dict.fromkeys(rest, "done before")})
-
-
 def test_plan(tmp_path: Path) -> None:
     smoke("plan", tmp_path)
-
-
-def test_every_benchmark_is_run_here() -> None:
-    here = Path(__file__).read_text(encoding="utf-8")
-    elsewhere = {"training_step", "counts"}  # tests/cuda_runtime/test_counts.py
-    assert {name for name in BENCHMARKS if f'("{name}", tmp_path' not in here} == elsewhere
 
 
 def test_counts_says_what_it_needs(tmp_path: Path) -> None:
@@ -269,25 +178,6 @@ def test_checkpoints(tmp_path: Path) -> None:
         assert len(record["samples"][name]["wall_s"]) == record["config"]["rounds"]
         raw = "raw_read" if name.startswith("load") else "raw_write"
         assert_spread(record["summary"][name][f"ratio_to_{raw.replace('_', ' ')}"])
-
-
-def test_the_long_fuzzer_counts_what_came_of_every_input(tmp_path: Path) -> None:
-    progress = str(tmp_path / "progress.json")
-    command = [sys.executable, "-m", "tests.fuzz.long", "--inputs", "100", f"--progress={progress}"]
-    stopped = processes.run([*command, "--minutes=0"], cwd=ROOT, timeout_s=TIMEOUT_S)
-    assert (stopped.returncode, stopped.stderr) == (1, "0 inputs are done: call again to go on.\n")
-    command.append(f"--out={tmp_path}")
-    done = processes.run(command, cwd=ROOT, timeout_s=TIMEOUT_S)
-    assert done.returncode == 0, done.stderr
-    record = json.loads((tmp_path / "fuzz.jsonl").read_text(encoding="utf-8"))
-    rows = record["summary"]
-    every = rows.pop("all")
-    assert every == {
-        "inputs": sum(row["inputs"] for row in rows.values()),
-        "untyped": 0,
-        "hangs": 0,
-    }
-    assert every["inputs"] >= 100
 
 
 def test_soak(tmp_path: Path) -> None:

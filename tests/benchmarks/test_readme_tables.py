@@ -8,13 +8,58 @@ from typing import Any
 
 import pytest
 
+from benchmarks.engines.comparison import Measured, Outcome
+from benchmarks.engines.summary import record_of
+from benchmarks.engines.task import Length, Task
+from benchmarks.engines.trace import Observation, Traffic
+from benchmarks.measure import Cost
 from benchmarks.readme import BEGIN, END, README, newest, replaced, results, small_table, tables
 from benchmarks.records import RESULTS
-from tests.benchmarks.test_report import make_record
+
+NAMES = (
+    "fsdp2",
+    "shardgrad",
+    "shardgrad-graphed",
+    "fsdp2-keep",
+    "fsdp1",
+    "ddp",
+    "compute",
+    "collectives",
+)
+
+
+def make_record(*, task: Task | None = None) -> dict[str, Any]:
+    """A record of several engines."""
+    outcome = Outcome()
+    outcome.hardware = {
+        "ops_backend": "compiled",
+        "matmul_flops_per_s": 1e9,
+        "model": {
+            "numel": 10,
+            "active_numel": 10,
+            "units": 2,
+            "attention_numel": 0,
+            "vocab_size": 256,
+        },
+    }
+    for number, name in enumerate(NAMES, start=1):
+        observation = Observation(100, 2**26, traffic={"all-gather": Traffic(3, 1000)})
+        costs = [Cost(number / 100 * (1 + i / 100), 0.01, 1.0, 1e6) for i in range(40)]
+        outcome.measured[name] = Measured(costs, rounds=[*range(40)], observations=[observation])
+    started = {
+        "git": "0123456789abcdef",
+        "git_is_clean": True,
+        "torch": "2.13.0",
+        "cpu": "a processor",
+        "cores": 2,
+        "load_average_1min": 0.1,
+        "time": "now",
+    }
+    return record_of(task or Task(), Length(), NAMES, outcome, started)
 
 
 def with_time(time: str, **environment: Any) -> dict[str, Any]:
-    record = make_record(spans=1)
+    record = make_record()
     return record | {
         "environment": record["environment"]
         | {"time": time, "ops_backend": "compiled"}

@@ -13,7 +13,6 @@ from benchmarks.engines.trace import (
     covered_us,
     lanes,
     launches,
-    shortened,
     traffic,
     uncovered_us,
 )
@@ -50,10 +49,6 @@ def test_operators_within_operators_and_within_the_engine_are_not_counted_twice(
         ("engine", "FSDP::pre_forward (layers.0)", 30),
         ("optimizer", "Optimizer.step#AdamW.step", 60),
     ]
-
-
-def test_a_trace_without_the_step_has_no_lanes() -> None:
-    assert lanes([]) == []
 
 
 def test_a_transfer_of_gloo_gets_the_kind_of_the_call_that_launched_it() -> None:
@@ -140,10 +135,3 @@ def test_communication_counts_as_exposed_only_where_nothing_is_computed() -> Non
         uncovered_us(spans, lanes=["all-gather", "reduce-scatter"], beside=["compute", "optimizer"])
         == 11
     )
-
-
-def test_a_long_timeline_keeps_its_longest_spans() -> None:
-    spans = [Span("compute", str(number), number, number % 5) for number in range(10)]
-    kept, dropped = shortened(spans, 4)
-    assert [span.name for span in kept] == ["3", "4", "8", "9"]
-    assert dropped == 6

@@ -76,7 +76,6 @@ def refused(folder: Path, words: str, rows: int = ROWS, **changes: Any) -> None:
 
 
 # -- round trips
-# --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rows", [ROWS, LARGE])
@@ -127,7 +126,6 @@ def test_a_checkpoint_of_torch_is_loaded_like_ours(tmp_path: Path) -> None:
 
 
 # -- atomicity
-# ----------------------------------------------------------------------------------------------
 
 WRITES = ("open", "fsync", "rename", "mkdir", "replace")
 
@@ -280,7 +278,6 @@ def test_retention_keeps_the_newest_and_the_one_named_latest(tmp_path: Path) -> 
 
 
 # -- asynchronous saving
-# ------------------------------------------------------------------------------------
 
 
 def test_an_asynchronous_save_holds_the_state_of_its_call(
@@ -336,7 +333,6 @@ def test_an_asynchronous_save_that_fails_says_so_when_waited_for(
 
 
 # -- damage
-# -------------------------------------------------------------------------------------------------
 
 
 def test_a_flipped_bit_anywhere_is_found_before_anything_is_changed(tmp_path: Path) -> None:
@@ -405,7 +401,6 @@ def test_what_does_not_fit_is_named_all_of_it(saved: Path) -> None:
 
 
 # -- hostile input
-# ------------------------------------------------------------------------------------------
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
@@ -558,7 +553,6 @@ def test_names_from_a_file_cannot_steer_a_terminal() -> None:
 
 
 # -- boxes
-# --------------------------------------------------------------------------------------------------
 
 
 def test_boxes_tile_a_tensor_only_if_they_cover_it_once() -> None:

@@ -384,7 +384,6 @@ def test_an_export_without_room_on_one_rank_fails_on_all_ranks_at_once(
 
 
 # -- memory
-# -------------------------------------------------------------------------------------------------
 
 TENSORS, TENSOR_NBYTES = 6, 16 * MIB
 

@@ -99,7 +99,6 @@ def exploding_key() -> bytes:
 
 
 # -- pickles
-# --------------------------------------------------------------------------------------------
 
 
 def test_a_key_that_takes_for_ever_to_hash_is_refused_before_it_is_unpickled(
@@ -182,7 +181,6 @@ def test_what_torch_writes_for_a_large_model_passes(tmp_path: Path) -> None:
 
 
 # -- archives
-# -------------------------------------------------------------------------------------------
 
 
 def with_archive(folder: Path, key: str, content: bytes) -> Path:
@@ -291,7 +289,6 @@ def test_no_flipped_bit_of_an_archive_raises_an_untyped_error(tmp_path: Path) ->
 
 
 # -- sizes
-# ----------------------------------------------------------------------------------------------
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
@@ -377,7 +374,6 @@ def test_a_pointer_that_claims_40_gib_or_never_ends_is_no_pointer(tmp_path: Path
 
 
 # -- text
-# -----------------------------------------------------------------------------------------------
 
 
 def test_text_is_cut_before_it_is_escaped_and_what_cannot_be_written_is_named() -> None:

@@ -69,7 +69,6 @@ def elsewhere(work: Callable[[], None]) -> Iterator[int]:
 
 
 # -- the lock
-# -------------------------------------------------------------------------------------------
 
 
 def test_a_second_process_is_told_who_writes_and_since_when(tmp_path: Path) -> None:
@@ -266,7 +265,6 @@ def test_a_lock_with_anything_in_it_is_taken_over_when_nothing_holds_it(
 
 
 # -- latest
-# ---------------------------------------------------------------------------------------------
 
 
 def test_latest_is_always_there_and_never_older_while_two_processes_save(tmp_path: Path) -> None:

@@ -59,7 +59,6 @@ def required(promises: Promises, path: Path | None) -> None:
 
 
 # -- scenarios, and what is checked after each
-# ----------------------------------------------------------
 
 
 def one_name(root: Path, promises: Promises) -> None:

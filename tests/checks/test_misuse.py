@@ -96,7 +96,6 @@ def is_refused(way: Callable[[WithMethods], Any], trained_before: bool) -> None:
 
 
 # -- what is right without help
-# ---------------------------------------------------------------------------
 
 
 def through_a_method_that_calls_forward(engine: Engine) -> Tensors:

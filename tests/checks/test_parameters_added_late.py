@@ -180,7 +180,6 @@ def test_only_what_is_under_the_called_part_is_looked_at(two_ranks: Ranks) -> No
 
 
 # -- around the units
-# ---------------------------------------------------------------------------------------
 
 
 class Agent(nn.Module):

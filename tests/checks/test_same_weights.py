@@ -74,7 +74,6 @@ def drifted_replicas() -> str:
 
 
 # -- what is not compared
-# -----------------------------------------------------------------------------------
 
 
 def from_meta() -> bool:

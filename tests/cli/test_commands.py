@@ -117,3 +117,9 @@ def test_a_switch_takes_no_value_and_another_option_does() -> None:
     assert "Timeout of collectives, in seconds. [default: 120.0]" in words
     assert "[default: None]" not in words
     assert "requires an argument" in CliRunner().invoke(main, ["train", "--lr"]).output
+
+
+def test_a_misspelled_command_is_refused_with_the_one_that_is_spelled_alike() -> None:
+    result = CliRunner().invoke(main, ["trian"])
+    assert result.exit_code == 2
+    assert "No such command 'trian'. Did you mean 'train'?" in result.output

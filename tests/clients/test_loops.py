@@ -39,7 +39,6 @@ def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> Te
 
 
 # -- reinforcement learning, preference learning
-# ----------------------------------------------------------
 
 
 class Policy(nn.Module):
@@ -100,7 +99,6 @@ def alignment() -> tuple[nn.Module, Tensors]:
 
 
 # -- averages, hooks, steps inside backward
-# ---------------------------------------------------------------
 
 
 def moving_average() -> tuple[nn.Module, Tensors]:

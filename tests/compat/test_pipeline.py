@@ -101,7 +101,6 @@ def optimizer(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 # -- the oracle
-# ---------------------------------------------------------------------------------------------
 
 
 def train_unsharded(case: Case) -> Tensors:
@@ -136,7 +135,6 @@ def train_unsharded(case: Case) -> Tensors:
 
 
 # -- the pipeline
-# -------------------------------------------------------------------------------------------
 
 
 def indices_of(schedule: str, rank: int) -> tuple[int, ...]:

@@ -53,7 +53,6 @@ def train_stack(engine: Engine, model: nn.Module, steps: int = 3, width: int = 5
 
 
 # -- meshes
-# -------------------------------------------------------------------------------------------------
 
 
 def train_on_a_mesh_of_groups(engine: Engine, replicas: int) -> Tensors:
@@ -99,7 +98,6 @@ def test_shards_can_be_broadcast_across_replicas_in_place(four_ranks: Ranks) -> 
 
 
 # -- construction and calls
-# ---------------------------------------------------------------------------------
 
 
 def train_sharded_while_built(engine: Engine) -> Tensors:
@@ -254,7 +252,6 @@ def test_units_without_a_common_root_are_unfrozen_later(two_ranks: Ranks) -> Non
 
 
 # -- beside torch's data parallelism
-# ------------------------------------------------------------------------
 
 
 def train_inside_replicate(engine: Engine) -> Tensors:
@@ -304,7 +301,6 @@ def test_replicating_a_sharded_module_is_refused(two_ranks: Ranks) -> None:
 
 
 # -- what collectives leave
-# ----------------------------------------------------------------------------------
 
 
 def half_is_left() -> None:
@@ -343,7 +339,6 @@ def test_the_switch_for_asynchronous_unshards_changes_nothing(two_ranks: Ranks) 
 
 
 # -- everything at once
-# -------------------------------------------------------------------------------------
 
 
 def train_hsdp_with_everything(engine: Engine) -> Tensors:

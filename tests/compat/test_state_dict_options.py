@@ -68,7 +68,6 @@ def whole(model: nn.Module, optim: torch.optim.Optimizer) -> Tensors:
 
 
 # -- between worlds and meshes
-# ------------------------------------------------------------------------------
 
 
 def save(engine: str, folder: str, replicas: int) -> Tensors:
@@ -110,7 +109,6 @@ def test_a_checkpoint_of_one_engine_loads_in_the_other_in_another_world(
 
 
 # -- options
-# ------------------------------------------------------------------------------------------------
 
 
 def plain(state: Any) -> Any:
@@ -250,7 +248,6 @@ def test_the_state_of_several_optimizers_crosses_at_once(
 
 
 # -- parts
-# --------------------------------------------------------------------------------------------------
 
 
 def parts_load_only_when_allowed() -> None:
@@ -290,7 +287,6 @@ def test_frozen_parameters_are_left_out_when_asked(two_ranks: Ranks) -> None:
 
 
 # -- asynchronous saving
-# ------------------------------------------------------------------------------------
 
 
 def async_save_holds_the_moment(folder: str) -> None:

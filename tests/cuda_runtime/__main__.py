@@ -121,8 +121,8 @@ def _link_torch(folder: Path, site_packages: Path, version: str) -> bool:
     """Takes the files of the same torch from the venv of `make test-torch`; returns False if it has
     none.
     """
-    found = f".venv-torch-{version}/lib/{site_packages.parent.name}/site-packages/torch-{version}.dist-info"
-    dist_info = folder.parent / found
+    other = folder.parent / f".venv-torch-{version}/lib/{site_packages.parent.name}"
+    dist_info = other / f"site-packages/torch-{version}.dist-info"
     try:
         files = importlib.metadata.Distribution.at(dist_info).files or []
         for file in files:

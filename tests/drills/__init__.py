@@ -13,5 +13,4 @@ behind.
 | `reports.py` | checks that a report names the right rank, step and location |
 | `judge.py` | runs a drill and judges it |
 | `record.py` | records of drills, one line of JSON each |
-| `table.py` | writes the table in `docs/explanation/faults.md` from a record |
 """

@@ -252,7 +252,6 @@ def _after(home: type, name: str, listen: Callable[..., Any]) -> None:
 
 
 # -- actions
-# ------------------------------------------------------------------------------------------------
 
 
 def _signal(number: signal.Signals) -> Callable[[FaultInjector], None]:

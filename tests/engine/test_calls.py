@@ -46,7 +46,6 @@ def train_with(engine: Engine, model: nn.Module, loop: Loop, steps: int = 3) -> 
 
 
 # -- several forwards or backwards in a step
-# --------------------------------------------------------------
 
 
 def two_forwards_one_backward(engine: Engine, model: nn.Module, step: int) -> None:
@@ -136,7 +135,6 @@ def test_any_order_of_forwards_trains_bit_for_bit_like_fsdp2(
 
 
 # -- lists of modules
-# -------------------------------------------------------------------------------------
 
 
 class Chunked(nn.Module):
@@ -236,7 +234,6 @@ def test_a_list_called_in_chunks_goes_with_every_option(
 
 
 # -- what goes in and comes out
-# -------------------------------------------------------------------------
 
 
 @dataclass
@@ -536,7 +533,6 @@ def test_inputs_that_require_grad_get_this_ranks_gradient(two_ranks: Ranks) -> N
 
 
 # -- methods that call forward
-# ----------------------------------------------------------------------------
 
 
 class Generator(nn.Module):

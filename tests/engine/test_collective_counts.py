@@ -82,7 +82,6 @@ def test_a_step_gathers_and_reduces_no_more_often_than_fsdp2(
 
 
 # -- between micro-batches
-# ----------------------------------------------------------------------------------
 
 
 def no_sync(model: Any, last: bool) -> None:
@@ -191,7 +190,6 @@ def test_micro_batches_on_replicas_communicate_as_often_as_under_fsdp2(
 
 
 # -- one rank
-# -----------------------------------------------------------------------------------------------
 
 
 def one_rank_is_plain_training() -> None:

@@ -105,16 +105,3 @@ def test_a_direct_parameter_is_copied_neither_out_of_an_all_gather_nor_into_a_re
     assert ours[REDUCE_IN] <= biases + lines
     assert ours[GATHER_OUT] <= 2 * biases + lines  # in forward and in backward
     assert ours[GATHER_IN] <= theirs[GATHER_IN]
-
-
-def shard_of_many_small_parameters() -> int:
-    model = nn.ParameterList(nn.Parameter(torch.ones(1)) for _ in range(100))
-    (group,) = SHARDGRAD.fully_shard(nn.Sequential(model))._unit.groups
-    return int(group.shard.numel())
-
-
-def test_a_shard_has_room_for_its_parameters_and_one_label_and_for_no_flags(
-    two_ranks: Ranks,
-) -> None:
-    """Gathered, it is all sent; flags of gradients are in the shard of those."""
-    assert two_ranks.run(shard_of_many_small_parameters) == [(100 + 1) * ALIGNMENT_NBYTES // 4] * 2

@@ -238,7 +238,6 @@ def test_a_forward_that_fails_before_the_backward_of_another_leaves_its_order(
 
 
 # -- disagreement
-# -----------------------------------------------------------------------------------------
 
 
 def ordinary(model: Tower) -> Tower:

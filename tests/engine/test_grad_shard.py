@@ -141,14 +141,17 @@ def train_with_foreign_gradients(engine: Engine) -> Tensors:
     return engine.snapshot(model)
 
 
-def foreign_gradients_give_way_to_ours() -> None:
+def foreign_gradients_move_into_the_shard() -> None:
     model = SHARDGRAD.fully_shard(stack(5, 7, 3))
     x = SHARDGRAD.inputs(0, 5)
     model(x).square().mean().backward()
-    ours = model[0].weight.grad
-    model[0].weight.grad = ours.clone()
+    kept = model[0].weight.grad
+    address, before = kept.to_local().data_ptr(), kept.to_local().clone()
+    model[0].weight.grad = foreign = kept.clone()
     model(x).square().mean().backward()
-    assert model[0].weight.grad is ours
+    assert model[0].weight.grad is not foreign
+    assert model[0].weight.grad.to_local().data_ptr() == address
+    assert torch.equal(kept.to_local(), before)
 
 
 def gradients_have_the_policys_dtype(decoupled: bool) -> None:
@@ -242,8 +245,10 @@ def test_foreign_gradients_accumulate_bit_for_bit_like_fsdp2(two_ranks: Ranks) -
     two_ranks.run(same_bits_as_fsdp2, train_with_foreign_gradients)
 
 
-def test_a_foreign_gradient_is_taken_over_by_the_persistent_one(two_ranks: Ranks) -> None:
-    two_ranks.run(foreign_gradients_give_way_to_ours)
+def test_an_assigned_gradient_moves_to_the_fixed_address_and_a_kept_one_stays(
+    two_ranks: Ranks,
+) -> None:
+    two_ranks.run(foreign_gradients_move_into_the_shard)
 
 
 @pytest.mark.parametrize("decoupled", [False, True], ids=["grad", "decoupled_grad"])

@@ -50,7 +50,6 @@ def set_sync(model: Any, sync: bool) -> None:
 
 
 # -- comparing
-# ----------------------------------------------------------------------------------------------
 
 
 def averaged(model: nn.Module) -> dict[str, Tensor | None]:
@@ -87,7 +86,6 @@ def gradients_are_plain_torch(program: Program, **options: Any) -> None:
 
 
 # -- a forward that does not come to its end
-# ----------------------------------------------------------------
 
 
 def evaluates_and_fails(shard: Shard) -> nn.Module:
@@ -278,7 +276,6 @@ def fails_inside_itself_and_goes_on(shard: Shard) -> nn.Module:
 
 
 # -- freezing
-# -----------------------------------------------------------------------------------------------
 
 
 def freezes_between_micro_batches(shard: Shard) -> nn.Module:
@@ -408,7 +405,6 @@ def freezes_its_own_parameter_in_forward(shard: Shard) -> nn.Module:
 
 
 # -- gradients that the program writes
-# ----------------------------------------------------------------------
 
 
 def last_reduction(model: Any) -> None:
@@ -540,7 +536,6 @@ def test_a_parameter_frozen_while_its_gradient_is_in_flight_is_stepped(two_ranks
 
 
 # -- a backward that does not come to its end
-# ---------------------------------------------------------------
 
 
 def only_the_half_written_go(earlier_syncs: bool, failing_syncs: bool) -> None:

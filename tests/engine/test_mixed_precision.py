@@ -46,7 +46,6 @@ def as_tensors(dtypes: list[torch.dtype]) -> Tensors:
 
 
 # -- what travels between units
-# -----------------------------------------------------------------------------
 
 
 @dataclass
@@ -171,7 +170,6 @@ def test_inputs_are_left_alone_if_the_policy_says_so(two_ranks: Ranks) -> None:
 
 
 # -- norms, and lists of modules
-# ----------------------------------------------------------------------------
 
 
 class Normed(nn.Module):
@@ -209,7 +207,6 @@ def test_norms_in_a_narrow_dtype_train_bit_for_bit_like_fsdp2(
 
 
 # -- on the wire
-# --------------------------------------------------------------------------------------------
 
 
 def dtypes_on_the_wire(

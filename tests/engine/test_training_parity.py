@@ -16,7 +16,6 @@ from tests.support.parity import (
     Engine,
     Tensors,
     close_to_unsharded,
-    flat_mesh,
     hsdp_mesh,
     make_optimizer,
     many_small,
@@ -73,10 +72,6 @@ def train_deferring_the_all_reduce(engine: Engine) -> Tensors:
     return engine.snapshot(model)
 
 
-def train_tower_on_named_mesh(engine: Engine) -> Tensors:
-    return train_tower(engine, {"mesh": flat_mesh()})
-
-
 @RESHARD
 @ACCUMULATION
 def test_two_ranks_train_bit_for_bit_like_fsdp2_however_they_reshard(
@@ -126,10 +121,6 @@ def test_bf16_compute_with_fp32_reduction_is_bit_for_bit_like_fsdp2(
         micro_batches=micro_batches,
         sync_each=sync_each,
     )
-
-
-def test_a_mesh_passed_by_hand_trains_like_the_default_one(two_ranks: Ranks) -> None:
-    two_ranks.run(same_bits_as_fsdp2, train_tower_on_named_mesh)
 
 
 def train_and_compare_distance(shard: dict[str, Any], fraction: float, **options: Any) -> None:
@@ -213,13 +204,6 @@ def test_four_ranks_equal_an_unsharded_run_however_they_reshard(
     four_ranks.run(
         close_to_unsharded, train_tower, {"reshard_after_forward": reshard_after_forward}
     )
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_many_small_parameters_equal_an_unsharded_run(
-    worlds: dict[int, Ranks], world_size: int
-) -> None:
-    worlds[world_size].run(close_to_unsharded, train_many_small)
 
 
 @ACCUMULATION

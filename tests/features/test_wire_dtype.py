@@ -48,7 +48,6 @@ WIRE = GradientPolicy(wire_dtype=BF16)
 
 
 # -- the oracle: plain torch, without communication
-# ---------------------------------------------------------
 
 
 def exchanged(parts: list[Tensor]) -> Tensor:
@@ -93,7 +92,6 @@ def grads_of(model: nn.Module) -> Tensors:
 
 
 # -- what is built
-# ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -181,7 +179,6 @@ def gradients_are_right(case: Case) -> None:
 
 
 # -- gradients
-# ----------------------------------------------------------------------------------------------
 
 ON_TWO = {
     "float32": Case(),
@@ -354,7 +351,6 @@ def test_none_is_the_default_and_changes_nothing(two_ranks: Ranks) -> None:
 
 
 # -- bytes
-# --------------------------------------------------------------------------------------------------
 
 SIZES = (256, 512, 256)
 
@@ -390,7 +386,6 @@ def test_half_of_the_bytes_are_sent_over_both_axes(four_ranks: Ranks, replicas: 
 
 
 # -- what is refused
-# ----------------------------------------------------------------------------------------
 
 
 def refuses(

@@ -193,7 +193,6 @@ POINTERS = st.one_of(
 
 
 # -- pickles, by their grammar: programs that may share, nest, change and name anything
-# ----------------------
 
 STRINGS = st.one_of(
     st.sampled_from(["ha", "torch", "Size", "os", "system", "w", "x" * 1000]), st.text(max_size=8)

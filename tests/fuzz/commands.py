@@ -289,7 +289,6 @@ def _kept() -> frozenset[str]:
 
 
 # -- commands that read a damaged checkpoint
-# ----------------------------------------------------------------
 
 READING = st.sampled_from(
     [
@@ -324,7 +323,6 @@ def feed_damaged(case: tuple[tuple[str, ...], str, int, list[tuple[int, str, byt
 
 
 # -- traces
-# -------------------------------------------------------------------------------------------------
 
 
 def _event(name: str, category: str, ts: float, dur: float, **arguments: Any) -> dict[str, Any]:
@@ -436,7 +434,6 @@ def feed_trace(case: tuple[int, tuple[str, list[Any]]]) -> str:
 
 
 # -- plans
-# --------------------------------------------------------------------------------------------------
 
 SIZES = st.one_of(st.integers(1, 64), st.sampled_from([2**10, 2**16, 2**20, 2**22, 2**24]))
 REQUESTS = st.fixed_dictionaries(

@@ -48,7 +48,6 @@ WORLD = World(0, 1, torch.device("cpu"), None)  # type: ignore[arg-type]  # one 
 
 
 # -- a run folder
-# -------------------------------------------------------------------------------------------
 
 EVENTS = st.lists(
     st.one_of(
@@ -95,7 +94,6 @@ def feed_lock(text: bytes) -> str:
 
 
 # -- the environment
-# ----------------------------------------------------------------------------------------
 
 NUMBERED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
 MEETING = ("MASTER_ADDR", "MASTER_PORT")
@@ -152,7 +150,6 @@ def feed_environment(variables: dict[str, str]) -> str:
 
 
 # -- a run that continues a text
-# ----------------------------------------------------------------------------
 
 SMALL = {"layers": 1, "width": 8, "heads": 2, "kv_heads": 1, "hidden": 8}
 
@@ -206,7 +203,6 @@ RUNS = st.one_of(
 )
 
 # -- settings
-# -----------------------------------------------------------------------------------------------
 
 FIELDS = st.sampled_from(list(TrainConfig.__dataclass_fields__))
 KEYS = st.one_of(FIELDS, st.sampled_from(["unknown", "batch-size", "", "a.b"]))
@@ -270,7 +266,6 @@ def feed_mesh(text: str) -> str:
 
 
 # -- a text to train on
-# -------------------------------------------------------------------------------------
 
 ENTRIES = st.lists(
     st.sampled_from(
@@ -336,7 +331,6 @@ def feed_text(case: tuple[list[str], str, int, float, int]) -> str:
 
 
 # -- a configuration of transformers
-# ------------------------------------------------------------------------
 
 
 @cache

@@ -1,4 +1,4 @@
-"""A short round of the fuzzer; `python -m tests.fuzz.long` is the long one."""
+"""What comes in from outside is taken, or refused by a typed error."""
 
 from __future__ import annotations
 

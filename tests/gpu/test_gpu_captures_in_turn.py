@@ -147,7 +147,6 @@ def test_torch_alone_captures_a_step(reshard: bool, evaluates_first: bool) -> No
 
 
 # -- what one call leaves to the next
-# -----------------------------------------------------------------------
 
 
 def scaled_losses(step: Step, count: int) -> list[float]:

@@ -96,7 +96,6 @@ def require_replays(step: Any, device: torch.device) -> None:
 
 
 # -- programs
-# -----------------------------------------------------------------------------------------------
 
 
 def training(graphed: Any, device: torch.device, reshard: bool, host: bool) -> Values:
@@ -252,7 +251,6 @@ def _require_reuse_across_streams(device: torch.device) -> None:
 
 
 # -- tests
-# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("host", [False, True], ids=["data on the device", "data on the host"])

@@ -54,7 +54,6 @@ def test_late_streams_give_what_the_unsharded_model_gives(case: Case, device: to
 
 
 # -- programs in processes of their own
-# ---------------------------------------------------------------------
 
 _ROOT = Path(__file__).parents[2]
 JOINED, EQUAL = "the ranks have met", "equal bit for bit"

@@ -50,6 +50,9 @@ def test_a_learning_rate_must_be_a_tensor_unless_the_optimizer_is_ours() -> None
     weights = [nn.Parameter(torch.ones(2))]
     (found,) = environment_issues(CUDA, [torch.optim.SGD(weights, lr=0.1)])
     assert found.kind == "frozen hyperparameter"
+    assert found.fix.startswith("shardgrad.optim.SGD")
+    assert "tensor" not in found.fix  # which SGD would read on the host
+    (found,) = environment_issues(CUDA, [torch.optim.RMSprop(weights, lr=0.1, capturable=True)])
     assert found.fix.endswith("lr=torch.tensor(0.1, device='cuda:0')")
     assert environment_issues(CUDA, [torch.optim.SGD(weights, lr=torch.tensor(0.1))]) == []
     assert environment_issues(CUDA, [shardgrad.optim.SGD(weights, lr=0.1)]) == []
@@ -119,7 +122,6 @@ def test_a_process_group_without_a_collective_behind_it_is_named(
 
 
 # -- shardgrad doctor
-# ---------------------------------------------------------------------------------------
 
 
 def test_the_doctor_finds_nothing_wrong_with_the_training_program() -> None:

@@ -14,6 +14,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import shardgrad
 from shardgrad.errors import StepInputError, StepOutputError
+from shardgrad.graphs.capturable import OptimizerState
 from shardgrad.graphs.random_state import RandomState
 from shardgrad.graphs.step import _modes
 
@@ -129,6 +130,40 @@ def test_seven_new_shapes_in_a_row_are_a_warning_with_the_last() -> None:
     ) as caught:
         step(torch.ones(13, 4))
     assert caught[0].filename == __file__
+
+
+def test_a_number_that_a_schedule_changes_before_each_call_is_a_warning_that_names_it() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @shardgrad.graphed_step(model, optimizer)
+    def step(x: Tensor) -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def train() -> None:
+        for _ in range(20):
+            step(torch.ones(2, 4))
+            optimizer.param_groups[0]["lr"] *= 0.9
+
+    with pytest.warns(
+        shardgrad.UncapturableStepWarning, match=r"'lr', 0\.\d+.*became.*'lr', 0"
+    ) as caught:
+        train()
+    assert [warning.filename for warning in caught] == [__file__]  # once
+
+
+def test_a_number_for_a_learning_rate_is_written_into_the_tensor_that_is_there() -> None:
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))], lr=0.5, capturable=True)
+    (group,), state = optimizer.param_groups, OptimizerState(optimizer)
+    state.begin_call(None)
+    rate, guards = group["lr"], state.guards()
+    group["lr"] = 0.25
+    state.begin_call(None)
+    assert group["lr"] is rate
+    assert float(rate) == 0.25
+    assert state.guards() == guards
 
 
 def test_a_block_mask_is_taken_apart_and_put_together() -> None:

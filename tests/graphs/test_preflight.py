@@ -18,7 +18,6 @@ from shardgrad.graphs.preflight import StepTrace, differences, watch
 from shardgrad.graphs.preflight.closed_over import Place, tensors_closed_over
 from shardgrad.graphs.preflight.environment import environment_issues
 from shardgrad.graphs.preflight.issues import Issue, explain
-from shardgrad.sharding.scaled_gradient import ScaledGradient
 
 CPU = torch.device("cpu")
 OTHERS = torch.Generator().manual_seed(1)
@@ -63,7 +62,6 @@ def issues_of(work: Callable[[torch.Tensor], Any]) -> tuple[Issue, ...]:
 
 
 # -- one step
-# -----------------------------------------------------------------------------------------------
 
 
 def item(y: torch.Tensor) -> Any:
@@ -275,7 +273,6 @@ def test_an_error_of_the_step_passes_through_and_nothing_stays_patched() -> None
 
 
 # -- two steps
-# ----------------------------------------------------------------------------------------------
 
 
 def two_steps(
@@ -393,7 +390,6 @@ def test_a_step_that_ends_early_is_another_course() -> None:
 
 
 # -- tensors that a step closes over
-# ------------------------------------------------------------------------
 
 
 targets = torch.zeros(2)  # of the steps below, as a global variable
@@ -577,7 +573,6 @@ def test_large_and_circular_objects_are_looked_through_in_part() -> None:
 
 
 # -- the engine
-# ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -648,16 +643,6 @@ def test_a_watched_step_has_the_same_numbers_bit_for_bit() -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_to_watch_is_not_to_look_at_a_gradient_that_owes_a_factor() -> None:
-    model, _, _ = training()
-    model(torch.ones(3, 4)).sum().backward()
-    shardgrad.clip_grad_norm_(model, 0.1)
-    assert isinstance(model[0].weight.grad, ScaledGradient)
-    recorded(lambda: None, model)
-    assert isinstance(model[0].weight.grad, ScaledGradient)
-
-
-@pytest.mark.usefixtures("one_rank")
 def test_a_read_that_the_engine_was_asked_for_is_the_askers() -> None:
     model, _, _ = training()
 
@@ -687,7 +672,6 @@ def test_a_compiled_region_stays_compiled_under_a_watch() -> None:
 
 
 # -- words
-# --------------------------------------------------------------------------------------------------
 
 
 def test_an_obstacle_is_a_sentence_with_its_place_and_a_line_with_what_to_type() -> None:

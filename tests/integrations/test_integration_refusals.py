@@ -45,7 +45,6 @@ def one_rank(worlds: dict[int, Ranks]) -> Ranks:
 
 
 # -- there, or not
-# ------------------------------------------------------------------------------------------
 
 
 def test_shardgrad_imports_neither_integrations_nor_partners() -> None:
@@ -146,7 +145,6 @@ def test_an_unknown_integration_is_an_attribute_error() -> None:
 
 
 # -- options and parameters
-# ---------------------------------------------------------------------------------
 
 
 def _refuses(
@@ -319,7 +317,6 @@ def test_parameters_it_cannot_reach_are_refused(one_rank: Ranks) -> None:
 
 
 # -- later
-# --------------------------------------------------------------------------------------------------
 
 
 def _later(name: str) -> None:

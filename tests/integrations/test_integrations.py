@@ -52,7 +52,6 @@ def one_rank(worlds: dict[int, Ranks]) -> Ranks:
 
 
 # -- the same numbers
-# ---------------------------------------------------------------------------------------
 
 
 def _train(engine: Engine, name: str, capturable: bool, small: bool, **options: Any) -> Tensors:
@@ -252,7 +251,6 @@ def test_a_parameter_that_no_unit_shards_is_trained_beside_the_others(
 
 
 # -- gradients: where they are, and their scale
-# ----------------------------------------------------------
 
 
 def _gradients_of_another_dtype(version: str, capturable: bool, decoupled: bool) -> None:
@@ -356,7 +354,6 @@ def test_an_infinity_on_one_rank_makes_all_ranks_skip(
 
 
 # -- state
-# --------------------------------------------------------------------------------------------------
 
 
 def _resume(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
@@ -488,7 +485,6 @@ def test_master_copies_that_nothing_updates_are_not_saved(one_rank: Ranks) -> No
 
 
 # -- the real ones
-# ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu

@@ -372,37 +372,6 @@ def test_unpacking_what_was_packed_gives_it_back(
         assert_same_bits(unsharded[offset : offset + numel], grad.flatten())
 
 
-def test_the_python_functions_pass_every_argument_on() -> None:
-    group = Group(SHAPES, 2)
-    grads = gradients(SHAPES, torch.float32)
-    slot, again = group.slot(torch.float32), group.slot(torch.float32)
-    ops.pack(grads, slot, group.table, chunk_numel=group.chunk_numel, divisor=2.0, accumulate=True)
-    REFERENCE.pack(grads, again, group.table, group.chunk_numel, 2.0, True)
-    assert_same_bits(slot, again)
-
-    chunks = list(slot.view(2, -1))
-    whole, whole_again = (torch.zeros(group.unsharded_numel) for _ in range(2))
-    ops.unpack(slot, whole, group.table, chunk_numel=group.chunk_numel)
-    REFERENCE.unpack(slot, whole_again, group.table, group.chunk_numel)
-    assert_same_bits(whole, whole_again)
-
-    total, total_again = (torch.ones(group.chunk_numel) for _ in range(2))
-    ops.sum_chunks(chunks, total, divisor=4.0, accumulate=True)
-    REFERENCE.sum_chunks(chunks, total_again, 4.0, True)
-    assert_same_bits(total, total_again)
-
-
-def test_by_default_nothing_is_scaled_and_nothing_accumulated() -> None:
-    group = Group(SHAPES, 2)
-    grads = gradients(SHAPES, torch.float32)
-    slot = group.slot(torch.float32)
-    ops.pack(grads, slot, group.table, chunk_numel=group.chunk_numel)
-    assert_same_bits(slot, expected_pack(group, grads, group.slot(torch.float32), 1.0, False))
-    out = torch.ones(4)
-    ops.sum_chunks([torch.full((4,), 3.0)], out)
-    assert (out == 3).all()
-
-
 def test_neither_version_counters_nor_autograd_notice(backend: Backend) -> None:
     group = Group(SHAPES, 2)
     grads = gradients(SHAPES, torch.float32)

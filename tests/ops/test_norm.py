@@ -178,17 +178,6 @@ def test_the_compiled_kernel_allocates_nothing() -> None:
     assert all(event.cpu_memory_usage == 0 for event in profile.events())
 
 
-def test_the_python_function_passes_every_argument_on() -> None:
-    arguments = example_arguments()
-    out, scratch, flat, touched, rows, tiles, _, scale = arguments
-    ops.norm_(
-        out, scratch, flat, touched=touched, rows=rows, tiles=tiles, norm_type=3.0, scale=scale
-    )
-    again = torch.zeros_like(out)
-    norm_of("reference")(again, *arguments[1:6], 3.0, scale)
-    assert out.tolist() == pytest.approx(again.tolist(), **CLOSE)
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [

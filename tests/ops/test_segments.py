@@ -79,12 +79,3 @@ def test_check_rows_refuses_what_is_no_table() -> None:
         ops.check_rows(rows.int(), tiles)
     with pytest.raises(OptionError, match="not the table of a segment"):
         ops.check_rows(rows[:, :6], tiles)
-
-
-def test_the_benchmark_has_cases_for_segments() -> None:
-    from benchmarks.kernels import make_segment_cases
-
-    for case in make_segment_cases(numel=3000, tiny=20):
-        assert case.nbytes > 0
-        for call in case.calls.values():
-            call()

@@ -18,7 +18,6 @@ from tests.support.segments import (
     SGD,
     Segment,
     adam_of,
-    assert_same,
     hyper,
     needs_library,
     run_adam,
@@ -86,9 +85,14 @@ def test_the_compiled_kernels_allocate_nothing(rule: str) -> None:
     s = Segment.of(param=torch.bfloat16, grad=torch.bfloat16, master=torch.float32)
     values = hyper(*(ADAM if rule == "adam" else SGD))
     common: dict[str, Any] = {
-        "steps": s.steps, "ticket": s.ticket, "touched": s.touched, "rows": s.rows, "tiles": s.tiles,
-        "hyper": values, "master": s.master,
-    }  # fmt: skip
+        "steps": s.steps,
+        "ticket": s.ticket,
+        "touched": s.touched,
+        "rows": s.rows,
+        "tiles": s.tiles,
+        "hyper": values,
+        "master": s.master,
+    }
     with torch.profiler.profile(profile_memory=True) as profile:
         if rule == "adam":
             ops.adam_(s.param, s.grad, s.first, s.second, **common)
@@ -96,32 +100,6 @@ def test_the_compiled_kernels_allocate_nothing(rule: str) -> None:
             ops.sgd_(s.param, s.grad, s.first, **common)
     assert any(event.key == f"shardgrad::{rule}_" for event in profile.key_averages())
     assert all(event.cpu_memory_usage == 0 for event in profile.events())
-
-
-def test_the_python_functions_pass_every_argument_on() -> None:
-    found_inf, scale = torch.tensor(0.0), torch.tensor(0.5)
-    for name, options in (
-        ("adam", {"decoupled": False, "maximize": True}),
-        ("sgd", {"nesterov": True, "decoupled": True, "maximize": True}),
-    ):
-        for exact in (None, torch.float32):
-            s, other = (Segment.of(param=torch.bfloat16, master=exact) for _ in range(2))
-            extra = options | {
-                "scale": scale,
-                "found_inf": found_inf,
-                "stochastic_rounding": True,
-                "seed": 9,
-            }
-            common: dict[str, Any] = {
-                "steps": s.steps, "ticket": s.ticket, "touched": s.touched, "rows": s.rows, "tiles": s.tiles,
-                "hyper": hyper(*(ADAM if name == "adam" else SGD)), "master": s.master,
-            }  # fmt: skip
-            if name == "adam":
-                ops.adam_(s.param, s.grad, s.first, s.second, **common, **extra)
-            else:
-                ops.sgd_(s.param, s.grad, s.first, **common, **extra)
-            RUN[name]("reference", other, **extra)
-            assert_same(s, other)
 
 
 def freed(numel: int) -> Tensor:

@@ -4,9 +4,7 @@ clipped.
 
 from __future__ import annotations
 
-import copy
 import math
-import pickle
 from typing import Any
 from unittest.mock import patch
 
@@ -15,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import shardgrad
 from shardgrad.errors import GradientError, OptionError
@@ -139,57 +137,21 @@ def with_gradients() -> tuple[nn.Module, Tensors, Tensor]:
     model(SHARDGRAD.inputs(0, 5)).square().mean().backward()
     right = {name: p.grad.to_local().clone() for name, p in model.named_parameters()}
     memory = model._unit.grad_groups[0].require_shard().flat
-    before = memory.clone()
     norm = shardgrad.clip_grad_norm_(model, 1e-2)
     assert norm > 1e-2
     factor = 1e-2 / (norm + 1e-6)
-    assert torch.equal(memory, before), "clipping should not write gradients"
     return model, {name: value * factor for name, value in right.items()}, memory
 
 
-READS = {
-    "to_local": lambda grad: grad.to_local(),
-    "_local_tensor": lambda grad: grad._local_tensor,
-    "an operation": lambda grad: (grad * 1.0).to_local(),
-    "a foreach operation": lambda grad: torch._foreach_mul([grad], 1.0)[0].to_local(),
-    "redistribute": lambda grad: grad.redistribute(placements=grad.placements).to_local(),
-    "a change in place": lambda grad: grad.mul_(1.0).to_local(),
-    "detach": lambda grad: grad.detach().to_local(),
-    "deepcopy": lambda grad: copy.deepcopy(grad).to_local(),
-    "pickle": lambda grad: pickle.loads(pickle.dumps(grad.to_local())),
-}
-
-
-def whoever_reads_finds_clipped_values(read: str) -> None:
-    model, right, _ = with_gradients()
-    for name, param in model.named_parameters():
-        assert isinstance(param.grad, DTensor)
-        assert (param.grad.shape, param.grad.dtype) == (param.shape, param.dtype)
-        torch.testing.assert_close(READS[read](param.grad), right[name], rtol=1e-6, atol=1e-9)
+def gradients_are_clipped_in_place() -> None:
+    model, right, memory = with_gradients()
     for name, param in model.named_parameters():
         torch.testing.assert_close(param.grad.to_local(), right[name], rtol=1e-6, atol=1e-9)
+    assert model._unit.grad_groups[0].require_shard().flat is memory
 
 
-@pytest.mark.parametrize("read", READS)
-def test_whoever_reads_a_gradient_finds_it_clipped_once(two_ranks: Ranks, read: str) -> None:
-    two_ranks.run(whoever_reads_finds_clipped_values, read)
-
-
-def looking_costs_nothing() -> None:
-    model, _, memory = with_gradients()
-    before = memory.clone()
-    for param in model.parameters():
-        grad = param.grad
-        assert grad is not None
-        assert (grad.shape, grad.dtype, grad.device, grad.placements) == (
-            param.shape, param.dtype, param.device, param.placements,
-        )  # fmt: skip
-        assert grad is param.grad
-    assert torch.equal(memory, before)
-
-
-def test_looking_at_shape_and_identity_writes_nothing(two_ranks: Ranks) -> None:
-    two_ranks.run(looking_costs_nothing)
+def test_clipping_multiplies_gradients_where_they_are(two_ranks: Ranks) -> None:
+    two_ranks.run(gradients_are_clipped_in_place)
 
 
 def the_factor_is_not_lost_and_not_taken_twice() -> None:
@@ -370,7 +332,6 @@ def test_parameters_cut_by_tensor_parallelism_are_counted_once(two_ranks: Ranks)
 
 
 # -- whatever happened before
-# -------------------------------------------------------------------------------
 
 
 def clips_after_an_evaluation(options: dict[str, Any]) -> None:

@@ -102,7 +102,6 @@ def test_hybrid_sharding(four_ranks: Ranks) -> None:
 
 
 # -- one launch
-# -----------------------------------------------------------------------------------------
 
 
 class _Launches:
@@ -219,7 +218,6 @@ def test_no_megabyte_is_allocated_after_the_first_step(two_ranks: Ranks, name: s
 
 
 # -- clipping by torch, groups that come later
-# ---------------------------------------------------------------
 
 
 def train_with_torchs_clipping(engine: Engine) -> Tensors:
@@ -252,7 +250,6 @@ def test_torchs_clipping_and_a_group_added_later_work_as_unsharded(two_ranks: Ra
 
 
 # -- None, and gradients by hand
-# ---------------------------------------------------------------------------
 
 
 def train_with_gaps(engine: Engine) -> Tensors:
@@ -320,7 +317,6 @@ def test_the_none_rule_is_that_of_all_ranks_together(two_ranks: Ranks) -> None:
 
 
 # -- dtypes
-# ------------------------------------------------------------------------------------------------
 
 
 def half(engine: Engine) -> nn.Module:
@@ -497,7 +493,6 @@ def test_the_compiled_kernels_are_the_ones_under_test() -> None:
 
 
 # -- refusals
-# ------------------------------------------------------------------------------------------------
 
 
 def parameters_of_two_engines_are_refused() -> None:

@@ -125,7 +125,6 @@ def test_ten_steps_in_float32(two_ranks: Ranks) -> None:
 
 
 # -- bfloat16, as by default
-# --------------------------------------------------------------------------------
 
 
 def same_gradients_give_the_same_bits() -> None:
@@ -175,7 +174,6 @@ def test_ten_steps_in_bfloat16_stay_near_torchs(two_ranks: Ranks) -> None:
 
 
 # -- whether a parameter changes
-# ----------------------------------------------------------------------------
 
 
 def train_with_gaps(engine: Engine) -> Tensors:

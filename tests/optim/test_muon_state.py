@@ -52,7 +52,6 @@ from tests.support.parity import (
 from tests.support.ranks import Ranks
 
 # -- state
-# --------------------------------------------------------------------------------------------------
 
 
 def steps(engine: Engine, model: nn.Module, optim: torch.optim.Optimizer, which: range) -> None:
@@ -187,7 +186,6 @@ def test_a_state_that_does_not_fit_changes_nothing(two_ranks: Ranks) -> None:
 
 
 # -- groups
-# -------------------------------------------------------------------------------------------------
 
 
 def train_in_groups(engine: Engine) -> Tensors:
@@ -227,7 +225,6 @@ def test_groups_added_later_and_a_tensor_as_learning_rate(two_ranks: Ranks) -> N
 
 
 # -- parameters that are not sharded, and those of 16 bits
-# --------------------------------------------------
 
 
 def test_plain_matrices_follow_torch_also_where_columns_lie_together() -> None:
@@ -285,7 +282,6 @@ def test_momentum_has_the_dtype_of_the_gradients_or_the_one_asked_for(two_ranks:
 
 
 # -- what travels
-# -------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -359,7 +355,6 @@ def test_replicas_agree_without_talking(four_ranks: Ranks) -> None:
 
 
 # -- refusals
-# -----------------------------------------------------------------------------------------------
 
 
 def test_what_torch_refuses_is_refused_with_a_typed_error() -> None:

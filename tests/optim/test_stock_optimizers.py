@@ -129,7 +129,6 @@ def test_lbfgs_does_what_it_does_under_fsdp2(two_ranks: Ranks, line_search: str 
 
 
 # -- clipping by shardgrad
-# ----------------------------------------------------------------------------------
 
 
 def _clipped_step(engine: Engine, ours: bool, name: str) -> Tensors:
@@ -172,7 +171,6 @@ def test_clipping_by_shardgrad_reaches_an_optimizer_of_torch(two_ranks: Ranks, n
 
 
 # -- loss scaling
-# -------------------------------------------------------------------------------------------
 
 
 def _scaled(engine: Engine, name: str, unscale: bool) -> Tensors:
@@ -212,7 +210,6 @@ def test_a_loss_scaler_of_torch_skips_on_all_ranks_as_under_fsdp2(
 
 
 # -- under capture
-# ------------------------------------------------------------------------------------------
 
 
 def _says(kind: type[Optimizer], options: dict[str, Any], words: str | None, warm: bool) -> None:

@@ -83,7 +83,6 @@ def test_a_rehearsal_leaves_no_garbage_for_the_next_one() -> None:
 
 
 # -- memory
-# ---------------------------------------------------------------------------------------------
 
 
 def test_shards_and_states_between_steps_are_what_the_shapes_come_to() -> None:
@@ -122,7 +121,6 @@ def test_whole_parameters_stay_in_stage_2() -> None:
 
 
 # -- traffic
-# --------------------------------------------------------------------------------------------
 
 
 def test_stage_3_gathers_what_backward_needs_again_and_stage_2_gathers_once() -> None:
@@ -255,7 +253,6 @@ def test_two_levels_take_as_many_operations_for_many_ranks_as_for_few() -> None:
 
 
 # -- the clock
-# ------------------------------------------------------------------------------------------
 
 
 def kernel(stream: str = "compute", nbytes: int = 268 * 10**6) -> Kernel:
@@ -357,7 +354,6 @@ def test_model_flops_are_six_for_each_parameter_and_token() -> None:
 
 
 # -- collectives
-# ----------------------------------------------------------------------------------------
 
 
 def test_ranks_are_placed_on_nodes_as_a_launcher_places_them() -> None:
@@ -401,7 +397,6 @@ def test_more_bandwidth_is_never_slower_and_more_ranks_are_never_faster() -> Non
 
 
 # -- depth and advice
-# -----------------------------------------------------------------------------------
 
 
 def test_a_line_through_shallow_models_leads_to_the_deep_one() -> None:
@@ -559,7 +554,6 @@ def test_a_margin_is_left_for_fragmentation() -> None:
 
 
 # -- recomputation and compilation
-# ----------------------------------------------------------------------
 
 
 def test_selective_recomputation_is_between_none_and_all() -> None:
@@ -605,7 +599,6 @@ def test_a_fused_kernel_reads_what_comes_from_outside_and_writes_what_is_needed_
 
 
 # -- measuring and searching
-# ----------------------------------------------------------------------------
 
 
 def test_a_measurement_on_this_machine_scales_the_plan() -> None:
@@ -738,7 +731,6 @@ def test_advice_for_a_model_that_fits_makes_it_faster_the_fastest_first() -> Non
 
 
 # -- the command
-# ----------------------------------------------------------------------------------------
 
 
 def run(*arguments: str) -> Result:

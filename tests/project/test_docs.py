@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import re
-import shlex
 import sys
 import textwrap
 from pathlib import Path
 
-import click
 import pytest
 
 from benchmarks.__main__ import _RECORDS, BENCHMARKS
-from shardgrad.cli import main
 from tests.support.processes import run
 
 ROOT = Path(__file__).parents[2]
@@ -94,7 +92,7 @@ def test_examples_import_what_exists(page: Path) -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text(encoding="utf-8")) < 6_000
+    assert len((ROOT / "README.md").read_text(encoding="utf-8")) < 5_000
 
 
 def test_the_readme_example_trains_on_two_ranks_as_printed(tmp_path: Path) -> None:
@@ -119,18 +117,13 @@ NAMED_COMMAND = re.compile(r"\bshardgrad ((?:checkpoint )?[a-z]+)((?: +[^\s`;|>#
 TEXTS = [*PAGES, *(ROOT / "shardgrad").rglob("*.py"), *(ROOT / "examples").rglob("*.*")]
 
 
-def command_named(words: str) -> click.Command | None:
-    command: click.Command | None = main
-    for word in words.split():
-        if not isinstance(command, click.Group):
-            return None
-        command = command.get_command(click.Context(command), word)
-    return None if isinstance(command, click.Group) else command
-
-
-def flags_of(command: click.Command) -> set[str]:
-    params = command.get_params(click.Context(command))
-    return {flag for param in params for flag in (*param.opts, *param.secondary_opts)}
+@functools.cache
+def help_of(command: str) -> str:
+    """Returns what `--help` prints, "" if there is no such command."""
+    words = [sys.executable, "-m", "shardgrad", *command.split(), "--help"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    done = run(words, env=environment, timeout_s=60)
+    return str(done.stdout) if done.returncode == 0 else ""
 
 
 def test_options_that_pages_and_messages_name_are_those_of_the_commands() -> None:
@@ -140,32 +133,11 @@ def test_options_that_pages_and_messages_name_are_those_of_the_commands() -> Non
             continue
         text = path.read_text(encoding="utf-8").replace("\\\n", " ")
         text = re.sub(r'make train ARGS="([^"]*)"', r"shardgrad train \1 ;", text)
-        for words, rest in NAMED_COMMAND.findall(text):
-            command = command_named(words)
-            if command is None:  # prose, such as "shardgrad trains"
-                continue
-            named_flags = re.findall(r"(?<=\s)--[a-z][a-z-]*", rest)
-            assert set(named_flags) <= flags_of(command), (path, words, rest)
-            seen += len(named_flags)
-    assert seen > 100
-
-
-def test_commands_in_blocks_of_pages_are_complete() -> None:
-    seen = 0
-    for page in WITH_CODE:
-        for line in "\n".join(blocks(page, "sh")).replace("\\\n", " ").splitlines():
-            for part in re.split(r"[;>]", line):
-                words = shlex.split(part, comments=True)
-                if words[:1] != ["shardgrad"] and words[1:4] != ["-m", "shardgrad"]:
-                    continue
-                name = " ".join(words[1:3]) if words[1:2] == ["checkpoint"] else words[1]
-                command = command_named(name)
-                assert command is not None, line
-                context = click.Context(command)
-                _, left, _ = command.make_parser(context).parse_args(words[len(name.split()) + 1 :])
-                assert not left, line
+        for command, rest in NAMED_COMMAND.findall(text):
+            for flag in re.findall(r"(?<=\s)--[a-z][a-z-]*", rest):
+                assert re.search(rf"{flag}\b", help_of(command)), (path, command, flag)
                 seen += 1
-    assert seen > 15
+    assert seen > 100
 
 
 def test_modules_and_targets_that_commands_name_exist() -> None:
@@ -230,16 +202,16 @@ def test_pages_that_code_names_exist() -> None:
             assert (ROOT / name).exists(), f"{named(path)} names {name}"
 
 
-def test_every_room_and_every_file_of_the_engine_is_in_the_house() -> None:
-    house = (ROOT / "docs/design/house.md").read_text(encoding="utf-8")
+def test_every_folder_and_every_file_of_the_engine_is_in_the_architecture() -> None:
+    page = (ROOT / "docs/design/architecture.md").read_text(encoding="utf-8")
     package = ROOT / "shardgrad"
-    rooms = [f"{init.parent.name}/" for init in package.glob("*/__init__.py")]
+    folders = [f"{init.parent.name}/" for init in package.glob("*/__init__.py")]
     files = [path.name for path in package.glob("*.py") if not path.name.startswith("__")]
     engine = [
         f"engine/{path.name}" for path in package.glob("engine/*.py") if path.name != "__init__.py"
     ]
-    for name in (*rooms, *files, *engine):
-        assert f"`{name}`" in house, f"docs/design/house.md does not say what {name} is for"
+    for name in (*folders, *files, *engine):
+        assert f"`{name}`" in page, f"docs/design/architecture.md does not say what {name} is for"
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != HISTORY], ids=named)

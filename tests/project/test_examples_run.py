@@ -31,10 +31,8 @@ SIZES = TransformerConfig(width=32, layers=3, heads=2, kv_heads=2, hidden=32)
 # What a page begins with: a model that it shards, a sharded one, or nothing.
 UNSHARDED = (
     "compile",
-    "from_ddp",
+    "from_another_engine",
     "from_deepspeed",
-    "from_fsdp1",
-    "from_megatron_fsdp",
     "send_fewer_bytes",
 )
 SHARDED = (
@@ -48,8 +46,29 @@ NOT_HERE = {
 }
 
 
+# Sections that need other surroundings than the rest of their page.
+SECTIONS = {
+    "accumulate_gradients": ("optimize_and_clip", "Accumulate gradients"),
+    "audit_a_program": ("check_a_program", "Audit a program"),
+    "check_your_streams": ("check_a_program", "Check your streams"),
+    "compile": ("other_parallelism", "torch.compile"),
+    "from_deepspeed": ("from_another_engine", "DeepSpeed ZeRO"),
+    "tied_weights": ("other_parallelism", "Tied weights"),
+    "use_muon": ("optimize_and_clip", "Muon"),
+}
+
+
 def blocks(page: str) -> list[str]:
-    text = (DOCS / page).with_suffix(".md").read_text(encoding="utf-8")
+    """Returns the Python of a page, or of a section, which is left out of its page."""
+    folder, _, name = page.rpartition("/")
+    file, heading = SECTIONS.get(name, (name, ""))
+    text = (DOCS / folder / file).with_suffix(".md").read_text(encoding="utf-8")
+    first, *sections = re.split(r"^## ", text, flags=re.MULTILINE)
+    if heading:
+        [text] = [each for each in sections if each.startswith(heading + "\n")]
+    else:
+        apart = tuple(title + "\n" for other, title in SECTIONS.values() if other == file)
+        text = "".join([first, *(each for each in sections if not each.startswith(apart))])
     return re.findall(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
 
 

@@ -101,7 +101,6 @@ def test_bytes_that_are_only_carried_are_cut_along_any_dim(
 
 
 # -- refused
-# ------------------------------------------------------------------------------------------------
 
 
 def _of_last_dim() -> dict[str, Any]:

@@ -145,10 +145,6 @@ def test_the_tail_is_packed_like_one_more_parameter() -> None:
     assert torch.equal(layout.table_with_tail[:-1], layout.table)
 
 
-def test_layouts_are_values() -> None:
-    assert layout_of([(4, 3)], 2) == layout_of([(4, 3)], 2) != layout_of([(4, 3)], 4)
-
-
 def test_alignment_serves_the_narrowest_dtype() -> None:
     assert alignment_numel([torch.float32, torch.bfloat16]) == 64
     assert alignment_numel([torch.float32]) == 32

@@ -194,7 +194,6 @@ def test_faces_are_those_of_fsdp2_and_contiguous(two_ranks: Ranks) -> None:
 
 
 # -- our own optimizers, clipping and state
-# -----------------------------------------------------------------
 
 
 def train_with(make: Callable[..., Any], clip: Callable[..., Tensor], cls: str) -> Tensors:
@@ -255,7 +254,6 @@ def test_replacements_cut_along_another_dim_are_taken_over(two_ranks: Ranks) -> 
 
 
 # -- meshes of their own
-# ------------------------------------------------------------------------------------
 
 
 @cache
@@ -339,7 +337,6 @@ def test_a_norm_over_several_meshes_counts_each_element_once(four_ranks: Ranks) 
 
 
 # -- refusals
-# -----------------------------------------------------------------------------------------------
 
 Answer = Callable[[nn.Parameter], Any]
 

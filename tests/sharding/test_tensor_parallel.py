@@ -74,7 +74,6 @@ def close_to_fsdp2(shape: tuple[int, ...]) -> None:
 
 
 # -- faces and state
-# ----------------------------------------------------------------------------------------
 
 
 def along_columns(param: nn.Parameter) -> Shard:
@@ -190,7 +189,6 @@ def test_state_of_either_engine_loads_into_the_other(
 
 
 # -- our own optimizers and clipping
-# ------------------------------------------------------------------------
 
 
 def train_flat(make: Any, clip: Callable[..., Tensor], norm_type: float) -> Tensors:
@@ -245,7 +243,6 @@ def test_an_infinity_on_one_rank_makes_all_skip(four_ranks: Ranks) -> None:
 
 
 # -- dp_mesh_dims
-# -------------------------------------------------------------------------------------------
 
 
 class Pair(nn.Module):
@@ -334,7 +331,6 @@ def test_parameters_on_a_full_mesh_train_like_under_fsdp2(
 
 
 # -- refusals
-# -----------------------------------------------------------------------------------------------
 
 
 def refuse() -> None:

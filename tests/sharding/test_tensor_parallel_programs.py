@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
-    set_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -35,7 +34,6 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.parity import (
-    FSDP2,
     SHARDGRAD,
     VOCABULARY,
     Engine,
@@ -54,11 +52,6 @@ WIDTH, HEADS, LENGTH, ROWS = 8, 2, 4, 2
 def mesh_of(*shape: int) -> DeviceMesh:
     names = {2: ("dp", "tp"), 3: ("replicate", "dp", "tp")}[len(shape)]
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
-
-
-@cache
-def sliced_mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
 
 
 class Attention(nn.Module):
@@ -215,7 +208,6 @@ def whole(model: nn.Module, optim: torch.optim.Optimizer | None = None) -> Tenso
 
 
 # -- training
-# -----------------------------------------------------------------------------------------------
 
 
 def a_transformer_equals_the_plain_one(shape: tuple[int, ...], recomputed: bool) -> None:
@@ -253,20 +245,6 @@ def test_a_transformer_over_both_axes_equals_the_plain_one(
     four_ranks: Ranks, shape: tuple[int, ...], recomputed: bool
 ) -> None:
     four_ranks.run(a_transformer_equals_the_plain_one, shape, recomputed)
-
-
-def train_on_a_slice(engine: Engine) -> Tensors:
-    """Two of a mesh's three axes; the parameters know of these two only."""
-    mesh = sliced_mesh()
-    model = build(engine, mesh)
-    assert {param.device_mesh.mesh_dim_names for param in model.parameters()} == {("dp", "tp")}
-    optim = adamw(model)
-    take_steps(model, optim, mesh, range(2))
-    return engine.snapshot(model)
-
-
-def test_two_axes_of_three_train_bit_for_bit_like_fsdp2(four_ranks: Ranks) -> None:
-    four_ranks.run(same_bits_as_fsdp2, train_on_a_slice)
 
 
 def train_odd_sizes(engine: Engine) -> Tensors:
@@ -311,71 +289,7 @@ def test_a_meta_model_on_both_axes_trains_bit_for_bit_like_fsdp2(four_ranks: Ran
     four_ranks.run(same_bits_as_fsdp2, train_from_meta)
 
 
-def train_scaled(engine: Engine) -> Tensors:
-    """The second step overflows in one rank's part of one parameter: all skip it, and the scale
-    backs off.
-    """
-    mesh = mesh_of(2, 2)
-    model = build(engine, mesh)
-    optim = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1)
-    found: Tensors = {}
-    for step in range(3):
-        optim.zero_grad()
-        scaler.scale(loss_of(model, tokens(step, *part_of(mesh)))).backward()
-        if step == 1 and dist.get_rank() == 3:
-            model.layers[0].attention.q.weight.grad.to_local().view(-1)[0] = float("inf")
-        scaler.unscale_(optim)
-        scaler.step(optim)
-        scaler.update()
-        found |= {f"step {step} {name}": value for name, value in engine.snapshot(model).items()}
-        found[f"scale {step}"] = torch.tensor(scaler.get_scale())
-    for name, _ in model.named_parameters():
-        assert torch.equal(found[f"step 1 {name}"], found[f"step 0 {name}"]), (
-            f"{name} was not skipped"
-        )
-    assert [found[f"scale {step}"].item() for step in range(3)] == [2.0**11, 2.0**10, 2.0**11]
-    return {name: value.nan_to_num() for name, value in found.items()}
-
-
-def test_a_loss_scaler_skips_on_both_axes_as_under_fsdp2(four_ranks: Ranks) -> None:
-    four_ranks.run(same_bits_as_fsdp2, train_scaled)
-
-
 # -- states
-# -------------------------------------------------------------------------------------------------
-
-
-def checkpoint_round_trip(
-    shape: tuple[int, ...], folder: str, saver: Engine, loader: Engine
-) -> None:
-    """A checkpoint of model and optimizer is loaded, and both train on to the same bits."""
-    mesh = mesh_of(*shape)
-    model, optim = trained(saver, mesh)
-    saved = get_state_dict(model, optim)
-    dcp.save({"model": saved[0], "optim": saved[1]}, checkpoint_id=folder)
-    other, other_optim = trained(loader, mesh, seed=1)
-    model_state, optim_state = get_state_dict(other, other_optim)
-    state = {"model": model_state, "optim": optim_state}
-    dcp.load(state, checkpoint_id=folder)
-    set_state_dict(
-        other, other_optim, model_state_dict=state["model"], optim_state_dict=state["optim"]
-    )
-    assert_same_bits(whole(other, other_optim), whole(model, optim))
-    for each, its in ((model, optim), (other, other_optim)):
-        take_steps(each, its, mesh, range(2, 3))
-    assert_same_bits(loader.snapshot(other), saver.snapshot(model))
-
-
-@pytest.mark.parametrize(
-    ("saver", "loader"), [(SHARDGRAD, SHARDGRAD), (FSDP2, SHARDGRAD), (SHARDGRAD, FSDP2)],
-    ids=["ours", "to_us", "back"],
-)  # fmt: skip
-@pytest.mark.parametrize("shape", [(2, 2), (2, 1, 2)], ids=["2d", "3d"])
-def test_a_checkpoint_on_both_axes_continues_in_either_engine(
-    four_ranks: Ranks, tmp_path: Path, shape: tuple[int, ...], saver: Engine, loader: Engine
-) -> None:
-    four_ranks.run(checkpoint_round_trip, shape, str(tmp_path), saver, loader)
 
 
 def tensor_parallel_alone() -> Transformer:

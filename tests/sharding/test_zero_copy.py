@@ -83,7 +83,6 @@ def train_stack(
 
 
 # -- numbers
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -171,7 +170,6 @@ def test_gradients_that_share_memory_are_only_read(two_ranks: Ranks) -> None:
 
 
 # -- messages
-# -----------------------------------------------------------------------------------------------
 
 
 def messages_of_a_step(change: Callable[[nn.Module], None] | None = None) -> list[tuple[str, int]]:

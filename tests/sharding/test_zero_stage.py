@@ -83,7 +83,6 @@ def equals_stage_3(
 
 
 # -- traffic
-# ------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -153,7 +152,6 @@ def hybrid_traffic_is_as_documented() -> None:
 
 
 # -- memory
-# -------------------------------------------------------------------------------------------------
 
 
 def whole_nbytes(model: nn.Module) -> int:
@@ -190,7 +188,6 @@ def memory_is_as_documented(stage: int) -> None:
 
 
 # -- both axes
-# ----------------------------------------------------------------------------------------------
 
 
 def hybrid_equals_hsdp(micro_batches: int, deferred: bool, options: dict[str, Any]) -> None:
@@ -244,18 +241,7 @@ def a_written_shard_is_gathered_anew(stage: int | str) -> None:
         torch.testing.assert_close(token_loss(model, batch), token_loss(expected, batch))
 
 
-def reshard_gives_the_memory_back() -> None:
-    model = SHARDGRAD.shard_tower(tower(), zero_stage=2)
-    with torch.no_grad():
-        token_loss(model, SHARDGRAD.tokens(0))
-    assert whole_nbytes(model) > 0
-    for unit in units_under(model):
-        unit.modules[0].reshard()
-    assert whole_nbytes(model) == 0
-
-
 # -- tests
-# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -287,10 +273,6 @@ def test_a_stage_keeps_what_the_docs_say(two_ranks: Ranks, stage: int) -> None:
 @pytest.mark.parametrize("stage", [2, "hfsdp"])
 def test_a_shard_that_was_written_is_gathered_anew(two_ranks: Ranks, stage: int | str) -> None:
     two_ranks.run(a_written_shard_is_gathered_anew, stage)
-
-
-def test_reshard_frees_what_a_stage_keeps(two_ranks: Ranks) -> None:
-    two_ranks.run(reshard_gives_the_memory_back)
 
 
 @pytest.mark.parametrize(

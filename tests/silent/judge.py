@@ -129,7 +129,6 @@ def _listen(pipes: Sequence[Connection], processes: Sequence[Any], limit_s: floa
 
 
 # -- verdicts
-# ------------------------------------------------------------------------------------------------
 
 
 def verdict(endings: Sequence[Ending], usual: set[str]) -> dict[str, Any]:
@@ -189,7 +188,6 @@ def _distance(values: Any, truth: Any) -> float:
 
 
 # -- in a rank
-# -----------------------------------------------------------------------------------------------
 
 
 def _rank(program: str, engine: str, rank: int, folder: str, pipe: Connection) -> None:

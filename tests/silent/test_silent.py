@@ -42,7 +42,6 @@ def test_a_program_without_a_mistake_is_right_and_not_warned(verdicts: Any) -> N
 
 
 # -- programs, record and page
-# -------------------------------------------------------------------------------
 
 
 def test_there_are_forty_programs_of_at_most_forty_lines_with_a_report_each() -> None:
@@ -74,7 +73,6 @@ def test_the_record_says_that_nothing_here_is_wrong_or_hangs_without_a_word() ->
 
 
 # -- how verdicts are made
-# -----------------------------------------------------------------------------------
 
 
 def ended(how: str = "returned", **fields: Any) -> Ending:

@@ -249,7 +249,6 @@ def test_a_graph_holds_collectives_that_meet_again_at_every_replay() -> None:
 
 
 # -- what is refused
-# ----------------------------------------------------------------------------------------
 
 
 def _synchronizes_a_stream(x: torch.Tensor, side: torch.Stream) -> None:

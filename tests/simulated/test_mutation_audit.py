@@ -157,7 +157,6 @@ def test_the_marks_of_every_place_are_needed_by_a_program() -> None:
 
 
 # -- the audit can fail
-# -------------------------------------------------------------------------------------
 
 
 @contextmanager

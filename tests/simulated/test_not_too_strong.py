@@ -107,7 +107,6 @@ def _last_step(ranks: int, *, replicas: int = 1, raises: bool = True) -> Step:
 
 
 # -- facts: each returns what speaks against it
-# -------------------------------------------------------------
 
 
 def _writers_that_wait_for_the_last_reduction(step: Step) -> list[str]:
@@ -194,7 +193,6 @@ def test_the_optimizer_comes_after_every_reduction() -> None:
 
 
 # -- the facts can be wrong
-# ---------------------------------------------------------------------------------
 
 
 def _waits_for_all_of(later: Any, earlier: Any, streams: Any) -> None:

@@ -90,7 +90,6 @@ def on_a_side_stream() -> Iterator[torch.Stream]:
 
 
 # -- eager
-# --------------------------------------------------------------------------------------------------
 
 
 def memory_of_a_step(name: str) -> tuple[int, int]:
@@ -396,7 +395,6 @@ def test_steps_that_ran_out_of_memory_for_gradients_leave_nothing_to_later_ones(
 
 
 # -- graphs
-# -------------------------------------------------------------------------------------------------
 
 
 def whole_steps(graphed: Callable[..., Any]) -> list[Any]:
@@ -606,7 +604,6 @@ def test_a_graph_of_the_programs_own_finds_gradients_where_they_were(what: str) 
 
 
 # -- gradients on their way
-# ---------------------------------------------------------------------------------
 
 
 WIDE = 32

@@ -23,7 +23,6 @@ from shardgrad.engine.streams import is_capturing
 from shardgrad.errors import (
     CaptureError,
     OptionError,
-    OptionTypeError,
     ReplayMismatchError,
     StepInputError,
     StepOutputError,
@@ -44,7 +43,6 @@ from tests.simulated.programs.graphed import (
 from tests.support.processes import FairClock
 
 # -- what a call may bring
-# ----------------------------------------------------------------------------------
 
 
 @dataclass
@@ -183,7 +181,6 @@ def test_a_step_under_no_grad_is_not_the_graph_of_one_with_gradients() -> None:
 
 
 # -- what cannot be captured
-# --------------------------------------------------------------------------------
 
 
 def failing(policy: str) -> None:
@@ -399,7 +396,6 @@ def test_what_cannot_be_a_step_is_refused_in_words() -> None:
 
 
 # -- tensors that a step closes over
-# ------------------------------------------------------------------------
 
 
 @dataclass
@@ -556,13 +552,7 @@ def test_torchs_functions_are_replaced_only_while_there_are_graphs() -> None:
     assert VirtualRanks(1).run(replaced_functions) == [[True, False, True, False, True]]
 
 
-def test_methods_of_a_capturable_with_their_old_names_are_refused_with_the_new_ones() -> None:
-    with pytest.raises(OptionTypeError, match=r"Capturable.facts\(\) is called guards\(\) now"):
-        type("Old", (shardgrad.graphs.Capturable,), {"facts": lambda self: None})
-
-
 # -- what is found before a capture
-# -------------------------------------------------------------------------
 
 
 def issues(what: str) -> None:
@@ -662,7 +652,6 @@ def test_what_a_replay_would_get_wrong_is_named_with_its_line(what: str) -> None
 
 
 # -- trust
-# --------------------------------------------------------------------------------------------------
 
 
 def verified(graphed: Callable[..., Any], setup: Setup) -> list[Any]:
@@ -744,7 +733,6 @@ def test_a_recomputed_region_that_would_draw_other_numbers_is_refused() -> None:
 
 
 # -- status
-# -------------------------------------------------------------------------------------------------
 
 
 def polled() -> None:

@@ -34,7 +34,6 @@ from tests.simulated.programs.graphed import (
 )
 
 # -- what a step may be made of
-# -----------------------------------------------------------------------------
 
 
 def plain_training(graphed: Callable[..., Any], setup: Setup) -> list[Any]:
@@ -99,7 +98,6 @@ def test_every_mode_of_the_engine_is_replayed_bit_for_bit(name: str) -> None:
 
 
 # -- gradients that the program keeps from call to call
-# ------------------------------------------------------
 
 
 def keeping_gradients(graphed: Callable[..., Any], zeroes: str, clips: bool) -> list[Any]:
@@ -608,7 +606,6 @@ def test_a_checkpoint_loaded_while_a_graph_exists_is_followed(tmp_path: Path) ->
 
 
 # -- torch's optimizers and plain modules
-# -------------------------------------------------------------------
 
 
 def stock_optimizer(graphed: Callable[..., Any]) -> list[Any]:
@@ -770,7 +767,6 @@ def test_a_module_that_nobody_shards_is_captured_too(make: str) -> None:
 
 
 # -- memory
-# -------------------------------------------------------------------------------------------------
 
 
 def reserved(graphed: Callable[..., Any]) -> int:

@@ -202,7 +202,6 @@ def test_a_number_in_a_cpu_tensor_that_changes_is_named() -> None:
 
 
 # -- the engine
-# ---------------------------------------------------------------------------------------------
 
 
 def training() -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], torch.Tensor]]:

@@ -141,7 +141,6 @@ def test_the_engine_does_the_same_work_without_a_hazard_and_right(
 
 
 # -- the matrix of the GPU tests
-# ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

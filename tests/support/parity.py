@@ -34,7 +34,6 @@ Tensors = dict[str, Tensor]
 
 
 # -- models
-# -------------------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -114,7 +113,6 @@ def stack(*sizes: int, seed: int = 0) -> nn.Sequential:
 
 
 # -- engines
-# ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -214,7 +212,6 @@ def flat_mesh() -> DeviceMesh:
 
 
 # -- loops
-# --------------------------------------------------------------------------------------------------
 
 
 def token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -285,7 +282,6 @@ def watching_collectives(act: Callable[[str, Tensor], None]) -> Iterator[None]:
 
 
 # -- judging
-# ------------------------------------------------------------------------------------------------
 
 
 def assert_same_bits(ours: Tensors, theirs: Tensors) -> None:

@@ -201,7 +201,6 @@ class PowerCut:
         return synced if kind == "synced" else written
 
     # -- what the program does
-    # --------------------------------------------------------------------------
 
     def _notice(self, path: Path, folder: _Node) -> None:
         """Finds what has been made or written since the last moment."""

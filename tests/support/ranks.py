@@ -175,7 +175,10 @@ class Ranks:
                 if not results[rank][0]:
                     limit_s = min(limit_s, clock.elapsed_s() + GRACE_S)
             if waiting and clock.elapsed_s() > limit_s:
-                late = f"did not finish within {timeout_s:.0f} s, or {GRACE_S:.0f} s after another rank"
+                late = (
+                    f"did not finish within {timeout_s:.0f} s, or {GRACE_S:.0f} s after another "
+                    "rank"
+                )
                 results.update(
                     (rank, (False, f"{late}:\n{self._where(rank)}", 0)) for rank in waiting.values()
                 )

@@ -182,7 +182,8 @@ def run_adam(
 ) -> None:
     adam_of(backend)(
         s.param, s.grad, s.first, s.second, s.master, s.steps, s.ticket, s.touched, s.rows, s.tiles,
-        hyper(*values, device=s.param.device), scale, found_inf, decoupled, maximize, stochastic_rounding,
+        hyper(*values, device=s.param.device), scale, found_inf, decoupled, maximize,
+        stochastic_rounding,
         seed,
     )  # fmt: skip
 

@@ -80,7 +80,8 @@ class Narrowed(Tensor):
         mp_policy: MixedPrecisionPolicy,
     ) -> tuple[tuple[Tensor, ...], Any]:
         Narrowed.calls = {
-            "mesh": mesh, "size": outer_size, "stride": outer_stride, "module": module, "policy": mp_policy
+            "mesh": mesh, "size": outer_size, "stride": outer_stride, "module": module,
+            "policy": mp_policy,
         }  # fmt: skip
         rows = -(-outer_size[0] // mesh.size())
         data = self._data

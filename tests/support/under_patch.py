@@ -33,7 +33,10 @@ STARTUP_S = 240.0  # importing transformers, torchao and lightning on a busy mac
 def skip_without(package: str) -> None:
     """Skips a test, or a module of them, where a package is not installed. Does not import it."""
     if importlib.util.find_spec(package) is None:
-        reason = f"{package} is not installed: pip install {package} (CI has those of the extra `clients`)"
+        reason = (
+            f"{package} is not installed: pip install {package} (CI has those of the extra "
+            "`clients`)"
+        )
         pytest.skip(reason, allow_module_level=True)
 
 

@@ -110,7 +110,6 @@ def test_what_is_not_such_a_program_is_refused(target: str, words: list[str]) ->
 
 
 # -- what the numbers say
-# ------------------------------------------------------------------------------------
 
 WEIGHT = torch.arange(1.0, 7.0).view(3, 2)
 GRADIENT = torch.tensor([[1.0, -2.0], [3.0, 0.5], [-1.0, 2.0]])

@@ -72,3 +72,20 @@ def test_a_rank_that_goes_on_when_another_has_failed_is_killed(
         assert signal.getsignal(signal.SIGTERM) is former
     finally:
         children[1].process.kill()
+
+
+def test_a_rank_imports_the_standard_library_and_no_file_of_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "threading.py").write_text("open('imported', 'w').close()")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    process = multiprocessing.get_context("spawn").Process
+    monkeypatch.setattr(
+        type(multiprocessing.get_context("spawn")), "Process", lambda *_, **__: process(target=int)
+    )
+    child = spawn._start(job_in(tmp_path), 0, 1, "")
+    child.process.join()
+    assert child.process.exitcode == 0
+    assert not (tmp_path / "imported").exists()
+    assert "PYTHONSAFEPATH" not in os.environ

@@ -78,12 +78,14 @@ def _of_optimizer(optimizer: Optimizer, device: torch.device) -> Iterator[Issue]
             if isinstance(group.get("lr"), int | float)
         ]
         if numbers:
+            with_tensor = f"; or lr=torch.tensor({numbers[0]}, device={str(device)!r})"
             yield Issue(
                 "frozen hyperparameter",
                 f"the learning rate of {name} is the Python number {numbers[0]}, and stays that in "
                 f"a graph",
-                fix=f"{ours}, whose hyperparameters can change between replays; or "
-                f"lr=torch.tensor({numbers[0]}, device={str(device)!r})",
+                fix=f"{ours}, whose hyperparameters can change between replays"
+                # SGD reads a tensor on the host, for alpha=.
+                + ("" if isinstance(optimizer, torch.optim.SGD) else with_tensor),
             )
 
 

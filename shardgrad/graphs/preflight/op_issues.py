@@ -25,8 +25,14 @@ class OpIssue(NamedTuple):
 
 _LATER = "return the tensor from the step and read it afterwards"
 _ON_DEVICE = f"keep it on the device (torch.where instead of an if), or {_LATER}"
-_INPUT = "make it before the step and pass it as an input, or compute it on the device (torch.full, torch.arange)"
-_FIXED_SIZE = "compute with a mask (torch.where, a product); in MoE routing, give each expert a fixed capacity"
+_INPUT = (
+    "make it before the step and pass it as an input, or compute it on the device (torch.full, "
+    "torch.arange)"
+)
+_FIXED_SIZE = (
+    "compute with a mask (torch.where, a product); in MoE routing, give each expert a fixed "
+    "capacity"
+)
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,10 @@ def op_issues(call: OpCall, device: torch.device, generators: set[int]) -> Itera
         what = f"the host waits for a value of a tensor {_describe(on_device)}"
         yield OpIssue("host read", f"{what} ({call.func}: .item(), float(), if)", _ON_DEVICE)
     elif on_device is not None and _size_depends_on_values(call):
-        what = f"the size of what {call.func} makes of a tensor {_describe(on_device)} depends on values"
+        what = (
+            f"the size of what {call.func} makes of a tensor {_describe(on_device)} depends on "
+            "values"
+        )
         yield OpIssue("data-dependent shape", f"{what}, for which the host waits", _FIXED_SIZE)
     yield from (
         _from_python(call, device) if call.name == "aten::lift_fresh" else _copies(call, device)
@@ -80,7 +89,10 @@ def op_issues(call: OpCall, device: torch.device, generators: set[int]) -> Itera
     for leaf in call.leaves:
         draws = isinstance(leaf, torch.Generator) and leaf.device.type == device.type
         if draws and leaf._cdata not in generators:
-            what = f"{call.func} draws from a generator that no graph registers, so it would repeat itself"
+            what = (
+                f"{call.func} draws from a generator that no graph registers, so it would repeat "
+                "itself"
+            )
             fix = "leave generator= out, to draw from the device's default generator"
             yield OpIssue("unregistered generator", what, fix)
 
@@ -112,7 +124,10 @@ def _from_python(call: OpCall, device: torch.device) -> Iterator[OpIssue]:
     """
     (made,) = call.inputs
     if made.device.type == device.type and (device.type != "cpu" or made.ndim):
-        what = f"a tensor {_describe(made)} is made of Python values, which a replay does not read again"
+        what = (
+            f"a tensor {_describe(made)} is made of Python values, which a replay does not read "
+            "again"
+        )
         yield OpIssue("copy from the host", what, _INPUT)
 
 

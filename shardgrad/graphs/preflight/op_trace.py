@@ -4,6 +4,7 @@ addresses.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -142,7 +143,8 @@ def _changed_numbers(a: TracedOp, b: TracedOp) -> Found:
                 (b.op, name, b.module, b.location),
                 b.issue(
                     "changed number",
-                    f"{name} of {b.op} was {x!r} in the first step and {y!r} in the second",
+                    f"{name} of {b.op} was {reprlib.repr(x)} in the first step and "
+                    f"{reprlib.repr(y)} in the second",
                     "keep it in a tensor on the device and write that between steps; the "
                     "optimizers of "
                     "shardgrad.optim keep theirs there",

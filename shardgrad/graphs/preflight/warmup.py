@@ -130,7 +130,13 @@ class WarmUp:
 
     def silent_issues(self, key: Hashable) -> list[Issue]:
         """Returns the issues in spite of which a capture would succeed, with wrong replays."""
-        return [issue for issue in self.issues(key) if issue.kind in _SILENT]
+        found = self.issues(key)
+        silent = [issue for issue in found if issue.kind in _SILENT]
+        # What such an optimizer freezes shows up as numbers of its operations: name it instead.
+        optimizers = [issue for issue in found if issue.kind == "uncapturable optimizer"]
+        if silent and optimizers:
+            return optimizers + [issue for issue in silent if issue.kind != "changed number"]
+        return silent
 
     def reset(self) -> None:
         """Drops what was watched."""

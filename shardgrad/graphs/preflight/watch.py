@@ -41,7 +41,6 @@ from shardgrad.graphs.preflight.op_trace import Operand, StepTrace, TracedOp
 from shardgrad.graphs.preflight.source_location import SourceLocation, current_location
 from shardgrad.graphs.recomputation import draws_again
 from shardgrad.graphs.torch_patches import Patch, Replacement
-from shardgrad.sharding.scaled_gradient import ScaledGradient
 
 __all__ = ["watch"]
 
@@ -196,7 +195,6 @@ class _Watch(TorchDispatchMode):
         self.issues.setdefault(key, full)
 
     # -- where
-    # ------------------------------------------------------------------------------------------
 
     def _location(self) -> SourceLocation:
         location = current_location(self._modules)
@@ -214,7 +212,6 @@ class _Watch(TorchDispatchMode):
         return self._made_in.get(node._sequence_nr(), "")
 
     # -- what
-    # -------------------------------------------------------------------------------------------
 
     def _operand(self, tensor: torch.Tensor) -> Operand:
         address = _address(tensor)
@@ -246,7 +243,6 @@ class _Watch(TorchDispatchMode):
 
 
 # -- names and memory
-# ---------------------------------------------------------------------------------------
 
 
 def _names_of_modules(modules: Mapping[str, nn.Module]) -> Iterator[tuple[int, str]]:
@@ -311,9 +307,7 @@ def _address(tensor: Any) -> int | None:
 def _plain(leaves: Sequence[Any]) -> Iterator[torch.Tensor]:
     """Yields the tensors among leaves; of wrapper subclasses, the inner ones."""
     for leaf in leaves:
-        if isinstance(leaf, ScaledGradient):
-            yield leaf.unscaled()  # identity and address, not the values
-        elif isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, torch.Tensor):
             wraps = is_traceable_wrapper_subclass(leaf)
             yield from _plain(_inner(leaf)) if wraps else (leaf,)
 
@@ -336,7 +330,6 @@ def _numbers(
 
 
 # -- functions that no operation reports
-# --------------------------------------------------------------------
 
 _patch = Patch()
 

@@ -25,6 +25,7 @@ State::State() {
   if (how == "late") order = Order::late;
   else if (how != "host") order = Order::random, random.seed(strtoull(how.c_str(), nullptr, 10));
   has_values = std::string(setting("HOSTCUDA_VALUES", "1")) != "0";
+  only_host_time = !has_values && std::string(setting("HOSTCUDA_TIMING", "0")) != "0";
   questions = atoi(setting("HOSTCUDA_QUESTIONS", order == Order::host ? "1" : "3"));
   backtraces = getenv("HOSTCUDA_BACKTRACE") != nullptr;
   const std::string log_to = setting("HOSTCUDA_LOG", "");

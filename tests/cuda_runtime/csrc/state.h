@@ -138,6 +138,7 @@ struct State {
   uint64_t ids = 0;
 
   bool has_values = true;
+  bool only_host_time = false;  // nothing has values, and work is over once it is launched: no order is kept
   Order order = Order::host;
   std::mt19937_64 random;
   int questions = 1;  // an event looks unfinished until it was asked so often

@@ -3,7 +3,7 @@ compared.
 
 | file | what it is |
 |---|---|
-| `program.py` | a program as data: a model, how it is sharded, an optimizer, a sequence of operations |
+| `program.py` | a program as data: a model, how it is sharded, an optimizer, operations |
 | `contract.py` | which operation may follow which |
 | `generate.py` | draws programs |
 | `net.py` | the model |
@@ -11,7 +11,7 @@ compared.
 | `sharded.py` | FSDP2 and shardgrad |
 | `compare.py` | one program on one rank under all of them, and what differs |
 | `explained.py` | what FSDP2 cannot do, and differences that are documented |
-| `worlds.py` | ranks that live for many programs: processes over gloo, threads with simulated devices |
+| `worlds.py` | ranks that live for many programs: processes, or threads with simulated devices |
 | `shrink.py` | makes a program that fails small |
 | `defects.py` | defects that the engine once had, to see that they are found |
 | `record.py` | thousands of programs, and the record of them |

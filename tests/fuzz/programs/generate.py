@@ -162,7 +162,6 @@ def _optimizer(rng: random.Random, world: str) -> Optimizer:
 
 
 # -- operations
-# ---------------------------------------------------------------------------------------------
 
 
 def _ops(rng: random.Random, program: Program) -> tuple[Op, ...]:

@@ -80,7 +80,6 @@ class Plain(Script):
             return super().fail_forward(op)
 
     # -- backward
-    # ---------------------------------------------------------------------------------------
 
     def backward_of(self, loss: Tensor, **options: Any) -> None:
         try:
@@ -150,7 +149,6 @@ class Plain(Script):
                 self.params[name].grad = None
 
     # -- the rest
-    # ---------------------------------------------------------------------------------------
 
     def freeze(self, op: Op) -> Seen:
         name = self._name(op.n)
@@ -196,7 +194,6 @@ class Plain(Script):
         return {f"loss {i}": loss for i, loss in enumerate(losses)}
 
     # -- settings
-    # ---------------------------------------------------------------------------------------
 
     def sync(self, op: Op) -> Seen:
         self._sync = [bool(op.n)] * len(self.units)

@@ -45,7 +45,6 @@ class Script(ABC):
         self._hooks: dict[str, Any] = {}
 
     # -- what differs between engines
-    # -------------------------------------------------------------------
 
     @abstractmethod
     def make(self) -> None:
@@ -85,7 +84,6 @@ class Script(ABC):
         return param
 
     # -- parts
-    # ------------------------------------------------------------------------------------------
 
     @property
     def names(self) -> list[str]:
@@ -121,7 +119,6 @@ class Script(ABC):
         return kind(groups, lr=LR, eps=EPS[self.program.sharding.param_dtype])
 
     # -- forward and backward
-    # ---------------------------------------------------------------------------
 
     def forward(self, op: Op) -> Seen:
         loss, x = self._loss(op)
@@ -202,7 +199,6 @@ class Script(ABC):
         return {}
 
     # -- gradients
-    # --------------------------------------------------------------------------------------
 
     def zero(self, op: Op) -> Seen:
         self.before_update()
@@ -246,7 +242,6 @@ class Script(ABC):
         return {}
 
     # -- parameters
-    # -------------------------------------------------------------------------------------
 
     def step(self, op: Op) -> Seen:
         self.before_update()
@@ -288,7 +283,6 @@ class Script(ABC):
         return {}
 
     # -- state
-    # ------------------------------------------------------------------------------------------
 
     def save(self, op: Op) -> Seen:
         self.before_update()
@@ -321,7 +315,6 @@ class Script(ABC):
         """Loads a state dict."""
 
     # -- looking
-    # ----------------------------------------------------------------------------------------
 
     def look(self, op: Op) -> Seen:
         """Shows gradients, parameters, optimizer states and buffers, as this rank holds them."""

@@ -81,7 +81,6 @@ class Sharded(Script):
         self.make()
 
     # -- making
-    # -----------------------------------------------------------------------------------------
 
     def make(self) -> None:
         sharding = self.program.sharding
@@ -133,7 +132,6 @@ class Sharded(Script):
                 block.set_modules_to_backward_prefetch(blocks[max(0, i - 2) : i][::-1])
 
     # -- what differs between engines
-    # -------------------------------------------------------------------
 
     def to_device(self, x: Tensor) -> Tensor:
         return x.to(self._device)
@@ -187,7 +185,6 @@ class Sharded(Script):
         return [i for i, name in enumerate(names) if gone.issuperset(name.split(", "))]
 
     # -- what only shardgrad has
-    # ------------------------------------------------------------------------
 
     def participate(self, op: Op) -> Seen:
         self.plan.by_rank = True
@@ -229,7 +226,6 @@ class Sharded(Script):
             step.close()
 
     # -- settings
-    # ---------------------------------------------------------------------------------------
 
     def sync(self, op: Op) -> Seen:
         self.net.set_requires_gradient_sync(bool(op.n))

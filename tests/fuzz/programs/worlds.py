@@ -7,14 +7,10 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import cache
-from itertools import islice
-from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -113,42 +109,6 @@ class Worlds:
         return _together(ranks.run(run_on_rank, texts, timeout_s=limit_s, **self._options))
 
 
-def side_by_side(
-    lanes: int, chunks: Iterable[Sequence[Program]], **options: Any
-) -> Iterator[list[tuple[Program, Outcome]]]:
-    """Runs chunks of programs in several sets of worlds at once; yields what came of each, in
-    order.
-
-    Ranks wait for each other most of the time, above all on a busy machine; others run meanwhile.
-
-    Args:
-        lanes: sets of worlds.
-        chunks: programs; taken when a lane is free, and no more once the caller closes this.
-        options: of `Worlds`.
-    """
-    with ExitStack() as stack:
-        idle: SimpleQueue[Worlds] = SimpleQueue()
-        for _ in range(lanes):
-            idle.put(stack.enter_context(Worlds(**options)))
-        pool = stack.enter_context(ThreadPoolExecutor(lanes))
-
-        def run(programs: Sequence[Program]) -> list[tuple[Program, Outcome]]:
-            worlds = idle.get()
-            try:
-                return list(worlds.run_all(programs))
-            finally:
-                idle.put(worlds)
-
-        rest, running = iter(chunks), deque[Future[list[tuple[Program, Outcome]]]]()
-        while True:
-            running.extend(
-                pool.submit(run, chunk) for chunk in islice(rest, 2 * lanes - len(running))
-            )
-            if not running:
-                return
-            yield running.popleft().result()
-
-
 def _key(world: str) -> str:
     """Returns what a world is kept under; one process has simulated devices for any number of
     ranks.
@@ -175,7 +135,6 @@ def _together(by_rank: Sequence[Sequence[Outcome]]) -> list[Outcome]:
 
 
 # -- processes over gloo
-# ------------------------------------------------------------------------------------
 
 
 @cache
@@ -222,7 +181,6 @@ def run_on_rank(texts: Sequence[str], *, defect: str, with_fsdp2: bool) -> list[
 
 
 # -- threads with simulated devices
-# -------------------------------------------------------------------------
 
 
 class _Sum:

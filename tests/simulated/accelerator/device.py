@@ -23,7 +23,6 @@ from tests.simulated.accelerator import build, errors
 NAME = "sim"
 
 # -- what a checker reports
-# ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,6 @@ def name_stream(stream: torch.Stream, name: str) -> None:
 
 
 # -- what was launched
-# --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -176,7 +174,6 @@ def launches(index: int = 0) -> list[Launch]:
 
 
 # -- graphs
-# -------------------------------------------------------------------------------------------------
 
 
 class Graph:
@@ -221,7 +218,6 @@ class Graph:
 
 
 # -- making torch know the device
-# ---------------------------------------------------------------------------
 
 
 @cache

@@ -169,7 +169,6 @@ def _simpler_plans(plan: Plan) -> Iterator[Plan]:
 
 
 # -- processes
-# ----------------------------------------------------------------------------------------------
 
 
 def _work(pipe: Connection, path: list[str], seed: int, first: int, stride: int) -> None:
@@ -256,7 +255,6 @@ def explore(goal: int, *, seed: int, processes: int, limit_s: float) -> Found:
 
 
 # -- the program
-# --------------------------------------------------------------------------------------------
 
 
 @click.command()

@@ -20,7 +20,6 @@ WIDTH = 6
 
 
 # -- models and data
-# ----------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -104,7 +103,6 @@ def weights(*models: nn.Module) -> list[Tensor]:
 
 
 # -- the oracle: the same program without a graph
-# -----------------------------------------------------------
 
 Program = Callable[[Callable[..., Any]], list[Any]]
 

@@ -161,7 +161,6 @@ def plain_plans(depth: int, steps: int = 4) -> tuple[Plan, ...]:
 
 
 # -- all sorts of scenarios
-# ---------------------------------------------------------------------------------
 
 _STREAMS = range(SIDE_STREAMS + 1)
 

@@ -266,7 +266,6 @@ BUGS: list[type[Bug]] = [
 
 
 # -- the engine, doing the same work
-# ------------------------------------------------------------------------
 
 
 class Branches(nn.Module):

@@ -96,7 +96,6 @@ class _FusedAdam(Optimizer):
                     group["lr"] = group["lr"].to(device=group["params"][0].device)
 
     # -- state
-    # ------------------------------------------------------------------------------------------
 
     def _keeps_remainder(self, param: Tensor, name: str) -> bool:
         return (
@@ -144,7 +143,6 @@ class _FusedAdam(Optimizer):
         state.copy_(unscaled)
 
     # -- a step
-    # -----------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def step(self, closure: Any = None, grad_scaler: Any = None) -> Any:

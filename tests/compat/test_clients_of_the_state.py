@@ -1,0 +1,94 @@
+"""What DINOv3's trainer, NeMo Automodel, LLaMA-Factory, verl and AReaL ask of a sharded module."""
+
+from __future__ import annotations
+
+from abc import ABC
+from typing import Any, Generic, Protocol, TypeVar
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import shardgrad
+from tests.support.ranks import Ranks
+
+T = TypeVar("T")
+
+
+class Slots:
+    __slots__ = ()
+
+
+class Forward(Protocol):
+    def forward(self, input: torch.Tensor) -> torch.Tensor: ...
+
+
+class FromABC(ABC, nn.Linear): ...
+
+
+class FromGeneric(Generic[T], nn.Linear): ...
+
+
+class FromSlots(Slots, ABC, nn.Linear): ...
+
+
+class FromProtocol(Forward, nn.Linear):
+    forward = nn.Linear.forward
+
+
+class FromChild(FromABC): ...
+
+
+class WithUnshard(ABC, nn.Linear):
+    def unshard(self) -> str:
+        return "of the program"
+
+
+CLASSES = [FromABC, FromGeneric, FromSlots, FromProtocol, FromChild, WithUnshard]
+
+
+def trains_as_plain(cls: type[nn.Linear]) -> None:
+    torch.manual_seed(0)
+    model, plain = cls(4, 3), nn.Linear(4, 3)
+    plain.load_state_dict(model.state_dict())
+    shardgrad.fully_shard(model, offload_policy=None)
+    for each in (model, plain):
+        each(torch.ones(2, 4)).square().sum().backward()
+    grad = model.weight.grad
+    assert isinstance(grad, DTensor)
+    torch.testing.assert_close(grad.full_tensor(), plain.weight.grad)
+    assert isinstance(model, cls)
+    assert isinstance(model, shardgrad.FSDPModule)
+    assert type(model).__mro__[2] is cls
+    handle: Any = model.unshard()
+    assert handle != "of the program"
+    assert not isinstance(model.weight, DTensor)
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_a_model_with_a_base_without_a_dict_is_sharded(
+    two_ranks: Ranks, cls: type[nn.Linear]
+) -> None:
+    two_ranks.run(trains_as_plain, cls)
+
+
+def a_root_that_only_evaluates_reshards() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    shardgrad.fully_shard(model[0])
+    shardgrad.fully_shard(model, reshard_after_forward=True)
+    state = torch.distributed.fsdp.fully_shard.state(model)
+    kept = state._fsdp_param_group.post_forward_mesh_info
+    state._lazy_init()
+    state._fsdp_param_group.post_forward_mesh_info = kept
+    assert kept is not None
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+    state._fsdp_param_group.post_forward_mesh_info = None
+    model(torch.ones(2, 4))
+    assert not isinstance(model[1].weight, DTensor)
+
+
+def test_dinov3_makes_a_root_reshard_after_forward(two_ranks: Ranks) -> None:
+    two_ranks.run(a_root_that_only_evaluates_reshards)

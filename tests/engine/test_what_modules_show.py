@@ -1,0 +1,168 @@
+"""`model.parameters()` shows the parameters that have gradients, whatever came before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import shardgrad
+from shardgrad.errors import UnsupportedError
+from tests.support.ranks import Ranks
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))).double()
+
+
+def sharded(model: nn.Sequential) -> nn.Sequential:
+    for layer in (*list(model)[:-1], model):
+        shardgrad.fully_shard(layer)
+    return model
+
+
+def full(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+X = torch.ones(4, 6).double()
+
+
+def evaluation_that_fails(model: nn.Module) -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError("a bad batch")
+
+    (model(X) * 100).square().mean().backward()
+    hook = model[1].register_forward_pre_hook(fail)
+    with torch.no_grad(), pytest.raises(ValueError, match="a bad batch"):
+        model(X)
+    hook.remove()
+
+
+def backward_that_makes_a_graph(model: nn.Module) -> None:
+    (model(X) * 100).square().mean().backward(create_graph=True)
+
+
+def metric_that_makes_a_graph(model: nn.Module) -> None:
+    (model(X) * 100).square().mean().backward()
+    x = X.clone().requires_grad_()
+    torch.autograd.grad(model(x).sum(), x, create_graph=True)[0].norm()
+
+
+def clipped_step(model: nn.Module, program: Callable[[nn.Module], None]) -> list[Tensor]:
+    params = list(model.parameters())
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    program(model)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    for param in model.parameters():
+        param.grad = None
+    assert all(param.grad is None for param in params)
+    return [full(norm), *map(full, params)]
+
+
+def clips_as_plain_torch(program: Callable[[nn.Module], None]) -> None:
+    torch.testing.assert_close(clipped_step(sharded(mlp()), program), clipped_step(mlp(), program))
+
+
+@pytest.mark.parametrize(
+    "program",
+    [evaluation_that_fails, backward_that_makes_a_graph, metric_that_makes_a_graph],
+    ids=lambda each: each.__name__,
+)
+def test_torchs_clipping_finds_every_gradient(
+    two_ranks: Ranks, program: Callable[[nn.Module], None]
+) -> None:
+    two_ranks.run(clips_as_plain_torch, program)
+
+
+def changed_after_evaluations(model: nn.Module, *, asks_again: bool) -> list[Tensor]:
+    params, losses = list(model.parameters()), []
+    for _ in range(3):
+        loss = model(X).square().mean()
+        loss.backward()
+        losses.append(loss.detach())
+        with torch.no_grad():
+            for param in params:
+                param.sub_(param.grad, alpha=0.1)
+                param.grad = None
+            model(X)
+            for param in model.parameters() if asks_again else params:
+                param.mul_(1.5)
+    return losses
+
+
+def changes_after_an_evaluation_are_used(asks_again: bool) -> None:
+    torch.testing.assert_close(
+        changed_after_evaluations(sharded(mlp()), asks_again=asks_again),
+        changed_after_evaluations(mlp(), asks_again=asks_again),
+    )
+
+
+@pytest.mark.parametrize("asks_again", [False, True], ids=["listed_before", "asked_again"])
+def test_parameters_changed_after_an_evaluation_are_those_of_the_next_forward(
+    two_ranks: Ranks, asks_again: bool
+) -> None:
+    two_ranks.run(changes_after_an_evaluation_are_used, asks_again)
+
+
+class Encoder(nn.Module):
+    """Its forward calls a method of its own, and then a layer that no other unit has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(6, 6).double(), nn.Linear(6, 6).double()
+
+    def features(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.body(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x))
+
+
+def a_method_inside_forward_does_not_end_it() -> None:
+    plain, model = Encoder(), Encoder()
+    shardgrad.fully_shard(model.body)
+    shardgrad.fully_shard(model)
+    shardgrad.register_fsdp_forward_method(model, "features")
+    model(X).square().mean().backward()
+    with torch.no_grad():
+        torch.testing.assert_close(model(X), plain(X))
+
+
+def test_a_registered_method_may_run_inside_of_forward(two_ranks: Ranks) -> None:
+    two_ranks.run(a_method_inside_forward_does_not_end_it)
+
+
+class Queries(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries = nn.Parameter(torch.ones(3, 6).double())
+
+    def forward(self) -> Tensor:
+        return self.queries.unsqueeze(0)
+
+
+def a_view_of_a_parameter_is_refused() -> None:
+    model = Queries()
+    shardgrad.fully_shard(model, reshard_after_forward=True)
+    for mode in (torch.enable_grad(), torch.no_grad()):
+        with mode, pytest.raises(UnsupportedError, match=r"fix|try: .*parameter.clone\(\)"):
+            model()
+    kept = Queries()
+    shardgrad.fully_shard(kept, reshard_after_forward=False)
+    kept().sum().backward()
+    torch.testing.assert_close(full(kept.queries.grad), torch.ones(3, 6).double())
+
+
+def test_a_unit_that_returns_a_view_of_its_parameter_is_refused_in_forward(
+    two_ranks: Ranks,
+) -> None:
+    two_ranks.run(a_view_of_a_parameter_is_refused)

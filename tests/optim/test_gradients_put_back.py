@@ -1,0 +1,118 @@
+"""A gradient that is taken out, put back or exchanged is what `param.grad` says when it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import shardgrad
+from tests.support.ranks import Ranks
+
+Clip = Callable[[Iterable[Tensor], float], Tensor]
+LR = 0.1
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))).double()
+
+
+def sharded() -> nn.Sequential:
+    model = mlp()
+    for layer in (*list(model)[:-1], model):
+        shardgrad.fully_shard(layer)
+    return model
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def backward(model: nn.Module, fill: float = 1.0) -> None:
+    """The same data on every rank, so that plain torch is the oracle."""
+    model(torch.full((4, 6), fill).double()).square().mean().backward()
+
+
+def clipped_without_one(model: nn.Module, optim: Any, clip: Clip, hidden: int) -> list[Tensor]:
+    backward(model)
+    params = list(model.parameters())
+    before = params[hidden].detach().clone()
+    grad, params[hidden].grad = params[hidden].grad, None
+    clip([param for param in params if param is not params[hidden]], 0.01)
+    params[hidden].grad = grad
+    norms = [full(param.grad).norm() for param in params]
+    norm = clip(params, float("inf"))
+    optim(params, lr=LR).step()
+    return [full(norm), *norms, full((params[hidden] - before).detach())]
+
+
+def clipped_while_all_are_out(model: nn.Module, optim: Any, clip: Clip, _: int) -> list[Tensor]:
+    backward(model)
+    params = list(model.parameters())
+    clip(params, 0.01)
+    kept = [param.grad for param in params]
+    model.zero_grad()
+    clip(params, 0.01)
+    for param, grad in zip(params, kept, strict=True):
+        param.grad = grad
+    optim(params, lr=LR).step()
+    return [full(tensor.detach()) for tensor in (*params, *(param.grad for param in params))]
+
+
+PROGRAMS = [clipped_without_one, clipped_while_all_are_out]
+
+
+def equals_plain_torch(program: Callable[..., list[Tensor]], hidden: int) -> None:
+    torchs = nn.utils.clip_grad_norm_
+    right = program(mlp(), torch.optim.SGD, torchs, hidden)
+    for optim, clip in (
+        (torch.optim.SGD, torchs),
+        (torch.optim.SGD, shardgrad.clip_grad_norm_),
+        (shardgrad.optim.SGD, shardgrad.clip_grad_norm_),
+    ):
+        torch.testing.assert_close(program(sharded(), optim, clip, hidden), right)
+
+
+@pytest.mark.parametrize("hidden", [2, 3, 7])
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda each: each.__name__)
+def test_a_gradient_taken_out_for_clipping_is_stepped_once_it_is_back(
+    two_ranks: Ranks, program: Callable[..., list[Tensor]], hidden: int
+) -> None:
+    two_ranks.run(equals_plain_torch, program, hidden)
+
+
+def exchanged(one: nn.Module, other: nn.Module, optim: Any, *, again: bool) -> list[Tensor]:
+    for model, fill in ((one, 1.0), (other, 2.0)):
+        backward(model, fill)
+    for a, b in zip(one.parameters(), other.parameters(), strict=True):
+        a.grad, b.grad = b.grad, a.grad
+    weights = [layer.weight for layer in one]
+    grads = [weight.grad for weight in weights]
+    for weight, grad in zip(weights, grads[1:] + grads[:1], strict=True):
+        weight.grad = grad
+    if again:
+        backward(one)
+        backward(other)
+    params = list(chain(one.parameters(), other.parameters()))
+    optim(params, lr=LR).step()
+    return [full(param.detach()) for param in params]
+
+
+def exchanged_equal_plain_torch(again: bool) -> None:
+    right = exchanged(mlp(), mlp(), torch.optim.SGD, again=again)
+    for optim in (torch.optim.SGD, shardgrad.optim.SGD):
+        found = exchanged(sharded(), sharded(), optim, again=again)
+        torch.testing.assert_close(found, right)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["step", "backward_and_step"])
+def test_gradients_exchanged_between_models_and_around_layers_are_all_read_first(
+    two_ranks: Ranks, again: bool
+) -> None:
+    two_ranks.run(exchanged_equal_plain_torch, again)
