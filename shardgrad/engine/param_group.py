@@ -30,6 +30,8 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardgrad.engine.all_gather import AllGather, AllGatherInput, LocalAllGather
 from shardgrad.engine.comm_context import CollectiveConfig, CommContext, SecondStep
@@ -480,8 +482,12 @@ class ParamGroup:
 
     def has_memory_of(self, tensor: torch.Tensor) -> bool:
         """Returns whether a tensor lies in the memory of the unsharded parameters."""
+        if isinstance(tensor, DTensor):
+            tensor = local_of(tensor)
         if self._unsharded is None or tensor.layout is not torch.strided:
             return False
+        if is_traceable_wrapper_subclass(tensor):
+            return False  # it has no memory of its own
         address = tensor.untyped_storage().data_ptr()
         return address in [b.tensor.untyped_storage().data_ptr() for b in self._unsharded.buffers]
 
