@@ -31,7 +31,6 @@ from torch import nn
 from torch._C import DisableTorchFunctionSubclass
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardgrad.engine.all_gather import AllGather, AllGatherInput, LocalAllGather
 from shardgrad.engine.comm_context import CollectiveConfig, CommContext, SecondStep
@@ -486,10 +485,10 @@ class ParamGroup:
             tensor = local_of(tensor)
         if self._unsharded is None or tensor.layout is not torch.strided:
             return False
-        if is_traceable_wrapper_subclass(tensor):
-            return False  # it has no memory of its own
-        address = tensor.untyped_storage().data_ptr()
-        return address in [b.tensor.untyped_storage().data_ptr() for b in self._unsharded.buffers]
+        # Storages are compared by identity: those of fake tensors and of wrapper subclasses have no
+        # address.
+        storage = tensor.untyped_storage()._cdata
+        return any(b.tensor.untyped_storage()._cdata == storage for b in self._unsharded.buffers)
 
     def cancel_unshard(self) -> None:
         """Drops an all-gather that nothing will use; waits until its memory is ours again."""

@@ -76,7 +76,7 @@ def refuse_too_many_ranks(mesh: DataParallelMesh) -> None:
     longest = max(group.size() for group in (mesh.gather_group, *levels, *replicas))
     if longest > ops.MAX_SUMMANDS:
         raise OptionError(
-            "gradients with a wire_dtype are summed on arrival, one piece from each rank of an axis",
+            "gradients with a wire_dtype are summed on arrival, one piece from each rank",
             expected=f"at most {ops.MAX_SUMMANDS:,} ranks on each axis of the mesh",
             got=f"{longest:,}",
             fix="a mesh of two axes (HSDP, or zero_stage='hfsdp'), or no wire_dtype",

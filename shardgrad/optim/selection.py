@@ -54,11 +54,12 @@ class Gradients:
         gradients = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in self.plain]
         for selection in self.selections:
             shard = selection.shard
-            # A gradient that is None for now may come back, so only a whole shard is multiplied at
-            # once.
-            is_whole = len(selection.live) == shard.count
-            views = [shard.values] if is_whole else [shard.view(p) for p in selection.live]
-            gradients += views
+            # A gradient that is None for now may come back, so a shard is multiplied as a whole, by
+            # one launch, only if all of its gradients are chosen.
+            if len(selection.live) == shard.count:
+                shard.values.mul_(factor)
+            else:
+                gradients += [shard.view(place) for place in selection.live]
         if gradients:
             torch._foreach_mul_(gradients, factor)
 

@@ -73,14 +73,13 @@ def test_a_write_to_an_unsharded_parameter_is_named_once(two_ranks: Ranks) -> No
     two_ranks.run(written_while_unsharded)
 
 
-def averaged_after_evaluations() -> None:
-    """Both models have been evaluated, so that their roots are unsharded; neither has an optimizer
-    here.
-    """
+def averaged_while_whole() -> None:
+    """The roots of both models are unsharded; neither has an optimizer here."""
     model, average = net(), net()
     with torch.no_grad():
         for each in (model, average):
             each(torch.randn(3, 4))
+            each.unshard()
         for mine, other in zip(average.parameters(), model.parameters(), strict=True):
             mine.mul_(0.9).add_(other, alpha=0.1)
     (said,) = warned(average.state_dict, average.state_dict)
@@ -88,6 +87,7 @@ def averaged_after_evaluations() -> None:
     assert "param.copy_(...)" in said
     with torch.no_grad():
         average(torch.randn(3, 4))
+        average.unshard()
         average.reshard()
         for mine, other in zip(average.parameters(), average.parameters(), strict=True):
             mine.add_(other)
@@ -95,7 +95,7 @@ def averaged_after_evaluations() -> None:
 
 
 def test_a_write_to_an_unsharded_parameter_is_named_before_it_is_saved(two_ranks: Ranks) -> None:
-    two_ranks.run(averaged_after_evaluations)
+    two_ranks.run(averaged_while_whole)
 
 
 def stepped_without_sync() -> None:

@@ -104,6 +104,7 @@ TEXTS = {
     "--picture": PATHS,
     **dict.fromkeys(("--cp", "--ep", "--float8", "--pp", "--tp"), st.one_of(NUMBERS, WORDS)),
     "--preset": st.one_of(st.sampled_from(PLAN_PRESETS), WORDS),
+    "--wire-dtype": st.one_of(st.just("bf16"), WORDS),
     "--prompt": WORDS,
     "--resume": PATHS,
     "--run-dir": PATHS,
