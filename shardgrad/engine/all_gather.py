@@ -139,27 +139,26 @@ class AllGather:
             slot.holder = self
             slot.start_writing(stream)
             staging = slot.take(source.dtype, transport.gather_chunks, source.chunk.numel())
-            sent = source.stage(slot, staging)
-            self._gathered = staging.whole if transport.sends else sent
-            messages = [(sent, staging, source.tag)]
+            self._staging = staging
+            messages = [(source.stage(slot, staging), staging, source.tag)]
             if zero_copy is not None:
                 messages += zero_copy.messages(transport)
             with transport.together(messages):
                 self._works = [transport.all_gather(*each) for each in messages]
             slot.finish_writing(stream)
 
-    def wait(self, stream: Stream) -> torch.Tensor:
-        """Ends the collective; returns the chunks of all ranks side by side, for `stream` to read
-        until `release`.
+    def wait(self, stream: Stream) -> list[torch.Tensor]:
+        """Ends the collective; returns the chunks of all ranks in order, for `stream` to read until
+        `release`: side by side in one tensor, if the transport brought all of them.
 
         Raises:
             CollectiveError: it failed.
         """
-        for work in self._works:
-            work.wait()
+        chunks, *_ = [work.wait() for work in self._works]
         self._works = []
         self._slot.start_reading(stream)
-        return self._gathered
+        staging = self._staging
+        return [staging.whole] if len(staging.parts) == len(chunks) else chunks
 
     def release(self, stream: Stream) -> None:
         """Says that what `stream` has been given so far is the last to read the chunks."""
@@ -178,10 +177,10 @@ class LocalAllGather(AllGather):
     def __init__(self, source: AllGatherInput) -> None:
         self.source, self.streams, self.is_zero_copy = source, source.comm_ctx.streams, False
 
-    def wait(self, stream: Stream) -> torch.Tensor:
+    def wait(self, stream: Stream) -> list[torch.Tensor]:
         """See `AllGather`."""
         self.source.comm_ctx.parameters_ready.wait(stream)
-        return self.source.chunk
+        return [self.source.chunk]
 
     def release(self, stream: Stream) -> None:
         """See `AllGather`."""

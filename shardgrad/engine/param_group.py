@@ -457,13 +457,13 @@ class ParamGroup:
             finally:
                 gather.release(stream)
 
-    def _fill(self, gathered: torch.Tensor, gather: AllGather) -> None:
+    def _fill(self, gathered: Sequence[torch.Tensor], gather: AllGather) -> None:
         """Copies the chunks of all ranks into the unsharded parameters, on the current stream."""
         layout = self.layout.packed if gather.is_zero_copy else self.layout
         self._copy_parameters(gathered, gather, layout)
 
     def _copy_parameters(
-        self, gathered: torch.Tensor, gather: AllGather, layout: ShardLayout
+        self, gathered: Sequence[torch.Tensor], gather: AllGather, layout: ShardLayout
     ) -> None:
         source = gather.source
         self._unsharded_params(gather.streams).fill(

@@ -78,11 +78,18 @@ class Transport(ABC):
 
     @abstractmethod
     def all_gather(self, chunk: torch.Tensor, staging: Chunks, tag: MessageTag) -> Work:
-        """Gathers the chunks of all ranks into `staging`: `gather_chunks` chunks like `chunk`.
+        """Gathers the chunks of all ranks into `staging`: `gather_chunks` chunks like `chunk`, see
+        `missing`.
 
         `chunk` is 1-D with room for the tag at its end; it must not change until the work was
         waited for.
         """
+
+    def missing(self, places: Chunks) -> Chunks:
+        """Returns the `gather_chunks` of the places that `all_gather` fills; the caller fills the
+        others.
+        """
+        return places
 
     @abstractmethod
     def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
@@ -219,9 +226,15 @@ class ExchangeTransport(Transport):
         super().__init__(group)
         self.sends = self.size > 1
         self.stream_ordered = not self.sends
-        self.gather_chunks = self.size if self.sends else 0
-        self.receive_chunks = {1: 0, 2: 1}.get(self.size, self.size)
+        self.gather_chunks = self.receive_chunks = {1: 0, 2: 1}.get(self.size, self.size)
         self._digits: dict[tuple[MessageTag, torch.dtype], torch.Tensor] = {}
+
+    def missing(self, places: Chunks) -> Chunks:
+        """See `Transport.missing`: between two ranks, what the other has."""
+        if self.size != 2:
+            return places
+        other = places.parts[1 - self.rank]
+        return Chunks(other, (other,))
 
     def all_gather(self, chunk: torch.Tensor, staging: Chunks, tag: MessageTag) -> Work:
         """See `Transport.all_gather`."""
@@ -230,6 +243,8 @@ class ExchangeTransport(Transport):
         entry = self._log.record(tag.what, chunk)
         if tag.digits:
             self._write(tag, chunk[-TAG_NUMEL:], staging)
+        if self.size == 2:
+            return self._swap(chunk, chunk, staging, tag, entry)
         work = checked(
             tag.what,
             self.group,

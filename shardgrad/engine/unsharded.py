@@ -19,7 +19,7 @@ from shardgrad.engine.streams import Stream, Streams
 from shardgrad.engine.transports import MessageTag, Transport
 from shardgrad.ops.movement import unpack_rows
 from shardgrad.sharding.byte_params import from_bytes, travels_as_bytes
-from shardgrad.sharding.layout import ShardLayout
+from shardgrad.sharding.layout import ShardLayout, table_of_rank
 from shardgrad.sharding.strided_pack import unpack_strided
 from shardgrad.sharding.zero_copy import own_places
 
@@ -52,11 +52,11 @@ class ZeroCopyGather:
         """Returns what to send, where it is received (1-D, in rank order), and the tag of each
         parameter.
 
-        Streams: on the current one, this rank's own pieces are first cast to their places if the
-        shard has another dtype.
+        Streams: on the current one, this rank's own pieces are first cast, or copied, to their
+        places.
         """
         sent, rank = self._sent, transport.rank
-        if self._shard.dtype != self._unsharded.dtype:
+        if self._shard.dtype != self._unsharded.dtype or transport.gather_chunks < transport.size:
             if self._own_places is None:
                 self._own_places = own_places(self._layout, rank)
             ops.unpack(
@@ -66,7 +66,7 @@ class ZeroCopyGather:
                 chunk_numel=self._shard.numel(),
             )
             sent = [places.parts[rank] for places in self._places]
-        return list(zip(sent, self._places, self._tags, strict=True))
+        return list(zip(sent, map(transport.missing, self._places), self._tags, strict=True))
 
 
 class UnshardedMemory:
@@ -126,6 +126,7 @@ class UnshardedParams(UnshardedMemory):
         super().__init__([buffer], streams)
         self._flat = buffer.tensor
         self._travel_as_bytes = travels_as_bytes(params[0].sharded.dtype)
+        self._by_rank: dict[torch.Tensor, list[torch.Tensor]] = {}
         # Made for training even if the first forward is an evaluation in inference mode.
         with torch.inference_mode(mode=False):
             for p, view in zip(params, layout.unsharded_views(self._flat), strict=True):
@@ -137,9 +138,14 @@ class UnshardedParams(UnshardedMemory):
             self.zero_copy = ZeroCopyGather(names, layout, shard, self._flat) if names else None
 
     def fill(
-        self, gathered: torch.Tensor, layout: ShardLayout, table: torch.Tensor, chunk_numel: int
+        self,
+        gathered: Sequence[torch.Tensor],
+        layout: ShardLayout,
+        table: torch.Tensor,
+        chunk_numel: int,
     ) -> None:
-        """Copies the parameters out of what was gathered: chunks of `chunk_numel`, side by side.
+        """Copies the parameters out of what was gathered: chunks of `chunk_numel`, in one tensor
+        or in one each.
 
         `layout` may leave out zero-copy parameters, which are there already; `table` says where
         those of it lie in the chunks.
@@ -147,10 +153,19 @@ class UnshardedParams(UnshardedMemory):
         Streams: on the current one.
         """
         self.buffers[0].allocate()
-        if self._travel_as_bytes:
-            unpack_rows(gathered, self._flat, table.tolist(), chunk_numel)
-        else:
-            ops.unpack(gathered, self._flat, table, chunk_numel=chunk_numel)
+        for chunks, rows in zip(gathered, self._tables(table, len(gathered)), strict=True):
+            if self._travel_as_bytes:
+                unpack_rows(chunks, self._flat, rows.tolist(), chunk_numel)
+            else:
+                ops.unpack(chunks, self._flat, rows, chunk_numel=chunk_numel)
         if layout.strided:
             unpack_strided(gathered, self._flat, layout)
         self._filled.record(self._streams.current())
+
+    def _tables(self, table: torch.Tensor, count: int) -> list[torch.Tensor]:
+        """Returns the table for each of `count` tensors that were gathered."""
+        if count == 1:
+            return [table]
+        if table not in self._by_rank:
+            self._by_rank[table] = [table_of_rank(table, rank) for rank in range(count)]
+        return self._by_rank[table]

@@ -77,7 +77,7 @@ class HfsdpInput(AllGatherInput):
         gather = AllGather(self._own, name, _nothing)
         with streams.on(streams.gather), torch.no_grad():
             try:
-                self.chunk.copy_(gather.wait(streams.gather))
+                torch.cat(gather.wait(streams.gather), out=self.chunk)
             finally:
                 gather.release(streams.gather)
             self._filled.record(streams.gather)

@@ -72,18 +72,21 @@ class _RecordingExchangeTransport(ExchangeTransport):
     def all_gather(self, chunk: torch.Tensor, staging: Chunks, tag: MessageTag) -> Work:
         with self._recorder.labelled(tag.what):
             super().all_gather(chunk, staging, tag)
-        return self._fake_work([chunk] if self.size == 1 else [staging.whole])
+        return self._fake_work([chunk] if self.size == 1 else self._arrivals(chunk, staging))
 
     def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
         with self._recorder.labelled(tag.what):
             super().reduce_scatter(send, receive, tag)
         own = send.parts[self.rank]
-        return self._fake_work([own, *receive.parts][:2] if self.size <= 2 else [receive.whole])
+        return self._fake_work([own] if self.size == 1 else self._arrivals(own, receive))
 
     def all_reduce(self, chunk: torch.Tensor, *, what: str) -> Work:
         with self._recorder.labelled(what):
             super().all_reduce(chunk, what=what)
         return self._fake_work([chunk])
+
+    def _arrivals(self, own: torch.Tensor, room: Chunks) -> list[torch.Tensor]:
+        return [own, room.parts[0]] if self.size == 2 else [room.whole]
 
     def _fake_work(self, chunks: list[torch.Tensor]) -> Work:
         last = len(self._recorder.events) - 1
