@@ -255,7 +255,7 @@ def _unpack_reference(gathered: Tensor, unsharded: Tensor, table: Tensor, chunk_
         if row.unsharded_offset + row.numel > unsharded.numel():
             raise RuntimeError(
                 f"parameter {i} ends behind the {unsharded.numel()} elements of the unsharded "
-                f"buffer"
+                "buffer"
             )
     unpack_rows(gathered, unsharded.data, rows, chunk_numel)
 

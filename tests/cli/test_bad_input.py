@@ -54,12 +54,7 @@ LINES = [
         "plan --tp 2",
     ),
     *("plan --network pigeon", "plan --mfu 0", "plan --stage hfsdp", "plan --reshard-to 3"),
-    *(
-        "plan --search 17",
-        "plan --picture plan.txt",
-        "plan --picture text/plan.png",
-        "plan --trace text/x",
-    ),
+    "plan --search 17",
     *(
         "plan --model nothing:f",
         "plan --model json",
@@ -68,12 +63,7 @@ LINES = [
     ),
     *("plan --model build:with_arguments", "plan --model raises:f", "plan --model build:"),
     *("plan --preset tiny --hf gpt2", "plan --model build:number --override width=8"),
-    *(
-        "plan --preset moe-670b --override width=8",
-        "plan --measure --mfu 0.4",
-        "plan --mfu 0.4 --compute-s 1",
-    ),
-    *("plan --unit Nothing", "plan --preset moe-670b --unit Expert", "plan --measure"),
+    *("plan --mfu 0.4 --compute-s 1", "plan --unit Nothing", "plan --preset tiny --unit head"),
     *("plan --hf sizes.json", "plan --hf gpt2 --override n_head=5 --override n_embd=768"),
     *(
         "train --device accelerator",
@@ -88,13 +78,13 @@ LINES = [
     ),
     *("plan --hf llama --override hidden_act=3", "train --hf typed.json"),
     *("train --run-dir /proc/x", "train --run-dir text/run --ranks 2"),
-    *("checkpoint convert ran text --to torch", "checkpoint convert ran folder --to safetensors"),
-    *("checkpoint convert ran exported --to torch", "checkpoint convert ran empty --to shardgrad"),
     *(
-        "checkpoint convert ran missing/out --to torch",
-        "checkpoint convert ran /proc/x --to shardgrad",
+        "checkpoint export ran text",
+        "checkpoint export ran folder",
+        "checkpoint export ran exported",
     ),
-    *("plan --search 65536 --accumulate 2", "plan --search 65536 --trace x.json"),
+    *("checkpoint export ran missing/out", "checkpoint export ran /proc/x"),
+    "plan --search 65536 --accumulate 2",
     *("doctor --ranks 3", "doctor --audit build:number --cpu"),
     *("doctor --audit nothing", "doctor --audit nothing:f", "doctor --audit build:missing"),
     *(
@@ -117,7 +107,7 @@ LINES = [
         "completion tcsh",
         "checkpoint verify missing",
         "checkpoint inspect text",
-        "checkpoint convert missing out --to nothing",
+        "checkpoint export missing out",
     ),
 ]
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 3}
@@ -165,7 +155,7 @@ def in_folder(folder: Path) -> None:
     (folder / "ran" / "checkpoints" / "step_000060").mkdir(parents=True)
     (folder / "ran" / "config.json").write_text('{"ranks": 2}')
     (folder / "ran" / "checkpoints" / "latest").write_text("step_000060\n")
-    (folder / "ran" / "checkpoints" / "step_000060" / "complete").touch()
+    (folder / "ran" / "checkpoints" / "step_000060" / ".metadata").touch()
     (folder / "wrong").mkdir()
     (folder / "wrong" / "config.json").write_text('{"steps": "many"}')
 
