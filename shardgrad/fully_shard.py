@@ -221,8 +221,9 @@ def _group(
         group = ParamGroup(params, spec)
     if spec.gradient_policy.wire_dtype is not None:
         from shardgrad.features.custom_comms import set_collectives
-        from shardgrad.features.wire_dtype import require_float32_sums
+        from shardgrad.features.wire_dtype import refuse_too_many_ranks, require_float32_sums
 
+        refuse_too_many_ranks(spec.mesh)
         require_float32_sums(group)
         set_collectives([group], exchanges=True)
     sums = sums_of(p.sharded for p in params) if spec.mesh.data_parallel_size > 1 else []

@@ -463,10 +463,18 @@ class ParamGroup:
             finally:
                 gather.release(stream)
 
-    def _fill(self, chunks: Sequence[torch.Tensor], gather: AllGather) -> None:
+    def _fill(self, gathered: Sequence[torch.Tensor], gather: AllGather) -> None:
         """Copies the chunks of all ranks into the unsharded parameters, on the current stream."""
         layout = self.layout.packed if gather.is_zero_copy else self.layout
-        self._unsharded_params(gather.streams).fill(chunks, layout)
+        self._copy_parameters(gathered, gather, layout)
+
+    def _copy_parameters(
+        self, gathered: Sequence[torch.Tensor], gather: AllGather, layout: ShardLayout
+    ) -> None:
+        source = gather.source
+        self._unsharded_params(gather.streams).fill(
+            gathered, layout, source.table(layout), source.chunk.numel()
+        )
 
     def _unsharded_params(self, streams: Streams) -> UnshardedParams:
         """Returns the unsharded parameters' memory and objects, made at the first call."""
