@@ -29,7 +29,7 @@ def require(*packages: str, feature: str) -> None:
 
     Args:
         packages: names as imported, keys of `EXTRAS`.
-        feature: what needs them, as the subject of a sentence: "--picture".
+        feature: what needs them, as the subject of a sentence: "--wandb".
 
     Raises:
         PartnerUnavailableError: at least one is missing; `fix` is the pip command.

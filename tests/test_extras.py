@@ -132,12 +132,6 @@ def test_the_command_line_names_its_extra_in_one_sentence(
     ("package", "arguments", "work", "sentence"),
     [
         (
-            "matplotlib",
-            ["plan", "--picture", "x.png"],
-            "shardgrad.plan.planning.make_plan",
-            "--picture needs matplotlib, which is not installed: pip install 'shardgrad[plots]'",
-        ),
-        (
             "transformers",
             ["plan", "--hf", "gpt2"],
             "shardgrad.plan.planning.make_plan",
@@ -168,7 +162,6 @@ def test_the_command_line_names_its_extra_in_one_sentence(
         ),
     ],
     ids=[
-        "matplotlib",
         "transformers, plan",
         "transformers, run",
         "tensorboard",

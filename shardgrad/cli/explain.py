@@ -1,4 +1,4 @@
-"""`shardgrad explain`: where a step's time goes, and what changes would save."""
+"""`shardgrad explain`: the communication of a profiled step that is exposed."""
 
 from __future__ import annotations
 
@@ -16,44 +16,46 @@ from shardgrad.train.failure import UsageError
     examples=[
         "shardgrad train --steps 20 --profile 15 --run-dir runs/profiled; shardgrad explain "
         "runs/profiled",
-        "shardgrad explain trace.json.gz --perfetto replayed.json",
-        "shardgrad plan --preset 8b --ranks 64 --trace plan.json; shardgrad explain plan.json",
+        "shardgrad explain trace.json.gz --json",
     ],
 )
 @click.argument("path", type=click.Path(exists=True, path_type=Path))
-@click.option(
-    "--perfetto",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Write the replayed step into this file, for https://ui.perfetto.dev.",
-)
 @click.option("--json", "is_json", is_flag=True, help="Print one JSON object.")
-def explain(path: Path, perfetto: Path | None, is_json: bool) -> None:
-    """Say where a step's time goes, and what changes would save.
+def explain(path: Path, is_json: bool) -> None:
+    """Print how much communication of a step is exposed, and what compute waits for.
 
     PATH is a run folder with a trace.json (shardgrad train --profile STEP), or a Chrome trace of
-    torch.profiler. The step is replayed from its operations and what each waits for; then changes
-    are made to them, and it is replayed again. docs/how_to/explain_a_step.md says how far to trust
-    that.
+    torch.profiler.
     """
     from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
 
-    from shardgrad.explain import report
-    from shardgrad.explain.changes import savings
-    from shardgrad.explain.replay import replay
-    from shardgrad.explain.traces import read_trace, write_trace
+    from shardgrad.explain import explain as explained
+    from shardgrad.explain import read_trace
 
-    step = read_trace(_trace_in(path))
-    played = replay(step.ops)
-    found = savings(step.ops)
-    if perfetto is not None:
-        write_trace(step, played, perfetto)
+    found = explained(read_trace(_trace_in(path)))
     if is_json:
-        click.echo(json.dumps(report.as_json(step, played, found)))
+        click.echo(json.dumps(found.as_json()))
         return
+    table = Table("", "time", "of the step", box=None, pad_edge=False)
+
+    def add(name: str, seconds: float) -> None:
+        printable = "".join(c if c.isprintable() else "?" for c in name)
+        name = printable if len(printable) <= 60 else printable[:57] + "..."
+        share = f"{seconds / found.step_s:.1%}" if found.step_s else ""
+        table.add_row(escape(name), f"{seconds * 1e3:,.2f} ms", share)
+
+    add("step", found.step_s)
+    add("compute stream busy", found.compute_s)
+    add("communication", found.communication_s)
+    add("exposed communication", found.exposed_s)
+    for kind, seconds in found.waits_s.items():
+        add(f"compute waits for: {kind}", seconds)
+    for name, seconds in found.largest_s.items():
+        add(name, seconds)
     console = Console(highlight=False)
-    report.show(
-        step, played, found, console if console.is_terminal else Console(highlight=False, width=100)
-    )
+    (console if console.is_terminal else Console(highlight=False, width=100)).print(table)
 
 
 def _trace_in(path: Path) -> Path:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from shardgrad.cli.command import Command, given
-from shardgrad.extras import require
 
 if TYPE_CHECKING:
     from shardgrad.plan.calibration import Calibration
@@ -26,13 +24,12 @@ _SECTIONS = {
         "gradient_dtype",
         "wire_dtype",
         "activation_checkpointing",
-        "compile",
         "optimizer",
     ),
     "Steps": ("batch_size", "seq_len", "accumulate", "no_sync"),
     "Machine": ("device", "memory_gib", "devices_per_node", "link", "network", "cards", "graph"),
-    "Measurements": ("is_measured", "mfu", "compute_s"),
-    "What is printed": ("advice", "tokens_per_step", "picture", "trace", "as_json"),
+    "Measurements": ("mfu", "compute_s"),
+    "What is printed": ("tokens_per_step", "as_json"),
 }
 # What a search tries, and what is of one plan.
 _NOT_WITH_SEARCH = (
@@ -45,13 +42,11 @@ _NOT_WITH_SEARCH = (
         "accumulate",
         "no_sync",
     ),
-    *("advice", "picture", "trace"),
 )
-_PICTURES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp")
 _EXAMPLES = [
     "shardgrad plan --preset 8b --ranks 64 --activation-checkpointing full",
     "shardgrad plan --preset 70b --mesh 64x8 --stage hfsdp --device h200",
-    "shardgrad plan --preset small --device cpu --ranks 2 --measure",
+    "shardgrad plan --preset small --device cpu --ranks 2 --compute-s 1.3",
     "shardgrad plan --preset 8b --ranks 64 --search 4194304",
 ]
 
@@ -81,7 +76,7 @@ def _refused(name: str, what: str) -> Callable[[Callable[..., None]], Callable[.
     "--preset",
     default="8b",
     show_default=True,
-    help="Built-in model; also 70b and moe-670b, for plans only.",
+    help="Built-in model; also 70b, for plans only.",
 )
 @click.option(
     "--hf",
@@ -121,8 +116,9 @@ def _refused(name: str, what: str) -> Callable[[Callable[..., None]], Callable[.
     "--unit",
     "units",
     multiple=True,
-    metavar="CLASS",
-    help="Also apply fully_shard to modules of this class, inside the blocks; may be repeated.",
+    metavar="NAME",
+    help="Also apply fully_shard to this module (embedding, head), or to the modules of this class "
+    "inside the blocks; may be repeated.",
 )
 @click.option(
     "--precision",
@@ -153,9 +149,6 @@ def _refused(name: str, what: str) -> Callable[[Callable[..., None]], Callable[.
     metavar="none|selective|full",
     help="Recompute the activations of each block in backward: all, or all but those that cost "
     "most.",
-)
-@click.option(
-    "--compile", is_flag=True, help="Assume torch.compile of each block, which fuses kernels."
 )
 @click.option(
     "--batch-size",
@@ -227,37 +220,14 @@ def _refused(name: str, what: str) -> Callable[[Callable[..., None]], Callable[.
     type=float,
     help="Measured seconds of forward and backward without communication, instead of --mfu.",
 )
-@click.option(
-    "--advice/--no-advice",
-    default=True,
-    help="Predict the effect of changes and print the three best.",
-)
-@click.option(
-    "--picture",
-    type=click.Path(path_type=Path),
-    help="Draw memory and timeline into this file; needs matplotlib.",
-)
-@click.option(
-    "--trace",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Write the step as a Chrome trace, for shardgrad explain and https://ui.perfetto.dev.",
-)
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as one JSON object.")
-@click.option(
-    "--measure",
-    "is_measured",
-    is_flag=True,
-    help="Run forward and backward of a few blocks on this machine, for a few seconds, and scale "
-    "the plan.",
-)
 @click.option(
     "--search",
     "tokens_per_step",
     type=int,
     metavar="TOKENS",
-    help="Instead of a plan, print the ten fastest settings that fit for this many tokens per step "
-    "of all "
-    "ranks, each with the command that trains so.",
+    help="Instead of a plan, print the ten fastest of a few layouts, recomputations and batch "
+    "sizes that fit, for this many tokens per step of all ranks.",
 )
 @_refused("tp", "tensor parallelism")
 @_refused("pp", "pipeline parallelism")
@@ -266,7 +236,7 @@ def _refused(name: str, what: str) -> Callable[[Callable[..., None]], Callable[.
 @_refused("float8", "float8")
 @click.pass_context
 def plan(ctx: click.Context, /, **options: Any) -> None:
-    """Predict memory, traffic and time of one training step, and suggest changes.
+    """Predict memory, traffic and time of one training step.
 
     The engine itself runs the step on fake tensors in a fake process group, with a few of the
     blocks that are alike, so that any number of ranks (16,384 and more) and any model size can be
@@ -274,27 +244,18 @@ def plan(ctx: click.Context, /, **options: Any) -> None:
     other rank. Without a measurement, times are a range. docs/explanation/scaling.md describes the
     method and its accuracy.
     """
-    from shardgrad.plan.garbage import collector_paused
-
     _check_together(ctx)
-    with collector_paused():
-        _plan(**options)
+    _plan(**options)
 
 
 def _plan(
     *,
-    advice: bool,
-    picture: Path | None,
-    trace: Path | None,
     as_json: bool,
-    is_measured: bool,
     tokens_per_step: int | None,
     **options: Any,
 ) -> None:
     from shardgrad.function_named import function_named
-    from shardgrad.plan.hardware import require_same_kind
     from shardgrad.plan.request import require_share
-    from shardgrad.train.accelerators import may_see_accelerator
     from shardgrad.train.model_types import (
         require_fitting_sizes,
         require_known_fields,
@@ -303,23 +264,14 @@ def _plan(
 
     # Before PyTorch is imported, which takes seconds.
     request, machine, calibration = _asked(options)
-    if picture is not None:
-        require("matplotlib", feature="--picture")
-    for flag, path in (("--picture", picture), ("--trace", trace)):
-        if path is not None:
-            _check_file(flag, path)
     if request.hf is not None:
         require_model_type(request.hf)
         require_fitting_sizes(request.hf, request.override)
         require_known_fields(request.hf, request.override)
     if request.model is not None:
         function_named(request.model, flag="--model")
-    if trace is not None and request.on_host:
-        raise click.UsageError("A trace of a plan is of an accelerator: choose another --device.")
     if tokens_per_step is not None:
         require_share(request, tokens_per_step)
-    if is_measured and not may_see_accelerator():
-        require_same_kind(machine, None)
     _check_preset(request)
 
     import json
@@ -328,9 +280,6 @@ def _plan(
     from rich.console import Console
 
     from shardgrad.plan import report
-    from shardgrad.plan.advice import advise
-    from shardgrad.plan.calibration import Calibration
-    from shardgrad.plan.picture import draw
     from shardgrad.plan.planning import make_plan
 
     # Warnings of torch about its own internals, which the user of a plan cannot act on.
@@ -341,12 +290,6 @@ def _plan(
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=100)
-    if is_measured:
-        from shardgrad.plan.measuring import measure
-
-        measured = measure(request, machine)
-        click.echo(measured.sentence, err=True)
-        calibration = Calibration(scale=measured.scale)
     if tokens_per_step is not None:
         from shardgrad.plan.search import as_table, search
 
@@ -357,17 +300,10 @@ def _plan(
             console.print(as_table(settings))
         return
     made = make_plan(request, machine, calibration)
-    found = advise(made, calibration) if advice else None
-    if picture is not None:
-        draw(made, picture)
-    if trace is not None:
-        from shardgrad.plan.exported import export
-
-        export(made, trace)
     if as_json:
-        click.echo(json.dumps(report.as_json(made, found)))
+        click.echo(json.dumps(report.as_json(made)))
     else:
-        report.show(made, found, console)
+        report.show(made, console)
 
 
 def _check_together(ctx: click.Context) -> None:
@@ -375,7 +311,7 @@ def _check_together(ctx: click.Context) -> None:
     models = given(ctx, "preset", "hf", "model")
     if len(models) > 1:
         raise click.UsageError(f"{' and '.join(models)} name a model each: give one.", ctx)
-    speeds = given(ctx, "is_measured", "mfu", "compute_s")
+    speeds = given(ctx, "mfu", "compute_s")
     if len(speeds) > 1:
         raise click.UsageError(
             f"{' and '.join(speeds)} say each how fast compute is: give one.", ctx
@@ -389,41 +325,17 @@ def _check_together(ctx: click.Context) -> None:
         )
 
 
-def _check_file(flag: str, path: Path) -> None:
-    """Refuses a file that cannot be written, before work begins; leaves none behind."""
-    import os
-
-    from shardgrad.train.failure import UsageError
-
-    if flag == "--picture" and path.suffix not in _PICTURES:
-        raise UsageError(f"{flag} {path} cannot be written: try a name that ends in .png.")
-    is_new = not path.exists()
-    try:
-        path.absolute().parent.mkdir(parents=True, exist_ok=True)
-        os.close(
-            os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK)
-        )  # a pipe would wait for a reader
-    except OSError as error:
-        raise UsageError(
-            f"{flag} {path} cannot be written ({error.strerror}): correct the path."
-        ) from error
-    if is_new:
-        path.unlink()
-
-
 def _check_preset(request: Request) -> None:
-    from shardgrad.plan.request import DENSE_PRESETS, PLAN_PRESETS, parts_of_preset, require_units
+    from shardgrad.plan.request import PLAN_PRESETS, require_units, units_of_preset
     from shardgrad.train.failure import UsageError
     from shardgrad.train.presets import suggestion, transformer_config
 
-    if request.hf is not None or request.model is not None:
-        return
-    if request.preset not in PLAN_PRESETS:
-        known = suggestion(request.preset, list(PLAN_PRESETS))
-        raise UsageError(f"There is no preset {request.preset!r}: {known}")
-    if request.preset in DENSE_PRESETS:
-        transformer_config(request.preset, request.override, presets=DENSE_PRESETS)
-    require_units(request.units, parts_of_preset(request.preset))
+    if request.hf is None and request.model is None:
+        if request.preset not in PLAN_PRESETS:
+            known = suggestion(request.preset, list(PLAN_PRESETS))
+            raise UsageError(f"There is no preset {request.preset!r}: {known}")
+        config = transformer_config(request.preset, request.override, presets=PLAN_PRESETS)
+        require_units(request.units, units_of_preset(config))
 
 
 def _asked(options: dict[str, Any]) -> tuple[Request, Machine, Calibration]:

@@ -11,6 +11,8 @@ bus bandwidth; the fastest of three protocols is taken:
         start + (n - m) near + (m - 1) far + S (n - 1) / n / B
     ring, all-reduce: twice the steps, twice the bytes
     tree, all-reduce: start + 2 ((n / m - 1) near + log2(m) far) + 2 S / (0.92 B)
+    exchange (all-to-all), which is not a ring: each rank sends S / n to each other rank. Those to
+        other nodes pass the rank's own share of the network cards, once for every pair of ranks.
 
 where B is the smaller of the link's bandwidth and the network bandwidth into a node for these
 ranks.
@@ -100,6 +102,8 @@ class CostModel:
         if self.machine.device.is_synchronous:
             link = self.machine.link
             return link.hop_s[0] * (layout.ranks - 1) + transfer.sent_nbytes / link.bandwidth
+        if transfer.kind == "exchange":
+            return self._exchange_s(transfer, layout)
         options = [self._ring_s(transfer, layout, protocol) for protocol in range(3)]
         if transfer.kind == "all-reduce":
             options += [self._tree_s(transfer, layout, protocol) for protocol in range(3)]
@@ -133,6 +137,17 @@ class CostModel:
         bandwidth = self._bandwidth(layout, protocol)
         moved = rounds * transfer.nbytes * (layout.ranks - 1) / layout.ranks
         return machine.start_s[protocol] + rounds * steps + moved / bandwidth
+
+    def _exchange_s(self, transfer: Transfer, layout: AxisLayout) -> float:
+        machine, simple = self.machine, 2  # NCCL sends between two ranks with this protocol
+        each, near = transfer.nbytes / layout.ranks, layout.ranks_per_node - 1
+        far = layout.ranks - 1 - near
+        inside = machine.link.hop_s[simple] + near * each / machine.link.bandwidth
+        outside = 0.0
+        if far:
+            of_rank = machine.network_bandwidth(layout.ranks_per_node) / layout.ranks_per_node
+            outside = machine.network.hop_s[simple] + far * (_POST_S + each / of_rank)
+        return machine.start_s[simple] + max(inside, outside)
 
     def _tree_s(self, transfer: Transfer, layout: AxisLayout, protocol: int) -> float:
         machine = self.machine

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shardgrad.function_named import function_named
-from shardgrad.plan.moe import MOE_PRESETS, MoeTransformer
-from shardgrad.plan.request import DENSE_PRESETS, PLAN_PRESETS, Request
+from shardgrad.plan.request import PLAN_PRESETS, Request
 from shardgrad.train.failure import TrainingError, UsageError
 from shardgrad.train.huggingface import build_causal_lm, longest_module_list
 from shardgrad.train.model import Transformer
@@ -48,15 +47,22 @@ class PlanModel:
         """Returns the blocks with their names in the list."""
         return list(self.module.get_submodule(self.blocks).named_children()) if self.blocks else []
 
-    def parts_of_blocks(self) -> list[str]:
-        """Returns the names of the classes of the blocks' submodules, sorted."""
-        parts = [
-            part
+    def possible_units(self) -> list[str]:
+        """Returns what `--unit` can name: classes of the blocks' submodules, and modules outside of
+        the blocks that have parameters of their own.
+        """
+        classes = {
+            type(part).__name__
             for _, block in self.named_blocks()
             for part in block.modules()
             if part is not block
-        ]
-        return sorted({type(part).__name__ for part in parts})
+        }
+        outside = {
+            name
+            for name, part in self.module.named_modules()
+            if name and part._parameters and not (self.blocks and name.startswith(self.blocks))
+        }
+        return sorted(classes | outside)
 
     def alike(self) -> range:
         """Returns the positions of the longest run of blocks that are alike."""
@@ -115,10 +121,7 @@ def build_plan_model(request: Request) -> PlanModel:
     name = request.preset
     if name not in PLAN_PRESETS:
         raise UsageError(f"There is no preset {name!r}: {suggestion(name, list(PLAN_PRESETS))}")
-    if name in MOE_PRESETS:
-        moe = _built(name, lambda: MoeTransformer(MOE_PRESETS[name]))
-        return PlanModel(name, moe, "layers", _loss_of(moe))
-    config = transformer_config(name, request.override, presets=DENSE_PRESETS)
+    config = transformer_config(name, request.override, presets=PLAN_PRESETS)
     dense = _built(name, lambda: Transformer(config))
     return PlanModel(name, dense, "layers", _loss_of(dense))
 

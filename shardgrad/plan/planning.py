@@ -14,7 +14,6 @@ from shardgrad.plan.memory import memory_of
 from shardgrad.plan.recording import Transfer
 from shardgrad.plan.rehearsal import Rehearsal
 from shardgrad.plan.request import Request
-from shardgrad.plan.stages import Waste
 from shardgrad.plan.timeline import play
 
 __all__ = ["Plan", "Traffic", "make_plan", "plan_of"]
@@ -57,14 +56,13 @@ class Plan:
         at_peak: allocated at the peak, by owner.
         peak_nbytes: peak of allocated memory.
         reserved_nbytes: what a caching allocator reserves.
-        waste: padding in the shards.
         traffic: traffic of a rank.
         model_flops: FLOPs of the model, as PaLM counts them.
         step_s: the step.
         step_range_s: the step if compute is as fast, and as slow, as in runs that were published;
             both are `step_s` if it was measured.
         compute_s: the compute stream is busy.
-        exposed_s: the compute stream is idle.
+        exposed_s: a collective runs, and the compute stream is idle.
         transfers_s: sum of all collectives.
         host_s: until the host has launched everything.
         compute_scale: factor on the roofline's durations of kernels in forward and backward.
@@ -80,7 +78,6 @@ class Plan:
     at_peak: Mapping[str, int]
     peak_nbytes: int
     reserved_nbytes: int
-    waste: Waste
     traffic: tuple[Traffic, ...]
     model_flops: float
     step_s: float
@@ -200,12 +197,6 @@ def plan_of(
         at_peak=totals(lambda one: curves[one.kept].peak.nbytes),
         peak_nbytes=round(total(lambda one: curves[one.kept].peak.total)),
         reserved_nbytes=round(total(lambda one: curves[one.kept].reserved_nbytes)),
-        waste=Waste(
-            *(
-                round(total(lambda one, field=field: getattr(one.waste, field.name)))  # type: ignore[misc]
-                for field in dataclasses.fields(Waste)
-            )
-        ),
         traffic=_traffic(rehearsals, costs[1], total),
         model_flops=flops,
         step_s=step_s,
@@ -261,12 +252,11 @@ def _traffic(
 
     of = {one.kept: kinds(one) for one in rehearsals}
 
-    return tuple(
-        Traffic(
-            *key,
-            round(total(lambda one, key=key: len(of[one.kept].get(key, ())))),  # type: ignore[misc]
-            round(total(lambda one, key=key: _sent_nbytes(of[one.kept].get(key, ())))),  # type: ignore[misc]
-            total(lambda one, key=key: sum(map(cost.transfer_s, of[one.kept].get(key, ())))),  # type: ignore[misc]
-        )
-        for key in sorted({key for found in of.values() for key in found})
-    )
+    def row(key: tuple[str, str, str]) -> Traffic:
+        def sum_of(value: Callable[[Transfer], float]) -> float:
+            return total(lambda one: sum(map(value, of[one.kept].get(key, ()))))
+
+        count, sent_nbytes = sum_of(lambda transfer: 1), sum_of(lambda each: each.sent_nbytes)
+        return Traffic(*key, round(count), round(sent_nbytes), sum_of(cost.transfer_s))
+
+    return tuple(map(row, sorted({key for found in of.values() for key in found})))

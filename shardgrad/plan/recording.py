@@ -51,9 +51,6 @@ class Kernel:
         palm_flops: `flops`, with attention counted as if it were not causal.
         dtype: dtype of the products, such as "bf16".
         nbytes: number of bytes read and written.
-        read: for each tensor that is read, the id of its storage, as in `Change`, and its bytes.
-        written: the same for tensors that are written.
-        is_launched: False if another kernel does its work (`fusion.py`).
     """
 
     stream: str
@@ -64,9 +61,6 @@ class Kernel:
     palm_flops: float
     dtype: str
     nbytes: int
-    read: tuple[tuple[int, int], ...] = ()
-    written: tuple[tuple[int, int], ...] = ()
-    is_launched: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,9 +152,10 @@ class Recorder:
     changes: list[Change] = field(default_factory=list)
     live: dict[int, int] = field(default_factory=dict)
     label: str = ""
-    _references: dict[int, weakref.ref[torch.UntypedStorage]] = field(default_factory=dict)
+    _alive: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = field(default_factory=dict)
     _stream_of: dict[int, str] = field(default_factory=dict)
     _marks: int = 0
+    _storages: int = 0
 
     # -- events
 
@@ -204,23 +199,30 @@ class Recorder:
     def saw(self, tensor: torch.Tensor) -> None:
         """Records the storage of a tensor, if it is new."""
         storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key not in self._references:
-            self._references[key] = weakref.ref(storage, partial(self._died, key))
-            self._stream_of[key] = self.stream
-            self._set(key, storage.nbytes())
+        if storage._cdata not in self._alive:
+            # Addresses are used again after a storage is freed, so storages are numbered.
+            self._storages += 1
+            reference = weakref.ref(storage, partial(self._died, storage._cdata))
+            self._alive[storage._cdata] = self._storages, reference
+            self._stream_of[self._storages] = self.stream
+            self._set(self._storages, storage.nbytes())
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Records a resize of a storage."""
-        key = storage._cdata
-        if key in self._references:
+        key = self.number_of(storage)
+        if key is not None:
             if storage.nbytes():
                 self._stream_of[key] = self.stream
             self._set(key, storage.nbytes())
 
-    def _died(self, key: int, reference: object) -> None:
+    def number_of(self, storage: torch.UntypedStorage) -> int | None:
+        """Returns the number of a storage in `live` and `changes`; None if it was not seen."""
+        return self._alive.get(storage._cdata, (None, None))[0]
+
+    def _died(self, address: int, reference: object) -> None:
+        key, _ = self._alive.pop(address)
         self._set(key, 0)
-        del self._references[key], self._stream_of[key]
+        del self._stream_of[key]
 
     def _set(self, key: int, nbytes: int) -> None:
         rounded = -(-nbytes // self.granularity) * self.granularity

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -21,12 +22,10 @@ from shardgrad.engine.unit import unit_of
 from shardgrad.errors import ShardgradError
 from shardgrad.optim import SGD, AdamW
 from shardgrad.optim.flat import FlatOptimizer
-from shardgrad.plan.fusion import fused
-from shardgrad.plan.garbage import collector_paused
 from shardgrad.plan.models import PlanModel, build_plan_model
 from shardgrad.plan.recording import Change, Event, Recorder, RecordingStreams
 from shardgrad.plan.request import Request
-from shardgrad.plan.stages import Waste, groups_of, shard_plan_model, waste_of
+from shardgrad.plan.stages import groups_of, shard_plan_model
 from shardgrad.plan.transports import recording_transport
 from shardgrad.plan.world import fake_tensors, fake_world
 from shardgrad.train.failure import TrainingError, UsageError
@@ -55,7 +54,6 @@ class Rehearsal:
         owners: owner of every storage that outlives the step.
         start_nbytes: allocated bytes at the start of the step.
         start_nbytes_by_stream: the same, by the stream of the allocation.
-        waste: padding in the shards.
     """
 
     request: Request
@@ -71,7 +69,6 @@ class Rehearsal:
     owners: Mapping[int, str]
     start_nbytes: int
     start_nbytes_by_stream: Mapping[str, int]
-    waste: Waste
 
 
 def rehearse(request: Request) -> Rehearsal:
@@ -81,10 +78,17 @@ def rehearse(request: Request) -> Rehearsal:
         UsageError: the model cannot be built or sharded.
         TrainingError: the step depends on values, which fake tensors do not have.
     """
-    # Collected in the middle of a step, tensors would be freed at a moment that depends on what ran
-    # before.
-    with collector_paused():
+    # A collection in the middle of a step would free tensors at a moment that depends on what ran
+    # before. At the end it looks only at what is new: the model and its tensors, which refer to
+    # each other.
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
         return _rehearse(request)
+    finally:
+        gc.collect(0)
+        if was_enabled:
+            gc.enable()
 
 
 def _rehearse(request: Request) -> Rehearsal:
@@ -97,7 +101,7 @@ def _rehearse(request: Request) -> Rehearsal:
         for axis, name in enumerate(mesh.mesh_dim_names or ()):
             recorder.axes[mesh.get_group(axis).group_name] = name
         try:
-            with fake_tensors(recorder, with_operands=request.compile):
+            with fake_tensors(recorder):
                 return _Rehearsing(request, plan_model, whole, mesh, recorder).result()
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise TrainingError(
@@ -148,11 +152,9 @@ class _Rehearsing:
         recorder = self._recorder
         recorder.start_over()
         start, start_nbytes_by_stream = sum(recorder.live.values()), recorder.nbytes_by_stream()
+        owners = self._owners()  # of what the step may free, and in the end of what it made
         self._step()
-        owners = self._owners()
-        events: Sequence[Event] = recorder.events
-        if self._request.compile:
-            events = fused(events, recorder.changes)
+        owners |= self._owners()
         resting: dict[str, int] = {}
         for storage, nbytes in recorder.live.items():
             owner = owners.get(storage, "other")
@@ -166,13 +168,12 @@ class _Rehearsing:
             kept=self._kept,
             units=len({group.name for group in groups}),
             unit_nbytes=max(g.layout.unsharded_numel * g.gather_dtype.itemsize for g in groups),
-            events=tuple(events),
+            events=tuple(recorder.events),
             changes=tuple(recorder.changes),
             resting=resting,
             owners=owners,
             start_nbytes=start,
             start_nbytes_by_stream=start_nbytes_by_stream,
-            waste=waste_of(groups),
         )
 
     def _step(self) -> None:
@@ -194,14 +195,14 @@ class _Rehearsing:
 
     def _owners(self) -> dict[int, str]:
         """Returns the owner of every storage that outlives a step."""
-        owners: dict[int, str] = {}
-        keepers: list[Iterator[tuple[str, torch.UntypedStorage]]] = [self._runtime.memory()]
+        keepers: list[Iterable[tuple[str, torch.UntypedStorage]]] = [self._runtime.memory()]
         for grads in self._context.grad_groups:
             keepers += [grads.memory(), grads.group.memory()]
-        for owner, storage in chain.from_iterable(keepers):
-            owners[storage._cdata] = owner
-        for _, tensor in self._optimizer.buffers():
-            owners[tensor.untyped_storage()._cdata] = "optimizer state"
-        for buffer in self._model.buffers():
-            owners[buffer.untyped_storage()._cdata] = "buffers"
-        return owners
+        states = (tensor.untyped_storage() for _, tensor in self._optimizer.buffers())
+        keepers.append(("optimizer state", storage) for storage in states)
+        keepers.append(("buffers", buffer.untyped_storage()) for buffer in self._model.buffers())
+        numbered = (
+            (self._recorder.number_of(storage), owner)
+            for owner, storage in chain.from_iterable(keepers)
+        )
+        return {number: owner for number, owner in numbered if number is not None}

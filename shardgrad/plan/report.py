@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
-from shardgrad.plan.advice import Advice
 from shardgrad.plan.planning import Plan
 from shardgrad.train.display import nice_nbytes
 
 __all__ = ["as_json", "show"]
 
 
-def show(plan: Plan, advice: Sequence[Advice] | None, console: Console) -> None:
-    """Prints a plan.
-
-    Args:
-        plan: the plan.
-        advice: suggested changes; None if not requested.
-        console: console to print on.
-    """
+def show(plan: Plan, console: Console) -> None:
+    """Prints a plan."""
     parts: list[RenderableType] = [
         _heading(plan),
         "",
@@ -33,13 +25,11 @@ def show(plan: Plan, advice: Sequence[Advice] | None, console: Console) -> None:
         "",
         _time(plan),
     ]
-    if advice is not None:
-        parts += ["", _advice(plan, advice)]
     parts += ["", _sources(plan)]
     console.print(Group(*parts))
 
 
-def as_json(plan: Plan, advice: Sequence[Advice] | None) -> dict[str, Any]:
+def as_json(plan: Plan) -> dict[str, Any]:
     """Returns a plan as plain values of one rank; sizes are in bytes, times in seconds."""
     return {
         "model": plan.name,
@@ -53,7 +43,6 @@ def as_json(plan: Plan, advice: Sequence[Advice] | None) -> dict[str, Any]:
             "reserved_nbytes": plan.reserved_nbytes,
             "margin_nbytes": plan.machine.device.margin_nbytes,
             "needed_nbytes": plan.needed_nbytes,
-            "waste": dataclasses.asdict(plan.waste),
             "fits": plan.fits,
             "fits_on": dict(plan.fits_on()),
         },
@@ -69,7 +58,6 @@ def as_json(plan: Plan, advice: Sequence[Advice] | None) -> dict[str, Any]:
             "tokens_per_s_range": list(plan.tokens_per_s_range),
             "mfu": plan.mfu,
         },
-        "advice": None if advice is None else [dataclasses.asdict(each) for each in advice],
     }
 
 
@@ -103,9 +91,6 @@ def _memory(plan: Plan) -> Table:
         table.add_row("kept by the allocator, at least", "", nice_nbytes(plan.reserved_nbytes))
         table.add_row("context, communicators, workspaces", "", nice_nbytes(device.taken_nbytes))
         table.add_row("margin: fragmentation, NCCL", "", nice_nbytes(device.margin_nbytes))
-    waste = plan.waste
-    table.add_row("of the shards: alignment and tails", nice_nbytes(waste.alignment_nbytes), "")
-    table.add_row("of the shards: rows that do not divide", nice_nbytes(waste.uneven_nbytes), "")
     verdict = "[green]fits" if plan.fits else "[red]does not fit"
     room = f"{nice_nbytes(plan.needed_nbytes)} of {nice_nbytes(device.memory_nbytes)}"
     table.add_row(f"[bold]{verdict}", "", f"[bold]{room}")
@@ -138,34 +123,17 @@ def _time(plan: Plan) -> Table:
     )
     if is_range:
         table.add_row("[bold]tokens/s, a rank", f"[bold]{least:,.0f} to {most:,.0f}")
-        table.add_row("", "measure here with --measure, or give --mfu, for one number; likely:")
+        table.add_row(
+            "", "give --mfu or --compute-s, as measured on one node, for one number; likely:"
+        )
         table.add_row("step", _ms(plan.step_s))
     table.add_row("compute stream busy", _ms(plan.compute_s))
-    table.add_row(
-        "exposed: compute waits", f"{_ms(plan.exposed_s)} of {_ms(plan.transfers_s)} moved"
-    )
+    table.add_row("exposed communication", f"{_ms(plan.exposed_s)} of {_ms(plan.transfers_s)}")
     table.add_row("host launches", _ms(plan.host_s))
     table.add_row("tokens/s, a rank", f"{plan.tokens_per_s:,.0f}")
     table.add_row("tokens/s, all ranks", f"{plan.tokens_per_s * request.ranks:,.0f}")
     if not plan.request.on_host:  # of a CPU no peak is known
         table.add_row("MFU, as PaLM counts", f"{plan.mfu:.1%}")
-    return table
-
-
-def _advice(plan: Plan, advice: Sequence[Advice]) -> RenderableType:
-    if not advice:
-        if plan.fits:
-            return "No change that was tried gains anything."
-        return "No single change makes it fit: shardgrad plan --search tries combinations."
-    table = Table("what would help most", "needs", "tokens/s", "", box=None, pad_edge=False)
-    for each in advice:
-        change = each.tokens_per_s / plan.tokens_per_s - 1
-        table.add_row(
-            f"[bold]{each.option}",
-            nice_nbytes(each.needed_nbytes),
-            f"{each.tokens_per_s:,.0f} ({change:+.0%})",
-            each.why,
-        )
     return table
 
 

@@ -12,19 +12,18 @@ from shardgrad.train.failure import UsageError
 from shardgrad.train.presets import PRESETS, Scalar, TransformerConfig
 
 __all__ = [
-    "DENSE_PRESETS",
     "MOST_RANKS",
     "PLAN_PRESETS",
     "PRECISIONS",
     "Request",
-    "parts_of_preset",
     "require_range",
     "require_share",
     "require_units",
+    "units_of_preset",
 ]
 
-# With presets for plans only. Of the last, `plan/moe.py` has the configuration.
-DENSE_PRESETS: Mapping[str, TransformerConfig] = {
+# With a preset for plans only.
+PLAN_PRESETS: Mapping[str, TransformerConfig] = {
     **PRESETS,
     "70b": TransformerConfig(
         width=8192,
@@ -37,8 +36,6 @@ DENSE_PRESETS: Mapping[str, TransformerConfig] = {
         rope_theta=500_000.0,
     ),
 }
-PLAN_PRESETS = (*DENSE_PRESETS, "moe-670b")
-
 MOST_RANKS = 2**24
 # Beyond these, torch could not count the elements of an activation.
 _MOST = {"ranks": MOST_RANKS, "batch_size": 2**16, "seq_len": 2**22, "accumulate": 2**20}
@@ -60,7 +57,7 @@ class Request:
             shards.
         stage: "1", "2", "3" or "hfsdp", as `zero_stage` of `fully_shard`.
         reshard_to: reshard parameters after forward to groups of this many neighbouring ranks.
-        units: names of classes, below the blocks, whose modules `fully_shard` is applied to.
+        units: names of classes or modules that `fully_shard` is applied to, besides the blocks.
         precision: "bf16-mixed" computes in bf16 and keeps fp32 weights; "bf16" keeps bf16 weights
             too.
         reduce_dtype: dtype of gradient reductions; None for fp32.
@@ -68,7 +65,6 @@ class Request:
         wire_dtype: dtype that gradients travel in, "bf16"; None for the reduce dtype.
         activation_checkpointing: "full" recomputes the activations of each block in backward,
             "selective" all but those that cost most (`train/recompute.py`), "none" none.
-        compile: each block is compiled, so that its elementwise kernels are fused.
         batch_size: sequences per rank and micro-batch.
         seq_len: tokens per sequence.
         accumulate: micro-batches per step.
@@ -92,7 +88,6 @@ class Request:
     gradient_dtype: str | None = None
     wire_dtype: str | None = None
     activation_checkpointing: str = "none"
-    compile: bool = False
     batch_size: int = 1
     seq_len: int = 8192
     accumulate: int = 1
@@ -107,15 +102,6 @@ class Request:
         if self.override and self.model is not None:
             raise UsageError(
                 f"--override is for --preset and --hf: change the function {self.model}."
-            )
-        if (
-            self.override
-            and self.hf is None
-            and self.preset in PLAN_PRESETS
-            and self.preset not in DENSE_PRESETS
-        ):
-            raise UsageError(
-                f"--override is for the dense presets, not for {self.preset}: leave it out."
             )
         shape = mesh_shape(self.mesh)
         if shape and math.prod(shape) != self.ranks:
@@ -191,23 +177,19 @@ def require_share(request: Request, tokens_per_step: int) -> int:
 
 
 def require_units(units: Sequence[str], known: Sequence[str]) -> None:
-    """Refuses a class that no submodule of a block is of; `known` are the names of those."""
+    """Refuses a unit that the model does not have; `known` are the names of those."""
     for unit in units:
         if unit not in known:
             raise UsageError(
-                f"--unit {unit}: no block has a module of this class; there are "
+                f"--unit {unit}: no module has this name or class; there are "
                 f"{', '.join(known) or 'none'}."
             )
 
 
-def parts_of_preset(preset: str) -> tuple[str, ...]:
-    """Returns the names of the classes of the submodules of a preset's blocks, sorted."""
-    dense = ("Attention", "FeedForward", "Projection", "RMSNorm")
-    return (
-        dense
-        if preset in DENSE_PRESETS
-        else tuple(sorted((*dense, "ExpertGroup", "Experts", "ModuleList")))
-    )
+def units_of_preset(config: TransformerConfig) -> list[str]:
+    """Returns what `--unit` can name for a preset, sorted."""
+    known = ["Attention", "FeedForward", "Projection", "RMSNorm", "embedding", "head", "norm"]
+    return [name for name in known if not (name == "head" and config.tied)]
 
 
 def require_range(flag: str, value: float | None, most: float) -> None:

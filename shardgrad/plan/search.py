@@ -5,22 +5,18 @@ batch.
 from __future__ import annotations
 
 import dataclasses
-import json
-import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from rich.table import Table
 
-from shardgrad.plan.advice import is_hopeless
 from shardgrad.plan.calibration import Calibration
 from shardgrad.plan.hardware import Machine
 from shardgrad.plan.planning import Plan, make_plan
 from shardgrad.plan.request import Request, require_share
 from shardgrad.train.display import nice_nbytes
 from shardgrad.train.failure import TrainingError, UsageError
-from shardgrad.train.presets import PRESETS
 
 __all__ = ["Setting", "as_table", "search"]
 
@@ -34,70 +30,29 @@ class Setting:
 
     Attributes:
         request: the setting.
-        device: name of the device type.
         needed_nbytes: memory that a device must have.
         step_s: seconds of a step.
         tokens_per_s: tokens per second of a rank.
     """
 
     request: Request
-    device: str
     needed_nbytes: int
     step_s: float
     tokens_per_s: float
 
     def as_json(self) -> dict[str, Any]:
         """Returns plain values."""
-        return {**dataclasses.asdict(self), "command": self.command()}
+        return {**dataclasses.asdict(self), "options": self.options()}
 
-    def command(self) -> str:
-        """Returns the command that trains so, or plans it if the training program cannot."""
-        request, is_trained = self.request, self._is_trained()
-        words = ["shardgrad", "train" if is_trained else "plan"]
-        for flag, value in (("--hf", request.hf), ("--model", request.model)):
-            words += [flag, value] if value else []
-        if request.hf is None and request.model is None:
-            words += ["--preset", request.preset]
-        for key, override in request.override.items():
-            words += [
-                "--override",
-                f"{key}={override if isinstance(override, str) else json.dumps(override)}",
-            ]
-        words += ["--mesh", request.mesh or str(request.ranks)]
-        words += [] if request.stage == "3" else ["--stage", request.stage]
-        words += ["--precision", request.precision]
-        if request.activation_checkpointing != "none":
-            words += ["--activation-checkpointing", request.activation_checkpointing]
-        words += ["--compile"] if request.compile else []
-        words += [] if request.optimizer == "adamw" else ["--optimizer", request.optimizer]
-        words += ["--batch-size", str(request.batch_size), "--accumulate", str(request.accumulate)]
-        if is_trained and request.accumulate > 1 and not request.no_sync:
-            words.append("--sync-every-microbatch")
-        if not is_trained:
-            words += ["--no-sync"] if request.no_sync else []
-            for flag, value in (
-                ("--reduce-dtype", request.reduce_dtype),
-                ("--gradient-dtype", request.gradient_dtype),
-                ("--wire-dtype", request.wire_dtype),
-            ):
-                words += [flag, value] if value else []
-            for unit in request.units:
-                words += ["--unit", unit]
-            words += ["--device", self.device]
-        return shlex.join([*words, "--seq-len", str(request.seq_len)])
-
-    def _is_trained(self) -> bool:
-        """Returns whether `shardgrad train` has such a model, and options for the rest."""
+    def options(self) -> str:
+        """Returns what was searched, as options of `shardgrad train`."""
         request = self.request
-        return (
-            request.model is None
-            and (request.hf is not None or request.preset in PRESETS)
-            and request.precision != "bf16"
-            and request.reduce_dtype != "bf16"
-            and request.gradient_dtype is None
-            and request.wire_dtype is None
-            and not request.units
-        )
+        words = ["--mesh", request.mesh or str(request.ranks), "--stage", request.stage]
+        words += ["--activation-checkpointing", request.activation_checkpointing]
+        words += ["--batch-size", str(request.batch_size), "--accumulate", str(request.accumulate)]
+        if request.accumulate > 1 and not request.no_sync:
+            words.append("--sync-every-microbatch")
+        return " ".join(words)
 
 
 def search(
@@ -145,14 +100,15 @@ def search(
 
 def as_table(settings: list[Setting]) -> Table:
     """Returns the settings for a terminal."""
-    table = Table("", "tokens/s, a rank", "step", "needs", "command", box=None, pad_edge=False)
+    columns = "", "tokens/s, a rank", "step", "needs", "options of shardgrad train"
+    table = Table(*columns, box=None, pad_edge=False)
     for number, each in enumerate(settings, 1):
         table.add_row(
             str(number),
             f"{each.tokens_per_s:,.0f}",
             f"{each.step_s * 1e3:,.0f} ms",
             nice_nbytes(each.needed_nbytes),
-            each.command(),
+            each.options(),
         )
     return table
 
@@ -165,10 +121,8 @@ def _bases(request: Request, machine: Machine) -> Iterator[Request]:
         layouts += [{"mesh": mesh, "stage": "3"}, {"mesh": mesh, "stage": "hfsdp"}]
     plain = request.but(batch_size=1, accumulate=1, no_sync=False, reshard_to=None)
     for layout in layouts:
-        base = plain.but(**layout)
-        if not is_hopeless(base, machine):
-            for mode in ("none", "selective", "full"):
-                yield base.but(activation_checkpointing=mode)
+        for mode in ("none", "selective", "full"):
+            yield plain.but(**layout, activation_checkpointing=mode)
 
 
 def _batches(sequences: int) -> Iterator[int]:
@@ -198,6 +152,4 @@ def _setting(request: Request, machine: Machine, calibration: Calibration) -> Se
     step_s = last.step_s
     if len(plans) == 2:
         step_s += (last.step_s - plans[0].step_s) * (request.accumulate - more)
-    return Setting(
-        request, machine.device.name, last.needed_nbytes, step_s, request.tokens / step_s
-    )
+    return Setting(request, last.needed_nbytes, step_s, request.tokens / step_s)

@@ -1,11 +1,7 @@
-"""Applies `fully_shard` with the arguments of a request, and sums up the padding of the engine's
-layouts.
-"""
+"""Applies `fully_shard` with the arguments of a request."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,16 +9,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardgrad import fully_shard
-from shardgrad.engine.grad_group import grads_of
 from shardgrad.engine.param_group import ParamGroup
 from shardgrad.engine.unit import units_under
 from shardgrad.plan.models import PlanModel
 from shardgrad.plan.request import Request, require_units
 from shardgrad.policies import GradientPolicy, MixedPrecisionPolicy
-from shardgrad.sharding.layout import ShardLayout
 from shardgrad.train.recompute import checkpointed
 
-__all__ = ["Waste", "groups_of", "policies_of", "shard_plan_model", "waste_of"]
+__all__ = ["groups_of", "policies_of", "shard_plan_model"]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _WIRE_DTYPES = {None: None, "bf16": torch.bfloat16}
@@ -46,20 +40,20 @@ def policies_of(request: Request) -> dict[str, Any]:
 
 
 def shard_plan_model(plan_model: PlanModel, request: Request, mesh: DeviceMesh) -> None:
-    """Gives the model its memory and shards it, as the training program does: blocks first, then
-    the rest.
+    """Gives the model its memory and shards it, as the training program does: the units that
+    are asked for, then the blocks, then the rest.
 
     Raises:
-        UsageError: no module is of a class that was named as a unit.
+        UsageError: there is no module that was named as a unit.
     """
-    require_units(request.units, plan_model.parts_of_blocks())
+    require_units(request.units, plan_model.possible_units())
     policies = policies_of(request)
     weights = torch.bfloat16 if request.precision == "bf16" else None
+    for name, part in reversed([*plan_model.module.named_modules()]):  # a child before its parent
+        if name and (name in request.units or type(part).__name__ in request.units):
+            _materialise(part, weights)
+            fully_shard(part, mesh=mesh, **policies)
     for name, block in plan_model.named_blocks():
-        for part in block.modules():
-            if part is not block and type(part).__name__ in request.units:
-                _materialise(part, weights)
-                fully_shard(part, mesh=mesh, **policies)
         _materialise(block, weights)
         block = checkpointed(block, request.activation_checkpointing, preserve_rng_state=False)
         plan_model.module.get_submodule(plan_model.blocks).register_module(name, block)
@@ -87,39 +81,3 @@ def _materialise(module: nn.Module, dtype: torch.dtype | None) -> None:
 def groups_of(model: nn.Module) -> list[ParamGroup]:
     """Returns the parameter groups of all units of a model, in construction order."""
     return [group for unit in units_under(model) for group in unit.groups]
-
-
-@dataclass(frozen=True)
-class Waste:
-    """Bytes of padding on one rank.
-
-    Attributes:
-        alignment_nbytes: padding that aligns each parameter's part to 128 bytes, and tails.
-        uneven_nbytes: padding of parameters whose rows the ranks do not divide, averaged over the
-            ranks.
-        total_nbytes: size of the shards, padding included.
-    """
-
-    alignment_nbytes: int
-    uneven_nbytes: int
-    total_nbytes: int
-
-
-def waste_of(groups: Sequence[ParamGroup]) -> Waste:
-    """Sums up the padding in the parameter and gradient shards."""
-    alignment = uneven = total = 0
-    for layout, itemsize in _shards(groups):
-        full = sum(piece.shard_numel for piece in layout.pieces)
-        whole = sum(piece.numel for piece in layout.pieces)
-        alignment += layout.padding_numel * itemsize
-        uneven += (full * layout.world_size - whole) * itemsize // layout.world_size
-        total += layout.chunk_numel * itemsize
-    return Waste(alignment, uneven, total)
-
-
-def _shards(groups: Sequence[ParamGroup]) -> Iterator[tuple[ShardLayout, int]]:
-    for group in groups:
-        yield group.layout, group.dtype.itemsize
-        layout = grads_of(group).layout
-        if layout is not None:
-            yield layout, group.gradient_dtype.itemsize

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shardgrad.explain import exposed
 from shardgrad.plan.cost import CostModel
 from shardgrad.plan.recording import Event, Kernel, Marked, Transfer
 
@@ -43,7 +44,8 @@ class Timeline:
         step_s: seconds from the first launch to the last end.
         host_s: seconds until the host has launched everything.
         compute_s: seconds in which the compute stream is busy.
-        exposed_s: seconds of the step in which the compute stream is idle.
+        exposed_s: seconds in which a collective runs and the compute stream is idle, as in
+            `shardgrad explain`.
         transfers_s: sum of the durations of all collectives in seconds.
     """
 
@@ -73,11 +75,10 @@ def play(events: Sequence[Event], cost: CostModel) -> Timeline:
             )
     spans = tuple(clock.spans)
     step_s = max([clock.host_s, *(span.end_s for span in spans)])
-    compute_s = sum(span.end_s - span.begin_s for span in spans if span.lane == "compute")
-    transfers_s = sum(
-        span.end_s - span.begin_s for span in spans if span.lane not in ("compute", "copies")
-    )
-    return Timeline(spans, step_s, clock.host_s, compute_s, step_s - compute_s, transfers_s)
+    busy = [(span.begin_s, span.end_s) for span in spans if span.lane == "compute"]
+    moved = [(s.begin_s, s.end_s) for s in spans if s.lane not in ("compute", "copies")]
+    compute_s, transfers_s = (sum(end - begin for begin, end in each) for each in (busy, moved))
+    return Timeline(spans, step_s, clock.host_s, compute_s, exposed(moved, busy), transfers_s)
 
 
 class _Clock:
@@ -96,8 +97,6 @@ class _Clock:
         return self.streams.get(stream, 0.0)
 
     def run(self, number: int, kernel: Kernel) -> None:
-        if not kernel.is_launched:
-            return
         self.host_s += self._cost.machine.launch_s
         seconds = self._cost.kernel_s(kernel)
         begin = max(self.free(kernel.stream), self.host_s)

@@ -12,10 +12,10 @@ has changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from shardgrad.plan.recording import Kernel, Recorder, Transfer, Waited
-from shardgrad.plan.repeats import Seen, Work, key_of
 from shardgrad.train.failure import TrainingError, UsageError
 
 __all__ = ["fake_tensors", "fake_world"]
@@ -104,16 +103,11 @@ def fake_world(shape: tuple[int, ...]) -> Iterator[DeviceMesh]:
 
 
 @contextmanager
-def fake_tensors(recorder: Recorder, *, with_operands: bool = False) -> Iterator[None]:
-    """Makes every new tensor fake, and records the operations on it.
-
-    Args:
-        recorder: recorder of the step.
-        with_operands: also record which storages a kernel reads and writes.
-    """
+def fake_tensors(recorder: Recorder) -> Iterator[None]:
+    """Makes every new tensor fake, and records the operations on it."""
     with ExitStack() as stack:
         mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(_Observer(recorder, mode, with_operands=with_operands))
+        stack.enter_context(_Observer(recorder, mode))
         stack.enter_context(_watched_resizes(recorder))
         stack.enter_context(_one_piece_for_many())
         yield
@@ -162,12 +156,9 @@ def _one_piece_for_many() -> Iterator[None]:
 class _Observer(TorchDispatchMode):
     """Records every operator. See [Note: What is real in a fake world]."""
 
-    # Kept between rehearsals: those of a plan's advice run almost the same operators.
-    _seen: ClassVar[dict[Hashable, Seen]] = {}
-
-    def __init__(self, recorder: Recorder, mode: FakeTensorMode, *, with_operands: bool) -> None:
+    def __init__(self, recorder: Recorder, mode: FakeTensorMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._recorder, self._mode, self._with_operands = recorder, mode, with_operands
+        self._recorder, self._mode = recorder, mode
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -199,21 +190,12 @@ class _Observer(TorchDispatchMode):
             self._transfer(func, args)
             with in_kernel_invocation_manager(self._mode):
                 return func(*args, **kwargs)
-        key = key_of(func, args, kwargs)
-        seen = self._seen.get(key) if key is not None else None
-        if seen is not None:
-            result, work = seen.again(self._mode, inputs), seen.work
-        else:
-            result = func(*args, **kwargs)
-            work = _work(func, args, kwargs, inputs, result)
-            seen = Seen.of(result, inputs, work)
-            if key is not None and seen is not None:
-                self._seen[key] = seen
+        result = func(*args, **kwargs)
         for tensor in _tensors((result,)):
             if isinstance(tensor, FakeTensor):
                 self._recorder.saw(tensor)
-        if work is not None:
-            self._launched(func, work, inputs, result)
+        if func._overloadpacket.__name__ not in _NO_KERNEL:
+            self._recorder.events.append(self._kernel(func, args, kwargs, inputs, result))
         return result
 
     def _answer(self) -> int:
@@ -227,27 +209,30 @@ class _Observer(TorchDispatchMode):
             )
         return 0
 
-    def _launched(
-        self, func: OpOverload, work: Work, inputs: list[torch.Tensor], result: Any
-    ) -> None:
-        recorder = self._recorder
-        is_engine = func.namespace == "shardgrad" or recorder.stream != "compute"
-        recorder.events.append(
-            Kernel(
-                recorder.stream,
-                func._overloadpacket.__name__,
-                recorder.phase,
-                is_engine,
-                work.flops,
-                work.palm_flops,
-                work.dtype,
-                work.nbytes,
-                *(
-                    (_storages(inputs), _storages(_tensors((result,))))
-                    if self._with_operands
-                    else ()
-                ),
-            )
+    def _kernel(
+        self,
+        func: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        inputs: list[torch.Tensor],
+        result: Any,
+    ) -> Kernel:
+        recorder, name = self._recorder, func._overloadpacket.__name__
+        updated = (args[i] for i in _UPDATES[name]) if name in _UPDATES else (result,)
+        written = sum(map(_nbytes, _tensors(updated)))
+        nbytes = sum(map(_nbytes, inputs[1:] if name in _UNREAD else inputs)) + written
+        if name in _LOOK_UPS:
+            nbytes += written
+        flops, palm_flops = _flops(func, args, kwargs, result)
+        return Kernel(
+            recorder.stream,
+            name,
+            recorder.phase,
+            func.namespace == "shardgrad" or recorder.stream != "compute",
+            flops,
+            palm_flops,
+            _SHORT.get(inputs[0].dtype, "fp32") if inputs else "fp32",
+            nbytes,
         )
 
     def _transfer(self, func: OpOverload, args: tuple[Any, ...]) -> None:
@@ -279,27 +264,6 @@ class _Observer(TorchDispatchMode):
             recorder.events.append(Waited(len(recorder.events) - 1, None))
 
 
-def _work(
-    func: OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    inputs: list[torch.Tensor],
-    result: Any,
-) -> Work | None:
-    """Returns the work of an operator on the device; None if it only allocates memory."""
-    name = func._overloadpacket.__name__
-    if name in _NO_KERNEL:
-        return None
-    updated = (args[i] for i in _UPDATES[name]) if name in _UPDATES else (result,)
-    written = sum(map(_nbytes, _tensors(updated)))
-    nbytes = sum(map(_nbytes, inputs[1:] if name in _UNREAD else inputs)) + written
-    if name in _LOOK_UPS:
-        nbytes += written
-    flops, palm_flops = _flops(func, args, kwargs, result)
-    dtype = _SHORT.get(inputs[0].dtype, "fp32") if inputs else "fp32"
-    return Work(flops, palm_flops, dtype, nbytes)
-
-
 def _is_group(arg: Any) -> bool:
     return isinstance(arg, torch.ScriptObject)
 
@@ -310,10 +274,6 @@ def _tensors(args: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield arg
         elif isinstance(arg, list | tuple):
             yield from _tensors(arg)
-
-
-def _storages(tensors: Iterable[torch.Tensor]) -> tuple[tuple[int, int], ...]:
-    return tuple((tensor.untyped_storage()._cdata, _nbytes(tensor)) for tensor in tensors)
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

@@ -54,12 +54,7 @@ LINES = [
         "plan --tp 2",
     ),
     *("plan --network pigeon", "plan --mfu 0", "plan --stage hfsdp", "plan --reshard-to 3"),
-    *(
-        "plan --search 17",
-        "plan --picture plan.txt",
-        "plan --picture text/plan.png",
-        "plan --trace text/x",
-    ),
+    "plan --search 17",
     *(
         "plan --model nothing:f",
         "plan --model json",
@@ -68,12 +63,7 @@ LINES = [
     ),
     *("plan --model build:with_arguments", "plan --model raises:f", "plan --model build:"),
     *("plan --preset tiny --hf gpt2", "plan --model build:number --override width=8"),
-    *(
-        "plan --preset moe-670b --override width=8",
-        "plan --measure --mfu 0.4",
-        "plan --mfu 0.4 --compute-s 1",
-    ),
-    *("plan --unit Nothing", "plan --preset moe-670b --unit Expert", "plan --measure"),
+    *("plan --mfu 0.4 --compute-s 1", "plan --unit Nothing", "plan --preset tiny --unit head"),
     *("plan --hf sizes.json", "plan --hf gpt2 --override n_head=5 --override n_embd=768"),
     *(
         "train --device accelerator",
@@ -94,7 +84,7 @@ LINES = [
         "checkpoint export ran exported",
     ),
     *("checkpoint export ran missing/out", "checkpoint export ran /proc/x"),
-    *("plan --search 65536 --accumulate 2", "plan --search 65536 --trace x.json"),
+    "plan --search 65536 --accumulate 2",
     *("doctor --ranks 3", "doctor --audit build:number --cpu"),
     *("doctor --audit nothing", "doctor --audit nothing:f", "doctor --audit build:missing"),
     *(

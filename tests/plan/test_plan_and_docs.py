@@ -40,15 +40,12 @@ def test_the_benchmark_compares_memory_and_time(tmp_path: Path) -> None:
     assert 0.3 < summary["memory_predicted_over_measured"] < 1.5
 
 
-MOE = ["--preset=moe-670b", "--seq-len=4096", "--unit=ExpertGroup"]
 LARGEST = {
     "70b": ["--preset=70b", "--ranks=16384"],
     "70b on two levels": ["--preset=70b", "--mesh=2048x8", "--stage=hfsdp"],
-    "moe": [*MOE, "--ranks=1024"],
-    "wide moe": [*MOE, "--ranks=16384"],
 }
 # Seconds of one core.
-LIMITS_S = {"70b": 30, "70b on two levels": 30, "moe": 60, "wide moe": 60}
+LIMITS_S = {"70b": 30, "70b on two levels": 30}
 
 
 @pytest.mark.long
@@ -72,7 +69,6 @@ def test_the_largest_plans_take_less_than_a_minute_of_one_core_and_4_gib(
     assert process.returncode == 0
     plan = json.loads((tmp_path / "plan.json").read_text(encoding="utf-8"))
     assert plan["memory"]["peak_nbytes"] > 2**30
-    assert plan["advice"] is not None
     assert used.ru_maxrss * 1024 < 4 * 2**30
     # Of the processor, not of the clock; even so, others on the same cores slow it down by half.
     if used.ru_utime >= LIMITS_S[name] and os.getloadavg()[0] > (os.cpu_count() or 1):
