@@ -53,7 +53,6 @@ _SECTIONS = {
         "on_nonfinite",
         "profile",
         "tensorboard",
-        "wandb",
         "sample_bytes",
         "plot",
     ),

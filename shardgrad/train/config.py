@@ -187,9 +187,6 @@ class TrainConfig:
     tensorboard: bool = _setting(
         False, "Write the metrics for TensorBoard too, into the run folder."
     )
-    wandb: bool = _setting(
-        False, "Log the metrics to Weights & Biases too; offline, unless WANDB_MODE=online is set."
-    )
     sample_bytes: int = _setting(
         60,
         "Length of the text that the trained model writes at the end; 0 for none.",

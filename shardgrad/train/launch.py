@@ -30,7 +30,6 @@ from shardgrad.train.model_types import (
     require_model_type,
 )
 from shardgrad.train.rank import Job, Report, run_rank
-from shardgrad.train.sinks import wandb_mode
 from shardgrad.train.spawn import spawn
 from shardgrad.train.texts import require_text
 
@@ -176,9 +175,6 @@ def _check_inputs(config: TrainConfig) -> None:
         require_known_fields(config.hf, config.override)
     if config.tensorboard:
         require("tensorboard", feature="--tensorboard")
-    if config.wandb:
-        require("wandb", feature="--wandb")
-        wandb_mode()
     require_text(
         config.data,
         limit_nbytes=config.data_limit_mib * 2**20,

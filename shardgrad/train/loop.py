@@ -25,7 +25,6 @@ from shardgrad.train.parallel import World, build_mesh, memory_nbytes
 from shardgrad.train.profiling import profiled
 from shardgrad.train.record import RunRecord, StepMetrics
 from shardgrad.train.sharding import build_model
-from shardgrad.train.sinks import open_sinks
 from shardgrad.train.step import TrainStep, validation_loss
 from shardgrad.train.stop import StopRequest
 
@@ -127,8 +126,7 @@ class Run:
         self._corpus = corpus
         self._checkpoints = checkpoints
         self._display = display
-        self._sinks = open_sinks(config, folder) if world.leads else []
-        self._record = RunRecord(folder, self._sinks) if world.leads else None
+        self._record = RunRecord(folder, tensorboard=config.tensorboard) if world.leads else None
         # Of the finite losses since the last report, the sum and the number.
         self._losses = torch.zeros(2, device=world.device)
         self._step = TrainStep(
@@ -298,8 +296,6 @@ class Run:
             self._display.note("The model writes:")
             for line in sample.split("\n"):
                 self._display.note(f"  {line}")
-        for sink in self._sinks:
-            sink.close()
         elapsed_s = time.perf_counter() - self._began_s
         if self._config.plot:
             self._record.draw(unigram_entropy=self._entropy)

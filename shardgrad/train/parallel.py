@@ -18,7 +18,6 @@ from shardgrad.diagnosis.rank_watch import leave_to_program
 from shardgrad.train.accelerators import NO_ACCELERATOR
 from shardgrad.train.config import TrainConfig, mesh_shape
 from shardgrad.train.failure import UsageError
-from shardgrad.train.heap import keep_freed_memory
 from shardgrad.train.launcher import available_cores
 
 
@@ -87,7 +86,6 @@ def join(config: TrainConfig, *, init_method: str) -> World:
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     device = _choose_device(config.device, local_rank)
     if device.type == "cpu":
-        keep_freed_memory()
         torch.set_num_threads(max(1, available_cores() // local_world_size))
         backend = "gloo"
     else:

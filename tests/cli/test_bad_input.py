@@ -104,7 +104,6 @@ LINES = [
     *("generate started", "generate wrong"),
     *(
         "checkpoint verify started",
-        "completion tcsh",
         "checkpoint verify missing",
         "checkpoint inspect text",
         "checkpoint export missing out",

@@ -20,12 +20,6 @@ from shardgrad.graphs.preflight.issues import Issue
 from shardgrad.patch.__main__ import main as patched
 
 
-def test_bench_says_where_it_has_moved_and_fails() -> None:
-    done = CliRunner().invoke(main, ["bench", "--steps", "3"])
-    assert done.exit_code == 2
-    assert "python -m benchmarks" in done.output
-
-
 def test_without_the_extra_the_command_line_names_it_and_fails(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -101,13 +95,6 @@ def test_options_are_listed_in_sections_and_those_of_no_section_under_others() -
     assert "Options:" not in lines["train"]
     assert "Options:" in lines["doctor"]
     assert "Other options:" not in lines["doctor"]
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_the_script_that_completes_words_is_printed(shell: str) -> None:
-    done = CliRunner().invoke(main, ["completion", shell])
-    assert done.exit_code == 0
-    assert "_SHARDGRAD_COMPLETE" in done.output
 
 
 def test_a_switch_takes_no_value_and_another_option_does() -> None:
