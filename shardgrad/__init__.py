@@ -11,7 +11,6 @@ from shardgrad.version import __version__
 if TYPE_CHECKING:
     from shardgrad import optim
     from shardgrad.checks.gradient_report import gradient_report
-    from shardgrad.checks.lost_work import LostWorkWarning
     from shardgrad.checks.replica_report import replica_report
     from shardgrad.checks.unowned_params import UnownedParameterWarning
     from shardgrad.checks.untrained_params import UntrainedParameterWarning
@@ -78,7 +77,7 @@ _DEFINED_IN = {
     "GradientReductionHandle": "policies",
     "GraphPool": "graphs",
     "KeptGradientWarning": "sharding.gradient_objects",
-    "LostWorkWarning": "checks.lost_work",
+    "LostWorkWarning": "errors",
     "MixedPrecisionPolicy": "policies",
     "OffloadPolicy": "policies",
     "ShardgradError": "errors",

@@ -245,13 +245,10 @@ def warn_of_unowned(optimizer: Optimizer, models: Iterable[nn.Module]) -> bool:
         more = f" and {len(found) - 5} more" if len(found) > 5 else ""
         warnings.warn(
             f"shardgrad: {type(optimizer).__name__} trains a sharded model, and {len(found)} "
-            f"parameters that "
-            f"no unit owns: {'; '.join(few)}{more}. Every rank trains its own (rank "
-            f"{dist.get_rank()}). "
-            "Try: shardgrad.fully_shard(module) on the module that has them, before the optimizer "
-            "is built; "
-            "to train them apart, or if the program averages their gradients, name them in "
-            "ignored_params",
+            f"parameters that no unit owns: {'; '.join(few)}{more}. Every rank trains its own "
+            f"(rank {dist.get_rank()}). Try: shardgrad.fully_shard(module) on the module that has "
+            "them, before the optimizer is built; to train them apart, or if the program averages "
+            "their gradients, name them in ignored_params",
             UnownedParameterWarning,
             stacklevel=6,
         )

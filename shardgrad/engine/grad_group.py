@@ -58,9 +58,8 @@ class GradState(Enum):
     COLLECTING = auto()  # they arrive from autograd: half-written, in the collector
     READY = auto()  # all are there, or no more are expected: waiting for the group's turn
     SUMMED = auto()  # they were added to what waits on this rank
-    REDUCED = (
-        auto()
-    )  # they were sent; the reduction is in flight, or has written the gradient shard
+    # They were sent; the reduction is in flight, or has written the gradient shard.
+    REDUCED = auto()
 
 
 # What may follow each state; `ReductionScheduler` makes all transitions.
@@ -139,9 +138,8 @@ class GradGroup:
 
     def __init__(self, group: ParamGroup) -> None:
         self.group = group
-        self.requires_sync = (
-            True  # False sums gradients on this rank, in a buffer of the reduce dtype
-        )
+        # False sums gradients on this rank, in a buffer of the reduce dtype.
+        self.requires_sync = True
         self.requires_all_reduce = True  # False (HSDP) keeps the partial sum of the reduce-scatter
         self.divide_factor: float | None = None  # of the sum over ranks; None for their number
         self.params: list[FSDPParam] = []  # with a place, in order; see `refresh_trainable`
@@ -161,9 +159,8 @@ class GradGroup:
         self.former_shards: list[GradShard] = []
         self._route: _Route | None = None
         self._trainable: tuple[bool, ...] = ()
-        self._agreed: tuple[
-            bool, ...
-        ] = ()  # what sharded and unsharded parameters had in common last
+        # What sharded and unsharded parameters had in common last.
+        self._agreed: tuple[bool, ...] = ()
         self._holds_places = False  # of parameters that do not require grad
         self._generation = -1  # of the group, when parameters got their places
         self._hooked: object = None
@@ -214,9 +211,8 @@ class GradGroup:
             before = self.params
             self._place(placed)
             if known and placed and is_capturing(self.group.mesh.device):
-                self._refuse_in_capture(
-                    before
-                )  # after the places have changed, for the eager steps to come
+                # After the places have changed, for the eager steps to come.
+                self._refuse_in_capture(before)
         else:
             self._hook()  # those that have begun to require grad again
 
@@ -347,9 +343,8 @@ class GradGroup:
                 unsharded.__dict__[_HOOKED] = True
                 unsharded.register_post_accumulate_grad_hook(hook)
                 if REDUCES_IN_GRAD_DTYPE and self.group.reduce_dtype.itemsize > unsharded.itemsize:
-                    unsharded.grad_dtype = (
-                        None  # what autograd gives, which may be wider than the parameter
-                    )
+                    # What autograd gives, which may be wider than the parameter.
+                    unsharded.grad_dtype = None
 
     # -- the gradient shard
 

@@ -113,8 +113,7 @@ class RootContext:
         """Frees the memory of gradients that are None: [Note: Memory of gradients] in
         `grad_shard.py`.
 
-        Streams: those that it was allocated on wait for the current one, on which what the program
-        keeps is copied, and for the optimizer's.
+        Streams: those that it was allocated on wait for the current one, and for the optimizer's.
         Capture: safe; memory that is there is kept at its address, and none is freed.
         """
         shards = [grads.shard for grads in self.grad_groups]
@@ -135,10 +134,6 @@ class RootContext:
             self.comm_ctx.streams.current(),
             self.post_optim_event,
         )
-        if event is not None and any(shard.objects.may_be_kept() for shard in free):
-            streams.event_of(event).wait(reader)
-        for shard in free:
-            shard.part_with_kept(reader)
         for stream in {shard.stream for shard in (*free, *replaced)} - {
             None
         }:  # of memory on the host
@@ -148,7 +143,7 @@ class RootContext:
                 self._read.record(reader)
                 self._read.wait(stream)
         for shard in free:
-            shard.free()
+            shard.free(reader)
         for grads in self.grad_groups if replaced else ():
             grads.former_shards = [shard for shard in grads.former_shards if shard not in replaced]
 
@@ -300,9 +295,8 @@ class RootContext:
         self.keep_unsharded = False
         self.scheduler.enrolment = None
         if not self.scheduler.backward_running:
-            del self._backward_order[
-                self._order_before :
-            ]  # those before it may have a backward yet
+            # Those before it may have a backward yet.
+            del self._backward_order[self._order_before :]
             for unit in self.units:
                 unit.abandon_forward()
         else:
@@ -320,9 +314,8 @@ class RootContext:
             )
             warnings.warn(
                 "a backward failed half-way: the gradients that it has computed are dropped, those "
-                "of "
-                f"earlier backwards are kept.{added if lost else ''} zero_grad() drops all of "
-                f"them.",
+                f"of earlier backwards are kept.{added if lost else ''} zero_grad() drops all of "
+                "them.",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -64,9 +64,8 @@ class ReductionScheduler:
 
     def __init__(self, comm_ctx: CommContext, end_backward: Callable[[], None]) -> None:
         self.comm_ctx = comm_ctx
-        self._end_backward = (
-            end_backward  # called once when autograd ends a backward that was seen to begin
-        )
+        # Called once when autograd ends a backward that was seen to begin.
+        self._end_backward = end_backward
         self.backward_running = False
         self.is_last_backward = True  # False for a micro-batch that others follow
         # True from a backward that makes a graph (`create_graph=True`), which reads parameters

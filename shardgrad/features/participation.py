@@ -124,8 +124,7 @@ class _Enrolment:
         if grads.state is GradState.REDUCED:
             raise ParticipationError(
                 f"unit {grads.group.name or 'root'!r} got more gradients after its reduction, from "
-                f"a "
-                "reentrant checkpoint over modules that the same forward also runs outside of it",
+                "a reentrant checkpoint over modules that the same forward also runs outside of it",
                 expected="gradients that are complete once: other ranks do not join a second "
                 "reduction",
                 got=f"{grads.collector.count} that came late",

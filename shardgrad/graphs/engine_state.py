@@ -187,7 +187,7 @@ class ModuleState(Capturable):
         else:
             for shard in shards:
                 shard.part_with_kept(self._reader)
-                shard.free()
+                shard.free(self._reader)
 
     def _join_post_optim_events(self) -> None:
         """Makes the current stream wait for what the next forward was to wait for instead of the
@@ -210,7 +210,7 @@ class ModuleState(Capturable):
             for shard in (each for each in self._shards() if each not in others):
                 shard.unbind()
                 shard.part_with_kept(self._reader)
-                shard.free()
+                shard.free(self._reader)
 
     def after_eager_region(self) -> None:
         """See `Capturable`."""
