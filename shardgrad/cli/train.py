@@ -49,8 +49,6 @@ _SECTIONS = {
         "log_every",
         "eval_every",
         "eval_samples",
-        "check_every",
-        "on_nonfinite",
         "profile",
         "tensorboard",
         "sample_bytes",
