@@ -20,6 +20,7 @@ from shardgrad.cli import doctor as doctor_module
 from shardgrad.cli import main
 from shardgrad.graphs.preflight.issues import Issue
 from shardgrad.patch.__main__ import main as patched
+from tests.support.processes import run
 
 
 def test_without_the_extra_the_command_line_names_it_and_fails(
@@ -139,3 +140,16 @@ def test_a_misspelled_command_is_refused_with_the_one_that_is_spelled_alike() ->
     result = CliRunner().invoke(main, ["trian"])
     assert result.exit_code == 2
     assert "No such command 'trian'. Did you mean 'train'?" in result.output
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_what_a_terminal_cannot_show_is_escaped(encoding: str) -> None:
+    script = "from shardgrad import __main__; import sys\n"
+    script += "__main__._write_what_can_be_written(); print(chr(0x2603), flush=True)\n"
+    script += "import subprocess; subprocess.run([sys.executable, '-c', 'print(chr(0x2603))'])"
+    done = run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"PYTHONIOENCODING": encoding},
+        timeout_s=60,
+    )
+    assert (done.returncode, done.stdout) == (0, "\\u2603\n" * 2), done.stderr
