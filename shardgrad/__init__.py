@@ -32,7 +32,6 @@ if TYPE_CHECKING:
         OffloadPolicy,
         UnshardHandle,
     )
-    from shardgrad.sharding.gradient_objects import KeptGradientWarning
 
 
 __all__ = [
@@ -43,7 +42,6 @@ __all__ = [
     "GradientPolicy",
     "GradientReductionHandle",
     "GraphPool",
-    "KeptGradientWarning",
     "LostWorkWarning",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
@@ -76,7 +74,6 @@ _DEFINED_IN = {
     "GradientPolicy": "policies",
     "GradientReductionHandle": "policies",
     "GraphPool": "graphs",
-    "KeptGradientWarning": "sharding.gradient_objects",
     "LostWorkWarning": "errors",
     "MixedPrecisionPolicy": "policies",
     "OffloadPolicy": "policies",

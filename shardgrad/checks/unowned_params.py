@@ -189,7 +189,7 @@ def _unowned(module: nn.Module, shared: Collection[nn.Parameter]) -> list[_Slot]
         (module._parameters, name)
         for name, param in module._parameters.items()
         if not (
-            param is None
+            not isinstance(param, nn.Parameter)  # a tensor that functional_call has put there
             or name in ignored
             or isinstance(param, DTensor)
             or is_unsharded_param(param)

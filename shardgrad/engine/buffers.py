@@ -268,8 +268,9 @@ class SlotRing:
         Bytes that are not kept are given back; the stream `joined` comes after their last use
         already.
         """
-        if any(slot.holder is not None for slot in self.slots):
-            return
+        for slot in self.slots:
+            if slot.holder is not None:
+                return
         self._turns, self._largest = list(self.slots), 0
         for slot in self._turns:
             if self.keeps:

@@ -88,6 +88,8 @@ class GradShard:
         self._brought: StreamEvent | None = None
         self.memory = GradMemory.NONE
         self.stream: Stream = None  # that memory is allocated on, now or next; None on the CPU
+        # How often memory that graphs know was left to the program; they are of no use then.
+        self.moves = 0
         self._allocated: StreamEvent | None = None
         self._nothing = home.zeros(0, dtype)
         self._take(self._nothing)
@@ -238,9 +240,12 @@ class GradShard:
         """Makes the memory of these places one that the program holds nothing of."""
         if not places:
             return
-        if self.memory is GradMemory.FIXED and self.stream is not None:
-            self.objects.move_out(places, reader)  # a graph knows the address
-        elif self.objects.are_absent():
+        is_known = self.memory is GradMemory.FIXED and self.stream is not None
+        if is_known and not self.objects.are_viewed(places):
+            self.objects.move_out(places, reader)  # graphs go on with the address
+            return
+        self.moves += is_known
+        if self.objects.are_absent():
             self.free(reader)
         else:
             self._record(reader)

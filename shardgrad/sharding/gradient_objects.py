@@ -5,8 +5,10 @@ In plain torch, `g = p.grad; p.grad = None` and another backward leave `g` as it
 makes a new tensor. Here it may write to the same memory. So before memory whose gradient is None is
 written or freed, the engine looks whether the program still holds anything over it: the gradient
 itself, or something else with its storage. If so, the program keeps this memory, and the group goes
-on with other memory and new objects. Only memory that a graph knows cannot be exchanged: there, the
-gradient that the program holds moves to a copy, and a new object takes its place.
+on with other memory and new objects. Memory that a graph knows cannot be exchanged under it: there,
+the gradient that the program holds moves to a copy, and a new object takes its place. Views cannot
+be moved; where there are some, the group takes other memory after all, and graphs are captured
+again.
 
 Every gradient has a storage that no other one has, so reference counts tell, in a few passes in C
 over however many there are, and a program that keeps none pays nothing else. Alternatives:
@@ -16,7 +18,6 @@ docs/design/kept_gradients.md.
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from itertools import chain, repeat
 from math import prod
@@ -36,7 +37,6 @@ __all__ = [
     "PLAIN",
     "Bound",
     "GradientObjects",
-    "KeptGradientWarning",
     "counts_if_none_is_kept",
     "counts_of",
     "keep_for_current_stream",
@@ -50,10 +50,6 @@ Bound = int | torch.Tensor
 Stream = torch.Stream | None
 _uses_of: Callable[[int], int] = torch._C._storage_Use_Count
 _WATCHED, _STORAGES = attrgetter("_watched"), attrgetter("_storages")
-
-
-class KeptGradientWarning(UserWarning):
-    """A program keeps a view of a gradient, whose memory a graph is about to overwrite."""
 
 
 def keep_for_current_stream(tensor: torch.Tensor) -> None:
@@ -301,24 +297,36 @@ class GradientObjects:
         """In a capture, takes note of the gradients that each of its replays will overwrite."""
         self.overwritten += [place for place, what in enumerate(self.bound()) if what is ABSENT]
 
-    def before_replays(self) -> Callable[[Stream], None]:
+    def before_replays(self) -> Callable[[Stream], bool]:
         """Returns what moves, before each replay, gradients that the capture about to begin
         overwrites.
 
-        What is bound is the same before each of them. It takes the reader that `move_out` takes.
+        What is bound is the same before each of them. It takes the reader that `move_out` takes,
+        and returns False if there must be no replay: the program keeps views of some.
         """
         overwritten: list[int] = []
         self.overwritten = overwritten
         bound = self.bound()
         expected = self.counts_if_none_is_kept(bound)
 
-        def move_overwritten(reader: Stream) -> None:
-            if overwritten and self._is_watched:
-                counts = self._counts()
-                if counts != expected:
-                    self.move_out(sorted({*self._kept(counts, expected)} & {*overwritten}), reader)
+        def move_overwritten(reader: Stream) -> bool:
+            if not (overwritten and self._is_watched):
+                return True
+            counts = self._counts()
+            if counts == expected:
+                return True
+            places = sorted({*self._kept(counts, expected)} & {*overwritten})
+            if self.are_viewed(places):
+                return False
+            self.move_out(places, reader)
+            return True
 
         return move_overwritten
+
+    def are_viewed(self, places: Sequence[int]) -> bool:
+        """Returns whether anything but gradients and their local tensors shares their memory."""
+        unkept = self._unkept[2 * len(self.plain) :]
+        return any(_uses_of(self._storages[place]) > unkept[place] for place in places)
 
     def move_out(self, places: Sequence[int], reader: Stream) -> None:
         """Moves gradients that the program keeps to copies: a graph knows their memory.
@@ -332,22 +340,11 @@ class GradientObjects:
         Streams: the copies are made on the current stream, where the gradients have to be final.
         Capture: not safe.
         """
-        bound, viewed = self.bound(), []
-        kept = [self._locals[place] for place in places]
+        bound, kept = self.bound(), [self._locals[place] for place in places]
         self.leave(places)
         for place, local in zip(places, kept, strict=True):
-            storage, copy = local.untyped_storage(), local.clone()
+            copy = local.clone()
             if reader is not None:
                 copy.record_stream(reader)
             local.set_(copy.untyped_storage(), 0, copy.shape, copy.stride())
             self.bind(place, bound[place])
-            if _uses_of(storage._cdata) > 1:  # besides `storage`
-                viewed.append(self._names[place])
-        if viewed:
-            warnings.warn(
-                "shardgrad: a graph is about to overwrite gradients of which the program keeps "
-                f"views: {', '.join(viewed)}. They will show the next gradients. Keep the "
-                "gradients themselves, or p.grad.clone()",
-                KeptGradientWarning,
-                stacklevel=2,
-            )
