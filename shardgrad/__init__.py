@@ -11,7 +11,6 @@ from shardgrad.version import __version__
 if TYPE_CHECKING:
     from shardgrad import optim
     from shardgrad.checks.gradient_report import gradient_report
-    from shardgrad.checks.lost_work import LostWorkWarning
     from shardgrad.checks.replica_report import replica_report
     from shardgrad.checks.unowned_params import UnownedParameterWarning
     from shardgrad.checks.untrained_params import UntrainedParameterWarning
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
         OffloadPolicy,
         UnshardHandle,
     )
-    from shardgrad.sharding.gradient_objects import KeptGradientWarning
 
 
 __all__ = [
@@ -44,7 +42,6 @@ __all__ = [
     "GradientPolicy",
     "GradientReductionHandle",
     "GraphPool",
-    "KeptGradientWarning",
     "LostWorkWarning",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
@@ -77,8 +74,7 @@ _DEFINED_IN = {
     "GradientPolicy": "policies",
     "GradientReductionHandle": "policies",
     "GraphPool": "graphs",
-    "KeptGradientWarning": "sharding.gradient_objects",
-    "LostWorkWarning": "checks.lost_work",
+    "LostWorkWarning": "errors",
     "MixedPrecisionPolicy": "policies",
     "OffloadPolicy": "policies",
     "ShardgradError": "errors",

@@ -222,8 +222,8 @@ def _refuse_claimed(name: str, param: nn.Parameter) -> None:
             expected="a parameter that no unit owns yet",
             got=f"DTensor of shape {tuple(param.shape)} with {param.placements}",
             where=f"parameter {name}",
-            fix="apply fully_shard bottom-up: inner modules first, the root last; "
-            "a module that several units contain, before all of them",
+            fix="apply fully_shard bottom-up: inner modules first, the root last; a module that "
+            "several units contain, before all of them",
         )
 
 

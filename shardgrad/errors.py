@@ -26,6 +26,7 @@ __all__ = [
     "ForeignParameterError",
     "ForwardMethodError",
     "GradientError",
+    "LostWorkWarning",
     "MeshError",
     "MeshNamesError",
     "MetaParameterError",
@@ -234,6 +235,10 @@ class GradientError(ShardgradError, RuntimeError):
     """A gradient that cannot be used: sparse, of another shape, or not finite where that is
     forbidden.
     """
+
+
+class LostWorkWarning(UserWarning):
+    """A shard cannot take what a program has written to an unsharded parameter."""
 
 
 class CaptureError(ShardgradError, RuntimeError):

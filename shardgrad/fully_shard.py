@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, Shard
 
 from shardgrad.checks.argument_types import refuse_wrong_types
-from shardgrad.checks.lost_work import LostWork, refuse_hooks
+from shardgrad.checks.lost_work import refuse_hooks
 from shardgrad.checks.misuse import guard_owner
 from shardgrad.checks.optimizer_hooks import watch_optimizers
 from shardgrad.checks.same_weights import compare_weights, note_weights, sums_of
@@ -336,8 +336,7 @@ def _reshard_plan(
     if not isinstance(reshard_after_forward, int):
         raise OptionError(
             "reshard_after_forward should be a bool or an int representing the group size to "
-            "reshard to, "
-            f"not {reshard_after_forward!r}",
+            f"reshard to, not {reshard_after_forward!r}",
             expected="None, True, False, or an int",
             got=type(reshard_after_forward).__name__,
             fix="reshard_after_forward=True",
@@ -389,11 +388,8 @@ def _install_hooks(unit: Unit, managed_modules: Sequence[nn.Module]) -> None:
     Modules of inner units too, where they register a parameter that this unit owns since it is
     tied.
     """
-    lost_work = LostWork()
 
     def to_shards(*_: Any, **__: Any) -> None:
-        for group in unit.groups:
-            lost_work.look_at_writes(group)
         unit.reshard()
 
     def to_own_shards(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

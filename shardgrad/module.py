@@ -24,7 +24,6 @@ from shardgrad.checks.optimizer_hooks import note_cast
 from shardgrad.compat.backward_finalization import finalize, set_is_last_backward, set_manual
 from shardgrad.compat.torch_views import StateView, state_of
 from shardgrad.engine.comm_context import CommContext
-from shardgrad.engine.grad_group import SWITCHES, GradGroup, Waiting
 from shardgrad.engine.replaced_params import adopt
 from shardgrad.engine.root import RootContext, context_of, lazy_init
 from shardgrad.engine.unit import Unit, outside_graphs, unit_of, units_under
@@ -329,7 +328,8 @@ class FSDPModule:
         super().zero_grad(set_to_none)  # type: ignore[misc]
         for unit in self._units(recurse=True):
             for grads in unit.grad_groups:
-                _drop_waiting(grads)
+                if grads.buffers():
+                    grads.drop_sums()
                 shard = grads.shard
                 if shard is not None and set_to_none:
                     shard.unbind()
@@ -609,14 +609,6 @@ def _units_of(modules: Sequence[Any]) -> list[Unit]:
             fix="fully_shard(module) first",
         )
     return [unit for unit in units if unit is not None]
-
-
-def _drop_waiting(grads: GradGroup) -> None:
-    """Drops sums that wait unreduced; a turn stays, since other ranks may still have theirs."""
-    if grads.buffers():
-        *settings, waiting, _, touched = SWITCHES(grads)
-        turn = Waiting.TURN if waiting is Waiting.SUM else waiting
-        grads.set_switches((*settings, turn, False, (False,) * len(touched)))
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

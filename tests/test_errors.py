@@ -40,4 +40,4 @@ def test_every_exported_error_is_one_of_ours_and_a_builtin() -> None:
 
 def test_all_errors_are_exported() -> None:
     defined = {name for name, value in vars(errors).items() if isinstance(value, type)}
-    assert defined == {name for name in errors.__all__ if name.endswith("Error")}
+    assert defined == {name for name in errors.__all__ if name.endswith(("Error", "Warning"))}

@@ -155,8 +155,8 @@ def test_the_command_line_names_its_extra_in_one_sentence(
         ),
         (
             "safetensors",
-            ["checkpoint", "convert", ".", "there", "--to", "safetensors"],
-            "shardgrad.checkpoint.convert.open_checkpoint",
+            ["checkpoint", "export", ".", "there"],
+            "shardgrad.checkpoint.safetensors.verify",
             "a safetensors file needs safetensors, which is not installed: "
             "pip install 'shardgrad[safetensors]'",
         ),
@@ -179,7 +179,7 @@ def test_a_missing_package_is_named_before_any_work(
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "complete").touch()  # as in a checkpoint
+    (tmp_path / ".metadata").touch()  # as in a checkpoint
     with mock.patch(work, side_effect=AssertionError("work was begun")):
         done = CliRunner().invoke(main, arguments)
     assert done.exit_code == 2

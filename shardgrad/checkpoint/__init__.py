@@ -1,23 +1,25 @@
-"""Checkpoints that are complete or absent, contain only data, and load on any number of ranks.
+"""Checkpoints in the format of `torch.distributed.checkpoint` that appear whole and have checksums.
 
 Needs `pip install 'shardgrad[checkpoint]'`.
 """
 
 from __future__ import annotations
 
-from shardgrad.checkpoint.convert import convert
-from shardgrad.checkpoint.loading import load, open_checkpoint
-from shardgrad.checkpoint.safetensors import export_safetensors
+from shardgrad.checkpoint.folder import Series
+from shardgrad.checkpoint.loading import load
+from shardgrad.checkpoint.manifest import verify
+from shardgrad.checkpoint.metadata import read_metadata
+from shardgrad.checkpoint.safetensors import export_checkpoint, export_safetensors
 from shardgrad.checkpoint.saving import Saving, save, save_async
-from shardgrad.checkpoint.series import Series
 
 __all__ = [
     "Saving",
     "Series",
-    "convert",
+    "export_checkpoint",
     "export_safetensors",
     "load",
-    "open_checkpoint",
+    "read_metadata",
     "save",
     "save_async",
+    "verify",
 ]

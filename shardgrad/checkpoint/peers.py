@@ -5,10 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
+from shardgrad.checkpoint.text import printable
 from shardgrad.diagnosis.flight_recorder import GroupLog, recorder
 from shardgrad.errors import (
     CheckpointError,
@@ -16,8 +19,11 @@ from shardgrad.errors import (
     CheckpointVersionError,
     ShardgradError,
 )
+from shardgrad.extras import require
 
 __all__ = ["Peers"]
+
+require("numpy", feature="shardgrad.checkpoint")  # torch's collectives of objects need it
 
 _Result = TypeVar("_Result")
 _ERRORS: dict[str, type[ShardgradError]] = {
@@ -30,15 +36,27 @@ class Peers:
     """The ranks of a process group, or one process. Methods with an argument `what` are
     collectives.
 
-    Each collective is recorded in the flight recorder as "`what` of the checkpoint".
+    Each collective is recorded in the flight recorder as "`what` of the checkpoint". What a rank
+    sends and receives does not grow with the number of ranks, but on the first rank in `gather`.
 
     Args:
         group: a process group; None is the default group, or this process alone.
+        error: the type that errors without a type of ours become.
+        where: the checkpoint, which such errors name.
         aside: the collectives are launched by a background thread.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, *, aside: bool = False) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        error: type[ShardgradError] = CheckpointSaveError,
+        where: Path | None = None,
+        aside: bool = False,
+    ) -> None:
         self._group = group
+        self._error = error
+        self._where = where
         self._trains = threading.get_ident()
         is_joined = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank(group) if is_joined else 0
@@ -50,13 +68,11 @@ class Peers:
 
     @property
     def leads(self) -> bool:
-        """Whether this process is the first rank, which writes the index."""
+        """Whether this process is the first rank."""
         return self.rank == 0
 
     def gather(self, what: str, thing: Any) -> list[Any]:
-        """Returns every rank's object, in order, on the first rank, and an empty list on the
-        others.
-        """
+        """Returns every rank's object on the first rank, and an empty list on the others."""
         if self.count == 1:
             return [thing]
         things: list[Any] | None = [None] * self.count if self.leads else None
@@ -64,25 +80,34 @@ class Peers:
             dist.gather_object(thing, things, group=self._group, group_dst=0)
         return things or []
 
-    def scatter(self, what: str, things: list[Any]) -> Any:
+    def scatter(self, what: str, things: list[Any] | None) -> Any:
         """Returns this rank's entry of the first rank's list."""
         if self.count == 1:
-            return things[0]
+            return (things or [None])[0]
         box: list[Any] = [None]
         with self._noted(what):
-            dist.scatter_object_list(
-                box, things if self.leads else None, group=self._group, group_src=0
-            )
+            dist.scatter_object_list(box, things, group=self._group, group_src=0)
         return box[0]
 
-    def all_gather(self, what: str, thing: Any) -> list[Any]:
-        """Returns every rank's object, in order, on every rank."""
+    def broadcast(self, what: str, thing: Any, source: int = 0) -> Any:
+        """Returns the object of one rank."""
         if self.count == 1:
-            return [thing]
-        things: list[Any] = [None] * self.count
+            return thing
+        box = [thing if self.rank == source else None]
         with self._noted(what):
-            dist.all_gather_object(things, thing, group=self._group)
-        return things
+            dist.broadcast_object_list(box, group=self._group, group_src=source)
+        return box[0]
+
+    def reduce(self, what: str, numbers: list[int], op: Any) -> list[int]:
+        """Returns the reduction of every rank's small numbers, one by one."""
+        if self.count == 1 or not numbers:
+            return numbers
+        device = dist.distributed_c10d._get_object_coll_device(self._group)
+        tensor = torch.tensor(numbers, dtype=torch.int32, device=device)
+        with self._noted(what):
+            dist.all_reduce(tensor, op, group=self._group)
+        reduced: list[int] = tensor.tolist()
+        return reduced
 
     def together(self, what: str, work: Callable[[], _Result]) -> _Result:
         """Returns the result of `work` on this rank; if it fails on any rank, all ranks raise the
@@ -101,19 +126,18 @@ class Peers:
             result = work()
         except Exception as error:  # any error: the other ranks must not wait for this one
             cause = error
-        told = None if cause is None else _words(cause)
-        found = [
-            (rank, words)
-            for rank, words in enumerate(self.all_gather(what, told))
-            if words is not None
-        ]
-        if not found:
+        mine = self.count if cause is None else self.rank
+        (failed,) = self.reduce(what, [mine], dist.ReduceOp.MIN if self.count > 1 else None)
+        if failed == self.count:
             return result
-        rank, (kind, said, expected, got, where, fix) = found[0]
+        told = None if cause is None or failed != self.rank else self._words(cause)
+        kind, said, expected, got, where, fix = self.broadcast(what, told, failed)
         if self._log is not None:
-            whose = f"rank {self._log.ranks[rank]}"
+            whose = f"rank {self._log.ranks[failed]}"
             where = whose if where is None else f"{where}; {whose}"
-        raise _ERRORS[kind](said, expected=expected, got=got, where=where, fix=fix) from cause
+        raise _ERRORS[kind](said, expected=expected, got=got, where=where, fix=fix) from (
+            cause if failed == self.rank else None
+        )
 
     @contextmanager
     def thread_awaited(self) -> Iterator[None]:
@@ -132,26 +156,25 @@ class Peers:
     @contextmanager
     def _noted(self, what: str) -> Iterator[None]:
         """Records a collective; training waits for it unless the background thread launches it."""
-        line, words = self._log, f"{what} of the checkpoint"
-        if line is None:
+        log, words = self._log, f"{what} of the checkpoint"
+        if log is None:
             yield
         elif threading.get_ident() == self._trains:
-            with line.waiting(words):
+            with log.waiting(words):
                 yield
         else:
-            line.record(words, None)
+            log.record(words, None)
             yield
 
-
-def _words(error: Exception) -> tuple[str | None, ...]:
-    """Returns the attributes of an error, from which other ranks raise it."""
-    if isinstance(error, CheckpointError | CheckpointSaveError):
-        told: ShardgradError = error
-    else:
-        told = CheckpointSaveError(
-            "a rank could not do its part of the checkpoint",
-            expected="no error",
-            got=f"{type(error).__name__}: {error}",
-            fix="remove the cause, and try again; checkpoints written before are untouched",
-        )
-    return type(told).__name__, told.what, told.expected, told.got, told.where, told.fix
+    def _words(self, error: Exception) -> tuple[str | None, ...]:
+        """Returns the attributes of an error, from which other ranks raise it."""
+        told = error
+        if not isinstance(told, CheckpointError | CheckpointSaveError):
+            told = self._error(
+                "a rank could not do its part of the checkpoint",
+                expected="no error",
+                got=printable(f"{type(error).__name__}: {error}"),
+                where=None if self._where is None else printable(self._where),
+                fix="remove the cause, and try again; checkpoints written before are untouched",
+            )
+        return type(told).__name__, told.what, told.expected, told.got, told.where, told.fix

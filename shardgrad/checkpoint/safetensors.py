@@ -1,133 +1,30 @@
-"""Unsharded models as `safetensors` files with the Hugging Face hub's names: written, and read in
-parts.
-"""
+"""Unsharded models as `safetensors` files with the Hugging Face hub's names."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from shardgrad.checkpoint.boxes import Box, row_runs
-from shardgrad.checkpoint.files import content_of, open_plain, write_synced
-from shardgrad.checkpoint.index import DTYPES, MOST_NBYTES, Entry, Piece
+from shardgrad.checkpoint.files import sync, write_synced
+from shardgrad.checkpoint.folder import Publication
+from shardgrad.checkpoint.loading import load
+from shardgrad.checkpoint.manifest import verify
+from shardgrad.checkpoint.metadata import read_metadata
 from shardgrad.checkpoint.peers import Peers
-from shardgrad.checkpoint.publish import Publication
-from shardgrad.checkpoint.source import Source
-from shardgrad.checkpoint.text import printable
+from shardgrad.checkpoint.text import listed, printable
 from shardgrad.errors import CheckpointError
 from shardgrad.extras import require
 
-__all__ = ["FILE_NBYTES", "SafetensorsSource", "export_safetensors", "write_safetensors"]
+__all__ = ["FILE_NBYTES", "export_checkpoint", "export_safetensors"]
 
 FILE_NBYTES = 4 * 2**30
-ONE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
-_RUN_NBYTES = 4 * 2**20  # copied at once
-
-
-class SafetensorsSource(Source):
-    """The weights of a model in `safetensors` files, as `transformers` writes them.
-
-    The format has no checksums: sizes are checked, contents are not.
-
-    Args:
-        folder: folder of `model.safetensors`, or of `model.safetensors.index.json` and the files it
-            names.
-
-    Raises:
-        PartnerUnavailableError: safetensors is not installed.
-        CheckpointError: a file is missing, or is none of this format.
-    """
-
-    origin = "safetensors"
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        require("safetensors", feature="a safetensors file")
-        self.folder = folder
-        self.values = {}
-        self._files: dict[str, Any] = {}
-        tensors: dict[str, Entry] = {}
-        package, described = import_module("safetensors"), []
-        for file in _files_in(folder):
-            path = folder / file
-            try:
-                os.close(open_plain(path))
-                opened = self._exits.enter_context(package.safe_open(path, framework="pt"))
-                for name in opened.keys():  # noqa: SIM118  (not a dictionary)
-                    part = opened.get_slice(name)
-                    shape = tuple(part.get_shape())
-                    dtype = _dtype_of(part.get_dtype())
-                    piece = Piece(file, 0, Box.whole(shape), ())
-                    tensors[name] = Entry(dtype, shape, (piece,) if piece.box.numel else ())
-                    self._files[name] = opened
-                    described.append((name, shape, str(dtype)))
-            except (package.SafetensorError, KeyError, OSError) as error:
-                self._exits.close()
-                raise _unusable(path, f"{type(error).__name__}: {error}") from error
-        self.tensors = tensors
-        self.identity = hashlib.sha256(repr(sorted(described)).encode()).hexdigest()
-
-    def check(self, name: str, box: Box) -> None:
-        """No effect: there are no checksums."""
-
-    def fill(self, name: str, box: Box, into: torch.Tensor) -> None:
-        """Copies a region, some rows at a time."""
-        entry, part, target = self.tensors[name], self._files[name].get_slice(name), into.detach()
-        for run, _, _ in row_runs(box, entry.shape, _RUN_NBYTES // entry.dtype.itemsize):
-            if run.shape:
-                target[run.seen_from(box).slices()].copy_(part[run.slices()])
-            else:
-                target.copy_(self._files[name].get_tensor(name))
-
-
-def _files_in(folder: Path) -> list[str]:
-    if not (folder / INDEX_FILE).exists():
-        return [ONE_FILE]
-    try:
-        places = json.loads(content_of(folder / INDEX_FILE, MOST_NBYTES))["weight_map"]
-        names = sorted({str(name) for name in places.values()})
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise _unusable(folder / INDEX_FILE, f"{type(error).__name__}: {error}") from error
-    for name in names:
-        if Path(name).name != name:
-            raise _unusable(
-                folder / INDEX_FILE,
-                f"the name {name!r:.100}, which is not of a file in the same folder",
-            )
-    return names
-
-
-def _dtype_of(name: str) -> torch.dtype:
-    """Returns the dtype that the format calls F32, BF16, I64 and so on."""
-    names = {
-        "BOOL": "bool",
-        "BF16": "bfloat16",
-        "F8_E4M3": "float8_e4m3fn",
-        "F8_E5M2": "float8_e5m2",
-    }
-    kinds = {"F": "float", "I": "int", "U": "uint"}
-    full = names.get(name) or kinds[name[0]] + name[1:]
-    return DTYPES[full]
-
-
-def _unusable(path: Path, got: str) -> CheckpointError:
-    return CheckpointError(
-        "a file of weights cannot be used",
-        expected="a file in the format safetensors",
-        got=printable(got),
-        where=printable(path),
-        fix="correct the path, or write the file again",
-    )
 
 
 def export_safetensors(
@@ -154,25 +51,61 @@ def export_safetensors(
 
     Host memory: one file on the first rank, one tensor on the others.
     """
-    peers = Peers(group)
-    write_safetensors(
-        {name: tensor.nbytes for name, tensor in state.items()},
-        lambda name: _whole(name, state[name], peers),
-        Path(folder),
-        file_nbytes=file_nbytes,
-        peers=peers,
-    )
+    folder = Path(folder)
+    peers = Peers(group, where=folder)
+    sizes = {name: tensor.nbytes for name, tensor in state.items()}
+    _write(sizes, lambda name: _whole(name, state[name], peers), folder, file_nbytes, peers)
 
 
-def write_safetensors(
+def export_checkpoint(checkpoint: Path | str, folder: Path | str, *, only: str = "") -> None:
+    """Verifies a checkpoint and writes its tensors as `safetensors` files, in one process.
+
+    Args:
+        checkpoint: a checkpoint that `shardgrad.checkpoint.save` wrote.
+        folder: a new folder.
+        only: write only the entries below this name, such as "model", without the name.
+
+    Raises:
+        PartnerUnavailableError: safetensors is not installed.
+        CheckpointError: the checkpoint is damaged, or has no tensors below the name.
+        CheckpointSaveError: the files could not be written.
+    """
+    require("safetensors", feature="a safetensors file")
+    metadata = read_metadata(checkpoint, verify(checkpoint))
+    prefix = f"{only}." if only else ""
+    stored = {
+        name.removeprefix(prefix): entry
+        for name, entry in metadata.state_dict_metadata.items()
+        if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
+    }
+    if not stored:
+        groups = {name.partition(".")[0] for name in metadata.state_dict_metadata}
+        raise CheckpointError(
+            f"the checkpoint has no tensors below {printable(only)}",
+            expected=f"one of {listed(groups)}",
+            got=printable(only),
+            where=printable(checkpoint),
+            fix="choose one of these names",
+        )
+    itemsizes = {name: entry.properties.dtype.itemsize for name, entry in stored.items()}
+    sizes = {name: entry.size.numel() * itemsizes[name] for name, entry in stored.items()}
+
+    def read(name: str) -> torch.Tensor:
+        tensor = torch.empty(stored[name].size, dtype=stored[name].properties.dtype)
+        load({prefix + name: tensor}, checkpoint, optional=("*",), verify=False)
+        return tensor
+
+    _write(sizes, read, Path(folder), FILE_NBYTES, Peers())
+
+
+def _write(
     sizes: Mapping[str, int],
     read: Callable[[str], torch.Tensor],
     folder: Path,
-    *,
-    file_nbytes: int = FILE_NBYTES,
+    file_nbytes: int,
     peers: Peers,
 ) -> None:
-    """Writes tensors one file after the other; see `export_safetensors`.
+    """Writes tensors one file after the other.
 
     Args:
         sizes: number of bytes of each tensor by name, in the order of the files.
@@ -184,44 +117,46 @@ def write_safetensors(
     require("safetensors", feature="a safetensors file")
     package = import_module("safetensors.torch")
     publication = Publication(folder)
-    peers.together("new folder", publication.begin if peers.leads else _nothing)
-    files = _named(_filled(sizes, file_nbytes))
+    files = _named(sizes, file_nbytes)
+    content: dict[str, torch.Tensor] = {}
+
+    def leads(what: str, work: Callable[[], None]) -> None:
+        # For each file all ranks continue or fail: a rank that stopped alone would leave others
+        # in a gather.
+        peers.together(what, lambda: work() if peers.leads else None)
+
+    def copy(name: str, tensor: torch.Tensor) -> None:
+        content[name] = tensor.detach().to("cpu", copy=True).contiguous()
+
+    def write(file: str) -> None:
+        path = publication.aside / file
+        package.save_file(content, path, metadata={"format": "pt"})
+        sync(path)
+        content.clear()
+
+    def finish() -> None:
+        if len(files) > 1:
+            places = {name: file for file, names in files.items() for name in names}
+            index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
+            text = json.dumps(index, indent=2) + "\n"
+            write_synced(publication.aside / "model.safetensors.index.json", text)
+        publication.finish()
+
+    leads("new folder", publication.begin)
     try:
-        for name, members in files.items():
-            content = {}
-            for member in members:
-                tensor = read(member)
-                copied = peers.together(
-                    "copy", partial(_copied, tensor) if peers.leads else _nothing
-                )
-                if copied is not None:
-                    content[member] = copied
-            path = publication.aside / name
-            # For each file all ranks continue or fail: a rank that stopped alone would leave others
-            # in a gather.
-            write = partial(package.save_file, content, path, metadata={"format": "pt"})
-            peers.together("writing", write if content else _nothing)
-        peers.together(
-            "publication", lambda: _finish(publication, files, sizes) if peers.leads else None
-        )
+        for file, names in files.items():
+            for name in names:
+                tensor = read(name)
+                leads("copy", lambda name=name, tensor=tensor: copy(name, tensor))  # type: ignore[misc]
+            leads("writing", lambda file=file: write(file))  # type: ignore[misc]
+        leads("publication", finish)
     except BaseException:
-        if peers.leads:
-            publication.abandon()
+        publication.abandon()  # no effect on ranks that have not begun it
         raise
 
 
-def _finish(
-    publication: Publication, files: Mapping[str, Sequence[str]], sizes: Mapping[str, int]
-) -> None:
-    if len(files) > 1:
-        places = {member: name for name, members in files.items() for member in members}
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
-        write_synced(publication.aside / INDEX_FILE, json.dumps(index, indent=2) + "\n")
-    publication.rename()
-
-
-def _filled(sizes: Mapping[str, int], file_nbytes: int) -> list[list[str]]:
-    """Returns the names in each file."""
+def _named(sizes: Mapping[str, int], file_nbytes: int) -> dict[str, list[str]]:
+    """Returns the names of the tensors in each file."""
     files: list[list[str]] = [[]]
     filled = 0
     for name, nbytes in sizes.items():
@@ -230,16 +165,10 @@ def _filled(sizes: Mapping[str, int], file_nbytes: int) -> list[list[str]]:
             filled = 0
         files[-1].append(name)
         filled += nbytes
-    return files
-
-
-def _named(files: Sequence[list[str]]) -> dict[str, list[str]]:
     if len(files) == 1:
-        return {ONE_FILE: files[0]}
+        return {"model.safetensors": files[0]}
     count = len(files)
-    return {
-        f"model-{i:05d}-of-{count:05d}.safetensors": names for i, names in enumerate(files, start=1)
-    }
+    return {f"model-{i:05d}-of-{count:05d}.safetensors": names for i, names in enumerate(files, 1)}
 
 
 def _whole(name: str, tensor: torch.Tensor, peers: Peers) -> torch.Tensor:
@@ -248,21 +177,13 @@ def _whole(name: str, tensor: torch.Tensor, peers: Peers) -> torch.Tensor:
     """
     if not isinstance(tensor, DTensor):
         return tensor
-    peers.together(f"room for {printable(name)}", partial(_reserve, tensor))
+
+    def reserve() -> None:
+        # What the gather takes, twice the tensor's size, is left to the allocator.
+        for_tensor = [
+            torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for _ in range(2)
+        ]
+        del for_tensor
+
+    peers.together(f"room for {printable(name)}", reserve)
     return tensor.full_tensor()
-
-
-def _reserve(tensor: DTensor) -> None:
-    """Reserves what gathering a tensor takes, twice its size, and leaves it to the allocator."""
-    buffers = [
-        torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for _ in range(2)
-    ]
-    del buffers
-
-
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", copy=True).contiguous()
-
-
-def _nothing() -> None:
-    """The work of the other ranks while the first rank works."""

@@ -1,26 +1,27 @@
-"""Saves a checkpoint, synchronously or in the background from a copy."""
+"""Saves a checkpoint with torch's planner and writer, at once or in the background from a copy."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
 
-from shardgrad.checkpoint.boxes import tile
-from shardgrad.checkpoint.files import DataFile, blocks_of
-from shardgrad.checkpoint.index import MOST_NBYTES, Entry, Index, Piece
+from shardgrad.checkpoint import manifest
+from shardgrad.checkpoint.folder import Publication
+from shardgrad.checkpoint.metadata import require_whole
 from shardgrad.checkpoint.peers import Peers
-from shardgrad.checkpoint.plan import Part, my_part
-from shardgrad.checkpoint.publish import Publication
-from shardgrad.checkpoint.text import listed, printable
-from shardgrad.checkpoint.tree import Value, flatten
+from shardgrad.checkpoint.state import flatten
 from shardgrad.errors import CheckpointSaveError
 
 __all__ = ["Saving", "save", "save_async"]
@@ -33,15 +34,15 @@ def save(
     group: dist.ProcessGroup | None = None,
     then: Callable[[], None] | None = None,
 ) -> None:
-    """Saves a state. A collective of all ranks of a group.
+    """Saves a state in the format of `torch.distributed.checkpoint`. A collective of all ranks of a
+    group.
 
     The folder is created, or replaces an existing checkpoint, when all its data is on the disk.
-    See [Note: Format].
 
     Args:
-        state: nested dictionaries, lists and tuples of tensors, numbers, strings, booleans and
-            None. Of a DTensor each rank saves its shard; of other entries that several ranks have
-            under one name, the lowest rank's is saved.
+        state: nested dictionaries and lists of tensors, numbers, strings, booleans and None, and
+            tuples without tensors. Of a DTensor each rank saves its shard; of what several ranks
+            have under one name, one of them saves its own.
         folder: path of the checkpoint, on a disk visible to all ranks.
         group: the ranks that share the checkpoint; None is the default group, or this process
             alone.
@@ -54,8 +55,10 @@ def save(
 
     Streams: reads tensors on the current stream, and waits for it.
     """
-    write = _Write(Path(folder), Peers(group), then)
-    write(write.plan(state))
+    folder = Path(folder)
+    write = _Write(folder, Peers(group, where=folder), then)
+    write.plan(state)
+    write()
 
 
 def save_async(
@@ -84,7 +87,8 @@ def save_async(
         CheckpointError, CheckpointSaveError: an error before the copy is complete, on every rank.
             `wait` raises later errors.
     """
-    peers = Peers(group, aside=group is not None)
+    folder = Path(folder)
+    peers = Peers(group, where=folder, aside=group is not None)
     if group is None and peers.count > 1:
         raise CheckpointSaveError(
             "an asynchronous save needs a separate process group",
@@ -92,21 +96,23 @@ def save_async(
             got="None, which training uses at the same time",
             fix="create a group once, and pass it to every save_async",
         )
-    write = _Write(Path(folder), peers, then)
-    return Saving(write, write.copied(write.plan(state)))
+    write = _Write(folder, peers, then)
+    write.plan(state)
+    write.copy()
+    return Saving(write)
 
 
 class Saving:
     """A running asynchronous save. The process does not exit before it has ended, unless killed."""
 
-    def __init__(self, write: _Write, part: Part) -> None:
+    def __init__(self, write: _Write) -> None:
         self._future: Future[None] = Future()
-        self._peers = write.peers
-        Thread(target=self._run, args=(write, part), name="checkpoint").start()
+        self._write = write
+        Thread(target=self._run, name="checkpoint").start()
 
-    def _run(self, write: _Write, part: Part) -> None:
+    def _run(self) -> None:
         try:
-            write(part)
+            self._write()
         except BaseException as error:  # raised by `wait`
             self._future.set_exception(error)
         else:
@@ -126,54 +132,76 @@ class Saving:
             CheckpointSaveError: the checkpoint could not be written.
             TimeoutError: the checkpoint is not complete after `timeout_s`.
         """
-        with self._peers.thread_awaited():
+        with self._write.peers.thread_awaited():
             self._future.result(timeout_s)
 
 
 class _Write:
     """One save on this rank: planning, writing and publication. Each fails on all ranks or on
     none.
+
+    torch's `save` sends the metadata of all ranks to every rank, and raises errors that are not
+    `Exception`s. So its planner and its writer are called here, as that function calls them.
     """
 
     def __init__(self, folder: Path, peers: Peers, then: Callable[[], None] | None) -> None:
-        self._publication = Publication(folder)
         self.peers = peers
         self._then = then
+        self._publication = Publication(folder)
+        self._planner = _Planner()
+        self._metadata: Metadata | None = None  # on the first rank
+        self._writer = FileSystemWriter(self._publication.aside)
+        self._writer.fs = self._files = manifest.SummingFiles()
 
-    def plan(self, state: Mapping[Any, Any]) -> Part:
-        """Returns what this rank writes. A collective, which raises on all ranks or none."""
+    def plan(self, state: Mapping[Any, Any]) -> None:
+        """Decides which rank writes what. A collective, which raises on all ranks or none."""
         peers = self.peers
-        leaves = peers.together("names", lambda: flatten(state))
-        plain = peers.gather(
-            "list of names",
-            [name for name, leaf in leaves.items() if not isinstance(leaf, DTensor)],
-        )
-        writers: dict[str, int] = {}
-        for rank in reversed(range(len(plain))):
-            writers.update(dict.fromkeys(plain[rank], rank))
-        mine = peers.scatter(
-            "choice of writers", [{name: writers[name] for name in names} for names in plain]
-        )
-        part = peers.together("plan", lambda: my_part(leaves, mine, peers.rank))
+        plans = peers.gather("plan", peers.together("names", lambda: self._local_plan(state)))
         with self._abandoned_on_failure():
-            peers.together("new folder", self._publication.begin if peers.leads else _nothing)
-        return part
+            merged = peers.together(
+                "new folder", lambda: self._begin(plans) if peers.leads else None
+            )
+            self._planner.finish_plan(peers.scatter("choice of writers", merged))
 
-    def copied(self, part: Part) -> Part:
-        """Returns copies of what this rank writes. A collective, which raises on all ranks or
-        none.
-        """
+    def copy(self) -> None:
+        """Copies what this rank writes. A collective, which raises on all ranks or none."""
         with self._abandoned_on_failure():
-            return self.peers.together("copy", part.copied)
+            self.peers.together("copy", self._planner.copy)
 
-    def __call__(self, part: Part) -> None:
+    def __call__(self) -> None:
         """Writes and publishes. A collective, which raises on all ranks or none."""
         peers = self.peers
         with self._abandoned_on_failure():
-            parts = peers.gather("index", peers.together("writing", lambda: self._write(part)))
-            peers.together(
-                "publication", (lambda: self._publish(parts)) if peers.leads else _nothing
-            )
+            written = peers.gather("index", peers.together("writing", self._write))
+            peers.together("publication", lambda: self._publish(written) if peers.leads else None)
+
+    def _local_plan(self, state: Mapping[Any, Any]) -> SavePlan:
+        flatten(state)  # refuses what is not data
+        self._planner.set_up_planner(dict(state), is_coordinator=self.peers.leads)
+        self._writer.set_up_storage_writer(self.peers.leads)
+        return self._planner.create_local_plan()
+
+    def _begin(self, plans: list[SavePlan]) -> list[SavePlan]:
+        plans, self._metadata = self._planner.create_global_plan(plans)
+        require_whole(self._metadata)
+        self._publication.begin()
+        return self._writer.prepare_global_plan(plans)
+
+    def _write(self) -> tuple[list[WriteResult], manifest.Manifest]:
+        results = self._writer.write_data(self._planner.plan, self._planner).wait()
+        return results, self._files.sums
+
+    def _publish(self, written: list[tuple[list[WriteResult], manifest.Manifest]]) -> None:
+        if self._metadata is None:
+            raise RuntimeError("only the first rank publishes")
+        sums: dict[str, tuple[int, int]] = {}
+        self._writer.finish(self._metadata, [results for results, _ in written])
+        for _, files in [*written, (None, self._files.sums)]:
+            sums.update(files)
+        manifest.write(self._publication.aside, sums)
+        self._publication.finish()
+        if self._then is not None:
+            self._then()
 
     @contextmanager
     def _abandoned_on_failure(self) -> Iterator[None]:
@@ -184,92 +212,25 @@ class _Write:
                 self._publication.abandon()
             raise
 
-    def _write(self, part: Part) -> _Written:
-        file = f"rank_{self.peers.rank:05d}.bin"
-        pieces: dict[str, Entry] = {}
-        if not part.tensors:
-            return _Written(file, 0, pieces, part.values)
-        with DataFile(self._publication.aside / file) as data:
-            for name, held in part.tensors.items():
-                mine: tuple[Piece, ...] = ()
-                if held.box.numel:
-                    start, checksums = data.append(blocks_of(held.local))
-                    mine = (Piece(file, start, held.box, checksums),)
-                pieces[name] = Entry(held.local.dtype, held.shape, mine)
-        return _Written(file, data.nbytes, pieces, part.values)
 
-    def _publish(self, parts: Sequence[_Written]) -> None:
-        index = _merge(parts)
-        for name, nbytes in index.files.items():
-            _require_file(self._publication.aside / name, nbytes)
-        text = index.to_json()
-        if len(text.encode()) > MOST_NBYTES:
-            raise CheckpointSaveError(
-                "the checkpoint's index would be larger than a reader takes",
-                expected=f"at most {MOST_NBYTES} bytes",
-                got=f"{len(text)} characters for {len(index.tensors)} tensors",
-                where=printable(self._publication.aside),
-                fix="several checkpoints, of a part of the state each",
-            )
-        self._publication.finish(text)
-        if self._then is not None:
-            self._then()
+class _Planner(DefaultSavePlanner):
+    """torch's planner, which may copy what this rank writes before it is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._copies: dict[MetadataIndex, Any] = {}
+
+    def copy(self) -> None:
+        """Copies to the host what the plan of this rank has."""
+        self._copies = {item.index: _copied(self.resolve_data(item)) for item in self.plan.items}
+        self.state_dict = {}
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        """Returns the copy of an entry, or the entry."""
+        if write_item.index in self._copies:
+            return self._copies[write_item.index]
+        return super().resolve_data(write_item)
 
 
-@dataclass(frozen=True)
-class _Written:
-    """What one rank wrote: its file and the file's size, parts of tensors, and values."""
-
-    file: str
-    nbytes: int
-    tensors: Mapping[str, Entry]
-    values: Mapping[str, Value]
-
-
-def _nothing() -> None:
-    """The work of the other ranks while the first rank works."""
-
-
-def _require_file(path: Path, nbytes: int) -> None:
-    """Checks that the first rank sees another rank's file with its size."""
-    found = path.stat().st_size if path.is_file() else None
-    if found != nbytes:
-        raise CheckpointSaveError(
-            f"the first rank does not find {path.name} as it was written",
-            expected=f"a file of {nbytes} bytes",
-            got="no file" if found is None else f"{found} bytes",
-            where=printable(path),
-            fix="a folder on a disk that all ranks see",
-        )
-
-
-def _merge(parts: Sequence[_Written]) -> Index:
-    """Returns the index of the parts that all ranks wrote."""
-    tensors: dict[str, Entry] = {}
-    values: dict[str, Value] = {}
-    for part in parts:
-        values.update(part.values)
-        for name, mine in part.tensors.items():
-            before = tensors.get(name, replace(mine, pieces=()))
-            if (before.dtype, before.shape) != (mine.dtype, mine.shape):
-                raise CheckpointSaveError(
-                    "ranks hold different tensors under one name",
-                    expected=f"{before.dtype} {before.shape}",
-                    got=f"{mine.dtype} {mine.shape}",
-                    where=name,
-                    fix="give each its own name",
-                )
-            tensors[name] = replace(before, pieces=(*before.pieces, *mine.pieces))
-    for name, entry in tensors.items():
-        if not tile([piece.box for piece in entry.pieces], entry.shape):
-            raise CheckpointSaveError(
-                "the parts of a tensor on the saving ranks do not cover the tensor",
-                expected=f"every element of {entry.shape} once",
-                got=listed([f"{piece.box.shape} at {piece.box.offset}" for piece in entry.pieces])
-                or "nothing",
-                where=printable(name),
-                fix="save with all ranks of its mesh, and give tensors of different meshes their "
-                "own names",
-            )
-    files = {part.file: part.nbytes for part in parts if part.tensors}
-    return Index(dict(sorted(tensors.items())), dict(sorted(values.items())), files)
+def _copied(data: Any) -> Any:
+    return data.detach().to("cpu", copy=True) if isinstance(data, Tensor) else data

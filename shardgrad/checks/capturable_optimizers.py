@@ -93,6 +93,5 @@ def refuse_uncapturable_step(optimizer: Optimizer) -> None:
         got=type(optimizer).__name__,
         where=f"parameter {managed.name}",
         fix="one eager step before the capture, if that makes its momentum; else another "
-        "optimizer, or a "
-        "step outside the graph",
+        "optimizer, or a step outside the graph",
     )

@@ -18,7 +18,8 @@ and the memory of
 (`untrained_params.py`); * the first step of each optimizer is checked for parameters that it does
 not train (`untrained_params.py`),
   and for those that every rank trains apart (`unowned_params.py`);
-* before each step, work of the program that the step would lose is named (`lost_work.py`).
+* before each step, what the program has written to unsharded parameters is taken over, and work
+  that the step would lose is refused (`lost_work.py`).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from shardgrad.checks.capturable_optimizers import refuse_uncapturable_step
-from shardgrad.checks.lost_work import LostWork
+from shardgrad.checks.lost_work import refuse_unreduced, require_own_state
 from shardgrad.checks.unowned_params import warn_of_unowned
 from shardgrad.checks.untrained_params import (
     FirstStepCheck,
@@ -64,7 +65,7 @@ class _Watched:
         groups: parameter groups that its steps write; empty if it has no parameter of a sharded
             model.
         dtypes: of these groups' parameters.
-        lost_work: looks for work that its steps would lose.
+        state_id: of its state, when that was found to be this rank's own.
         first_step: checks its first step; None if there is nothing to check.
         is_checked: True once that is done.
         has_warned: of parameters that no unit owns.
@@ -73,10 +74,10 @@ class _Watched:
     version: tuple[int, int]
     groups: list[weakref.ref[ParamGroup]]
     dtypes: list[torch.dtype]
-    lost_work: LostWork
     first_step: FirstStepCheck | None
     is_checked: bool = False
     has_warned: bool = False
+    state_id: int = 0
 
 
 class _OptimizerHooks:
@@ -117,10 +118,14 @@ class _OptimizerHooks:
             groups = [group for each in watched.groups if (group := each()) is not None]
             for group in groups:
                 group.cancel_unshard()
+                group.take_writes()
                 shard = grads_of(group).shard
                 if shard is not None:
                     shard.fix_in_capture()
-            watched.lost_work.look(optimizer, groups)
+            refuse_unreduced(optimizer, groups)
+            if watched.state_id != id(optimizer.state):  # loaded
+                watched.state_id = id(optimizer.state)
+                require_own_state(optimizer)
         if watched.first_step is not None and not watched.is_checked:
             watched.first_step.before(optimizer)
 
@@ -161,9 +166,8 @@ class _OptimizerHooks:
         has_warned = before is not None and before.has_warned
         if not has_warned and any(group.mesh.data_parallel_size > 1 for group in groups):
             has_warned = warn_of_unowned(optimizer, self._models)
-        lost_work = LostWork() if before is None else before.lost_work
         references = list(map(weakref.ref, groups))
-        return _Watched(version, references, dtypes, lost_work, first_step, is_checked, has_warned)
+        return _Watched(version, references, dtypes, first_step, is_checked, has_warned)
 
     def _version(self, optimizer: Optimizer) -> tuple[int, int]:
         """Returns numbers that change when the optimizer gets parameters, or a model is sharded or

@@ -150,8 +150,7 @@ def _error(names: Sequence[str], own: int, ranks: dist.ProcessGroup) -> RankDisa
         + " / ".join(map(_in_words, parties.values())),
         where=f"rank {dist.get_rank()}, parameter {names[0]}",
         fix="torch.manual_seed(0) before the model is built, and load weights on every rank; or, "
-        "before "
-        "fully_shard, for tensor in model.state_dict().values(): "
+        "before fully_shard, for tensor in model.state_dict().values(): "
         "torch.distributed.broadcast(tensor, 0)",
     )
 

@@ -189,7 +189,7 @@ def _unowned(module: nn.Module, shared: Collection[nn.Parameter]) -> list[_Slot]
         (module._parameters, name)
         for name, param in module._parameters.items()
         if not (
-            param is None
+            not isinstance(param, nn.Parameter)  # a tensor that functional_call has put there
             or name in ignored
             or isinstance(param, DTensor)
             or is_unsharded_param(param)
@@ -245,13 +245,10 @@ def warn_of_unowned(optimizer: Optimizer, models: Iterable[nn.Module]) -> bool:
         more = f" and {len(found) - 5} more" if len(found) > 5 else ""
         warnings.warn(
             f"shardgrad: {type(optimizer).__name__} trains a sharded model, and {len(found)} "
-            f"parameters that "
-            f"no unit owns: {'; '.join(few)}{more}. Every rank trains its own (rank "
-            f"{dist.get_rank()}). "
-            "Try: shardgrad.fully_shard(module) on the module that has them, before the optimizer "
-            "is built; "
-            "to train them apart, or if the program averages their gradients, name them in "
-            "ignored_params",
+            f"parameters that no unit owns: {'; '.join(few)}{more}. Every rank trains its own "
+            f"(rank {dist.get_rank()}). Try: shardgrad.fully_shard(module) on the module that has "
+            "them, before the optimizer is built; to train them apart, or if the program averages "
+            "their gradients, name them in ignored_params",
             UnownedParameterWarning,
             stacklevel=6,
         )

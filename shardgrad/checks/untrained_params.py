@@ -92,8 +92,8 @@ def refuse_state_of_other_dtype(optimizer: Optimizer) -> None:
                     expected=f"{key} in {param.dtype}",
                     got=f"{key} in {value.dtype}",
                     where=f"parameter {managed.name}",
-                    fix="cast the model before the optimizer is built, or use mp_policy="
-                    "MixedPrecisionPolicy(param_dtype=torch.bfloat16); here, "
+                    fix="cast the model before the optimizer is built, or use "
+                    "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16); here, "
                     "optimizer.load_state_dict(optimizer.state_dict()) casts its state",
                 )
 
@@ -124,7 +124,8 @@ class FirstStepCheck:
         """Takes samples. Called before a step.
 
         Raises:
-            OptimizerParameterError: the optimizer has unsharded parameters, whose memory is freed.
+            OptimizerParameterError: the optimizer has unsharded parameters, whose memory is freed,
+                or those from before `fully_shard`.
             GradientError: a parameter has a hook that never runs.
         """
         if _is_capturing(optimizer):
@@ -133,13 +134,25 @@ class FirstStepCheck:
         if unsharded:
             raise OptimizerParameterError(
                 f"{type(optimizer).__name__} was built over {unsharded} unsharded parameters, as a "
-                f"forward "
-                "or unshard() leaves them",
+                "forward or unshard() leaves them",
                 expected="sharded parameters: the model's before its first forward, or after "
                 "reshard()",
                 got="parameters whose memory is freed between steps",
                 fix="model.reshard(), on every unit that is unsharded, before the optimizer is "
                 "built",
+            )
+        replaced = sum(
+            is_replaced(param) and managed_by(param) is None
+            for param in _params(optimizer)
+            if param.requires_grad
+        )
+        if replaced:
+            raise OptimizerParameterError(
+                f"{type(optimizer).__name__} was built over {replaced} parameters from before "
+                "fully_shard, which nothing computes with",
+                expected="the model's parameters after the last fully_shard",
+                got="parameters that fully_shard has replaced",
+                fix="build the optimizer after fully_shard",
             )
         known = ((param, managed_by(param)) for param in _params(optimizer))
         refuse_hooks((param, managed.name) for param, managed in known if managed is not None)
@@ -179,26 +192,14 @@ class FirstStepCheck:
                 optimizer,
                 f"parameters did not move, although they have gradients: {_few(unchanged)}",
                 "does the optimizer read the attribute that GradientPolicy binds (grad or "
-                "decoupled_grad), "
-                "and is a step more than half a unit in the last place of a 16-bit weight (else "
-                "keep a "
-                "master)?",
+                "decoupled_grad), and is a step more than half a unit in the last place of a "
+                "16-bit weight (else keep a master)?",
             )
         if self._without:
             _warn(
                 optimizer,
                 f"parameters require a gradient and have none: {_few(self._without)}",
                 "was the loss computed from them, and backward() called before step()?",
-            )
-        replaced = sum(
-            is_replaced(param) and managed_by(param) is None for param in _params(optimizer)
-        )
-        if replaced:
-            _warn(
-                optimizer,
-                f"{replaced} parameters were those from before fully_shard, which nothing computes "
-                f"with",
-                "was the optimizer built after the last fully_shard?",
             )
         idle = [str(i) for i, group in enumerate(optimizer.param_groups) if _is_idle(group)]
         if idle:

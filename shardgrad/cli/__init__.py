@@ -29,7 +29,7 @@ _COMMANDS = {
             "shardgrad.cli.explain",
             "Say where a step's time goes, and what changes would save.",
         ),
-        "checkpoint": ("shardgrad.cli.checkpoint", "Verify, inspect and convert checkpoints."),
+        "checkpoint": ("shardgrad.cli.checkpoint", "Verify, inspect and export checkpoints."),
     },
     "This program": {
         "completion": (

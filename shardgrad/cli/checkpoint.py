@@ -1,35 +1,19 @@
-"""`shardgrad checkpoint`: verify, inspect and convert checkpoints."""
+"""`shardgrad checkpoint`: verify, inspect and export checkpoints."""
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import click
 
 from shardgrad.cli.command import Command
 
-if TYPE_CHECKING:
-    from shardgrad.checkpoint.index import Entry
-    from shardgrad.checkpoint.source import Source
-
-_FORMATS = ("shardgrad", "torch", "safetensors")
 # Names in a folder that has a checkpoint, or had one that was interrupted.
-_PARTS = (
-    "complete",
-    "*index.json",
-    ".metadata",
-    "latest",
-    "checkpoints",
-    "step_*",
-    "*.distcp",
-    "*.safetensors",
-)
+_PARTS = (".metadata", "manifest.json", "latest", "checkpoints", "step_*", "*.distcp")
 
 
 def _with_checkpoint(_: click.Context, __: click.Parameter, path: Path) -> Path:
@@ -45,15 +29,14 @@ def _with_checkpoint(_: click.Context, __: click.Parameter, path: Path) -> Path:
     return path
 
 
-def _for_checkpoint(_: click.Context, __: click.Parameter, path: Path) -> Path:
-    """Refuses a path where no checkpoint can be written, before PyTorch is imported."""
+def _for_export(_: click.Context, __: click.Parameter, path: Path) -> Path:
+    """Refuses a path where no new folder can be written, before PyTorch is imported."""
     try:
         names = os.listdir(path) if path.is_dir() else [path.name] if path.exists() else []
-        if names and "complete" not in names:
+        if names:
             raise click.BadParameter(
-                f"{path} is not a checkpoint of shardgrad, and would be replaced: choose another "
-                f"name, or "
-                "remove what is there."
+                f"{path} is not empty, and would be replaced: choose another name, or remove what "
+                "is there."
             )
         with tempfile.TemporaryDirectory(dir=path.absolute().parent):
             pass
@@ -72,7 +55,7 @@ _PATH = click.argument(
 
 @click.group()
 def checkpoint() -> None:
-    """Verify, inspect and convert checkpoints of shardgrad and of torch.distributed.checkpoint.
+    """Verify, inspect and export checkpoints in the format of torch.distributed.checkpoint.
 
     PATH is a checkpoint, or a run folder, of which the newest checkpoint is used. No code in a
     checkpoint is executed. The exit status is 1 if a checkpoint is damaged or cannot be written.
@@ -83,14 +66,14 @@ def checkpoint() -> None:
 @_PATH
 def verify(path: Path) -> None:
     """Read every byte of a checkpoint and compare it with its checksums."""
-    from shardgrad.checkpoint.boxes import Box
+    from shardgrad.checkpoint import verify as compare
 
-    with _opened(path) as source:
-        for name, entry in source.tensors.items():
-            source.check(name, Box.whole(entry.shape))
-        count = _counted(len(source.tensors), "tensor")
-        size = _size(sum(map(_nbytes, source.tensors.values())))
-        click.echo(f"{_shown(source.folder)} is complete and undamaged: {count}, {size}.")
+    folder = _checkpoint_in(path)
+    files = compare(folder)
+    size = _size(sum(nbytes for nbytes, _ in files.values()))
+    click.echo(
+        f"{_shown(folder)} is complete and undamaged: {_counted(len(files), 'file')}, {size}."
+    )
 
 
 @checkpoint.command(cls=Command, examples=["shardgrad checkpoint inspect runs/first --all"])
@@ -98,63 +81,53 @@ def verify(path: Path) -> None:
 @click.option("--all", "everything", is_flag=True, help="List every tensor and every value.")
 def inspect(path: Path, everything: bool) -> None:
     """Print a summary of a checkpoint's contents, without reading a tensor."""
-    with _opened(path) as source:
-        groups: dict[str, list[Entry]] = {}
-        for name, entry in source.tensors.items():
-            groups.setdefault(name.partition("/")[0], []).append(entry)
-        click.echo(f"{_shown(source.folder)}, written by {source.origin}")
-        for group, entries in groups.items():
-            numel = sum(_numel(entry) for entry in entries)
-            size = _size(sum(map(_nbytes, entries)))
-            click.echo(
-                f"  {_shown(group)}: {_counted(len(entries), 'tensor')}, {numel:,} elements, {size}"
-            )
-        click.echo(f"  {_counted(len(source.values), 'value')} that are not tensors")
-        if everything:
-            for name, entry in source.tensors.items():
-                shape = "x".join(map(str, entry.shape)) or "scalar"
-                pieces = _counted(len(entry.pieces), "piece")
-                click.echo(
-                    f"{_shown(name)}  {str(entry.dtype).removeprefix('torch.')} {shape}  {pieces}"
-                )
-            for name, value in source.values.items():
-                click.echo(f"{_shown(name)} = {_shown(repr(value))}")
+    from shardgrad.checkpoint import load, read_metadata
+
+    folder = _checkpoint_in(path)
+    tensors: dict[str, Any] = {}
+    values: dict[str, Any] = {}
+    groups: dict[str, list[Any]] = {}
+    for name, entry in sorted(read_metadata(folder).state_dict_metadata.items()):
+        if hasattr(entry, "chunks"):
+            tensors[name] = entry
+            groups.setdefault(name.partition(".")[0], []).append(entry)
+        else:
+            values[name] = None
+    click.echo(f"{_shown(folder)}")
+    for group, entries in groups.items():
+        numel = sum(entry.size.numel() for entry in entries)
+        size = _size(sum(entry.size.numel() * entry.properties.dtype.itemsize for entry in entries))
+        click.echo(
+            f"  {_shown(group)}: {_counted(len(entries), 'tensor')}, {numel:,} elements, {size}"
+        )
+    click.echo(f"  {_counted(len(values), 'value')} that are not tensors")
+    if everything:
+        for name, entry in tensors.items():
+            shape = "x".join(map(str, entry.size)) or "scalar"
+            parts = _counted(len(entry.chunks), "part")
+            dtype = str(entry.properties.dtype).removeprefix("torch.")
+            click.echo(f"{_shown(name)}  {dtype} {shape}  {parts}")
+        for name, value in load(values, folder, optional=("*",), verify=False).items():
+            click.echo(f"{_shown(name)} = {_shown(repr(value))}")
 
 
 @checkpoint.command(
-    cls=Command,
-    examples=["shardgrad checkpoint convert runs/first weights --to safetensors --only model"],
+    cls=Command, examples=["shardgrad checkpoint export runs/first weights --only model"]
 )
 @_PATH
-@click.argument("target", type=click.Path(path_type=Path), callback=_for_checkpoint)
-@click.option(
-    "--to",
-    type=click.Choice(_FORMATS),
-    required=True,
-    metavar="|".join(_FORMATS),
-    help="Format of the new checkpoint; torch is the format of torch.distributed.checkpoint.",
-)
+@click.argument("target", type=click.Path(path_type=Path), callback=_for_export)
 @click.option(
     "--only",
     default="",
     metavar="NAME",
-    help="Convert only the entries below this name, such as model, and remove the name from "
-    "theirs.",
+    help="Export only the entries below this name, such as model, and remove the name from theirs.",
 )
-def convert(path: Path, target: Path, to: str, only: str) -> None:
-    """Verify a checkpoint and write it to TARGET in another format."""
-    from shardgrad.checkpoint import convert as write
+def export(path: Path, target: Path, only: str) -> None:
+    """Verify a checkpoint and write its tensors as safetensors files into the new folder TARGET."""
+    from shardgrad.checkpoint import export_checkpoint
 
-    write(_checkpoint_in(path), target, to=to, only=only)
+    export_checkpoint(_checkpoint_in(path), target, only=only)
     click.echo(f"{_shown(target)} is written.")
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Source]:
-    from shardgrad.checkpoint import open_checkpoint
-
-    with open_checkpoint(_checkpoint_in(path)) as source:
-        yield source
 
 
 def _checkpoint_in(path: Path) -> Path:
@@ -178,14 +151,6 @@ def _shown(text: object) -> str:
 
 def _counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
-def _numel(entry: Entry) -> int:
-    return sum(piece.box.numel for piece in entry.pieces)
-
-
-def _nbytes(entry: Entry) -> int:
-    return _numel(entry) * entry.dtype.itemsize
 
 
 def _size(nbytes: int) -> str:

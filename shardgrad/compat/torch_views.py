@@ -202,7 +202,7 @@ class StateView:
         if len(self._unit.hooks) > 1:
             raise unsupported(
                 f"torch's FSDPMemTracker over {self._unit.name or 'root'!r}, a unit of several "
-                f"modules,",
+                "modules,",
                 instead="a unit for each module: the tracker has one handle for all their hooks",
             )
         return self._unit.hooks[0]

@@ -161,9 +161,8 @@ class AllGather:
         """Says that what `stream` has been given so far is the last to read the chunks."""
         self._slot.release(stream)
         if self._works or not self._source.ring.keeps:
-            self._slot.give_back(
-                is_written=bool(self._works)
-            )  # if it failed, some may be on their way
+            # If it failed, some may be on their way.
+            self._slot.give_back(is_written=bool(self._works))
 
 
 class LocalAllGather(AllGather):

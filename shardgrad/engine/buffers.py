@@ -76,9 +76,8 @@ class Slot:
         self._allocate = allocate
         self.nbytes = 0  # this slot owns
         self._bytes = self._nothing = torch.empty(0, dtype=torch.uint8, device=device)
-        self._sizes: dict[
-            int, torch.Tensor
-        ] = {}  # what was reserved, without its storage if it is gone
+        # What was reserved, without its storage if it is gone.
+        self._sizes: dict[int, torch.Tensor] = {}
         self._views: dict[tuple[int, torch.dtype, int, int, int], Chunks] = {}
         self._taken = 0
         self._allocated_on = streams.current()
@@ -269,8 +268,9 @@ class SlotRing:
         Bytes that are not kept are given back; the stream `joined` comes after their last use
         already.
         """
-        if any(slot.holder is not None for slot in self.slots):
-            return
+        for slot in self.slots:
+            if slot.holder is not None:
+                return
         self._turns, self._largest = list(self.slots), 0
         for slot in self._turns:
             if self.keeps:

@@ -48,9 +48,8 @@ class CommContext:
             self.gather_ring = SlotRing(self.streams, device, depth=2, elastic=True)
             self.reduce_ring = SlotRing(self.streams, device, depth=2, elastic=False)
             self.rings = [self.reduce_ring, self.gather_ring]
-            self._transports: dict[
-                Hashable, Transport
-            ] = {}  # by group, or a program's by their keys
+            # By group, or a program's by their keys.
+            self._transports: dict[Hashable, Transport] = {}
             self._special_rings: dict[Hashable, SlotRing] = {}
             self._choose_transport = transports or partial(transport_for, device=device)
         self.parameters_ready = self.streams.event()

@@ -47,9 +47,8 @@ class GradCollector:
     def __init__(self) -> None:
         self.gradients: list[torch.Tensor | None] = []  # per trainable parameter, what has arrived
         self.count = 0
-        self.pack_stream: Stream = (
-            None  # that parameters were unsharded for; changed while none is here
-        )
+        # That parameters were unsharded for; changed while none is here.
+        self.pack_stream: Stream = None
         self._params: Sequence[FSDPParam] = ()
         self._index: dict[int, int] = {}
         self._foreign: dict[Stream, StreamEvent] = {}

@@ -9,7 +9,7 @@ drop it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from enum import Enum, auto
 from functools import partial
 from math import prod
@@ -57,20 +57,17 @@ class GradState(Enum):
     ENTERED = auto()  # the unit ran a forward, whose backward is expected
     COLLECTING = auto()  # they arrive from autograd: half-written, in the collector
     READY = auto()  # all are there, or no more are expected: waiting for the group's turn
-    SUMMED = auto()  # they were added to what waits on this rank
-    REDUCED = (
-        auto()
-    )  # they were sent; the reduction is in flight, or has written the gradient shard
+    # They were sent, and the reduction is in flight or over; or added to what waits on this rank.
+    SENT = auto()
 
 
 # What may follow each state; `ReductionScheduler` makes all transitions.
 TRANSITIONS = {
-    GradState.IDLE: set(GradState) - {GradState.IDLE},
+    GradState.IDLE: {GradState.ENTERED, GradState.COLLECTING, GradState.READY},
     GradState.ENTERED: {GradState.COLLECTING, GradState.IDLE},
-    GradState.COLLECTING: {GradState.READY, GradState.SUMMED, GradState.REDUCED, GradState.IDLE},
-    GradState.READY: {GradState.SUMMED, GradState.REDUCED, GradState.IDLE},
-    GradState.SUMMED: {GradState.COLLECTING, GradState.SUMMED, GradState.REDUCED, GradState.IDLE},
-    GradState.REDUCED: {GradState.COLLECTING, GradState.SUMMED, GradState.REDUCED, GradState.IDLE},
+    GradState.COLLECTING: {GradState.READY, GradState.IDLE},
+    GradState.READY: {GradState.SENT, GradState.IDLE},
+    GradState.SENT: {GradState.COLLECTING, GradState.READY, GradState.IDLE},
 }
 
 
@@ -80,6 +77,14 @@ class Waiting(Enum):
     NOTHING = auto()
     TURN = auto()  # a reduction is due, since other ranks may have gradients; this one has none
     SUM = auto()  # the sum of unreduced gradients
+
+
+class Sends(Enum):
+    """What a reduction sends."""
+
+    MESSAGE = auto()  # all gradients, packed
+    WHOLE = auto()  # zero-copy gradients from where they are, and the others packed
+    NOTHING = auto()  # one rank reduces alone: the end packs into the gradient shard
 
 
 class Scheduler(Protocol):
@@ -119,7 +124,7 @@ class _Route(NamedTuple):
     room: tuple[int, int]  # of the second step
     end: Stream  # that reductions end on: the next reduce-scatter does not wait for a second step
     done: StreamEvent  # recorded at the end of each reduction
-    pack: Callable[..., _Packed]  # a method of `GradGroup`: how they are packed where nothing waits
+    sends: Sends  # where nothing waits
 
 
 _NOTHING = torch.empty(0)
@@ -139,9 +144,8 @@ class GradGroup:
 
     def __init__(self, group: ParamGroup) -> None:
         self.group = group
-        self.requires_sync = (
-            True  # False sums gradients on this rank, in a buffer of the reduce dtype
-        )
+        # False sums gradients on this rank, in a buffer of the reduce dtype.
+        self.requires_sync = True
         self.requires_all_reduce = True  # False (HSDP) keeps the partial sum of the reduce-scatter
         self.divide_factor: float | None = None  # of the sum over ranks; None for their number
         self.params: list[FSDPParam] = []  # with a place, in order; see `refresh_trainable`
@@ -161,9 +165,8 @@ class GradGroup:
         self.former_shards: list[GradShard] = []
         self._route: _Route | None = None
         self._trainable: tuple[bool, ...] = ()
-        self._agreed: tuple[
-            bool, ...
-        ] = ()  # what sharded and unsharded parameters had in common last
+        # What sharded and unsharded parameters had in common last.
+        self._agreed: tuple[bool, ...] = ()
         self._holds_places = False  # of parameters that do not require grad
         self._generation = -1  # of the group, when parameters got their places
         self._hooked: object = None
@@ -214,9 +217,8 @@ class GradGroup:
             before = self.params
             self._place(placed)
             if known and placed and is_capturing(self.group.mesh.device):
-                self._refuse_in_capture(
-                    before
-                )  # after the places have changed, for the eager steps to come
+                # After the places have changed, for the eager steps to come.
+                self._refuse_in_capture(before)
         else:
             self._hook()  # those that have begun to require grad again
 
@@ -347,9 +349,8 @@ class GradGroup:
                 unsharded.__dict__[_HOOKED] = True
                 unsharded.register_post_accumulate_grad_hook(hook)
                 if REDUCES_IN_GRAD_DTYPE and self.group.reduce_dtype.itemsize > unsharded.itemsize:
-                    unsharded.grad_dtype = (
-                        None  # what autograd gives, which may be wider than the parameter
-                    )
+                    # What autograd gives, which may be wider than the parameter.
+                    unsharded.grad_dtype = None
 
     # -- the gradient shard
 
@@ -375,6 +376,11 @@ class GradGroup:
 
     # -- states
 
+    @property
+    def is_reduced(self) -> bool:
+        """True if this backward has sent the gradients, and not added them to what waits here."""
+        return self.state is GradState.SENT and self.waiting is Waiting.NOTHING
+
     def set_switches(self, switches: tuple[Any, ...]) -> None:
         """Makes what `SWITCHES` reads what it was."""
         self.requires_sync, self.requires_all_reduce, self.divide_factor, *waiting = switches
@@ -382,7 +388,16 @@ class GradGroup:
 
     def follow(self, other: GradGroup) -> None:
         """Takes over what a program has set, which is the same for all groups of a unit."""
-        self.requires_sync, self.requires_all_reduce, self.divide_factor = SWITCHES(other)[:3]
+        self.requires_sync = other.requires_sync
+        self.requires_all_reduce = other.requires_all_reduce
+        self.divide_factor = other.divide_factor
+
+    def drop_sums(self) -> None:
+        """Drops sums that wait unreduced; a turn stays, since other ranks may still have theirs."""
+        if self.waiting is Waiting.SUM:
+            self.waiting = Waiting.TURN
+        self.partial.is_live = False
+        self.touched = (False,) * len(self.touched)
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Returns the memory in which sums wait for a later backward, by kind."""
@@ -412,6 +427,16 @@ class GradGroup:
         self.partial.is_live = False
 
     # -- collecting
+
+    @property
+    def has_come(self) -> bool:
+        """True if gradients are here: from autograd, or set by the program."""
+        if self.collector.count:
+            return True
+        for param in self.unsharded:  # noqa: SIM110  # once for each group in each backward
+            if param.grad is not None:
+                return True
+        return False
 
     def _collect_written(self, streams: Streams) -> None:
         """Takes gradients that the program has set, as zero-bubble schedules do: no hook runs for
@@ -488,14 +513,14 @@ class GradGroup:
             end, room = streams.reduce, (0, 0)
             if self._second is not None:
                 end, room = streams.second, self._second.room(comm_ctx, layout.chunk_numel)
-            divisors, pack = self._divisors(), GradGroup._pack_message
+            divisors, sends = self._divisors(), Sends.MESSAGE
             if divisors[0] == 1 and group.collectives.reduces_plainly:
                 if self._is_local(transport):
-                    pack = GradGroup._pack_later
+                    sends = Sends.NOTHING
                 elif layout.zero_copy and group.wire_dtype == group.gather_dtype:
-                    pack = GradGroup._pack_zero_copy
+                    sends = Sends.WHOLE
             self._route = _Route(
-                made_for, transport, ring, *divisors, room, end, streams.event(), pack
+                made_for, transport, ring, *divisors, room, end, streams.event(), sends
             )
         return self._route
 
@@ -535,8 +560,8 @@ class GradGroup:
         self._collect_written(streams)
         route = self._route_under(comm_ctx)
         transport, end = route.transport, route.end
-        pack = route.pack if self.waiting is Waiting.NOTHING else GradGroup._pack_message
-        if pack is GradGroup._pack_later:
+        sends = route.sends if self.waiting is Waiting.NOTHING else Sends.MESSAGE
+        if sends is Sends.NOTHING:
             end = self.collector.pack_stream
             route.done.wait(end)
         shard = None  # without the second step, only a partial sum is left
@@ -545,7 +570,12 @@ class GradGroup:
             if not shard.has_memory:
                 shard.stream = self.collector.pack_stream
         with streams.on(self.collector.pack_stream):  # slots are allocated for it
-            messages, memory = pack(self, route, comm_ctx, shard)
+            if sends is Sends.MESSAGE:
+                messages, memory = self._pack_message(route, comm_ctx, shard)
+            elif sends is Sends.WHOLE:
+                messages, memory = self._pack_zero_copy(route, comm_ctx)
+            else:
+                messages, memory = [], self._pack_later(comm_ctx)
         stream, reader = streams.reduce, streams.current()
         with (
             span("post_backward_reduce", group.name) if profiler._is_profiler_enabled else NO_SPAN,
@@ -639,15 +669,13 @@ class GradGroup:
         staging = None if staging_dtype is None else slot.take(staging_dtype, 1, chunk_numel).whole
         return [(0, send, receive, group.reduce_tag)], ReductionMemory(slots, own, room, staging)
 
-    def _pack_later(self, route: _Route, comm_ctx: CommContext, shard: GradShard | None) -> _Packed:
+    def _pack_later(self, comm_ctx: CommContext) -> ReductionMemory:
         """Leaves it to the end, which packs into the gradient shard: there is nothing to send."""
         self.touched = tuple(map(or_, self.touched, self.collector.flags))
         write = partial(self._pack, None, streams=comm_ctx.streams)
-        return [], ReductionMemory([], _NOTHING, _NO_ROOM, None, write)
+        return ReductionMemory([], _NOTHING, _NO_ROOM, None, write)
 
-    def _pack_zero_copy(
-        self, route: _Route, comm_ctx: CommContext, shard: GradShard | None
-    ) -> _Packed:
+    def _pack_zero_copy(self, route: _Route, comm_ctx: CommContext) -> _Packed:
         """Packs what is not zero-copy; the other gradients are sent from where they are."""
         layout, dtype, received = (
             self.packer.layout,
@@ -683,10 +711,10 @@ class GradGroup:
         """Drops what a failed backward has not sent; returns whether what earlier ones left goes
         with it.
         """
-        state = self.state
-        is_mixed = state is GradState.SUMMED or (state is GradState.REDUCED and self._has_sent_sum)
+        was_summed = self.state is GradState.SENT and not self.is_reduced
+        is_mixed = was_summed or (self.is_reduced and self._has_sent_sum)
         self.collector.forget()
-        if state is GradState.SUMMED:
+        if was_summed:
             self.waiting = Waiting.NOTHING
             self.touched = (False,) * len(self.touched)
         return is_mixed

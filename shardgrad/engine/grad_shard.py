@@ -59,9 +59,8 @@ class GradMemory(Enum):
 
     NONE = auto()  # all gradients are None
     HELD = auto()  # it may be freed while all gradients are None
-    FIXED = (
-        auto()
-    )  # it stays at its address; only that of a graph's own pool is freed, by the graph
+    # It stays at its address; only that of a graph's own pool is freed, by the graph.
+    FIXED = auto()
 
 
 class GradShard:
@@ -84,12 +83,13 @@ class GradShard:
         self.attribute = policy.attribute  # of a parameter: what its gradient is bound to
         self.mesh = mesh
         self._home = home
-        self.needs_staging = (
-            home.is_offloaded
-        )  # not on the mesh's device, where a reduction needs room
+        # Not on the mesh's device, where a reduction needs room.
+        self.needs_staging = home.is_offloaded
         self._brought: StreamEvent | None = None
         self.memory = GradMemory.NONE
         self.stream: Stream = None  # that memory is allocated on, now or next; None on the CPU
+        # How often memory that graphs know was left to the program; they are of no use then.
+        self.moves = 0
         self._allocated: StreamEvent | None = None
         self._nothing = home.zeros(0, dtype)
         self._take(self._nothing)
@@ -100,17 +100,14 @@ class GradShard:
         self.nonfinite: torch.Tensor | None = None
         self.objects = GradientObjects(params, layout, mesh.shard_rank, self._nothing, policy)
         self._index = {id(param): i for i, param in enumerate(self.params)}
-        self.flagged = [False] * len(
-            self.params
-        )  # what the flags say, as far as the host has made sure
+        # What the flags say, as far as the host has made sure.
+        self.flagged = [False] * len(self.params)
         self._seen: dict[tuple[bool, ...], list[bool]] = {}
         self.zeroed: set[int] = set()  # since the last reduction, or since `nonfinite` was found
-        self._flags_before: torch.Tensor | None = (
-            None  # a reduction that adds, if parameters have hooks
-        )
-        self._told: tuple[torch.Tensor, StreamEvent] | None = (
-            None  # flags for `decide`, and their arrival
-        )
+        # A reduction that adds, if parameters have hooks.
+        self._flags_before: torch.Tensor | None = None
+        # Flags for `decide`, and their arrival.
+        self._told: tuple[torch.Tensor, StreamEvent] | None = None
 
     # -- memory: see the note
 
@@ -172,23 +169,31 @@ class GradShard:
         """True if memory may be freed, unless a reduction is in flight: all gradients are None."""
         return self.memory is GradMemory.HELD and self.objects.are_absent()
 
-    def free(self) -> None:
-        """Frees the memory; gradients are None, and the program keeps none of them
-        (`part_with_kept`).
+    def free(self, reader: Stream) -> None:
+        """Frees the memory, or leaves it to the program, which reads on `reader`, if that keeps
+        any of it; gradients are None.
 
-        Streams: `self.stream` comes after all uses, copies of kept gradients among them.
+        Streams: `self.stream` comes after all uses.
         """
         if self.memory is GradMemory.NONE:
             return
         self.nonfinite = None
         self.flagged = [False] * self.count
         self.zeroed.clear()
-        if self._uses() == self._own_uses:
-            self.flat.untyped_storage().resize_(0)
-        else:  # something that is no tensor keeps it, and may read it
+        kept = self.objects.kept()
+        if kept or self._uses() != self._own_uses:
+            self._record(reader)
+            self.objects.leave(kept)
             self.objects.take_away()
             self._take(self._nothing)
+        else:
+            self.flat.untyped_storage().resize_(0)
         self.memory = GradMemory.NONE
+
+    def _record(self, reader: Stream) -> None:
+        """Tells the allocator that the program, which keeps the memory, reads it on `reader`."""
+        if reader is not None and self.flat.device.type != "cpu":
+            self.flat.record_stream(reader)
 
     def _uses(self) -> int:
         """Returns how many tensors and others share the storage, except `_views`, made when asked
@@ -220,12 +225,36 @@ class GradShard:
         return True
 
     def part_with_kept(self, reader: Stream) -> None:
-        """Before memory is written or freed: [Note: Kept gradients]. The program reads on
-        `reader`.
+        """Before memory is written: [Note: Kept gradients]. The program reads on `reader`.
+
+        In a capture, it is noted what each replay has to part with.
         """
-        if self.has_memory:
-            capturing = is_capturing(self.flat.device)
-            self.objects.part_with_kept(reader, capturing=capturing)
+        if not self.has_memory:
+            return
+        if is_capturing(self.flat.device):
+            self.objects.note_overwritten()
+        else:
+            self._part_with(self.objects.kept(), reader)
+
+    def _part_with(self, places: Sequence[int], reader: Stream) -> None:
+        """Makes the memory of these places one that the program holds nothing of."""
+        if not places:
+            return
+        is_known = self.memory is GradMemory.FIXED and self.stream is not None
+        if is_known and not self.objects.are_viewed(places):
+            self.objects.move_out(places, reader)  # graphs go on with the address
+            return
+        self.moves += is_known
+        if self.objects.are_absent():
+            self.free(reader)
+        else:
+            self._record(reader)
+            if self.stream is not None:
+                self.stream = torch.accelerator.current_stream(self.flat.device)
+            self.objects.leave(places)
+            self._take(self._home.zeros(self.flat.numel(), self.flat.dtype).copy_(self.flat))
+            self.objects.place(self.flat)
+            self._own_uses = self._uses()
 
     def reduce_into(
         self,
@@ -425,7 +454,7 @@ class GradShard:
             # Gradients may have changed places, in this model or between two: what is written over
             # may be what another parameter has been given.
             reader = None if device.type == "cpu" else torch.accelerator.current_stream(device)
-            self.objects.part_with_held([place for place, _ in foreign], reader)
+            self._part_with(self.objects.held([place for place, _ in foreign]), reader)
         for place, grad in foreign:
             self.zeroed.discard(place)
             with torch.no_grad():

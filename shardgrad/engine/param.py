@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import repeat
-from operator import attrgetter, is_, setitem
+from operator import attrgetter, is_
 
 import torch
 from torch import nn
@@ -137,7 +137,9 @@ class Registration:
 
     def change(self, to: Callable[[FSDPParam], nn.Parameter | None]) -> None:
         """Makes modules register what `to` gives for each parameter."""
-        any(map(setitem, self._registers, self._attributes, map(to, self._managed)))  # None each
+        places = zip(self._registers, self._attributes, self._managed, strict=True)
+        for register, attribute, managed in places:
+            register[attribute] = to(managed)
 
 
 def mark_sharded(p: FSDPParam) -> None:

@@ -19,6 +19,7 @@ after it for `reshard_after_forward` as an int (`features/post_forward.py`).
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ from shardgrad.engine.spans import NO_SPAN, profiler, span
 from shardgrad.engine.streams import Streams
 from shardgrad.engine.transports import MessageTag
 from shardgrad.engine.unsharded import UnshardedMemory, UnshardedParams
+from shardgrad.errors import LostWorkWarning
 from shardgrad.policies import REDUCES_IN_GRAD_DTYPE, GradientPolicy
 from shardgrad.sharding.byte_params import from_bytes, stored_shape, travels_as_bytes
 from shardgrad.sharding.dtensor import in_own_storage
@@ -59,9 +61,8 @@ _SHARDED_PARAM, _UNSHARDED_PARAM = attrgetter("sharded"), attrgetter("unsharded"
 class ParamState(Enum):
     """Where the parameters of a group are; see the module docstring."""
 
-    __hash__ = (
-        object.__hash__
-    )  # in C; that of Enum is a function in Python, called at each transition
+    # In C; that of Enum is a function in Python, called at each transition.
+    __hash__ = object.__hash__
     SHARDED = auto()
     UNSHARDING = auto()
     UNSHARDED = auto()
@@ -169,12 +170,15 @@ class ParamGroup:
         self.keeps_memory = False
         self.steps_taken = 0
         self.generation = 0
+        # Of the values in unsharded memory, or on their way there.
         self._gathered_version = (
             -1,
             -1,
-        )  # of the values in unsharded memory, or on their way there
+        )
         self._all_gather: AllGather | None = None
         self._unsharded: UnshardedMemory | None = None
+        # Of the unsharded parameters: moves with what the program writes to them.
+        self._unsharded_versions: tuple[int, ...] = ()
         self._inputs: list[AllGatherInput] = []
         self.set_tags("", 0)
         first = params[0].sharded
@@ -226,9 +230,8 @@ class ParamGroup:
             self.reduce_dtype = self.mp_policy.reduce_dtype or follows
             self.gradient_dtype = self.gradient_policy.dtype or dtype
         wire_dtype = self.gradient_policy.wire_dtype or self.reduce_dtype
-        is_packed = (
-            wire_dtype.itemsize > 1 and self.mesh.gather_group.size() > 1
-        )  # float8 is made later
+        # Float8 is made later.
+        is_packed = wire_dtype.itemsize > 1 and self.mesh.gather_group.size() > 1
         self.wire_dtype = wire_dtype if is_packed else self.reduce_dtype
         self.alignment = alignment_numel(
             [
@@ -250,6 +253,7 @@ class ParamGroup:
     def _forget_derived(self) -> None:
         """Drops what is made on demand from layout and dtypes."""
         self._unsharded = None
+        self._unsharded_versions = (0,) * len(self.params)
         self._inputs = []
 
     def layout_of(self, params: Sequence[FSDPParam], *, with_flags: bool) -> ShardLayout:
@@ -449,9 +453,8 @@ class ParamGroup:
             try:
                 self._fill(gather.wait(stream), gather)
             except BaseException:
-                self.keeps_memory |= (
-                    gather.is_zero_copy
-                )  # messages may still be on their way into it
+                # Messages may still be on their way into it.
+                self.keeps_memory |= gather.is_zero_copy
                 self._move(_AFTER_CANCEL[self.state])
                 raise
             finally:
@@ -519,10 +522,51 @@ class ParamGroup:
         keeps = self.stage.keeps_unsharded and not drop_kept
         if self.state is SHARDED or (self.state is KEPT and keeps):
             return
+        self.take_writes()
         if not keeps:
             self._free()
         self._move(KEPT if keeps else SHARDED)
         self.registration.change(_SHARDED_PARAM)
+
+    @torch.no_grad()
+    def take_writes(self) -> None:
+        """Copies what the program has written to unsharded parameters into the shard.
+
+        Warns where the shard cannot take it: its dtype is another, it has been written itself, or a
+        tensor subclass keeps it.
+
+        Streams: on the current one, which later all-gathers wait for. Capture: safe.
+        """
+        if self.state is not UNSHARDED:
+            return
+        with DisableTorchFunctionSubclass():
+            versions = tuple(map(_VERSION, map(_UNSHARDED_PARAM, self.params)))
+        before, self._unsharded_versions = self._unsharded_versions, versions
+        if versions == before:
+            return
+        moved = zip(self.params, self.layout.pieces, versions, before, strict=True)
+        written = [(p, piece) for p, piece, now, then in moved if now != then]
+        takes = self.is_flat and self.gather_dtype == self.shard_dtype
+        if not takes or self._version() != self._gathered_version:
+            names = ", ".join(p.name for p, _ in written[:3])
+            more = f" and {len(written) - 3} more" if len(written) > 3 else ""
+            warnings.warn(
+                f"shardgrad: {names}{more} was written while unsharded, which is lost when it is "
+                "resharded. Try: write the sharded parameter, between steps: with torch.no_grad(): "
+                "param.copy_(...)",
+                LostWorkWarning,
+                stacklevel=2,
+            )
+            return
+        self.wait_until_read()
+        for p, piece in written:
+            unsharded = p.require_unsharded()
+            values = local_of(unsharded) if p.sharding.came_as_dtensor else unsharded
+            local_of(p.sharded).copy_(piece.of(values, self.mesh.shard_rank))
+        streams = self._inputs[0].comm_ctx.streams
+        copied = streams.event()
+        copied.record(streams.current())
+        copied.wait(streams.gather)
 
     def _free(self) -> None:
         """Gives the unsharded memory back, after the last use on the current stream."""
@@ -532,6 +576,7 @@ class ParamGroup:
     def show_sharded(self) -> None:
         """Registers the sharded parameters, and keeps the unsharded memory for the next use."""
         if self.state is UNSHARDED:
+            self.take_writes()
             self._move(KEPT)
             self.registration.change(_SHARDED_PARAM)
 

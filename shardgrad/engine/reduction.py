@@ -103,9 +103,8 @@ class AllReduceHook:
 class Reduction:
     """A launched reduction: what it reads, where its result goes, and how to end it."""
 
-    works: Sequence[
-        tuple[int, int, Work]
-    ]  # each behind the first element and length of what it brings
+    # Each behind the first element and length of what it brings.
+    works: Sequence[tuple[int, int, Work]]
     memory: ReductionMemory  # whose slots are released at the end
     shard: GradShard | None  # None to stop after the first step and keep a partial sum
     touched: tuple[bool, ...]  # per trainable parameter, whether this rank had a gradient
@@ -222,10 +221,11 @@ class Reduction:
 
     def _finish(self) -> None:
         self.is_complete = True
+        # They may hold gradients that were sent from where they are.
         self.works, self._pending = (
             (),
             None,
-        )  # they may hold gradients that were sent from where they are
+        )
         for slot in self.memory.slots:
             slot.release(self.end)
         self.done.record(self.end)

@@ -45,7 +45,7 @@ def adopt(group: ParamGroup) -> bool:
             ]
             raise ExtensionError(
                 f"{', '.join(names)} got fsdp_pre_all_gather or fsdp_post_all_gather after the "
-                f"first forward",
+                "first forward",
                 expected="both methods on the local tensor before the first forward of the root, "
                 "or neither",
                 got="a parameter that already travels in a flat shard",
@@ -67,8 +67,7 @@ def require_data(group: ParamGroup) -> None:
     if names:
         raise MetaParameterError(
             "FSDP parameters should be materialized from meta device before training, but the "
-            "following "
-            f"were still on meta device: {names}",
+            f"following were still on meta device: {names}",
             expected=f"parameters on {group.shard_memory.device}",
             got=f"{len(names)} on meta",
             where=f"unit {group.name or 'root'!r}",
@@ -86,13 +85,12 @@ def _shown(p: FSDPParam, group: ParamGroup) -> nn.Parameter:
     if isinstance(param, DTensor) and param.grad_fn is not None:
         raise ForeignParameterError(
             f"parameter {p.name} was replaced by the result of an operation, to which no gradient "
-            f"would flow",
+            "would flow",
             expected="nn.Parameter(DTensor), a leaf",
             got=f"a DTensor with {param.grad_fn.name()}",
             where=f"unit {group.name or 'root'!r}",
             fix="detach() it, and its values are taken over; to train what it was made of, compute "
-            "it in the "
-            "module's forward",
+            "it in the module's forward",
         )
     if not (
         isinstance(param, DTensor)
@@ -105,8 +103,7 @@ def _shown(p: FSDPParam, group: ParamGroup) -> nn.Parameter:
             got=f"{type(shown).__name__} of shape {None if shown is None else tuple(shown.shape)}",
             where=f"unit {group.name or 'root'!r}",
             fix="torch.distributed.tensor.distribute_tensor(full, p.device_mesh, p.placements); "
-            "parametrize, "
-            "or remove parameters, before fully_shard",
+            "parametrize, or remove parameters, before fully_shard",
         )
     return shown  # type: ignore[return-value]
 

@@ -18,8 +18,7 @@ from torch import nn
 from torch.distributed.utils import _to_kwargs
 
 from shardgrad.engine.comm_context import CommContext
-from shardgrad.engine.grad_group import GradGroup
-from shardgrad.engine.grad_shard import GradMemory
+from shardgrad.engine.grad_shard import GradMemory, GradShard
 from shardgrad.engine.same_model import require_same_model
 from shardgrad.engine.scheduler import ReductionScheduler
 from shardgrad.engine.spans import NO_SPAN, profiler, span
@@ -31,7 +30,8 @@ __all__ = ["RootContext", "context_of", "lazy_init"]
 
 
 class RootContext:
-    """Shared by every unit under one root: `units`, in construction order, the root first.
+    """Shared by every unit under one root: `units`, in construction order, the root first, and
+    their `grad_groups`.
 
     Attributes:
         keep_unsharded: True while ranks may run different units (`features/participation.py`):
@@ -43,6 +43,7 @@ class RootContext:
     def __init__(self, units: Sequence[Unit], comm_ctx: CommContext) -> None:
         self.units = list(units)
         self.root = self.units[0]
+        self.grad_groups = [grads for unit in self.units for grads in unit.grad_groups]
         self.comm_ctx = comm_ctx
         self.scheduler = ReductionScheduler(comm_ctx, self.end_backward)
         self.keep_unsharded = False
@@ -62,11 +63,6 @@ class RootContext:
         self._offloaded = [
             g for unit in self.units for g in unit.groups if g.shard_memory.is_offloaded
         ]
-
-    @property
-    def grad_groups(self) -> list[GradGroup]:
-        """Every group's gradients, in construction order."""
-        return [grads for unit in self.units for grads in unit.grad_groups]
 
     # -- forward
 
@@ -113,42 +109,33 @@ class RootContext:
         """Frees the memory of gradients that are None: [Note: Memory of gradients] in
         `grad_shard.py`.
 
-        Streams: those that it was allocated on wait for the current one, on which what the program
-        keeps is copied, and for the optimizer's.
+        Streams: those that it was allocated on wait for the current one, and for the optimizer's.
         Capture: safe; memory that is there is kept at its address, and none is freed.
         """
-        shards = [grads.shard for grads in self.grad_groups]
-        held = [shard for shard in shards if shard is not None and shard.memory is GradMemory.HELD]
-        for shard in held:
-            shard.fix_in_capture()
-        former = [shard for grads in self.grad_groups for shard in grads.former_shards]
-        replaced = [
-            each
-            for each in former
-            if not (each.objects.is_any_bound() or is_capturing(each.flat.device))
-        ]
-        free = [shard for shard in (*held, *replaced) if shard.may_be_freed]
+        free: list[GradShard] = []
+        replaced: list[GradShard] = []
+        for grads in self.grad_groups:
+            shard = grads.shard
+            if shard is not None and shard.memory is GradMemory.HELD:
+                shard.fix_in_capture()
+                free.append(shard)
+            for former in grads.former_shards:
+                if not (former.objects.is_any_bound() or is_capturing(former.flat.device)):
+                    replaced.append(former)
+        free = [shard for shard in (*free, *replaced) if shard.may_be_freed]
         if not (free or replaced) or self.scheduler.is_any_in_flight:
             return
-        streams, reader, event = (
-            self.comm_ctx.streams,
-            self.comm_ctx.streams.current(),
-            self.post_optim_event,
-        )
-        if event is not None and any(shard.objects.may_be_kept() for shard in free):
-            streams.event_of(event).wait(reader)
-        for shard in free:
-            shard.part_with_kept(reader)
-        for stream in {shard.stream for shard in (*free, *replaced)} - {
-            None
-        }:  # of memory on the host
+        streams, event = self.comm_ctx.streams, self.post_optim_event
+        reader = streams.current()
+        # Memory on the host has no stream.
+        for stream in {shard.stream for shard in (*free, *replaced)} - {None}:
             if event is not None:
                 streams.event_of(event).wait(stream)
             if stream != reader:
                 self._read.record(reader)
                 self._read.wait(stream)
         for shard in free:
-            shard.free()
+            shard.free(reader)
         for grads in self.grad_groups if replaced else ():
             grads.former_shards = [shard for shard in grads.former_shards if shard not in replaced]
 
@@ -300,9 +287,8 @@ class RootContext:
         self.keep_unsharded = False
         self.scheduler.enrolment = None
         if not self.scheduler.backward_running:
-            del self._backward_order[
-                self._order_before :
-            ]  # those before it may have a backward yet
+            # Those before it may have a backward yet.
+            del self._backward_order[self._order_before :]
             for unit in self.units:
                 unit.abandon_forward()
         else:
@@ -320,9 +306,8 @@ class RootContext:
             )
             warnings.warn(
                 "a backward failed half-way: the gradients that it has computed are dropped, those "
-                "of "
-                f"earlier backwards are kept.{added if lost else ''} zero_grad() drops all of "
-                f"them.",
+                f"of earlier backwards are kept.{added if lost else ''} zero_grad() drops all of "
+                "them.",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -40,8 +40,7 @@ def describe(units: Sequence[Unit], mesh: DataParallelMesh | None = None) -> lis
             lines.append(f"{group.kind} of {unit.name}: {group.gradient_policy}, {group.stage}")
             lines.extend(
                 f"parameter {p.name}: {p.shape}, {p.sharded.dtype}, "
-                f"requires_grad={p.sharded.requires_grad}, "
-                f"{p.sharding.placements}"
+                f"requires_grad={p.sharded.requires_grad}, {p.sharding.placements}"
                 for p in group.params
             )
     return lines

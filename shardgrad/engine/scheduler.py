@@ -11,8 +11,6 @@ over; if no input of the unit needs a gradient, when all are there.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from itertools import repeat
-from operator import attrgetter, is_not
 from typing import Protocol
 
 import torch
@@ -25,8 +23,6 @@ __all__ = ["ReductionScheduler"]
 
 # Whether the backward that runs on this thread was called with `retain_graph=True`.
 _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
-_GRAD, _LENT = attrgetter("grad"), attrgetter("lent")
-_OVER = (GradState.SUMMED, GradState.REDUCED)
 
 
 def _move(grads: GradGroup, state: GradState) -> None:
@@ -64,9 +60,8 @@ class ReductionScheduler:
 
     def __init__(self, comm_ctx: CommContext, end_backward: Callable[[], None]) -> None:
         self.comm_ctx = comm_ctx
-        self._end_backward = (
-            end_backward  # called once when autograd ends a backward that was seen to begin
-        )
+        # Called once when autograd ends a backward that was seen to begin.
+        self._end_backward = end_backward
         self.backward_running = False
         self.is_last_backward = True  # False for a micro-batch that others follow
         # True from a backward that makes a graph (`create_graph=True`), which reads parameters
@@ -98,7 +93,9 @@ class ReductionScheduler:
         none. There, another call of a unit may follow its reduction: all ranks reduce it again,
         whichever have gradients.
         """
-        if grads.state is GradState.IDLE or (grads.state in _OVER and self.enrolment is None):
+        if grads.state is GradState.IDLE or (
+            grads.state is GradState.SENT and self.enrolment is None
+        ):
             grads.waits_for_unit = True
             _move(grads, GradState.COLLECTING)
             self._queue.append(grads)
@@ -166,21 +163,28 @@ class ReductionScheduler:
         )
 
     def _reduce(self, grads: GradGroup) -> None:
+        if grads.state is not GradState.READY:  # backward is over: no more gradients come
+            _move(grads, GradState.READY)
         if self._reduces_now(grads):
             reduction = grads.launch(self.comm_ctx)
             self._launched.append((grads, reduction))
-            _move(grads, GradState.REDUCED)
-            for _, earlier in self._launched[-2:-1]:
-                # So that whole gradients are there of two groups at most: of one that is sent, and
-                # the next.
-                if any(map(_LENT, earlier.memory.slots)):
-                    earlier.complete()
-                    for slot in earlier.memory.slots:
-                        if slot not in reduction.memory.slots:
-                            slot.return_lent()
+            _move(grads, GradState.SENT)
+            if len(self._launched) > 1:
+                self._return_lent(self._launched[-2][1], reduction)
         else:
             grads.accumulate(self.comm_ctx)
-            _move(grads, GradState.SUMMED)
+            _move(grads, GradState.SENT)
+
+    def _return_lent(self, earlier: Reduction, latest: Reduction) -> None:
+        """Ends a reduction that has whole gradients in flight, so that there are no more of them
+        than of two groups: of one that is sent, and of the next.
+        """
+        if not any(slot.lent for slot in earlier.memory.slots):
+            return
+        earlier.complete()
+        for slot in earlier.memory.slots:
+            if slot not in latest.memory.slots:
+                slot.return_lent()
 
     def drain(self, groups: Iterable[GradGroup], *, wait: bool) -> None:
         """Ends a backward: reduces what is left of all groups under the root, given in construction
@@ -196,15 +200,11 @@ class ReductionScheduler:
         for grads in groups:
             # Gradients that came without the unit entering forward, for example through unshard()
             # by hand, that the program has written, and what earlier backwards have left.
-            is_partial = grads.partial.is_live and grads.state is not GradState.REDUCED
+            is_partial = grads.partial.is_live and not grads.is_reduced
             waits = grads.waiting is not Waiting.NOTHING or (
                 is_partial and grads.requires_all_reduce
             )
-            if (
-                grads.collector.count
-                or any(map(is_not, map(_GRAD, grads.unsharded), repeat(None)))
-                or (waits and self._reduces_now(grads))
-            ):
+            if grads.has_come or (waits and self._reduces_now(grads)):
                 if self.enrolment is not None:
                     self.enrolment.refuse_late(grads)
                 self._reduce(grads)

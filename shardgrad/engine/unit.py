@@ -201,14 +201,12 @@ class Unit:
         self.methods_running = 0
         self._outstanding = 0
         self._outstanding_before = 0  # the latest forward
-        self._open = (
-            0  # calls whose backward has begun and not ended; several if a module calls itself
-        )
+        # Calls whose backward has begun and not ended; several if a module calls itself.
+        self._open = 0
         self._next_backward: Unit | None = None
         self._waiting_modules: set[nn.Module] = set()
-        self._running: list[
-            nn.Module
-        ] = []  # forwards that have not come to their end, the innermost last
+        # Forwards that have not come to their end, the innermost last.
+        self._running: list[nn.Module] = []
         self.pre_backward: Callable[..., None] = self._pre_backward
         self.post_backward: Callable[..., None] = self._post_backward
         self.hooks = [
@@ -400,9 +398,8 @@ class Unit:
             if grads.params:
                 context.scheduler.enter(grads)
         if not kwargs and not [arg for arg in args if not isinstance(arg, torch.Tensor)]:
-            return tuple(
-                self._watch(args, counted=counted)
-            ), kwargs  # the common case, without a tree
+            # The common case, without a tree.
+            return tuple(self._watch(args, counted=counted)), kwargs
         leaves, spec = tree_flatten((args, kwargs))
         return tree_unflatten(self._watch(leaves, counted=counted), spec)  # type: ignore[no-any-return]
 
@@ -616,9 +613,8 @@ def units_under(module: nn.Module) -> list[Unit]:
     """Returns the units in a module tree in traversal order, the module's own first; each once."""
     found: dict[Unit, None] = {}
     seen: set[Any] = {None}  # also a child, of a module that was assigned None
-    left: list[Any] = [
-        module
-    ]  # by hand, for every micro-batch: `modules()` takes five times as long
+    # By hand, for every micro-batch: `modules()` takes five times as long.
+    left: list[Any] = [module]
     while left:
         child = left.pop()
         if child not in seen:

@@ -137,7 +137,7 @@ def _grad_dtype(param: nn.Parameter, name: str, policy: MixedPrecisionPolicy) ->
     if dtype is None:
         raise UnsupportedParameterError(
             f"parameter {name} has grad_dtype=None, so nothing says what its gradient is reduced "
-            f"and kept in",
+            "and kept in",
             expected="a grad_dtype, or mp_policy.reduce_dtype",
             got="None for both",
             where=f"parameter {name}",

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardgrad.engine.grad_group import GradGroup, GradState
+from shardgrad.engine.grad_group import GradGroup
 from shardgrad.engine.root import RootContext, lazy_init
 from shardgrad.engine.unit import unit_of
 from shardgrad.errors import ParticipationError
@@ -121,11 +121,10 @@ class _Enrolment:
         """Refuses gradients of a checkpoint that came after those of the rest of their unit's
         forward.
         """
-        if grads.state is GradState.REDUCED:
+        if grads.is_reduced:
             raise ParticipationError(
                 f"unit {grads.group.name or 'root'!r} got more gradients after its reduction, from "
-                f"a "
-                "reentrant checkpoint over modules that the same forward also runs outside of it",
+                "a reentrant checkpoint over modules that the same forward also runs outside of it",
                 expected="gradients that are complete once: other ranks do not join a second "
                 "reduction",
                 got=f"{grads.collector.count} that came late",

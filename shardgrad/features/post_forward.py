@@ -57,9 +57,8 @@ class PostForwardInput(AllGatherInput):
         self._filled = self.ready = comm_ctx.streams.event()
         with torch.inference_mode(mode=False):
             self._views = layout.local_views(self.chunk, mesh.shard_rank)
-        self._trained = [False] * len(
-            params
-        )  # when modules began to register the parameters over this chunk
+        # When modules began to register the parameters over this chunk.
+        self._trained = [False] * len(params)
         for p in params:
             p.post_forward = None
 
@@ -150,6 +149,7 @@ class PostForwardGroup(ParamGroup):
             return
         smaller = self._smaller_input(self._inputs[0].comm_ctx, self.mesh_after_forward)
         smaller.fill()
+        self.take_writes()
         super()._free()
         self._move(ParamState.SHARDED_POST_FORWARD)
         smaller.register()

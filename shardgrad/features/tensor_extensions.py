@@ -62,8 +62,8 @@ def require_extension(
     local = local_of(param) if isinstance(param, DTensor) else param
     if not (hasattr(local, "fsdp_pre_all_gather") and hasattr(local, "fsdp_post_all_gather")):
         raise ExtensionError(
-            "Both fsdp_pre_all_gather and fsdp_post_all_gather should be defined "
-            "if using all-gather extensions",
+            "Both fsdp_pre_all_gather and fsdp_post_all_gather should be defined if using "
+            "all-gather extensions",
             expected="both methods, or none",
             got=type(local).__name__,
             where=f"parameter {name}",
@@ -166,12 +166,12 @@ class ExtensionGroup(ParamGroup):
         for p, piece in zip(self.params, self.layout.pieces, strict=True):
             original = p.sharded
             values = local_of(original) if p.sharding.came_as_dtensor else original.detach()
-            # As FSDP2 does it, so that a subclass needs no other operations: a full piece first,
-            # then a view.
+            # As FSDP2 does it, so that a subclass needs no other operations: a full piece, a view
+            # of it, and `torch.chunk`.
             full = values.new_zeros(piece.local_shape(0)).to(self.shard.device)
             part = full.narrow(piece.dim, 0, piece.local_shape(rank)[piece.dim])
             if part.numel() and values.device.type != "meta":
-                part.copy_(piece.of(values, rank))
+                part.copy_(torch.chunk(values, self.mesh.shard_size, piece.dim)[rank])
             sharded = p.sharding.sharded_dtensor(part)
             p.sharded = nn.Parameter(sharded, requires_grad=original.requires_grad)
             attributes = original.__dict__.items()

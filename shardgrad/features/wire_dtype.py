@@ -89,7 +89,7 @@ def refuse_own_reduce_scatter(group: ParamGroup, comm: object) -> None:
     if group.gradient_policy.wire_dtype is not None:
         raise CustomCommError(
             f"{type(comm).__name__} cannot reduce gradients that have a wire_dtype, which are "
-            f"exchanged",
+            "exchanged",
             expected="a unit without GradientPolicy.wire_dtype",
             got=f"wire_dtype={group.gradient_policy.wire_dtype}",
             where=f"parameter {group.params[0].name}",

@@ -57,9 +57,11 @@ class Capturable:
         it.
         """
 
-    def before_replays(self) -> Callable[[], None]:
-        """Called before a capture. Returns a function that is called before each of its replays."""
-        return _nothing
+    def before_replays(self) -> Callable[[], bool]:
+        """Called before a capture. Returns a function that is called before each of its replays,
+        and returns False if there must be none.
+        """
+        return _ready
 
     def abort_capture(self) -> None:
         """Drops what a failed capture left on the host. Called before snapshots are restored."""
@@ -107,6 +109,10 @@ class Capturable:
 
 def _nothing() -> None:
     pass
+
+
+def _ready() -> bool:
+    return True
 
 
 def capturable(value: Any) -> Capturable:

@@ -31,7 +31,7 @@ class CapturedStep:
         outputs: Any,
         capturables: Sequence[Capturable],
         guards: Sequence[Hashable],
-        before_replays: Sequence[Callable[[], None]],
+        before_replays: Sequence[Callable[[], bool]],
     ) -> None:
         self._graph = graph
         self._capturables = capturables
@@ -47,10 +47,9 @@ class CapturedStep:
         self._kept = [each.known_to_graph() for each in capturables]
         self.outputs = outputs
 
-    def prepare(self) -> None:
-        """Makes ready for a replay."""
-        for prepare in self._before_replays:
-            prepare()
+    def prepare(self) -> bool:
+        """Makes ready for a replay; returns False if there must be none."""
+        return all(prepare() for prepare in self._before_replays)
 
     def replay(self) -> Any:
         """Takes a step; returns the outputs, the same tensors each time."""

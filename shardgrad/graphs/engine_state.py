@@ -50,6 +50,7 @@ _GENERATION = attrgetter("generation")
 _GRAD_SHARD = attrgetter("shard")
 _SWITCHES = attrgetter("reshard_after_forward", "reshard_after_backward", "unshard_in_backward")
 _FLAGGED = attrgetter("flagged")
+_MOVES = attrgetter("moves")
 _OWN = attrgetter("own")
 _VERDICT = attrgetter("nonfinite")
 _ADDRESS = torch.Tensor.data_ptr
@@ -187,7 +188,7 @@ class ModuleState(Capturable):
         else:
             for shard in shards:
                 shard.part_with_kept(self._reader)
-                shard.free()
+                shard.free(self._reader)
 
     def _join_post_optim_events(self) -> None:
         """Makes the current stream wait for what the next forward was to wait for instead of the
@@ -210,7 +211,7 @@ class ModuleState(Capturable):
             for shard in (each for each in self._shards() if each not in others):
                 shard.unbind()
                 shard.part_with_kept(self._reader)
-                shard.free()
+                shard.free(self._reader)
 
     def after_eager_region(self) -> None:
         """See `Capturable`."""
@@ -235,17 +236,16 @@ class ModuleState(Capturable):
             if shard.memory is GradMemory.HELD and not shard.objects.are_absent():
                 shard.fix()
 
-    def before_replays(self) -> Callable[[], None]:
+    def before_replays(self) -> Callable[[], bool]:
         """See `Capturable`."""
         self.at_eager_border()  # a capture that begins with gradients knows their addresses as well
         self._with_memory = {shard for shard in self._shards() if shard.has_memory}
         found = [shard.objects.before_replays() for shard in self._shards()]
 
-        def part_with_overwritten() -> None:
-            for part in found if self._is_any_kept else ():
-                part(self._reader)
+        def move_overwritten() -> bool:
+            return not self._is_any_kept or all(move(self._reader) for move in found)
 
-        return part_with_overwritten
+        return move_overwritten
 
     def _shards(self) -> list[GradShard]:
         return [grads.shard for grads in self._grad_groups if grads.shard is not None]
@@ -403,7 +403,8 @@ class _GradFacts:
                 shard.settle(range(shard.count))
             bound = self._bound()
         verdicts = self.carry_verdicts()
-        return bound, verdicts, tuple(chain.from_iterable(map(_FLAGGED, self._shards)))
+        flagged = tuple(chain.from_iterable(map(_FLAGGED, self._shards)))
+        return bound, verdicts, flagged, tuple(map(_MOVES, self._shards))
 
     def carry_verdicts(self) -> Hashable:
         """Moves verdicts to where graphs read them; see `CarriedScalars`.

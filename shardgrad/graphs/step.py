@@ -304,7 +304,7 @@ class GraphedStep(Generic[_P, _R]):
                 raise
             self._graphs[graph_key] = captured
             self._evict()
-        if captured is None:
+        if captured is None or not captured.prepare():
             return self._run_eagerly(kind, key, caller)
         self._latest, self._closed_over = (graph_key, captured), closed_over
         self.replays += 1
@@ -343,7 +343,6 @@ class GraphedStep(Generic[_P, _R]):
 
     def _replay(self, captured: CapturedStep, kind: _InputKind, caller: Stream) -> Any:
         settings, capturables, device = self._settings, self._capturables, self.pool.device
-        captured.prepare()
         if self.replays <= settings.verify:
             args, kwargs = kind.buffers.arguments
             return compare_runs(

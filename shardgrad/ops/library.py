@@ -26,9 +26,8 @@ __all__ = [
     "warn_of_references",
 ]
 
-_LIBRARY = torch.library.Library(
-    "shardgrad", "DEF"
-)  # the registrations live as long as this object
+# The registrations live as long as this object.
+_LIBRARY = torch.library.Library("shardgrad", "DEF")
 _PATH = Path(__file__).parents[1] / "_C.so"
 _is_compiled = False
 
@@ -71,10 +70,8 @@ def warn_of_references(device_type: str) -> None:
     if device_type == "cuda" and torch.cuda.is_available() and not has_kernels(device_type):
         warnings.warn(
             "shardgrad: its kernels for CUDA were not built; the slower Python reference ops are "
-            "used. Some "
-            "wait for the device, so no step with them can be captured. To build the kernels, with "
-            "nvcc of "
-            f"CUDA {torch.version.cuda} on PATH, type: {build_command()}",
+            "used. Some wait for the device, so no step with them can be captured. To build the "
+            f"kernels, with nvcc of CUDA {torch.version.cuda} on PATH, type: {build_command()}",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -89,8 +86,7 @@ def load_compiled() -> None:
         except OSError as error:
             what = (
                 f"{_PATH} could not be loaded by torch {torch.__version__}, perhaps because it was "
-                f"built for "
-                f"an incompatible one ({error.__cause__ or error})"
+                f"built for an incompatible one ({error.__cause__ or error})"
             )
         else:
             _is_compiled = True
@@ -98,8 +94,8 @@ def load_compiled() -> None:
     else:
         what = f"there is no compiled library {_PATH}"
     warnings.warn(
-        f"shardgrad: {what}; the slower Python reference ops are used. "
-        f"To build it with a C++17 compiler, type: {build_command()}",
+        f"shardgrad: {what}; the slower Python reference ops are used. To build it with a C++17 "
+        f"compiler, type: {build_command()}",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -249,7 +249,7 @@ def _unpack_reference(chunks: Sequence[Tensor], unsharded: Tensor, table: Tensor
         if row.unsharded_offset + row.numel > unsharded.numel():
             raise RuntimeError(
                 f"parameter {i} ends behind the {unsharded.numel()} elements of the unsharded "
-                f"buffer"
+                "buffer"
             )
         if row.numel > 0:
             parts = unsharded.data.narrow(0, row.unsharded_offset, row.numel).split(row.shard_numel)

@@ -120,8 +120,7 @@ def _check_norm(out: Tensor, scratch: Tensor, norm_type: float) -> None:
 
 declare(
     "norm_(Tensor(a!) out, Tensor(b!) scratch, Tensor flat, Tensor touched, Tensor rows, int "
-    "tiles, "
-    "float norm_type, Tensor? scale)",
+    "tiles, float norm_type, Tensor? scale)",
     _norm_reference,
 )
 

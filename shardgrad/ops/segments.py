@@ -112,7 +112,7 @@ def check_rows(
         raise OptionError(
             "the tiles of a segment's table do not add up",
             expected=f"first_tile to count the tiles of {TILE_NUMEL} before each row, and {tiles} "
-            f"in all",
+            "in all",
             got=f"{int(counts.sum())} tiles",
             fix="build the table with segment_rows",
         )

@@ -330,8 +330,7 @@ _TAIL = (
 )
 declare(
     "adam_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? "
-    "master, "
-    "Tensor(e!) steps, Tensor(f!) ticket, " + _TAIL.format(flags=""),
+    "master, Tensor(e!) steps, Tensor(f!) ticket, " + _TAIL.format(flags=""),
     _adam_reference,
 )
 declare(

@@ -68,8 +68,7 @@ def clip_grad_norm_(
     if error_if_nonfinite and nonfinite.item():
         raise GradientError(
             f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, "
-            f"so it "
-            "cannot be clipped.",
+            "so it cannot be clipped.",
             expected="finite gradients",
             got=f"a norm of {norm.item()}",
             fix="error_if_nonfinite=False; shardgrad.optim then skips the step",

@@ -133,9 +133,8 @@ class FlatOptimizer(Optimizer):
         if "capturable" in self.torch_keys and any(
             segment.device.type != "cpu" for segment in segments
         ):
-            group["capturable"] = (
-                True  # to torch: step counts are on the device. It refuses that on the CPU
-            )
+            # To torch: step counts are on the device. It refuses that on the CPU.
+            group["capturable"] = True
         for segment in segments:
             segment.number = self._segments_made
             self._segments_made += 1

@@ -156,9 +156,8 @@ class OptimGroup(dict[str, Any]):
                     )
                 place = mirror[self._slots[hyper.name]]
                 if value.device.type == "cpu":
-                    place.fill_(
-                        value.item()
-                    )  # goes along with the launch; a copy would be waited for
+                    # Goes along with the launch; a copy would be waited for.
+                    place.fill_(value.item())
                 else:
                     place.copy_(value.detach().reshape(()))
         return mirror

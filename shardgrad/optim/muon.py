@@ -145,7 +145,7 @@ class Muon(FlatOptimizer):
             group_of(managed).mesh.shard_group, group_of(managed).shard_memory.device
         ):
             raise unsupported(
-                f"Muon under CPUOffloadPolicy without a backend for "
+                "Muon under CPUOffloadPolicy without a backend for "
                 f"{group_of(managed).shard_memory.device}",
                 instead='init_process_group("cpu:gloo,cuda:nccl"): matrices travel from host to '
                 "host",

@@ -369,7 +369,7 @@ class Bucket:
                 "the exchange of matrices failed: another rank is late, gone, or running something "
                 "else",
                 expected=f"every rank of {members} to call optimizer.step() with the same "
-                f"gradients bound",
+                "gradients bound",
                 got=str(error).splitlines()[0],
                 where=f"rank {dist.get_rank()}, the bucket of {self.members[0].segment.names[0]}",
                 fix="call step(), and set gradients to None, on all ranks or on none",

@@ -341,8 +341,7 @@ class ShardedSegment(Segment):
         if any(group_of(managed) is not self._group for managed in self._members):
             raise OptimizerParameterError(
                 f"{', '.join(self.names)} shared a flat shard with parameters that have left it "
-                f"since the "
-                "optimizer was built",
+                "since the optimizer was built",
                 expected="the shard that the optimizer was built over",
                 got="one that got fsdp_pre_all_gather, or that fully_shard gave to an outer unit",
                 where=f"unit {group_of(self._members[0]).name}",

@@ -97,9 +97,8 @@ def select(params: Iterable[torch.Tensor]) -> Gradients:
     by_group: dict[ParamGroup, dict[FSDPParam, None]] = {}
     plain = []
     for param in dict.fromkeys(params):
-        managed = fsdp_param_of(
-            param
-        )  # after an evaluation, modules may still show unsharded parameters
+        # After an evaluation, modules may still show unsharded parameters.
+        managed = fsdp_param_of(param)
         if managed is not None:
             by_group.setdefault(group_of(managed), {})[managed] = None
         elif (grad := plain_gradient(param)) is not None:

@@ -4,36 +4,45 @@ script.py`.
 
 from __future__ import annotations
 
+import argparse
 import os
 import runpy
 import sys
-
-import click
+from collections.abc import Sequence
 
 from shardgrad.patch import patch
 
-_TRANSPARENT = {
-    "ignore_unknown_options": True,
-    "allow_interspersed_args": False,
-    "help_option_names": ["-h", "--help"],
-}
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m shardgrad.patch",
+        description="Run SCRIPT with its ARGUMENTS as `python` would, with shardgrad instead of "
+        "FSDP2.",
+        epilog="On several ranks: torchrun --nproc-per-node 2 -m shardgrad.patch SCRIPT. Processes "
+        "that SCRIPT starts are not patched; use `with shardgrad.patch():` in what they run.",
+        usage="%(prog)s [-h] [-m] SCRIPT [ARGUMENTS]",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "-m",
+        dest="as_module",
+        action="store_true",
+        help="SCRIPT is the name of a module, as in `python -m`",
+    )
+    # All that follows SCRIPT is its own, options included.
+    parser.add_argument("script", metavar="SCRIPT", nargs=argparse.REMAINDER)
+    return parser
 
 
-@click.command(context_settings=_TRANSPARENT)
-@click.option(
-    "-m", "as_module", is_flag=True, help="SCRIPT is the name of a module, as in `python -m`."
-)
-@click.argument("script")
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def main(as_module: bool, script: str, arguments: tuple[str, ...]) -> None:
-    """Run SCRIPT with its ARGUMENTS as `python` would, with shardgrad instead of FSDP2.
-
-    On several ranks: torchrun --nproc-per-node 2 -m shardgrad.patch SCRIPT. Processes that SCRIPT
-    starts are not patched; use `with shardgrad.patch():` in what they run.
-    """
-    sys.argv = [script, *arguments]
+def main(command: Sequence[str] | None = None) -> None:
+    """Runs a script or a module as `__main__`, patched."""
+    parser = _parser()
+    given = parser.parse_args(command)
+    if not given.script:
+        parser.error("the name of a SCRIPT is missing")
+    script, *_ = sys.argv = given.script
     with patch():
-        if as_module:
+        if given.as_module:
             runpy.run_module(script, run_name="__main__", alter_sys=True)
         else:
             if not sys.flags.safe_path:
@@ -42,4 +51,4 @@ def main(as_module: bool, script: str, arguments: tuple[str, ...]) -> None:
 
 
 if __name__ == "__main__":
-    main(prog_name="python -m shardgrad.patch")
+    main()

@@ -4,19 +4,21 @@
 In plain torch, `g = p.grad; p.grad = None` and another backward leave `g` as it was: the backward
 makes a new tensor. Here it may write to the same memory. So before memory whose gradient is None is
 written or freed, the engine looks whether the program still holds anything over it: the gradient
-itself, or another tensor with its storage. That is moved to a copy, and a new gradient object takes
-the place over the old address. Every gradient has a storage that no other one has, so reference
-counts tell, in a few passes in C over however many there are, and a program that keeps none pays
-nothing else. Alternatives: docs/design/kept_gradients.md.
+itself, or something else with its storage. If so, the program keeps this memory, and the group goes
+on with other memory and new objects. Memory that a graph knows cannot be exchanged under it: there,
+the gradient that the program holds moves to a copy, and a new object takes its place. Views cannot
+be moved; where there are some, the group takes other memory after all, and graphs are captured
+again.
+
+Every gradient has a storage that no other one has, so reference counts tell, in a few passes in C
+over however many there are, and a program that keeps none pays nothing else. Alternatives:
+docs/design/kept_gradients.md.
 """
 
 from __future__ import annotations
 
-import gc
 import sys
-import warnings
-from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, repeat
 from math import prod
 from operator import attrgetter, is_, is_not, ne
@@ -35,7 +37,6 @@ __all__ = [
     "PLAIN",
     "Bound",
     "GradientObjects",
-    "KeptGradientWarning",
     "counts_if_none_is_kept",
     "counts_of",
     "keep_for_current_stream",
@@ -49,12 +50,6 @@ Bound = int | torch.Tensor
 Stream = torch.Stream | None
 _uses_of: Callable[[int], int] = torch._C._storage_Use_Count
 _WATCHED, _STORAGES = attrgetter("_watched"), attrgetter("_storages")
-
-
-class KeptGradientWarning(UserWarning):
-    """Something that is no tensor keeps the memory of a gradient that is about to be
-    overwritten.
-    """
 
 
 def keep_for_current_stream(tensor: torch.Tensor) -> None:
@@ -150,13 +145,15 @@ class GradientObjects:
         self._places = list(zip(begins, ends, shapes, strides, strict=True))
         self.plain: list[DTensor] = []
         self._locals: list[torch.Tensor] = []
-        self._storages: list[int] = []
         for place in range(len(self._params)):
-            self._make(place)
+            plain, local = self._make(place)
+            self.plain.append(plain)
+            self._locals.append(local)
+            del plain, local  # references are counted next
+        self._storages = [local.untyped_storage()._cdata for local in self._locals]
         self._watch()
-        self._unkept = (
-            self._counts()
-        )  # while nothing else refers to them; later objects have the same
+        # While nothing else refers to them; later objects have the same.
+        self._unkept = self._counts()
         self.overwritten: list[int] = []
         for param in self._params:
             if policy.decoupled:
@@ -164,15 +161,19 @@ class GradientObjects:
             elif param.dtype != nothing.dtype:
                 param.grad_dtype = nothing.dtype
 
-    def _make(self, place: int) -> None:
-        """Makes the objects of a place, the next one or one that exists."""
+    def _make(self, place: int) -> tuple[DTensor, torch.Tensor]:
+        """Returns a new gradient for a place, and its local tensor."""
         local = self._nothing.new_empty(0)
         if self._memory is not None:
             self._point(local, place, self._memory)
-        plain = dtensor_like(local, cast(DTensor, self._params[place]))
-        self.plain[place : place + 1] = [plain]
-        self._locals[place : place + 1] = [local]
-        self._storages[place : place + 1] = [local.untyped_storage()._cdata]
+        return dtensor_like(local, cast(DTensor, self._params[place])), local
+
+    def leave(self, places: Sequence[int]) -> None:
+        """Leaves the gradients of these places to the program, and makes new ones."""
+        for place in places:
+            self.plain[place], self._locals[place] = self._make(place)
+            self._storages[place] = self._locals[place].untyped_storage()._cdata
+        self._watch()
 
     # -- memory
 
@@ -269,67 +270,66 @@ class GradientObjects:
                 expected[place] += self._references_when_bound
         return expected
 
-    def may_be_kept(self) -> bool:
-        """Returns whether the program may hold a gradient; no gradient is bound."""
-        return self._is_watched and self._counts() != self._unkept
-
     def _kept(self, counts: Sequence[int], expected: Sequence[int]) -> list[int]:
         """Returns the places of which the program holds more than is expected."""
         differ, size = list(map(ne, counts, expected)), len(self.plain)
         return [place for place in range(size) if any(differ[place::size])]
 
-    def part_with_kept(self, reader: Stream, *, capturing: bool = False) -> None:
-        """Parts with gradients that a reduction is about to overwrite, since they are None.
-
-        In a capture, where nothing can be copied, it takes note of them in `overwritten`.
-
-        Args:
-            reader: see `part_with`.
-            capturing: whether work of the current stream is captured.
-        """
+    def kept(self) -> list[int]:
+        """Returns the places whose gradients are None, but held by the program."""
         if not any(map(is_, map(self._read, self._params), repeat(None))):
-            return
-        if capturing:
-            self.overwritten += [place for place, what in enumerate(self.bound()) if what is ABSENT]
-            return
+            return []
         counts = self._counts()
-        if counts != self._unkept and self._is_watched:
-            bound = self.bound()
-            kept = self._kept(counts, self.counts_if_none_is_kept(bound))
-            self.part_with([place for place in kept if bound[place] is ABSENT], reader)
+        if counts == self._unkept or not self._is_watched:
+            return []
+        bound = self.bound()
+        kept = self._kept(counts, self.counts_if_none_is_kept(bound))
+        return [place for place in kept if bound[place] is ABSENT]
 
-    def part_with_held(self, places: Sequence[int], reader: Stream) -> None:
-        """Parts with the gradients of these places that the program still holds, wherever.
-
-        See `part_with`. None of these gradients is bound to its own parameter.
-        """
+    def held(self, places: Sequence[int]) -> list[int]:
+        """Returns those of the places whose gradients, bound elsewhere if at all, are held."""
         counts = self._counts()
-        if counts != self._unkept and self._is_watched:
-            kept = self._kept(counts, self.counts_if_none_is_kept(self.bound()))
-            self.part_with(sorted({*kept} & {*places}), reader)
+        if counts == self._unkept or not self._is_watched:
+            return []
+        return sorted({*self._kept(counts, self.counts_if_none_is_kept(self.bound()))} & {*places})
 
-    def before_replays(self) -> Callable[[Stream], None]:
-        """Returns what parts, before each replay, with gradients that the capture about to begin
+    def note_overwritten(self) -> None:
+        """In a capture, takes note of the gradients that each of its replays will overwrite."""
+        self.overwritten += [place for place, what in enumerate(self.bound()) if what is ABSENT]
+
+    def before_replays(self) -> Callable[[Stream], bool]:
+        """Returns what moves, before each replay, gradients that the capture about to begin
         overwrites.
 
-        What is bound is the same before each of them. It takes the reader that `part_with` takes.
+        What is bound is the same before each of them. It takes the reader that `move_out` takes,
+        and returns False if there must be no replay: the program keeps views of some.
         """
         overwritten: list[int] = []
         self.overwritten = overwritten
         bound = self.bound()
         expected = self.counts_if_none_is_kept(bound)
 
-        def part_with_overwritten(reader: Stream) -> None:
-            if overwritten and self._is_watched:
-                counts = self._counts()
-                if counts != expected:
-                    self.part_with(sorted({*self._kept(counts, expected)} & {*overwritten}), reader)
+        def move_overwritten(reader: Stream) -> bool:
+            if not (overwritten and self._is_watched):
+                return True
+            counts = self._counts()
+            if counts == expected:
+                return True
+            places = sorted({*self._kept(counts, expected)} & {*overwritten})
+            if self.are_viewed(places):
+                return False
+            self.move_out(places, reader)
+            return True
 
-        return part_with_overwritten
+        return move_overwritten
 
-    def part_with(self, places: Sequence[int], reader: Stream) -> None:
-        """Moves gradients that the program keeps to copies, along with all tensors that share their
-        memory.
+    def are_viewed(self, places: Sequence[int]) -> bool:
+        """Returns whether anything but gradients and their local tensors shares their memory."""
+        unkept = self._unkept[2 * len(self.plain) :]
+        return any(_uses_of(self._storages[place]) > unkept[place] for place in places)
+
+    def move_out(self, places: Sequence[int], reader: Stream) -> None:
+        """Moves gradients that the program keeps to copies: a graph knows their memory.
 
         New ones over the old addresses take their place, also where they are bound.
 
@@ -340,59 +340,11 @@ class GradientObjects:
         Streams: the copies are made on the current stream, where the gradients have to be final.
         Capture: not safe.
         """
-        if not places:
-            return
-        bound, storages, unkept = self.bound(), self._storages, self._unkept[2 * len(self.plain) :]
-        aliases = _tensors_by_storage(
-            {storages[p] for p in places if _uses_of(storages[p]) > unkept[p]}
-        )
-        unseen = []
-        for place in places:
-            local, storage = self._locals[place], self._locals[place].untyped_storage()
+        bound, kept = self.bound(), [self._locals[place] for place in places]
+        self.leave(places)
+        for place, local in zip(places, kept, strict=True):
             copy = local.clone()
             if reader is not None:
                 copy.record_stream(reader)
-            for tensor in (
-                local,
-                *(alias for alias in aliases[storage._cdata] if alias is not local),
-            ):
-                where = tensor.storage_offset(), tensor.shape, tensor.stride()
-                tensor.data = tensor.new_empty(0).set_(copy.untyped_storage(), *where)
-            if _uses_of(storage._cdata) > 1:  # besides `storage`
-                torch.autograd.graph.increment_version(local)
-                unseen.append(self._names[place])
-            self._make(place)
+            local.set_(copy.untyped_storage(), 0, copy.shape, copy.stride())
             self.bind(place, bound[place])
-        self._watch()
-        if unseen:
-            warnings.warn(
-                "shardgrad: a gradient is about to be overwritten, and an autograd graph, or "
-                "something else "
-                f"that is no tensor, keeps its memory: {', '.join(unseen)}. It will show the next "
-                f"gradient, "
-                "and backward through it will raise. Use p.grad.clone() there",
-                KeptGradientWarning,
-                stacklevel=2,
-            )
-
-
-def _tensors_by_storage(storages: Collection[int]) -> dict[int, list[torch.Tensor]]:
-    """Returns the tensors with these storages, as far as the garbage collector knows; a search of
-    0.1 s.
-    """
-    found: dict[int, list[torch.Tensor]] = {storage: [] for storage in storages}
-    if not storages:
-        return defaultdict(list)
-    with torch._C.DisableTorchFunctionSubclass():
-        for each in gc.get_objects():
-            if not issubclass(
-                type(each), torch.Tensor
-            ):  # isinstance would ask objects for their `__class__`
-                continue
-            try:
-                storage = each.untyped_storage()._cdata
-            except (NotImplementedError, RuntimeError):  # a layout that has none
-                continue
-            if storage in found:
-                found[storage].append(each)
-    return defaultdict(list, found)

@@ -174,8 +174,8 @@ class DataParallelMesh:
         if got != expected:
             raise MeshError(
                 "the axes of a ShardPlacementResult's mesh_info are not those of FSDP or HSDP",
-                expected="FSDPMeshInfo(mesh_1d, shard_mesh_dim=0), or "
-                "HSDPMeshInfo(mesh_2d, replicate_mesh_dim=0, shard_mesh_dim=1)",
+                expected="FSDPMeshInfo(mesh_1d, shard_mesh_dim=0), or HSDPMeshInfo(mesh_2d, "
+                "replicate_mesh_dim=0, shard_mesh_dim=1)",
                 got=f"replicate_mesh_dim={got[0]}, shard_mesh_dim={got[1]} of {info.mesh}",
                 fix="pass the axes it means as a separate mesh",
             )
@@ -227,9 +227,8 @@ class DataParallelMesh:
         """
         if size < 1 or self.shard_size % size:
             raise OptionError(
-                f"If passing reshard_after_forward as an int, it should be a factor of "
-                f"{self.shard_size}, "
-                f"not {size}",
+                "If passing reshard_after_forward as an int, it should be a factor of "
+                f"{self.shard_size}, not {size}",
                 expected=f"a divisor of the shard group's size {self.shard_size}",
                 got=str(size),
                 fix="reshard_after_forward=True, False, or such a divisor",

@@ -207,8 +207,8 @@ def _joined_once(meshes: tuple[DeviceMesh, ...], _: tuple[dist.ProcessGroup, ...
             "together",
             expected="disjoint axes, sliced from one mesh with axis names",
             got=f"{' and '.join(map(str, meshes))}: {error}",
-            fix="mesh = init_device_mesh(device, (dp, tp), mesh_dim_names=('dp', 'tp')); "
-            "then mesh['tp'] for tensor parallelism and fully_shard(..., mesh=mesh['dp'])",
+            fix="mesh = init_device_mesh(device, (dp, tp), mesh_dim_names=('dp', 'tp')); then "
+            "mesh['tp'] for tensor parallelism and fully_shard(..., mesh=mesh['dp'])",
         ) from error
     return joined
 

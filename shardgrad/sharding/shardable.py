@@ -26,8 +26,8 @@ def require_shardable(name: str, param: nn.Parameter) -> None:
     where = f"parameter {name}"
     if param.ndim == 0:
         raise UnsupportedParameterError(
-            "fully_shard doesn't support scalar parameters. "
-            f"Change {name} to a 1D tensor with numel equal to 1.",
+            f"fully_shard doesn't support scalar parameters. Change {name} to a 1D tensor with "
+            "numel equal to 1.",
             expected="at least one dimension to shard",
             got="a 0-dimensional tensor",
             where=where,

@@ -84,8 +84,7 @@ class Audit:
             return f"{self.ranks} ranks depart from one. First in {self.difference}."
         return (
             f"{self.ranks} ranks train as one does: gradients and values of {self.parameters} "
-            f"parameters "
-            f"agree over {self.steps} steps."
+            f"parameters agree over {self.steps} steps."
         )
 
 

@@ -41,9 +41,8 @@ class Piece:
         return tuple(self.values.shape) == self.shape
 
 
-Snapshot = dict[
-    str, Piece | None
-]  # of gradients, None where a parameter has none; or of parameters
+# Of gradients, None where a parameter has none; or of parameters.
+Snapshot = dict[str, Piece | None]
 
 
 @dataclass
@@ -225,8 +224,7 @@ class _WhyGradient:
         if missing:
             return (
                 f"{_ranks(missing)} has no gradient: those of this parameter are not averaged, and "
-                f"its "
-                "module did not run there"
+                "its module did not run there"
             )
         if (shapes := _shape_differs(expected, pieces)) is not None:
             return shapes
@@ -270,8 +268,7 @@ class _WhyGradient:
                 if own is not None and _close(got, own.values):
                     return (
                         f"it is the gradient of part {rank} of the data alone: all ranks train on "
-                        f"that part, "
-                        "or what the others send is lost"
+                        "that part, or what the others send is lost"
                     )
                 if own is not None and _close(got, own.values / self.world):
                     return (
@@ -321,6 +318,5 @@ class _WhyUpdate:
             )
         return (
             f"gradients agree, and the update of {_ranks(wrong)} does not: its optimizer has other "
-            f"settings "
-            "or state, or weights are written besides"
+            "settings or state, or weights are written besides"
         )

@@ -100,7 +100,7 @@ def load_run(folder: Path) -> tuple[nn.Module, TrainConfig]:
     state: Mapping[str, Any] = {"model": model.state_dict()}
     while (newest := Series(folder / "checkpoints").latest()) is not None:
         try:
-            load(state, newest, optional=("optimizer/*", "schedule/*", "progress/*", "rng_*"))
+            load(state, newest, optional=("optimizer.*", "schedule.*", "progress.*", "rng_*"))
         except CheckpointError:
             if newest.exists():
                 raise

@@ -115,7 +115,7 @@ def _step_of_latest(folder: Path) -> int | None:
         name = _STEP.fullmatch(Path(read_text(pointer).strip()).name)
     except UsageError:
         return None
-    return int(name[1]) if name and (pointer.with_name(name[0]) / "complete").is_file() else None
+    return int(name[1]) if name and (pointer.with_name(name[0]) / ".metadata").is_file() else None
 
 
 def newest_run() -> Path:

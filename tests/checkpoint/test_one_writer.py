@@ -8,11 +8,9 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import signal
 import socket
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +21,8 @@ import pytest
 import torch
 
 from shardgrad import checkpoint
-from shardgrad.checkpoint import Series, lock, publish
+from shardgrad.checkpoint import Series
+from shardgrad.checkpoint.folder import Publication
 from shardgrad.checkpoint.lock import FileLock
 from shardgrad.errors import CheckpointError, CheckpointSaveError
 from tests.support.processes import FairClock
@@ -89,20 +88,17 @@ def test_a_second_process_is_told_who_writes_and_since_when(tmp_path: Path) -> N
     assert series.latest() == series.path_of(2)
 
 
-def test_a_process_that_stands_still_keeps_its_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lock, "RENEWAL_S", 0.05)
+def test_a_process_that_stands_still_keeps_its_lock(tmp_path: Path) -> None:
     path = tmp_path / ".lock"
     with elsewhere(lambda: FileLock.take(path, tmp_path)) as holder:
-        os.kill(holder, signal.SIGSTOP)  # it renews nothing, and the system knows that it lives
+        os.kill(holder, signal.SIGSTOP)
         with pytest.raises(CheckpointSaveError, match=f"process {holder} "):
             FileLock.take(path, tmp_path)
 
 
 def test_two_processes_do_not_save_under_one_name_at_a_time(tmp_path: Path) -> None:
     def begin() -> None:
-        publish.Publication(tmp_path / "c").begin()
+        Publication(tmp_path / "c").begin()
 
     with elsewhere(begin) as holder:
         with pytest.raises(
@@ -165,92 +161,42 @@ def test_a_lock_outlives_the_children_that_it_was_not_meant_for(tmp_path: Path) 
         os.kill(orphan, signal.SIGKILL)
 
 
-HOLD = """
-import socket, sys, time
-from pathlib import Path
-socket.gethostname = lambda: "faraway"
-import fcntl
-fcntl.lockf = lambda *_: None
-from shardgrad.checkpoint import lock
-lock.RENEWAL_S = 0.2
-held = lock.FileLock.take(Path(sys.argv[1]), Path(sys.argv[1]).parent)
-print("held", flush=True)
-time.sleep(600)
-"""
+def test_a_lock_that_was_removed_under_a_run_is_taken_again(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    series = Series(folder)
+    series.acquire()
+    shutil.rmtree(folder)  # by a person who wants the space, or by a clean-up job
+    save(series, 1)
+
+    def refused() -> None:
+        with pytest.raises(CheckpointSaveError, match=f"process {os.getppid()} "):
+            save(Series(folder), 2)
+
+    with elsewhere(refused):
+        pass
+    assert series.latest() == series.path_of(1)
 
 
-def test_a_holder_on_a_host_whose_locks_do_not_arrive_is_known_by_its_renewals(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        lock, "RENEWAL_S", 1.0
-    )  # three of them, so a busy machine may delay those of 0.2 s
-    path = tmp_path / ".lock"
-    holder = subprocess.Popen([sys.executable, "-c", HOLD, path], stdout=subprocess.PIPE, text=True)
-    try:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "held\n"
-        with pytest.raises(CheckpointSaveError, match=f"process {holder.pid} on faraway"):
-            FileLock.take(path, tmp_path)
-    finally:
-        holder.kill()
-        holder.wait()
-    began_s = time.monotonic()
-    FileLock.take(path, tmp_path).release()
-    assert time.monotonic() - began_s > 2.9, "nothing renewed it for as long as three renewals take"
-    assert not path.exists()
+def test_a_run_whose_removed_lock_another_process_took_is_refused(tmp_path: Path) -> None:
+    series = Series(tmp_path)
+    save(series, 1)
+    (tmp_path / ".lock").unlink()
+    with elsewhere(lambda: save(Series(tmp_path), 5)) as holder:
+        with pytest.raises(CheckpointSaveError, match=f"process {holder} "):
+            save(series, 2)
+        assert names(tmp_path) == ["step_000001", "step_000005"]
 
 
-def test_a_file_system_without_locks_is_named_and_renewals_are_all_there_is(
+def test_a_file_system_without_locks_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unsupported(*_: Any) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "lockf", unsupported)
-    monkeypatch.setattr(lock, "RENEWAL_S", 0.1)
     with pytest.warns(UserWarning, match=r"without locks \(No locks available\)"):
-        held = FileLock.take(tmp_path / ".lock", tmp_path)
-    before_ns = (tmp_path / ".lock").stat().st_mtime_ns
-    clock = FairClock()
-    while (tmp_path / ".lock").stat().st_mtime_ns == before_ns:
-        assert clock.elapsed_s() < 60, "never renewed"
-        time.sleep(0.02)
-    with elsewhere(lambda: refuses(tmp_path / ".lock")):
-        pass
-    held.release()
-
-
-def refuses(path: Path) -> None:
-    lock.RENEWAL_S = 10.0
-    with (
-        pytest.warns(UserWarning, match="without locks"),
-        pytest.raises(CheckpointSaveError, match="being written"),
-    ):
-        FileLock.take(path, path.parent)
-
-
-def test_a_renewal_that_is_late_is_not_one_of_the_next_holder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    renews, is_same_file = threading.Event(), lock._is_same_file
-
-    def slowly(descriptor: int, path: Path) -> bool:
-        found = is_same_file(descriptor, path)
-        if threading.current_thread().name == "lock":
-            renews.set()
-            time.sleep(0.2)
-        return found
-
-    monkeypatch.setattr(lock, "RENEWAL_S", 0.01)
-    monkeypatch.setattr(lock, "_is_same_file", slowly)
-    held = FileLock.take(tmp_path / ".lock", tmp_path)
-    renews.wait()
-    held.release()
-    (tmp_path / ".lock").touch()
-    os.utime(tmp_path / ".lock", (1, 1))
-    time.sleep(0.5)
-    assert (tmp_path / ".lock").stat().st_mtime == 1
+        FileLock.take(tmp_path / ".lock", tmp_path).release()
+    assert not (tmp_path / ".lock").exists()
 
 
 @pytest.mark.parametrize(
@@ -350,32 +296,6 @@ def test_abandoned_checkpoints_stay_while_there_is_room_and_go_first(tmp_path: P
     assert series.latest() == series.path_of(40)
     save(series, 50)
     assert names(tmp_path) == ["step_000010", "step_000030.abandoned", "step_000040", "step_000050"]
-
-
-def test_asynchronous_saves_that_end_in_another_order_leave_the_newest_latest(
-    tmp_path: Path,
-) -> None:
-    series = Series(tmp_path, keep=2)
-    for step in (10, 20, 30):
-        checkpoint.save(small(step), series.path_of(step))
-    for step in (10, 30, 20):
-        series.publish(series.path_of(step))
-    assert series.latest() == series.path_of(30)
-    save(series, 40)
-    assert names(tmp_path) == ["step_000030", "step_000040"]
-
-
-def test_a_save_that_ends_late_is_there_when_it_returns_even_if_one_is_enough(
-    tmp_path: Path,
-) -> None:
-    series = Series(tmp_path, keep=1)
-    for step in (10, 20):
-        checkpoint.save(small(step), series.path_of(step))
-    for step in (20, 10):
-        series.publish(series.path_of(step))
-    assert names(tmp_path) == ["step_000010", "step_000020"]
-    save(series, 30)
-    assert names(tmp_path) == ["step_000030"]
 
 
 def test_a_reader_between_the_name_and_its_removal_finds_the_newer_one(

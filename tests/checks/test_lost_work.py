@@ -1,12 +1,8 @@
-"""What an optimizer step would lose is named before it: writes, gradients, hooks, another rank's
-state.
-"""
+"""What an optimizer step would lose is refused: gradients, hooks, another rank's state."""
 
 from __future__ import annotations
 
 import io
-import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 
 import shardgrad
-from shardgrad.checks.lost_work import LostWorkWarning
 from shardgrad.errors import ForeignParameterError, GradientError
 from tests.support.ranks import Ranks
 
@@ -30,15 +25,6 @@ def backward(model: nn.Module) -> None:
     model(torch.randn(3, 4)).square().mean().backward()
 
 
-def warned(*work: Callable[[], object]) -> list[str]:
-    """Returns what is warned of while these run."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for each in work:
-            each()
-    return [str(each.message) for each in caught if issubclass(each.category, LostWorkWarning)]
-
-
 def nothing_to_lose() -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -48,67 +34,29 @@ def nothing_to_lose() -> None:
         model.set_requires_gradient_sync(index % 2 == 1)
         backward(model)
         if index % 2:
-            assert warned(optimizer.step, optimizer.zero_grad) == []
+            optimizer.step()
+            optimizer.zero_grad()
 
 
-def test_a_program_that_loses_nothing_is_not_warned(two_ranks: Ranks) -> None:
+def test_a_program_that_loses_nothing_is_not_refused(two_ranks: Ranks) -> None:
     two_ranks.run(nothing_to_lose)
-
-
-def written_while_unsharded() -> None:
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model[0].unshard()
-    with torch.no_grad():
-        model[0].weight[0] = 0
-    model[0].reshard()
-    backward(model)
-    (said,) = warned(optimizer.step, lambda: backward(model), optimizer.step)
-    assert said.startswith(
-        "shardgrad: 0.weight was written while unsharded, which is lost when it is resharded."
-    )
-
-
-def test_a_write_to_an_unsharded_parameter_is_named_once(two_ranks: Ranks) -> None:
-    two_ranks.run(written_while_unsharded)
-
-
-def averaged_while_whole() -> None:
-    """The roots of both models are unsharded; neither has an optimizer here."""
-    model, average = net(), net()
-    with torch.no_grad():
-        for each in (model, average):
-            each(torch.randn(3, 4))
-            each.unshard()
-        for mine, other in zip(average.parameters(), model.parameters(), strict=True):
-            mine.mul_(0.9).add_(other, alpha=0.1)
-    (said,) = warned(average.state_dict, average.state_dict)
-    assert said.startswith("shardgrad: 1.weight, 1.bias was written while unsharded, which is lost")
-    assert "param.copy_(...)" in said
-    with torch.no_grad():
-        average(torch.randn(3, 4))
-        average.unshard()
-        average.reshard()
-        for mine, other in zip(average.parameters(), average.parameters(), strict=True):
-            mine.add_(other)
-    assert warned(average.state_dict) == []
-
-
-def test_a_write_to_an_unsharded_parameter_is_named_before_it_is_saved(two_ranks: Ranks) -> None:
-    two_ranks.run(averaged_while_whole)
 
 
 def stepped_without_sync() -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = [param.full_tensor().clone() for param in model.parameters()]
     model.set_requires_gradient_sync(False)
     backward(model)
-    said = warned(optimizer.step)
-    assert len(said) == 1
-    assert "gradients of 0.weight, 0.bias are not reduced" in said[0]
+    with pytest.raises(GradientError, match=r"sums on each rank, of 0\.weight, 0\.bias"):
+        optimizer.step()
+    model.zero_grad()
+    optimizer.step()
+    for param, then in zip(model.parameters(), before, strict=True):
+        assert torch.equal(param.full_tensor(), then)
 
 
-def test_a_step_before_the_reduction_is_named(two_ranks: Ranks) -> None:
+def test_a_step_before_the_reduction_is_refused(two_ranks: Ranks) -> None:
     two_ranks.run(stepped_without_sync)
 
 

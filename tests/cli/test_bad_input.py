@@ -78,12 +78,12 @@ LINES = [
     ),
     *("plan --hf llama --override hidden_act=3", "train --hf typed.json"),
     *("train --run-dir /proc/x", "train --run-dir text/run --ranks 2"),
-    *("checkpoint convert ran text --to torch", "checkpoint convert ran folder --to safetensors"),
-    *("checkpoint convert ran exported --to torch", "checkpoint convert ran empty --to shardgrad"),
     *(
-        "checkpoint convert ran missing/out --to torch",
-        "checkpoint convert ran /proc/x --to shardgrad",
+        "checkpoint export ran text",
+        "checkpoint export ran folder",
+        "checkpoint export ran exported",
     ),
+    *("checkpoint export ran missing/out", "checkpoint export ran /proc/x"),
     "plan --search 65536 --accumulate 2",
     *("doctor --ranks 3", "doctor --audit build:number --cpu"),
     *("doctor --audit nothing", "doctor --audit nothing:f", "doctor --audit build:missing"),
@@ -107,7 +107,7 @@ LINES = [
         "completion tcsh",
         "checkpoint verify missing",
         "checkpoint inspect text",
-        "checkpoint convert missing out --to nothing",
+        "checkpoint export missing out",
     ),
 ]
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 3}
@@ -155,7 +155,7 @@ def in_folder(folder: Path) -> None:
     (folder / "ran" / "checkpoints" / "step_000060").mkdir(parents=True)
     (folder / "ran" / "config.json").write_text('{"ranks": 2}')
     (folder / "ran" / "checkpoints" / "latest").write_text("step_000060\n")
-    (folder / "ran" / "checkpoints" / "step_000060" / "complete").touch()
+    (folder / "ran" / "checkpoints" / "step_000060" / ".metadata").touch()
     (folder / "wrong").mkdir()
     (folder / "wrong" / "config.json").write_text('{"steps": "many"}')
 

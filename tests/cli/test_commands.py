@@ -4,6 +4,8 @@ patch.
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
@@ -36,7 +38,7 @@ def test_without_the_extra_the_command_line_names_it_and_fails(
 
 
 def test_a_patched_script_finds_what_lies_next_to_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "next_to_it.py").write_text("NUMBER = 7\n")
     script = tmp_path / "script.py"
@@ -48,8 +50,35 @@ def test_a_patched_script_finds_what_lies_next_to_it(
     )
     monkeypatch.setattr(sys, "path", ["", *sys.path])
     monkeypatch.setattr(sys, "argv", [])
-    done = CliRunner().invoke(patched, [str(script), "--lr", "3"])
-    assert done.output == "7 ['--lr', '3'] shardgrad.fully_shard\n", done.exception
+    patched([str(script), "--lr", "3"])
+    assert capsys.readouterr().out == "7 ['--lr', '3'] shardgrad.fully_shard\n"
+
+
+@pytest.mark.parametrize("command", [[], ["-m"], ["--unknown"]])
+def test_patch_without_a_script_says_so_in_a_line(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        patched(command)
+    assert ended.value.code == 2
+    assert len(capsys.readouterr().err.splitlines()) == 2
+
+
+def test_patch_needs_no_package_but_torch(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("print('ran')\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    program = "import sys; sys.modules.update(dict.fromkeys(['click', 'rich', 'numpy'])); "
+    program += "import runpy; sys.argv[1:] = [sys.argv[1]]; "
+    program += "runpy.run_module('shardgrad.patch', run_name='__main__')"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program, str(script)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=True,
+    )
+    assert done.stdout == "ran\n"
 
 
 def test_the_version_comes_with_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

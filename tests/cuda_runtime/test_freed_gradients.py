@@ -80,7 +80,9 @@ def kept_beside_another_stream(order: str) -> bool:
 
 
 @pytest.mark.parametrize("order", ["host", "late", "1"])
-def test_a_kept_gradient_is_copied_before_another_stream_gets_its_memory(order: str) -> None:
+def test_a_kept_gradient_stays_when_another_stream_frees_and_the_first_allocates(
+    order: str,
+) -> None:
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
         assert kept_beside_another_stream(order)

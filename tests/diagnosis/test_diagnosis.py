@@ -62,16 +62,7 @@ def test_every_rank_is_told_who_left_the_order_and_where(two_ranks: Ranks) -> No
     two_ranks.stop()  # their flight recorders differ from now on
 
 
-SAVE = [
-    "names",
-    "list of names",
-    "choice of writers",
-    "plan",
-    "new folder",
-    "writing",
-    "index",
-    "publication",
-]
+SAVE = ["names", "plan", "new folder", "choice of writers", "writing", "index", "publication"]
 
 
 def journal_of_a_save(folder: str) -> list[tuple[str, int]]:

@@ -436,6 +436,34 @@ def test_a_parameter_that_an_operation_has_made_is_refused(two_ranks: Ranks) -> 
     two_ranks.run(a_computed_parameter)
 
 
+def tensors_for_parameters(*, runs_first: bool, are_leaves: bool) -> None:
+    """Meta-learning: the loss after a step that is differentiated itself."""
+    plain, model = stack(5, 7, 3), stack(5, 7, 3)
+    units = [shardgrad.fully_shard(model[0]), shardgrad.fully_shard(model)]
+    x = torch.ones(2, 5)
+    if runs_first:
+        model(x).sum().backward()
+        model.zero_grad()
+    for unit in units:
+        unit.unshard()
+    found = []
+    for each in (plain, model):
+        leaves = {name: (p.detach() / 2).requires_grad_() for name, p in plain.named_parameters()}
+        fast = leaves if are_leaves else {name: p * 2 for name, p in leaves.items()}
+        loss = torch.func.functional_call(each, fast, (x,)).square().mean()
+        found.append([loss.detach(), *torch.autograd.grad(loss, list(leaves.values()))])
+    for expected, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("runs_first", [False, True])
+@pytest.mark.parametrize("are_leaves", [False, True])
+def test_tensors_that_functional_call_puts_in_the_place_of_parameters_get_their_gradients(
+    two_ranks: Ranks, runs_first: bool, are_leaves: bool
+) -> None:
+    two_ranks.run(tensors_for_parameters, runs_first=runs_first, are_leaves=are_leaves)
+
+
 def by_loading(model: nn.Module, average: Tensors, x: Tensor) -> Tensor:
     back = model.state_dict()
     model.load_state_dict(average, assign=True)

@@ -143,15 +143,19 @@ def train_with_foreign_gradients(engine: Engine) -> Tensors:
 
 def foreign_gradients_move_into_the_shard() -> None:
     model = SHARDGRAD.fully_shard(stack(5, 7, 3))
+    weight = model[0].weight
     x = SHARDGRAD.inputs(0, 5)
     model(x).square().mean().backward()
-    kept = model[0].weight.grad
-    address, before = kept.to_local().data_ptr(), kept.to_local().clone()
-    model[0].weight.grad = foreign = kept.clone()
+    address, once = weight.grad.to_local().data_ptr(), weight.grad.to_local().clone()
+    weight.grad = foreign = weight.grad.clone()
     model(x).square().mean().backward()
-    assert model[0].weight.grad is not foreign
-    assert model[0].weight.grad.to_local().data_ptr() == address
+    assert weight.grad is not foreign
+    assert weight.grad.to_local().data_ptr() == address
+    kept, before = weight.grad, weight.grad.to_local().clone()
+    weight.grad = kept.clone()
+    model(x).square().mean().backward()
     assert torch.equal(kept.to_local(), before)
+    assert torch.equal(weight.grad.to_local(), before + once)
 
 
 def gradients_have_the_policys_dtype(decoupled: bool) -> None:

@@ -29,7 +29,15 @@ from tests.support.parity import (
     stack,
 )
 from tests.support.ranks import Ranks
-from tests.support.tensor_extensions import Half, Narrowed, Quantized, extended, train, values
+from tests.support.tensor_extensions import (
+    Chunked,
+    Half,
+    Narrowed,
+    Quantized,
+    extended,
+    train,
+    values,
+)
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -44,8 +52,9 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
         (Narrowed, (6, 8, 4), {"micro_batches": 2, "sync": False}),
         (Narrowed, (6, 8, 4), {"fused": True}),
         (Quantized, (6, 8, 4), {}),
+        (Chunked, (6, 8, 4), {}),
     ],
-    ids=["bf16", "uneven", "kept", "bf16_policy", "sync_last", "fused", "int8_and_scales"],
+    ids=["bf16", "uneven", "kept", "bf16_policy", "sync_last", "fused", "int8_and_scales", "nf4"],
 )
 def test_extensions_train_bit_for_bit_like_under_fsdp2(
     two_ranks: Ranks, kind: type[Narrowed], sizes: tuple[int, ...], options: dict[str, Any]

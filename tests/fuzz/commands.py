@@ -189,7 +189,7 @@ def _workplace() -> Path:
     for kind in ("ours", "torch"):
         (folder / kind).symlink_to(samples() / kind)
     shutil.copytree(samples() / "ours", folder / "damaged")
-    (folder / "damaged" / "index.json").write_text("{}")
+    (folder / "damaged" / "manifest.json").write_text("{}")
     (folder / "text").write_bytes(bytes(range(256)) * 40)
     (folder / "settings.toml").write_text("steps = 3\nranks = 2\n")
     (folder / "settings.json").write_text('{"batch-size": 2, "preset": "tiny"}')
@@ -278,8 +278,8 @@ READING = st.sampled_from(
         ("verify",),
         ("inspect",),
         ("inspect", "--all"),
-        *(("convert", "--to", kind) for kind in ("shardgrad", "torch", "safetensors")),
-        ("convert", "--to", "shardgrad", "--only", "groups"),
+        ("export",),
+        ("export", "--only", "w"),
     ]
 )
 DAMAGED = st.tuples(READING, st.sampled_from(["ours", "torch"]), st.integers(0, 2), EDITS)
@@ -293,9 +293,9 @@ def feed_damaged(case: tuple[tuple[str, ...], str, int, list[tuple[int, str, byt
     name = files[number % len(files)]
     before = (right / name).read_bytes()
     (folder / name).write_bytes(edited(before, edits))
-    target = scratch() / "converted"
+    target = scratch() / "exported"
     try:
-        paths = [str(folder), str(target)] if command == "convert" else [str(folder)]
+        paths = [str(folder), str(target)] if command == "export" else [str(folder)]
         outcome = call(["checkpoint", command, *paths, *options], {})
     finally:
         (folder / name).write_bytes(before)

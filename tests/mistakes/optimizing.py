@@ -17,8 +17,8 @@ UNTRAINED = "UntrainedParameterWarning: shardgrad: in the first step of"
 
 @mistake(
     typed="`AdamW(...)` before `fully_shard`",
-    says=f"{UNTRAINED} AdamW 8 parameters were those from before fully_shard",
-    cure="was the optimizer built after the last fully_shard?",
+    says="OptimizerParameterError: AdamW was built over 8 parameters from before fully_shard",
+    cure="build the optimizer after fully_shard",
 )
 def an_early_optimizer() -> None:
     model = net()
@@ -42,8 +42,8 @@ def a_head_next_to_the_model() -> None:
 
 @mistake(
     typed="`shardgrad.optim.AdamW(...)` before `fully_shard`",
-    says="OptimizerParameterError: parameter 0 of group 0 is not part of the model any more",
-    cure="build the optimizer after fully_shard and after to_empty",
+    says="OptimizerParameterError: AdamW was built over 8 parameters from before fully_shard",
+    cure="build the optimizer after fully_shard",
 )
 def an_early_flat_optimizer() -> None:
     model = net()

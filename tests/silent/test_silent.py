@@ -15,7 +15,7 @@ from tests.silent.engines import ENGINES
 from tests.silent.judge import Ending, judged, names, verdict
 from tests.silent.table import CASES, OURS, PAGE, case, newest_records, written
 
-GOOD = ("right", "refused", "wrong, warned", "hangs, warned")
+GOOD = ("right", "refused", "hangs, warned")
 CONTROL = "control"
 
 

@@ -242,3 +242,27 @@ def _spring(*_: Any) -> None:
 def test_a_step_after_a_failed_forward_waits_for_what_that_was_gathering() -> None:
     with checked():
         VirtualRanks(2).run(_steps_after_a_failed_evaluation)
+
+
+def _writes_in_forward() -> None:
+    """Weights are halved in forward; what backward gathers, and the next step, must come after."""
+    model = _sharded_tower(1, reshard_after_forward=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def halve(layer: torch.nn.Module, args: Any) -> None:
+        with torch.no_grad():
+            for param in layer.parameters():
+                param.mul_(0.5)
+
+    for layer in model.layers:
+        layer.register_forward_pre_hook(halve)
+    for _ in range(3):
+        tokens, targets = (t.to(NAME) for t in _batch(0, dist.get_rank(), dist.get_world_size()))
+        _loss(model, tokens, targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_gathers_wait_for_what_a_forward_has_written() -> None:
+    with checked():
+        VirtualRanks(2).run(_writes_in_forward)

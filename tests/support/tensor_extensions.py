@@ -110,6 +110,18 @@ class Narrowed(Tensor):
         return wide, (wide,)
 
 
+class Chunked(Narrowed):
+    """Can be cut by `torch.chunk` alone, as torchao's NF4Tensor."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        if func is aten.slice.Tensor:
+            sliced, dim, begin, end = args
+            if begin != 0 or end < sliced.size(dim):
+                raise NotImplementedError(f"slice of a {cls.__name__}")
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
 class Quantized(Narrowed):
     """Gathers int8 and one scale a rank; the older signature, which gets the mesh only."""
 

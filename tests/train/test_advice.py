@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from shardgrad import checkpoint
-from shardgrad.checkpoint.source import marker_of
 from shardgrad.errors import CheckpointError
 from shardgrad.train.checkpoint import Checkpoints
 
@@ -46,7 +45,7 @@ def advice(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("name", ["index.json", "rank_00000.bin"])
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
 def test_advice_never_names_a_damaged_checkpoint(
     name: str, damage: Callable[[Path], None], tmp_path: Path
 ) -> None:
@@ -55,7 +54,7 @@ def test_advice_never_names_a_damaged_checkpoint(
             {"x": torch.full((64,), float(step)), "n": step}, tmp_path / f"step_{step:06d}"
         )
     (tmp_path / "latest").write_text("step_000006")
-    if name == "index.json" and damage in (link_nowhere, remove):
+    if name == ".metadata" and damage in (link_nowhere, remove):
         # One that is not complete is not the newest.
         damage(tmp_path / "step_000006" / name)
         assert Checkpoints(tmp_path, keep=9).latest() == tmp_path / "step_000004"
@@ -77,12 +76,9 @@ def test_another_version_of_the_format_is_no_damage(tmp_path: Path) -> None:
     for step in (2, 4):
         folder = tmp_path / f"step_{step:06d}"
         checkpoint.save({"x": torch.full((64,), float(step)), "n": step}, folder)
-        index = (folder / "index.json").read_bytes().replace(b'"version":1', b'"version":2')
-        (folder / "index.json").write_bytes(index)
-        (folder / "complete").write_text(marker_of(index))
-    assert "pip install --upgrade shardgrad, or convert it with the one that wrote it" in advice(
-        tmp_path
-    )
+        manifest = (folder / "manifest.json").read_bytes()
+        (folder / "manifest.json").write_bytes(manifest.replace(b'"version":1', b'"version":2'))
+    assert "pip install --upgrade shardgrad; or remove its manifest.json" in advice(tmp_path)
 
 
 def test_checkpoints_that_take_long_to_read_are_left_to_the_command_that_verifies(
@@ -92,7 +88,7 @@ def test_checkpoints_that_take_long_to_read_are_left_to_the_command_that_verifie
         checkpoint.save(
             {"x": torch.full((64,), float(step)), "n": step}, tmp_path / f"step_{step:06d}"
         )
-    flip_a_bit(tmp_path / "step_000004" / "rank_00000.bin")
+    flip_a_bit(tmp_path / "step_000004" / "__0_0.distcp")
     monkeypatch.setattr("shardgrad.train.checkpoint._QUICKLY_READ_NBYTES", 100)
     words = advice(tmp_path)
     assert "an older checkpoint, which `shardgrad checkpoint verify` finds whole" in words

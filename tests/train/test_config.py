@@ -128,7 +128,7 @@ def test_a_file_of_settings_that_claims_40_gib_is_refused(tmp_path: Path) -> Non
 def test_a_named_pipe_is_not_waited_for(flag: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     (run / "checkpoints" / "step_000001").mkdir(parents=True)
-    for name in ("complete", "index.json"):
+    for name in (".metadata", "manifest.json"):
         (run / "checkpoints" / "step_000001" / name).touch()
     os.mkfifo(run / "config.json")
     given = run / "config.json" if flag == "--config" else run

@@ -103,7 +103,7 @@ def test_a_folder_that_holds_a_run_is_refused_by_every_rank_but_not_by_those_sta
 
 def stopped_after_60_steps(folder: Path) -> None:
     (folder / "checkpoints" / "step_000060").mkdir(parents=True)
-    (folder / "checkpoints" / "step_000060" / "complete").touch()
+    (folder / "checkpoints" / "step_000060" / ".metadata").touch()
     (folder / "checkpoints" / "latest").write_text("step_000060\n")
     (folder / "config.json").write_text('{"ranks": 2}')
 

@@ -113,7 +113,7 @@ def test_advice_after_a_damaged_checkpoint_names_one_that_is_whole_or_none(tmp_p
     checkpoints = folder / "checkpoints"
 
     def damage(step: int) -> None:
-        data = checkpoints / f"step_{step:06d}" / "rank_00000.bin"
+        data = checkpoints / f"step_{step:06d}" / "__0_0.distcp"
         content = bytearray(data.read_bytes())
         content[len(content) // 2] ^= 4
         data.write_bytes(content)

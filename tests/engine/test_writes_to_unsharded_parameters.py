@@ -1,0 +1,167 @@
+"""What a program writes to unsharded parameters is in the shards afterwards, as in plain torch."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import shardgrad
+from shardgrad.errors import LostWorkWarning
+from tests.support.ranks import Ranks
+
+SIZE = 5
+
+
+class Normalized(nn.Linear):
+    """Normalizes its weight in place, as nGPT does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.div_(self.weight.norm(dim=1, keepdim=True))
+        return super().forward(x)
+
+
+def pair(**options: Any) -> tuple[nn.Module, nn.Module]:
+    """Returns a plain model and one that is sharded."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(Normalized(SIZE, 7), nn.Tanh(), nn.Linear(7, SIZE)).double()
+    model = copy.deepcopy(plain)
+    for layer in (model[0], model[2]):
+        shardgrad.fully_shard(layer, **options)
+    return plain, shardgrad.fully_shard(model, **options)
+
+
+def same(plain: nn.Module, model: nn.Module) -> None:
+    for expected, got in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(got.full_tensor(), expected.detach(), rtol=0, atol=1e-14)  # type: ignore[operator]
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(3, SIZE, dtype=torch.float64)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def written_in_forward(options: dict[str, Any], flat: bool) -> None:
+    plain, model = pair(**options)
+    ours = shardgrad.optim.SGD if flat else torch.optim.SGD
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    optimizer = ours(model.parameters(), lr=0.1)
+    for _ in range(3):
+        train(plain, theirs)
+        train(model, optimizer)
+        same(plain, model)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"reshard_after_forward": False},
+        {"zero_stage": 2},
+        {"zero_stage": 1},
+        {"reshard_after_forward": 2},
+    ],
+    ids=["", "kept", "stage 2", "stage 1", "to fewer"],
+)
+@pytest.mark.parametrize("flat", [False, True], ids=["torch", "flat"])
+def test_a_forward_that_normalizes_its_weight_trains_as_in_plain_torch(
+    four_ranks: Ranks, options: dict[str, Any], flat: bool
+) -> None:
+    four_ranks.run(written_in_forward, options, flat)
+
+
+def swapped_for_an_evaluation() -> None:
+    plain, model = pair()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    x = torch.ones(3, SIZE, dtype=torch.float64)
+    train(plain, theirs)
+    train(model, optimizer)
+    for each in model.modules():
+        if isinstance(each, shardgrad.FSDPModule):
+            each.unshard()
+    outputs = []
+    for each in (plain, model):
+        with torch.no_grad():
+            before = [param.detach().clone() for param in each.parameters()]
+            for param in each.parameters():
+                param.mul_(2)
+            outputs.append(each(x))
+            if each is model:
+                for unit in model.modules():
+                    if isinstance(unit, shardgrad.FSDPModule):
+                        unit.unshard()
+            for param, then in zip(each.parameters(), before, strict=True):
+                param.copy_(then)
+    torch.testing.assert_close(*outputs)
+    for unit in model.modules():
+        if isinstance(unit, shardgrad.FSDPModule):
+            unit.reshard()
+    same(plain, model)
+    train(plain, theirs)
+    train(model, optimizer)
+    same(plain, model)
+
+
+def test_weights_are_swapped_while_whole_for_an_evaluation_and_put_back(two_ranks: Ranks) -> None:
+    two_ranks.run(swapped_for_an_evaluation)
+
+
+def edited_and_saved() -> None:
+    plain, model = pair()
+    model[0].unshard()
+    with torch.no_grad():
+        plain[0].weight[:2] = 0
+        model[0].weight[:2] = 0
+    saved = model.state_dict()["0.weight"]
+    torch.testing.assert_close(saved.full_tensor(), plain[0].weight.detach())
+
+
+def test_rows_edited_while_whole_are_saved(two_ranks: Ranks) -> None:
+    two_ranks.run(edited_and_saved)
+
+
+def edited_in_low_precision() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = shardgrad.fully_shard(nn.Linear(SIZE, SIZE), mp_policy=policy)
+    before = model.weight.full_tensor().clone()
+    model.unshard()
+    with torch.no_grad():
+        model.weight.zero_()
+    with pytest.warns(LostWorkWarning, match="weight was written while unsharded"):
+        model.reshard()
+    assert torch.equal(model.weight.full_tensor(), before)
+
+
+def test_a_write_that_would_round_the_shard_is_told_and_not_taken(two_ranks: Ranks) -> None:
+    two_ranks.run(edited_in_low_precision)
+
+
+def stepped_and_edited() -> None:
+    """The shard was written since it was gathered: what is newer wins, and the other is told."""
+    _, model = pair()
+    model[2].unshard()
+    shard = dict(model.named_parameters())["0.weight"]
+    whole = model[2].weight
+    model[2].reshard()
+    sharded = model[2].weight
+    model[2].unshard()
+    with torch.no_grad():
+        sharded.mul_(3)
+        whole.zero_()
+    expected = sharded.full_tensor().clone()
+    with pytest.warns(LostWorkWarning, match=r"weight was written while unsharded"):
+        model[2].reshard()
+    assert torch.equal(model[2].weight.full_tensor(), expected)
+    assert expected.any()
+    assert shard is not None
+
+
+def test_of_two_writes_that_of_the_shard_stays(two_ranks: Ranks) -> None:
+    two_ranks.run(stepped_and_edited)
