@@ -54,6 +54,7 @@ _LAST_CHECK_S = 10.0  # of a check under way; one of an unreachable store never 
 _ASKING = 8  # lowest ranks; if all ranks asked all, the store would have to answer too much
 _MOST_RANKS = 1024
 _BACKENDS = ("gloo", "nccl", "xccl", "hccl")
+_LAST = 2**31  # the number of an answer that holds for every later question
 # Keys of the store; the status of a rank is under its number.
 _ASKED, _ENDED, _STARTED = "asked", "ended", "started"
 
@@ -144,10 +145,11 @@ class Watchdog:
     def report_error(self, error: BaseException) -> None:
         """Tells the other ranks, without waiting, that this rank failed with `error`."""
         self._error = error
-        _within(self._silence_s, lambda: self._asking.set(_ENDED, self._own().to_json()))
+        own = self._own()
+        _within(self._silence_s, lambda: self._answer(self._asking, lambda: own, _LAST))
 
     def query_ranks(self, *, timeout_s: float) -> tuple[Diagnosis, dict[int, RankStatus]]:
-        """Asks every rank for its status.
+        """Asks every rank for its status, on a rank that fails because another did.
 
         Args:
             timeout_s: seconds to wait at most; less if no rank has answered for six periods.
@@ -155,7 +157,7 @@ class Watchdog:
         Returns:
             The diagnosis, and the statuses it follows from, by rank.
         """
-        return self._query(self._asking, timeout_s, self._own())
+        return self._query(self._asking, timeout_s, self._own(), is_last=True)
 
     def end(self, error: BaseException | None) -> None:
         """Ends the thread, which first tells ranks that may wait for this one that it has ended.
@@ -246,20 +248,28 @@ class Watchdog:
 
     # -- questions and answers
 
-    def _answer(self, store: Store, own: Callable[[], RankStatus]) -> None:
+    def _answer(self, store: Store, own: Callable[[], RankStatus], asked: int = 0) -> None:
         """Answers with this rank's status if a rank has asked since the last answer."""
-        asked = store.add(_ASKED, 0)
+        asked = asked or store.add(_ASKED, 0)
         if asked > self._answered:
             store.set(str(self._rank), f"{asked} {own().to_json()}")
             self._answered = asked
 
     def _query(
-        self, store: Store, timeout_s: float, own: RankStatus, *, asks: bool = True
+        self,
+        store: Store,
+        timeout_s: float,
+        own: RankStatus,
+        *,
+        asks: bool = True,
+        is_last: bool = False,
     ) -> tuple[Diagnosis, dict[int, RankStatus]]:
         answers = {self._rank: own}
         unwatched: list[int] = []
 
         def query() -> None:
+            if is_last:  # this rank ends soon, perhaps before others ask
+                self._answer(store, lambda: own, _LAST)
             if store.check([_ENDED]):
                 ended = RankStatus.from_json(store.get(_ENDED).decode())
                 answers.setdefault(ended.rank, ended)

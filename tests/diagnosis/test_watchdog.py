@@ -100,6 +100,22 @@ def test_it_is_off_beyond_1024_ranks_unless_asked_for(
     assert made.called is starts
 
 
+def test_a_rank_that_failed_and_has_left_is_heard_by_those_that_ask_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As of three ranks that fail one after the other because a fourth has died."""
+    monkeypatch.setattr(module, "PERIOD_S", 0.01)
+    store = dist.HashStore()
+    for rank in range(3):
+        found, answers = Watchdog(store, rank, 4).query_ranks(timeout_s=1.0)
+        assert sorted(answers) == list(range(rank + 1))
+    assert found.culprits == (3,)
+    Watchdog(store, 3, 4).report_error(ValueError("a mistake"))
+    found, _ = Watchdog(store, 0, 4).query_ranks(timeout_s=1.0)
+    assert found.what.endswith("(ValueError: a mistake).")
+    assert found.culprits == (3,)
+
+
 def with_a_watch(program: Callable[[], object], stall_s: float) -> tuple[object, list[str]]:
     """Returns what a program returns, and what the watchdog has warned of meanwhile."""
     said: list[str] = []
