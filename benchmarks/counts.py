@@ -125,10 +125,9 @@ def _agree() -> None:
     nothing.
     """
     from shardgrad.checks import same_weights
-    from shardgrad.diagnosis.rank_watch import leave_to_program
     from shardgrad.engine import same_model
 
-    leave_to_program()
+    os.environ["SHARDGRAD_WATCHDOG"] = "0"
 
     def all_gather_object(value: Any, group: dist.ProcessGroup) -> list[Any]:
         return [value] * group.size()

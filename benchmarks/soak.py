@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from benchmarks.run import Run, option
 from benchmarks.trainer import make_step
 from benchmarks.workers import on_ranks
-from shardgrad.diagnosis.hang_watchdog import HangWatchdog
+from shardgrad.diagnosis.watchdog import Watchdog
 from shardgrad.train.config import TrainConfig
 from shardgrad.train.optimizer import build_optimizer
 from shardgrad.train.parallel import memory_nbytes
@@ -145,7 +145,7 @@ def train(preset: str, steps: int, looks: int, device: str = "cpu", graph: str =
     """
     config = TrainConfig(preset=preset, steps=steps, batch_size=1, seq_len=32, graph=graph)
     store = dist.distributed_c10d._get_default_store()
-    watchdog = HangWatchdog(store, dist.get_rank(), dist.get_world_size()).start()
+    watchdog = Watchdog(store, dist.get_rank(), dist.get_world_size()).start()
     step, place = make_step(config, device)
 
     def work() -> None:

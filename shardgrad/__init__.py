@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from shardgrad.checks.replica_report import replica_report
     from shardgrad.checks.unowned_params import UnownedParameterWarning
     from shardgrad.checks.untrained_params import UntrainedParameterWarning
-    from shardgrad.diagnosis.rank_watch import WaitingRanksWarning
+    from shardgrad.diagnosis.watchdog import WaitingRanksWarning
     from shardgrad.errors import ShardgradError
     from shardgrad.features.participation import participate
     from shardgrad.fully_shard import fully_shard
@@ -82,7 +82,7 @@ _DEFINED_IN = {
     "UnownedParameterWarning": "checks.unowned_params",
     "UnshardHandle": "policies",
     "UntrainedParameterWarning": "checks.untrained_params",
-    "WaitingRanksWarning": "diagnosis.rank_watch",
+    "WaitingRanksWarning": "diagnosis.watchdog",
     "clip_grad_norm_": "optim.clip",
     "fully_shard": "fully_shard",
     "gradient_report": "checks.gradient_report",

@@ -26,7 +26,7 @@ from shardgrad.collect_params import (
     validate_modules,
 )
 from shardgrad.compat.torch_views import show_to_torch, state_of
-from shardgrad.diagnosis.rank_watch import watch_ranks
+from shardgrad.diagnosis.watchdog import watch_ranks
 from shardgrad.engine.all_gather import AllGatherInput
 from shardgrad.engine.comm_context import SecondStep
 from shardgrad.engine.param import CLAIM, FSDPParam, is_extension, mark_sharded

@@ -7,7 +7,7 @@ group, how many collectives it has started, the last few of them, and a fingerpr
 what each moved, how many elements, of which dtype. Two ranks of a group have equal fingerprints
 after equal counts. A rank with a lower count is late; a rank with another fingerprint has called
 other collectives. Recording takes about a microsecond for each collective and a fixed amount of
-memory; nothing is sent until a rank asks (`hang_watchdog.py`, `engine/same_model.py`).
+memory; nothing is sent until a rank asks (`watchdog.py`, `same_collectives.py`).
 
 A replay of a graph runs no Python: under `graphed_step` the collectives of a graph are recorded
 once, when it is captured, and the step goes on counting.
@@ -115,7 +115,6 @@ class GroupLog:
             RuntimeError: the backend's own.
         """
         recorder = self._recorder
-        recorder.waits_since_s = time.monotonic()
         recorder.waits_in = self, entry
         may_stop = self.host_waits is not None and isinstance(work, self.host_waits)
         while True:
@@ -133,7 +132,6 @@ class GroupLog:
     def waiting(self, name: str, chunk: torch.Tensor | None = None) -> Iterator[None]:
         """Records a collective that the host waits for in the block."""
         entry = self.record(name, chunk)
-        self._recorder.waits_since_s = time.monotonic()
         self._recorder.waits_in = self, entry
         yield
         self._recorder.waits_in = None
@@ -148,13 +146,12 @@ class FlightRecorder:
         phase: of the step, such as "forward" or "checkpoint"; empty in a program that does not set
             it.
         unit: whose forward or backward ran last; empty before the first.
-        progress_s: `time.monotonic()` of the last sign of progress.
+        progress_s: `time.monotonic()` when the last collective or phase was started.
         waits_in: the collective that the host waits for, or waited for when it failed; with None in
             place of the entry, the collective that another thread started last in that group.
-        waits_since_s: `time.monotonic()` when that began.
         reported: what this rank has refused since its last collective: the error's first line, and
             its fix.
-        verdict: the collective that cannot end any more, and why; see `rank_watch.py`.
+        verdict: the collective that cannot end any more, and why; see `watchdog.py`.
     """
 
     def __init__(self) -> None:
@@ -163,7 +160,6 @@ class FlightRecorder:
         self.unit = ""
         self.progress_s = time.monotonic()
         self.waits_in: tuple[GroupLog, Entry | None] | None = None
-        self.waits_since_s = 0.0
         self.reported: tuple[str, str] | None = None
         self.verdict: tuple[Entry, Exception] | None = None
         self._logs: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupLog] = (

@@ -1,7 +1,6 @@
-"""The status of each rank when a collective hangs or a rank fails, and the diagnosis that follows
-from all.
+"""The status of each rank while a collective hangs, and what follows from the statuses of all.
 
-Pure: nothing here communicates. `hang_watchdog.py` collects the statuses.
+Pure: nothing here communicates. `watchdog.py` collects the statuses.
 """
 
 from __future__ import annotations
@@ -9,15 +8,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from shardgrad.diagnosis.flight_recorder import Entry, FlightRecorder
-from shardgrad.diagnosis.thread_stacks import Call, calls_of, thread_stacks
+from shardgrad.diagnosis.thread_stacks import calls_of, program_call, thread_stacks
 
 __all__ = ["Diagnosis", "RankStatus", "describe_location", "diagnose", "rank_status"]
 
 _FRAMES = 24
+_NAMED = 8  # ranks that a sentence names one by one
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,13 @@ class RankStatus:
         phase: see `FlightRecorder`.
         unit: see `FlightRecorder`.
         error: what failed on this rank; None if nothing did, or only because another rank failed.
-        group: name of the process group whose collective the rank waits for; None if it does not
-            wait.
+        fix: what to do about the error; may be empty.
+        has_ended: the program on this rank has ended.
+        waits: "collective" if the host waits in one, of the engine or of torch; "device" if it
+            waits for a device whose stream is not done; "" if neither is known.
+        group: name of the process group whose recorded collective the host waits for, if any.
         waiting_for: that collective.
+        call: what the program has called, and where: "full_tensor() at train.py:12".
         idle_s: seconds since the last sign of progress.
         collectives: by process group, its ranks and the last collectives started there, oldest
             first.
@@ -44,8 +49,12 @@ class RankStatus:
     phase: str
     unit: str
     error: str | None
+    fix: str
+    has_ended: bool
+    waits: str
     group: str | None
     waiting_for: Entry | None
+    call: str
     idle_s: float
     collectives: dict[str, tuple[tuple[int, ...], tuple[Entry, ...]]]
     stack: tuple[str, ...]
@@ -58,9 +67,8 @@ class RankStatus:
     def from_json(cls, text: str) -> RankStatus:
         """Returns the status that `to_json` wrote."""
         fields = json.loads(text)
-        fields["waiting_for"] = (
-            None if fields["waiting_for"] is None else Entry(*fields["waiting_for"])
-        )
+        awaited = fields["waiting_for"]
+        fields["waiting_for"] = None if awaited is None else Entry(*awaited)
         fields["collectives"] = {
             name: (tuple(ranks), tuple(Entry(*entry) for entry in entries))
             for name, (ranks, entries) in fields["collectives"].items()
@@ -73,16 +81,28 @@ class RankStatus:
         """Where the rank is, for example "step 3, backward of layers.1"."""
         return describe_location(self.step, self.phase, self.unit)
 
+    @property
+    def place(self) -> str:
+        """What the rank waits in, or where it is: by the step if the program counts steps, else by
+        the program's line.
+        """
+        where = self.location if self.step or not self.call else self.call
+        if self.waiting_for is None:
+            last = max(map(itemgetter(1), self.collectives.values()), key=_last, default=())
+            after = f", after the {last[-1].name}, number {last[-1].seq_id}" if last else ""
+            return where + after * (self.waits == "device")
+        if self.step:
+            where = describe_location(self.step, self.phase, "")
+        return f"the {self.waiting_for.name}, {where}"
+
     def last_seq_id(self, group: str) -> int:
         """Returns how many collectives of a process group the rank has started."""
-        entries = self.collectives.get(group, ((), ()))[1]
-        return entries[-1].seq_id if entries else 0
+        return _last(self.collectives.get(group, ((), ()))[1])
 
     def entry(self, group: str, seq_id: int) -> Entry | None:
         """Returns a collective of a process group, if it is still recorded."""
-        return next(
-            (e for e in self.collectives.get(group, ((), ()))[1] if e.seq_id == seq_id), None
-        )
+        entries = self.collectives.get(group, ((), ()))[1]
+        return next((entry for entry in entries if entry.seq_id == seq_id), None)
 
 
 def describe_location(step: int, phase: str, unit: str) -> str:
@@ -92,7 +112,13 @@ def describe_location(step: int, phase: str, unit: str) -> str:
 
 
 def rank_status(
-    recorder: FlightRecorder, rank: int, *, thread: int, error: BaseException | str | None
+    recorder: FlightRecorder,
+    rank: int,
+    *,
+    thread: int,
+    error: BaseException | str | None = None,
+    has_ended: bool = False,
+    waits: str = "",
 ) -> RankStatus:
     """Returns the status of this rank.
 
@@ -101,35 +127,34 @@ def rank_status(
         rank: global rank.
         thread: identifier of the training thread.
         error: what failed on this rank. Its traceback, if it has one, is the stack.
+        has_ended: see `RankStatus`.
+        waits: see `RankStatus`; a wait for a recorded collective is found out.
     """
-    group, waiting_for = recorder.waiting_for()
     if isinstance(error, BaseException):
-        text: str | None = _first_line(error)
-        stack = _format(calls_of(error)[::-1])
+        calls, fix = calls_of(error), str(getattr(error, "fix", None) or "")
+        lines = str(error).strip().splitlines()
+        error = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     else:
-        text = error
-        stack = _format(thread_stacks().get(thread, ())[::-1])
+        calls, fix = thread_stacks().get(thread, ()), ""
+        if error is None and recorder.reported is not None:
+            error, fix = recorder.reported
+    group, waiting_for = recorder.waiting_for()
     return RankStatus(
         rank=rank,
         step=recorder.step,
         phase=recorder.phase,
         unit=recorder.unit,
-        error=text,
+        error=error,
+        fix=fix,
+        has_ended=has_ended,
+        waits=waits if waiting_for is None else "collective",
         group=group,
         waiting_for=waiting_for,
+        call=program_call(calls),
         idle_s=round(time.monotonic() - recorder.progress_s, 3),
         collectives={log.name: (log.ranks, tuple(log.recent)) for log in recorder.group_logs()},
-        stack=stack,
+        stack=tuple(f"{c.filename}:{c.line} in {c.name}" for c in calls[::-1][-_FRAMES:]),
     )
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
-def _format(calls: Sequence[Call]) -> tuple[str, ...]:
-    return tuple(f"{call.filename}:{call.line} in {call.name}" for call in calls[-_FRAMES:])
 
 
 @dataclass(frozen=True)
@@ -138,16 +163,21 @@ class Diagnosis:
 
     Attributes:
         culprits: ranks that the others wait for, that failed, or that called other collectives;
-            empty if the cause is the network between the ranks.
+            empty if it is no rank more than another, or the network between them.
         what: a sentence about them.
         waits: a sentence about the others: where each is, or what it waits for.
         stack: of the first culprit, if it answered.
+        fix: what to type next; may be empty.
+        is_certain: the ranks cannot go on. False for a rank that is late or does not answer, and
+            for a slow network.
     """
 
     culprits: tuple[int, ...]
     what: str
     waits: str = ""
     stack: tuple[str, ...] = ()
+    fix: str = ""
+    is_certain: bool = False
 
     @property
     def sentence(self) -> str:
@@ -155,26 +185,58 @@ class Diagnosis:
         return f"{self.what} {self.waits}".rstrip()
 
 
-def diagnose(statuses: Mapping[int, RankStatus], world_size: int) -> Diagnosis:
+# What to type, by the function that the program calls.
+_FIXES = {
+    "full_tensor": "full_tensor() is a collective: call it on every rank, and use the result on "
+    "one",
+    "get_model_state_dict": "get_model_state_dict is a collective: call it on every rank; with "
+    "StateDictOptions(full_state_dict=True, cpu_offload=True) only rank 0 keeps the tensors",
+    "save": "save is a collective, in which every rank writes its part: call it on every rank",
+    "clip_grad_norm_": "the norm is over all ranks: call clip_grad_norm_ on every rank",
+    "item": "item() of a DTensor is a collective: call it on every rank",
+    "backward": "backward reduces gradients over all ranks: call it on every rank, also for a "
+    "batch that is to be left out, or with shardgrad.participate(model): for ranks that have none",
+    "forward": "a forward gathers parameters from all ranks: call the model on every rank, also to "
+    "evaluate; with shardgrad.participate(model): for ranks that have no batch",
+    "barrier": "every rank has to come to the barrier: take it out of `if rank == 0:`",
+    **{
+        name: f"{name} is a collective: call it on every rank"
+        for name in (
+            *("get_optimizer_state_dict", "get_state_dict", "set_model_state_dict", "load"),
+            *("redistribute", "distribute_tensor"),
+        )
+    },
+}
+_ENDED = (
+    "every rank has to take as many steps: end the loop on all of them at once, or "
+    "with shardgrad.participate(model): for ranks that have no batch"
+)
+_OTHERWISE = (
+    "every rank has to call the same collectives in the same order: look for `if rank == 0:`"
+)
+_NEVER_SHARDED = "fully_shard(model) on every rank: take it out of `if rank == 0:`"
+
+
+def diagnose(
+    statuses: Mapping[int, RankStatus], world_size: int, unwatched: Sequence[int] = ()
+) -> Diagnosis:
     """Returns which rank holds up the others, where they wait, and why.
 
-    The cause is looked for in this order: a rank that failed; a rank that called other collectives;
-    a rank that does not answer; a rank that answers and has started fewer collectives than the
-    others wait for. If all ranks have started what they wait for, it is the network between them.
+    The cause is looked for in this order: a rank that failed, or has ended; ranks that wait on
+    different lines of the program; a rank that called other collectives; a rank that does not
+    answer; a rank that answers and has started fewer collectives than the others wait for. If all
+    ranks have started what they wait for, it is the network between them.
+
+    Args:
+        statuses: of the ranks that answered, by rank.
+        world_size: number of ranks.
+        unwatched: ranks that have never started a watchdog.
     """
-    for cause in (_failed, _desynchronized):
-        diagnosis = cause(statuses)
-        if diagnosis is not None:
-            return diagnosis
-    silent = tuple(rank for rank in range(world_size) if rank not in statuses)
-    if silent:
-        words = "does not answer: it" if len(silent) == 1 else "do not answer: they"
-        was = "was" if len(silent) == 1 else "were"
-        return Diagnosis(
-            silent,
-            f"{_ranks(silent)} {words} ended, or {was} stopped or cut off.",
-            _waiting_ranks(statuses, silent),
-        )
+    found = (
+        _failed(statuses) or _apart(statuses, world_size) or _desynchronized(statuses)
+    ) or _silent(statuses, world_size, unwatched)
+    if found is not None:
+        return found
     late = _late(statuses)
     if late is not None:
         return late
@@ -184,20 +246,61 @@ def diagnose(statuses: Mapping[int, RankStatus], world_size: int) -> Diagnosis:
     first = min(waiting, key=_progress)
     return Diagnosis(
         (),
-        f"All ranks have joined {_collective(first)}, and it does not end: the network between "
-        f"them is slow "
-        "or cut.",
+        f"All ranks have joined {first.place}, and it does not end: the network between them is "
+        "slow or cut.",
     )
 
 
 def _failed(statuses: Mapping[int, RankStatus]) -> Diagnosis | None:
-    failed = [t for _, t in sorted(statuses.items()) if t.error is not None]
+    awaited = {rank for t in statuses.values() if t.waits for rank in _members(t, statuses)}
+    failed = [
+        t
+        for _, t in sorted(statuses.items())
+        if t.error is not None or (t.has_ended and t.rank in awaited)
+    ]
     if not failed:
         return None
-    first = failed[0]
-    culprits = tuple(t.rank for t in failed)
-    what = f"Rank {first.rank} failed at {first.location} ({first.error})."
-    return Diagnosis(culprits, what, _waiting_ranks(statuses, culprits), first.stack)
+    first, culprits = failed[0], tuple(t.rank for t in failed)
+    where = f"at {first.location}" if first.step or not first.call else f"in {first.call}"
+    what = "has ended its program" if first.error is None else f"failed {where} ({first.error})"
+    calls = [t.call for t in statuses.values() if t.waits and t.rank not in culprits]
+    return Diagnosis(
+        culprits,
+        f"Rank {first.rank} {what}.",
+        _waiting_ranks(statuses, culprits),
+        first.stack,
+        first.fix or _fix(calls, _ENDED if first.error is None else _OTHERWISE),
+        is_certain=True,
+    )
+
+
+def _members(t: RankStatus, statuses: Mapping[int, RankStatus]) -> Iterable[int]:
+    """Returns the ranks that a rank may wait for: all, if its collective is not recorded."""
+    return statuses if t.group is None else t.collectives[t.group][0]
+
+
+def _apart(statuses: Mapping[int, RankStatus], world_size: int) -> Diagnosis | None:
+    """Finds ranks that all wait, on different lines of the program."""
+    ranks = [t for _, t in sorted(statuses.items())]
+    if len(ranks) < world_size or not all(t.waits and t.call for t in ranks):
+        return None
+    # Hosts that wait for the device may do so on one line, after different collectives.
+    by_line = {(t.call, t.place if t.waits == "device" else ""): t for t in ranks[::-1]}
+    if len(by_line) == 1:
+        return None
+    apart = sorted(by_line.values(), key=lambda t: t.rank)
+    places = "; ".join(f"rank {t.rank} in {t.place}" for t in apart[:_NAMED])
+    return Diagnosis(
+        (),
+        f"Ranks wait for each other in different collectives: {places}.",
+        fix=_fix([t.call for t in apart]),
+        is_certain=True,
+    )
+
+
+def _fix(calls: Sequence[str], otherwise: str = _OTHERWISE) -> str:
+    names = dict.fromkeys(call.partition("(")[0] for call in calls)
+    return "; ".join(_FIXES[name] for name in names if name in _FIXES) or otherwise
 
 
 def _desynchronized(statuses: Mapping[int, RankStatus]) -> Diagnosis | None:
@@ -215,20 +318,19 @@ def _desynchronized(statuses: Mapping[int, RankStatus]) -> Diagnosis | None:
         # The majority is taken to be right; of equally many, those with the lowest rank.
         right = max(made, key=lambda what: (len(made[what]), -made[what][0].rank))
         if len(made) == 1:  # the difference is older than the entries
-            return Diagnosis(
-                (),
-                f"The ranks have left their common order some time before {right} (number "
-                f"{seq_id}).",
-            )
+            what = f"The ranks have left their common order some time before {right}"
+            return Diagnosis((), f"{what} (number {seq_id}).", fix=_OTHERWISE, is_certain=True)
         wrong = next(what for what in made if what != right)
-        odd = made[wrong][0]
-        ranks = tuple(t.rank for t in made[wrong])
+        odd, ranks = made[wrong][0], tuple(t.rank for t in made[wrong])
+        where = f"in {odd.call}" if odd.call and not odd.step else f"at step {odd.step}"
         return Diagnosis(
             ranks,
-            f"{_ranks(ranks)} left the common order at step {odd.step}: the {wrong} where "
+            f"{_ranks(ranks)} left the common order {where}: the {wrong} where "
             f"{_ranks(tuple(t.rank for t in made[right]), small=True)} made the {right} "
             f"(number {seq_id} of their group).",
             stack=odd.stack,
+            fix=_fix([t.call for t in members]),
+            is_certain=True,
         )
     return None
 
@@ -243,6 +345,25 @@ def _first_difference(group: str, members: Sequence[RankStatus]) -> int | None:
             seen.setdefault(entry.seq_id, set()).add(entry.fingerprint)
     different = [seq_id for seq_id, fingerprints in seen.items() if len(fingerprints) > 1]
     return min(different, default=None)
+
+
+def _silent(
+    statuses: Mapping[int, RankStatus], world_size: int, unwatched: Sequence[int]
+) -> Diagnosis | None:
+    silent = tuple(rank for rank in range(world_size) if rank not in statuses)
+    if not silent:
+        return None
+    never = tuple(rank for rank in silent if rank in unwatched)
+    words = "does not answer: it" if len(silent) == 1 else "do not answer: they"
+    was = "was" if len(silent) == 1 else "were"
+    what = f"{_ranks(silent)} {words} ended, or {was} stopped or cut off."
+    if never and any(t.waits for t in statuses.values()):
+        has = "has" if len(never) == 1 else "have"
+        what = f"{_ranks(never)} {has} not called fully_shard."
+        return Diagnosis(
+            never, what, _waiting_ranks(statuses, never), fix=_NEVER_SHARDED, is_certain=True
+        )
+    return Diagnosis(silent, what, _waiting_ranks(statuses, silent))
 
 
 def _late(statuses: Mapping[int, RankStatus]) -> Diagnosis | None:
@@ -270,7 +391,11 @@ def _late(statuses: Mapping[int, RankStatus]) -> Diagnosis | None:
 
 
 def _progress(t: RankStatus) -> tuple[int, int]:
-    return t.step, sum(entries[-1].seq_id for _, entries in t.collectives.values() if entries)
+    return t.step, sum(_last(entries) for _, entries in t.collectives.values())
+
+
+def _last(entries: Sequence[Entry]) -> int:
+    return entries[-1].seq_id if entries else 0
 
 
 def _waiting_ranks(statuses: Mapping[int, RankStatus], culprits: tuple[int, ...]) -> str:
@@ -278,31 +403,20 @@ def _waiting_ranks(statuses: Mapping[int, RankStatus], culprits: tuple[int, ...]
     nothing.
     """
     at: dict[str, list[int]] = {}
+    waiting = "waiting for it in" if len(culprits) == 1 else "waiting for them in"
     for rank, t in sorted(statuses.items()):
         if rank not in culprits:
-            at.setdefault(_collective(t) if t.waiting_for is not None else t.location, []).append(
-                rank
-            )
-    pronoun = "it" if len(culprits) == 1 else "them"
-    sentences = [
-        f"{_ranks(tuple(ranks))} {'was' if len(ranks) == 1 else 'were'} "
-        f"{'waiting for ' + pronoun + ' in' if where.startswith('the ') else 'at'} {where}."
+            at.setdefault(f"{waiting if t.waits else 'at'} {t.place}", []).append(rank)
+    return " ".join(
+        f"{_ranks(tuple(ranks))} {'was' if len(ranks) == 1 else 'were'} {where}."
         for where, ranks in at.items()
-    ]
-    return " ".join(sentences)
-
-
-def _collective(t: RankStatus) -> str:
-    entry = t.waiting_for
-    what = "a collective" if entry is None else f"the {entry.name}"
-    return f"{what}, {describe_location(t.step, t.phase, '')}"
+    )
 
 
 def _ranks(ranks: tuple[int, ...], *, small: bool = False) -> str:
     """Returns "Rank 1", "Ranks 0 and 2", "Ranks 0, 1, 2, 3, 4, 5, 6, 7 and 997 more"."""
     word = "rank" if len(ranks) == 1 else "ranks"
-    names = [str(rank) for rank in ranks[:8]] + (
-        [f"{len(ranks) - 8} more"] if len(ranks) > 8 else []
-    )
-    text = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+    more = [f"{len(ranks) - _NAMED} more"] if len(ranks) > _NAMED else []
+    *first, last = [*map(str, ranks[:_NAMED]), *more]
+    text = f"{', '.join(first)} and {last}" if first else last
     return f"{word if small else word.capitalize()} {text}"

@@ -42,7 +42,7 @@ def require_same_collectives(group: dist.ProcessGroup) -> None:
             states.setdefault((name, ranks), set()).add((count, fingerprint))
     if all(len(different) == 1 for different in states.values()):
         return
-    status = rank_status(recorder, dist.get_rank(), thread=threading.get_ident(), error=None)
+    status = rank_status(recorder, dist.get_rank(), thread=threading.get_ident())
     texts: list[str] = all_gather_object(status.to_json(), group)
     statuses = {each.rank: each for each in map(RankStatus.from_json, texts)}
     diagnosis = diagnose(statuses, max(statuses) + 1)

@@ -13,15 +13,25 @@ from __future__ import annotations
 import faulthandler
 import os
 import re
+import sys
+from collections.abc import Iterable
+from itertools import takewhile
+from pathlib import Path
 from traceback import walk_tb
 from typing import NamedTuple
 
-__all__ = ["LIMIT", "Call", "calls_of", "thread_stacks"]
+__all__ = ["LIMIT", "Call", "calls_of", "passes_collective", "program_call", "thread_stacks"]
 
 LIMIT = 100  # of faulthandler: threads, the newest first, and calls of each, the innermost first
 
 _HEADING = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
 _CALL = re.compile(r'  File "(.*)", line (\d+|\?+) in (.*)')
+_OURS = str(Path(__file__).parents[1]) + "/"
+# Functions that decorators and `nn.Module.__call__` put around what the program has called.
+_WRAPPERS = {
+    *("wrapper", "inner", "inner_func", "_fn", "decorate_context", "_no_grad_wrapper"),
+    *("_wrapped_call_impl", "__call__"),
+}
 _ESCAPED = re.compile(r"\\(?:x(..)|u(.{4})|U(.{8}))")
 
 
@@ -60,6 +70,41 @@ def calls_of(error: BaseException) -> tuple[Call, ...]:
     """Returns the calls that an error went through, innermost first."""
     frames = [(frame.f_code, line) for frame, line in walk_tb(error.__traceback__)]
     return tuple(Call(code.co_filename, line, code.co_name) for code, line in reversed(frames))
+
+
+def program_call(calls: Iterable[Call]) -> str:
+    """Returns the program's innermost line and what it calls: "full_tensor() at train.py:12".
+
+    Args:
+        calls: innermost first; torch's, Python's and ours are not the program's.
+    """
+    called = ""
+    for filename, number, name in calls:
+        if not _is_library(filename):
+            return f"{called + '()' if called else name} at {Path(filename).name}:{number}"
+        name = "forward" if name == "_call_impl" else name
+        called = called if name in _WRAPPERS else name
+    return ""
+
+
+def passes_collective(calls: Iterable[Call]) -> bool:
+    """Returns whether calls, innermost first, are in a collective that the program has called."""
+    collectives = (
+        _torch_folder() + "distributed/",
+        _OURS + "diagnosis/",
+        _OURS + "engine/transports.py",
+    )
+    library = takewhile(_is_library, (call.filename for call in calls))
+    return any(filename.startswith(collectives) for filename in library)
+
+
+def _is_library(filename: str) -> bool:
+    return filename.startswith((_torch_folder(), _OURS, "<"))
+
+
+def _torch_folder() -> str:
+    # Programs that only read what ranks recorded import no torch.
+    return str(Path(getattr(sys.modules.get("torch"), "__file__", None) or "/torch/_").parent) + "/"
 
 
 def _unescaped(text: str) -> str:

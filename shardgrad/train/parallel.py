@@ -16,12 +16,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardgrad.diagnosis.flight_recorder import recorder
-from shardgrad.diagnosis.hang_watchdog import HangWatchdog, OnStall
-from shardgrad.diagnosis.rank_watch import leave_to_program
+from shardgrad.diagnosis.watchdog import OnStall, Watchdog
 from shardgrad.train.accelerators import NO_ACCELERATOR
 from shardgrad.train.config import TrainConfig, mesh_shape
 from shardgrad.train.failure import UsageError
 from shardgrad.train.launcher import available_cores
+
+# Without progress; after that a rank answers others. Shorter than a timeout that ends the run.
+_QUIET_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -123,12 +125,15 @@ def require_same_settings(world: World, config: TrainConfig, folder: Path, *, re
     return Path(first["run_dir"])
 
 
-def start_hang_watchdog(world: World, *, stall_s: float, on_stall: OnStall) -> HangWatchdog:
-    """Starts the thread that answers other ranks' status queries; see :class:`HangWatchdog`."""
-    leave_to_program()
-    store = dist.distributed_c10d._get_default_store()
-    return HangWatchdog(
-        store, world.rank, world.world_size, stall_s=stall_s, on_stall=on_stall
+def start_watchdog(world: World, *, stall_s: float, on_stall: OnStall) -> Watchdog:
+    """Starts the thread that answers other ranks' questions; see :class:`Watchdog`."""
+    return Watchdog(
+        dist.distributed_c10d._get_default_store(),
+        world.rank,
+        world.world_size,
+        stall_s=stall_s,
+        quiet_s=_QUIET_S,
+        on_stall=on_stall,
     ).start()
 
 

@@ -21,8 +21,8 @@ from shardgrad.train.failure import CheckpointUnusable, PeerLost, TrainingError,
 from shardgrad.train.stop import StopRequest
 
 if TYPE_CHECKING:
-    from shardgrad.diagnosis.hang_watchdog import HangWatchdog
     from shardgrad.diagnosis.rank_status import Diagnosis, RankStatus
+    from shardgrad.diagnosis.watchdog import Watchdog
 
 RANK_STATUS = "rank_status.json"  # in the run folder: the status of every rank when a run failed
 _PATIENCE_S = 10.0  # how long to wait for the other ranks' status
@@ -98,15 +98,15 @@ def run_rank(job: Job, *, init_method: str, launcher: int | None = None) -> Repo
     stop = StopRequest(launcher).install()
     folder = job.folder
     rank = int(os.environ["RANK"])
-    watchdog: HangWatchdog | None = None
+    watchdog: Watchdog | None = None
     try:
         import torch.distributed as dist
 
         from shardgrad.train.loop import train
-        from shardgrad.train.parallel import join, require_same_settings, start_hang_watchdog
+        from shardgrad.train.parallel import join, require_same_settings, start_watchdog
 
         world = join(job.config, init_method=init_method)
-        watchdog = start_hang_watchdog(
+        watchdog = start_watchdog(
             world, stall_s=_STALL * job.config.timeout, on_stall=_tell_of_stall
         )
         folder = require_same_settings(world, job.config, folder, resume=job.resume)
@@ -143,7 +143,7 @@ def resume_hint(folder: Path) -> str:
     return f"The newest checkpoint is {newest.name}; resume with: shardgrad train --resume {folder}"
 
 
-def _failed(error: BaseException, rank: int, folder: Path, watchdog: HangWatchdog | None) -> Report:
+def _failed(error: BaseException, rank: int, folder: Path, watchdog: Watchdog | None) -> Report:
     failure = explain(error)
     hint = "" if isinstance(failure, UsageError | CheckpointUnusable) else resume_hint(folder)
     if isinstance(error, TrainingError) or watchdog is None:

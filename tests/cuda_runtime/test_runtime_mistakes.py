@@ -1,6 +1,6 @@
 """Mistakes of one rank over NCCL, where the host waits for the device, and not in a collective.
 
-The rank watch has no collective to end there: it names what every rank has called, and the cure.
+The watchdog has no collective to end there: it names what every rank has called, and the cure.
 """
 
 from __future__ import annotations
@@ -13,21 +13,16 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 import shardgrad
-from shardgrad.diagnosis import training_thread
 from tests.mistakes.apart import named_apart
 from tests.mistakes.models import Net, batch, net
 
 BACKEND = "cpu:gloo,cuda:nccl"
-DEVICE_S = (
-    3.0  # what a program that waits longer for the device is asked after; 30 outside of tests
-)
 WITHIN_S = 30.0
 
 Program = Callable[[], None]
 
 
 def sharded() -> Net:
-    training_thread._DEVICE_S = DEVICE_S
     torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     model = net().cuda()
     for block in model.blocks:
@@ -77,18 +72,19 @@ def more_steps_on_one_rank() -> None:
     [
         (
             a_state_dict_on_one_rank,
-            "rank 1 has ended its program, and rank 0 in get_model_state_dict() at",
+            "Rank 1 has ended its program. Rank 0 was waiting for it in get_model_state_dict() at",
             "get_model_state_dict is a collective: call it on every rank",
         ),
         (
             a_loss_on_one_rank,
-            "ranks wait for each other in different collectives: rank 0 in evaluate at "
+            "Ranks wait for each other in different collectives: rank 0 in evaluate at "
             "test_runtime",
             "every rank has to come to the barrier: take it out of `if rank == 0:`",
         ),
         (
             more_steps_on_one_rank,
-            "rank 1 has ended its program, and rank 0 in train at test_runtime_mistakes.py",
+            "Rank 1 has ended its program. Rank 0 was waiting for it in train at test_runtime_"
+            "mistakes.py",
             "with shardgrad.participate(model): for ranks that have no batch",
         ),
     ],

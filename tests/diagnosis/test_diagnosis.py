@@ -15,9 +15,9 @@ import shardgrad
 from shardgrad import checkpoint
 from shardgrad.checks.replica_report import checksum
 from shardgrad.diagnosis.flight_recorder import recorder
-from shardgrad.diagnosis.hang_watchdog import HangWatchdog
 from shardgrad.diagnosis.rank_status import RankStatus, rank_status
 from shardgrad.diagnosis.same_collectives import require_same_collectives
+from shardgrad.diagnosis.watchdog import Watchdog
 from shardgrad.errors import DesyncError
 from tests.support.parity import SHARDGRAD, make_optimizer, token_loss, tower
 from tests.support.ranks import Ranks
@@ -92,9 +92,7 @@ def awaited_while_another_rank_publishes(folder: str) -> str:
     require_same_collectives(dist.group.WORLD)  # where a thread is does not count
     accounts: list[RankStatus] = []
     trains = threading.get_ident()
-    look = threading.Timer(
-        0.5, lambda: accounts.append(rank_status(recorder, 1, thread=trains, error=None))
-    )
+    look = threading.Timer(0.5, lambda: accounts.append(rank_status(recorder, 1, thread=trains)))
     look.start()
     saving.wait(60)
     look.join()
@@ -114,7 +112,7 @@ def test_who_waits_for_a_save_under_way_names_the_collective_of_its_thread(
 def ask_a_late_rank() -> tuple[tuple[int, ...], str, str]:
     """Rank 0 asks while rank 1 is in a loop of Python that takes two seconds."""
     store = dist.distributed_c10d._get_default_store()
-    watchdog = HangWatchdog(store, dist.get_rank(), 2).start()
+    watchdog = Watchdog(store, dist.get_rank(), 2, quiet_s=0.0).start()
     dist.barrier()
     recorder.enter("data", step=7)
     try:
@@ -198,6 +196,6 @@ def test_a_lookout_leaves_no_thread(two_ranks: Ranks) -> None:
 def threads_after_a_lookout() -> bool:
     store = dist.distributed_c10d._get_default_store()
     before = threading.active_count()
-    watchdog = HangWatchdog(store, dist.get_rank(), 2).start()
+    watchdog = Watchdog(store, dist.get_rank(), 2).start()
     watchdog.close()
     return threading.active_count() == before

@@ -126,6 +126,85 @@ def test_a_collective_that_all_have_joined_is_the_networks_fault() -> None:
     assert "All ranks have joined the reduce-scatter of layers.1" in finding.sentence
 
 
+# -- programs that count no steps: what they have called, and what to type instead
+
+
+def waiting(
+    rank: int, call: str, *, whats: Sequence[str] = (), waits: str = "collective"
+) -> RankStatus:
+    """The status of a rank that waits in a collective of the engine, or else of torch."""
+    status = account_of(rank, rank_that_began(whats, of=2, waits=waits == "engine", step=0))
+    return replace(status, call=call, waits="collective" if waits == "engine" else waits)
+
+
+IN_FULL = waiting(0, "full_tensor() at train.py:12")
+IN_FORWARD = waiting(1, "forward() at train.py:30", whats=UNITS[:1], waits="engine")
+
+
+def test_ranks_on_different_lines_are_told_all_places_and_the_fixes() -> None:
+    found = diagnose({0: IN_FULL, 1: IN_FORWARD}, 2)
+    assert found.what == (
+        "Ranks wait for each other in different collectives: rank 0 in full_tensor() at "
+        "train.py:12; rank 1 in the all-gather of layers.0, forward() at train.py:30."
+    )
+    assert found.fix.startswith("full_tensor() is a collective: call it on every rank")
+    assert "a forward gathers parameters from all ranks" in found.fix
+    assert found.is_certain
+
+
+def test_nothing_is_certain_while_a_rank_may_still_come() -> None:
+    assert not diagnose({0: IN_FULL, 1: IN_FORWARD}, 3).is_certain
+    assert not diagnose({0: IN_FULL, 1: replace(IN_FORWARD, waits="", group=None)}, 2).is_certain
+
+
+def test_ranks_in_one_collective_wait_for_the_network() -> None:
+    found = diagnose({0: replace(IN_FORWARD, rank=0), 1: IN_FORWARD}, 2)
+    assert found.what.startswith("All ranks have joined the all-gather of layers.0")
+    assert not found.is_certain
+
+
+def test_ranks_on_one_line_that_wait_for_the_device_differ_by_what_they_have_started() -> None:
+    line = "train at train.py:30"
+    here = waiting(0, line, whats=UNITS, waits="device")
+    there = waiting(1, line, whats=UNITS[:2], waits="device")
+    assert diagnose({0: here, 1: there}, 2).what == (
+        "Ranks wait for each other in different collectives: "
+        "rank 0 in train at train.py:30, after the reduce-scatter of layers.1, number 3; "
+        "rank 1 in train at train.py:30, after the all-gather of layers.1, number 2."
+    )
+    assert not diagnose({0: here, 1: replace(here, rank=1)}, 2).is_certain
+    late = waiting(1, "sleep at data.py:3", whats=UNITS[:2], waits="")
+    assert not diagnose({0: here, 1: late}, 2).is_certain
+
+
+def test_a_rank_that_has_failed_ends_the_wait_with_its_own_fix() -> None:
+    error = "UnownedParameterError: no unit owns x"
+    failed = replace(waiting(0, "forward() at train.py:30", waits=""), error=error, fix="y")
+    found = diagnose({0: failed, 1: IN_FORWARD}, 3)
+    assert found.culprits == (0,)
+    assert found.sentence == (
+        f"Rank 0 failed in forward() at train.py:30 ({error}). Rank 1 was waiting for it in the "
+        "all-gather of layers.0, forward() at train.py:30."
+    )
+    assert (found.fix, found.is_certain) == ("y", True)
+
+
+def test_a_rank_that_has_ended_ends_the_wait_of_those_that_need_it() -> None:
+    ended = replace(waiting(0, "", waits=""), has_ended=True)
+    found = diagnose({0: ended, 1: IN_FORWARD}, 2)
+    assert found.what == "Rank 0 has ended its program."
+    assert "shardgrad.participate(model)" in found.fix
+    assert found.is_certain
+    at_rest = replace(IN_FORWARD, waits="", group=None, waiting_for=None)
+    assert not diagnose({0: ended, 1: at_rest}, 2).is_certain
+
+
+def test_a_rank_without_a_watchdog_has_not_called_fully_shard() -> None:
+    found = diagnose({1: IN_FORWARD}, 2, unwatched=[0])
+    assert found.what == "Rank 0 has not called fully_shard."
+    assert found.is_certain
+
+
 def test_an_order_that_broke_before_what_is_remembered_is_said_to_have() -> None:
     heard = {rank: account_of(rank, rank_that_began(UNITS)) for rank in range(2)}
     lines = {

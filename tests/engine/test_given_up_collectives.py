@@ -27,7 +27,7 @@ NUMEL = 5000
 
 
 def give_up(group: dist.ProcessGroup) -> None:
-    """Does what the rank watch does about the last collective that this rank has started in a
+    """Does what the watchdog does about the last collective that this rank has started in a
     group.
     """
     error = CollectiveError("it cannot end", expected="every rank", where="here", fix="go on")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import shardgrad
-from shardgrad.diagnosis.training_thread import TrainingThread
+from shardgrad.diagnosis.thread_stacks import thread_stacks
 from tests.support.parity import (
     SHARDGRAD,
     WIDTH,
@@ -51,11 +51,11 @@ def gradients_keep_their_object_under_a_watch() -> int:
     model = SHARDGRAD.shard_tower(tower())
     optim = make_optimizer("adamw", model)
     first: dict[str, weakref.ref[Any]] = {}
-    watched, is_over, others = TrainingThread(), threading.Event(), 0
+    is_over, others = threading.Event(), 0
 
     def watch() -> None:
         while not is_over.wait(0.0002):
-            watched.look()
+            thread_stacks()
 
     watching = threading.Thread(target=watch)
     watching.start()

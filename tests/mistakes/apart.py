@@ -18,6 +18,7 @@ from tests.mistakes.table import text_of
 from tests.support.processes import CONTEXT, FairClock
 
 Program = Callable[[], None]
+STALL_S = 2.0  # 10 outside of tests
 
 
 def _rank(
@@ -26,6 +27,9 @@ def _rank(
     import torch
     import torch.distributed as dist
 
+    from shardgrad.diagnosis import watchdog
+
+    watchdog.STALL_S = STALL_S
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # backends say a lot when a rank goes
     torch.set_num_threads(1)
     one_at_a_time = threading.Lock()

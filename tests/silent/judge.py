@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardgrad.diagnosis import watchdog
 from tests.silent.engines import ENGINES, NotOffered
 from tests.support.processes import CONTEXT, FairClock
 
@@ -31,6 +32,7 @@ RANKS = 2
 LIMIT_S = 13.0  # without a word; the longest program takes two seconds
 GRACE_S = 1.0  # for another rank's message, once one has ended badly
 SOON_S = 1.5  # a warning after it comes from a program that waits, mostly,
+STALL_S = 2.0  # of the watchdog; 10 outside of tests
 PATIENCE_S = 4.0  # and has this long to go on
 # Numbers are of order one, in float32, and go through some hundred operations: rounding stays below
 # 1e-5. What these programs get wrong, they get wrong in the second or third digit.
@@ -208,6 +210,7 @@ def _rank(program: str, engine: str, rank: int, folder: str, pipe: Connection) -
                 pipe.send(line)
 
     _hear_warnings(tell)
+    watchdog.STALL_S = STALL_S
     # Longer than the time limit: what waits that long hangs.
     store, timeout = dist.FileStore(f"{folder}/store", RANKS), timedelta(seconds=60)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timeout)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from shardgrad.diagnosis.flight_recorder import FlightRecorder
-from shardgrad.diagnosis.hang_watchdog import HangWatchdog
 from shardgrad.diagnosis.rank_status import Diagnosis, RankStatus, rank_status
+from shardgrad.diagnosis.watchdog import Watchdog
 from shardgrad.train import rank
 from shardgrad.train.failure import TrainingError
 
@@ -39,7 +39,7 @@ def status_of(number: int) -> RankStatus:
 
 
 def failed(error: BaseException, number: int, folder: Path, watchdog: Any) -> rank.Report:
-    return rank._failed(error, number, folder, cast(HangWatchdog, watchdog))
+    return rank._failed(error, number, folder, cast(Watchdog, watchdog))
 
 
 def test_the_first_witness_of_a_lost_rank_speaks_and_keeps_what_all_have_said(

@@ -1,0 +1,396 @@
+"""The watchdog: finds out through the store which rank the others wait for, and why.
+
+[Note: Watchdog]
+A collective cannot be used to ask why a collective hangs, so question and answers go through the
+store of the process group. A thread on every rank compares the time with that of the last
+collective, and does no more until this is 10 s ago. From then on it looks whether a rank has
+asked, and answers with the rank's status; and it asks itself, after 10 s, 20 s, 40 s, ...
+A rank that does not answer goes on, or has ended, is stopped, or is cut off.
+
+What follows for the program is a warning: of what looks stuck, some may still end, and a thread
+that waits inside of torch cannot be interrupted. Where the engine waits over gloo for a rank that
+has failed or ended, its wait is given up with a `CollectiveError`. A rank that is late or silent
+may still come, and nothing is said of it.
+
+Over NCCL hosts wait for the device, not in a collective: there a rank waits if its host stands on
+one line and its stream is not done. So a rank that is late with its own work does not count.
+
+`shardgrad train` prints more, and asks at once when a rank fails, so its ranks answer from the
+first second on.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from multiprocessing.util import Finalize
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from shardgrad.diagnosis.flight_recorder import recorder
+from shardgrad.diagnosis.rank_status import Diagnosis, RankStatus, diagnose, rank_status
+from shardgrad.diagnosis.thread_stacks import Call, calls_of, passes_collective, thread_stacks
+from shardgrad.errors import CollectiveError
+
+__all__ = ["OnStall", "WaitingRanksWarning", "Watchdog", "watch_ranks"]
+
+OnStall = Callable[[Diagnosis, dict[int, RankStatus]], None]
+
+STALL_S = 10.0
+PERIOD_S = 0.5
+_CHECKS_PER_S = 512.0  # of all ranks together, which one host has to answer
+_SILENT_PERIODS = 6  # after which no further answer is expected
+_LAST_CHECK_S = 10.0  # of a check under way; one of an unreachable store never ends
+_ASKING = 8  # lowest ranks; if all ranks asked all, the store would have to answer too much
+_MOST_RANKS = 1024
+_BACKENDS = ("gloo", "nccl", "xccl", "hccl")
+_LAST = 2**31  # the number of an answer that holds for every later question
+# Keys of the store; the status of a rank is under its number.
+_ASKED, _ENDED, _STARTED = "asked", "ended", "started"
+
+
+class WaitingRanksWarning(UserWarning):
+    """Ranks wait for each other in different collectives, or for a rank that has ended."""
+
+
+class Watchdog:
+    """Answers for this rank when another asks, and asks the others when this rank fails or stalls.
+
+    Args:
+        store: that the process group was initialised with; the watchdog opens further connections
+            to it.
+        rank: of this process.
+        world_size: number of ranks.
+        stall_s: seconds without progress after which the ranks are asked.
+        quiet_s: seconds without progress before which this rank does not answer; None: `stall_s`.
+        on_stall: called on the watchdog's thread with what `query_ranks` returns.
+        device: of the collectives; hosts wait for one that is not the CPU.
+
+    Attributes:
+        period_s: seconds between two looks at the clock.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        *,
+        stall_s: float = STALL_S,
+        quiet_s: float | None = None,
+        on_stall: OnStall = lambda diagnosis, statuses: None,
+        device: torch.device | None = None,
+    ) -> None:
+        # A thread that waits in a connection holds its lock, so each thread has its own.
+        clone = getattr(store, "clone", lambda: store)
+        world = dist.group.WORLD
+        prefix = f"shardgrad/watchdog/{'' if world is None else world.group_name}"
+        self._store, self._asking = (PrefixStore(prefix, clone()) for _ in range(2))
+        self._rank = rank
+        self._world_size = world_size
+        self._stall_s = stall_s
+        self._quiet_s = stall_s if quiet_s is None else quiet_s
+        self._on_stall = on_stall
+        self._device = device
+        self._world = None if world is None else weakref.ref(world)
+        self._training_thread = threading.get_ident()
+        self._error: BaseException | None = None
+        self._answered = 0  # the number of the last question that this rank has answered
+        self._is_closing = threading.Event()
+        self._farewell: Callable[[], None] | None = None
+        self.period_s = max(PERIOD_S, world_size / _CHECKS_PER_S)
+        self._silence_s = _SILENT_PERIODS * self.period_s
+        self._thread = threading.Thread(target=self._run, name="shardgrad watchdog", daemon=True)
+
+    def start(self) -> Watchdog:
+        """Starts the thread. The calling thread is the training thread."""
+        _process.watchdog = self
+        self._thread.start()
+        return self
+
+    def close(self) -> None:
+        """Ends the thread after a check under way.
+
+        A thread that returns from the store after the interpreter began to shut down would abort
+        the process, so it is waited for, up to 10 seconds.
+        """
+        self._is_closing.set()
+        self._thread.join(self.period_s + _LAST_CHECK_S)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the thread has ended."""
+        return not self._thread.is_alive()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the world is the one that it was made for."""
+        return dist.group.WORLD is (None if self._world is None else self._world())
+
+    @property
+    def location(self) -> str:
+        """Where this rank is, for example "step 3, backward of layers.1"."""
+        return self._own().location
+
+    def report_error(self, error: BaseException) -> None:
+        """Tells the other ranks, without waiting, that this rank failed with `error`."""
+        self._error = error
+        own = self._own()
+        _within(self._silence_s, lambda: self._answer(self._asking, lambda: own, _LAST))
+
+    def query_ranks(self, *, timeout_s: float) -> tuple[Diagnosis, dict[int, RankStatus]]:
+        """Asks every rank for its status, on a rank that fails because another did.
+
+        Args:
+            timeout_s: seconds to wait at most; less if no rank has answered for six periods.
+
+        Returns:
+            The diagnosis, and the statuses it follows from, by rank.
+        """
+        return self._query(self._asking, timeout_s, self._own(), is_last=True)
+
+    def end(self, error: BaseException | None) -> None:
+        """Ends the thread, which first tells ranks that may wait for this one that it has ended.
+
+        An interpreter that ends starts no other thread.
+        """
+        self._farewell = partial(self._say_farewell, error)
+        self._is_closing.set()
+        self._thread.join(self._silence_s)
+
+    def _say_farewell(self, error: BaseException | None) -> None:
+        """Tells the others, or explains the error of a collective that ends this program."""
+        own = rank_status(
+            recorder, self._rank, thread=self._training_thread, error=error, has_ended=True
+        )
+        if not isinstance(error, RuntimeError) or not passes_collective(calls_of(error)):
+            self._store.set(_ENDED, own.to_json())
+        elif self._store.check([_ENDED]):
+            ended = RankStatus.from_json(self._store.get(_ENDED).decode())
+            own = replace(own, error=None, has_ended=False, waits="collective")
+            statuses = {own.rank: own, ended.rank: ended}
+            recorder.waits_in = None  # no wait is left that could be given up
+            self._on_stall(diagnose(statuses, self._world_size), statuses)
+
+    # -- the thread
+
+    def _run(self) -> None:
+        ask_s, told = self._stall_s, ""
+        with suppress(Exception):  # here and below: of a store that is gone
+            self._store.set(f"{_STARTED}/{self._rank}", "")
+        while not self._is_closing.wait(self.period_s) and self.is_current:
+            since_s = recorder.progress_s
+            idle_s = time.monotonic() - since_s
+            if idle_s < self._quiet_s:
+                ask_s, told = self._stall_s, ""
+                continue
+            with suppress(Exception):  # also of warnings that are made errors
+                self._answer(self._store, self._look)
+                if idle_s >= ask_s:
+                    ask_s = 2 * idle_s
+                    found = self._find(since_s)
+                    if found is not None and found[0].sentence != told:
+                        told = found[0].sentence
+                        self._on_stall(*found)
+        self._is_closing.wait()
+        if self._farewell is not None:
+            with suppress(Exception):
+                self._farewell()
+
+    def _find(self, since_s: float) -> tuple[Diagnosis, dict[int, RankStatus]] | None:
+        """Returns what keeps the ranks waiting, if it is the same twice."""
+        former = ""
+        while recorder.progress_s == since_s and not self._is_closing.wait(self.period_s):
+            found = self._query(
+                self._store, 2 * self._silence_s, self._look(), asks=self._rank < _ASKING
+            )
+            if not found[0].is_certain or found[0].sentence == former:
+                return found
+            former = found[0].sentence
+        return None
+
+    def _look(self) -> RankStatus:
+        """Returns the status of this rank; whether its host stands still takes a period to see."""
+        if recorder.waits_in is not None:
+            return self._own()
+        before = self._calls()
+        self._is_closing.wait(self.period_s)
+        calls, waits = self._calls(), ""
+        if calls == before and passes_collective(calls):
+            waits = "collective"
+        elif calls == before and self._is_device_busy(calls):
+            waits = "device"
+        return self._own(waits)
+
+    def _calls(self) -> tuple[Call, ...]:
+        return thread_stacks().get(self._training_thread, ())
+
+    def _is_device_busy(self, calls: tuple[Call, ...]) -> bool:
+        # While a graph is captured, a query of a stream would fail, and could end the capture.
+        if self._device is None or any("/shardgrad/graphs/" in call.filename for call in calls):
+            return False
+        return not torch.accelerator.current_stream(self._device).query()
+
+    def _own(self, waits: str = "") -> RankStatus:
+        return rank_status(
+            recorder, self._rank, thread=self._training_thread, error=self._error, waits=waits
+        )
+
+    # -- questions and answers
+
+    def _answer(self, store: Store, own: Callable[[], RankStatus], asked: int = 0) -> None:
+        """Answers with this rank's status if a rank has asked since the last answer."""
+        asked = asked or store.add(_ASKED, 0)
+        if asked > self._answered:
+            store.set(str(self._rank), f"{asked} {own().to_json()}")
+            self._answered = asked
+
+    def _query(
+        self,
+        store: Store,
+        timeout_s: float,
+        own: RankStatus,
+        *,
+        asks: bool = True,
+        is_last: bool = False,
+    ) -> tuple[Diagnosis, dict[int, RankStatus]]:
+        answers = {self._rank: own}
+        unwatched: list[int] = []
+
+        def query() -> None:
+            if is_last:  # this rank ends soon, perhaps before others ask
+                self._answer(store, lambda: own, _LAST)
+            if store.check([_ENDED]):
+                ended = RankStatus.from_json(store.get(_ENDED).decode())
+                answers.setdefault(ended.rank, ended)
+            if not asks:
+                return
+            self._collect(store, answers, timeout_s)
+            unwatched.extend(
+                rank
+                for rank in range(self._world_size)
+                if rank not in answers and not store.check([f"{_STARTED}/{rank}"])
+            )
+
+        has_answered = _within(timeout_s + self._silence_s, query)
+        heard = dict(answers)  # the thread may still be adding to it
+        if has_answered:
+            return diagnose(heard, self._world_size, unwatched), heard
+        gone = "The store of the process group is gone: its host ended, or the network is cut."
+        more = diagnose(heard, self._world_size).sentence if len(heard) > 1 else ""
+        return Diagnosis((), gone, f"Rank {self._rank} was in {own.place}. {more}".strip()), heard
+
+    def _collect(self, store: Store, answers: dict[int, RankStatus], timeout_s: float) -> None:
+        """Adds answers as they arrive, until all ranks have answered or none has for a while."""
+        number = store.add(_ASKED, 1)
+        heard_s = time.monotonic()
+        end_s = heard_s + timeout_s
+        while len(answers) < self._world_size and time.monotonic() < min(
+            end_s, heard_s + self._silence_s
+        ):
+            self._answer(store, lambda: answers[self._rank])  # others ask at the same time
+            for rank in range(self._world_size):
+                if rank in answers or not store.check([str(rank)]):
+                    continue
+                answered, _, text = store.get(str(rank)).decode().partition(" ")
+                if int(answered) >= number:
+                    answers[rank] = RankStatus.from_json(text)
+                    heard_s = time.monotonic()
+            time.sleep(self.period_s / 10)
+
+
+def _within(seconds: float, work: Callable[[], None]) -> bool:
+    """Runs `work`, which uses the store, on another thread; returns whether it succeeded in time.
+
+    Calls to a store whose host cannot be reached neither return nor fail, and have no time limit.
+    """
+    done = threading.Event()
+
+    def run() -> None:
+        with suppress(Exception):  # whatever a store raises when its host is gone
+            work()
+            done.set()
+
+    thread = threading.Thread(target=run, name="shardgrad watchdog asks", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return done.is_set()
+
+
+# -- programs that start none
+
+
+class _Process:
+    """The watchdog of this process."""
+
+    watchdog: Watchdog | None = None
+
+
+_process = _Process()
+
+
+def watch_ranks(device: torch.device) -> None:
+    """Starts a watchdog for the world of a program that has none.
+
+    The environment variable `SHARDGRAD_WATCHDOG=0` keeps it off, and `1` turns it on for more than
+    1,024 ranks.
+
+    Args:
+        device: where parameters compute.
+    """
+    world, switch = dist.group.WORLD, os.environ.get("SHARDGRAD_WATCHDOG", "")
+    former = _process.watchdog
+    if world is None or switch == "0" or (former is not None and former.is_current):
+        return
+    size = dist.get_world_size()
+    is_known = any(name in dist.get_backend_config(world) for name in _BACKENDS)
+    if size == 1 or not is_known or (size > _MOST_RANKS and switch != "1"):
+        return
+    if former is not None:
+        former.close()
+    Watchdog(
+        dist.distributed_c10d._get_default_store(),
+        dist.get_rank(),
+        size,
+        stall_s=STALL_S,
+        on_stall=_warn_or_give_up,
+        device=None if device.type == "cpu" else device,
+    ).start()
+    Finalize(None, _end, exitpriority=100)  # also in processes of multiprocessing
+
+
+def _warn_or_give_up(diagnosis: Diagnosis, statuses: dict[int, RankStatus]) -> None:
+    """Gives up the collective that the training thread waits in, if it cannot end, else warns."""
+    lost = {rank for rank, t in statuses.items() if t.error is not None or t.has_ended}
+    if not diagnosis.is_certain or dist.get_rank() in lost:
+        return
+    log, entry = recorder.waits_in or (None, None)
+    if log is not None and entry is not None and lost.intersection(diagnosis.culprits, log.ranks):
+        recorder.verdict = (
+            entry,
+            CollectiveError(
+                f"the {entry.name} cannot end: {diagnosis.sentence.rstrip('.')}",
+                expected="every rank to join it",
+                where=f"rank {dist.get_rank()}",
+                fix=diagnosis.fix,
+            ),
+        )
+    else:
+        text = f"shardgrad: {diagnosis.sentence} Try: {diagnosis.fix}"
+        warnings.warn(text, WaitingRanksWarning, stacklevel=2)
+
+
+def _end() -> None:
+    if _process.watchdog is not None and not _process.watchdog.closed:
+        _process.watchdog.end(sys.exc_info()[1] or getattr(sys, "last_value", None))
+    _process.watchdog = None

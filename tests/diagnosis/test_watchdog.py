@@ -1,0 +1,239 @@
+"""The watchdog does nothing while ranks go on, and tells a program why its ranks do not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+import shardgrad
+from shardgrad.diagnosis import watchdog as module
+from shardgrad.diagnosis.flight_recorder import recorder
+from shardgrad.diagnosis.rank_status import RankStatus
+from shardgrad.diagnosis.watchdog import Watchdog
+from tests.support.parity import SHARDGRAD, token_loss, tower
+from tests.support.ranks import Ranks
+
+LONG_S = 60.0
+
+
+def test_closing_waits_for_a_look_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that comes back from the store while the interpreter ends would abort the
+    process.
+    """
+    is_looking = threading.Event()
+
+    class SlowStore(dist.HashStore):
+        def add(self, key: str, amount: int) -> int:
+            is_looking.set()
+            time.sleep(2.0)
+            return 0
+
+    monkeypatch.setattr(module, "PrefixStore", lambda _, store: SlowStore())
+    watchdog = Watchdog(dist.HashStore(), 0, 1, quiet_s=0.0).start()
+    assert is_looking.wait(10)
+    watchdog.close()
+    assert watchdog.closed
+
+
+@pytest.mark.parametrize(("ranks", "period_s"), [(1, 0.5), (256, 0.5), (4096, 8.0)])
+def test_all_ranks_together_ask_the_store_no_more_often_than_one_host_can_answer(
+    ranks: int, period_s: float
+) -> None:
+    assert Watchdog(dist.HashStore(), 0, ranks).period_s == period_s
+
+
+def test_until_a_collective_is_old_nothing_is_sent_and_no_stack_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, stacks = mock.MagicMock(), mock.MagicMock()
+    monkeypatch.setattr(module, "PrefixStore", lambda *_: store)
+    monkeypatch.setattr(module, "thread_stacks", stacks)
+    monkeypatch.setattr(module, "PERIOD_S", 0.05)
+    recorder.enter("forward")
+    watchdog = Watchdog(dist.HashStore(), 0, 2).start()
+    time.sleep(1.0)
+    watchdog.close()
+    assert [call[0] for call in store.method_calls] == ["set"]  # that it has started
+    assert not stacks.called
+    assert watchdog._stall_s == 10.0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "switch", "starts"),
+    [
+        (1, "", False),
+        (2, "", True),
+        (2, "0", False),
+        (1024, "", True),
+        (1025, "", False),
+        (4096, "1", True),
+    ],
+)
+def test_it_is_off_beyond_1024_ranks_unless_asked_for(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, switch: str, starts: bool
+) -> None:
+    monkeypatch.setenv("SHARDGRAD_WATCHDOG", switch)
+    monkeypatch.setattr(module, "_process", module._Process())
+    with (
+        mock.patch.multiple(
+            module.dist,
+            get_world_size=mock.Mock(return_value=ranks),
+            get_rank=mock.Mock(return_value=0),
+            get_backend_config=mock.Mock(return_value="cpu:gloo"),
+        ),
+        mock.patch.object(module, "Watchdog") as made,
+        mock.patch.object(module.dist.distributed_c10d, "_get_default_store"),
+        mock.patch.object(module.dist, "group", mock.Mock()),
+        mock.patch.object(module, "Finalize"),
+    ):
+        module.watch_ranks(torch.device("cpu"))
+    assert made.called is starts
+
+
+def test_a_rank_that_failed_and_has_left_is_heard_by_those_that_ask_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As of three ranks that fail one after the other because a fourth has died."""
+    monkeypatch.setattr(module, "PERIOD_S", 0.01)
+    store = dist.HashStore()
+    for rank in range(3):
+        found, answers = Watchdog(store, rank, 4).query_ranks(timeout_s=1.0)
+        assert sorted(answers) == list(range(rank + 1))
+    assert found.culprits == (3,)
+    Watchdog(store, 3, 4).report_error(ValueError("a mistake"))
+    found, _ = Watchdog(store, 0, 4).query_ranks(timeout_s=1.0)
+    assert found.what.endswith("(ValueError: a mistake).")
+    assert found.culprits == (3,)
+
+
+def with_a_watch(program: Callable[[], object], stall_s: float) -> tuple[object, list[str]]:
+    """Returns what a program returns, and what the watchdog has warned of meanwhile."""
+    said: list[str] = []
+    module.STALL_S = stall_s
+    if module._process.watchdog is not None:
+        module._process.watchdog.close()
+        module._process.watchdog = None
+    dist.barrier()
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = lambda message, *_: said.append(str(message))
+        try:
+            return program(), said
+        finally:
+            if module._process.watchdog is not None:
+                module._process.watchdog.close()
+                module._process.watchdog = None
+
+
+def steps_with_a_late_rank() -> None:
+    model = SHARDGRAD.shard_tower(tower())
+    for step in range(3):
+        token_loss(model, SHARDGRAD.tokens(step)).backward()
+        time.sleep(2.5 * (dist.get_rank() == step % 2))
+
+
+def test_of_a_rank_that_is_late_nothing_is_said(two_ranks: Ranks) -> None:
+    assert two_ranks.run(with_a_watch, steps_with_a_late_rank, 1.0) == [(None, [])] * 2
+
+
+def stopped_and_continued() -> int:
+    """Rank 1 is stopped by a signal for five times as long as a stall."""
+    model = SHARDGRAD.shard_tower(tower())
+    token_loss(model, SHARDGRAD.tokens(0)).backward()
+    if dist.get_rank() == 1 and os.fork() == 0:
+        os.kill(os.getppid(), signal.SIGSTOP)
+        time.sleep(5.0)
+        os.kill(os.getppid(), signal.SIGCONT)
+        os._exit(0)
+    for step in range(3):
+        token_loss(model, SHARDGRAD.tokens(step)).backward()
+    if dist.get_rank() == 1:
+        os.wait()
+    return 3
+
+
+def test_a_rank_that_is_stopped_and_continued_ends_nothing(two_ranks: Ranks) -> None:
+    assert two_ranks.run(with_a_watch, stopped_and_continued, 1.0) == [(3, [])] * 2
+
+
+def ends(error: BaseException | None) -> tuple[str | None, bool, bool]:
+    """As programs end with Python 3.12 and later, where no thread can be started any more."""
+    SHARDGRAD.shard_tower(tower())
+    watchdog = module._process.watchdog
+    assert watchdog is not None
+    with mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("at shutdown")):
+        watchdog.end(error)
+    status = RankStatus.from_json(watchdog._asking.get(module._ENDED).decode())
+    dist.barrier()
+    watchdog._asking.delete_key(module._ENDED)
+    return status.error, status.has_ended, watchdog.closed
+
+
+def ends_well() -> object:
+    return ends(None)
+
+
+def ends_with_an_error_of_its_own() -> object:
+    return ends(RuntimeError("no room on the disk"))
+
+
+def test_a_rank_that_ends_says_so_without_a_new_thread(two_ranks: Ranks) -> None:
+    assert two_ranks.run(with_a_watch, ends_well, LONG_S) == [((None, True, True), [])] * 2
+
+
+def test_a_rank_that_an_error_of_its_own_ends_says_so(two_ranks: Ranks) -> None:
+    told = ("RuntimeError: no room on the disk", True, True)
+    assert two_ranks.run(with_a_watch, ends_with_an_error_of_its_own, LONG_S) == [(told, [])] * 2
+
+
+def what_is_known_of_a_wait() -> tuple[str, str]:
+    """Rank 0 waits for two seconds in full_tensor, until rank 1 comes."""
+    model = SHARDGRAD.shard_tower(tower())
+    param = next(p for p in model.parameters() if isinstance(p, DTensor))
+    watchdog = module._process.watchdog
+    assert watchdog is not None
+    dist.barrier()
+    if dist.get_rank() == 1:
+        looks = [watchdog._look()]  # this thread does not wait
+        time.sleep(1.5)
+        param.full_tensor()
+    else:
+        looks = []
+        look = threading.Timer(0.5, lambda: looks.append(watchdog._look()))
+        look.start()
+        param.full_tensor()
+        look.join()
+    return looks[0].waits, looks[0].call
+
+
+def test_a_rank_that_waits_inside_of_torch_is_known_by_what_the_program_called(
+    two_ranks: Ranks,
+) -> None:
+    (waiting, _), (other, _) = two_ranks.run(with_a_watch, what_is_known_of_a_wait, LONG_S)
+    assert waiting[0] == "collective"
+    assert waiting[1].startswith("full_tensor() at test_watchdog.py:")
+    assert other[0] != "collective"
+
+
+def a_refusal_is_taken_back() -> bool:
+    model = SHARDGRAD.shard_tower(tower())
+    token_loss(model, SHARDGRAD.tokens(0)).backward()
+    with pytest.raises(shardgrad.ShardgradError):
+        model.head(torch.ones(1))
+    assert recorder.reported is not None
+    token_loss(model, SHARDGRAD.tokens(0)).backward()
+    return recorder.reported is None
+
+
+def test_what_a_rank_refused_no_longer_counts_once_it_goes_on(two_ranks: Ranks) -> None:
+    assert all(two_ranks.run(a_refusal_is_taken_back))
