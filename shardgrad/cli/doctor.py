@@ -18,12 +18,12 @@ from shardgrad.train.presets import PRESETS
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
     from torch.optim.optimizer import Optimizer
 
-    from shardgrad.graphs.preflight.issues import Issue
+    from shardgrad.graphs.preflight import Issue
 
 _SHAPE = (2, 32)  # sequences, and bytes of each: enough for every operation to be launched
+_STEPS = 6  # three of warm-up, a capture, its comparison with another, a replay
 _NONE = "none"
 
 
@@ -67,7 +67,7 @@ def doctor(
     """Print versions and devices, and what prevents a training step from being captured as one
     graph.
 
-    Runs four steps of a built-in model on one rank and writes no files. The exit status is 1 if
+    Runs six steps of a built-in model on one rank and writes no files. The exit status is 1 if
     there are issues to a capture. docs/how_to/migrate_to_graphed_step.md describes how to check the
     step of your program.
     """
@@ -144,23 +144,22 @@ def _facts(device: torch.device) -> Iterator[tuple[str, str]]:
 
 
 def _issues(preset: str, device: torch.device) -> list[Issue]:
-    from shardgrad.graphs.preflight.environment import environment_issues
+    from shardgrad.graphs.preflight import environment_issues
 
     if preset == _NONE:
         return environment_issues(device, [])
     with _one_rank(device):
-        from shardgrad.graphs.preflight import differences, watch
+        from shardgrad.errors import CaptureError
+        from shardgrad.graphs.preflight import Issue
 
-        model, optimizer, step = _program(preset, device)
-        for _ in range(2):  # in the first, state is made
-            step()
-        first, second = (watch(step, {"": model}, device)[1] for _ in range(2))
-        met = [
-            *environment_issues(device, [optimizer]),
-            *second.issues,
-            *differences(first, second),
-        ]
-    return list(dict.fromkeys(met))
+        optimizer, step, batch = _program(preset, device)
+        issues = environment_issues(device, [optimizer])
+        try:
+            for _ in range(_STEPS):
+                step(*batch)
+        except CaptureError as error:
+            issues.append(Issue("capture", error.what, error.fix or ""))
+    return issues
 
 
 @contextmanager
@@ -181,8 +180,10 @@ def _one_rank(device: torch.device) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _program(preset: str, device: torch.device) -> tuple[nn.Module, Optimizer, Callable[[], None]]:
-    """Returns a model, its optimizer, and a training step on one batch with fixed addresses."""
+def _program(
+    preset: str, device: torch.device
+) -> tuple[Optimizer, Callable[..., torch.Tensor], list[torch.Tensor]]:
+    """Returns an optimizer, a graphed training step with it, and its batch."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -194,12 +195,14 @@ def _program(preset: str, device: torch.device) -> tuple[nn.Module, Optimizer, C
     config = TrainConfig(preset=preset)
     model = build_model(config, init_device_mesh(device.type, (1,)), device)
     optimizer = build_optimizer(model, config)
-    tokens, targets = torch.randint(256, (2, *_SHAPE), device=device)
 
-    def step() -> None:
-        model.loss(tokens, targets).backward()
+    @shardgrad.graphed_step(model, optimizer)
+    def step(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss = model.loss(tokens, targets)
+        loss.backward()
         shardgrad.clip_grad_norm_(model.parameters(), config.clip)
         optimizer.step()
         optimizer.zero_grad()
+        return loss
 
-    return model, optimizer, step
+    return optimizer, step, list(torch.randint(256, (2, *_SHAPE), device=device))

@@ -2,7 +2,8 @@
 
 Read `step.py` first (warm-up, capture, replay), then `capturable.py` (the protocol) and
 `engine_state.py` (the engine's adapters). `pool.py` owns stream and memory, `split_graph.py` the
-graphs of one step, `preflight/` finds what keeps a step from being a graph.
+graphs of one step, `verify.py` compares what runs from the same state, `preflight.py` knows what
+neither a capture nor a comparison finds.
 """
 
 from shardgrad.graphs import engine_state  # noqa: F401  (registers the adapters)

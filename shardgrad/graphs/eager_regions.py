@@ -1,6 +1,6 @@
 """Eager regions: calls between the graphs of a split step, for work that no graph can hold.
 
-While a step is captured or watched, its eager calls go to a handler (`handle_eager_calls`); at any
+While a step is captured, its eager calls go to a handler (`handle_eager_calls`); at any
 other time they are made at once.
 """
 

@@ -62,18 +62,17 @@ class Habits:
                 depth=5,
             )
 
-    def reached_capture(self, *, is_settled: bool) -> None:
+    def reached_capture(self, moved: Sequence[str]) -> None:
         """Takes note of a call that would be captured, but for tensors that were replaced before
         it.
         """
-        self._replaced = 0 if is_settled else self._replaced + 1
+        self._replaced = self._replaced + 1 if moved else 0
         if self._replaced == _REPLACED:
             self._warn(
-                "reads a tensor that it is not given, and the program has put another one in its "
-                "place "
-                f"before each of {_REPLACED} calls in a row, so it is not captured and runs "
-                f"eagerly. Pass it "
-                "as an argument, or write into the tensor that is there.",
+                f"reads {', '.join(moved)}, which it is not given, and the program has put another "
+                f"tensor in its place before each of {_REPLACED} calls in a row, so it is not "
+                "captured and runs eagerly. Pass it as an argument, or write into the tensor that "
+                "is there.",
                 depth=6,
             )
 

@@ -107,13 +107,13 @@ class SplitGraph:
         """Whether the step is more than one graph."""
         return len(self._parts) > 1
 
-    def replay(self) -> None:
+    def replay(self, *, makes_calls: bool = True) -> None:
         """Launches the graphs on the current stream and makes the calls between them."""
         for part in self._parts:
-            if isinstance(part, _EagerRegion):
-                part.run()
-            else:
+            if not isinstance(part, _EagerRegion):
                 part.replay()
+            elif makes_calls:
+                part.run()
 
     def reset(self) -> None:
         """Destroys the graphs."""

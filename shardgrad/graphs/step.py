@@ -11,10 +11,11 @@ Every call is one step of training, whichever way it runs.
 from __future__ import annotations
 
 import functools
+import reprlib
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, NoReturn, ParamSpec, TypeVar
@@ -30,17 +31,19 @@ from shardgrad.errors import CaptureError, CollectiveError, OptionError, Shardgr
 from shardgrad.graphs.announcement import announce, announced
 from shardgrad.graphs.capturable import Capturable, CaptureAgain, EagerOptimizer, capturable
 from shardgrad.graphs.captured import CapturedStep
+from shardgrad.graphs.closed_over import Place, Reads
+from shardgrad.graphs.eager_regions import handle_eager_calls
 from shardgrad.graphs.habits import Habits
 from shardgrad.graphs.inputs import InputBuffers, Inputs, flatten_inputs
 from shardgrad.graphs.lifetime import graphs_captured, graphs_destroyed
 from shardgrad.graphs.outputs import apart_from, clones, detached, used_on
 from shardgrad.graphs.pool import GraphPool
-from shardgrad.graphs.preflight.issues import Issue, explain
-from shardgrad.graphs.preflight.warmup import WarmUp
+from shardgrad.graphs.preflight import environment_issues, explain, refuse_harmful_settings
+from shardgrad.graphs.program_line import line_that_raised
 from shardgrad.graphs.random_state import RandomState
 from shardgrad.graphs.split_graph import SplitGraph
 from shardgrad.graphs.status import StatusReader, StepStatus
-from shardgrad.graphs.verify import compare_runs
+from shardgrad.graphs.verify import StepState, compare_runs, listed
 
 __all__ = ["GraphedStep", "StepSettings", "UncapturableStepWarning", "graphed_step"]
 
@@ -116,13 +119,14 @@ def graphed_step(
     as which parameters require a gradient, which gradients are there, training mode, and numbers in
     the groups of an optimizer that is not of `shardgrad.optim`. Otherwise the step runs eagerly
     once and is captured at its next occurrence. A tensor that the function closes over
-    (`graphs/preflight/closed_over.py`) is read where it is; another one in its place is another
-    graph, once it has stayed there for a call, and refused if it never stays.
+    (`graphs/closed_over.py`) is read where it is; another one in its place is another graph, once
+    it has stayed there for a call.
 
-    The last two of the first calls are watched for what a capture refuses, or gets wrong silently
-    (`graphs/preflight/`); an error names it with the module and your line. On a device without
-    graphs, such as the CPU, every call runs eagerly, with the same rules for inputs and outputs,
-    and issues are a warning.
+    What a capture cannot hold raises at its line. What it would freeze, such as a number that
+    changes from call to call, is found at the first call after the capture: the step is captured
+    again, and both graphs run from the same state and have to give the same bits. The call counts
+    as one step. On a device without graphs, such as the CPU, every call runs eagerly, with the same
+    rules for inputs and outputs.
 
     Args:
         capturables: every module, optimizer and `shardgrad.GradScaler` that the function uses.
@@ -227,24 +231,13 @@ class GraphedStep(Generic[_P, _R]):
             for each in objects
         ]
         self.pool = settings.pool or GraphPool(_device_of(self._capturables))
-        self._warmup = WarmUp(
-            function,
-            [each for each in objects if isinstance(each, nn.Module)],
-            [
-                each
-                for each in optimizers
-                if not any(each is other for other in self._eager_optimizers)
-            ],
-            self._eager_optimizers,
-            self._generators,
-            self.pool.device,
-            settings.warmup,
-        )
+        self._modules = [each for each in objects if isinstance(each, nn.Module)]
+        self._optimizers = optimizers
         self._kinds: OrderedDict[Hashable, _InputKind] = OrderedDict()
-        self._graphs: OrderedDict[tuple[Hashable, Hashable], CapturedStep] = OrderedDict()
+        self._graphs: list[CapturedStep] = []  # the most recently used last
         self._latest_kind: _InputKind | None = None
-        self._latest: tuple[tuple[Hashable, Hashable], CapturedStep] | None = None
-        self._closed_over: tuple[Hashable, ...] = ()  # at the end of the last call
+        # What captures have read without being given it, and where it was in the last call.
+        self._places: dict[Place, Hashable] = {}
         self._thread_id = threading.get_ident()
         self._closed = False
         self._outputs: Any = None
@@ -284,85 +277,86 @@ class GraphedStep(Generic[_P, _R]):
     def _run(self, kind: _InputKind, caller: Stream) -> Any:
         for each in self._capturables:
             each.begin_call(caller)
-        # The kind's key equals the call's, and is often the same object as the last time.
         guards = (_modes(self.pool.device), *(each.guards() for each in self._capturables))
         key = kind.key, guards
-        closed_over = self._warmup.closed_over()
-        graph_key = kind.key, (*guards, *closed_over)
-        captured = self._look_up(graph_key)
+        captured = self._look_up(key)
         is_new = captured is None and bool(kind.seen) and guards not in kind.seen
         self._habits.guarded(guards, is_new=is_new)
-        if captured is None and self._is_due(kind, guards):
-            try:
-                captured = self._capture_or_refuse(
-                    kind, key, is_settled=closed_over == self._closed_over
-                )
-                if captured is None:
-                    return self._run_eagerly(kind, key, caller)
-            except CollectiveError as error:
-                self._require_same_on_all_ranks(error)
-                raise
-            self._graphs[graph_key] = captured
-            self._evict()
-        if captured is None or not captured.prepare():
-            return self._run_eagerly(kind, key, caller)
-        self._latest, self._closed_over = (graph_key, captured), closed_over
+        moved = self._moved_places()
+        try:
+            if captured is not None and not captured.is_confirmed and captured.prepare():
+                return self._confirm(captured, kind, guards, caller)
+            if captured is None and self._is_due(kind, guards):
+                captured = self._capture_or_refuse(kind, key, moved)
+                self.captures += captured is not None
+            if captured is None or not captured.prepare():
+                return self._run_eagerly(kind, guards, caller)
+        except CollectiveError as error:
+            self._require_same_on_all_ranks(error)
+            raise
         self.replays += 1
         return self._replay(captured, kind, caller)
 
-    def _run_eagerly(self, kind: _InputKind, key: tuple[Hashable, Hashable], caller: Stream) -> Any:
+    def _run_eagerly(self, kind: _InputKind, guards: Hashable, caller: Stream) -> Any:
+        def call_region(call: Callable[[], Any]) -> None:
+            self._note_border()
+            call()
+
         args, kwargs = kind.buffers.arguments
-        outputs = self._warmup.run(
-            lambda: detached(self._function(*args, **kwargs)),
-            key,
-            self.eager_steps,
-            lambda: [*kind.buffers.buffers, *self._state()],
-            self._note_border,
-        )
+        with handle_eager_calls(self._eager_optimizers, call_region):
+            outputs = detached(self._function(*args, **kwargs))
         self._note_border()
         self.eager_steps += 1
         if self.eager_steps == 2:  # the first may begin with gradients of the program's
             self._habits.stepped_eagerly()
-        kind.seen.add(key[1])
-        self._closed_over = self._warmup.closed_over()
+        kind.seen.add(guards)
         return used_on(outputs, caller)
 
     def _note_border(self) -> None:
         for each in self._capturables:
             each.at_eager_border()
 
-    def _look_up(self, key: tuple[Hashable, Hashable]) -> CapturedStep | None:
-        if (
-            self._latest is not None and self._latest[0] == key
-        ):  # hashing thousands of guards is slow
-            return self._latest[1]
-        captured = self._graphs.get(key)
-        if captured is not None:
-            self._graphs.move_to_end(key)
-        return captured
+    def _look_up(self, key: Hashable) -> CapturedStep | None:
+        # A list, since hashing thousands of guards is slower than comparing them.
+        for captured in reversed(self._graphs):
+            if captured.is_of(key):
+                if captured is not self._graphs[-1]:
+                    self._graphs.remove(captured)
+                    self._graphs.append(captured)
+                return captured
+        return None
+
+    def _moved_places(self) -> list[str]:
+        """Returns what the program has replaced since the last call, of what captures have read."""
+        now = {place: place.key() for place in self._places}
+        moved = [place.name for place, key in now.items() if key != self._places[place]]
+        self._places = now
+        return moved
 
     def _replay(self, captured: CapturedStep, kind: _InputKind, caller: Stream) -> Any:
-        settings, capturables, device = self._settings, self._capturables, self.pool.device
+        settings = self._settings
         if self.replays <= settings.verify:
             args, kwargs = kind.buffers.arguments
             return compare_runs(
+                self._state_before(captured),
                 captured.replay,
                 lambda: used_on(detached(self._function(*args, **kwargs)), caller),
-                capturables,
-                device,
-                self._generators,
                 names=("a replay", "an eager step"),
             )
         if settings.replay_twice_every and self.replays % settings.replay_twice_every == 0:
             return compare_runs(
+                self._state_before(captured),
                 captured.replay,
                 captured.replay,
-                capturables,
-                device,
-                self._generators,
                 names=("a replay", "the same replay"),
             )
         return captured.replay()
+
+    def _state_before(self, captured: CapturedStep) -> StepState:
+        """Returns what a step starts from, with all memory that its graph writes."""
+        return StepState(
+            self._capturables, captured.reads.written(), self.pool.device, self._generators
+        )
 
     def poll(self) -> StepStatus | None:
         """Returns the status of a recent step without waiting for the device; None until one has
@@ -378,7 +372,8 @@ class GraphedStep(Generic[_P, _R]):
     def _is_due(self, kind: _InputKind, guards: Hashable) -> bool:
         """True once an eager step with these guards has run: a capture initializes nothing then."""
         return (
-            self.eager_steps >= self._settings.warmup
+            self.pool.can_capture
+            and self.eager_steps >= self._settings.warmup
             and guards in kind.seen
             and not kind.is_refused
         )
@@ -401,9 +396,8 @@ class GraphedStep(Generic[_P, _R]):
         """Drops the least recently used graphs and input buffers beyond `max_graphs`."""
         while len(self._graphs) > self._settings.max_graphs:
             wait_for_device(self.pool.device)  # the graph may be running
-            self._graphs.popitem(last=False)[1].reset()
-            self._latest = None
-        with_graphs = {key for key, _ in self._graphs}
+            self._graphs.pop(0).reset()
+        with_graphs = {captured.key[0] for captured in self._graphs}
         idle = [key for key in self._kinds if key not in with_graphs]
         for key in idle[: -self._settings.max_graphs]:
             del self._kinds[key]
@@ -411,46 +405,66 @@ class GraphedStep(Generic[_P, _R]):
     # -- capturing
 
     def _capture_or_refuse(
-        self, kind: _InputKind, key: Hashable, *, is_settled: bool
+        self, kind: _InputKind, key: tuple[Hashable, Hashable], moved: Sequence[str]
     ) -> CapturedStep | None:
-        """Captures a step; None if this call, or all of this kind from now on, run eagerly.
-
-        Args:
-            kind: of the call.
-            key: of the warm-up's steps like it.
-            is_settled: False if a tensor that the step closes over has been replaced since the last
-                call.
-        """
-        if not self.pool.can_capture:
-            kind.is_refused = True
-            issues = self._warmup.issues(key)
-            if issues:
-                self._warn(
-                    f"could not be captured on a device with graphs:\n{explain(issues)}", depth=5
-                )
-            return None
-        silent = self._warmup.silent_issues(key)
-        if silent:
-            kind.is_refused = True
-            self._report("would be wrong as a graph", silent, None)
-            return None
-        self._habits.reached_capture(is_settled=is_settled)
-        if not is_settled:
+        """Captures a step; None if this call, or all of this kind from now on, run eagerly."""
+        self._habits.reached_capture(moved)
+        if moved:
             return None
         try:
-            return self._capture(kind)
+            if self.pool.device.type == "cuda":
+                refuse_harmful_settings()
+            captured = self._capture(kind, key)
         except CollectiveError:
             raise  # another rank did not join, and would not join an eager step either
         except CaptureAgain:
             return None  # all ranks have found the same; a later call of this kind is captured
         except Exception as error:
-            kind.is_refused = True
-            first = "".join(f": {line}" for line in str(error).splitlines()[:1])
-            issues = self._warmup.issues(key)
-            self._report(f"could not be captured: {type(error).__name__}{first}", issues, error)
+            self._refuse_capture(kind, error)
             return None
+        self._places.update(captured.reads.places)
+        self._graphs.append(captured)
+        self._evict()
+        return captured
 
-    def _capture(self, kind: _InputKind) -> CapturedStep:
+    def _confirm(
+        self, first: CapturedStep, kind: _InputKind, guards: Hashable, caller: Stream
+    ) -> Any:
+        """Takes a step by a second capture, and compares it with the first: what differs from the
+        same state was frozen, such as a number that Python has changed since.
+
+        Three replays run, on all ranks alike, since ranks capture together. Two are of the first
+        graph: what differs between these has sums without a fixed order, and shows nothing.
+        """
+        state = self._state_before(first)
+        self._graphs.remove(first)
+        try:
+            again = self._capture_or_refuse(kind, first.key, ())
+            if again is None:
+                return self._run_eagerly(kind, guards, caller)
+            state.restore()
+            # Functions passed to `outside` are called once, so nothing is compared then.
+            replay = functools.partial(first.replay, makes_calls=not first.has_eager_regions)
+            again.prepare()
+            outputs, (unordered, different) = state.differences(replay, replay, again.replay)
+            frozen = [name for name in different if name not in unordered]
+            again.is_confirmed = True
+            self.replays += 1
+            if frozen and not first.has_eager_regions:
+                self._graphs.remove(again)
+                outputs = clones(outputs)
+                again.reset()
+                if self._settings.on_uncapturable == "raise":
+                    state.restore()
+                self._refuse_frozen(kind, frozen, first.reads.numbers, again.reads.numbers)
+            return outputs
+        finally:
+            wait_for_device(self.pool.device)
+            first.reset()
+            del state  # with its copies, whose memory goes back to the device
+            torch.get_device_module(self.pool.device).empty_cache()
+
+    def _capture(self, kind: _InputKind, key: tuple[Hashable, Hashable]) -> CapturedStep:
         """Captures a step. If that fails, all state is restored."""
         guards = [each.guards() for each in self._capturables]
         for each in self._capturables:
@@ -459,9 +473,10 @@ class GraphedStep(Generic[_P, _R]):
         snapshots = [each.snapshot() for each in self._capturables]
         random = RandomState(self.pool.device, self._generators)
         graph = SplitGraph(self.pool, self._capturables, self._eager_optimizers, self._generators)
+        reads = Reads(self._function, self._modules)
         args, kwargs = kind.buffers.arguments
         try:
-            with _stale_streams_overridden(), graph.captured():
+            with _stale_streams_overridden(), graph.captured(), reads:
                 outputs = detached(self._function(*args, **kwargs))
                 outputs = apart_from(
                     self._state(), outputs
@@ -473,34 +488,78 @@ class GraphedStep(Generic[_P, _R]):
                 restore()
             random.restore()
             raise
-        self.captures += 1
         graphs_captured(self)
-        return CapturedStep(graph, outputs, self._capturables, guards, before_replays)
+        return CapturedStep(key, graph, outputs, self._capturables, guards, before_replays, reads)
 
     def _state(self) -> list[torch.Tensor]:
         """Returns the memory in which the step's state lives."""
         return [tensor for each in self._capturables for _, tensor in each.tensors()]
 
-    def _report(self, what: str, issues: Sequence[Issue], error: Exception | None) -> None:
-        """Raises or warns: the step runs eagerly."""
-        announce(f"{self._name} {what}")
-        found = f"\n{explain(issues)}" if issues else ""
-        if self._settings.on_uncapturable != "raise":
-            self._warn(f"{what}. It runs eagerly.{found}", depth=6)
-            return
-        known = error if isinstance(error, ShardgradError) else None
-        cure = (
-            known.fix
-            if known is not None and known.fix
-            else "docs/how_to/migrate_to_graphed_step.md"
+    def _refuse_capture(self, kind: _InputKind, error: Exception) -> None:
+        """Says which line of the program raised inside a capture."""
+        first = "".join(f": {line}" for line in str(error).splitlines()[:1])
+        known = error if isinstance(error, ShardgradError) else ShardgradError("")
+        line = line_that_raised(error, self._modules)
+        issues = explain(environment_issues(self.pool.device, self._optimizers))
+        self._refuse_kind(
+            kind,
+            f"could not be captured: {type(error).__name__}{first}",
+            where="; ".join(filter(None, (known.where, line))),
+            fix=known.fix
+            or "return what the host reads from the step, and read it afterwards; "
+            "torch.where instead of an if; docs/how_to/migrate_to_graphed_step.md#what-to-do",
+            issues=issues,
+            error=error,
         )
+
+    def _refuse_frozen(
+        self,
+        kind: _InputKind,
+        names: Sequence[str],
+        before: Mapping[str, Any],
+        now: Mapping[str, Any],
+    ) -> None:
+        """Says what two captures of the step computed differently, and which numbers changed."""
+        changed = [
+            f"{name} was {reprlib.repr(value)} and is {reprlib.repr(now[name])}"
+            for name, value in before.items()
+            if name in now and now[name] != value
+        ]
+        self._refuse_kind(
+            kind,
+            f"would be wrong as a graph: captured again in the next call, it gives other bits of "
+            f"{listed(names)}",
+            where=f"between the two captures, {listed(changed)}" if changed else "",
+            fix="pass what changes from call to call as an argument, a tensor for a number; draw "
+            "random numbers on the device; pass state that the step writes to graphed_step(...) as "
+            "a shardgrad.graphs.Capturable",
+        )
+
+    def _refuse_kind(
+        self,
+        kind: _InputKind,
+        what: str,
+        *,
+        where: str,
+        fix: str,
+        issues: str = "",
+        error: Exception | None = None,
+    ) -> None:
+        """Raises or warns: steps of this kind run eagerly from now on."""
+        kind.is_refused = True
+        announce(f"{self._name} {what}")
+        found = f"\n{issues}" if issues else ""
+        if self._settings.on_uncapturable != "raise":
+            place = f" [{where}]" if where else ""
+            self._warn(f"{what}{place}. It runs eagerly.{found}", depth=6)
+            return
         raise CaptureError(
             f"{self._name} {what}{found}",
             expected="a step that launches the same work every time and never waits for the device",
             got="a step that does not; models, optimizers and random numbers are as before the "
             "call",
-            where=None if known is None else known.where,
-            fix=f"{cure}; or on_uncapturable='eager'. Calling again goes on eagerly",
+            where=where or None,
+            fix=f"{fix}; or on_uncapturable='eager'. Calling again goes on eagerly",
         ) from error
 
     def _require_same_on_all_ranks(self, error: CollectiveError) -> None:
@@ -556,14 +615,12 @@ class GraphedStep(Generic[_P, _R]):
         """
         if self._graphs:
             wait_for_device(self.pool.device)
-        for captured in self._graphs.values():
+        for captured in self._graphs:
             captured.reset()
         self._graphs.clear()
-        self._latest = None
         self._kinds.clear()
         self._latest_kind = None
-        self._closed_over = ()
-        self._warmup.reset()
+        self._places.clear()
         self.eager_steps = self.captures = self.replays = 0
         graphs_destroyed(self)
         for each in self._capturables:

@@ -1,10 +1,8 @@
-"""Verification of replays: does a replay give what an eager step gives, and the same when it is
-repeated?
-"""
+"""Does a step do the same again, from the same state: a replay, an eager step, another capture?"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,100 +10,146 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from shardgrad.errors import ReplayMismatchError
 from shardgrad.graphs.capturable import Capturable
+from shardgrad.graphs.outputs import local_tensor
 from shardgrad.graphs.random_state import RandomState
 
-__all__ = ["compare_runs"]
+__all__ = ["StepState", "compare_runs", "listed"]
 
 
-class _InitialState:
-    """A copy of everything a step starts from: device memory, host state, random numbers."""
+class StepState:
+    """What a step starts from: memory, host state, and random numbers.
+
+    Args:
+        capturables: whose state it is.
+        memory: all that the step writes. What is of no capturable is restored, and not compared:
+            it may be scratch.
+        device: whose random numbers are drawn.
+        generators: that the step draws from in addition.
+    """
 
     def __init__(
         self,
         capturables: Sequence[Capturable],
+        memory: Iterable[torch.Tensor],
         device: torch.device,
         generators: Sequence[torch.Generator],
     ) -> None:
+        self._capturables = capturables
+        known = {tensor.untyped_storage()._cdata for _, tensor in self.tensors()}
+        self._others = [t for t in memory if t.untyped_storage()._cdata not in known]
         self._snapshots = [each.snapshot() for each in capturables]
-        self._memory = [
-            (tensor, tensor.clone()) for each in capturables for _, tensor in each.tensors()
-        ]
         self._random = RandomState(device, generators)
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the memory in which the state of capturables lies now, by its name."""
+        for number, each in enumerate(self._capturables):
+            suffix = f" (capturable {number})" if len(self._capturables) > 1 else ""
+            for name, tensor in each.tensors():
+                yield name + suffix, local_tensor(tensor)
 
     def restore(self) -> None:
-        """Makes the next step start from this state."""
+        """Makes the next step start from this state; of memory only what `differences` copied."""
         with torch.no_grad():
-            for tensor, value in self._memory:
+            for tensor, value in self._copies:
                 tensor.copy_(value)
         for restore in self._snapshots:
             restore()
         self._random.restore()
 
+    def differences(self, *runs: Callable[[], Any]) -> tuple[Any, list[list[str]]]:
+        """Runs a step in several ways from this state; the effects of the last one stay.
+
+        Returns:
+            What the last one returned, and of each but the first the names of the outputs and the
+            memory whose bits differ from the first one's.
+
+        Streams: everything on the current stream; the host waits for each comparison.
+        Capture: not safe.
+        """
+        memory = [*self._others, *(tensor for _, tensor in self.tensors())]
+        self._copies = [(tensor, _copy(tensor)) for tensor in memory]
+        outputs: Any = None
+        expected: dict[str, torch.Tensor] = {}
+        found: list[list[str]] = []
+        for run in runs:
+            if expected:
+                self.restore()
+            outputs = run()
+            results = dict((*_named(outputs), *self.tensors()))
+            if expected:
+                common = expected.keys() & results.keys()
+                found.append(
+                    [
+                        name
+                        for name, tensor in results.items()
+                        if name in common and not _same_bits(expected[name], tensor)
+                    ]
+                )
+            else:
+                expected = {name: _copy(tensor) for name, tensor in results.items()}
+        return outputs, found
+
 
 def compare_runs(
+    state: StepState,
     first: Callable[[], Any],
     second: Callable[[], Any],
-    capturables: Sequence[Capturable],
-    device: torch.device,
-    generators: Sequence[torch.Generator] = (),
-    *,
     names: tuple[str, str],
 ) -> Any:
     """Runs a step in two ways from the same state, and compares outputs and state bit for bit.
 
     Args:
+        state: of now.
         first: runs the step; its effects are undone.
         second: runs the step again; its effects stay.
-        capturables: whose state is compared.
-        device: whose random numbers are drawn.
-        generators: that the step draws from in addition.
         names: of the two ways, for an error.
 
     Returns:
         What `second` returned.
 
-    Streams: everything on the current stream; the host waits for the comparison.
-    Capture: not safe.
-
     Raises:
-        ReplayMismatchError: naming the first tensor that differs.
+        ReplayMismatchError: naming the tensors that differ.
     """
-    initial = _InitialState(capturables, device, generators)
-    expected = {name: tensor.clone() for name, tensor in _results(first(), capturables)}
-    initial.restore()
-    outputs = second()
-    for name, tensor in _results(outputs, capturables):
-        if name in expected and not _same_bits(expected[name], tensor):
-            differing = int((expected[name] != tensor).sum())
-            raise ReplayMismatchError(
-                f"{names[0]} and {names[1]} from the same state differ in {name}",
-                expected="the same bits",
-                got=f"{differing} of {tensor.numel()} elements differ in value",
-                fix="does the step use state that graphed_step was not given, do something else "
-                "while it is "
-                "captured, or use a kernel whose sums have no fixed order? if none, suspect the "
-                "hardware",
-            )
+    outputs, (different,) = state.differences(first, second)
+    if different:
+        raise ReplayMismatchError(
+            f"{names[0]} and {names[1]} from the same state differ in {listed(different)}",
+            expected="the same bits",
+            got=f"other bits in {len(different)} tensors",
+            fix="does the step use state that graphed_step was not given, do something else "
+            "while it is captured, or use a kernel whose sums have no fixed order? if none, "
+            "suspect the hardware",
+        )
     return outputs
 
 
-def _results(outputs: Any, capturables: Sequence[Capturable]) -> list[tuple[str, torch.Tensor]]:
-    """Returns (name, tensor) for the outputs of a step, then for the state."""
-    leaves, _ = tree_flatten_with_path(outputs)
-    found = [
-        (f"output{keystr(path)}", leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor)
-    ]
-    for number, each in enumerate(capturables):
-        for name, tensor in each.tensors():
-            found.append(
-                (name if len(capturables) == 1 else f"{name} (capturable {number})", tensor)
-            )
-    return found
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """Returns the first names in one line, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def _named(outputs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    for path, leaf in tree_flatten_with_path(outputs)[0]:
+        if isinstance(leaf, torch.Tensor):
+            yield f"output{keystr(path)}", leaf
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a copy on the device, or on the host if there is no room."""
+    try:
+        return tensor.detach().clone()
+    except torch.OutOfMemoryError:
+        return tensor.detach().cpu()
 
 
 def _same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Compares bytes, so that two NaNs are equal and two zeros of different sign are not."""
     if first.shape != second.shape or first.dtype != second.dtype:
         return False
-    flat = (tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in (first, second))
+    flat = (
+        tensor.detach().to(first.device).contiguous().view(-1).view(torch.uint8)
+        for tensor in (first, second)
+    )
     return bool(torch.equal(*flat))

@@ -18,7 +18,7 @@ from shardgrad import version
 from shardgrad.__main__ import main as entry
 from shardgrad.cli import doctor as doctor_module
 from shardgrad.cli import main
-from shardgrad.graphs.preflight.issues import Issue
+from shardgrad.graphs.preflight import Issue
 from shardgrad.patch.__main__ import main as patched
 from tests.support.processes import run
 

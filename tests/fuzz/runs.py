@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from shardgrad import checkpoint
 from shardgrad.checkpoint import lock
 from shardgrad.errors import CheckpointError, PartnerUnavailableError
-from shardgrad.graphs.preflight import environment
+from shardgrad.graphs import preflight
 from shardgrad.plan.models import build_plan_model
 from shardgrad.plan.request import Request
 from shardgrad.train.config import TrainConfig, mesh_shape, read_settings, resumed
@@ -133,7 +133,7 @@ VARIABLES = st.one_of(
 def feed_environment(variables: dict[str, str]) -> str:
     """What launchers say, and what decides whether a graph can be captured."""
     with mock.patch.dict(os.environ, variables):
-        list(environment._of_environment())
+        list(preflight._of_environment())
         try:
             world_size = torchrun_world_size()
             is_restarted()

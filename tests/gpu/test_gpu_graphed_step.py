@@ -277,6 +277,27 @@ def test_recomputed_layers_and_a_log_in_the_middle_are_those_of_eager(device: to
     both(recomputed_and_logged, device)
 
 
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=NEEDS_CUDA)], indirect=True)
+def test_a_second_capture_takes_the_memory_of_the_first(device: torch.device) -> None:
+    model = build(device)
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+
+    @shardgrad.graphed_step(model, optimizer, warmup=WARMUP)
+    def step(x: Tensor) -> Tensor:
+        loss = loss_of(model, x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    held = []
+    for number in range(WARMUP + 3):
+        step(batch(number, device))
+        held.append((step.pool.nbytes, torch.cuda.memory_reserved()))
+    assert held[WARMUP + 1 :] == [held[WARMUP]] * 2
+    assert (step.captures, step.replays) == (1, 3)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_CUDA, reason="no GPU")
 def test_a_replayed_step_returns_before_the_device_is_done() -> None:

@@ -12,16 +12,31 @@ from torch import nn
 
 import shardgrad
 from shardgrad.cli import main
-from shardgrad.graphs.preflight import environment
-from shardgrad.graphs.preflight.environment import environment_issues
-from shardgrad.graphs.preflight.issues import Issue
+from shardgrad.errors import CaptureError
+from shardgrad.graphs import preflight
+from shardgrad.graphs.preflight import (
+    Issue,
+    environment_issues,
+    explain,
+    refuse_harmful_settings,
+)
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "has_kernels", lambda device_type: True)
+    monkeypatch.setattr(preflight, "has_kernels", lambda device_type: True)
+    allocator(monkeypatch)
+
+
+def allocator(
+    monkeypatch: pytest.MonkeyPatch, *, backend: str = "native", expandable: bool = False
+) -> None:
+    """Makes CUDA's allocator say that it has these settings."""
+    settings = {"allocator_settings": {"expandable_segments": expandable}}
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: settings)
 
 
 def kinds(found: list[Issue]) -> list[str]:
@@ -31,7 +46,7 @@ def kinds(found: list[Issue]) -> list[str]:
 def test_kernels_that_were_not_built_are_named_with_how_to_build_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(environment, "has_kernels", lambda device_type: False)
+    monkeypatch.setattr(preflight, "has_kernels", lambda device_type: False)
     (found,) = environment_issues(CUDA, [])
     assert found.kind == "missing kernels"
     assert found.fix.startswith("pip install --no-build-isolation")
@@ -58,21 +73,38 @@ def test_a_learning_rate_must_be_a_tensor_unless_the_optimizer_is_ours() -> None
     assert environment_issues(CUDA, [shardgrad.optim.SGD(weights, lr=0.1)]) == []
 
 
-@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_expandable_segments_clash_with_registration_unless_that_is_off(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("NCCL_GRAPH_REGISTER", raising=False)
-    monkeypatch.setenv(name, "max_split_size_mb:64, expandable_segments:True")
+    allocator(monkeypatch, expandable=True)
     (found,) = environment_issues(CUDA, [])
     assert (found.kind, found.fix) == (
         "environment",
         "export NCCL_GRAPH_REGISTER=0, before Python starts",
     )
-    assert name in found.what
     assert environment_issues(CPU, []) == []
+    with pytest.raises(CaptureError, match="the allocator has expandable segments"):
+        refuse_harmful_settings()
     monkeypatch.setenv("NCCL_GRAPH_REGISTER", "0")
     assert environment_issues(CUDA, []) == []
+    refuse_harmful_settings()
+
+
+def test_an_allocator_that_is_not_torchs_own_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    allocator(monkeypatch, backend="cudaMallocAsync")
+    with pytest.raises(CaptureError, match="the allocator is cudaMallocAsync") as caught:
+        refuse_harmful_settings()
+    assert (caught.value.fix or "").startswith("leave backend: out of PYTORCH_CUDA_ALLOC_CONF")
+
+
+def test_issues_are_numbered_each_with_what_to_type() -> None:
+    assert explain([]) == ""
+    assert explain([Issue("kind", "what", "how"), Issue("kind", "so", "thus")]) == (
+        "1. what\n     try: how\n2. so\n     try: thus"
+    )
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ from shardgrad.engine.streams import is_capturing
 from shardgrad.errors import (
     CaptureError,
     OptionError,
-    ReplayMismatchError,
     StepInputError,
     StepOutputError,
 )
@@ -405,11 +404,11 @@ class Held:
     weight: Tensor
 
 
-def fresh_in_every_call() -> None:
+def fresh_in_every_call(graphed: Any) -> list[Any]:
     model = build(Setup(depth=1))
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
 
-    @shardgrad.graphed_step(model, optimizer)
+    @graphed(model, optimizer)
     def step(x: Tensor) -> Tensor:
         loss = (model(x) - held.weight).square().mean()
         loss.backward()
@@ -417,20 +416,18 @@ def fresh_in_every_call() -> None:
         optimizer.zero_grad()
         return loss
 
-    for number in range(3):
+    losses, gone = [], []
+    for number in range(12):
         held = Held(batch(number))
-        step(batch(number))
-    with pytest.raises(
-        CaptureError, match=r"aten\.sub\.Tensor read held\.weight, which is not an argument"
-    ):
-        step(batch(3))
-    step(batch(4))
-    assert step.captures == 0
-    step.close()
+        gone.append(held)  # so that its memory is not given to the next
+        losses.append(step(batch(number)).item())
+    require_replays(step, 1, 1)  # the call of the capture
+    return losses + weights(model)
 
 
-def test_a_batch_that_a_step_closes_over_is_refused_by_name() -> None:
-    VirtualRanks(2).run(fresh_in_every_call)
+def test_a_batch_that_a_step_closes_over_trains_eagerly_and_is_named() -> None:
+    with pytest.warns(shardgrad.UncapturableStepWarning, match=r"reads held\.weight, which it"):
+        same_on(2, fresh_in_every_call)
 
 
 def replaced(graphed: Any, calls: Sequence[int], captures: int) -> list[Any]:
@@ -569,24 +566,22 @@ def issues(what: str) -> None:
         loss = loss_of(model, x)
         if what == "read" and loss.item() > 1e9:
             raise AssertionError
-        if what == "seed":
-            torch.manual_seed(0)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         return loss
 
-    for number in range(3):
+    calls_before = 4 if what == "number" else 3  # the capture is compared in the call after it
+    for number in range(calls_before):
         step(batch(number))
     before = weights(model)
     line = re.escape(__file__) + r":\d+ in step"
     expected = {
-        "number": r"(?s)would be wrong as a graph.*aten\.mul\.Tensor.*" + line,
-        "read": r"(?s)could not be captured: HostSync.*the host waits.*" + line,
-        "seed": r"(?s)would be wrong as a graph.*the random seed is set",
+        "number": r"(?s)would be wrong as a graph.*calls was 3 and is 4",
+        "read": r"(?s)could not be captured: HostSync.*" + line,
     }
     with pytest.raises(CaptureError, match=expected[what]):
-        step(batch(3))
+        step(batch(calls_before))
     for old, new in zip(before, weights(model), strict=True):
         assert torch.equal(old, new)
     step.close()
@@ -632,7 +627,7 @@ def test_a_model_is_frozen_and_trained_in_one_graphed_step(ranks: int) -> None:
 def frozen_without_gradients() -> None:
     with pytest.raises(CaptureError, match="requires_grad changed inside a graphed step") as caught:
         adversarial(shardgrad.graphed_step, frozen_without=True)
-    assert caught.value.where == "parameter 0.first.weight and 5 more"
+    assert (caught.value.where or "").startswith("parameter 0.first.weight and 5 more; ")
     assert (caught.value.fix or "").startswith("zero_grad() once they train again")
     with pytest.warns(shardgrad.UncapturableStepWarning, match="runs eagerly"):
         seen = adversarial(
@@ -646,7 +641,7 @@ def test_a_model_that_is_frozen_without_gradients_is_refused_by_name_and_trains_
     VirtualRanks(1).run(frozen_without_gradients)
 
 
-@pytest.mark.parametrize("what", ["number", "read", "seed"])
+@pytest.mark.parametrize("what", ["number", "read"])
 def test_what_a_replay_would_get_wrong_is_named_with_its_line(what: str) -> None:
     VirtualRanks(1).run(issues, what)
 
@@ -695,18 +690,14 @@ def forgotten_state(told: bool) -> None:
 
     for number in range(3):
         step(batch(number))
-    if told:
-        assert step(batch(3)).item() == pytest.approx(batch(3).sum().item() + 4)
-    else:
-        with pytest.raises(
-            ReplayMismatchError, match=r"(?s)a replay and an eager step.*differ in output"
-        ):
-            step(batch(3))
+    for number in range(3, 6):  # verified, compared with another capture, and replayed
+        seen = step(batch(number)).item()
+        assert seen == pytest.approx(batch(number).sum().item() + number + 1)
     step.close()
 
 
 @pytest.mark.parametrize("told", [False, True])
-def test_state_that_the_step_was_not_told_of_is_found_by_verifying(told: bool) -> None:
+def test_state_that_the_step_was_not_told_of_is_written_once_in_each_call(told: bool) -> None:
     VirtualRanks(1).run(forgotten_state, told)
 
 

@@ -792,10 +792,12 @@ def reserved(graphed: Callable[..., Any]) -> int:
         optimizer.zero_grad()
         return loss
 
-    for number in range(8):
+    # The second capture, in the next call, gets other memory from this device; torch's allocator
+    # gives it that of the first (tests/gpu/test_gpu_graphed_step.py).
+    for number in range(4):
         step(torch.full((128, 128), float(number)).to(NAME))
         peak = max(peak, module.memory_reserved())
-    require_replays(step, 1, 5)
+    require_replays(step, 1, 1)
     return peak - before
 
 

@@ -18,9 +18,11 @@ from typing import Any
 
 import torch
 
+from shardgrad.graphs import program_line
 from tests.simulated.accelerator import build, errors
 
 NAME = "sim"
+program_line.LIBRARIES.append(str(Path(__file__).parent))
 
 # -- what a checker reports
 

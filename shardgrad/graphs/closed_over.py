@@ -1,9 +1,9 @@
-"""Tensors that a step can reach without being given them: what its function closes over.
+"""What a step's function closes over: tensors and numbers that it reaches without arguments.
 
 A graph reads such a tensor where it was at the capture. If the program puts another one in its
 place, such as the next batch in a global variable, an eager step reads the new one and a replay the
-old one, and nothing raises. `watch` finds which of these tensors a step reads; here is where to
-look, and how to look again.
+old one, and nothing raises. So a capture notes which of these tensors its operations read, and the
+graph is replayed only while they lie where they lay.
 
 Followed from a function of the program are its closure, its default values and the globals that it
 names, and from these the attributes of objects and modules, the elements of lists, tuples and
@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass, field
 from itertools import islice
 from operator import attrgetter, itemgetter
 from types import CodeType, FunctionType, MethodType, ModuleType
@@ -25,23 +25,27 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 from shardgrad.graphs.outputs import local_tensor
-from shardgrad.graphs.preflight.source_location import is_of_the_program
+from shardgrad.graphs.program_line import is_of_the_program
 
-__all__ = ["Place", "tensors_closed_over"]
+__all__ = ["Place", "Reads", "closed_over"]
 
 _DEPTH = 8
 _MOST_PARTS = 1_000  # of one object
 _MOST_OBJECTS = 20_000
-_LEAVES = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None), Optimizer)
+_NUMBERS = (bool, int, float, complex, str)
+_LEAVES = (bytes, torch.dtype, torch.device, type(None), Optimizer)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 _Get = Callable[[Any], Any]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Place:
     """A variable, an attribute or an element, in which a function finds a tensor.
 
@@ -51,7 +55,7 @@ class Place:
     """
 
     name: str
-    get: Callable[[], Any]
+    get: Callable[[], Any] = field(compare=False)
 
     def key(self) -> Hashable:
         """Returns where the tensor that is there now lies, and how; None if there is no tensor."""
@@ -70,26 +74,121 @@ class Place:
         return local.data_ptr(), local.shape, local.stride(), local.dtype
 
 
-def tensors_closed_over(
-    function: Callable[..., Any], modules: Mapping[str, nn.Module]
-) -> Iterator[tuple[Place, torch.Tensor]]:
-    """Yields tensors with their places, those with the shortest way to them first.
+class Reads(TorchDispatchMode):
+    """Notes what operations inside the block read and write without being given it.
 
     Args:
         function: of the step.
-        modules: that the step uses, by their names.
+        modules: that the step uses.
 
-    Capture: for eager steps only. Nothing on the device is read.
+    Attributes:
+        places: of tensors that the function closes over and operations read, with `Place.key` at
+            the beginning of the block.
+        numbers: what the function closes over besides tensors, by the names of their places.
     """
-    named = [(name or type(module).__name__, module) for name, module in modules.items()]
+
+    def __init__(self, function: Callable[..., Any], modules: Iterable[nn.Module]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.places: dict[Place, Hashable] = {}
+        self.numbers: dict[str, Any] = {}
+        self._made: set[int] = set()  # storages of the block's own
+        self._written: dict[int, tuple[StorageWeakRef, torch.device]] = {}
+        self._candidates: dict[int, Place] = {}
+        self._kept: list[torch.Tensor] = []  # so that no other storage gets their identity
+        for place, value in closed_over(function, modules):
+            if isinstance(value, torch.Tensor):
+                for tensor in _plain([value]):
+                    self._candidates.setdefault(_identity(tensor), place)
+                self._kept.append(value)
+            else:
+                self.numbers.setdefault(place.name, value)
+        self._keys = {place: place.key() for place in self._candidates.values()}
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        self._candidates.clear()
+        self._kept.clear()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Keeps compiled regions compiled; torch runs them eagerly under other modes."""
+        return True
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        # Collectives do not declare what they write.
+        writes = func._schema.is_mutable or func.namespace == "c10d"
+        given = set()
+        for tensor in _plain(tree_leaves((args, kwargs))):
+            identity = _identity(tensor)
+            given.add(identity)
+            if identity in self._made:
+                continue
+            if (place := self._candidates.pop(identity, None)) is not None:
+                self.places[place] = self._keys[place]
+            if writes and identity and identity not in self._written:
+                reference = StorageWeakRef(tensor.untyped_storage())
+                self._written[identity] = reference, tensor.device
+        self._made.update({_identity(t) for t in _plain(tree_leaves(result))} - given)
+        return result
+
+    def written(self) -> Iterator[torch.Tensor]:
+        """Yields the memory, as bytes, that was there before the block, was written in it, and is
+        there now.
+        """
+        for reference, device in self._written.values():
+            if reference.expired():
+                continue
+            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            if storage is not None and storage.nbytes():
+                empty = torch.empty(0, dtype=torch.uint8, device=device)
+                yield empty.set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def _plain(leaves: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yields the tensors among leaves; of wrapper subclasses, the inner ones."""
+    for leaf in leaves:
+        if is_traceable_wrapper_subclass(leaf):
+            yield from _plain(getattr(leaf, name) for name in leaf.__tensor_flatten__()[0])
+        elif isinstance(leaf, torch.Tensor):
+            yield leaf
+
+
+def _identity(tensor: torch.Tensor) -> int:
+    """Returns the identity of a tensor's storage; 0 if it has none, as sparse tensors."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except NotImplementedError:
+        return 0
+
+
+def closed_over(
+    function: Callable[..., Any], modules: Iterable[nn.Module]
+) -> Iterator[tuple[Place, Any]]:
+    """Yields tensors, numbers and strings with their places, those with the shortest way first.
+
+    Capture: safe. Nothing on the device is read.
+    """
     # A function's variables have names of their own; the attributes of another callable object do
     # not.
     first = "" if isinstance(function, FunctionType | MethodType) else "self"
-    roots: list[tuple[str, Any]] = [(first, function), *named]
+    roots: list[tuple[str, Any]] = [(first, function), *((type(m).__name__, m) for m in modules)]
     waiting = deque((Place(name, functools.partial(_same, root)), root, 0) for name, root in roots)
     seen: set[int] = set()
-    while waiting and len(seen) < _MOST_OBJECTS:
+    for _ in range(_MOST_OBJECTS):
+        if not waiting:
+            return
         place, value, depth = waiting.popleft()
+        if isinstance(value, _NUMBERS):
+            yield place, value
+            continue
         if id(value) in seen:
             continue
         seen.add(id(value))

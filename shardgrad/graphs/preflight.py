@@ -1,9 +1,15 @@
-"""Issues of the environment: optimizers, settings and process groups that no graph can hold."""
+"""What keeps a step from being a graph and is known before one is captured.
+
+A capture raises at the call that no graph can hold, and what it freezes is found by capturing twice
+(`verify.py`). Here is what neither finds: settings with which a capture would harm the process are
+refused before it, and what makes captures fail far from its cause is added to their errors.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,11 +18,11 @@ from torch.optim.optimizer import Optimizer
 
 import shardgrad.optim
 from shardgrad.checks.capturable_optimizers import why_not_capturable
-from shardgrad.graphs.preflight.issues import Issue
+from shardgrad.errors import CaptureError
 from shardgrad.ops.library import build_command, has_kernels
 from shardgrad.optim.flat import FlatOptimizer
 
-__all__ = ["environment_issues"]
+__all__ = ["Issue", "environment_issues", "explain", "refuse_harmful_settings"]
 
 _BLOCKING = {
     "CUDA_LAUNCH_BLOCKING": "makes the host wait at every launch, a setting for debugging",
@@ -24,7 +30,32 @@ _BLOCKING = {
     "NCCL_BLOCKING_WAIT": "makes the host wait for every collective",
     "PYTORCH_NO_CUDA_MEMORY_CACHING": "allocates from the driver, which a capture forbids",
 }
-_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+@dataclass(frozen=True)
+class Issue:
+    """One thing that keeps a step from being a graph.
+
+    Attributes:
+        kind: a few words, the same for all issues of a kind; docs/how_to/migrate_to_graphed_step.md
+            lists them.
+        what: one sentence, which names the object or the setting.
+        fix: what to type next.
+    """
+
+    kind: str
+    what: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.what}\n  try: {self.fix}"
+
+
+def explain(issues: Iterable[Issue]) -> str:
+    """Returns a numbered list of issues, for an error message; "" if there are none."""
+    return "\n".join(
+        f"{number}. {issue}".replace("\n", "\n   ") for number, issue in enumerate(issues, start=1)
+    )
 
 
 def environment_issues(device: torch.device, optimizers: Sequence[Optimizer]) -> list[Issue]:
@@ -104,17 +135,42 @@ def _of_environment() -> Iterator[Issue]:
     for name, effect in _BLOCKING.items():
         if os.environ.get(name, "0") not in ("", "0"):
             yield _setting(f"{name}={os.environ[name]} {effect}", f"unset {name}")
-    expandable = [name for name in _ALLOCATOR if _is_expandable(os.environ.get(name, ""))]
-    if expandable and os.environ.get("NCCL_GRAPH_REGISTER") != "0":
+    yield from _of_allocator()
+
+
+def refuse_harmful_settings() -> None:
+    """Refuses a capture that would leave the process broken, before it begins.
+
+    Raises:
+        CaptureError: CUDA's allocator has such a setting.
+    """
+    for issue in _of_allocator():
+        raise CaptureError(
+            issue.what,
+            expected="an allocator with which graphs can be captured",
+            got="a capture that was not begun",
+            fix=issue.fix,
+        )
+
+
+def _of_allocator() -> Iterator[Issue]:
+    backend = torch.cuda.get_allocator_backend()
+    if backend != "native":
         yield _setting(
-            f"{expandable[0]} has expandable_segments:True, memory that NCCL tries to register for "
-            f"graphs",
+            f"the allocator is {backend}, whose memory graphs of torch are not tested with",
+            "leave backend: out of PYTORCH_CUDA_ALLOC_CONF",
+        )
+    elif _has_expandable_segments() and os.environ.get("NCCL_GRAPH_REGISTER") != "0":
+        yield _setting(
+            "the allocator has expandable segments, memory that NCCL tries to register for graphs",
             "export NCCL_GRAPH_REGISTER=0",
         )
 
 
-def _is_expandable(settings: str) -> bool:
-    return "expandable_segments:true" in settings.lower().replace(" ", "")
+def _has_expandable_segments() -> bool:
+    """Asks the allocator: a program may have set them without the environment."""
+    settings = torch.cuda.memory._snapshot()["allocator_settings"]
+    return bool(settings.get("expandable_segments", False))
 
 
 def _setting(what: str, fix: str) -> Issue:
