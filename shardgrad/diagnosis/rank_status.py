@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -38,7 +37,6 @@ class RankStatus:
         group: name of the process group whose recorded collective the host waits for, if any.
         waiting_for: that collective.
         call: what the program has called, and where: "full_tensor() at train.py:12".
-        idle_s: seconds since the last sign of progress.
         collectives: by process group, its ranks and the last collectives started there, oldest
             first.
         stack: of the training thread, outermost frame first, one `file:line in function` each.
@@ -55,7 +53,6 @@ class RankStatus:
     group: str | None
     waiting_for: Entry | None
     call: str
-    idle_s: float
     collectives: dict[str, tuple[tuple[int, ...], tuple[Entry, ...]]]
     stack: tuple[str, ...]
 
@@ -151,7 +148,6 @@ def rank_status(
         group=group,
         waiting_for=waiting_for,
         call=program_call(calls),
-        idle_s=round(time.monotonic() - recorder.progress_s, 3),
         collectives={log.name: (log.ranks, tuple(log.recent)) for log in recorder.group_logs()},
         stack=tuple(f"{c.filename}:{c.line} in {c.name}" for c in calls[::-1][-_FRAMES:]),
     )

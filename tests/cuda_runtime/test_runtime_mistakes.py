@@ -5,6 +5,7 @@ The watchdog has no collective to end there: it names what every rank has called
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 import shardgrad
-from tests.mistakes.apart import named_apart
+from tests.mistakes.apart import STALL_S, named_apart
 from tests.mistakes.models import Net, batch, net
 
 BACKEND = "cpu:gloo,cuda:nccl"
@@ -65,6 +66,23 @@ def evaluate(model: Net) -> float:
 
 def more_steps_on_one_rank() -> None:
     train(sharded(), 1 + 2 * (dist.get_rank() == 0))
+
+
+def a_late_rank() -> None:
+    """The host of rank 1 stands on one line for as long as three stalls, with an idle device."""
+    model = sharded()
+    train(model, 1)
+    if dist.get_rank() == 1:
+        time.sleep(3 * STALL_S)
+    train(model, 1)
+
+
+def test_of_a_rank_that_is_merely_late_over_nccl_nothing_is_said() -> None:
+    said, seconds = named_apart(
+        a_late_rank, {0: lambda _: False}, limit_s=WITHIN_S, backend=BACKEND
+    )
+    assert said == {0: [], 1: []}
+    assert seconds < WITHIN_S  # both have come to their end
 
 
 @pytest.mark.parametrize(
