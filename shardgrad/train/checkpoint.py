@@ -149,7 +149,8 @@ class Checkpoints:
         except CheckpointError as error:
             raise CheckpointUnusable(
                 f"{path} cannot be used ({error.what}; {error.got}, at {error.where}): "
-                f"{error.fix}. Training goes on from the checkpoint whose name is in {self._folder / 'latest'}."
+                f"{error.fix}. Training goes on from the checkpoint whose name is in "
+                f"{self._folder / 'latest'}."
             ) from error
         _scatter_state(loaded, state, world)
 
