@@ -40,7 +40,11 @@ class SummingFiles(FileSystem):
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
         """Opens a new file for writing."""
         with _SummingStream(path, "x") as stream:
-            yield stream
+            try:
+                yield stream
+            except RuntimeError as error:
+                # torch's archive tells what it found afterwards, not what the disk said.
+                raise stream.failure or error from None
         self.sums[Path(path).name] = stream.nbytes, stream.checksum
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
@@ -53,14 +57,19 @@ class _SummingStream(io.FileIO):
     """Without a buffer: torch syncs some files before it flushes them."""
 
     nbytes = checksum = 0
+    failure: OSError | None = None
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         self.checksum = zlib.crc32(view, self.checksum)
         self.nbytes += len(view)
         written = 0
-        while written < len(view):
-            written += super().write(view[written:])
+        try:
+            while written < len(view):
+                written += super().write(view[written:])
+        except OSError as error:
+            self.failure = error
+            raise
         return written
 
 
