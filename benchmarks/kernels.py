@@ -139,10 +139,12 @@ def _unpack(
     shapes: Sequence[tuple[int, ...]], ranks: int, source: torch.dtype, target: torch.dtype
 ) -> Case:
     layout = _layout(shapes, ranks)
-    chunks = [torch.ones(layout.chunk_numel, dtype=source) for _ in range(ranks)]
+    gathered = torch.ones(ranks * layout.chunk_numel, dtype=source)
     unsharded = torch.zeros(layout.unsharded_numel, dtype=target)
-    args = (chunks, unsharded, layout.table)
-    return _case(f"unpack {_short(source)} to {_short(target)}", "unpack", args, chunks, unsharded)
+    args = (gathered, unsharded, layout.table, layout.chunk_numel)
+    return _case(
+        f"unpack {_short(source)} to {_short(target)}", "unpack", args, [gathered], unsharded
+    )
 
 
 def _sum_chunks(shapes: Sequence[tuple[int, ...]], ranks: int, dtype: torch.dtype) -> Case:

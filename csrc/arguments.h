@@ -42,8 +42,9 @@ struct PackArguments {
 };
 
 struct UnpackArguments {
-  std::vector<const void*> chunks;
-  DType chunk_dtype;
+  const void* gathered;  // the chunks of all ranks, side by side
+  DType gathered_dtype;
+  int64_t world_size;
   int64_t chunk_numel;
   const Row* rows;
   int64_t row_count;

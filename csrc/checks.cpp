@@ -76,6 +76,15 @@ void check_row(const Row& row, int64_t world_size, int64_t chunk_numel) {
       ", shard_offset ", row.shard_offset, ", unsharded_offset ", row.unsharded_offset);
 }
 
+int64_t count_chunks(const Tensor& whole, int64_t chunk_numel, const char* name) {
+  const int64_t numel = whole.numel();
+  const int64_t count = chunk_numel > 0 ? numel / chunk_numel : 0;
+  STD_TORCH_CHECK(
+      chunk_numel >= 0 && count * chunk_numel == numel, name, " has ", numel,
+      " elements, not a multiple of chunk_numel ", chunk_numel);
+  return count;
+}
+
 struct Chunks {
   std::vector<const void*> data;
   DType dtype;
@@ -104,11 +113,7 @@ PackArguments check_pack(
   STD_TORCH_CHECK(
       static_cast<int64_t>(grads.size()) == rows.count, "table has ", rows.count, " rows for ",
       grads.size(), " gradients");
-  const int64_t slot_numel = slot.numel();
-  const int64_t world_size = chunk_numel > 0 ? slot_numel / chunk_numel : 0;
-  STD_TORCH_CHECK(
-      chunk_numel >= 0 && world_size * chunk_numel == slot_numel, "slot has ", slot_numel,
-      " elements, not a multiple of chunk_numel ", chunk_numel);
+  const int64_t world_size = count_chunks(slot, chunk_numel, "slot");
   std::vector<Gradient> gradients;
   gradients.reserve(grads.size());
   for (int64_t i = 0; i < rows.count; ++i) {
@@ -125,20 +130,22 @@ PackArguments check_pack(
           divisor, accumulate};
 }
 
-UnpackArguments check_unpack(const Tensors& chunks, const Tensor& unsharded, const Tensor& table) {
+UnpackArguments check_unpack(
+    const Tensor& gathered, const Tensor& unsharded, const Tensor& table, int64_t chunk_numel) {
   const Table rows = read_table(table);
-  Chunks read = read_chunks(chunks, unsharded);
+  const int64_t world_size = count_chunks(gathered, chunk_numel, "gathered");
   const int64_t unsharded_numel = unsharded.numel();
   for (int64_t i = 0; i < rows.count; ++i) {
     const Row& row = rows.rows[i];
-    check_row(row, static_cast<int64_t>(chunks.size()), read.numel);
+    check_row(row, world_size, chunk_numel);
     STD_TORCH_CHECK(
         row.numel <= unsharded_numel - row.unsharded_offset, "parameter ", i, " ends behind the ",
         unsharded_numel, " elements of the unsharded buffer");
   }
+  const void* gathered_data = data_of(gathered, unsharded, "gathered");
   void* unsharded_data = data_of(unsharded, unsharded, "unsharded");
-  return {std::move(read.data), read.dtype, read.numel, rows.rows, rows.count, unsharded_data,
-          dtype_of(unsharded, "unsharded")};
+  return {gathered_data, dtype_of(gathered, "gathered"), world_size, chunk_numel, rows.rows, rows.count,
+          unsharded_data, dtype_of(unsharded, "unsharded")};
 }
 
 SumArguments check_sum_chunks(const Tensors& chunks, const Tensor& out, double divisor, bool accumulate) {

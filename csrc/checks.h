@@ -26,7 +26,8 @@ PackArguments check_pack(
     int64_t chunk_numel, double divisor, bool accumulate);
 
 UnpackArguments check_unpack(
-    const Tensors& chunks, const torch::stable::Tensor& unsharded, const torch::stable::Tensor& table);
+    const torch::stable::Tensor& gathered, const torch::stable::Tensor& unsharded,
+    const torch::stable::Tensor& table, int64_t chunk_numel);
 
 SumArguments check_sum_chunks(
     const Tensors& chunks, const torch::stable::Tensor& out, double divisor, bool accumulate);

@@ -55,22 +55,22 @@ void pack(
 }
 
 void unpack_row(const UnpackArguments& args, const Row& row, Range range) {
-  for (size_t rank = 0; rank < args.chunks.size(); ++rank) {
-    const int64_t first = static_cast<int64_t>(rank) * row.shard_numel;
-    const int64_t end = std::min(range.end, row.valid(static_cast<int64_t>(rank)));
+  for (int64_t rank = 0; rank < args.world_size; ++rank) {
+    const int64_t end = std::min(range.end, row.valid(rank));
     if (range.begin >= end) return;  // later ranks hold no more than this one
-    const void* piece = advance(args.chunks[rank], args.chunk_dtype, row.shard_offset);
-    void* out = advance(args.unsharded, args.unsharded_dtype, row.unsharded_offset + first);
+    const void* piece =
+        advance(args.gathered, args.gathered_dtype, rank * args.chunk_numel + row.shard_offset);
+    void* out =
+        advance(args.unsharded, args.unsharded_dtype, row.unsharded_offset + rank * row.shard_numel);
     combine(
-        &piece, 1, args.chunk_dtype, out, args.unsharded_dtype, range.begin, end, /*divisor=*/1,
+        &piece, 1, args.gathered_dtype, out, args.unsharded_dtype, range.begin, end, /*divisor=*/1,
         /*accumulate=*/false);
   }
 }
 
-void unpack(const Tensors& chunks, const Tensor& unsharded, const Tensor& table) {
-  const UnpackArguments args = check_unpack(chunks, unsharded, table);
-  const int64_t work = args.chunk_numel * static_cast<int64_t>(args.chunks.size());
-  parallel(args.chunk_numel, work, [&](int64_t begin, int64_t end) {
+void unpack(const Tensor& gathered, const Tensor& unsharded, const Tensor& table, int64_t chunk_numel) {
+  const UnpackArguments args = check_unpack(gathered, unsharded, table, chunk_numel);
+  parallel(chunk_numel, chunk_numel * args.world_size, [&](int64_t begin, int64_t end) {
     for (int64_t i = 0; i < args.row_count; ++i) {
       const Range range = Range{begin, end}.within(args.rows[i]);
       if (range.begin < range.end) unpack_row(args, args.rows[i], range);

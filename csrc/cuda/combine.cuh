@@ -16,7 +16,7 @@ constexpr int kInFlight = 4;
 constexpr int64_t kTile = kInFlight * 8 * kThreads;
 // More blocks than any current device holds at once; the kernels stride over the rest.
 constexpr int64_t kMaxBlocks = 2048;
-// Parameters (and, in unpack, ranks) per launch, so that their descriptions fit in 4 KiB of kernel parameters.
+// Parameters per launch, so that their descriptions fit in 4 KiB of kernel parameters.
 constexpr int kBatch = 64;
 
 inline unsigned blocks_for(int64_t tiles) { return static_cast<unsigned>(std::min(tiles, kMaxBlocks)); }

@@ -15,8 +15,8 @@ void pack(
   launch(&shardgrad_cuda_pack, check_pack(grads, slot, table, chunk_numel, divisor, accumulate), slot);
 }
 
-void unpack(const Tensors& chunks, const Tensor& unsharded, const Tensor& table) {
-  launch(&shardgrad_cuda_unpack, check_unpack(chunks, unsharded, table), unsharded);
+void unpack(const Tensor& gathered, const Tensor& unsharded, const Tensor& table, int64_t chunk_numel) {
+  launch(&shardgrad_cuda_unpack, check_unpack(gathered, unsharded, table, chunk_numel), unsharded);
 }
 
 void sum_chunks(const Tensors& chunks, const Tensor& out, double divisor, bool accumulate) {

@@ -17,6 +17,7 @@ from shardgrad.engine.spans import NO_SPAN, profiler, span
 from shardgrad.engine.streams import Stream, StreamEvent
 from shardgrad.engine.transports import MessageTag
 from shardgrad.engine.unsharded import ZeroCopyGather
+from shardgrad.sharding.layout import ShardLayout
 from shardgrad.sharding.mesh import DataParallelMesh
 
 __all__ = ["AllGather", "AllGatherInput"]
@@ -88,9 +89,9 @@ class AllGatherInput:
             return staging.parts[self.transport.rank]
         return slot.take(self.dtype, 1, self.chunk.numel()).whole
 
-    def in_rank_order(self, chunks: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns one chunk for each rank of the group, given what the all-gather brought."""
-        return chunks
+    def table(self, layout: ShardLayout) -> torch.Tensor:
+        """Returns the table with which `ops.unpack` reads what was gathered."""
+        return layout.table
 
     def forget(self) -> None:
         """Forgets what is kept of the parameters between steps."""
@@ -121,7 +122,7 @@ class AllGather:
         finish: Callable[[], None],
         zero_copy: ZeroCopyGather | None = None,
     ) -> None:
-        self._source = source
+        self.source = source
         self.complete = finish  # see `Holder`
         self.streams = source.comm_ctx.streams
         self.is_zero_copy = zero_copy is not None
@@ -131,6 +132,7 @@ class AllGather:
             span("all_gather", name) if profiler._is_profiler_enabled else NO_SPAN,
             comm_ctx.streams.on(stream),
         ):
+            # The optimizer has written the shards on the stream that forward was called on.
             comm_ctx.parameters_ready.wait(stream)
             if source.ready is not None:
                 source.ready.wait(stream)
@@ -138,6 +140,7 @@ class AllGather:
             slot.holder = self
             slot.start_writing(stream)
             staging = slot.take(source.dtype, transport.gather_chunks, source.chunk.numel())
+            self._staging = staging
             messages = [(source.stage(slot, staging), staging, source.tag)]
             if zero_copy is not None:
                 messages += zero_copy.messages(transport)
@@ -146,8 +149,8 @@ class AllGather:
             slot.finish_writing(stream)
 
     def wait(self, stream: Stream) -> list[torch.Tensor]:
-        """Ends the collective; returns the chunk of each rank, for `stream` to read until
-        `release`.
+        """Ends the collective; returns the chunks of all ranks in order, for `stream` to read until
+        `release`: side by side in one tensor, if the transport brought all of them.
 
         Raises:
             CollectiveError: it failed.
@@ -155,12 +158,13 @@ class AllGather:
         chunks, *_ = [work.wait() for work in self._works]
         self._works = []
         self._slot.start_reading(stream)
-        return self._source.in_rank_order(chunks)
+        staging = self._staging
+        return [staging.whole] if len(staging.parts) == len(chunks) else chunks
 
     def release(self, stream: Stream) -> None:
         """Says that what `stream` has been given so far is the last to read the chunks."""
         self._slot.release(stream)
-        if self._works or not self._source.ring.keeps:
+        if self._works or not self.source.ring.keeps:
             # If it failed, some may be on their way.
             self._slot.give_back(is_written=bool(self._works))
 
@@ -171,12 +175,12 @@ class LocalAllGather(AllGather):
     """
 
     def __init__(self, source: AllGatherInput) -> None:
-        self._source, self.streams, self.is_zero_copy = source, source.comm_ctx.streams, False
+        self.source, self.streams, self.is_zero_copy = source, source.comm_ctx.streams, False
 
     def wait(self, stream: Stream) -> list[torch.Tensor]:
         """See `AllGather`."""
-        self._source.comm_ctx.parameters_ready.wait(stream)
-        return [self._source.chunk]
+        self.source.comm_ctx.parameters_ready.wait(stream)
+        return [self.source.chunk]
 
     def release(self, stream: Stream) -> None:
         """See `AllGather`."""

@@ -397,6 +397,7 @@ class ParamGroup:
         after = _AFTER_UNSHARD.get(self.state)
         if after is None:
             return
+        # What was kept is still there, and current: `reshard_if_stale` has looked.
         if after is not KEPT_UNSHARDING:
             version = self._version()
             self._all_gather = self._launch(comm_ctx, version)
@@ -443,6 +444,8 @@ class ParamGroup:
         elif self._unsharded is not None and (state is UNSHARDED or state is KEPT_UNSHARDING):
             self._unsharded.wait()  # another stream may have copied them out
         if state in _AFTER_CANCEL:
+            # Modules register the unsharded parameters only now: an exception before leaves the
+            # sharded ones, which checkpoints and optimizers look for.
             self._move(UNSHARDED)
             self.registration.change(_UNSHARDED_PARAM)
 
@@ -460,10 +463,18 @@ class ParamGroup:
             finally:
                 gather.release(stream)
 
-    def _fill(self, chunks: Sequence[torch.Tensor], gather: AllGather) -> None:
+    def _fill(self, gathered: Sequence[torch.Tensor], gather: AllGather) -> None:
         """Copies the chunks of all ranks into the unsharded parameters, on the current stream."""
         layout = self.layout.packed if gather.is_zero_copy else self.layout
-        self._unsharded_params(gather.streams).fill(chunks, layout)
+        self._copy_parameters(gathered, gather, layout)
+
+    def _copy_parameters(
+        self, gathered: Sequence[torch.Tensor], gather: AllGather, layout: ShardLayout
+    ) -> None:
+        source = gather.source
+        self._unsharded_params(gather.streams).fill(
+            gathered, layout, source.table(layout), source.chunk.numel()
+        )
 
     def _unsharded_params(self, streams: Streams) -> UnshardedParams:
         """Returns the unsharded parameters' memory and objects, made at the first call."""

@@ -17,8 +17,9 @@ from shardgrad.engine.buffers import Chunks, RecurringBuffer
 from shardgrad.engine.param import FSDPParam, mark_unsharded
 from shardgrad.engine.streams import Stream, Streams
 from shardgrad.engine.transports import MessageTag, Transport
-from shardgrad.sharding.byte_params import from_bytes, travels_as_bytes, unpack_bytes
-from shardgrad.sharding.layout import ShardLayout
+from shardgrad.ops.movement import unpack_rows
+from shardgrad.sharding.byte_params import from_bytes, travels_as_bytes
+from shardgrad.sharding.layout import ShardLayout, table_of_rank
 from shardgrad.sharding.strided_pack import unpack_strided
 from shardgrad.sharding.zero_copy import own_places
 
@@ -58,7 +59,12 @@ class ZeroCopyGather:
         if self._shard.dtype != self._unsharded.dtype or transport.gather_chunks < transport.size:
             if self._own_places is None:
                 self._own_places = own_places(self._layout, rank)
-            ops.unpack([self._shard], self._unsharded, self._own_places)
+            ops.unpack(
+                self._shard,
+                self._unsharded,
+                self._own_places,
+                chunk_numel=self._shard.numel(),
+            )
             sent = [places.parts[rank] for places in self._places]
         return list(zip(sent, map(transport.missing, self._places), self._tags, strict=True))
 
@@ -119,7 +125,8 @@ class UnshardedParams(UnshardedMemory):
         buffer = RecurringBuffer.empty(layout.unsharded_numel, dtype, device, streams)
         super().__init__([buffer], streams)
         self._flat = buffer.tensor
-        self._unpack = unpack_bytes if travels_as_bytes(params[0].sharded.dtype) else None
+        self._travel_as_bytes = travels_as_bytes(params[0].sharded.dtype)
+        self._by_rank: dict[torch.Tensor, list[torch.Tensor]] = {}
         # Made for training even if the first forward is an evaluation in inference mode.
         with torch.inference_mode(mode=False):
             for p, view in zip(params, layout.unsharded_views(self._flat), strict=True):
@@ -130,14 +137,35 @@ class UnshardedParams(UnshardedMemory):
             names = [params[i].name for i in layout.zero_copy]
             self.zero_copy = ZeroCopyGather(names, layout, shard, self._flat) if names else None
 
-    def fill(self, chunks: Sequence[torch.Tensor], layout: ShardLayout) -> None:
-        """Copies the parameters out of all ranks' chunks, in rank order.
+    def fill(
+        self,
+        gathered: Sequence[torch.Tensor],
+        layout: ShardLayout,
+        table: torch.Tensor,
+        chunk_numel: int,
+    ) -> None:
+        """Copies the parameters out of what was gathered: chunks of `chunk_numel`, in one tensor
+        or in one each.
 
-        Streams: on the current one. `layout` may leave out zero-copy parameters, which are there
-        already.
+        `layout` may leave out zero-copy parameters, which are there already; `table` says where
+        those of it lie in the chunks.
+
+        Streams: on the current one.
         """
         self.buffers[0].allocate()
-        (self._unpack or ops.unpack)(chunks, self._flat, layout.table)
+        for chunks, rows in zip(gathered, self._tables(table, len(gathered)), strict=True):
+            if self._travel_as_bytes:
+                unpack_rows(chunks, self._flat, rows.tolist(), chunk_numel)
+            else:
+                ops.unpack(chunks, self._flat, rows, chunk_numel=chunk_numel)
         if layout.strided:
-            unpack_strided(chunks, self._flat, layout)
+            unpack_strided(gathered, self._flat, layout)
         self._filled.record(self._streams.current())
+
+    def _tables(self, table: torch.Tensor, count: int) -> list[torch.Tensor]:
+        """Returns the table for each of `count` tensors that were gathered."""
+        if count == 1:
+            return [table]
+        if table not in self._by_rank:
+            self._by_rank[table] = [table_of_rank(table, rank) for rank in range(count)]
+        return self._by_rank[table]

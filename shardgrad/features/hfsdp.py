@@ -25,6 +25,7 @@ from shardgrad.engine.buffers import Chunks
 from shardgrad.engine.comm_context import CollectiveConfig, CommContext
 from shardgrad.engine.transports import MessageTag, Transport, Work
 from shardgrad.features.offload import OffloadedInput
+from shardgrad.sharding.layout import ShardLayout
 from shardgrad.sharding.mesh import DataParallelMesh, TwoLevels
 
 __all__ = ["HfsdpInput", "OffloadedHfsdpInput", "OuterReduceScatter"]
@@ -50,7 +51,9 @@ class HfsdpInput(AllGatherInput):
         comm_ctx: CommContext,
         collectives: CollectiveConfig,
     ) -> None:
-        outer = _two_levels(mesh).outer
+        self._levels = _two_levels(mesh)
+        self._table: tuple[torch.Tensor, torch.Tensor] | None = None
+        outer = self._levels.outer
         self._own = self._outer_input(chunk, mesh, dtype, tag, comm_ctx, collectives, outer)
         with torch.inference_mode(mode=False):
             inner_shard = torch.empty(
@@ -80,12 +83,12 @@ class HfsdpInput(AllGatherInput):
             self._filled.record(streams.gather)
         self._version = version
 
-    def in_rank_order(self, chunks: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Cuts the inner shards of all inner ranks into chunks, in the order of the ranks that own
-        them.
-        """
-        by_inner = [shard.split(self._own.chunk.numel()) for shard in chunks]
-        return [chunk for same_outer in zip(*by_inner, strict=True) for chunk in same_outer]
+    def table(self, layout: ShardLayout) -> torch.Tensor:
+        """See `AllGatherInput`: what was gathered are inner shards."""
+        if self._table is None or self._table[0] is not layout.table:
+            chunk_numel = self._own.chunk.numel()
+            self._table = layout.table, _inner_shard_table(layout.table, chunk_numel, self._levels)
+        return self._table[1]
 
     def forget(self) -> None:
         """See `AllGatherInput`."""
@@ -116,6 +119,23 @@ def _two_levels(mesh: DataParallelMesh) -> TwoLevels:
     return mesh.levels
 
 
+def _inner_shard_table(table: torch.Tensor, chunk_numel: int, levels: TwoLevels) -> torch.Tensor:
+    """Returns a table for chunks that are inner shards.
+
+    Each parameter has as many rows as there are outer ranks: the part that one outer rank's inner
+    ranks hold is contiguous in the parameter, and has one piece in each inner shard, behind the
+    chunks of the outer ranks before.
+    """
+    rows = []
+    for numel, shard_numel, span, offset, unsharded in table.tolist():
+        step = levels.inner.size() * shard_numel
+        for r in range(levels.outer.size()):
+            begin = min(r * step, numel)
+            length = min(numel - begin, step)
+            rows.append((length, shard_numel, span, offset + r * chunk_numel, unsharded + begin))
+    return torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, 5)
+
+
 class OuterReduceScatter:
     """The second step of a reduction over two levels: from the inner shard's sum to this rank's
     chunk.
@@ -142,20 +162,13 @@ class OuterReduceScatter:
         lies in consecutive chunks of all ranks, and comes to lie one in each inner shard.
         """
         outer, inner = self._levels.outer.size(), self._levels.inner.size()
-        shapes = table.tolist()
         parts: list[torch.Tensor] = []
-        for grad, (_, shard_numel, *_) in zip(rows, shapes, strict=True):
+        for grad, (_, shard_numel, *_) in zip(rows, table.tolist(), strict=True):
             flat = grad.view(-1)
             cut = flat.split(inner * shard_numel) if flat.numel() else ()
             parts += [*cut, *[flat[:0]] * (outer - len(cut))]
         if self._places is None or self._places[0] is not table:
-            places = []
-            for numel, shard_numel, span, offset, unsharded in shapes:
-                step = inner * shard_numel
-                for r in range(outer):
-                    length = min(max(numel - r * step, 0), step)
-                    places.append((length, shard_numel, span, offset + r * chunk_numel, unsharded))
-            self._places = table, torch.tensor(places, dtype=torch.int64, device="cpu")
+            self._places = table, _inner_shard_table(table, chunk_numel, self._levels)
         return parts, self._places[1], outer * chunk_numel
 
     def result(self, summed: torch.Tensor) -> torch.Tensor:

@@ -180,12 +180,12 @@ class PostForwardGroup(ParamGroup):
             return AllGather(self._smaller, self.name, self.wait_for_unshard)
         return super()._launch(comm_ctx, version)
 
-    def _fill(self, chunks: Sequence[torch.Tensor], gather: AllGather) -> None:
+    def _fill(self, gathered: Sequence[torch.Tensor], gather: AllGather) -> None:
         if self.state is ParamState.UNSHARDING_POST_FORWARD and self._smaller is not None:
-            self._unsharded_params(gather.streams).fill(chunks, self._smaller.layout)
+            self._copy_parameters(gathered, gather, self._smaller.layout)
             self._smaller.free()
         else:
-            super()._fill(chunks, gather)
+            super()._fill(gathered, gather)
 
     def _free(self) -> None:
         super()._free()

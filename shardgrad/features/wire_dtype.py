@@ -33,13 +33,14 @@ from shardgrad.features.hfsdp import OuterReduceScatter
 from shardgrad.features.hsdp import ReplicaAllReduce
 from shardgrad.policies import GradientPolicy
 from shardgrad.sharding.layout import ALIGNMENT_NBYTES
-from shardgrad.sharding.mesh import TwoLevels
+from shardgrad.sharding.mesh import DataParallelMesh, TwoLevels
 
 __all__ = [
     "OuterExchange",
     "ReplicaExchange",
     "exchange_over",
     "refuse_own_reduce_scatter",
+    "refuse_too_many_ranks",
     "refuse_unknown_wire_dtype",
     "require_float32_sums",
 ]
@@ -62,6 +63,24 @@ def refuse_unknown_wire_dtype(policy: GradientPolicy) -> None:
         got=f"GradientPolicy(wire_dtype={policy.wire_dtype})",
         fix="GradientPolicy(wire_dtype=torch.bfloat16)",
     )
+
+
+def refuse_too_many_ranks(mesh: DataParallelMesh) -> None:
+    """Refuses axes with more ranks than `ops.sum_chunks` adds up in one launch.
+
+    Raises:
+        OptionError: an axis of the mesh is too long for gradients that have a wire dtype.
+    """
+    levels = [mesh.levels.outer] if mesh.levels else []
+    replicas = [mesh.replicate_group] if mesh.replicate_group else []
+    longest = max(group.size() for group in (mesh.gather_group, *levels, *replicas))
+    if longest > ops.MAX_SUMMANDS:
+        raise OptionError(
+            "gradients with a wire_dtype are summed on arrival, one piece from each rank",
+            expected=f"at most {ops.MAX_SUMMANDS:,} ranks on each axis of the mesh",
+            got=f"{longest:,}",
+            fix="a mesh of two axes (HSDP, or zero_stage='hfsdp'), or no wire_dtype",
+        )
 
 
 def require_float32_sums(group: ParamGroup) -> None:

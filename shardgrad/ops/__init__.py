@@ -12,12 +12,13 @@
 """
 
 from shardgrad.ops.library import backend, has_kernels, load_compiled
-from shardgrad.ops.movement import pack, sum_chunks, unpack
+from shardgrad.ops.movement import MAX_SUMMANDS, pack, sum_chunks, unpack
 from shardgrad.ops.norm import NORM_SCRATCH_NUMEL, norm_
 from shardgrad.ops.segments import TILE_NUMEL, check_rows, segment_rows
 from shardgrad.ops.update import adam_, sgd_
 
 __all__ = [
+    "MAX_SUMMANDS",
     "NORM_SCRATCH_NUMEL",
     "TILE_NUMEL",
     "adam_",

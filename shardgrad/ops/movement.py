@@ -31,7 +31,10 @@ from shardgrad.errors import OptionError
 from shardgrad.ops.checks import check_data, compute_dtype, divide_
 from shardgrad.ops.library import declare
 
-__all__ = ["pack", "sum_chunks", "unpack"]
+__all__ = ["MAX_SUMMANDS", "pack", "sum_chunks", "unpack", "unpack_rows"]
+
+# Chunks that one sum takes on CUDA, whose addresses are parameters of one launch; also in launch.h.
+MAX_SUMMANDS = 1024
 
 
 def pack(
@@ -83,28 +86,27 @@ def pack(
     _pack(grads, slot, table, chunk_numel, divisor, accumulate)
 
 
-def unpack(chunks: Sequence[Tensor], unsharded: Tensor, table: Tensor) -> None:
+def unpack(gathered: Tensor, unsharded: Tensor, table: Tensor, *, chunk_numel: int) -> None:
     """Puts the pieces of all ranks together into unsharded parameters: the inverse of `pack`.
 
     Args:
-        chunks: the chunk of each rank in order, 1-D contiguous, one dtype, one number of elements.
+        gathered: 1-D contiguous, the chunks of all ranks side by side, `world_size * chunk_numel`
+            elements. One tensor and a stride, so that one launch serves any number of ranks.
         unsharded: 1-D contiguous; element `unsharded_offset` on is written, `numel` elements per
             parameter, cast where the dtypes differ. What lies between parameters is never touched.
         table: see the module's docstring.
+        chunk_numel: elements of one rank's chunk.
 
     Streams:
         Runs on the current stream of the device of `unsharded`.
 
     Capture:
-        Safe: allocates nothing and reads nothing back. The addresses of `chunks` are recorded.
+        Safe: allocates nothing and reads nothing back. The address of `gathered` is recorded.
 
     Raises:
-        OptionError: `chunks` is empty.
-        RuntimeError: any other disagreement between the arguments.
+        RuntimeError: the arguments disagree.
     """
-    if not chunks:
-        raise _no_chunks()
-    _unpack(chunks, unsharded, table)
+    _unpack(gathered, unsharded, table, chunk_numel)
 
 
 def sum_chunks(
@@ -178,6 +180,15 @@ def _rows(table: Tensor, world_size: int, chunk_numel: int) -> list[_Row]:
     return rows
 
 
+def _count_chunks(name: str, whole: Tensor, chunk_numel: int) -> int:
+    count = whole.numel() // chunk_numel if chunk_numel > 0 else 0
+    if count * chunk_numel != whole.numel():
+        raise RuntimeError(
+            f"{name} has {whole.numel()} elements, not a multiple of chunk_numel {chunk_numel}"
+        )
+    return count
+
+
 def _check_equal_chunks(chunks: Sequence[Tensor]) -> None:
     if len({(chunk.dtype, chunk.numel()) for chunk in chunks}) != 1:
         raise RuntimeError("chunks must share one dtype and one number of elements")
@@ -195,11 +206,7 @@ def _pack_reference(
     divisor: float,
     accumulate: bool,
 ) -> None:
-    world_size = slot.numel() // chunk_numel if chunk_numel > 0 else 0
-    if world_size * chunk_numel != slot.numel():
-        raise RuntimeError(
-            f"slot has {slot.numel()} elements, not a multiple of chunk_numel {chunk_numel}"
-        )
+    world_size = _count_chunks("slot", slot, chunk_numel)
     check_data("slot", [slot], slot)
     check_data("grads", grads, slot)
     chunks = slot.data.view(world_size, chunk_numel)
@@ -240,24 +247,36 @@ def _pack_one(
 
 
 @torch.no_grad()
-def _unpack_reference(chunks: Sequence[Tensor], unsharded: Tensor, table: Tensor) -> None:
-    _check_equal_chunks(chunks)
+def _unpack_reference(gathered: Tensor, unsharded: Tensor, table: Tensor, chunk_numel: int) -> None:
     check_data("unsharded", [unsharded], unsharded)
-    check_data("chunks", chunks, unsharded)
-    into, pieces = [], []
-    for i, row in enumerate(_rows(table, len(chunks), chunks[0].numel())):
+    check_data("gathered", [gathered], unsharded)
+    rows = _rows(table, _count_chunks("gathered", gathered, chunk_numel), chunk_numel)
+    for i, row in enumerate(rows):
         if row.unsharded_offset + row.numel > unsharded.numel():
             raise RuntimeError(
                 f"parameter {i} ends behind the {unsharded.numel()} elements of the unsharded "
                 "buffer"
             )
-        if row.numel > 0:
-            parts = unsharded.data.narrow(0, row.unsharded_offset, row.numel).split(row.shard_numel)
-            into += parts
-            pieces += [
-                chunk.narrow(0, row.shard_offset, part.numel())
-                for chunk, part in zip(chunks, parts, strict=False)
-            ]
+    unpack_rows(gathered, unsharded.data, rows, chunk_numel)
+
+
+def unpack_rows(
+    gathered: Tensor, unsharded: Tensor, rows: Sequence[Sequence[int]], chunk_numel: int
+) -> None:
+    """Does what `unpack` does with the rows of a table, in any dtype and without checks."""
+    into, pieces = [], []
+    for numel, shard_numel, _, shard_offset, unsharded_offset in rows:
+        if numel == 0:
+            continue
+        # As in `_pack_one`: ranks with full pieces, then one with a short one.
+        full, rest = divmod(numel, shard_numel)
+        chunks = gathered.view(-1, chunk_numel)[:, shard_offset : shard_offset + shard_numel]
+        flat = unsharded.narrow(0, unsharded_offset, numel)
+        into.append(flat[: full * shard_numel].view(full, shard_numel))
+        pieces.append(chunks[:full])
+        if rest:
+            into.append(flat[full * shard_numel :])
+            pieces.append(chunks[full, :rest])
     if into:
         torch._foreach_copy_(into, pieces)
 
@@ -286,7 +305,10 @@ declare(
     "accumulate)",
     _pack_reference,
 )
-declare("unpack(Tensor[] chunks, Tensor(a!) unsharded, Tensor table)", _unpack_reference)
+declare(
+    "unpack(Tensor gathered, Tensor(a!) unsharded, Tensor table, int chunk_numel)",
+    _unpack_reference,
+)
 declare(
     "sum_chunks(Tensor[] chunks, Tensor(a!) out, float divisor, bool accumulate)",
     _sum_chunks_reference,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["from_bytes", "is_float8", "stored_shape", "travels_as_bytes", "unpack_bytes"]
+__all__ = ["from_bytes", "is_float8", "stored_shape", "travels_as_bytes"]
 
 _INTEGERS = ("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64")
 _FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
@@ -40,26 +40,3 @@ def from_bytes(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     travel as bytes.
     """
     return stored.view(dtype).squeeze(-1) if travels_as_bytes(dtype) else stored
-
-
-def unpack_bytes(
-    chunks: Sequence[torch.Tensor], unsharded: torch.Tensor, table: torch.Tensor
-) -> None:
-    """Does what `ops.unpack` does, for uint8.
-
-    Streams: the current one. Capture: safe.
-    """
-    into: list[torch.Tensor] = []
-    pieces: list[torch.Tensor] = []
-    for numel, shard_numel, _, shard_offset, offset in table.tolist():
-        if not numel:
-            continue
-        parts = unsharded.narrow(0, offset, numel).split(shard_numel)
-        into += parts
-        # Trailing ranks may have nothing.
-        pieces += [
-            chunk.narrow(0, shard_offset, part.numel())
-            for chunk, part in zip(chunks, parts, strict=False)
-        ]
-    if into:
-        torch._foreach_copy_(into, pieces)

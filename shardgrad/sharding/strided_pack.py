@@ -23,27 +23,25 @@ __all__ = ["pack_strided", "unpack_strided"]
 
 @torch.no_grad()
 def unpack_strided(
-    chunks: Sequence[torch.Tensor], unsharded: torch.Tensor, layout: ShardLayout
+    gathered: Sequence[torch.Tensor], unsharded: torch.Tensor, layout: ShardLayout
 ) -> None:
     """Puts the strided parameters of a layout together.
 
     Args:
-        chunks: the chunk of each rank in order, 1-D, `layout.chunk_numel` elements of one dtype.
+        gathered: 1-D, the chunks of all ranks in order, side by side in one or several tensors;
+            `layout.chunk_numel` elements each.
         unsharded: 1-D, `layout.unsharded_numel` elements; written, and cast, where these parameters
             lie.
         layout: with `world_size` chunks.
 
     Streams: the current one. Capture: safe; allocates nothing, reads nothing back.
     """
-    gathered = _side_by_side(chunks)
+    chunks = [each.view(-1, layout.chunk_numel) for each in gathered]
     for piece in map(layout.pieces.__getitem__, layout.strided):
         param = unsharded.data.narrow(0, piece.unsharded_offset, piece.numel)
         param = param.view(piece.blocks, layout.world_size, -1)
-        if gathered is not None:
-            param.copy_(_pieces(gathered, piece).transpose(0, 1))
-        else:
-            for rank, chunk in enumerate(chunks):
-                param[:, rank].copy_(_pieces(chunk.unsqueeze(0), piece)[0])
+        for part, each in zip(param.split([len(each) for each in chunks], 1), chunks, strict=True):
+            part.copy_(_pieces(each, piece).transpose(0, 1))
 
 
 @torch.no_grad()
@@ -95,17 +93,3 @@ def _pieces(chunks: torch.Tensor, piece: Piece) -> torch.Tensor:
     return chunks[:, piece.shard_offset : piece.shard_offset + numel].view(
         len(chunks), piece.blocks, numel // piece.blocks
     )
-
-
-def _side_by_side(chunks: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Returns chunks that follow each other in memory as one tensor [ranks, chunk_numel], else
-    None.
-    """
-    first, numel = chunks[0], chunks[0].numel()
-    nbytes = numel * first.itemsize
-    if any(chunk.data_ptr() != first.data_ptr() + i * nbytes for i, chunk in enumerate(chunks)):
-        return None
-    end = first.storage_offset() + len(chunks) * numel
-    if end * first.itemsize > first.untyped_storage().nbytes():
-        return None
-    return first.as_strided((len(chunks), numel), (numel, 1))

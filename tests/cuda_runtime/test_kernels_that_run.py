@@ -69,7 +69,7 @@ def test_movement(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
         for accumulate in (False, True):
             OP.pack([each.to(device) for each in values], slot, table, chunk_numel, 3.0, accumulate)
         chunks = list(slot.view(ranks, -1))
-        OP.unpack(chunks, whole, table)
+        OP.unpack(slot, whole, table, chunk_numel)
         OP.sum_chunks(chunks, total, 2.0, True)
         return [slot, whole, total]
 

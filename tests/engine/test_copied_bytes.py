@@ -4,6 +4,7 @@ FSDP2's.
 
 from __future__ import annotations
 
+import traceback
 from collections import Counter
 from typing import Any
 from unittest.mock import patch
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardgrad.engine.unsharded import ZeroCopyGather
 from shardgrad.sharding import zero_copy
 from shardgrad.sharding.layout import ALIGNMENT_NBYTES, TAG_NUMEL
 from tests.support.parity import FSDP2, SHARDGRAD, Engine, stack
@@ -36,8 +38,9 @@ class Copies(TorchDispatchMode):
         kwargs = kwargs or {}
         name = func.name().removesuffix(".default")
         if name == "shardgrad::unpack":
-            # From one chunk alone: direct parameters' own pieces, into their places.
-            kind = GATHER_OUT if len(args[0]) > 1 else GATHER_IN
+            # Before messages are sent: direct parameters' own pieces, into their places.
+            callers = {frame.f_code.co_name for frame, _ in traceback.walk_stack(None)}
+            kind = GATHER_IN if ZeroCopyGather.messages.__name__ in callers else GATHER_OUT
             self.written[kind] += int(args[2][:, 0].sum()) * args[1].itemsize
         elif name == "shardgrad::pack":
             self.written[REDUCE_IN] += nbytes(args[1])

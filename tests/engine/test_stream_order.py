@@ -51,11 +51,10 @@ def streams(
         recorded.access("pack writes slot", slot, writes=True)
         ops.pack(grads, slot, table, **kwargs)
 
-    def unpack(chunks: Any, flat: Any, table: Any) -> None:
-        for chunk in chunks:
-            recorded.access("unpack reads chunk", chunk, writes=False)
+    def unpack(gathered: Any, flat: Any, table: Any, **kwargs: Any) -> None:
+        recorded.access("unpack reads chunks", gathered, writes=False)
         recorded.access("unpack writes parameters", flat, writes=True)
-        ops.unpack(chunks, flat, table)
+        ops.unpack(gathered, flat, table, **kwargs)
 
     def sum_chunks(chunks: Any, out: Any, **kwargs: Any) -> None:
         for chunk in chunks:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -25,6 +26,7 @@ from shardgrad.errors import (
     OptionTypeError,
     RankDisagreementError,
 )
+from shardgrad.features.wire_dtype import refuse_too_many_ranks
 from shardgrad.sharding import zero_copy
 from tests.support.parity import (
     SHARDGRAD,
@@ -427,6 +429,18 @@ def test_a_reduce_dtype_that_is_not_float32_is_refused(
     says = ["parameter 0.weight", f"reduce_dtype={dtype}", "reduce_dtype=torch.float32"]
     mp_policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=dtype)
     worlds[1].run(refuses, OptionError, says, WIRE, mp_policy=mp_policy)
+
+
+@pytest.mark.parametrize("axis", ["gather_group", "replicate_group", "levels.outer"])
+def test_an_axis_of_more_ranks_than_one_sum_takes_is_refused(axis: str) -> None:
+    def mesh(ranks: int) -> Any:
+        sizes = {"gather_group": 2, "replicate_group": 2, "levels.outer": 2, axis: ranks}
+        groups = {name: SimpleNamespace(size=lambda n=n: n) for name, n in sizes.items()}
+        return SimpleNamespace(levels=SimpleNamespace(outer=groups.pop("levels.outer")), **groups)
+
+    refuse_too_many_ranks(mesh(1024))
+    with pytest.raises(OptionError, match=r"(?s)at most 1,024 ranks.*1,025.*two axes"):
+        refuse_too_many_ranks(mesh(1025))
 
 
 def own_reduce_scatter() -> None:

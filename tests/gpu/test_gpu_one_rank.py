@@ -149,7 +149,7 @@ def test_kernels_on_the_device_equal_the_reference(
         slot = torch.zeros(2 * 256, dtype=dtype, device=where)
         ops.pack([g.to(where) for g in grads], slot, table, chunk_numel=256, divisor=2.0)
         whole = torch.zeros(320, dtype=dtype, device=where)
-        ops.unpack(list(slot.chunk(2)), whole, table)
+        ops.unpack(slot, whole, table, chunk_numel=256)
         total = torch.zeros(256, dtype=torch.float32, device=where)
         ops.sum_chunks(list(slot.chunk(2)), total, divisor=2.0)
         results.append([tensor.cpu() for tensor in (slot, whole, total)])

@@ -207,16 +207,15 @@ def test_unpack_puts_the_pieces_of_all_ranks_back_together(
     group = Group(SHAPES, world_size)
     for from_dtype in DTYPES:
         wholes = gradients(SHAPES, from_dtype)
-        chunks = [
-            torch.full((group.chunk_numel,), math.nan, dtype=from_dtype) for _ in range(world_size)
-        ]
+        gathered = torch.full((world_size * group.chunk_numel,), math.nan, dtype=from_dtype)
+        chunks = gathered.view(world_size, -1)
         expected = torch.full((group.unsharded_numel,), UNTOUCHED, dtype=to_dtype)
         for whole, (numel, _, _, offset, unsharded_offset) in zip(wholes, group.rows, strict=True):
             for chunk, piece in zip(chunks, group.pieces(whole), strict=True):
                 chunk[offset : offset + piece.numel()] = piece
             expected[unsharded_offset : unsharded_offset + numel] = whole.flatten()
         unsharded = torch.full_like(expected, UNTOUCHED)
-        backend.unpack(chunks, unsharded, group.table)
+        backend.unpack(gathered, unsharded, group.table, group.chunk_numel)
         assert_same_bits(unsharded, expected)
 
 
@@ -302,7 +301,7 @@ def test_the_backends_agree_bit_for_bit_in_every_dtype(slot_dtype: torch.dtype) 
         ):
             backend.pack(grads, slot, group.table, group.chunk_numel, 7.0, accumulate)
             chunks = list(slot.view(world_size, -1))
-            backend.unpack(chunks, whole, group.table)
+            backend.unpack(slot, whole, group.table, group.chunk_numel)
             backend.sum_chunks(chunks, total, 5.0, accumulate)
         for compiled, reference in (slots, wholes, sums):
             assert_same_bits(compiled, reference)
@@ -324,7 +323,7 @@ def test_results_do_not_depend_on_the_number_of_threads(accumulate: bool) -> Non
             total = torch.zeros(group.chunk_numel)
             COMPILED.pack(grads, slot, group.table, group.chunk_numel, 3.0, accumulate)
             chunks = list(slot.view(3, -1))
-            COMPILED.unpack(chunks, whole, group.table)
+            COMPILED.unpack(slot, whole, group.table, group.chunk_numel)
             COMPILED.sum_chunks(chunks, total, 3.0, accumulate)
             results.append((slot, whole, total))
     finally:
@@ -342,7 +341,7 @@ def test_groups_without_parameters_or_elements_do_nothing(backend: Backend) -> N
         grads = gradients(shapes, torch.float32)
         assert group.chunk_numel == 0
         backend.pack(grads, torch.empty(0), group.table, 0, 2.0, False)
-        backend.unpack([torch.empty(0), torch.empty(0)], torch.empty(0), group.table)
+        backend.unpack(torch.empty(0), torch.empty(0), group.table, 0)
         backend.sum_chunks([torch.empty(0)], torch.empty(0), 2.0, False)
 
 
@@ -368,7 +367,7 @@ def test_unpacking_what_was_packed_gives_it_back(
     slot = group.slot(dtype)
     unsharded = torch.full((group.unsharded_numel,), UNTOUCHED, dtype=dtype)
     backend.pack(grads, slot, group.table, group.chunk_numel, 1.0, False)
-    backend.unpack(list(slot.view(world_size, -1)), unsharded, group.table)
+    backend.unpack(slot, unsharded, group.table, group.chunk_numel)
     for grad, (numel, _, _, _, offset) in zip(grads, group.rows, strict=True):
         assert_same_bits(unsharded[offset : offset + numel], grad.flatten())
 
@@ -381,7 +380,7 @@ def test_neither_version_counters_nor_autograd_notice(backend: Backend) -> None:
     whole, total = torch.zeros(group.unsharded_numel), torch.zeros(group.chunk_numel)
     backend.pack(grads, slot, group.table, group.chunk_numel, 2.0, True)
     chunks = list(slot.view(2, -1))
-    backend.unpack(chunks, whole, group.table)
+    backend.unpack(slot, whole, group.table, group.chunk_numel)
     backend.sum_chunks(chunks, total, 2.0, True)
     for written in (slot, whole, total):
         assert written._version == 0
@@ -394,7 +393,12 @@ def example_arguments() -> dict[str, tuple[object, ...]]:
     chunks = [torch.randn(group.chunk_numel) for _ in range(3)]
     return {
         "pack": (gradients(SHAPES, torch.float32), slot, group.table, group.chunk_numel, 3.0, True),
-        "unpack": (chunks, torch.zeros(group.unsharded_numel), group.table),
+        "unpack": (
+            torch.cat(chunks),
+            torch.zeros(group.unsharded_numel),
+            group.table,
+            group.chunk_numel,
+        ),
         "sum_chunks": (chunks, torch.zeros(group.chunk_numel), 3.0, False),
     }
 
@@ -436,7 +440,6 @@ def test_the_schemas_say_what_is_written() -> None:
         ),
         (lambda: ops.sum_chunks([torch.ones(1)], torch.ones(1), divisor=0), "divide by zero"),
         (lambda: ops.sum_chunks([], torch.ones(1)), "nothing to read from"),
-        (lambda: ops.unpack([], torch.ones(1), torch.ones(0, 5).long()), "nothing to read from"),
     ],
 )
 def test_the_python_functions_refuse_what_is_cheap_to_see(
@@ -485,17 +488,11 @@ def test_pack_refuses_arguments_that_would_leave_its_memory(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"chunks": [torch.zeros(4), torch.zeros(5)]},
-            "chunks must share one dtype and one number of elements",
-        ),
-        ({"chunks": [torch.zeros(4), torch.zeros(4).half()]}, "chunks must share one dtype"),
-        ({"chunks": [torch.zeros(4)]}, "table does not fit 1 chunks of 4"),
-        ({"chunks": [torch.zeros(8)[::2]] * 2}, "chunks must be contiguous"),
-        (
-            {"chunks": [freed(4), torch.zeros(4)]},
-            "chunks lies in a storage that was freed or shrunk",
-        ),
+        ({"gathered": torch.zeros(9)}, "gathered has 9 elements, not a multiple of chunk_numel 4"),
+        ({"gathered": torch.zeros(8).int()}, "gathered must be float32"),
+        ({"gathered": torch.zeros(4)}, "table does not fit 1 chunks of 4"),
+        ({"gathered": torch.zeros(16)[::2]}, "gathered must be contiguous"),
+        ({"gathered": freed(8)}, "gathered lies in a storage that was freed or shrunk"),
         ({"unsharded": torch.zeros(7)}, "parameter 0 ends behind the 7 elements"),
         ({"unsharded": freed(8)}, "unsharded lies in a storage that was freed or shrunk"),
         ({"table": torch.tensor([[8, 4, 4, 0, -1]])}, "table does not fit"),
@@ -505,12 +502,12 @@ def test_unpack_refuses_arguments_that_would_leave_its_memory(
     backend: Backend, change: dict[str, object], message: str
 ) -> None:
     arguments = {
-        "chunks": [torch.zeros(4)] * 2,
+        "gathered": torch.zeros(8),
         "unsharded": torch.zeros(8),
         "table": GOOD_TABLE,
     } | change
     with pytest.raises(RuntimeError, match=message):
-        backend.unpack(*arguments.values())
+        backend.unpack(*arguments.values(), 4)
 
 
 @pytest.mark.parametrize(

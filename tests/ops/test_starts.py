@@ -73,9 +73,8 @@ def test_pack_and_unpack_do_not_depend_on_where_memory_begins(
             OP.pack(
                 [moved(of_grads)(grad) for grad in grads], slot, table, chunk_numel, 3.0, accumulate
             )
-        chunks = [moved(of_slot)(chunk) for chunk in slot.view(ranks, -1)]
         whole = moved(of_grads)(torch.full((numel + 41,), UNTOUCHED).to(dtype))
-        OP.unpack(chunks, whole, table)
+        OP.unpack(slot, whole, table, chunk_numel)
         assert same_beside(slot)
         assert same_beside(whole)
         slots.append(slot)

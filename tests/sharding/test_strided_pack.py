@@ -10,7 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardgrad import ops
-from shardgrad.sharding.layout import ALIGNMENT_NBYTES, ShardLayout, alignment_numel
+from shardgrad.sharding.layout import (
+    ALIGNMENT_NBYTES,
+    ShardLayout,
+    alignment_numel,
+    table_of_rank,
+)
 from shardgrad.sharding.strided_pack import pack_strided, unpack_strided
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -93,9 +98,13 @@ def test_packing_cuts_and_unpacking_puts_together(case: Cut, divisor: float, apa
             assert not padding.any()
     flat = torch.full((layout.unsharded_numel,), 7.0)
     if apart:
-        chunks = [chunk.clone() for chunk in chunks]
-    ops.unpack(chunks, flat, layout.table)
-    unpack_strided(chunks, flat, layout)
+        tables = [table_of_rank(layout.table, rank) for rank in range(layout.world_size)]
+        gathered = [chunk.clone() for chunk in chunks]
+    else:
+        tables, gathered = [layout.table], [slot]
+    for each, table in zip(gathered, tables, strict=True):
+        ops.unpack(each, flat, table, chunk_numel=layout.chunk_numel)
+    unpack_strided(gathered, flat, layout)
     for view, grad in zip(layout.unsharded_views(flat), grads, strict=True):
         assert torch.equal(view, grad / divisor)
 

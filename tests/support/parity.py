@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import shardgrad
+from shardgrad.engine import transports
 
 VOCABULARY = 13
 WIDTH = 7
@@ -259,26 +260,35 @@ def train(
 @contextmanager
 def watching_collectives(act: Callable[[str, Tensor], None]) -> Iterator[None]:
     """Calls `act` with the name and the input of each collective that somebody asks torch for."""
-    two = ("all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor")
-    newer = [name for name in ("all_gather_single", "reduce_scatter_single") if hasattr(dist, name)]
-    inputs = dict.fromkeys((*two, *newer), 1) | {"all_reduce": 0}
-    originals = {name: getattr(dist, name) for name in inputs}
+    inputs = {
+        (dist, name): 1
+        for name in (
+            "all_to_all_single",
+            *("all_gather_into_tensor", "reduce_scatter_tensor"),
+            *("all_gather_single", "reduce_scatter_single"),
+        )
+        if hasattr(dist, name)
+    }
+    inputs[dist, "all_reduce"] = 0
+    # The engine has bound the names that this torch has.
+    inputs |= {(transports, "_all_gather"): 1, (transports, "_reduce_scatter"): 1}
+    originals = {(owner, name): getattr(owner, name) for owner, name in inputs}
 
-    def acting(name: str) -> Callable[..., Any]:
+    def acting(key: tuple[Any, str]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             tensors = [*args, *(v for v in kwargs.values() if isinstance(v, Tensor))]
-            act(name, tensors[inputs[name]])
-            return originals[name](*args, **kwargs)
+            act(key[1].removeprefix("_"), tensors[inputs[key]])
+            return originals[key](*args, **kwargs)
 
         return call
 
-    for name in originals:
-        setattr(dist, name, acting(name))
+    for owner, name in originals:
+        setattr(owner, name, acting((owner, name)))
     try:
         yield
     finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
+        for (owner, name), original in originals.items():
+            setattr(owner, name, original)
 
 
 # -- judging

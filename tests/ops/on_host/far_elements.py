@@ -75,7 +75,7 @@ def test_pack_and_unpack_move_what_lies_behind_2_to_31() -> None:
     unsharded = sparse(2 * piece, torch.bfloat16)
     last_tile = (piece - 1) // TILE
     on_host.only_blocks([0, last_tile % (MOST_BLOCKS // ranks)])
-    OP.unpack(chunks, unsharded, table)
+    OP.unpack(slot, unsharded, table, slot.numel() // ranks)
     whole = unsharded[3 : 3 + grad.numel()]
     for ours, theirs in zip([whole[:piece], whole[piece:]], pieces, strict=True):
         for a, b in zip(ends(ours, 2900), ends(theirs, 2900), strict=True):
