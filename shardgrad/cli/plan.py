@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -50,26 +49,6 @@ _EXAMPLES = [
     "shardgrad plan --preset small --device cpu --ranks 2 --compute-s 1.3",
     "shardgrad plan --preset 8b --ranks 64 --search 4194304",
 ]
-
-
-def _refused(name: str, what: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Adds a hidden option that says that a plan does not have it: people look for it under this
-    name.
-    """
-
-    def refuse(ctx: click.Context, _: click.Parameter, value: object) -> None:
-        if value is not None:
-            raise click.UsageError(
-                f"--{name}: plans have no {what}. The engine trains with it "
-                "(docs/how_to/other_parallelism.md); plan the part of the model that one rank of "
-                "it has, "
-                "with --model or --override.",
-                ctx,
-            )
-
-    return click.option(
-        f"--{name}", hidden=True, is_flag=False, flag_value="", expose_value=False, callback=refuse
-    )
 
 
 @click.command(cls=Command, sections=_SECTIONS, examples=_EXAMPLES)
@@ -230,11 +209,6 @@ def _refused(name: str, what: str) -> Callable[[Callable[..., None]], Callable[.
     help="Instead of a plan, print the ten fastest of a few layouts, recomputations and batch "
     "sizes that fit, for this many tokens per step of all ranks.",
 )
-@_refused("tp", "tensor parallelism")
-@_refused("pp", "pipeline parallelism")
-@_refused("cp", "context parallelism")
-@_refused("ep", "expert parallelism")
-@_refused("float8", "float8")
 @click.pass_context
 def plan(ctx: click.Context, /, **options: Any) -> None:
     """Predict memory, traffic and time of one training step.

@@ -162,7 +162,7 @@ def train(
     Ctrl-C finishes the current step and saves a checkpoint; a second Ctrl-C stops at once.
     """
     from shardgrad.train.launch import newest_run, prepare, start
-    from shardgrad.train.launcher import first_rank_speaks, torchrun_world_size
+    from shardgrad.train.launcher import torchrun_world_size
 
     if flags["preset"] is not None and flags["hf"] is not None:
         raise UsageError("--preset and --hf name a model each: give one.")
@@ -171,15 +171,14 @@ def train(
     if flags["override"]:
         given["override"] = dict(key_and_value(text) for text in flags["override"])
     folder = None if resume is None else newest_run() if resume == _NEWEST else Path(resume)
-    with first_rank_speaks():
-        job = prepare(given, resume=folder, debug=is_debug(ctx))
-        if print_config:
-            # The default folder has the time of day in its name.
-            click.echo(
-                dataclasses.replace(job.config, run_dir=given.get("run_dir")).to_json(), nl=False
-            )
-            return
-        report = start(job)
+    job = prepare(given, resume=folder, debug=is_debug(ctx))
+    if print_config:
+        # The default folder has the time of day in its name.
+        click.echo(
+            dataclasses.replace(job.config, run_dir=given.get("run_dir")).to_json(), nl=False
+        )
+        return
+    report = start(job)
     if report.exit_status and report.speaks:
         click.echo(f"shardgrad train: {escaped(report.sentence)}", err=True)
         for frame in report.stack:

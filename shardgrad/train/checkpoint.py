@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,16 +20,15 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim.lr_scheduler import LambdaLR
 
-from shardgrad.checkpoint import Saving, Series, load, save, save_async, verify
+from shardgrad.checkpoint import Saving, Series, load, save, save_async
 from shardgrad.checkpoint.peers import Peers
-from shardgrad.errors import CheckpointError, CheckpointSaveError, CheckpointVersionError
+from shardgrad.errors import CheckpointError, CheckpointSaveError
 from shardgrad.train.failure import CheckpointUnusable, TrainingError, UsageError
 from shardgrad.train.parallel import World
 from shardgrad.train.sharding import LanguageModel
 
 # Each rank has its own generator. On another number of ranks, entries are missing or unused.
 _OPTIONAL = ("rng_*",)
-_QUICKLY_READ_NBYTES = 2 * 2**30  # a checkpoint that is read to give advice
 
 
 @dataclass
@@ -149,37 +147,12 @@ class Checkpoints:
                 _gather_state(state, world), path, optional=_OPTIONAL, group=world.control
             )
         except CheckpointError as error:
-            # Other ranks do not wait for the first one to read; it is the one that is told to the
-            # user.
-            advice = self._advice(path, error) if world.leads else self._any_older
             raise CheckpointUnusable(
-                f"{path} cannot be used ({error.what}; {error.got}, at {error.where}): {advice}."
+                f"{path} cannot be used ({error.what}; {error.got}, at {error.where}): "
+                f"{error.fix}. Training goes on from the checkpoint whose name is in "
+                f"{self._folder / 'latest'}."
             ) from error
         _scatter_state(loaded, state, world)
-
-    def _advice(self, path: Path, error: CheckpointError) -> str:
-        """What to do instead of loading a checkpoint: nothing that would load a damaged one."""
-        if isinstance(error, CheckpointVersionError):
-            return error.fix or "use the shardgrad that wrote it"
-        older = [other for other in self._series.complete() if other.name < path.name]
-        if any(_nbytes(one) > _QUICKLY_READ_NBYTES for one in (path, *older)):
-            return self._any_older
-        if is_whole(path):
-            return error.fix or "correct the settings"
-        whole = next((other for other in reversed(older) if is_whole(other)), None)
-        if whole is None:
-            return "no older checkpoint is whole, so start the run again, with another --run-dir"
-        return (
-            f"write {whole.name}, which is whole, into {self._folder / 'latest'}, and resume again"
-        )
-
-    @property
-    def _any_older(self) -> str:
-        return (
-            f"write the name of an older checkpoint, which `shardgrad checkpoint verify` finds "
-            f"whole, into "
-            f"{self._folder / 'latest'}, and resume again"
-        )
 
     def discard_unfinished(self) -> None:
         """Removes or completes what an interrupted save left behind; rank 0 calls it before
@@ -193,19 +166,6 @@ class Checkpoints:
         if self._group is None and world.world_size > 1:
             self._group = dist.new_group(backend="gloo", timeout=self._timeout)
         return self._group
-
-
-def _nbytes(path: Path) -> int:
-    return sum(entry.stat(follow_symlinks=False).st_size for entry in os.scandir(path))
-
-
-def is_whole(path: Path) -> bool:
-    """Whether every byte of a checkpoint is what was written. Reads all of it."""
-    try:
-        verify(path)
-    except (CheckpointError, OSError):
-        return False
-    return True
 
 
 def _nothing() -> None:

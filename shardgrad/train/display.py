@@ -1,28 +1,45 @@
-"""Progress display: a live panel on a terminal, plain lines elsewhere, nothing on all ranks but
+"""Progress display: lines everywhere, with a bar below them on a terminal; nothing on all ranks but
 rank 0.
 """
 
 from __future__ import annotations
 
-import sys
 from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.live import Live
-from rich.panel import Panel
-from rich.progress_bar import ProgressBar
-from rich.table import Table
-from rich.text import Text
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from shardgrad.checkpoint.text import escaped
 from shardgrad.train.record import StepMetrics
 
 
-class SilentDisplay:
-    """Shows nothing; base class of the other displays."""
+class Display:
+    """What a rank prints of a run.
+
+    Args:
+        steps: number of steps of the run.
+        title: what stands before the bar.
+        leads: whether this rank prints.
+        console: where to print.
+    """
+
+    def __init__(
+        self, steps: int, title: str, *, leads: bool = True, console: Console | None = None
+    ) -> None:
+        self._steps = steps
+        self._console = console or Console(quiet=not leads)
+        self._bar = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            console=self._console,
+            disable=not leads or not self._console.is_terminal or self._console.is_dumb_terminal,
+        )
+        self._task = self._bar.add_task(escaped(title), total=steps)
 
     def __enter__(self) -> Self:
+        self._bar.start()
         return self
 
     def __exit__(
@@ -31,109 +48,23 @@ class SilentDisplay:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        return None
+        self._bar.live.transient = kind is not None  # what comes next would leave half of the bar
+        self._bar.stop()
 
     def note(self, text: str) -> None:
-        """Shows a message that stays on the screen."""
+        """Prints a line, above the bar."""
+        self._console.print(
+            escaped(text), markup=False, emoji=False, highlight=False, soft_wrap=True
+        )
 
     def stepped(self, step: int) -> None:
-        """Shows that a step is done, without waiting for its results."""
-
-    def progress(self, metrics: StepMetrics) -> None:
-        """Shows the progress of the run."""
-
-
-class PlainDisplay(SilentDisplay):
-    """Prints one line per message, for files, pipes and CI.
-
-    Args:
-        steps: number of steps of the run.
-    """
-
-    def __init__(self, steps: int) -> None:
-        self._steps = steps
-
-    def note(self, text: str) -> None:
-        """Prints the text."""
-        print(escaped(text), flush=True)
+        """Moves the bar, without waiting for the step's results."""
+        self._bar.update(self._task, completed=step)
 
     def progress(self, metrics: StepMetrics) -> None:
         """Prints the metrics on one line."""
         values = "  ".join(f"{name} {value}" for name, value in _values(metrics))
-        print(f"step {metrics.step}/{self._steps}  {values}", flush=True)
-
-
-class LiveDisplay(SilentDisplay):
-    """A panel that is redrawn in place; messages scroll above it.
-
-    Args:
-        steps: number of steps of the run.
-        title: title of the panel.
-        console: console to draw on.
-    """
-
-    def __init__(self, steps: int, title: str, console: Console) -> None:
-        self._steps = steps
-        self._title = title
-        self._live = Live(console=console, refresh_per_second=4, transient=False)
-        self._step = 0
-        self._values: list[tuple[str, str]] = []
-
-    def __enter__(self) -> Self:
-        self._live.start()
-        self._draw()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._live.transient = kind is not None  # what comes next would leave half of the panel
-        self._live.stop()
-
-    def note(self, text: str) -> None:
-        """Prints the text above the panel."""
-        self._live.console.print(escaped(text), markup=False, highlight=False)
-
-    def stepped(self, step: int) -> None:
-        """Moves the bar."""
-        self._step = step
-        self._draw()
-
-    def progress(self, metrics: StepMetrics) -> None:
-        """Redraws the panel."""
-        self._step, self._values = metrics.step, _values(metrics)
-        self._draw()
-
-    def _draw(self) -> None:
-        numbers = Table.grid(padding=(0, 2))
-        if self._values:
-            numbers.add_row(*(f"[dim]{name}[/dim]" for name, _ in self._values))
-            numbers.add_row(*(f"[bold]{value}[/bold]" for _, value in self._values))
-        panel = Table.grid(expand=True)
-        panel.add_row(f"step {self._step} of {self._steps}" if self._step else "the first step")
-        panel.add_row(ProgressBar(total=self._steps, completed=self._step))
-        panel.add_row(numbers)
-        self._live.update(
-            Panel(
-                panel,
-                title=Text(escaped(self._title)),
-                expand=False,
-                width=min(100, self._live.console.width),
-            )
-        )
-
-
-def choose_display(*, leads: bool, steps: int, title: str) -> SilentDisplay:
-    """Returns the display for this rank and its standard output."""
-    if not leads:
-        return SilentDisplay()
-    console = Console()
-    if sys.stdout.isatty() and not console.is_dumb_terminal:
-        return LiveDisplay(steps, title, console)
-    return PlainDisplay(steps)
+        self.note(f"step {metrics.step}/{self._steps}  {values}")
 
 
 def nice_nbytes(count: float) -> str:

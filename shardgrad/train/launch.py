@@ -15,12 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from shardgrad.extras import require
-from shardgrad.train.accelerators import require_accelerator
 from shardgrad.train.config import TrainConfig, mesh_shape, read_settings, read_text, resumed
 from shardgrad.train.failure import UsageError
 from shardgrad.train.launcher import (
     is_restarted,
-    require_resolvable_master,
     require_room,
     torchrun_world_size,
 )
@@ -64,7 +62,6 @@ def start(job: Job) -> Report:
     """Trains, and returns a report of how the run ended."""
     if torchrun_world_size() is not None:
         _require_writable(job.folder)
-        require_resolvable_master()
         return run_rank(job, init_method="env://")
     try:
         job.folder.mkdir(parents=True, exist_ok=True)
@@ -162,8 +159,6 @@ def _old_run(given: Mapping[str, Any], folder: Path, world_size: int | None) -> 
 
 
 def _check_inputs(config: TrainConfig) -> None:
-    if config.device == "accelerator":
-        require_accelerator()
     if config.hf is not None:
         require("transformers", feature="--hf")
         from shardgrad.train.huggingface import require_buildable  # imports PyTorch

@@ -15,7 +15,7 @@ from shardgrad.extras import require
 from shardgrad.train.checkpoint import Checkpoints, TrainState
 from shardgrad.train.config import TrainConfig
 from shardgrad.train.corpus import Corpus, Sampler, load_corpus
-from shardgrad.train.display import SilentDisplay, choose_display, nice_seconds
+from shardgrad.train.display import Display, nice_seconds
 from shardgrad.train.failure import Interrupted, TrainingError, UsageError
 from shardgrad.train.generate import continued, shown
 from shardgrad.train.model import count_parameters
@@ -89,7 +89,7 @@ def _train(
             f"The run has already made {state.step} steps: give a larger --steps to continue."
         )
     title = f"{config.hf or config.preset} on {world.world_size} x {world.device.type}"
-    with choose_display(leads=world.leads, steps=config.steps, title=title) as display:
+    with Display(config.steps, title, leads=world.leads) as display:
         run = Run(config, world, folder, state, corpus, checkpoints, display)
         run.open()
         run.until_done(stop)
@@ -117,7 +117,7 @@ class Run:
         state: TrainState,
         corpus: Corpus,
         checkpoints: Checkpoints,
-        display: SilentDisplay,
+        display: Display,
     ) -> None:
         self._config = config
         self._world = world

@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.diagnosis.watchdog import OnStall, Watchdog
-from shardgrad.train.accelerators import NO_ACCELERATOR
 from shardgrad.train.config import TrainConfig, mesh_shape
 from shardgrad.train.failure import UsageError
 from shardgrad.train.launcher import available_cores
@@ -190,7 +189,9 @@ def _choose_device(wish: str, local_rank: int) -> torch.device:
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator() if present else None
     if accelerator is None:
-        raise UsageError(NO_ACCELERATOR)
+        raise UsageError(
+            "PyTorch sees no accelerator here: use --device cpu, or install PyTorch for yours."
+        )
     count = torch.accelerator.device_count()
     if local_rank >= count:
         raise UsageError(

@@ -60,7 +60,6 @@ LINES = [
     *("plan --model build:with_arguments", "plan --model raises:f", "plan --model build:"),
     *("plan --preset tiny --hf gpt2", "plan --model build:number --override width=8"),
     *("plan --mfu 0.4 --compute-s 1", "plan --unit Nothing", "plan --preset tiny --unit head"),
-    "train --device accelerator",
     *("train --run-dir /proc/x", "train --run-dir text/run --ranks 2"),
     *(
         "checkpoint export ran text",

@@ -142,7 +142,6 @@ def feed_environment(variables: dict[str, str]) -> str:
     if world_size is None:
         return "no launcher"
     assert 0 <= int(variables["RANK"]) < world_size
-    assert 0 <= int(variables["MASTER_PORT"]) < 2**16
     return "taken"
 
 

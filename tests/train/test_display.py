@@ -1,4 +1,4 @@
-"""What a person sees of a run: numbers in words, and a panel no wider than the terminal."""
+"""What a person sees of a run: numbers in words, and a bar on a terminal."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from shardgrad.train.display import LiveDisplay, nice_nbytes, nice_seconds
+from shardgrad.train.display import Display, nice_nbytes, nice_seconds
 from shardgrad.train.record import StepMetrics
 
 METRICS = StepMetrics(
@@ -37,14 +37,23 @@ def test_bytes_are_said_in_the_unit_that_fits(count: float, words: str) -> None:
     assert nice_nbytes(count) == words
 
 
-@pytest.mark.parametrize(("terminal", "panel"), [(80, 80), (300, 100)])
-def test_the_panel_has_the_metrics_and_fits_the_terminal(terminal: int, panel: int) -> None:
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_metrics_are_a_line_and_a_terminal_has_a_bar_below_it(is_terminal: bool) -> None:
     screen = io.StringIO()
-    console = Console(file=screen, force_terminal=True, width=terminal, color_system=None)
-    with LiveDisplay(9, "tiny", console) as display:
+    console = Console(file=screen, force_terminal=is_terminal, width=60, color_system=None)
+    with Display(9, "tiny", console=console) as display:
         display.progress(METRICS)
+        display.stepped(3)
     lines = screen.getvalue().splitlines()
-    text = "\n".join(lines)
-    for words in ("step 3 of 9", "1.2500", "1.00e-03", "1,234", "1 MiB-3 MiB", "1:02:03", "tiny"):
-        assert words in text
-    assert max(len(line.rstrip()) for line in lines if "step 3 of 9" in line) == panel
+    (line,) = (line for line in lines if "step 3/9" in line)
+    for words in ("1.2500", "1.00e-03", "1,234", "1 MiB-3 MiB", "1:02:03"):
+        assert words in line
+    bars = [line for line in lines[lines.index(line) + 1 :] if "tiny" in line and "3/9" in line]
+    assert bool(bars) == is_terminal
+
+
+def test_only_the_first_rank_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    with Display(9, "tiny", leads=False) as display:
+        display.note("words")
+        display.progress(METRICS)
+    assert capsys.readouterr().out == ""

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 import os
-import socket
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from shardgrad.train.failure import UsageError
 from shardgrad.train.launch import prepare, start
-from shardgrad.train.launcher import (
-    first_rank_speaks,
-    require_resolvable_master,
-    torchrun_world_size,
-)
-from tests.support.processes import FairClock, run
+from shardgrad.train.launcher import torchrun_world_size
+from tests.support.processes import run
 
 ROOT = Path(__file__).parents[2]
 
@@ -70,22 +63,6 @@ def test_a_run_folder_that_cannot_be_written_is_refused_before_ranks_meet(
             UsageError, match=f"{folder} cannot be written .*, or choose another --run-dir"
         ):
             start(job)
-
-
-def test_the_first_rank_of_a_machine_is_given_time_to_say_what_all_refuse(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    slept: list[float] = []
-    monkeypatch.setattr("time.sleep", slept.append)
-    for local_rank in (None, "0", "1"):
-        if local_rank is not None:
-            for name, value in (
-                LAUNCHED | {"LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": "2"}
-            ).items():
-                monkeypatch.setenv(name, value)
-        with pytest.raises(UsageError, match="refused"), first_rank_speaks():
-            raise UsageError("refused")
-        assert len(slept) == (local_rank == "1")
 
 
 def test_a_folder_that_holds_a_run_is_refused_by_every_rank_but_not_by_those_started_again(
@@ -142,11 +119,10 @@ print(prepare({}, resume=Path(sys.argv[1]), debug=False).config.ranks, "torch" i
             {"LOCAL_RANK": "1"},
             {"LOCAL_RANK": "8", "LOCAL_WORLD_SIZE": "8"},
         ),
-        *({"MASTER_PORT": "65536"}, {"MASTER_ADDR": ""}),
     ],
     ids=str,
 )
-def test_ranks_that_cannot_be_and_places_to_meet_that_are_none_are_named(
+def test_ranks_that_cannot_be_are_named(
     changes: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in (LAUNCHED | changes).items():
@@ -155,87 +131,7 @@ def test_ranks_that_cannot_be_and_places_to_meet_that_are_none_are_named(
         torchrun_world_size()
 
 
-@pytest.mark.parametrize("name", ["MASTER_ADDR", "MASTER_PORT"])
-def test_a_place_to_meet_that_is_missing_is_named(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for variable, value in LAUNCHED.items():
-        monkeypatch.setenv(variable, value)
-    monkeypatch.delenv(name)
-    with pytest.raises(UsageError, match=name):
-        torchrun_world_size()
-
-
 def test_a_launcher_that_makes_sense_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in LAUNCHED.items():
         monkeypatch.setenv(name, value)
     assert torchrun_world_size() == 2
-
-
-@pytest.mark.parametrize(
-    "address", ["no-such-host.invalid", "x" * 300 + ".invalid", "ä" * 70, "a..b"]
-)
-def test_an_address_that_no_name_service_knows_is_named(
-    address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MASTER_ADDR", address)
-    with pytest.raises(UsageError, match=r"MASTER_ADDR is .* cannot resolve"):
-        require_resolvable_master(patience_s=0.5)
-
-
-def test_a_rank_with_an_address_that_is_unknown_ends_before_it_imports_pytorch(
-    tmp_path: Path,
-) -> None:
-    """The time that it may take is the one for which names are looked up; no timeout of
-    collectives.
-    """
-    assert inspect.signature(require_resolvable_master).parameters["patience_s"].default <= 10
-    program = (
-        "import functools, sys\n"
-        "from shardgrad.cli import main\n"
-        "from shardgrad.train import launch\n"
-        "launch.require_resolvable_master = functools.partial(launch.require_resolvable_master, "
-        "0.2)\n"
-        "try:\n    main(['train'], prog_name='shardgrad')\n"
-        "except SystemExit as end:\n    print('torch' in sys.modules)\n    raise"
-    )
-    done = run(
-        [sys.executable, "-c", program],
-        cwd=tmp_path,
-        env=os.environ
-        | LAUNCHED
-        | {"MASTER_ADDR": "no-such-host.invalid", "PYTHONPATH": str(ROOT)},
-        timeout_s=60,
-    )
-    assert (done.returncode, done.stdout) == (2, "False\n")
-    assert done.stderr.startswith("shardgrad train: MASTER_ADDR is 'no-such-host.invalid', which ")
-    assert len(done.stderr.splitlines()) == 1
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_name_service_that_does_not_answer_is_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("MASTER_ADDR", "silent")
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: time.sleep(60))
-    clock = FairClock()
-    with pytest.raises(UsageError, match="no answer"):
-        require_resolvable_master(patience_s=0.2)
-    assert clock.elapsed_s() < 30
-
-
-def test_a_name_that_is_known_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers, asked = iter([socket.gaierror(-2, "Name or service not known")] * 2), []
-
-    def look_up(*_: object) -> list[object]:
-        asked.append(1)
-        error = next(answers, None)
-        if error is not None:
-            raise error
-        return []
-
-    monkeypatch.setenv("MASTER_ADDR", "late")
-    monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    require_resolvable_master(patience_s=30)
-    time.sleep(0.1)
-    assert len(asked) == 3, "it is not asked again"
