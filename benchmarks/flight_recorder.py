@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -23,12 +22,10 @@ from benchmarks.run import Run, option
 from benchmarks.trainer import make_step
 from benchmarks.workers import on_ranks
 from shardgrad.diagnosis.flight_recorder import Entry, FlightRecorder, GroupLog, recorder
-from shardgrad.train import step as step_module
 from shardgrad.train.config import TrainConfig
-from shardgrad.train.health import NonfiniteCheck, gradient_sums
 
 _RANKS = 2
-_MODES = ("without", "recorder", "default")
+_MODES = ("without", "default")
 _TIMES = 200  # repetitions of a part in one timing
 
 
@@ -65,24 +62,20 @@ def measure(preset: str, rounds: int, repeats: int) -> tuple[dict[str, Any], dic
     seconds.
     """
     config = TrainConfig(preset=preset, steps=10**9, graph="off")
-    step, place = make_step(config, "cpu")
-    names = [name for name, p in step._state.model.named_parameters() if p.requires_grad]
-    health = NonfiniteCheck(names, config.on_nonfinite, Path(), place)
+    step, _ = make_step(config, "cpu")
 
     def work(mode: str) -> None:
-        with _mode(mode, len(names)):
-            result = step()
-            if mode == "default":
-                health.watch(step._state.step, result)
+        with _mode(mode):
+            step()
 
     costs = interleaved({mode: partial(work, mode) for mode in _MODES}, rounds, repeats=repeats)
-    return costs, _parts(step, health)
+    return costs, _parts(step)
 
 
 @contextmanager
-def _mode(mode: str, parameters: int) -> Iterator[None]:
+def _mode(mode: str) -> Iterator[None]:
     """Takes out of the program, in the block, what the mode is without."""
-    entry, sums = Entry(0, "", 0, "", 0), torch.zeros(parameters)
+    entry = Entry(0, "", 0, "", 0)
 
     # Functions as cheap as can be; a mock would cost more than what it stands for.
     def record(log: GroupLog, name: str, chunk: torch.Tensor | None) -> Entry:
@@ -91,36 +84,26 @@ def _mode(mode: str, parameters: int) -> Iterator[None]:
     def enter(recorder: FlightRecorder, phase: str, *, step: int | None = None) -> None:
         return None
 
-    def no_sums(parameters: list[torch.Tensor]) -> torch.Tensor:
-        return sums
-
     with ExitStack() as stack:
         if mode == "without":
             stack.enter_context(mock.patch.object(GroupLog, "record", record))
             stack.enter_context(mock.patch.object(FlightRecorder, "enter", enter))
-        if mode != "default":
-            stack.enter_context(mock.patch.object(step_module, "gradient_sums", no_sums))
         yield
 
 
-def _parts(step: Any, health: NonfiniteCheck) -> dict[str, dict[str, float]]:
+def _parts(step: Any) -> dict[str, dict[str, float]]:
     with (
         mock.patch.object(GroupLog, "record", autospec=True, side_effect=GroupLog.record) as record,
         mock.patch.object(
             FlightRecorder, "enter", autospec=True, side_effect=FlightRecorder.enter
         ) as enter,
     ):
-        result = step()
+        step()
     chunk = torch.zeros(1000)
     log = next(iter(recorder.group_logs()))
-    parameters = [p for p in step._state.model.parameters() if p.requires_grad]
-    for p in parameters:
-        p.grad = torch.zeros_like(p)
     parts: dict[str, tuple[int, Callable[[], object]]] = {
         "a collective": (record.call_count, lambda: log.record("all-gather of layers.3", chunk)),
         "a part of the step": (enter.call_count, lambda: recorder.enter("forward")),
-        "sums of gradients": (1, lambda: gradient_sums(parameters)),
-        "the watch": (1, lambda: health.watch(1, result)),
     }
     costs = interleaved({name: part for name, (_, part) in parts.items()}, 10, repeats=_TIMES)
     return {

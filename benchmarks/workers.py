@@ -56,7 +56,7 @@ class Worker:
         timeout_s: after which a collective gives up.
         device: `cpu` or `cuda`.
         share_device: all ranks use one GPU.
-        keep_heap: the training program's heap setting is in force.
+        keep_heap: freed memory stays in the process's heap (`benchmarks/heap.py`).
         log: file for what the process prints; None leaves it on the terminal.
     """
 
@@ -76,7 +76,7 @@ class Worker:
         import torch
         import torch.distributed as dist
 
-        from shardgrad.train.heap import keep_freed_memory
+        from benchmarks.heap import keep_freed_memory
 
         # torch 2.13 gave collectives new names; engines that serve older ones know only the old.
         warnings.filterwarnings(

@@ -4,6 +4,8 @@ start.
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 
 from shardgrad.errors import PartnerUnavailableError
@@ -17,11 +19,23 @@ def main() -> None:
     except PartnerUnavailableError as error:
         print(f"shardgrad: {error.what}: {error.fix}", file=sys.stderr)
         sys.exit(2)
+    _write_what_can_be_written()
     from shardgrad.cli import main as command_line
     from shardgrad.cli.reporting import reported
 
     with reported("shardgrad"):  # `--help` may be written to a full disk
         command_line(prog_name="shardgrad")
+
+
+def _write_what_can_be_written() -> None:
+    """Escapes characters that the terminal's encoding lacks, here and in ranks started from here.
+
+    A model may write any character, and a run must not fail for it in its last second.
+    """
+    encoding = os.environ.get("PYTHONIOENCODING", "").partition(":")[0]
+    os.environ["PYTHONIOENCODING"] = f"{encoding}:backslashreplace"
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ EXTRAS = {
     "safetensors": "safetensors",
     "tensorboard": "tensorboard",
     "transformers": "hf",
-    "wandb": "wandb",
 }
 
 
@@ -29,7 +28,7 @@ def require(*packages: str, feature: str) -> None:
 
     Args:
         packages: names as imported, keys of `EXTRAS`.
-        feature: what needs them, as the subject of a sentence: "--wandb".
+        feature: what needs them, as the subject of a sentence: "--tensorboard".
 
     Raises:
         PartnerUnavailableError: at least one is missing; `fix` is the pip command.

@@ -35,10 +35,6 @@ from shardgrad.engine.replaced_params import adopt
 from shardgrad.engine.root import lazy_init
 from shardgrad.engine.unit import Unit, attach_unit
 from shardgrad.errors import OptionError, UnsupportedParameterError, unsupported
-from shardgrad.features.custom_comms import set_collectives
-from shardgrad.features.hfsdp import HfsdpInput, OffloadedHfsdpInput, OuterReduceScatter
-from shardgrad.features.hsdp import ReplicaAllReduce
-from shardgrad.features.offload import OffloadedInput
 from shardgrad.features.param_dtypes import (
     ParamDtypes,
     dtypes_of,
@@ -46,15 +42,6 @@ from shardgrad.features.param_dtypes import (
     refuse_late_grad_dtypes,
     refuse_unknown_fields,
     without_override,
-)
-from shardgrad.features.post_forward import PostForwardGroup
-from shardgrad.features.tensor_extensions import ExtensionGroup, regroup, require_extension
-from shardgrad.features.wire_dtype import (
-    OuterExchange,
-    ReplicaExchange,
-    refuse_too_many_ranks,
-    refuse_unknown_wire_dtype,
-    require_float32_sums,
 )
 from shardgrad.module import swap_class
 from shardgrad.ops.library import warn_of_references
@@ -133,7 +120,10 @@ def fully_shard(
     _refuse_unsupported(mp_policy, offload_policy)
     ignored = set(ignored_params or ())
     refuse_wrong_types(mp_policy, gradient_policy, ignored)
-    refuse_unknown_wire_dtype(gradient_policy)
+    if gradient_policy.wire_dtype is not None:
+        from shardgrad.features.wire_dtype import refuse_unknown_wire_dtype
+
+        refuse_unknown_wire_dtype(gradient_policy)
     stage = Stage.of(zero_stage, reshard_after_forward)
     data_mesh = _data_mesh(mesh, dp_mesh_dims)
     if stage.over_both_axes:
@@ -184,7 +174,7 @@ def _accept(units: Sequence[Unit]) -> None:
     compare_weights(units)
 
 
-# -- where strategies are chosen
+# -- where strategies are chosen; a feature is imported by who asks for it
 
 
 def _second_step(
@@ -195,11 +185,17 @@ def _second_step(
     """
     levels, replicas = mesh.levels, mesh.replicate_group
     if levels is not None:
+        from shardgrad.features.hfsdp import OuterReduceScatter
+        from shardgrad.features.wire_dtype import OuterExchange
+
         if wire_dtype is not None and levels.outer.size() > 1:
             return partial(OuterExchange, levels, wire_dtype)
         return partial(OuterReduceScatter, levels)
     if replicas is None:
         return None
+    from shardgrad.features.hsdp import ReplicaAllReduce
+    from shardgrad.features.wire_dtype import ReplicaExchange
+
     if wire_dtype is not None and replicas.size() > 1:
         return partial(ReplicaExchange, replicas, wire_dtype)
     return partial(ReplicaAllReduce, replicas)
@@ -214,12 +210,19 @@ def _group(
     original = params[0].sharded
     group: ParamGroup
     if is_extension(original):
+        from shardgrad.features.tensor_extensions import ExtensionGroup
+
         group = ExtensionGroup(params, spec)
     elif mesh_after_forward is not None and not travels_as_bytes(original.dtype):
+        from shardgrad.features.post_forward import PostForwardGroup
+
         group = PostForwardGroup(params, spec, mesh_after_forward)
     else:
         group = ParamGroup(params, spec)
     if spec.gradient_policy.wire_dtype is not None:
+        from shardgrad.features.custom_comms import set_collectives
+        from shardgrad.features.wire_dtype import refuse_too_many_ranks, require_float32_sums
+
         refuse_too_many_ranks(spec.mesh)
         require_float32_sums(group)
         set_collectives([group], exchanges=True)
@@ -233,6 +236,10 @@ def _group(
 def _regroup(group: ParamGroup) -> Callable[[], list[ParamGroup]] | None:
     """At lazy init, refuses what has come too late, and gives new extensions a separate group."""
     refuse_late_grad_dtypes(group)
+    if not any(is_extension(param) for p in group.params for param in p.registered()):
+        return None
+    from shardgrad.features.tensor_extensions import regroup
+
     return regroup(group)
 
 
@@ -241,8 +248,14 @@ def _all_gather_input(stage: Stage, memory: ShardMemory) -> type[AllGatherInput]
     two.
     """
     if stage.over_both_axes:
+        from shardgrad.features.hfsdp import HfsdpInput, OffloadedHfsdpInput
+
         return OffloadedHfsdpInput if memory.is_offloaded else HfsdpInput
-    return OffloadedInput if memory.is_offloaded else AllGatherInput
+    if memory.is_offloaded:
+        from shardgrad.features.offload import OffloadedInput
+
+        return OffloadedInput
+    return AllGatherInput
 
 
 # -- what is refused
@@ -303,6 +316,8 @@ def _refuse_combinations(
                 instead="reshard_after_forward=True or False",
             )
         if is_extension(param):
+            from shardgrad.features.tensor_extensions import require_extension
+
             require_extension(param, name, reshard_after_forward, memory)
         elif is_float8(param.dtype) and dtypes[param].mp_policy.param_dtype not in (
             None,

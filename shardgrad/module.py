@@ -46,7 +46,6 @@ from shardgrad.features.custom_comms import (
     set_collectives,
     start_symmetric_memory,
 )
-from shardgrad.features.wire_dtype import refuse_own_reduce_scatter
 from shardgrad.policies import GradientReductionHandle
 
 __all__ = [
@@ -375,6 +374,8 @@ class FSDPModule:
         Raises:
             CustomCommError: the unit's gradients have a `wire_dtype`.
         """
+        from shardgrad.features.wire_dtype import refuse_own_reduce_scatter
+
         for group in self._unit.groups:
             refuse_own_reduce_scatter(group, comm)
         set_collectives(self._unit.groups, reduce_scatter=comm)

@@ -30,7 +30,7 @@ class Task:
         clip: largest gradient norm; 0 does not clip.
         device: `cpu` or `cuda`.
         share_device: ranks share one GPU, which shows that things work but not how fast.
-        keep_heap: the training program's heap setting is in force in every process.
+        keep_heap: freed memory stays in every process's heap (`benchmarks/heap.py`).
     """
 
     preset: str = "tiny"

@@ -131,6 +131,8 @@ def _write(
     def write(file: str) -> None:
         path = publication.aside / file
         package.save_file(content, path, metadata={"format": "pt"})
+        # The package makes a file that only its owner reads; the folder has the umask's mode.
+        path.chmod(publication.aside.stat().st_mode & 0o666)
         sync(path)
         content.clear()
 

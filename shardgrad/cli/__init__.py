@@ -31,12 +31,6 @@ _COMMANDS = {
         ),
         "checkpoint": ("shardgrad.cli.checkpoint", "Verify, inspect and export checkpoints."),
     },
-    "This program": {
-        "completion": (
-            "shardgrad.cli.completion",
-            "Print the script that completes words in your shell.",
-        ),
-    },
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import Any
 
 import click
 from click.core import ParameterSource
@@ -77,8 +77,6 @@ class LazyGroup(click.Group):
         **rest: as for `click.Group`.
     """
 
-    hidden_commands: ClassVar[Mapping[str, str]] = {"bench": "shardgrad.cli.bench"}
-
     def __init__(
         self,
         *args: Any,
@@ -88,17 +86,12 @@ class LazyGroup(click.Group):
         super().__init__(*args, **rest)
         self._sections = commands_by_section or {}
         self._modules = {
-            **{
-                name: module
-                for rows in self._sections.values()
-                for name, (module, _) in rows.items()
-            },
-            **self.hidden_commands,
+            name: module for rows in self._sections.values() for name, (module, _) in rows.items()
         }
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Returns the names of all commands."""
-        return [name for name in self._modules if name not in self.hidden_commands]
+        return list(self._modules)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Imports and returns a command."""

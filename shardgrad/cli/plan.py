@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardgrad.cli.command import Command, given
+from shardgrad.extras import require
 
 if TYPE_CHECKING:
     from shardgrad.plan.calibration import Calibration
@@ -256,18 +257,11 @@ def _plan(
 ) -> None:
     from shardgrad.function_named import function_named
     from shardgrad.plan.request import require_share
-    from shardgrad.train.model_types import (
-        require_fitting_sizes,
-        require_known_fields,
-        require_model_type,
-    )
 
     # Before PyTorch is imported, which takes seconds.
     request, machine, calibration = _asked(options)
     if request.hf is not None:
-        require_model_type(request.hf)
-        require_fitting_sizes(request.hf, request.override)
-        require_known_fields(request.hf, request.override)
+        require("transformers", feature="--hf")
     if request.model is not None:
         function_named(request.model, flag="--model")
     if tokens_per_step is not None:

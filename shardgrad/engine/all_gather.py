@@ -132,6 +132,7 @@ class AllGather:
             span("all_gather", name) if profiler._is_profiler_enabled else NO_SPAN,
             comm_ctx.streams.on(stream),
         ):
+            # The optimizer has written the shards on the stream that forward was called on.
             comm_ctx.parameters_ready.wait(stream)
             if source.ready is not None:
                 source.ready.wait(stream)

@@ -228,6 +228,8 @@ class SlotRing:
         slot = self._next()
         self._turns.append(slot)
         if not self.keeps and slot.nbytes != nbytes:
+            # Idle slots of other sizes would raise the peak by what they hold. Giving back waits
+            # for nothing on the host: their streams are ordered by `free`.
             idle = [each for each in self.slots if each.holder is None]
             for each in idle if nbytes > self._largest else [slot]:
                 each.give_back()

@@ -194,6 +194,8 @@ class GradGroup:
                 now = tuple(map(_REQUIRES_GRAD, self._both))
             if now == self._trainable or now == self._trainable * 2:
                 return
+        # What differs from what both had in common was set by the program since: it goes from the
+        # unsharded parameter to the sharded one, and then the other way.
         known = self._agreed if self._generation == self.group.generation else ()
         for p, was in zip(params, known, strict=False):
             if p.unsharded is not None and p.unsharded.requires_grad != was:
@@ -267,6 +269,8 @@ class GradGroup:
         """Gives parameters their places among the gradients; what waits goes along."""
         old, group = self._packer, self.group
         new = GradPacker(group, placed, group.layout_of(placed, with_flags=True), self._second)
+        # Sums of micro-batches keep the order of the layout that packed them, so they are copied
+        # to the new places. Where nothing waits there is nothing to copy.
         if old is None or self._is_open or old.dtype != new.dtype:
             self.forget()
         else:
@@ -557,17 +561,22 @@ class GradGroup:
         there is one. Without anything to send, the pack stream alone is used.
         """
         group, streams = self.group, comm_ctx.streams
+        # Zero-bubble schedules write gradients of unsharded parameters without autograd's hook.
         self._collect_written(streams)
         route = self._route_under(comm_ctx)
         transport, end = route.transport, route.end
         sends = route.sends if self.waiting is Waiting.NOTHING else Sends.MESSAGE
         if sends is Sends.NOTHING:
+            # The pack writes the gradient shard itself. It comes after the former reduction, which
+            # may have ended on another pack stream.
             end = self.collector.pack_stream
             route.done.wait(end)
         shard = None  # without the second step, only a partial sum is left
         if self.requires_all_reduce or self._second is None:
             shard = self.require_shard()
             if not shard.has_memory:
+                # The pack stream is that of backward: freed activations, which the allocator keeps
+                # for each stream, become gradients without more memory.
                 shard.stream = self.collector.pack_stream
         with streams.on(self.collector.pack_stream):  # slots are allocated for it
             if sends is Sends.MESSAGE:
@@ -581,6 +590,7 @@ class GradGroup:
             span("post_backward_reduce", group.name) if profiler._is_profiler_enabled else NO_SPAN,
             streams.on(stream),
         ):
+            # Several streams may have filled a slot: the collective waits for every one of them.
             for slot in memory.slots:
                 slot.start_reading(stream)
             with transport.together(messages):
@@ -605,11 +615,15 @@ class GradGroup:
             for slot in memory.slots:
                 slot.holder = reduction
             if self._second is not None:
+                # What follows the reduce-scatter has a stream of its own, so that the next group's
+                # reduce-scatter does not wait for it.
                 route.done.record(stream)
                 route.done.wait(end)
         with streams.on(end):
             if shard is not None:
                 shard.part_with_kept(reader)
+            # Where streams order the result, the end is launched now and the host goes on. Gloo's
+            # result is there when the host has waited, so its end comes with the join.
             if transport.stream_ordered:
                 try:
                     reduction.complete()
@@ -638,7 +652,9 @@ class GradGroup:
         numel = chunk_numel * group.mesh.shard_size // ranks
         summed = self._sum if self.waiting is Waiting.SUM else None
         if summed is not None:
-            self.accumulate(comm_ctx)  # what has arrived since
+            # What has arrived since is added first, so that one message brings all of it.
+            self.accumulate(comm_ctx)
+        # On the wire gradients may be narrower than their sum; then the sum needs other memory.
         is_cast = dtype != group.reduce_dtype
         has_own = is_cast and (self._second is not None or group.collectives.hook is not None)
         staging_dtype = None if shard is None or not shard.needs_staging else group.gradient_dtype

@@ -213,6 +213,8 @@ class GradShard:
         self.decide()
         self.nonfinite = None
         self.zeroed.clear()
+        # The common case after zero_grad(): the reduction overwrites, which saves a pass that
+        # zeroes and one that reads.
         if self.objects.are_absent():
             return False
         for i, live in enumerate(self.settle(range(len(self.params)))):
@@ -270,6 +272,7 @@ class GradShard:
         memory like `flat` on the mesh's device, if `needs_staging`.
         """
         accumulate = self.prepare()
+        # Memory comes as late as this, so that the peak at the loss has none of it.
         if not self.has_memory:
             with streams.on(self.stream):
                 self.allocate(zeroed=False)
@@ -280,6 +283,8 @@ class GradShard:
             write(self.flat, divisor=divisor, accumulate=accumulate)
             return
         if accumulate:
+            # Adding on the device costs a copy there, and no wait of the host in the middle of
+            # backward.
             staging.copy_(self.flat, non_blocking=True)
         write(staging, divisor=divisor, accumulate=accumulate)
         # To the host, where the shard lives; the copy goes on after the return, until
@@ -301,6 +306,8 @@ class GradShard:
         """
         self.touched = touched
         before, self._flags_before = self._flags_before, None
+        # Parameters with hooks: which of them got a gradient just now, and not in an earlier
+        # backward, has to be known before the hooks run, so the host waits.
         if before is not None:
             self.wait_on_host()
             self.flagged = self._read(self.flags)

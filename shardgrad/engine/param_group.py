@@ -397,6 +397,7 @@ class ParamGroup:
         after = _AFTER_UNSHARD.get(self.state)
         if after is None:
             return
+        # What was kept is still there, and current: `reshard_if_stale` has looked.
         if after is not KEPT_UNSHARDING:
             version = self._version()
             self._all_gather = self._launch(comm_ctx, version)
@@ -443,6 +444,8 @@ class ParamGroup:
         elif self._unsharded is not None and (state is UNSHARDED or state is KEPT_UNSHARDING):
             self._unsharded.wait()  # another stream may have copied them out
         if state in _AFTER_CANCEL:
+            # Modules register the unsharded parameters only now: an exception before leaves the
+            # sharded ones, which checkpoints and optimizers look for.
             self._move(UNSHARDED)
             self.registration.change(_UNSHARDED_PARAM)
 

@@ -75,6 +75,8 @@ class RootContext:
         Streams: later all-gathers start after the current stream, where the optimizer wrote the
         parameters.
         """
+        # A registered method may call forward as often as it likes; any other forward that begins
+        # while one of the same unit is open means that the open one was interrupted.
         opens_again = self._forward_root is unit and unit.methods_running > 0
         has_failed = self._forward_root is unit and not opens_again and not unit.runs_in_itself
         if unit is self.root and self._forward_root not in (None, unit):
@@ -83,20 +85,23 @@ class RootContext:
             self.recover()
         if self._forward_root is not None and not opens_again:
             return args, kwargs
+        # Between iterations a program may load weights, freeze layers, or step an optimizer: all of
+        # it is looked for once, here, and not by each unit.
         replaced = [each.refresh() for each in self.units]
         if torch.is_grad_enabled():
             unit.require_complete()
         device = self.comm_ctx.device
         if device.type != "cpu":
-            if (
-                is_capturing(device) != self._is_captured
-            ):  # by torch.cuda.graph, if not by graphed_step
+            # By torch.cuda.graph, if not by graphed_step.
+            if is_capturing(device) != self._is_captured:
                 self._is_captured = not self._is_captured
                 self.comm_ctx.streams.forget_events()
                 self.quiesce()
             with span("inputs_to_device", unit.name) if profiler._is_profiler_enabled else NO_SPAN:
                 (args,), (kwargs,) = _to_kwargs(args, kwargs, device, False)
         self._forward_root, self._position, self._order_before = unit, 0, len(self._backward_order)
+        # An evaluation in an except block runs while that exception is handled: it is not a
+        # failure of this forward.
         self._handled = sys.exception()
         if not self._order_frozen:
             self._order.clear()
@@ -193,6 +198,7 @@ class RootContext:
         if self._forward_root is not unit or unit.is_running:
             return
         self._forward_root = None
+        # The first whole forward of the root decides what is prefetched from now on.
         if unit is self.root and not self.keep_unsharded:
             self._order_frozen = True
         for each in self.units:
@@ -268,6 +274,8 @@ class RootContext:
             torch.no_grad(),
         ):
             self.scheduler.finish_reading()
+            # Parameters are freed before the last groups are reduced: their memory is what these
+            # reductions take.
             for unit in self.units:
                 unit.finish_backward()
             self.scheduler.drain(self.grad_groups, wait=wait and self.scheduler.is_last_backward)

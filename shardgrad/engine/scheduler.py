@@ -117,6 +117,7 @@ class ReductionScheduler:
             self._keeps_graph = torch.is_grad_enabled() or (self.reads_again and _keeps_graph())
             self.reads_again |= self._keeps_graph
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        # Units entered forward in an order that all ranks share, so its reverse is one, too.
         self._queue, self._entered = self._entered, []
         for grads in self._queue:
             _move(grads, GradState.COLLECTING)
@@ -193,6 +194,7 @@ class ReductionScheduler:
         With `wait`, the current stream then waits for the gradients; else reductions stay in
         flight.
         """
+        # Groups that got nothing are reduced as well: other ranks may have gradients for them.
         while self._queue:
             self._reduce(self._queue.pop())
         for reduction in self._earlier:
@@ -223,6 +225,7 @@ class ReductionScheduler:
 
     def join(self) -> None:
         """Completes every reduction in flight; the current stream waits for the gradients."""
+        # All second steps are launched before the first is waited for, so that they overlap.
         for reduction in self._earlier:
             reduction.start_second_step()
         stream = self.comm_ctx.streams.current()

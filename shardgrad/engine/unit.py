@@ -319,6 +319,8 @@ class Unit:
         if context.keep_unsharded:
             context.gather_through(self)
         self.unshard(context)
+        # The next unit's all-gather is launched before this one is waited for, so that it overlaps
+        # with this unit's compute also where waiting blocks the host.
         if not recomputing and not self._waiting_modules:
             self._waiting_modules.update(self.modules)
             self._prefetch_forward(context)
@@ -332,9 +334,8 @@ class Unit:
                 span("cast_forward_inputs", self.name) if profiler._is_profiler_enabled else NO_SPAN
             ):
                 args, kwargs = _cast(dtype, args), _cast(dtype, kwargs)
-        if (
-            torch.is_grad_enabled() or context.scheduler.enrolment is not None
-        ):  # backward may recompute it
+        # Backward may recompute it.
+        if torch.is_grad_enabled() or context.scheduler.enrolment is not None:
             args, kwargs = self._watch_inputs(context, args, kwargs, counted=not recomputing)
         return args, kwargs
 
@@ -497,7 +498,9 @@ class Unit:
         if not scheduler.backward_running:
             scheduler.begin_backward(in_autograd=True)
         task = _graph_task()
-        if begins := call.begun_in != task:  # a graph that was retained has several backwards
+        # The hook runs for each output of the call; a graph that was retained has several
+        # backwards.
+        if begins := call.begun_in != task:
             call.begun_in = task
             self._open += 1
             for grads in self.grad_groups:
@@ -530,14 +533,18 @@ class Unit:
         with span("post_backward", self.name) if profiler._is_profiler_enabled else NO_SPAN:
             # A unit called several times in a row is about to need its parameters again.
             again = self._next_backward is self and self._outstanding > 0
+            # Another call's backward may be open on another stream, and a graph that is kept reads
+            # the parameters again.
             keep = (
                 again or self._open > 0 or context.keep_unsharded or context.scheduler.reads_again
             )
             if self.reshard_after_backward and not keep:
+                # See [Note: Branches that send nothing back] in `grad_collector.py`.
                 streams = context.comm_ctx.streams
                 for grads in self.grad_groups:
                     grads.collector.order_before(streams.current(), streams)
                 self.reshard()
+            # All calls of this unit are over: no more gradients of its parameters come.
             if self._outstanding == self._open == 0 and context.scheduler.backward_running:
                 for grads in self.grad_groups:
                     context.scheduler.close(grads)

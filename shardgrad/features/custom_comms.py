@@ -27,7 +27,6 @@ from shardgrad.engine.transports import (
     StreamTransport,
     Work,
 )
-from shardgrad.features.wire_dtype import exchange_over
 
 __all__ = [
     "CustomCollectives",
@@ -97,8 +96,11 @@ class CustomCollectives(CollectiveConfig):
         ):
             key, allocate = (self.staging, group, "reduce"), _allocators[self.staging](group)
             ring = comm_ctx.special_ring(key, allocate, depth=ring.depth)
-        transport = exchange_over if self.exchanges else CommContext.transport
-        return Route(transport(comm_ctx, group), ring)
+        if not self.exchanges:
+            return Route(comm_ctx.transport(group), ring)
+        from shardgrad.features.wire_dtype import exchange_over
+
+        return Route(exchange_over(comm_ctx, group), ring)
 
 
 def collectives_of(group: ParamGroup) -> CustomCollectives:

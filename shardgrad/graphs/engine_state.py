@@ -377,9 +377,8 @@ class _GradFacts:
         See [Note: Kept gradients] in `sharding/gradient_objects.py`.
         """
         counts = counts_of(self._objects)
-        if (
-            counts == self._unkept
-        ):  # as in a steady step, which begins with no gradient bound either
+        # As in a steady step, which begins with no gradient bound either.
+        if counts == self._unkept:
             return False
         return counts != counts_if_none_is_kept(
             self._objects, [each.bound() for each in self._objects]

@@ -143,9 +143,8 @@ class FlatOptimizer(Optimizer):
     def _segments_of(self, group: OptimGroup, index: int) -> list[Segment]:
         """Sorts a group's parameters into segments, in the order in which they were given."""
         names = group.get("param_names", ())
-        if len(names) != len(
-            group["params"]
-        ):  # none, or the program has replaced the parameters only
+        # There are none, or the program has replaced the parameters only.
+        if len(names) != len(group["params"]):
             names = [f"{i} of group {index}" for i in range(len(group["params"]))]
         sharded: dict[ParamGroup, list[FSDPParam]] = {}
         plain: list[Segment] = []
@@ -301,9 +300,8 @@ class FlatOptimizer(Optimizer):
             # What is there already belongs to a parameter that comes from another group; it is
             # copied in.
             self.state.setdefault(param, dict(entry))
-        if (
-            self._skipped is None
-        ):  # not under a capture, whose every replay would make it zero again
+        # Not under a capture, whose every replay would make it zero again.
+        if self._skipped is None:
             self._skipped = torch.zeros((), dtype=torch.float32, device=segment.device)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

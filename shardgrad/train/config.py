@@ -157,20 +157,6 @@ class TrainConfig:
         100, "Steps between two validations; the last step is always validated.", least=1
     )
     eval_samples: int = _setting(64, "Number of held-out sequences in a validation.", least=1)
-    check_every: int = _setting(
-        100,
-        "Steps between checks for silent faults: ranks that issue different collectives, replicas "
-        "that "
-        "differ, parameters that no step changes; 0 checks replicas before checkpoints only.",
-        least=0,
-    )
-    on_nonfinite: str = _setting(
-        "stop",
-        "Action after a step with a non-finite loss or gradient, which does not update the "
-        "weights: stop; "
-        "skip continues with the next step; dump stops and writes the values into the run folder.",
-        choices=("stop", "skip", "dump"),
-    )
     checkpoint_every: int = _setting(
         100, "Steps between two checkpoints; the last step is always saved.", least=1
     )
@@ -186,9 +172,6 @@ class TrainConfig:
     run_dir: str | None = _setting(None, "Folder of the run.  [default: runs/<time>-<preset>]")
     tensorboard: bool = _setting(
         False, "Write the metrics for TensorBoard too, into the run folder."
-    )
-    wandb: bool = _setting(
-        False, "Log the metrics to Weights & Biases too; offline, unless WANDB_MODE=online is set."
     )
     sample_bytes: int = _setting(
         60,
@@ -223,12 +206,6 @@ class TrainConfig:
         if self.stage == "hfsdp" and len(mesh) != 2:
             raise UsageError(
                 "--stage hfsdp shards over two axes: give a mesh with both, such as --mesh 2x2."
-            )
-        if self.on_nonfinite == "skip" and self.engine == "fsdp2":
-            raise UsageError(
-                "--on-nonfinite skip is for --engine shardgrad or none, whose optimizers skip such "
-                "steps: "
-                "choose one of them, or stop."
             )
         if self.graph == "on" and self.engine == "fsdp2":
             raise UsageError(

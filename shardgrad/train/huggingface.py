@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardgrad.extras import require
+from shardgrad.train.config import read_text
 from shardgrad.train.failure import UsageError
 from shardgrad.train.model import next_token_loss
-from shardgrad.train.model_types import settings_in
 from shardgrad.train.presets import BYTE_VALUES, Scalar, suggestion
 
 
@@ -83,6 +85,14 @@ def build_causal_lm(
     return CausalLM(model.float())
 
 
+def require_buildable(source: str, overrides: Mapping[str, Scalar]) -> None:
+    """Refuses what :func:`build_causal_lm` would refuse, without the memory of a model."""
+    try:
+        build_causal_lm(source, overrides, device=torch.device("meta"), seed=0)
+    except RuntimeError as error:  # sizes below zero, or more than torch can count
+        raise _unusable(source, error) from error
+
+
 def read_model_config(source: str, overrides: Mapping[str, Scalar]) -> Any:
     """Returns the configuration of a model, of the class that `transformers` has for its type.
 
@@ -97,7 +107,7 @@ def read_model_config(source: str, overrides: Mapping[str, Scalar]) -> Any:
     require("transformers", feature="--hf")
     from transformers import AutoConfig
 
-    settings = settings_in(source) | dict(overrides)
+    settings = _settings_in(source) | dict(overrides)
     kind = settings.pop("model_type")
     try:
         config = AutoConfig.for_model(kind, **settings)
@@ -108,7 +118,32 @@ def read_model_config(source: str, overrides: Mapping[str, Scalar]) -> Any:
         if not hasattr(known, name):  # it would be kept, and read by nothing
             fields = textwrap.shorten(suggestion(name, list(known.to_dict())), 200)
             raise UsageError(f"The configuration of {kind!r} has no field {name!r}: {fields}")
+    heads = getattr(config, "num_attention_heads", None)
+    shared = getattr(config, "num_key_value_heads", None)
+    if isinstance(heads, int) and isinstance(shared, int) and (shared < 1 or heads % shared):
+        raise UsageError(
+            f"--hf {source}: num_attention_heads is {heads}, which num_key_value_heads, {shared}, "
+            "does not divide: correct one of them."
+        )
     return config
+
+
+def _settings_in(source: str) -> dict[str, Any]:
+    """Returns the settings in a `config.json`, or those of a model type: its name."""
+    path = Path(source)
+    if not path.suffix:
+        return {"model_type": source}
+    try:
+        settings = json.loads(read_text(path))
+    except UsageError as error:
+        raise UsageError(f"--hf {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"--hf {source} is not valid JSON ({error}): correct it there.") from error
+    if not isinstance(settings, dict) or not isinstance(settings.get("model_type"), str):
+        raise UsageError(
+            f"--hf {source} names no model_type: use the config.json of a transformers model."
+        )
+    return settings
 
 
 def _unusable(source: str, error: Exception) -> UsageError:

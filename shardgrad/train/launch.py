@@ -24,13 +24,7 @@ from shardgrad.train.launcher import (
     require_room,
     torchrun_world_size,
 )
-from shardgrad.train.model_types import (
-    require_fitting_sizes,
-    require_known_fields,
-    require_model_type,
-)
 from shardgrad.train.rank import Job, Report, run_rank
-from shardgrad.train.sinks import wandb_mode
 from shardgrad.train.spawn import spawn
 from shardgrad.train.texts import require_text
 
@@ -171,14 +165,12 @@ def _check_inputs(config: TrainConfig) -> None:
     if config.device == "accelerator":
         require_accelerator()
     if config.hf is not None:
-        require_model_type(config.hf)
-        require_fitting_sizes(config.hf, config.override)
-        require_known_fields(config.hf, config.override)
+        require("transformers", feature="--hf")
+        from shardgrad.train.huggingface import require_buildable  # imports PyTorch
+
+        require_buildable(config.hf, config.override)
     if config.tensorboard:
         require("tensorboard", feature="--tensorboard")
-    if config.wandb:
-        require("wandb", feature="--wandb")
-        wandb_mode()
     require_text(
         config.data,
         limit_nbytes=config.data_limit_mib * 2**20,

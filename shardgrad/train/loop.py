@@ -8,27 +8,26 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
+from shardgrad.checks.replica_report import replica_report
 from shardgrad.diagnosis.flight_recorder import recorder
-from shardgrad.diagnosis.same_collectives import require_same_collectives
 from shardgrad.errors import PartnerUnavailableError
 from shardgrad.extras import require
 from shardgrad.train.checkpoint import Checkpoints, TrainState
 from shardgrad.train.config import TrainConfig
 from shardgrad.train.corpus import Corpus, Sampler, load_corpus
 from shardgrad.train.display import SilentDisplay, choose_display, nice_seconds
-from shardgrad.train.failure import Interrupted, UsageError
+from shardgrad.train.failure import Interrupted, TrainingError, UsageError
 from shardgrad.train.generate import continued, shown
-from shardgrad.train.health import NonfiniteCheck, SilentFaultCheck, StepResult
 from shardgrad.train.model import count_parameters
 from shardgrad.train.optimizer import build_optimizer, build_schedule
 from shardgrad.train.parallel import World, build_mesh, memory_nbytes
 from shardgrad.train.profiling import profiled
 from shardgrad.train.record import RunRecord, StepMetrics
 from shardgrad.train.sharding import build_model
-from shardgrad.train.sinks import open_sinks
-from shardgrad.train.step import TrainStep, validation_loss
+from shardgrad.train.step import StepResult, TrainStep, validation_loss
 from shardgrad.train.stop import StopRequest
 
+_NEVER = 2**62
 _PROMPT_BYTES, _TEMPERATURE = 40, 0.8  # of the sample at the end
 
 
@@ -127,16 +126,14 @@ class Run:
         self._corpus = corpus
         self._checkpoints = checkpoints
         self._display = display
-        self._sinks = open_sinks(config, folder) if world.leads else []
-        self._record = RunRecord(folder, self._sinks) if world.leads else None
-        # Of the finite losses since the last report, the sum and the number.
-        self._losses = torch.zeros(2, device=world.device)
+        self._record = RunRecord(folder, tensorboard=config.tensorboard) if world.leads else None
+        self._loss_sum = torch.zeros((), device=world.device)  # since the last report
+        # The first steps of this rank whose loss, and whose gradient norm, is not finite. Reading
+        # a loss waits for the device, so steps do not read it: `_require_finite` does.
+        self._bad_steps = torch.full((2,), _NEVER, device=world.device)
         self._step = TrainStep(
             state, Sampler(corpus.train, config.seq_len, config.seed), config, world
         )
-        names = [name for name, p in state.model.named_parameters() if p.requires_grad]
-        self._nonfinite = NonfiniteCheck(names, config.on_nonfinite, folder, world)
-        self._silent_faults = SilentFaultCheck(state, world)
         self._first_step = state.step
         self._entropy = corpus.unigram_entropy()
         self._validation_loss = float("nan")
@@ -186,17 +183,10 @@ class Run:
         while state.step < config.steps:
             with profiled(self._folder if self._is_profiled() else None, self._world.device):
                 result = self._step()
-            self._nonfinite.watch(state.step, result)
-            self._unreported_steps += 1
-            is_finite = torch.isfinite(result.loss)
-            self._losses += torch.stack(
-                (torch.where(is_finite, result.loss, 0.0), is_finite.float())
-            )
+            self._watch(result)
             self._display.stepped(state.step)
             if self._is_due(config.log_every):
                 self._report(result)
-            if config.check_every and self._is_due(config.check_every):
-                self._check()
             if self._is_due(config.eval_every):
                 self._validate()
             recorder.enter("vote whether to go on")
@@ -222,9 +212,9 @@ class Run:
         recorder.enter("metrics")
         norm = result.grad_norm
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        self._examine()
-        mean = float(self._losses[0] / self._losses[1])
-        self._losses.zero_()
+        self._require_finite()
+        mean = float(self._loss_sum) / self._unreported_steps
+        self._loss_sum.zero_()
         rows = self._world.gather([mean, float(memory_nbytes(self._world.device))])
         now_s = time.perf_counter()
         state, config = self._state, self._config
@@ -247,19 +237,43 @@ class Run:
         if self._record is not None:
             self._record.step(metrics)
 
-    def _examine(self) -> None:
-        remark = self._nonfinite.examine()
-        if remark is not None:
-            self._display.note(remark)
+    def _watch(self, result: StepResult) -> None:
+        """Adds up a step's loss and notes whether it is finite, without waiting for the device."""
+        norm = result.grad_norm
+        norm = norm.to_local() if isinstance(norm, DTensor) else norm
+        is_finite = torch.stack((result.loss, norm)).isfinite()
+        first = self._bad_steps.clamp(max=self._state.step)
+        self._bad_steps = torch.where(is_finite, self._bad_steps, first)
+        self._loss_sum += result.loss
+        self._unreported_steps += 1
 
-    def _check(self) -> None:
-        """Checks for faults that neither the loss nor an error shows."""
-        recorder.enter("check")
-        require_same_collectives(self._world.control)
-        self._silent_faults.compare_replicas()
-        remark = self._silent_faults.unchanged_parameters()
-        if remark is not None:
-            self._display.note(remark)
+    def _require_finite(self) -> None:
+        """Ends the run if a loss or a gradient was not finite, so that none is saved. A
+        collective.
+        """
+        rows = self._world.gather(self._bad_steps.tolist())
+        first = min(map(min, rows))
+        if first > self._state.step:
+            return
+        ranks = [str(rank) for rank, (loss, _) in enumerate(rows) if loss == first]
+        what = f"the loss of rank {', '.join(ranks)}" if ranks else "the norm of the gradients"
+        raise TrainingError(
+            f"The loss or the gradients stopped being finite at step {first:.0f}: {what}. Lower "
+            "--lr or --clip, or use --precision fp32."
+        )
+
+    def _require_same_replicas(self) -> None:
+        """Ends the run if replicas of parameters or optimizer state differ. A collective."""
+        report = replica_report(self._state.model, self._state.optimizer)
+        if not self._world.any(bool(report.differing)):
+            return
+        words = "; ".join(str(report).splitlines()[:3]) if report.differing else ""
+        told = next(filter(None, self._world.all_gather_text(words)))
+        raise TrainingError(
+            f"Replicas have drifted apart, found after step {self._state.step}: {told}. A rank "
+            "computes or remembers wrongly (failing memory or device?): resume, without that "
+            "machine if it happens again."
+        )
 
     def _validate(self) -> None:
         recorder.enter("validation")
@@ -281,8 +295,8 @@ class Run:
     def _save(self) -> None:
         recorder.enter("checkpoint")
         began_s = time.perf_counter()
-        self._examine()
-        self._silent_faults.compare_replicas()
+        self._require_finite()
+        self._require_same_replicas()
         path = self._checkpoints.save(self._state, self._world)
         seconds = time.perf_counter() - began_s
         if self._record is not None:
@@ -298,8 +312,6 @@ class Run:
             self._display.note("The model writes:")
             for line in sample.split("\n"):
                 self._display.note(f"  {line}")
-        for sink in self._sinks:
-            sink.close()
         elapsed_s = time.perf_counter() - self._began_s
         if self._config.plot:
             self._record.draw(unigram_entropy=self._entropy)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import resource
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,7 +21,6 @@ from shardgrad.diagnosis.rank_watch import leave_to_program
 from shardgrad.train.accelerators import NO_ACCELERATOR
 from shardgrad.train.config import TrainConfig, mesh_shape
 from shardgrad.train.failure import UsageError
-from shardgrad.train.heap import keep_freed_memory
 from shardgrad.train.launcher import available_cores
 
 
@@ -87,7 +89,6 @@ def join(config: TrainConfig, *, init_method: str) -> World:
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     device = _choose_device(config.device, local_rank)
     if device.type == "cpu":
-        keep_freed_memory()
         torch.set_num_threads(max(1, available_cores() // local_world_size))
         backend = "gloo"
     else:
@@ -98,6 +99,28 @@ def join(config: TrainConfig, *, init_method: str) -> World:
         backend, init_method=init_method, rank=rank, world_size=world_size, timeout=limit
     )
     return World(rank, world_size, device, dist.new_group(backend="gloo", timeout=limit))
+
+
+def require_same_settings(world: World, config: TrainConfig, folder: Path, *, resume: bool) -> Path:
+    """Refuses ranks that a launcher started with different settings. A collective.
+
+    Returns:
+        The run folder: ranks of torchrun each derive its name from their clock; all use rank 0's.
+
+    Raises:
+        UsageError: on every rank; it names a rank and what it was given.
+    """
+    settings = {**dataclasses.asdict(config), "resume": resume, "run_dir": None}
+    first = json.loads(world.broadcast_text(json.dumps(settings | {"run_dir": str(folder)})))
+    odd = [
+        f"--{name.replace('_', '-')} is {value} on rank {world.rank} and {first[name]} on rank 0"
+        for name, value in settings.items()
+        if name != "run_dir" and value != first[name]
+    ]
+    if world.any(bool(odd)):
+        told = next(filter(None, world.all_gather_text("; ".join(odd))))
+        raise UsageError(f"The ranks have different settings: {told}. Start all with the same.")
+    return Path(first["run_dir"])
 
 
 def start_hang_watchdog(world: World, *, stall_s: float, on_stall: OnStall) -> HangWatchdog:

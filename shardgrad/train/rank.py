@@ -103,14 +103,13 @@ def run_rank(job: Job, *, init_method: str, launcher: int | None = None) -> Repo
         import torch.distributed as dist
 
         from shardgrad.train.loop import train
-        from shardgrad.train.parallel import join, start_hang_watchdog
+        from shardgrad.train.parallel import join, require_same_settings, start_hang_watchdog
 
         world = join(job.config, init_method=init_method)
         watchdog = start_hang_watchdog(
             world, stall_s=_STALL * job.config.timeout, on_stall=_tell_of_stall
         )
-        # Ranks of torchrun each derive the folder's name from their clock: all use rank 0's.
-        folder = Path(world.broadcast_text(str(folder)))
+        folder = require_same_settings(world, job.config, folder, resume=job.resume)
         train(
             dataclasses.replace(job.config, run_dir=str(folder)),
             world,

@@ -8,8 +8,9 @@ import json
 import os
 import platform
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from shardgrad.errors import CheckpointError
 from shardgrad.train.config import TrainConfig
 from shardgrad.train.launcher import available_cores
 from shardgrad.train.parallel import World
-from shardgrad.train.sinks import Sink
 from shardgrad.version import __version__, commit
 
 _METRICS_NBYTES = 4 * 2**30  # of a file of metrics that is read
@@ -63,11 +63,15 @@ class RunRecord:
 
     Args:
         folder: the run folder, created if it is missing.
-        sinks: other places for the numbers of the events.
+        tensorboard: write the numbers of the events into `tensorboard/` too.
     """
 
-    def __init__(self, folder: Path, sinks: Sequence[Sink] = ()) -> None:
-        self._folder, self._sinks = folder, sinks
+    def __init__(self, folder: Path, *, tensorboard: bool = False) -> None:
+        self._folder = folder
+        self._board: Any = None
+        if tensorboard:
+            board = import_module("torch.utils.tensorboard")  # needs an optional package
+            self._board = board.SummaryWriter(str(folder / "tensorboard"))
         self._metrics = folder / "metrics.jsonl"
 
     def begin(
@@ -114,9 +118,11 @@ class RunRecord:
         """Appends an event to `metrics.jsonl`."""
         with self._metrics.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps({"event": event, **values}) + "\n")
-        numbers = {name: value for name, value in values.items() if type(value) in (int, float)}
-        for sink in self._sinks:
-            sink.write(event, numbers)
+        if self._board is not None:
+            for name, value in values.items():
+                if name != "step" and type(value) in (int, float):
+                    self._board.add_scalar(f"{event}/{name}", value, values["step"])
+            self._board.flush()
 
     def step(self, metrics: StepMetrics) -> None:
         """Appends a `step` event."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -15,7 +16,6 @@ from shardgrad.graphs import GraphPool
 from shardgrad.train.checkpoint import TrainState
 from shardgrad.train.config import TrainConfig
 from shardgrad.train.corpus import Sampler, validation_starts, windows
-from shardgrad.train.health import StepResult, gradient_sums
 from shardgrad.train.model import next_token_loss
 from shardgrad.train.parallel import World
 from shardgrad.train.sharding import set_gradient_sync
@@ -23,6 +23,21 @@ from shardgrad.train.sharding import set_gradient_sync
 MicroBatch = tuple[Tensor, Tensor]  # tokens and targets, int64 `[batch, sequence]`
 
 _IGNORED_TARGET = -100  # what cross_entropy leaves out by default
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The results of a step, on the device. The next step may overwrite them.
+
+    Args:
+        loss: this rank's mean loss over its micro-batches, fp32 scalar.
+        grad_norm: norm of all gradients before clipping, a scalar; a DTensor if the gradients are.
+        lr: learning rate of the step.
+    """
+
+    loss: Tensor
+    grad_norm: Tensor
+    lr: float
 
 
 class TrainStep:
@@ -39,8 +54,8 @@ class TrainStep:
         world: this rank.
 
     Attributes:
-        update: function from micro-batches to loss, gradient norm and gradient sums; a
-            `GraphedStep` if steps are captured.
+        update: function from micro-batches to loss and gradient norm; a `GraphedStep` if steps are
+            captured.
     """
 
     def __init__(
@@ -50,8 +65,7 @@ class TrainStep:
         self._sampler = sampler
         self._config = config
         self._world = world
-        self._parameters: list[Tensor] = [p for p in state.model.parameters() if p.requires_grad]
-        self.update: Callable[[list[MicroBatch]], tuple[Tensor, Tensor, Tensor]] = self._update
+        self.update: Callable[[list[MicroBatch]], tuple[Tensor, Tensor]] = self._update
         if _is_graphed(config, world.device):
             # A model that cannot be captured is trained without a graph, except with `--graph on`.
             fallback: Literal["raise", "eager"] = "raise" if config.graph == "on" else "eager"
@@ -63,11 +77,11 @@ class TrainStep:
         state = self._state
         lr = float(state.schedule.get_last_lr()[0])
         recorder.enter("data", step=state.step + 1)
-        loss, grad_norm, grad_sums = self.update(self._micro_batches())
+        loss, grad_norm = self.update(self._micro_batches())
         state.schedule.step()
         state.step += 1
         state.samples += self._config.global_batch(self._world.world_size)
-        return StepResult(loss, grad_norm, grad_sums, lr)
+        return StepResult(loss, grad_norm, lr)
 
     def _micro_batches(self) -> list[MicroBatch]:
         """Returns this rank's part of the next global batch, on the host."""
@@ -79,11 +93,11 @@ class TrainStep:
             for number in range(self._config.accumulate)
         ]
 
-    def _update(self, micro_batches: list[MicroBatch]) -> tuple[Tensor, Tensor, Tensor]:
+    def _update(self, micro_batches: list[MicroBatch]) -> tuple[Tensor, Tensor]:
         """Runs forward and backward of each micro-batch, clips, and updates the weights.
 
         Returns:
-            `loss`, `grad_norm` and `grad_sums` of `StepResult`.
+            `loss` and `grad_norm` of `StepResult`.
         """
         model, config, device = self._state.model, self._config, self._world.device
         loss = torch.zeros((), device=device)
@@ -95,7 +109,6 @@ class TrainStep:
             part.backward()
             loss += part.detach()
         recorder.enter("clip")
-        grad_sums = gradient_sums(self._parameters)
         # The norm is reported without clipping too: an infinite limit clips nothing.
         clip = (
             torch.nn.utils.clip_grad_norm_
@@ -106,7 +119,7 @@ class TrainStep:
         recorder.enter("optimizer")
         self._state.optimizer.step()
         self._state.optimizer.zero_grad()
-        return loss, grad_norm, grad_sums
+        return loss, grad_norm
 
 
 def _is_graphed(config: TrainConfig, device: torch.device) -> bool:

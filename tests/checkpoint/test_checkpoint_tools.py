@@ -147,6 +147,9 @@ def test_a_checkpoint_becomes_safetensors(saved: Path, tmp_path: Path) -> None:
     result = run("export", saved, tmp_path / "st", "--only", "model")
     assert result.exit_code == 0, result.output
     assert_same(load_file(tmp_path / "st" / "model.safetensors"), state()["model"])
+    (tmp_path / "new").touch()  # with the umask's mode
+    (made,) = (tmp_path / "st").iterdir()
+    assert made.stat().st_mode == (tmp_path / "new").stat().st_mode
 
 
 def test_without_the_package_safetensors_the_command_says_what_to_install(

@@ -20,12 +20,7 @@ from shardgrad.cli import doctor as doctor_module
 from shardgrad.cli import main
 from shardgrad.graphs.preflight.issues import Issue
 from shardgrad.patch.__main__ import main as patched
-
-
-def test_bench_says_where_it_has_moved_and_fails() -> None:
-    done = CliRunner().invoke(main, ["bench", "--steps", "3"])
-    assert done.exit_code == 2
-    assert "python -m benchmarks" in done.output
+from tests.support.processes import run
 
 
 def test_without_the_extra_the_command_line_names_it_and_fails(
@@ -132,13 +127,6 @@ def test_options_are_listed_in_sections_and_those_of_no_section_under_others() -
     assert "Other options:" not in lines["doctor"]
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_the_script_that_completes_words_is_printed(shell: str) -> None:
-    done = CliRunner().invoke(main, ["completion", shell])
-    assert done.exit_code == 0
-    assert "_SHARDGRAD_COMPLETE" in done.output
-
-
 def test_a_switch_takes_no_value_and_another_option_does() -> None:
     assert CliRunner().invoke(main, ["train", "--no-plot", "--print-config"]).exit_code == 0
     assert CliRunner().invoke(main, ["train", "--lr", "0.5", "--print-config"]).exit_code == 0
@@ -152,3 +140,16 @@ def test_a_misspelled_command_is_refused_with_the_one_that_is_spelled_alike() ->
     result = CliRunner().invoke(main, ["trian"])
     assert result.exit_code == 2
     assert "No such command 'trian'. Did you mean 'train'?" in result.output
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_what_a_terminal_cannot_show_is_escaped(encoding: str) -> None:
+    script = "from shardgrad import __main__; import sys\n"
+    script += "__main__._write_what_can_be_written(); print(chr(0x2603), flush=True)\n"
+    script += "import subprocess; subprocess.run([sys.executable, '-c', 'print(chr(0x2603))'])"
+    done = run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"PYTHONIOENCODING": encoding},
+        timeout_s=60,
+    )
+    assert (done.returncode, done.stdout) == (0, "\\u2603\n" * 2), done.stderr

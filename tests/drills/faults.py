@@ -225,7 +225,7 @@ CATALOGUE: tuple[Fault | Tampering, ...] = (
         "poison gradient",
         _BACKWARD[:1],
         _E.SAYS,
-        words=("stopped being finite at step", "the gradient of parameter"),
+        words=("stopped being finite at step", "the norm of the gradients"),
     ),
     Fault(
         "replica differs in one bit",

@@ -31,7 +31,6 @@ from shardgrad.train.model import Transformer
 from shardgrad.train.parallel import World
 from shardgrad.train.presets import transformer_config
 from shardgrad.train.record import RunRecord
-from shardgrad.train.sinks import wandb_mode
 from tests.fuzz.inputs import (
     CHANGES,
     EDITS,
@@ -99,7 +98,7 @@ MEETING = ("MASTER_ADDR", "MASTER_PORT")
 SETTINGS = (
     *("CUDA_LAUNCH_BLOCKING", "TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"),
     *("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
-    *("NCCL_GRAPH_REGISTER", "OMP_NUM_THREADS", "WANDB_MODE"),
+    *("NCCL_GRAPH_REGISTER", "OMP_NUM_THREADS"),
 )
 ENVIRONMENT = (*NUMBERED, *MEETING, *SETTINGS)
 _VALUES = st.one_of(
@@ -138,7 +137,6 @@ def feed_environment(variables: dict[str, str]) -> str:
         try:
             world_size = torchrun_world_size()
             is_restarted()
-            wandb_mode()
         except TrainingError:
             return "refused"
     if world_size is None:

@@ -20,7 +20,6 @@ from shardgrad.train.model import (
     rotary_tables,
     rotate,
 )
-from shardgrad.train.model_types import require_known_fields
 from shardgrad.train.presets import transformer_config
 
 SMALL = TransformerConfig(width=16, layers=2, heads=2, kv_heads=2, hidden=24)
@@ -237,33 +236,3 @@ def test_a_field_that_a_configuration_of_transformers_does_not_have_is_named() -
         UsageError, match=r"'gpt2' has no field 'n_layers': did you mean 'n_layer'\?"
     ):
         read_model_config("gpt2", {"n_layers": 3})
-
-
-def is_unknown(kind: str, field: str) -> bool:
-    try:
-        require_known_fields(kind, {field: 1})
-    except UsageError as error:
-        return "has no field" in str(error)
-    return False
-
-
-@pytest.mark.parametrize(
-    "kind", ["gpt2", "llama", "mixtral", "falcon", "deepseek_v3", "opt", "gpt_neox"]
-)
-def test_what_is_read_of_a_configurations_code_refuses_nothing_that_transformers_takes(
-    kind: str,
-) -> None:
-    transformers = pytest.importorskip("transformers")
-    known = transformers.AutoConfig.for_model(kind)
-    names = {name for name in (*dir(known), *known.to_dict()) if not name.startswith("__")}
-    own = {
-        name: getattr(known, name) for name in names & {*known.to_dict()} - {"model_type", "dtype"}
-    }
-    own = {
-        name: value for name, value in own.items() if isinstance(value, bool | int | float | str)
-    }
-    assert len(own) > 10
-    require_known_fields(kind, own)
-    for name in names - {*own}:
-        assert not is_unknown(kind, name), name
-    assert is_unknown(kind, "no_such_field")

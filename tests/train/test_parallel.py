@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import platform
-
 import pytest
 import torch
 
 from shardgrad.train.failure import UsageError
-from shardgrad.train.heap import keep_freed_memory
 from shardgrad.train.parallel import _choose_device
 
 
@@ -40,7 +37,3 @@ def test_a_machine_without_an_accelerator_computes_on_its_cpu_unless_told_otherw
     assert _choose_device("auto", 0) == torch.device("cpu")
     with pytest.raises(UsageError, match="PyTorch sees no accelerator here"):
         _choose_device("accelerator", 0)
-
-
-def test_freed_memory_is_kept_where_the_c_library_can() -> None:
-    assert keep_freed_memory() == (platform.libc_ver()[0] == "glibc")

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -354,6 +355,16 @@ def test_a_loss_that_is_not_finite_stops_before_it_is_saved(tmp_path: Path) -> N
     assert status == 1
     assert "stopped being finite at step 2" in errors
     assert not (folder / "checkpoints" / "latest").exists()
+
+
+def test_ranks_that_were_given_different_settings_are_refused(tmp_path: Path) -> None:
+    line = shlex.join([*TRAIN, *map(str, MICRO), "--run-dir", str(tmp_path / "run")])
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torchrun += ["--nproc-per-node=2", "--no-python", "bash", "-c"]
+    status, _, errors = end(start(f"exec {line} --lr $((RANK + 1))", program=torchrun))
+    assert status != 0
+    assert "The ranks have different settings: --lr is 2.0 on rank 1 and 1.0 on rank 0" in errors
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_missing_data_path_is_said_before_anything_starts(tmp_path: Path) -> None:

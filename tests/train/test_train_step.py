@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,11 +19,10 @@ from shardgrad.train.checkpoint import TrainState
 from shardgrad.train.config import TrainConfig
 from shardgrad.train.corpus import Sampler
 from shardgrad.train.failure import TrainingError
-from shardgrad.train.health import NonfiniteCheck, StepResult
 from shardgrad.train.model import Transformer, TransformerConfig, materialise
 from shardgrad.train.optimizer import build_optimizer, build_schedule
 from shardgrad.train.parallel import World
-from shardgrad.train.step import TrainStep, validation_loss
+from shardgrad.train.step import StepResult, TrainStep, validation_loss
 
 CPU = torch.device("cpu")
 ALONE = cast(World, SimpleNamespace(rank=0, world_size=1, device=CPU))
@@ -159,43 +158,24 @@ def test_the_setting_decides_who_takes_the_step(settings: dict[str, Any], wanted
     ("loss", "norm"),
     [(float("nan"), 1.0), (float("inf"), 1.0), (1.0, float("nan")), (1.0, float("inf"))],
 )
-def test_the_first_step_that_is_not_finite_is_remembered_with_its_gradient(
-    loss: float, norm: float, tmp_path: Path
-) -> None:
-    health = watched(tmp_path, "stop")
-    assert health.examine() is None
-    health.watch(2, result(loss, norm, [1.0, float("inf"), float("nan")]))
-    health.watch(3, result(float("nan"), 1.0, [float("nan")] * 3))
-    health.watch(4, result(1.0, 1.0))
-    with pytest.raises(TrainingError) as caught:
-        health.examine()
-    assert "at step 2" in str(caught.value)
-    assert "the gradient of parameter second, which lies on rank 0" in str(caught.value)
-    assert ("the loss of rank 0" in str(caught.value)) == (not math.isfinite(loss))
-
-
-def test_skipped_steps_are_counted_and_forgotten(tmp_path: Path) -> None:
-    health = watched(tmp_path, "skip")
-    for step in (2, 3):
-        health.watch(step, result(float("nan"), 1.0))
-    remark = health.examine()
-    assert remark == "Skipped 2 step(s) that were not finite, the first 2: the loss of rank 0."
-    assert health.examine() is None
-
-
-def test_a_dump_holds_the_first_bad_step(tmp_path: Path) -> None:
-    health = watched(tmp_path, "dump")
-    health.watch(2, result(1.0, float("inf"), [1.0, float("inf"), 2.0]))
-    health.watch(3, result(1.0, 1.0))
-    with pytest.raises(TrainingError, match="nonfinite_step_000002"):
-        health.examine()
-    found = torch.load(tmp_path / "nonfinite_step_000002" / "rank_0.pt", weights_only=True)
-    assert found["step"] == 2
-    assert {name: float(value) for name, value in found["gradient_sums"].items()} == {
-        "first": 1.0,
-        "second": math.inf,
-        "third": 2.0,
-    }
+def test_the_first_step_that_is_not_finite_is_remembered(loss: float, norm: float) -> None:
+    run = object.__new__(loop.Run)
+    run.__dict__.update(
+        _world=alone(),
+        _state=SimpleNamespace(step=0),
+        _loss_sum=torch.zeros(()),
+        _bad_steps=torch.full((2,), loop._NEVER),
+        _unreported_steps=0,
+    )
+    for step, numbers in enumerate([(1.0, 1.0), (loss, norm), (math.nan, math.nan), (1.0, 1.0)]):
+        if step == 1:
+            run._require_finite()
+        run._state.step = step + 1
+        run._watch(result(*numbers))
+    with pytest.raises(TrainingError, match="finite at step 2") as caught:
+        run._require_finite()
+    where = "the norm of the gradients" if math.isfinite(loss) else "the loss of rank 0"
+    assert where in str(caught.value)
 
 
 def test_neither_a_validation_nor_a_save_counts_in_the_speed_of_training(
@@ -213,6 +193,7 @@ def test_neither_a_validation_nor_a_save_counts_in_the_speed_of_training(
 
     monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: now_s))
     monkeypatch.setattr(loop, "validation_loss", takes(30.0, 1.0))
+    monkeypatch.setattr(loop.Run, "_require_same_replicas", takes(0.0, None))
     config, run, display = config_of(), object.__new__(loop.Run), mock.Mock()
     run.__dict__.update(
         _config=config,
@@ -222,9 +203,8 @@ def test_neither_a_validation_nor_a_save_counts_in_the_speed_of_training(
         _checkpoints=mock.Mock(save=takes(50.0, Path("step_000002"))),
         _display=display,
         _record=None,
-        _losses=torch.ones(2),
-        _nonfinite=mock.Mock(**{"examine.return_value": None}),
-        _silent_faults=mock.Mock(),
+        _loss_sum=torch.ones(()),
+        _bad_steps=torch.full((2,), loop._NEVER),
         _first_step=0,
         _entropy=5.0,
         _began_s=now_s,
@@ -240,8 +220,8 @@ def test_neither_a_validation_nor_a_save_counts_in_the_speed_of_training(
     assert metrics.tokens_per_s == 2 * config.global_batch(1) * config.seq_len / 4.0
 
 
-def result(loss: float, norm: float, sums: Sequence[float] = (0.0, 0.0, 0.0)) -> StepResult:
-    return StepResult(torch.tensor(loss), torch.tensor(norm), torch.tensor(sums), lr=0.1)
+def result(loss: float, norm: float) -> StepResult:
+    return StepResult(torch.tensor(loss), torch.tensor(norm), lr=0.1)
 
 
 class Alone(World):
@@ -253,10 +233,3 @@ class Alone(World):
 
 def alone() -> Alone:
     return Alone(0, 1, CPU, cast(dist.ProcessGroup, None))
-
-
-def watched(folder: Path, policy: str) -> NonfiniteCheck:
-    """After one step that was well."""
-    health = NonfiniteCheck(["first", "second", "third"], policy, folder, alone())
-    health.watch(1, result(1.0, 1.0))
-    return health

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from shardgrad.train.config import TrainConfig
 from shardgrad.train.generate import continued, shown
 from shardgrad.train.model import Transformer, materialise
 from shardgrad.train.presets import transformer_config
-from shardgrad.train.sinks import open_sinks
+from shardgrad.train.record import RunRecord
 from tests.support.processes import run
 
 ROOT = Path(__file__).parents[2]
@@ -108,76 +107,12 @@ def test_bad_input_of_generate_is_refused_without_pytorch(
     assert words in result.stderr
 
 
-def test_metrics_go_to_tensorboard_and_to_weights_and_biases_offline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said: list[tuple[Any, ...]] = []
-
-    class Writer:
-        def __init__(self, folder: str) -> None:
-            said.append(("folder", folder))
-
-        def add_scalar(self, *words: Any) -> None:
-            said.append(words)
-
-        def flush(self) -> None: ...
-
-        def close(self) -> None:
-            said.append(("closed",))
-
-    class Logged:
-        def log(self, numbers: dict[str, float], step: int) -> None:
-            said.append((numbers, step))
-
-        def finish(self) -> None:
-            said.append(("finished",))
-
-    def init(**settings: Any) -> Logged:
-        said.append((settings["mode"], settings["config"]["preset"]))
-        return Logged()
-
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    monkeypatch.setitem(
-        sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=Writer)
-    )
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
-    sinks = open_sinks(TrainConfig(tensorboard=True, wandb=True), tmp_path)
-    for sink in sinks:
-        sink.write("step", {"step": 3, "loss": 2.5})
-        sink.close()
-    assert said == [
-        ("folder", str(tmp_path / "tensorboard")),
-        ("offline", "tiny"),
-        ("step/loss", 2.5, 3),
-        ("closed",),
-        ({"step/loss": 2.5}, 3),
-        ("finished",),
-    ]
-    assert open_sinks(TrainConfig(), tmp_path) == []
-
-
 def test_tensorboard_reads_what_a_run_has_written(tmp_path: Path) -> None:
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    (sink,) = open_sinks(TrainConfig(tensorboard=True), tmp_path)
-    sink.write("step", {"step": 3, "loss": 2.5})
-    sink.close()
+    RunRecord(tmp_path, tensorboard=True).write("step", step=3, loss=2.5, memory=(1, 2))
     read = events.EventAccumulator(str(tmp_path / "tensorboard"))
     read.Reload()
     assert [(scalar.step, scalar.value) for scalar in read.Scalars("step/loss")] == [(3, 2.5)]
-
-
-@pytest.mark.slow
-def test_weights_and_biases_writes_files_without_a_network(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("wandb")
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    (sink,) = open_sinks(TrainConfig(wandb=True), tmp_path)
-    sink.write("step", {"step": 3, "loss": 2.5})
-    sink.close()
-    (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    assert b"step/loss" in path.read_bytes()
-    assert b"2.5" in path.read_bytes()
 
 
 @pytest.mark.long
