@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from functools import cache
 from pathlib import Path
 
-__all__ = ["__version__", "commit", "described"]
+__all__ = ["__version__", "commit", "described", "digest_of_sources"]
 
 __version__ = "0.1.0.dev0"  # of a release: without .dev0, as in pyproject.toml
 
@@ -45,3 +46,16 @@ def commit() -> str | None:
 def described() -> str:
     """Returns the version and the commit, as in "0.1.0.dev0 (commit 0123456789ab)"."""
     return f"{__version__} (commit {commit() or 'unknown'})"
+
+
+@cache
+def digest_of_sources() -> str:
+    """Returns a digest of the package's Python files.
+
+    Unlike the commit it tells changed files apart, and is the same however the package was
+    installed.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(_PACKAGE.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]

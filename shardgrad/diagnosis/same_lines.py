@@ -1,45 +1,86 @@
-"""Ranks compare what each says of itself, line by line."""
+"""Ranks compare what each says of itself, line by line.
+
+What a rank sends does not grow with the number of ranks: a reduction finds the largest and the
+smallest digest, and only ranks that differ look for where, beside the lines of one rank.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import zip_longest
 
+import torch
 import torch.distributed as dist
 
-from shardgrad.diagnosis.all_gather_object import all_gather_object
+from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.errors import RankDisagreementError
 
 __all__ = ["require_same_lines"]
 
 
-def require_same_lines(lines: list[str], count: int, group: dist.ProcessGroup) -> int:
-    """Returns the largest `count` of all ranks, if all have the same lines about their model. A
-    collective.
+def require_same_lines(
+    lines: Sequence[str],
+    count: int,
+    group: dist.ProcessGroup,
+    *,
+    what: str = "ranks built different models",
+    fix: str = "build the model from the same configuration and in the same order on every rank",
+) -> int:
+    """Returns the largest `count` of all ranks, if all have the same lines. A collective.
+
+    Streams: the current stream of the group's device; the host waits for it.
 
     Raises:
-        RankDisagreementError: on every rank, naming the first line that differs.
+        RankDisagreementError: on every rank, naming the first rank that differs from the group's
+            first, and their first lines that differ. It says `what`, and a `fix`.
     """
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    answers: list[tuple[str, int]] = all_gather_object((digest, count), group)
-    if len({answer[0] for answer in answers}) == 1:
-        return max(answer[1] for answer in answers)
-    everyone: list[list[str]] = all_gather_object(lines, group)
+    text = "\n".join(lines)
+    octets = hashlib.sha256(text.encode()).digest()
+    digest = [int.from_bytes(octets[i : i + 4], "big") for i in range(0, len(octets), 4)]
+    *found, largest = _largest([*digest, *(-word for word in digest), count], group)
+    highest, lowest = found[: len(digest)], [-word for word in found[len(digest) :]]
+    if highest == lowest:
+        return largest
     ranks = dist.get_process_group_ranks(group)
-    first, other, theirs = _first_difference(everyone)
+    expected = _sent_by(0, text, group)
+    [left] = _largest([0 if text == expected else len(ranks) - group.rank()], group)
+    other = len(ranks) - left
+    got = _sent_by(other, text, group)
+    pairs = zip_longest(expected.split("\n"), got.split("\n"), fillvalue="nothing more")
+    ours, theirs = next(pair for pair in pairs if pair[0] != pair[1])
     raise RankDisagreementError(
-        "ranks built different models",
-        expected=f"rank {ranks[0]}: {first}",
+        what,
+        expected=f"rank {ranks[0]}: {ours}",
         got=f"rank {ranks[other]}: {theirs}",
         where=f"rank {dist.get_rank()}",
-        fix="build the model from the same configuration and in the same order on every rank",
+        fix=fix,
     )
 
 
-def _first_difference(everyone: Sequence[list[str]]) -> tuple[str, int, str]:
-    for other, lines in enumerate(everyone):
-        for ours, theirs in zip_longest(everyone[0], lines, fillvalue="nothing more"):
-            if ours != theirs:
-                return ours, other, theirs
-    return "", 0, ""
+def _largest(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int]:
+    """Returns the largest of all ranks, number by number."""
+    device = dist.distributed_c10d._get_object_coll_device(group)
+    largest = torch.tensor(numbers, dtype=torch.int64, device=device)
+    # No all-reduce: a rank that is elsewhere, say in the norm of a DTensor, could join that.
+    root = dist.get_global_rank(group, 0)
+    _wait_for(partial(dist.reduce, largest, root, dist.ReduceOp.MAX), group)
+    _wait_for(partial(dist.broadcast, largest, root), group)
+    return list(map(int, largest.tolist()))
+
+
+def _sent_by(rank: int, text: str, group: dist.ProcessGroup) -> str:
+    """Returns the text that a rank of the group has."""
+    own = text.encode() if group.rank() == rank else b""
+    [length] = _largest([len(own)], group)
+    device = dist.distributed_c10d._get_object_coll_device(group)
+    octets = torch.tensor(list(own) or [0] * length, dtype=torch.uint8, device=device)
+    _wait_for(partial(dist.broadcast, octets, dist.get_global_rank(group, rank)), group)
+    return bytes(octets.tolist()).decode()
+
+
+def _wait_for(collective: Callable[..., dist.Work], group: dist.ProcessGroup) -> None:
+    log = recorder.group_log(group)
+    entry = log.record("comparison of the ranks", None)
+    log.wait_for(collective(group=group, async_op=True), entry)

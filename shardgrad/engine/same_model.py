@@ -1,4 +1,4 @@
-"""Ranks compare what they have built, before anything is trained on it."""
+"""Ranks compare their code and what they have built with it, before anything is trained on it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from shardgrad.diagnosis.same_lines import require_same_lines
 from shardgrad.engine.unit import Unit
 from shardgrad.sharding.mesh import DataParallelMesh
+from shardgrad.version import __version__, digest_of_sources
 
 __all__ = ["describe", "require_same_model"]
 
@@ -37,11 +38,19 @@ def describe(units: Sequence[Unit], mesh: DataParallelMesh | None = None) -> lis
         for group in unit.groups:
             if mesh not in (None, group.mesh):
                 continue
-            lines.append(f"{group.kind} of {unit.name}: {group.gradient_policy}, {group.stage}")
+            lines.append(
+                f"{group.kind} of {unit.name}: {group.gradient_policy}, {group.stage}, "
+                f"mesh {tuple(group.mesh.mesh.shape)}, {group.mesh.device.type}"
+            )
             lines.extend(
                 f"parameter {p.name}: {p.shape}, {p.sharded.dtype}, "
                 f"requires_grad={p.sharded.requires_grad}, {p.sharding.placements}"
                 for p in group.params
+            )
+            places = [piece.shard_offset for piece in group.layout.pieces]
+            lines.append(
+                f"layout of {group.kind} of {unit.name}: chunks of {group.layout.chunk_numel} "
+                f"elements, parameters at {places}"
             )
     return lines
 
@@ -63,6 +72,15 @@ def require_same_model(units: Sequence[Unit]) -> None:
         lines = describe(units, None if mesh == root else mesh)
         for group in (mesh.shard_group, mesh.replicate_group):
             if group is not None and group.size() > 1 and dist.get_backend(group) != "fake":
+                # Another version may lay parameters out in another order, in chunks of the same
+                # size, so that nothing fails and every number is wrong.
+                require_same_lines(
+                    [f"version {__version__}, digest of sources {digest_of_sources()}"],
+                    0,
+                    group,
+                    what="ranks run different versions of shardgrad",
+                    fix="install the same version on every node",
+                )
                 first_number = require_same_lines(lines, first_number, group)
     groups = [(unit.name, group) for unit in units for group in unit.groups]
     for offset, (name, param_group) in enumerate(groups):

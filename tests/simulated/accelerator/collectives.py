@@ -240,6 +240,9 @@ class SimulatedGroup(dist.ProcessGroup):
 
     allreduce_coalesced = allreduce
 
+    def reduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Work:
+        return self.allreduce(tensors, opts)  # what others than the root get is undefined
+
     def broadcast(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Work:
         return self._launch("broadcast", tensors, tensors, opts, root=opts.rootRank if opts else 0)
 
