@@ -21,9 +21,8 @@ from shardgrad.engine.buffers import Chunks
 from shardgrad.engine.transports import ExchangeTransport, MessageTag
 
 _KIB, _MIB = 2**10, 2**20
-_SECTION_NBYTES = (
-    4 * 2**20
-)  # what one timing moves at least, so that it is long enough for the clock
+# What one timing moves at least, so that it is long enough for the clock.
+_SECTION_NBYTES = 4 * 2**20
 _MOST_REPEATS = 50
 _FIELDS = ("wall_s", "cpu_s", "loopback_nbytes")
 

@@ -68,9 +68,8 @@ class Experts(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         """`[batch, sequence, width]` to the same; batch x sequence is a multiple of the experts."""
         count, width = self.gate.shape[:2]
-        tokens = inputs.reshape(-1, count, width).transpose(
-            0, 1
-        )  # [experts, tokens of each, width]
+        # [experts, tokens of each, width].
+        tokens = inputs.reshape(-1, count, width).transpose(0, 1)
         inner = functional.silu(torch.bmm(tokens, self.gate)) * torch.bmm(tokens, self.up)
         return torch.bmm(inner, self.down).transpose(0, 1).reshape(inputs.shape)
 

@@ -23,10 +23,11 @@ _COLOURS = dict(
 _ENGINE, _FLOOR = "#4c78a8", "#a9b0b8"
 _IN_TIMELINE = ("fsdp2", "shardgrad", "shardgrad-graphed")
 _TIMES = ("wall_s", "host_s", "cpu_s")
+# Of the device, where it has some.
 _MEMORY = (
     "peak_reserved_nbytes",
     "peak_rss_beyond_imports_nbytes",
-)  # of the device, where it has some
+)
 
 
 def draw(record: Record) -> dict[str, bytes]:

@@ -169,9 +169,8 @@ def _predict(task: Task, ranks: int, measured: Sequence[Round]) -> tuple[int, li
         on_host=True,
     )
     rehearsal = rehearse(request)
-    usual = machine_of(
-        "cpu", is_graphed=True
-    )  # the compute that is measured has its launches in it
+    # The compute that is measured has its launches in it.
+    usual = machine_of("cpu", is_graphed=True)
     plans = []
     for one in measured:
         device = dataclasses.replace(usual.device, bandwidth=one["bandwidth"])

@@ -150,7 +150,7 @@ def replaced(text: str, table: str) -> str:
     if not begin or not end:
         raise ValueError(
             f"benchmarks/README.md lacks the marks {BEGIN} and {END}: put them where the tables "
-            f"belong"
+            "belong"
         )
     return f"{before}{BEGIN}\n{table}\n{END}{after}"
 

@@ -206,8 +206,7 @@ def title(record: Record) -> str:
     clip = f", clipped at {config['clip']:g}" if config["clip"] else ""
     return (
         f"{model}, {config['precision']}, {ranks}, {config['batch_size']} x {config['seq_len']} "
-        f"tokens each"
-        f"{accumulate}{clip}"
+        f"tokens each{accumulate}{clip}"
     )
 
 
@@ -224,8 +223,7 @@ def setting(record: Record) -> str:
     ops = f", {environment['ops_backend']} ops" if environment.get("ops_backend") else ""
     return (
         f"{device}, {environment['cores']} cores, load {environment['load_average_1min']:.1f} at "
-        f"the start; "
-        f"torch {environment['torch']}{ops}; {commit}{changed}; {environment['time']}"
+        f"the start; torch {environment['torch']}{ops}; {commit}{changed}; {environment['time']}"
     )
 
 
@@ -257,8 +255,8 @@ def notes(record: Record) -> list[str]:
         loud = max(noise["by_name"], key=lambda name: noise["by_name"][name])
         found.append(
             f"The machine was too noisy: a quartile of {loud} is {noise['by_name'][loud]:.0%} from "
-            f"its "
-            f"median, {noise['allowed']:.0%} are allowed. Let nothing else run, and measure again."
+            f"its median, {noise['allowed']:.0%} are allowed. Let nothing else run, and measure "
+            "again."
         )
     for name in record.get("disagreed", ()):
         found.append(f"{name} was not compared: it does not compute the same.")

@@ -307,16 +307,14 @@ def _main(worker: Worker, pipe: Connection) -> None:
             method, arguments = pipe.recv()
             pipe.send(getattr(served, method)(*arguments))
     except EOFError:
-        os._exit(
-            0
-        )  # the parent has closed the pipe; graphs, watchdogs and peers may be in any state
+        # The parent has closed the pipe; graphs, watchdogs and peers may be in any state.
+        os._exit(0)
     except BaseException as error:
         is_memory = isinstance(error, MemoryError) or "out of memory" in str(error).lower()
         words = textwrap.shorten(f"{type(error).__name__}: {error}", 300, placeholder=" ...")
         pipe.send(_Failure(words, "".join(traceback.format_exception(error)), is_memory))
-        os._exit(
-            1
-        )  # not by unwinding: a peer may never come to the collective that a destructor waits for
+        # Not by unwinding: a peer may never come to the collective that a destructor waits for.
+        os._exit(1)
 
 
 # -- functions on ranks

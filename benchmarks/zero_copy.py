@@ -24,9 +24,8 @@ from shardgrad.sharding import zero_copy
 _KIB = 2**10
 _UNITS, _WEIGHTS = 2, 4
 _WIDTH = 512  # of every weight; its rows follow from its size
-_SECTION_NBYTES = (
-    32 * 2**20
-)  # what one timing moves at least, so that it is long enough for the clock
+# What one timing moves at least, so that it is long enough for the clock.
+_SECTION_NBYTES = 32 * 2**20
 
 
 @click.command()

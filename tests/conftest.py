@@ -17,9 +17,8 @@ __all__ = ["pytest_timeout_set_timer"]
 hypothesis.settings.register_profile("repeatable", derandomize=True, database=None)
 hypothesis.settings.load_profile("repeatable")
 
-torch.set_num_threads(
-    1
-)  # tensors here are small, and ranks and another pytest want the other cores
+# Tensors here are small, and ranks and another pytest want the other cores.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

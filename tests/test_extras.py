@@ -123,8 +123,8 @@ def test_the_command_line_names_its_extra_in_one_sentence(
     _, errors = communicate(process, 100)
     assert process.returncode == 2
     assert errors == (
-        "shardgrad: the command line needs click, rich and numpy, which are not installed: "
-        "pip install 'shardgrad[cli,checkpoint]'\n"
+        "shardgrad: the command line needs click, rich and numpy, which are not installed: pip "
+        "install 'shardgrad[cli,checkpoint]'\n"
     )
 
 
@@ -154,8 +154,8 @@ def test_the_command_line_names_its_extra_in_one_sentence(
             "safetensors",
             ["checkpoint", "export", ".", "there"],
             "shardgrad.checkpoint.safetensors.verify",
-            "a safetensors file needs safetensors, which is not installed: "
-            "pip install 'shardgrad[safetensors]'",
+            "a safetensors file needs safetensors, which is not installed: pip install "
+            "'shardgrad[safetensors]'",
         ),
     ],
     ids=[

@@ -374,9 +374,8 @@ def test_a_gradient_replaced_by_a_whole_tensor_is_refused(two_ranks: Ranks) -> N
 
 def takes_the_cpu() -> None:
     built_for = torch._C._accelerator_getAccelerator
-    torch._C._accelerator_getAccelerator = lambda: torch.device(
-        "cuda"
-    )  # what a CUDA build says, GPU or not
+    # What a CUDA build says, GPU or not.
+    torch._C._accelerator_getAccelerator = lambda: torch.device("cuda")
     try:
         model = shardgrad.fully_shard(stack(4, 4))
         model(torch.ones(1, 4)).sum().backward()

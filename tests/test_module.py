@@ -224,9 +224,8 @@ def forced_sum(model: Tower) -> None:
 
 
 def other_divisor(model: Tower) -> None:
-    model.layers[1].set_force_sum_reduction_for_comms(
-        True
-    )  # gloo cannot scale, and torch then refuses
+    # Gloo cannot scale, and torch then refuses.
+    model.layers[1].set_force_sum_reduction_for_comms(True)
     model.layers[1].set_gradient_divide_factor(4.0)
 
 
@@ -345,9 +344,8 @@ def train_stepping_in_hooks(engine: Engine) -> Tensors:
 
 
 def train_clipped(engine: Engine, norm_type: float) -> Tensors:
-    model = engine.fully_shard(
-        stack(5, 7, 3)
-    )  # no empty pieces: torch has no infinity norm of them
+    # No empty pieces: torch has no infinity norm of them.
+    model = engine.fully_shard(stack(5, 7, 3))
     optim = make_optimizer("sgd", model)
     found = {}
     for step in range(3):

@@ -112,15 +112,14 @@ def check(task: Task) -> None:
     if math.prod(task.mesh_shape) != task.ranks:
         raise UsageError(
             f"--mesh {task.mesh} has room for {math.prod(task.mesh_shape)} ranks, not "
-            f"{task.ranks}: "
-            f"use --ranks {math.prod(task.mesh_shape)}, or another mesh."
+            f"{task.ranks}: use --ranks {math.prod(task.mesh_shape)}, or another mesh."
         )
     config = None if task.hf else MODELS[task.preset]
     if isinstance(config, MixtureConfig) and task.batch_size * task.seq_len % config.experts:
         raise UsageError(
             f"{task.batch_size} x {task.seq_len} tokens cannot be shared evenly by "
-            f"{config.experts} experts: "
-            f"choose a --batch-size or --seq-len that is a multiple of {config.experts}."
+            f"{config.experts} experts: choose a --batch-size or --seq-len that is a multiple of "
+            f"{config.experts}."
         )
     if task.device == "cuda" and not task.share_device:
         import torch
@@ -128,6 +127,6 @@ def check(task: Task) -> None:
         found = torch.cuda.device_count()
         if found < task.ranks:
             raise UsageError(
-                f"{task.ranks} ranks need as many GPUs, and {found} can be seen here: "
-                f"use {f'--ranks {found}, or --share-device' if found else '--device cpu'}."
+                f"{task.ranks} ranks need as many GPUs, and {found} can be seen here: use "
+                f"{f'--ranks {found}, or --share-device' if found else '--device cpu'}."
             )

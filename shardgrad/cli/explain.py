@@ -66,5 +66,5 @@ def _trace_in(path: Path) -> Path:
             return path / name
     raise UsageError(
         f"{path} has no trace.json: profile a step with shardgrad train --profile STEP, or give a "
-        f"trace."
+        "trace."
     )

@@ -287,7 +287,7 @@ def _check_together(ctx: click.Context) -> None:
     useless = given(ctx, *_NOT_WITH_SEARCH) if given(ctx, "tokens_per_step") else []
     if useless:
         raise click.UsageError(
-            f"--search tries settings by itself, and prints a table: leave out "
+            "--search tries settings by itself, and prints a table: leave out "
             f"{', '.join(useless)}.",
             ctx,
         )

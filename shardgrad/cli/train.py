@@ -133,8 +133,7 @@ def _option(
     default=None,
     metavar="[RUN_DIR]",
     help="Resume the run in this folder from its newest checkpoint; the number of ranks may "
-    "differ.  "
-    "[without RUN_DIR: the newest run in runs/]",
+    "differ.  [without RUN_DIR: the newest run in runs/]",
 )
 @click.option(
     "--config",

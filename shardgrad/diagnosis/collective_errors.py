@@ -14,8 +14,8 @@ __all__ = ["FIX", "checked"]
 _T = TypeVar("_T")
 
 FIX = (
-    "if ranks legitimately run different units or have no batch, wrap the step in "
-    "`with shardgrad.participate(model):`; else look for the first error among the ranks"
+    "if ranks legitimately run different units or have no batch, wrap the step in `with "
+    "shardgrad.participate(model):`; else look for the first error among the ranks"
 )
 
 

@@ -204,8 +204,8 @@ _FIXES = {
     },
 }
 _ENDED = (
-    "every rank has to take as many steps: end the loop on all of them at once, or "
-    "with shardgrad.participate(model): for ranks that have no batch"
+    "every rank has to take as many steps: end the loop on all of them at once, or with "
+    "shardgrad.participate(model): for ranks that have no batch"
 )
 _OTHERWISE = (
     "every rank has to call the same collectives in the same order: look for `if rank == 0:`"
@@ -322,8 +322,8 @@ def _desynchronized(statuses: Mapping[int, RankStatus]) -> Diagnosis | None:
         return Diagnosis(
             ranks,
             f"{_ranks(ranks)} left the common order {where}: the {wrong} where "
-            f"{_ranks(tuple(t.rank for t in made[right]), small=True)} made the {right} "
-            f"(number {seq_id} of their group).",
+            f"{_ranks(tuple(t.rank for t in made[right]), small=True)} made the {right} (number "
+            f"{seq_id} of their group).",
             stack=odd.stack,
             fix=_fix([t.call for t in members]),
             is_certain=True,

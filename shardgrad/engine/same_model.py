@@ -39,8 +39,8 @@ def describe(units: Sequence[Unit], mesh: DataParallelMesh | None = None) -> lis
             if mesh not in (None, group.mesh):
                 continue
             lines.append(
-                f"{group.kind} of {unit.name}: {group.gradient_policy}, {group.stage}, "
-                f"mesh {tuple(group.mesh.mesh.shape)}, {group.mesh.device.type}"
+                f"{group.kind} of {unit.name}: {group.gradient_policy}, {group.stage}, mesh "
+                f"{tuple(group.mesh.mesh.shape)}, {group.mesh.device.type}"
             )
             lines.extend(
                 f"parameter {p.name}: {p.shape}, {p.sharded.dtype}, "

@@ -331,8 +331,7 @@ def _refuse_uncapturable_groups(groups: Iterable[ParamGroup]) -> None:
         if group.shard_memory.is_offloaded:
             raise CaptureError(
                 "CPUOffloadPolicy and graphed_step exclude each other: the optimizer runs on the "
-                "host, and a "
-                "graph repeats work of the device only",
+                "host, and a graph repeats work of the device only",
                 expected=f"shards on {group.mesh.device}",
                 got=f"shards on {group.shard_memory.device}",
                 where=where,
@@ -341,8 +340,7 @@ def _refuse_uncapturable_groups(groups: Iterable[ParamGroup]) -> None:
         if not group.is_flat:
             raise CaptureError(
                 "a parameter with fsdp_pre_all_gather cannot be in a graphed step: a graph repeats "
-                "neither "
-                "what its methods decide in Python nor what they do with their memory",
+                "neither what its methods decide in Python nor what they do with their memory",
                 expected="parameters without all-gather extensions",
                 got=", ".join(param.name for param in group.params),
                 where=where,

@@ -15,9 +15,8 @@ from shardgrad.graphs.outputs import local_tensor
 __all__ = ["Habits"]
 
 _NEW_KEYS = 7  # calls in a row, each with inputs of shapes that were never seen
-_REPLACED = (
-    7  # calls in a row, each with another tensor where the step reads one that it is not given
-)
+# Calls in a row, each with another tensor where the step reads one that it is not given.
+_REPLACED = 7
 _NEW_GUARDS = 10  # calls in a row, each with host state that was never seen
 
 
@@ -41,9 +40,8 @@ class Habits:
         if self._new_keys == _NEW_KEYS:
             self._warn(
                 f"got inputs of shapes that it had not seen in {_NEW_KEYS} calls in a row, so it "
-                f"is never "
-                f"captured and runs eagerly; the last: {_shapes(key)}. Pad them to a few sizes "
-                f"with bucket=.",
+                f"is never captured and runs eagerly; the last: {_shapes(key)}. Pad them to a few "
+                "sizes with bucket=.",
                 depth=5,
             )
 
@@ -54,7 +52,7 @@ class Habits:
         if self._new_guards == _NEW_GUARDS:
             one, other = _difference(before, guards)
             self._warn(
-                f"ran eagerly, and is not captured: what a graph would freeze changed before each "
+                "ran eagerly, and is not captured: what a graph would freeze changed before each "
                 f"of {_NEW_GUARDS} calls in a row; in the last, {reprlib.repr(one)} became "
                 f"{reprlib.repr(other)}. For a number of an optimizer: an optimizer of "
                 "shardgrad.optim, which keeps it on the device, or torch's Adam or AdamW with "
@@ -85,8 +83,7 @@ class Habits:
         if any(bool(grad.count_nonzero()) for grad in left):
             self._warn(
                 "leaves gradients behind, to which the next step adds its own: call "
-                "optimizer.zero_grad() at "
-                "the end of the step, inside it.",
+                "optimizer.zero_grad() at the end of the step, inside it.",
                 depth=6,
             )
 

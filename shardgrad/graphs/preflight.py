@@ -99,8 +99,7 @@ def _of_optimizer(optimizer: Optimizer, device: torch.device) -> Iterator[Issue]
             "uncapturable optimizer",
             f"a step of {name} cannot be recorded: {why}",
             fix=f"{ours}; or capturable=True where {name} has it; or take one step first, if that "
-            f"makes "
-            "its momentum",
+            "makes its momentum",
         )
     else:
         numbers = [
@@ -113,7 +112,7 @@ def _of_optimizer(optimizer: Optimizer, device: torch.device) -> Iterator[Issue]
             yield Issue(
                 "frozen hyperparameter",
                 f"the learning rate of {name} is the Python number {numbers[0]}, and stays that in "
-                f"a graph",
+                "a graph",
                 fix=f"{ours}, whose hyperparameters can change between replays"
                 # SGD reads a tensor on the host, for alpha=.
                 + ("" if isinstance(optimizer, torch.optim.SGD) else with_tensor),
@@ -125,8 +124,7 @@ def _of_kernels() -> Iterator[Issue]:
         yield Issue(
             "missing kernels",
             "shardgrad's kernels for CUDA were not built, and the references of norms and updates, "
-            "which run "
-            "in their place, wait for the device",
+            "which run in their place, wait for the device",
             fix=f"{build_command()}, with an nvcc of CUDA {torch.version.cuda} on PATH",
         )
 

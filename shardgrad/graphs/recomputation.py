@@ -112,8 +112,7 @@ class _RefuseDraws(TorchDispatchMode):
             raise CaptureError(
                 f"a recomputed region draws random numbers ({func})",
                 expected="no random numbers in regions of torch.utils.checkpoint, since a graph "
-                "cannot save "
-                "their state",
+                "cannot save their state",
                 got="numbers that would not be those of the forward",
                 fix="move the dropout out of the region",
             )

@@ -478,9 +478,8 @@ class GraphedStep(Generic[_P, _R]):
         try:
             with _stale_streams_overridden(), graph.captured(), reads:
                 outputs = detached(self._function(*args, **kwargs))
-                outputs = apart_from(
-                    self._state(), outputs
-                )  # of now: gradients may have got memory inside
+                # Of now: gradients may have got memory inside.
+                outputs = apart_from(self._state(), outputs)
         except BaseException:
             for each in self._capturables:
                 each.abort_capture()
@@ -506,8 +505,8 @@ class GraphedStep(Generic[_P, _R]):
             f"could not be captured: {type(error).__name__}{first}",
             where="; ".join(filter(None, (known.where, line))),
             fix=known.fix
-            or "return what the host reads from the step, and read it afterwards; "
-            "torch.where instead of an if; docs/how_to/migrate_to_graphed_step.md#what-to-do",
+            or "return what the host reads from the step, and read it afterwards; torch.where "
+            "instead of an if; docs/how_to/migrate_to_graphed_step.md#what-to-do",
             issues=issues,
             error=error,
         )
@@ -527,7 +526,7 @@ class GraphedStep(Generic[_P, _R]):
         ]
         self._refuse_kind(
             kind,
-            f"would be wrong as a graph: captured again in the next call, it gives other bits of "
+            "would be wrong as a graph: captured again in the next call, it gives other bits of "
             f"{listed(names)}",
             where=f"between the two captures, {listed(changed)}" if changed else "",
             fix="pass what changes from call to call as an argument, a tensor for a number; draw "
@@ -656,9 +655,8 @@ def _stale_streams_overridden() -> Iterator[None]:
     """Autograd nodes of other streams, kept by the program, must not join the capture with their
     stream.
     """
-    override = getattr(
-        torch.autograd.graph, "set_override_stale_capture_stream", None
-    )  # from torch 2.13 on
+    # From torch 2.13 on.
+    override = getattr(torch.autograd.graph, "set_override_stale_capture_stream", None)
     if override is None:
         yield
         return

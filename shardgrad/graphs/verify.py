@@ -117,9 +117,9 @@ def compare_runs(
             f"{names[0]} and {names[1]} from the same state differ in {listed(different)}",
             expected="the same bits",
             got=f"other bits in {len(different)} tensors",
-            fix="does the step use state that graphed_step was not given, do something else "
-            "while it is captured, or use a kernel whose sums have no fixed order? if none, "
-            "suspect the hardware",
+            fix="does the step use state that graphed_step was not given, do something else while "
+            "it is captured, or use a kernel whose sums have no fixed order? if none, suspect the "
+            "hardware",
         )
     return outputs
 

@@ -156,9 +156,8 @@ class BoundOptimizer(Optimizer):
             step: Any = self.partner.step
             step(grad_scaler=scaler)
         for alias in chain.from_iterable(self._aliases):
-            alias.show(
-                None, self._kind.attribute
-            )  # which would keep memory that is freed between steps
+            # Which would keep memory that is freed between steps.
+            alias.show(None, self._kind.attribute)
         return loss
 
     def _hand_over_options(self) -> None:
@@ -177,8 +176,7 @@ class BoundOptimizer(Optimizer):
         if self._kind.has_masters and is_capturing(self._device):
             raise CaptureError(
                 f"the first step of {self._kind.name} copies the parameters into its master "
-                f"weights, and a "
-                "graph would do so in every replay",
+                "weights, and a graph would do so in every replay",
                 expected="one step before the capture",
                 got="a first step while a graph is being captured",
                 fix="optimizer.step() once, or more warm-up steps",

@@ -179,14 +179,12 @@ def _user_model(reference: str) -> PlanModel:
     if any(param.device.type != "meta" for param in module.parameters()):
         raise UsageError(
             f"{reference} creates parameters on a fixed device: leave out device= in the model, so "
-            f"that it "
-            "can be built on the meta device."
+            "that it can be built on the meta device."
         )
     if loss is None and not callable(getattr(module, "loss", None)):
         raise UsageError(
             f"{type(module).__name__} has no loss(tokens, targets): add one, or let {reference} "
-            f"return the "
-            "model and a function of (model, batch_size, seq_len) that returns the loss."
+            "return the model and a function of (model, batch_size, seq_len) that returns the loss."
         )
     has_blocks = any(isinstance(part, nn.ModuleList) for part in module.modules())
     blocks = longest_module_list(module) if has_blocks else ""

@@ -106,8 +106,7 @@ def _rehearse(request: Request) -> Rehearsal:
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise TrainingError(
                 f"{plan_model.name} decides by values which operations to run ({error.func}), and "
-                f"a plan has "
-                "no values: plan a variant with fixed shapes."
+                "a plan has no values: plan a variant with fixed shapes."
             ) from error
         except ShardgradError as error:
             raise UsageError(f"{plan_model.name} cannot be sharded like this: {error}") from error

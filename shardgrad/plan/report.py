@@ -67,10 +67,10 @@ def _heading(plan: Plan) -> str:
     if request.replicas > 1:
         mesh = f"{request.replicas} replicas of {mesh}"
     return (
-        f"[bold]{plan.name}[/bold], {_numel(plan.parameters)} parameters in "
-        f"{plan.units} units, on {request.ranks} x {machine.device.name}: {mesh}, "
-        f"stage {request.stage}, {request.precision}, "
-        f"{request.accumulate} x {request.batch_size} x {request.seq_len} tokens a rank"
+        f"[bold]{plan.name}[/bold], {_numel(plan.parameters)} parameters in {plan.units} units, on "
+        f"{request.ranks} x {machine.device.name}: {mesh}, stage {request.stage}, "
+        f"{request.precision}, {request.accumulate} x {request.batch_size} x {request.seq_len} "
+        "tokens a rank"
     )
 
 
@@ -141,8 +141,7 @@ def _sources(plan: Plan) -> str:
     machine = plan.machine
     lines = [
         f"device: {machine.device.source}; {machine.device.matmul_share:.0%} of its products' "
-        f"peak, "
-        f"{machine.device.bandwidth_share:.0%} of its bandwidth, durations times "
+        f"peak, {machine.device.bandwidth_share:.0%} of its bandwidth, durations times "
         f"{plan.compute_scale:.2f}",
         f"link {machine.link.name}: {machine.link.source}",
     ]

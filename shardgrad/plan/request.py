@@ -107,7 +107,7 @@ class Request:
         if shape and math.prod(shape) != self.ranks:
             raise UsageError(
                 f"--mesh {self.mesh} has room for {math.prod(shape)} ranks, not {self.ranks}: "
-                f"correct one."
+                "correct one."
             )
         _check("--stage", self.stage, ("1", "2", "3", "hfsdp"))
         if self.stage == "hfsdp" and self.replicas == 1:
@@ -121,7 +121,7 @@ class Request:
         if self.reshard_to is not None and (self.reshard_to < 1 or self.shards % self.reshard_to):
             raise UsageError(
                 f"--reshard-to {self.reshard_to} does not divide the {self.shards} shards: use a "
-                f"divisor."
+                "divisor."
             )
         _check("--precision", self.precision, PRECISIONS)
         _check("--reduce-dtype", self.reduce_dtype, (None, *_DTYPES))
@@ -170,8 +170,7 @@ def require_share(request: Request, tokens_per_step: int) -> int:
         near = max(1, round(tokens_per_step / share)) * share
         raise UsageError(
             f"--search {tokens_per_step}: {request.ranks} ranks take sequences of "
-            f"{request.seq_len} tokens "
-            f"in multiples of {share}; try {near}."
+            f"{request.seq_len} tokens in multiples of {share}; try {near}."
         )
     return tokens_per_step // share
 

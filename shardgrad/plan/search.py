@@ -92,8 +92,7 @@ def search(
     if not found:
         raise UsageError(
             f"No setting that was tried fits on {request.ranks} x {machine.device.name}: use more "
-            f"ranks, a "
-            "larger device, shorter sequences, or --precision bf16."
+            "ranks, a larger device, shorter sequences, or --precision bf16."
         )
     return sorted(found, key=lambda setting: -setting.tokens_per_s)[:most]
 

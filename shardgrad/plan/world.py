@@ -202,10 +202,8 @@ class _Observer(TorchDispatchMode):
         if self._recorder.phase == "forward":
             raise TrainingError(
                 "The model reads a tensor's value in forward (.item(), nonzero, a mask as an "
-                "index), which a "
-                "plan has no values for: plan a variant that decides nothing by values, for "
-                "example with a "
-                "fixed capacity per expert."
+                "index), which a plan has no values for: plan a variant that decides nothing by "
+                "values, for example with a fixed capacity per expert."
             )
         return 0
 

@@ -56,8 +56,7 @@ class TrainConfig:
     hf: str | None = _setting(
         None,
         "Train a Hugging Face causal LM instead: path of a config.json, or a model type such as "
-        "gpt2. "
-        "Needs transformers.",
+        "gpt2. Needs transformers.",
     )
     override: dict[str, Scalar] = field(
         default_factory=dict,
@@ -82,8 +81,8 @@ class TrainConfig:
     )
     mesh: str | None = _setting(
         None,
-        "Device mesh: 4 shards over 4 ranks; 2x2 is HSDP with 2 replicas of 2 shards.  "
-        "[default: shard over all ranks]",
+        "Device mesh: 4 shards over 4 ranks; 2x2 is HSDP with 2 replicas of 2 shards.  [default: "
+        "shard over all ranks]",
     )
     device: str = _setting(
         "auto",
@@ -109,8 +108,7 @@ class TrainConfig:
     activation_checkpointing: str = _setting(
         "none",
         "Recompute the activations of each block in backward instead of keeping them: full "
-        "recomputes all, "
-        "selective keeps attention and every second matrix product.",
+        "recomputes all, selective keeps attention and every second matrix product.",
         choices=("none", "selective", "full"),
         bare="full",
     )
@@ -118,8 +116,7 @@ class TrainConfig:
     graph: str = _setting(
         "auto",
         "Capture each step as one CUDA graph, with the same results; auto does so with --engine "
-        "shardgrad on "
-        "devices that have graphs.",
+        "shardgrad on devices that have graphs.",
         choices=("auto", "on", "off"),
     )
     timeout: float = _setting(120.0, "Timeout of collectives, in seconds.", least=1, most=1e8)
@@ -193,7 +190,7 @@ class TrainConfig:
         if self.ranks is not None and mesh and self.ranks != math.prod(mesh):
             raise UsageError(
                 f"--mesh {self.mesh} has room for {math.prod(mesh)} ranks, not {self.ranks}: "
-                f"correct one."
+                "correct one."
             )
         if self.engine == "none" and (self.ranks or math.prod(mesh)) > 1:
             raise UsageError(
@@ -210,8 +207,7 @@ class TrainConfig:
         if self.graph == "on" and self.engine == "fsdp2":
             raise UsageError(
                 "--graph on is for --engine shardgrad or none, whose steps can be captured: choose "
-                "one of "
-                "them, or leave --graph out."
+                "one of them, or leave --graph out."
             )
 
     def global_batch(self, world_size: int) -> int:
@@ -239,7 +235,7 @@ def mesh_shape(text: str | None) -> tuple[int, ...]:
     ):
         raise UsageError(
             f"--mesh {text[:50]} is not a mesh: write 4 for four shards or 2x2 for two replicas of "
-            f"two."
+            "two."
         )
     return tuple(int(part) for part in parts)
 
@@ -335,7 +331,7 @@ def resumed(
         if name in changes and changes[name] != getattr(saved, name):
             raise UsageError(
                 f"--{name} would change the model that was saved: leave it out to resume, or start "
-                f"a new run."
+                "a new run."
             )
     before = saved.ranks or 1
     mesh = mesh_shape(changes.get("mesh"))
@@ -354,8 +350,7 @@ def _same_global_batch(saved: TrainConfig, ranks: int) -> dict[str, int]:
     if rest or not per_rank:
         raise UsageError(
             f"The run's {total} sequences per step cannot be shared by {ranks} ranks: use a number "
-            f"of ranks "
-            "that divides it, or give --batch-size and accept another loss curve."
+            "of ranks that divides it, or give --batch-size and accept another loss curve."
         )
     batch_size = max(size for size in range(1, saved.batch_size + 1) if per_rank % size == 0)
     return {"batch_size": batch_size, "accumulate": per_rank // batch_size}

@@ -147,9 +147,8 @@ def _settings_in(source: str) -> dict[str, Any]:
 
 
 def _unusable(source: str, error: Exception) -> UsageError:
-    reason = textwrap.shorten(
-        str(error) or type(error).__name__, 120
-    )  # it may list every architecture
+    # It may list every architecture.
+    reason = textwrap.shorten(str(error) or type(error).__name__, 120)
     return UsageError(f"transformers cannot build a causal LM from {source!r}: {reason}")
 
 

@@ -133,7 +133,7 @@ def _new_run(given: Mapping[str, Any], world_size: int | None) -> tuple[TrainCon
     if not is_restarted() and (folder / "config.json").exists():
         raise UsageError(
             f"{folder} already holds a run: resume it with --resume {folder}, or choose another "
-            f"--run-dir."
+            "--run-dir."
         )
     mesh = mesh_shape(config.mesh)
     ranks = world_size or config.ranks or (math.prod(mesh) if mesh else None)

@@ -49,7 +49,7 @@ def torchrun_world_size() -> int | None:
         if size in os.environ and not _number(rank) < _number(size):
             raise UsageError(
                 f"{rank} is {_number(rank)} and {size} is {_number(size)} in the environment: "
-                f"correct the launcher, or unset RANK and WORLD_SIZE to start without one."
+                "correct the launcher, or unset RANK and WORLD_SIZE to start without one."
             )
     return _number("WORLD_SIZE")
 

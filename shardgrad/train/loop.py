@@ -156,8 +156,8 @@ class Run:
         )
         ranks = "1 rank" if self._world.world_size == 1 else f"{self._world.world_size} ranks"
         self._display.note(
-            f"{parameters:,} parameters, {ranks} on {self._world.device.type}, "
-            f"engine {config.engine}; {corpus.nbytes:,} bytes from {corpus.file_count} files of "
+            f"{parameters:,} parameters, {ranks} on {self._world.device.type}, engine "
+            f"{config.engine}; {corpus.nbytes:,} bytes from {corpus.file_count} files of "
             f"{corpus.source}; run folder {self._folder}"
         )
         if warning is not None:
@@ -283,8 +283,8 @@ class Run:
         )
         self._validation_loss = loss
         self._display.note(
-            f"step {self._state.step}: validation loss {loss:.4f} nats per byte "
-            f"(byte-unigram entropy {self._entropy:.4f})"
+            f"step {self._state.step}: validation loss {loss:.4f} nats per byte (byte-unigram "
+            f"entropy {self._entropy:.4f})"
         )
         if self._record is not None:
             self._record.write(
@@ -317,10 +317,8 @@ class Run:
             self._record.draw(unigram_entropy=self._entropy)
         self._display.note(
             f"Done: {self._config.steps} steps, the last {self._config.steps - self._first_step} "
-            f"in "
-            f"{nice_seconds(elapsed_s)}. Validation loss {self._validation_loss:.4f} nats per "
-            f"byte; "
-            f"byte-unigram entropy {self._entropy:.4f}. Everything is in {self._folder}"
+            f"in {nice_seconds(elapsed_s)}. Validation loss {self._validation_loss:.4f} nats per "
+            f"byte; byte-unigram entropy {self._entropy:.4f}. Everything is in {self._folder}"
         )
 
     def _sample(self) -> str | None:

@@ -71,8 +71,7 @@ class TransformerConfig:
         if self.width % self.heads or (self.width // self.heads) % 2:
             raise UsageError(
                 f"The model's width {self.width} does not split into {self.heads} heads of even "
-                f"width: "
-                "choose a width that is a multiple of twice the heads."
+                "width: choose a width that is a multiple of twice the heads."
             )
         if self.heads % self.kv_heads:
             raise UsageError(

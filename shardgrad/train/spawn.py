@@ -64,9 +64,8 @@ def _nearest_to_the_cause(reports: list[Report]) -> Report:
         report.waits for report in reports if report.cause is Cause.CONSEQUENCE and report.waits
     )
     known = best.waits or (next(waits, "") if best.cause is Cause.OWN else "")
-    return replace(
-        best, waits=known, speaks=True
-    )  # all ranks share one terminal: one report is printed
+    # All ranks share one terminal: one report is printed.
+    return replace(best, waits=known, speaks=True)
 
 
 @dataclass(frozen=True)

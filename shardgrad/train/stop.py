@@ -44,9 +44,8 @@ class StopRequest:
     def __init__(self, launcher: int | None = None) -> None:
         self._first_s: float | None = None
         self._is_ended_by_launcher = launcher is not None
-        self._parent = (
-            os.getppid() if launcher is None else launcher
-        )  # which may have ended already
+        # Which may have ended already.
+        self._parent = os.getppid() if launcher is None else launcher
 
     def install(self) -> StopRequest:
         """Installs the signal handlers; only the main thread may call this."""

@@ -39,8 +39,7 @@ def files_of(path: str | None) -> list[Path]:
     if not root.exists():
         raise UsageError(
             f"There is no file or folder at {path}: correct --data, or leave it out of a new run "
-            f"to "
-            "train on the source of Python's standard library."
+            "to train on the source of Python's standard library."
         )
     return (
         [root] if root.is_file() else list(_files_under(root, suffix=".py" if path is None else ""))
@@ -82,8 +81,7 @@ def held_out_nbytes(source: str, nbytes: int, validation_fraction: float, seq_le
     if min(held_out, nbytes - held_out) <= seq_len:
         raise UsageError(
             f"{source} holds {nbytes} bytes, {held_out} of them for validation, too few for "
-            f"sequences of "
-            f"{seq_len}: give more text with --data, or lower --seq-len."
+            f"sequences of {seq_len}: give more text with --data, or lower --seq-len."
         )
     return held_out
 

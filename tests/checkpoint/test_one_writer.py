@@ -317,7 +317,6 @@ def test_a_reader_between_the_name_and_its_removal_finds_the_newer_one(
 
     reader = Series(tmp_path)
     monkeypatch.setattr(Series, "_named", lambda self: slow(self) if self is reader else read(self))
-    monkeypatch.setattr(
-        reader, "complete", list
-    )  # each that it lists is removed before it looks at it
+    # Each that it lists is removed before it looks at it.
+    monkeypatch.setattr(reader, "complete", list)
     assert reader.latest() == series.path_of(3)

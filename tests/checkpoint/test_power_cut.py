@@ -152,9 +152,8 @@ def recorded(root: Path, promises: Promises) -> None:
             TrainConfig(steps=number, ranks=1), WORLD, step=number, facts={"digest": "abc"}
         )
         promises.saved(number)
-        promises.events = (
-            len(record.events()) - 1
-        )  # those that were kept; not yet the start of this time
+        # Those that were kept; not yet the start of this time.
+        promises.events = len(record.events()) - 1
         for step in range(3):
             record.write("step", step=step, loss=1.0)
 

@@ -66,9 +66,8 @@ def with_lightnings_trainer() -> tuple[nn.Module, Tensors]:
         return trainer
 
     with shared_folder() as folder:
-        os.environ["LOCAL_RANK"] = os.environ[
-            "RANK"
-        ]  # as torchrun does; Lightning then launches nothing
+        # As torchrun does; Lightning then launches nothing.
+        os.environ["LOCAL_RANK"] = os.environ["RANK"]
         first, checkpoint = Module(), f"{folder}/half"
         fit(first, folder, 1).save_checkpoint(checkpoint)
         second = Module()

@@ -30,9 +30,8 @@ from tests.support.ranks import RankError, Ranks
 
 ORDERS = ("late", "1", "2", "3")
 MOST_TRIED = 18  # programs, for one removal
-NEVER = (
-    10**9
-)  # is an event complete because the allocator has asked: what it knows would be an order
+# Is an event complete because the allocator has asked: what it knows would be an order.
+NEVER = 10**9
 
 Losses = list[list[float]]
 
@@ -52,9 +51,8 @@ class Run:
     conflicts: list[str]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Run) and repr(self.losses) == repr(
-            other.losses
-        )  # two NaNs are equal
+        # Two NaNs are equal.
+        return isinstance(other, Run) and repr(self.losses) == repr(other.losses)
 
 
 @dataclass(frozen=True)

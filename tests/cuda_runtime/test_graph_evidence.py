@@ -86,9 +86,8 @@ def test_a_captured_step_orders_every_collective_and_leaves_nothing_loose(
     assert first.wrong == second.wrong == []
     assert (first.nodes, first.edges) == (second.nodes, second.edges)
     assert first.collectives >= UNITS
-    assert (
-        first.writers >= UNITS
-    )  # gradients are packed; parameters may be sent from where they stay
+    # Gradients are packed; parameters may be sent from where they stay.
+    assert first.writers >= UNITS
     assert first.readers >= first.collectives
     assert all(without), "a collective without its edges has an order all the same"
 

@@ -101,8 +101,8 @@ def test_of_a_rank_that_is_merely_late_over_nccl_nothing_is_said() -> None:
         ),
         (
             more_steps_on_one_rank,
-            "Rank 1 has ended its program. Rank 0 was waiting for it in train at test_runtime_"
-            "mistakes.py",
+            "Rank 1 has ended its program. Rank 0 was waiting for it in train at "
+            "test_runtime_mistakes.py",
             "with shardgrad.participate(model): for ranks that have no batch",
         ),
     ],

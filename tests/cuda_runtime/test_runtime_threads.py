@@ -32,9 +32,8 @@ def tensors_of_python_are_copied() -> None:
     with inspection.order("late"):
         for _ in range(5):
             host = [torch.full((4,), float(number)).pin_memory() for number in range(16)]
-            _ = (
-                large @ large
-            )  # takes long enough for this thread to have Python's lock when the copies begin
+            # Takes long enough for this thread to have Python's lock when the copies begin.
+            _ = large @ large
             device = [each.cuda(non_blocking=True) for each in host]
             while_another_thread_waits(lambda: torch.Event("cuda").record())  # keeps Python's lock
             assert [int(each[0]) for each in device] == list(range(16))

@@ -63,8 +63,7 @@ def test_a_silent_rank_is_named_with_who_waits_for_it_and_where() -> None:
     assert finding.culprits == (1,)
     assert finding.sentence == (
         "Rank 1 does not answer: it ended, or was stopped or cut off. Ranks 0 and 2 were waiting "
-        "for it in "
-        "the reduce-scatter of layers.1, step 412, forward."
+        "for it in the reduce-scatter of layers.1, step 412, forward."
     )
 
 
@@ -168,9 +167,9 @@ def test_ranks_on_one_line_that_wait_for_the_device_differ_by_what_they_have_sta
     here = waiting(0, line, whats=UNITS, waits="device")
     there = waiting(1, line, whats=UNITS[:2], waits="device")
     assert diagnose({0: here, 1: there}, 2).what == (
-        "Ranks wait for each other in different collectives: "
-        "rank 0 in train at train.py:30, after the reduce-scatter of layers.1, number 3; "
-        "rank 1 in train at train.py:30, after the all-gather of layers.1, number 2."
+        "Ranks wait for each other in different collectives: rank 0 in train at train.py:30, after "
+        "the reduce-scatter of layers.1, number 3; rank 1 in train at train.py:30, after the "
+        "all-gather of layers.1, number 2."
     )
     assert not diagnose({0: here, 1: replace(here, rank=1)}, 2).is_certain
     late = waiting(1, "sleep at data.py:3", whats=UNITS[:2], waits="")

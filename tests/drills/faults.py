@@ -19,8 +19,8 @@ class Expectation(Enum):
     """The expected outcome of a fault."""
 
     ENDS = (
-        "every rank exits with a report that names the faulty rank and location; "
-        "the run can be resumed"
+        "every rank exits with a report that names the faulty rank and location; the run can be "
+        "resumed"
     )
     SAYS = "every rank exits with a report that names its own location; the run can be resumed"
     SURVIVES = "the run continues, with the same losses"

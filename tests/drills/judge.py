@@ -32,9 +32,8 @@ from tests.drills.reports import read_accounts, reports_in
 __all__ = ["Judge", "Verdict"]
 
 _OTHER_WORLD = 0.25  # share of the runs that are resumed on another number of ranks
-_ROUNDING = (
-    1e-4  # relative, for losses on other ranks: sums of fp32 in another order, over six steps
-)
+# Relative, for losses on other ranks: sums of fp32 in another order, over six steps.
+_ROUNDING = 1e-4
 _STOPPED = (130, -signal.SIGKILL)
 _DRAWS = 4  # a drawn point may not occur: which ranks write which files depends on the state
 _PREFIX = "shardgrad train: "

@@ -84,9 +84,8 @@ def test_a_step_copies_no_more_bytes_than_fsdp2(two_ranks: Ranks) -> None:
     # At most two all-gathers of a unit, and a reduction, whose chunks for both ranks have one each.
     assert 0 < ours[TAGS] <= TAG_NUMEL * 4 * 4 * (len(sizes) - 1)
     assert ours[GATHER_OUT] <= theirs[GATHER_OUT]
-    tails = (
-        2 * ALIGNMENT_NBYTES * (len(sizes) - 1)
-    )  # flags and label, one line for each rank and unit
+    # Flags and label, one line for each rank and unit.
+    tails = 2 * ALIGNMENT_NBYTES * (len(sizes) - 1)
     assert ours[REDUCE_IN] - tails <= theirs[REDUCE_IN]
     assert ours.total() <= theirs.total()
 
@@ -102,9 +101,8 @@ def test_a_direct_parameter_is_copied_neither_out_of_an_all_gather_nor_into_a_re
     sizes = (128, 256, 192, 64)
     ours, theirs = two_ranks.run(of_direct_weights, sizes)[0]
     biases = sum(sizes[1:]) * torch.float32.itemsize
-    lines = (
-        4 * ALIGNMENT_NBYTES * (len(sizes) - 1)
-    )  # the tail and what fills up a bias, for each rank and unit
+    # The tail and what fills up a bias, for each rank and unit.
+    lines = 4 * ALIGNMENT_NBYTES * (len(sizes) - 1)
     assert ours[REDUCE_IN] <= biases + lines
     assert ours[GATHER_OUT] <= 2 * biases + lines  # in forward and in backward
     assert ours[GATHER_IN] <= theirs[GATHER_IN]

@@ -60,9 +60,8 @@ def an_all_gather_is_given_up() -> None:
         with pytest.raises(CollectiveError, match="cannot end"):
             handle.wait()
         handles = [second.unshard(async_op=True), many.unshard(async_op=True)]
-        kept = sevens(
-            4 * FEW * FEW // 2
-        )  # the third one is in the slot of the first, which had to grow
+        # The third one is in the slot of the first, which had to grow.
+        kept = sevens(4 * FEW * FEW // 2)
         store.set(go_on, "")
         for handle in handles:
             # after the first message, in the order in which the other rank sends them

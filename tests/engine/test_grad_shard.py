@@ -175,9 +175,8 @@ def gradients_have_the_policys_dtype(decoupled: bool) -> None:
         assert grad.dtype == grad.to_local().dtype == torch.float32
         assert ours.dtype == torch.bfloat16
         right = theirs.grad.float()
-        torch.distributed.all_reduce(
-            right
-        )  # the sum of two ranks' means, twice accumulated, halved
+        # The sum of two ranks' means, twice accumulated, halved.
+        torch.distributed.all_reduce(right)
         assert torch.equal(grad.full_tensor(), right)
 
 

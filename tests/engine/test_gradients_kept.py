@@ -577,9 +577,8 @@ def only_the_half_written_go(earlier_syncs: bool, failing_syncs: bool) -> None:
             plain(batch(number)).square().sum().backward()
         expected[numbers] = averaged(plain)
     for name, gradient in gathered(model).items():
-        kept = earlier_syncs or name.startswith(
-            ("0.", "3.")
-        )  # the root waits for its turn, behind 0
+        # The root waits for its turn, behind 0.
+        kept = earlier_syncs or name.startswith(("0.", "3."))
         torch.testing.assert_close(
             gradient, expected[(0, 2) if kept else (2,)][name], rtol=1e-12, atol=1e-14
         )

@@ -39,9 +39,8 @@ def streams(
     """
     if not request.param:
         monkeypatch.setattr(GradGroup, "_is_local", lambda self, transport: False)
-        monkeypatch.setattr(
-            AllGatherInput, "supports_zero_copy", False
-        )  # so its chunk needs a slot
+        # So its chunk needs a slot.
+        monkeypatch.setattr(AllGatherInput, "supports_zero_copy", False)
     recorded = RecordedStreams()
     monkeypatch.setattr("shardgrad.engine.comm_context.streams_for", lambda device: recorded)
 

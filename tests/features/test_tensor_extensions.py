@@ -231,9 +231,8 @@ def part_what_has_methods_now() -> None:
     assert local.untyped_storage().nbytes() == local.nbytes  # nobody keeps the former flat shard
     assert bias._local_tensor.data_ptr() == flat.shard.data_ptr()
     model(torch.ones(2, 6)).sum().backward()
-    assert (
-        weight.grad.full_tensor().unique().item() == 4.0
-    )  # two rows on two ranks: a sum, as set before
+    # Two rows on two ranks: a sum, as set before.
+    assert weight.grad.full_tensor().unique().item() == 4.0
     assert bias.grad.full_tensor().unique().item() == 4.0
 
 

@@ -44,9 +44,8 @@ from tests.fuzz.inputs import (
 )
 from tests.fuzz.runs import VARIABLES
 
-WORDS = ODD_TEXTS.map(
-    lambda text: text.replace("\0", "0")
-)  # the system passes on no null characters
+# The system passes on no null characters.
+WORDS = ODD_TEXTS.map(lambda text: text.replace("\0", "0"))
 NUMBERS = st.one_of(
     st.integers(-2, 9).map(str),
     st.integers(-(10**6), 10**6).map(str),

@@ -241,9 +241,8 @@ def test_sum_chunks_adds_from_left_to_right_and_rounds_once(
 def test_the_mean_of_two_float32_chunks_is_torchs_bit_for_bit(backend: Backend) -> None:
     generator = torch.Generator().manual_seed(0)
     bits = torch.randint(-(2**31), 2**31, (2, 100_003), generator=generator)
-    a, b = bits.to(torch.int32).view(
-        torch.float32
-    )  # every kind of value, subnormals and NaNs included
+    # Every kind of value, subnormals and NaNs included.
+    a, b = bits.to(torch.int32).view(torch.float32)
     a[0], b[0] = -0.0, -0.0
     out = torch.empty_like(a)
     backend.sum_chunks([a, b], out, 2.0, False)

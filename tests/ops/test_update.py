@@ -169,9 +169,8 @@ def test_the_backends_agree_on_infinities_nans_and_subnormals(rule: str) -> None
     special = torch.tensor(
         [0.0, -0.0, math.inf, -math.inf, math.nan, 1e-45, -1e-40, 3.4e38, -3.4e38, 1e-20, 1.0]
     )
-    all_ones = torch.tensor([2**31 - 1], dtype=torch.int32).view(
-        torch.float32
-    )  # a NaN, next to -0.0
+    # A NaN, next to -0.0.
+    all_ones = torch.tensor([2**31 - 1], dtype=torch.int32).view(torch.float32)
     special = torch.cat([special, all_ones])
     grads, params = (x.flatten() for x in torch.meshgrid(special, special, indexing="ij"))
     rows, tiles = ops.segment_rows([(0, 0, 0, grads.numel(), 0, 0)])

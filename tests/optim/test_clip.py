@@ -99,9 +99,8 @@ def mixed() -> None:
     norms = []
     for engine in (SHARDGRAD, UNSHARDED):
         model = build(engine)
-        model(
-            UNSHARDED.inputs(0, 5, dtype=torch.float64)
-        ).square().mean().backward()  # the same on each rank
+        # The same on each rank.
+        model(UNSHARDED.inputs(0, 5, dtype=torch.float64)).square().mean().backward()
         norms.append(clip(engine, model, 0.1))
     torch.testing.assert_close(norms[0], norms[1], rtol=1e-6, atol=0)
 

@@ -33,9 +33,8 @@ from shardgrad.train.failure import UsageError
 from shardgrad.train.model import Transformer
 from shardgrad.train.presets import PRESETS, transformer_config
 
-pytestmark = pytest.mark.timeout(
-    400
-)  # a rehearsal takes a second, or many where others use the machine
+# A rehearsal takes a second, or many where others use the machine.
+pytestmark = pytest.mark.timeout(400)
 
 H100 = machine_of("h100")
 TINY = Request(preset="tiny", ranks=16, seq_len=64)
@@ -179,9 +178,8 @@ def test_hfsdp_cuts_over_replicas_what_hsdp_repeats() -> None:
     )
     for owner in ("parameters", "gradients", "optimizer state"):
         assert hfsdp.resting[owner] == fsdp.resting[owner] < hsdp.resting[owner] / 3
-    assert hfsdp.resting["inner shards"] == pytest.approx(
-        hsdp.resting["parameters"] / 2, rel=0.05
-    )  # bf16
+    # bf16.
+    assert hfsdp.resting["inner shards"] == pytest.approx(hsdp.resting["parameters"] / 2, rel=0.05)
     outer = [t for t in transfers(hfsdp) if t.axis == "replicate"]
     assert Counter(t.kind for t in outer) == {"all-gather": 3, "reduce-scatter": 3}
     assert {t.ranks for t in outer} == {4}

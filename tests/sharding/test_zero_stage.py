@@ -222,9 +222,8 @@ def hybrid_equals_hsdp(micro_batches: int, deferred: bool, options: dict[str, An
 def a_written_shard_is_gathered_anew(stage: int | str) -> None:
     options = {"mesh": hsdp_mesh(2, dist.get_world_size() // 2)} if stage == "hfsdp" else {}
     model = SHARDGRAD.shard_tower(tower(), zero_stage=stage, **options)
-    model.set_reshard_after_forward(
-        True
-    )  # the root shows its shards, to be written, after a forward too
+    # The root shows its shards, to be written, after a forward too.
+    model.set_reshard_after_forward(True)
     batch = SHARDGRAD.tokens(0)
     with torch.no_grad():
         before = token_loss(model, batch)

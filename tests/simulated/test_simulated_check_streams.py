@@ -94,9 +94,8 @@ def test_the_engine_alone_has_nothing_to_report(world_size: int) -> None:
     for report in VirtualRanks(world_size).run(_without_streams_of_its_own):
         assert report.hazards == []
         assert report.operations > 50
-        assert ("the engine's reduce stream" in report.streams) == (
-            world_size > 1
-        )  # one rank sends nothing
+        # One rank sends nothing.
+        assert ("the engine's reduce stream" in report.streams) == (world_size > 1)
         assert str(report).endswith("all of them ordered")
 
 

@@ -112,9 +112,8 @@ def memory_of_a_step(name: str) -> tuple[int, int]:
             model.zero_grad()
         found.append(nbytes)
     kept, _ = at_the_loss(model, batch(0))  # of a step that begins with gradients
-    assert list(map(id, flats)) == [
-        id(shard.flat) for shard in shards(model)
-    ]  # none was left to its views
+    # None was left to its views.
+    assert list(map(id, flats)) == [id(shard.flat) for shard in shards(model)]
     return kept - found[-1], gradients
 
 
@@ -466,9 +465,8 @@ def frozen_and_thawed(graphed: Callable[..., Any], name: str) -> list[Any]:
     for number in range(16):
         model[0].first.weight.requires_grad_(not 5 <= number < 10)
         seen.append(step(batch(number)).item())
-        others += [
-            torch.full((n,), 7, device=NAME) for n in (4, 8, 12, 16, 24, 32, 48, 64)
-        ]  # in freed memory
+        # In freed memory.
+        others += [torch.full((n,), 7, device=NAME) for n in (4, 8, 12, 16, 24, 32, 48, 64)]
     require_replays(step, 2, 10)
     return seen + weights(model)
 
@@ -643,9 +641,8 @@ def test_whole_gradients_are_there_of_two_groups_and_staging_of_the_largest(
 ) -> None:
     arrived: dict[torch.device, list[StorageWeakRef]] = {}
     alive: list[int] = []
-    staged: list[
-        tuple[int, int, int]
-    ] = []  # ring, bytes of all its slots, and of the one that it lends
+    # Ring, bytes of all its slots, and of the one that it lends.
+    staged: list[tuple[int, int, int]] = []
     take, acquire = GradCollector.take, SlotRing.acquire
 
     def counting(

@@ -272,8 +272,7 @@ def test_a_capture_that_fails_on_one_rank_ends_on_all_in_time_and_names_it(polic
     name = "capture_fails_on_rank_1.<locals>.step"
     apart = (
         f"CaptureError: ranks did not capture {name} together. On rank 1: {name} could not be "
-        f"captured: "
-        "OnPurposeError"
+        "captured: OnPurposeError"
     )
     assert found[0].startswith(apart)
     if policy == "raise":
@@ -449,9 +448,8 @@ def replaced(graphed: Any, calls: Sequence[int], captures: int) -> list[Any]:
             gone.append(held.weight)  # so that its memory is not given to the next
             held.weight = torch.full((WIDTH,), number / 8, device=NAME)
         losses.append(step(batch(number)).item())
-    require_replays(
-        step, captures, 16 - 3 - len(calls)
-    )  # three for warm-up; the call after a change is eager
+    # Three for warm-up; the call after a change is eager.
+    require_replays(step, captures, 16 - 3 - len(calls))
     return losses + weights(model)
 
 

@@ -119,9 +119,8 @@ def an_assignment_takes_effect_at_the_next_replay() -> None:
         model(batch(0, torch.float32)).square().mean().backward()
         optim.step()
         saved = optim.state_dict()
-        saved["param_groups"][0]["capturable"] = (
-            False  # as torch's would have it; it is not taken over
-        )
+        # As torch's would have it; it is not taken over.
+        saved["param_groups"][0]["capturable"] = False
         optim.load_state_dict(saved)
         assert optim.param_groups[0]["capturable"] is True
         with graph.capture(side):

@@ -152,6 +152,5 @@ def test_a_compiled_run_has_the_losses_of_an_eager_one(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
         losses[compiled] = [row["loss"] for row in rows if "loss" in row]
-    assert losses[True] == pytest.approx(
-        losses[False], rel=1e-5
-    )  # Inductor's sums have another order
+    # Inductor's sums have another order.
+    assert losses[True] == pytest.approx(losses[False], rel=1e-5)

@@ -426,9 +426,8 @@ def test_a_file_that_may_not_grow_is_reported_like_a_full_disk(tmp_path: Path) -
     # does not.
     options = ["--ranks", "2", "--override", "hidden=2048"]
     process = start(*MICRO, *options, "--run-dir", tmp_path / "run")
-    resource.prlimit(
-        process.pid, resource.RLIMIT_FSIZE, (100_000, 100_000)
-    )  # inherited by the ranks
+    # Inherited by the ranks.
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (100_000, 100_000))
     status, _, errors = end(process)
     assert status == 1
     assert "The disk is full or a quota is used up" in errors

@@ -51,8 +51,8 @@ def main(
             small = shrunk(program, lambda p, found=found: _fails_alike(worlds, p, found))
             outcome = worlds.run(small)
             click.echo(
-                f"=== seed {program.seed}, made small: "
-                f"{[str(d) for d in outcome.differences]}\n{small}"
+                f"=== seed {program.seed}, made small: {[str(d) for d in outcome.differences]}\n"
+                f"{small}"
             )
             (Path("/tmp") / f"small_{program.world}_{program.seed}.json").write_text(
                 small.to_json()

@@ -20,9 +20,8 @@ from tests.fuzz.programs.program import Op, Optimizer, Program
 EPS = {"": 1e-3, "float32": 1e-3, "bfloat16": 1.0}  # by dtype of the parameters in forward
 LR = 0.05
 
-Seen = dict[
-    str, Any
-]  # what an operation shows: tensors, and facts such as "None" or an exception's name
+# What an operation shows: tensors, and facts such as "None" or an exception's name.
+Seen = dict[str, Any]
 
 
 class Script(ABC):

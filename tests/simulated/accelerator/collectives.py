@@ -129,8 +129,8 @@ class SimulatedGroup(dist.ProcessGroup):
         for tensor in (*inputs, *outputs):
             if tensor.device != self._device:
                 raise device.errors.MixedDevicesError(
-                    f"{kind}: expected tensors on {self._device}, this rank's device, "
-                    f"got one on {tensor.device}"
+                    f"{kind}: expected tensors on {self._device}, this rank's device, got one on "
+                    f"{tensor.device}"
                 )
         caller = torch.accelerator.current_stream(self._device)
         ready = torch.Event(self._device)

@@ -179,9 +179,8 @@ def _work(pipe: Connection, path: list[str], seed: int, first: int, stride: int)
     from tests.simulated.accelerator import device
     from tests.simulated.programs.running import expected
 
-    warnings.simplefilter(
-        "ignore"
-    )  # of unused parameters and late streams, which are here on purpose
+    # Of unused parameters and late streams, which are here on purpose.
+    warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     device.install()
     number = first

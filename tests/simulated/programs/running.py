@@ -35,9 +35,8 @@ from tests.simulated.programs.scenarios import (
 )
 
 ROWS = 2
-TOLD_STEPS = (
-    24  # whose losses are compared: later, training has enlarged roundings to the size of mistakes
-)
+# Whose losses are compared: later, training has enlarged roundings to the size of mistakes.
+TOLD_STEPS = 24
 
 
 class OnPurposeError(RuntimeError):
@@ -277,9 +276,8 @@ def expected(
     random.
     """
     torch.manual_seed(0)
-    net = Net(replace(model, checkpoint="")).to(
-        weights
-    )  # which would not see the cast parameters again
+    # Which would not see the cast parameters again.
+    net = Net(replace(model, checkpoint="")).to(weights)
     params = [p for p in net.parameters() if p.requires_grad]
     generator = torch.Generator().manual_seed(nudge)
     for param in params if nudge else ():

@@ -205,9 +205,8 @@ class RefillAwaitsTheFlusher(Bug):
             self.buckets[turn % 2][half].fill_(value)
 
     def flush(self, turn: int) -> None:
-        self.flusher.wait_stream(
-            self.reducer
-        )  # the reduction before this one, and so this bucket's last
+        # The reduction before this one, and so this bucket's last.
+        self.flusher.wait_stream(self.reducer)
         self.reducer.wait_stream(self.other)
         self.reducer.wait_stream(self.flusher)
         with self.reducer:
