@@ -6,7 +6,9 @@ that an earlier one left, and no wait is needed but for the stream.
 
 from __future__ import annotations
 
+import functools
 import gc
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
@@ -53,7 +55,9 @@ class GraphPool:
         self.can_capture = self.device.type == "cuda" or (
             self.device.type not in ("cpu", "meta") and hasattr(torch.accelerator, "Graph")
         )
-        self.stream: Stream = torch.Stream(self.device) if self.can_capture else None
+        self.stream: Stream = (
+            _capture_stream(self.device, threading.get_ident()) if self.can_capture else None
+        )
         self.nbytes = self.calls = 0
         self._handle: Any = None  # of the memory, while it has graphs
         self._graphs = 0
@@ -183,6 +187,17 @@ class GraphPool:
     def _reserved(self) -> int:
         module = torch.get_device_module(self.device)
         return int(module.memory_reserved(self.device)) if hasattr(module, "memory_reserved") else 0
+
+
+@functools.cache
+def _capture_stream(device: torch.device, thread: int) -> torch.Stream:
+    """Returns the stream on which all pools of a thread capture.
+
+    torch keeps cuBLAS workspaces for each stream that matrices were multiplied on, 64 MiB on an
+    H100, until the process ends; so there is one stream, and not one for each pool. Another thread
+    has its own, since what it launched on this one would become part of a graph.
+    """
+    return torch.Stream(device)
 
 
 def _default_device() -> torch.device:

@@ -190,14 +190,14 @@ class _InputKind:
         key: of the inputs.
         buffers: the inputs of their graphs.
         seen: guards that an eager step of this kind began with.
-        is_refused: True if a capture failed: these calls run eagerly.
+        refused: why these calls run eagerly for good; "" if they do not.
     """
 
     def __init__(self, key: Hashable, buffers: InputBuffers) -> None:
         self.key = key
         self.buffers = buffers
         self.seen: set[Hashable] = set()
-        self.is_refused = False
+        self.refused = ""
 
 
 class GraphedStep(Generic[_P, _R]):
@@ -369,13 +369,28 @@ class GraphedStep(Generic[_P, _R]):
             0 if overwritten else self.eager_steps + self.replays, self._outputs
         )
 
+    def status(self) -> str:
+        """Returns one sentence: how calls have run since the last reset, and why the latest kind of
+        call runs eagerly, if it does.
+        """
+        if not self.pool.can_capture:
+            why = f"every call runs eagerly, since {self.pool.device.type} has no graphs"
+        elif self._latest_kind is not None and self._latest_kind.refused:
+            why = f"it {self._latest_kind.refused.splitlines()[0]}"
+        else:
+            why = "a call is captured once one with the same inputs and guards has run eagerly"
+        return (
+            f"{self._name}: {self.captures} graphs captured, {self.replays} calls replayed, "
+            f"{self.eager_steps} eager; {why}"
+        )
+
     def _is_due(self, kind: _InputKind, guards: Hashable) -> bool:
         """True once an eager step with these guards has run: a capture initializes nothing then."""
         return (
             self.pool.can_capture
             and self.eager_steps >= self._settings.warmup
             and guards in kind.seen
-            and not kind.is_refused
+            and not kind.refused
         )
 
     def _kind(self, inputs: Inputs) -> _InputKind:
@@ -545,7 +560,7 @@ class GraphedStep(Generic[_P, _R]):
         error: Exception | None = None,
     ) -> None:
         """Raises or warns: steps of this kind run eagerly from now on."""
-        kind.is_refused = True
+        kind.refused = what
         announce(f"{self._name} {what}")
         found = f"\n{issues}" if issues else ""
         if self._settings.on_uncapturable != "raise":

@@ -278,6 +278,18 @@ def test_recomputed_layers_and_a_log_in_the_middle_are_those_of_eager(device: to
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=NEEDS_CUDA)], indirect=True)
+def test_pools_of_a_thread_share_a_stream_and_its_cublas_workspace(device: torch.device) -> None:
+    held = []
+    for _ in range(3):
+        step = shardgrad.graphed_step(warmup=1)(lambda x: x @ x)
+        for number in range(4):
+            step(batch(number, device).square().sum() * torch.eye(2, device=device))
+        step.close()
+        held.append(torch.cuda.memory_allocated())
+    assert held[1:] == [held[0]] * 2
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=NEEDS_CUDA)], indirect=True)
 def test_a_second_capture_takes_the_memory_of_the_first(device: torch.device) -> None:
     model = build(device)
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)

@@ -181,6 +181,15 @@ def test_a_status_is_there_without_a_device() -> None:
     assert status.step == 1
 
 
+def test_a_step_says_in_a_sentence_how_its_calls_have_run() -> None:
+    _, step = training()
+    step(torch.ones(3, 4))
+    assert step.status() == (
+        "training.<locals>.step: 0 graphs captured, 0 calls replayed, 1 eager; every call runs "
+        "eagerly, since cpu has no graphs"
+    )
+
+
 def test_an_output_that_is_no_tensor_is_refused_with_its_place() -> None:
     with pytest.raises(StepOutputError, match=r"returned a str, output\[1\]"):
         shardgrad.graphed_step()(lambda x: (x, "done"))(torch.ones(2))

@@ -215,6 +215,7 @@ def failing(policy: str) -> None:
     for number in range(4, 7):
         step(batch(number))
     assert (step.captures, step.replays) == (0, 0)
+    assert "it could not be captured: HostSync" in step.status()
     step.close()
 
 
