@@ -53,9 +53,14 @@ class Display:
 
     def note(self, text: str) -> None:
         """Prints a line, above the bar."""
-        self._console.print(
-            escaped(text), markup=False, emoji=False, highlight=False, soft_wrap=True
-        )
+        try:
+            self._console.print(
+                escaped(text), markup=False, emoji=False, highlight=False, soft_wrap=True
+            )
+        except OSError:
+            if self._bar.disable:
+                raise
+            # A terminal has hung up; the signal that asks for a stop is on its way.
 
     def stepped(self, step: int) -> None:
         """Moves the bar, without waiting for the step's results."""
