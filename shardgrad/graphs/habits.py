@@ -74,6 +74,14 @@ class Habits:
                 depth=6,
             )
 
+    def found_no_graphs(self, device: torch.device) -> None:
+        """Says that no call will be captured."""
+        self._warn(
+            f"runs eagerly on every call: {device.type} has no graphs. The numbers are the same, "
+            "and what keeps a step from being a graph shows on a device that has them.",
+            depth=6,
+        )
+
     def stepped_eagerly(self) -> None:
         """Looks whether gradients are left after a step.
 

@@ -307,6 +307,8 @@ class GraphedStep(Generic[_P, _R]):
             outputs = detached(self._function(*args, **kwargs))
         self._note_border()
         self.eager_steps += 1
+        if self.eager_steps == 1 and not self.pool.can_capture:
+            self._habits.found_no_graphs(self.pool.device)
         if self.eager_steps == 2:  # the first may begin with gradients of the program's
             self._habits.stepped_eagerly()
         kind.seen.add(guards)

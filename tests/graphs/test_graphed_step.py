@@ -97,6 +97,21 @@ def test_gradients_left_behind_are_a_warning() -> None:
         step(torch.ones(2, 4))
 
 
+def test_a_device_without_graphs_is_told_once() -> None:
+    @shardgrad.graphed_step(nn.Linear(4, 4))
+    def step(x: Tensor) -> Tensor:
+        return x + 1
+
+    with pytest.warns(
+        shardgrad.UncapturableStepWarning, match="runs eagerly on every call: cpu has no graphs"
+    ) as caught:
+        step(torch.ones(2))
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(torch.ones(2))
+
+
 def test_seven_new_shapes_in_a_row_are_a_warning_with_the_last() -> None:
     _, step = training()
     with warnings.catch_warnings():
