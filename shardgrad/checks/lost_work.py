@@ -27,15 +27,16 @@ __all__ = ["refuse_hooks", "refuse_unreduced", "require_own_state"]
 
 
 def refuse_unreduced(optimizer: Optimizer, groups: Iterable[ParamGroup]) -> None:
-    """Refuses a step that would not see gradients which wait on this rank.
+    """Refuses a step after a backward that did not synchronize: its gradients wait on this rank.
+
+    A program that leaves some units unsynchronized, and not others, does so on purpose.
 
     Raises:
-        GradientError: there are some, on every rank alike.
+        GradientError: the gradients of all groups of the step wait.
     """
-    unreduced = [
-        p for group in groups if grads_of(group).waiting is Waiting.SUM for p in group.params
-    ]
-    if unreduced:
+    waiting = [grads for grads in map(grads_of, groups) if grads.params]
+    unreduced = [p for grads in waiting if grads.waiting is Waiting.SUM for p in grads.params]
+    if unreduced and all(grads.waiting is not Waiting.NOTHING for grads in waiting):
         names = ", ".join(p.name for p in unreduced[:3])
         more = f" and {len(unreduced) - 3} more" if len(unreduced) > 3 else ""
         raise GradientError(

@@ -147,7 +147,10 @@ class Reads(TorchDispatchMode):
             if reference.expired():
                 continue
             storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
-            if storage is not None and storage.nbytes():
+            # One that cannot be resized is a part of other memory, as a gradient's of its shard. It
+            # does not tell whether that is still there, and what keeps it would be taken for the
+            # program.
+            if storage is not None and storage.nbytes() and storage.resizable():
                 empty = torch.empty(0, dtype=torch.uint8, device=device)
                 yield empty.set_(storage, 0, (storage.nbytes(),), (1,))
 

@@ -152,7 +152,10 @@ def refuse_harmful_settings() -> None:
 
 
 def _of_allocator() -> Iterator[Issue]:
-    backend = torch.cuda.get_allocator_backend()
+    try:
+        backend = torch.cuda.get_allocator_backend()
+    except AttributeError:  # a torch without CUDA
+        return
     if backend != "native":
         yield _setting(
             f"the allocator is {backend}, whose memory graphs of torch are not tested with",

@@ -67,7 +67,9 @@ class StepState:
         Streams: everything on the current stream; the host waits for each comparison.
         Capture: not safe.
         """
-        memory = [*self._others, *(tensor for _, tensor in self.tensors())]
+        # What was staged may have given its memory back since.
+        others = [each for each in self._others if each.untyped_storage().nbytes()]
+        memory = [*others, *(tensor for _, tensor in self.tensors())]
         self._copies = [(tensor, _copy(tensor)) for tensor in memory]
         outputs: Any = None
         expected: dict[str, torch.Tensor] = {}

@@ -41,6 +41,7 @@ def test_a_step_on_the_cpu_trains_as_the_function_itself() -> None:
     plain, other = training()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message=".*cpu has no graphs")
         for number in range(6):
             x = torch.full((3, 4), float(number))
             assert torch.equal(step(x)["loss"], other.__wrapped__(x)["loss"])
@@ -116,6 +117,7 @@ def test_seven_new_shapes_in_a_row_are_a_warning_with_the_last() -> None:
     _, step = training()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message=".*cpu has no graphs")
         for rows in (1, 2, 3, 4, 5, 6, 6, *range(7, 13)):
             step(torch.ones(rows, 4))
     with pytest.warns(
@@ -144,7 +146,8 @@ def test_a_number_that_a_schedule_changes_before_each_call_is_a_warning_that_nam
         shardgrad.UncapturableStepWarning, match=r"'lr', 0\.\d+.*became.*'lr', 0"
     ) as caught:
         train()
-    assert [warning.filename for warning in caught] == [__file__]  # once
+    changing = [warning for warning in caught if "became" in str(warning.message)]
+    assert [warning.filename for warning in changing] == [__file__]  # once
 
 
 def test_a_number_for_a_learning_rate_is_written_into_the_tensor_that_is_there() -> None:

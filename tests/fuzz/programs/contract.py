@@ -108,6 +108,8 @@ class State:
             return not self._in_flight
         if do == "save" and self._removed:
             return False
+        if do == "step" and self._waiting:
+            return False  # refused
         if do in ("step", "poke", "save", *_SETTINGS):
             return (do in _SETTINGS and not self._graphs) or self._is_quiet
         if do in ("load", "resume"):
