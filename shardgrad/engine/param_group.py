@@ -179,6 +179,7 @@ class ParamGroup:
         self._unsharded: UnshardedMemory | None = None
         # Of the unsharded parameters: moves with what the program writes to them.
         self._unsharded_versions: tuple[int, ...] = ()
+        self._taken_version = (-1, -1)  # of the shard, when it took such writes last
         self._inputs: list[AllGatherInput] = []
         self.set_tags("", 0)
         first = params[0].sharded
@@ -230,9 +231,7 @@ class ParamGroup:
             self.reduce_dtype = self.mp_policy.reduce_dtype or follows
             self.gradient_dtype = self.gradient_policy.dtype or dtype
         wire_dtype = self.gradient_policy.wire_dtype or self.reduce_dtype
-        # Float8 is made later.
-        is_packed = wire_dtype.itemsize > 1 and self.mesh.gather_group.size() > 1
-        self.wire_dtype = wire_dtype if is_packed else self.reduce_dtype
+        self.wire_dtype = wire_dtype if self.mesh.gather_group.size() > 1 else self.reduce_dtype
         self.alignment = alignment_numel(
             [
                 self.shard_dtype,
@@ -558,7 +557,9 @@ class ParamGroup:
         moved = zip(self.params, self.layout.pieces, versions, before, strict=True)
         written = [(p, piece) for p, piece, now, then in moved if now != then]
         takes = self.is_flat and self.gather_dtype == self.shard_dtype
-        if not takes or self._version() != self._gathered_version:
+        # The shard may have taken an earlier write, as of a forward that is recomputed in backward.
+        is_current = self._version() in (self._gathered_version, self._taken_version)
+        if not (takes and is_current):
             names = ", ".join(p.name for p, _ in written[:3])
             more = f" and {len(written) - 3} more" if len(written) > 3 else ""
             warnings.warn(
@@ -574,6 +575,7 @@ class ParamGroup:
             unsharded = p.require_unsharded()
             values = local_of(unsharded) if p.sharding.came_as_dtensor else unsharded
             local_of(p.sharded).copy_(piece.of(values, self.mesh.shard_rank))
+        self._taken_version = self._version()
         streams = self._inputs[0].comm_ctx.streams
         copied = streams.event()
         copied.record(streams.current())
