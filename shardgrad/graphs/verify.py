@@ -15,6 +15,8 @@ from shardgrad.graphs.random_state import RandomState
 
 __all__ = ["StepState", "compare_runs", "listed"]
 
+_PIECE_NBYTES = 2**24
+
 
 class StepState:
     """What a step starts from: memory, host state, and random numbers.
@@ -139,19 +141,27 @@ def _named(outputs: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a copy on the device, or on the host if there is no room."""
-    try:
-        return tensor.detach().clone()
-    except torch.OutOfMemoryError:
-        return tensor.detach().cpu()
+    """Returns a copy: on the device if that takes no more memory there than steps have taken at
+    their peak, else on the host.
+    """
+    device = tensor.device
+    if device.type != "cpu":
+        memory = torch.get_device_module(device)
+        room = memory.max_memory_allocated(device) - memory.memory_allocated(device)
+        if tensor.nbytes > room:
+            return tensor.detach().cpu()
+    return tensor.detach().clone()
 
 
 def _same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Compares bytes, so that two NaNs are equal and two zeros of different sign are not."""
+    """Compares bytes, so that two NaNs are equal and two zeros of different sign are not.
+
+    Piece by piece: a comparison on the device takes as much memory as what it compares.
+    """
     if first.shape != second.shape or first.dtype != second.dtype:
         return False
-    flat = (
-        tensor.detach().to(first.device).contiguous().view(-1).view(torch.uint8)
+    one, other = (
+        tensor.detach().contiguous().view(-1).view(torch.uint8).split(_PIECE_NBYTES)
         for tensor in (first, second)
     )
-    return bool(torch.equal(*flat))
+    return all(torch.equal(x, y.to(x.device)) for x, y in zip(one, other, strict=True))
