@@ -11,8 +11,8 @@ import shardgrad
 from benchmarks.measure import interleaved, samples_of, summarise
 from benchmarks.run import Run, option
 from benchmarks.workers import one_rank
-from shardgrad.train.model import Transformer
-from shardgrad.train.presets import TransformerConfig
+from shardgrad.programs.train.model import Transformer
+from shardgrad.programs.train.presets import TransformerConfig
 
 
 @click.command()

@@ -22,7 +22,7 @@ from benchmarks.run import Run, option
 from benchmarks.trainer import make_step
 from benchmarks.workers import on_ranks
 from shardgrad.diagnosis.flight_recorder import Entry, FlightRecorder, GroupLog, recorder
-from shardgrad.train.config import TrainConfig
+from shardgrad.programs.train.config import TrainConfig
 
 _RANKS = 2
 _MODES = ("without", "default")

@@ -22,9 +22,9 @@ from benchmarks.measure import cost_of, interleaved, samples_of, spread, summari
 from benchmarks.run import Run, option
 from shardgrad import ops
 from shardgrad.ops import movement, norm, update
+from shardgrad.programs.train.model import Block
+from shardgrad.programs.train.presets import PRESETS
 from shardgrad.sharding.layout import ShardLayout, alignment_numel
-from shardgrad.train.model import Block
-from shardgrad.train.presets import PRESETS
 
 _PRESETS = ("tiny", "small", "medium")
 _LEAST_S = 2e-3  # of one timing, so that it is long enough for the clock

@@ -20,7 +20,7 @@ import shardgrad
 from benchmarks.models import build_model
 from benchmarks.run import Run, option
 from benchmarks.workers import on_ranks
-from shardgrad.train.corpus import Sampler, load_corpus
+from shardgrad.programs.train.corpus import Sampler, load_corpus
 
 _RANKS = 2
 _BASE = "fsdp2, torch.optim"

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardgrad.train.huggingface import CausalLM, build_causal_lm
-from shardgrad.train.model import Transformer, count_parameters, materialise
-from shardgrad.train.presets import PRESETS, TransformerConfig
+from shardgrad.programs.train.huggingface import CausalLM, build_causal_lm
+from shardgrad.programs.train.model import Transformer, count_parameters, materialise
+from shardgrad.programs.train.presets import PRESETS, TransformerConfig
 
 SEED = 0
 

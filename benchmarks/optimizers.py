@@ -27,8 +27,8 @@ from benchmarks.measure import Cost, interleaved, over_ranks, samples_of, spread
 from benchmarks.models import Chain
 from benchmarks.run import Run, option
 from benchmarks.workers import on_ranks
-from shardgrad.train.model import Transformer
-from shardgrad.train.presets import transformer_config
+from shardgrad.programs.train.model import Transformer
+from shardgrad.programs.train.presets import transformer_config
 
 _NBYTES_PER_PARAMETER = 28  # float32: read and write weight and two moments, read the gradient
 

@@ -34,13 +34,13 @@ from benchmarks.measure import proc_nbytes, ratios, settle, spread
 from benchmarks.run import Run, option
 from benchmarks.workers import on_ranks
 from shardgrad import ops
-from shardgrad.plan.calibration import Calibration
-from shardgrad.plan.hardware import Link, machine_of
-from shardgrad.plan.planning import plan_of
-from shardgrad.plan.rehearsal import rehearse
-from shardgrad.plan.request import Request
-from shardgrad.train.model import Transformer, materialise
-from shardgrad.train.presets import transformer_config
+from shardgrad.programs.plan.calibration import Calibration
+from shardgrad.programs.plan.hardware import Link, machine_of
+from shardgrad.programs.plan.planning import plan_of
+from shardgrad.programs.plan.rehearsal import rehearse
+from shardgrad.programs.plan.request import Request
+from shardgrad.programs.train.model import Transformer, materialise
+from shardgrad.programs.train.presets import transformer_config
 
 _STEPS = 3  # of the memory measurement: the second has all that a steady step has
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # <malloc.h>
@@ -185,7 +185,7 @@ def _predict(task: Task, ranks: int, measured: Sequence[Round]) -> tuple[int, li
 
 
 class _Program:
-    """The training step that `shardgrad.plan.rehearsal` rehearses, on real tensors."""
+    """The training step that `shardgrad.programs.plan.rehearsal` rehearses, on real tensors."""
 
     def __init__(self, task: Task, *, sharded: bool) -> None:
         with torch.device("meta"):

@@ -43,7 +43,7 @@ _WARM_UP_STEPS = 3
 _PHASES = ("forward", "backward")
 _PACKAGES = {"fsdp2": "torch.distributed.fsdp._fully_shard", "shardgrad": "shardgrad"}
 _FULLY_SHARD = {"fsdp2": "torch.distributed.fsdp", "shardgrad": "shardgrad"}
-_CORE = ("engine", "sharding", "fully_shard.py", "module.py", "collect_params.py")
+_CORE = ("engine", "sharding", "fully_shard.py", "module.py")
 _CAPTURE = ("is_capturing", "is_current_stream_capturing")
 _MAX_COLUMNS = 100
 

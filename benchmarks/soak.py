@@ -19,10 +19,10 @@ from benchmarks.run import Run, option
 from benchmarks.trainer import make_step
 from benchmarks.workers import on_ranks
 from shardgrad.diagnosis.watchdog import Watchdog
-from shardgrad.train.config import TrainConfig
-from shardgrad.train.optimizer import build_optimizer
-from shardgrad.train.parallel import memory_nbytes
-from shardgrad.train.sharding import build_model
+from shardgrad.programs.train.config import TrainConfig
+from shardgrad.programs.train.optimizer import build_optimizer
+from shardgrad.programs.train.parallel import memory_nbytes
+from shardgrad.programs.train.sharding import build_model
 
 _MODES = {"eager": ("train", 2), "graphed": ("train_graphed", 1), "models": ("build_and_delete", 2)}
 _WARM = 0.2  # of the looks: caches, lazily made buffers, the allocator's arenas

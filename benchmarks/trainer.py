@@ -6,13 +6,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardgrad.train.checkpoint import TrainState
-from shardgrad.train.config import TrainConfig
-from shardgrad.train.corpus import Sampler
-from shardgrad.train.optimizer import build_optimizer, build_schedule
-from shardgrad.train.parallel import World
-from shardgrad.train.sharding import build_model
-from shardgrad.train.step import TrainStep
+from shardgrad.programs.train.checkpoint import TrainState
+from shardgrad.programs.train.config import TrainConfig
+from shardgrad.programs.train.corpus import Sampler
+from shardgrad.programs.train.optimizer import build_optimizer, build_schedule
+from shardgrad.programs.train.parallel import World
+from shardgrad.programs.train.sharding import build_model
+from shardgrad.programs.train.step import TrainStep
 
 
 def make_step(config: TrainConfig, device: str) -> tuple[TrainStep, World]:

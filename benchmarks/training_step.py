@@ -23,9 +23,9 @@ from benchmarks.engines.summary import record_of
 from benchmarks.engines.task import PRECISIONS, Length, Task, check, smoke
 from benchmarks.models import MODELS
 from benchmarks.run import Run, option
-from shardgrad.train.config import mesh_shape
-from shardgrad.train.failure import TrainingError, UsageError
-from shardgrad.train.presets import suggestion
+from shardgrad.programs.train.config import mesh_shape
+from shardgrad.programs.train.failure import TrainingError, UsageError
+from shardgrad.programs.train.presets import suggestion
 
 _ALL = "all"
 

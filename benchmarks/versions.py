@@ -61,7 +61,7 @@ def _work(case: Mapping[str, Any]) -> Any:
 
         return _make_step("shardgrad", case["layers"], case["units"])
     from benchmarks.trainer import make_step
-    from shardgrad.train.config import TrainConfig
+    from shardgrad.programs.train.config import TrainConfig
 
     config = TrainConfig(preset=case["preset"], batch_size=4, seq_len=64, clip=1.0)
     step, _ = make_step(config, "cpu")

@@ -25,7 +25,7 @@ import shardgrad
 from benchmarks.models import MODELS, build_model
 from benchmarks.run import Run, option
 from benchmarks.workers import started
-from shardgrad.train.corpus import Sampler, load_corpus
+from shardgrad.programs.train.corpus import Sampler, load_corpus
 
 _SEQ_LEN, _SEQUENCES = 64, 4  # of a rank
 _BASE = "float32"

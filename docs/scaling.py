@@ -6,7 +6,7 @@ today.
     python docs/scaling.py --table 8b      only one of them
     python docs/scaling.py --slowdowns     what published runs took, over the roofline
 
-Every number is of a model whose depth follows from two shallow ones (`shardgrad/plan/depth.py`).
+Every number is of a model whose depth follows from two shallow ones (`plan/depth.py`).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ PAGE = DOCS / "explanation" / "scaling.md"
 sys.path.insert(0, str(DOCS.parent))
 warnings.filterwarnings("ignore")
 
-from shardgrad.plan.calibration import Calibration  # noqa: E402
-from shardgrad.plan.depth import rehearse_shallow  # noqa: E402
-from shardgrad.plan.hardware import Machine, machine_of  # noqa: E402
-from shardgrad.plan.planning import Plan, plan_of  # noqa: E402
-from shardgrad.plan.rehearsal import Rehearsal  # noqa: E402
-from shardgrad.plan.request import Request  # noqa: E402
+from shardgrad.programs.plan.calibration import Calibration  # noqa: E402
+from shardgrad.programs.plan.depth import rehearse_shallow  # noqa: E402
+from shardgrad.programs.plan.hardware import Machine, machine_of  # noqa: E402
+from shardgrad.programs.plan.planning import Plan, plan_of  # noqa: E402
+from shardgrad.programs.plan.rehearsal import Rehearsal  # noqa: E402
+from shardgrad.programs.plan.request import Request  # noqa: E402
 
 GIB = 2**30
 SIZES = (8, 64, 512, 4096)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         OffloadPolicy,
         UnshardHandle,
     )
+    from shardgrad.programs import checkpoint
 
 
 __all__ = [
@@ -52,6 +53,7 @@ __all__ = [
     "UntrainedParameterWarning",
     "WaitingRanksWarning",
     "__version__",
+    "checkpoint",
     "clip_grad_norm_",
     "fully_shard",
     "gradient_report",
@@ -94,14 +96,6 @@ _DEFINED_IN = {
     "share_comm_ctx": "module",
 }
 
-# Packages that went elsewhere; named for one version.
-_MOVED = {
-    "bench": "python -m benchmarks, in a checkout",
-    "drills": "python -m tests.drills, in a checkout",
-    "migration": "docs/explanation/differences.md and the pages docs/how_to/from_*.md",
-    "training": "shardgrad.train",
-}
-
 if not TYPE_CHECKING:  # mypy sees the imports above, and reports other names
 
     def __getattr__(name: str) -> Any:
@@ -109,10 +103,10 @@ if not TYPE_CHECKING:  # mypy sees the imports above, and reports other names
             value = getattr(import_module(f"{__name__}.{_DEFINED_IN[name]}"), name)
             globals()[name] = value
             return value
+        if name == "checkpoint":
+            return import_module(f"{__name__}.programs.checkpoint")
         if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
             return import_module(f"{__name__}.{name}")
-        if name in _MOVED:
-            raise ImportError(f"shardgrad.{name} is gone; use {_MOVED[name]}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__() -> list[str]:

@@ -20,8 +20,8 @@ def main() -> None:
         print(f"shardgrad: {error.what}: {error.fix}", file=sys.stderr)
         sys.exit(2)
     _write_what_can_be_written()
-    from shardgrad.cli import main as command_line
-    from shardgrad.cli.reporting import reported
+    from shardgrad.programs.cli import main as command_line
+    from shardgrad.programs.cli.reporting import reported
 
     with reported("shardgrad"):  # `--help` may be written to a full disk
         command_line(prog_name="shardgrad")

@@ -18,16 +18,16 @@ from shardgrad.checks.misuse import guard_owner
 from shardgrad.checks.optimizer_hooks import watch_optimizers
 from shardgrad.checks.same_weights import compare_weights, note_weights, sums_of
 from shardgrad.checks.unowned_params import UnownedParams, note_ignored
-from shardgrad.collect_params import (
+from shardgrad.compat.torch_views import show_to_torch, state_of
+from shardgrad.diagnosis.watchdog import watch_ranks
+from shardgrad.engine.all_gather import AllGatherInput
+from shardgrad.engine.collect import (
     Claim,
     Collected,
     collect,
     refuse_unresolved_ties,
     validate_modules,
 )
-from shardgrad.compat.torch_views import show_to_torch, state_of
-from shardgrad.diagnosis.watchdog import watch_ranks
-from shardgrad.engine.all_gather import AllGatherInput
 from shardgrad.engine.comm_context import SecondStep
 from shardgrad.engine.param import CLAIM, FSDPParam, is_extension, mark_sharded
 from shardgrad.engine.param_group import GroupSpec, ParamGroup

@@ -16,9 +16,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from shardgrad.cli import main
 from shardgrad.errors import PartnerUnavailableError
 from shardgrad.extras import EXTRAS, require
+from shardgrad.programs.cli import main
 from tests.support.processes import communicate
 
 ROOT = Path(__file__).parents[1]
@@ -97,7 +97,7 @@ def test_an_import_of_shardgrad_imports_no_optional_package() -> None:
 )
 def test_help_and_usage_errors_import_no_pytorch(arguments: list[str]) -> None:
     program = (
-        "import sys\nfrom shardgrad.cli import main\n"
+        "import sys\nfrom shardgrad.programs.cli import main\n"
         f"try:\n    main({arguments!r})\nexcept SystemExit:\n    print('torch' in sys.modules)"
     )
     assert run("-c", program).stdout.endswith("False\n")
@@ -134,26 +134,26 @@ def test_the_command_line_names_its_extra_in_one_sentence(
         (
             "transformers",
             ["plan", "--hf", "gpt2"],
-            "shardgrad.plan.planning.make_plan",
+            "shardgrad.programs.plan.planning.make_plan",
             "--hf needs transformers, which is not installed: pip install 'shardgrad[hf]'",
         ),
         (
             "transformers",
             ["train", "--hf", "gpt2"],
-            "shardgrad.train.launch.spawn",
+            "shardgrad.programs.train.launch.spawn",
             "--hf needs transformers, which is not installed: pip install 'shardgrad[hf]'",
         ),
         (
             "tensorboard",
             ["train", "--tensorboard"],
-            "shardgrad.train.launch.spawn",
+            "shardgrad.programs.train.launch.spawn",
             "--tensorboard needs tensorboard, which is not installed: pip install "
             "'shardgrad[tensorboard]'",
         ),
         (
             "safetensors",
             ["checkpoint", "export", ".", "there"],
-            "shardgrad.checkpoint.safetensors.verify",
+            "shardgrad.programs.checkpoint.safetensors.verify",
             "a safetensors file needs safetensors, which is not installed: pip install "
             "'shardgrad[safetensors]'",
         ),

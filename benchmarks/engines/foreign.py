@@ -25,7 +25,7 @@ from benchmarks.engines.program import (
 )
 from benchmarks.engines.task import Task
 from benchmarks.models import build_model
-from shardgrad.train.model import next_token_loss
+from shardgrad.programs.train.model import next_token_loss
 
 
 def _deepspeed(task: Task, device: torch.device, *, stage: int) -> Trained:

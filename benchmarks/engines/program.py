@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.engines.task import Task
-from shardgrad.train.model import next_token_loss
+from shardgrad.programs.train.model import next_token_loss
 
 LR = 1e-3
 REDUCE_DTYPE = torch.float32

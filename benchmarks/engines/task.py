@@ -7,9 +7,9 @@ import math
 from dataclasses import dataclass
 
 from benchmarks.models import MODELS, MixtureConfig
-from shardgrad.train.config import mesh_shape
-from shardgrad.train.failure import UsageError
-from shardgrad.train.presets import suggestion
+from shardgrad.programs.train.config import mesh_shape
+from shardgrad.programs.train.failure import UsageError
+from shardgrad.programs.train.presets import suggestion
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 

@@ -28,7 +28,7 @@ from benchmarks.engines.program import (
 )
 from benchmarks.engines.task import Task
 from benchmarks.models import build_model
-from shardgrad.train.sharding import set_gradient_sync
+from shardgrad.programs.train.sharding import set_gradient_sync
 
 _WARMUP = 3  # eager steps before a capture
 

@@ -105,5 +105,5 @@ def require_own_shards(tensors: Iterable[tuple[str, Any]]) -> None:
             got=f"a file that torch.save has written on rank {saved_by}",
             where=f"rank {own}, {name}",
             fix="torch.save on every rank, to a file of each; or torch.distributed.checkpoint or "
-            "shardgrad.checkpoint, which write one checkpoint together",
+            "shardgrad.programs.checkpoint, which write one checkpoint together",
         )

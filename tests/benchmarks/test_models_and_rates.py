@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.engines.summary import flops_per_step, peak_of
 from benchmarks.models import MODELS, Experts, MixtureConfig, facts_of
-from shardgrad.train.presets import TransformerConfig
+from shardgrad.programs.train.presets import TransformerConfig
 
 
 def numel_of(config: TransformerConfig, *, experts: int) -> int:

@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import shardgrad
 from shardgrad import checkpoint
-from shardgrad.checkpoint.saving import _Planner
 from shardgrad.errors import CheckpointError, CheckpointSaveError
+from shardgrad.programs.checkpoint.saving import _Planner
 from tests.support.parity import (
     FSDP2,
     SHARDGRAD,

@@ -14,12 +14,12 @@ from click.testing import CliRunner, Result
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from shardgrad import checkpoint
-from shardgrad.cli import main
 from shardgrad.errors import (
     CheckpointError,
     CheckpointSaveError,
     PartnerUnavailableError,
 )
+from shardgrad.programs.cli import main
 
 
 def state(value: float = 1.0) -> dict[str, Any]:

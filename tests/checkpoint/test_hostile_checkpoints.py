@@ -17,8 +17,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from shardgrad import checkpoint
-from shardgrad.checkpoint.text import printable
 from shardgrad.errors import CheckpointError
+from shardgrad.programs.checkpoint.text import printable
 from tests.support.processes import FairClock
 
 

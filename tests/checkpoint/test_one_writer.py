@@ -21,10 +21,10 @@ import pytest
 import torch
 
 from shardgrad import checkpoint
-from shardgrad.checkpoint import Series
-from shardgrad.checkpoint.folder import Publication
-from shardgrad.checkpoint.lock import FileLock
 from shardgrad.errors import CheckpointError, CheckpointSaveError
+from shardgrad.programs.checkpoint import Series
+from shardgrad.programs.checkpoint.folder import Publication
+from shardgrad.programs.checkpoint.lock import FileLock
 from tests.support.processes import FairClock
 
 

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from shardgrad import checkpoint
-from shardgrad.checkpoint import Series
-from shardgrad.train.config import TrainConfig, read_settings
-from shardgrad.train.parallel import World
-from shardgrad.train.record import RunRecord
+from shardgrad.programs.checkpoint import Series
+from shardgrad.programs.train.config import TrainConfig, read_settings
+from shardgrad.programs.train.parallel import World
+from shardgrad.programs.train.record import RunRecord
 from tests.support.power_cut import PowerCut
 
 WORLD = World(0, 1, torch.device("cpu"), None)  # type: ignore[arg-type]  # one rank

@@ -114,7 +114,7 @@ LONG_OPERATION = {
 CALL = """
 import json, shlex, sys, time
 from click.testing import CliRunner
-from shardgrad.cli import main
+from shardgrad.programs.cli import main
 for line in json.loads(sys.argv[1]):
     began_s = time.process_time()
     done = CliRunner().invoke(main, shlex.split(line), prog_name="shardgrad")

@@ -16,10 +16,10 @@ from click.testing import CliRunner
 
 from shardgrad import version
 from shardgrad.__main__ import main as entry
-from shardgrad.cli import doctor as doctor_module
-from shardgrad.cli import main
 from shardgrad.graphs.preflight import Issue
 from shardgrad.patch.__main__ import main as patched
+from shardgrad.programs.cli import doctor as doctor_module
+from shardgrad.programs.cli import main
 from tests.support.processes import run
 
 

@@ -19,8 +19,8 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import shardgrad
 from benchmarks.counts import _agree
-from shardgrad.train.model import Transformer, next_token_loss
-from shardgrad.train.presets import TransformerConfig
+from shardgrad.programs.train.model import Transformer, next_token_loss
+from shardgrad.programs.train.presets import TransformerConfig
 from tests.cuda_runtime import inspection
 
 LAYERS = 2, 4  # of the models that are compared

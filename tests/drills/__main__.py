@@ -67,7 +67,7 @@ def main(
     same losses as an undisturbed one. The exit status is 1 if any drill had an unexpected outcome.
     """
     from benchmarks.records import environment
-    from shardgrad.cli import main as command
+    from shardgrad.programs.cli import main as command
     from tests.drills.faults import CATALOGUE, Fault
     from tests.drills.hosts import can_have_hosts
     from tests.drills.judge import Judge

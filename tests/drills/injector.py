@@ -28,9 +28,9 @@ from shardgrad.engine.grad_collector import GradCollector
 from shardgrad.engine.param import local_of, managed_by
 from shardgrad.engine.param_group import ParamGroup, ParamState
 from shardgrad.graphs.step import GraphedStep
-from shardgrad.train import model
-from shardgrad.train.corpus import Sampler
-from shardgrad.train.step import TrainStep
+from shardgrad.programs.train import model
+from shardgrad.programs.train.corpus import Sampler
+from shardgrad.programs.train.step import TrainStep
 
 __all__ = ["FilePoint", "InjectionPoint", "PhasePoint", "Plan", "Trace", "arm"]
 

@@ -15,7 +15,7 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardgrad.train.rank import RANK_STATUS
+from shardgrad.programs.train.rank import RANK_STATUS
 from tests.drills.faults import Expectation, Fault, Tampering
 from tests.drills.injector import Trace
 from tests.drills.processes import (

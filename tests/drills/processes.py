@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shardgrad.train import launch, loop, spawn
+from shardgrad.programs.train import launch, loop, spawn
 from tests.drills.hosts import Hosts
 from tests.drills.injector import Plan, Trace, arm
 

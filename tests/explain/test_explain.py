@@ -13,9 +13,9 @@ from click.testing import CliRunner
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from shardgrad.cli import main
-from shardgrad.explain import Op, explain, exposed, read_trace
-from shardgrad.train.failure import UsageError
+from shardgrad.programs.cli import main
+from shardgrad.programs.explain import Op, explain, exposed, read_trace
+from shardgrad.programs.train.failure import UsageError
 
 
 def event(name: str, category: str, ts: float, dur: float, **args: Any) -> dict[str, Any]:

@@ -18,9 +18,9 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import strategies as st
 
 from shardgrad import checkpoint
-from shardgrad.checkpoint.safetensors import export_safetensors
 from shardgrad.errors import CheckpointError
-from shardgrad.train.launch import _step_of_latest
+from shardgrad.programs.checkpoint.safetensors import export_safetensors
+from shardgrad.programs.train.launch import _step_of_latest
 from tests.fuzz.inputs import CHANGES, EDITS, ODD, ODD_TEXTS, Target, changed, edited, scratch
 
 

@@ -19,17 +19,17 @@ import click
 from click.testing import CliRunner
 from hypothesis import strategies as st
 
-from shardgrad.checkpoint import Series
-from shardgrad.cli import main
-from shardgrad.function_named import function_named
-from shardgrad.plan.models import PLAN_PRESETS
-from shardgrad.plan.planning import make_plan
-from shardgrad.plan.request import Request
-from shardgrad.testing.audit import _Failed
-from shardgrad.train.config import TrainConfig
-from shardgrad.train.corpus import load_corpus
-from shardgrad.train.failure import TrainingError
-from shardgrad.train.rank import Job, Report
+from shardgrad.programs.checkpoint import Series
+from shardgrad.programs.cli import main
+from shardgrad.programs.function_named import function_named
+from shardgrad.programs.plan.models import PLAN_PRESETS
+from shardgrad.programs.plan.planning import make_plan
+from shardgrad.programs.plan.request import Request
+from shardgrad.programs.testing.audit import _Failed
+from shardgrad.programs.train.config import TrainConfig
+from shardgrad.programs.train.corpus import load_corpus
+from shardgrad.programs.train.failure import TrainingError
+from shardgrad.programs.train.rank import Job, Report
 from tests.fuzz.checkpoints import samples
 from tests.fuzz.inputs import (
     CHANGES,
@@ -239,13 +239,19 @@ def call(words: list[str], variables: dict[str, str]) -> str:
     """
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, variables))
-        stack.enter_context(mock.patch("shardgrad.train.launch.spawn", _read_as_ranks_do))
-        stack.enter_context(mock.patch("shardgrad.train.launch.run_rank", _read_as_ranks_do))
-        stack.enter_context(mock.patch("shardgrad.cli.train.os._exit", side_effect=SystemExit))
-        stack.enter_context(mock.patch("shardgrad.cli.doctor._issues", return_value=[]))
-        stack.enter_context(mock.patch("shardgrad.testing.audit._run", return_value=[_LEFT_OUT]))
-        stack.enter_context(mock.patch("shardgrad.plan.planning.make_plan", _made_sense))
-        stack.enter_context(mock.patch("shardgrad.plan.search.search", _made_sense))
+        stack.enter_context(mock.patch("shardgrad.programs.train.launch.spawn", _read_as_ranks_do))
+        stack.enter_context(
+            mock.patch("shardgrad.programs.train.launch.run_rank", _read_as_ranks_do)
+        )
+        stack.enter_context(
+            mock.patch("shardgrad.programs.cli.train.os._exit", side_effect=SystemExit)
+        )
+        stack.enter_context(mock.patch("shardgrad.programs.cli.doctor._issues", return_value=[]))
+        stack.enter_context(
+            mock.patch("shardgrad.programs.testing.audit._run", return_value=[_LEFT_OUT])
+        )
+        stack.enter_context(mock.patch("shardgrad.programs.plan.planning.make_plan", _made_sense))
+        stack.enter_context(mock.patch("shardgrad.programs.plan.search.search", _made_sense))
         stack.enter_context(warnings.catch_warnings())
         before = os.getcwd()
         os.chdir(_workplace())
@@ -425,7 +431,7 @@ REQUESTS = st.fixed_dictionaries(
 
 def feed_request(fields: dict[str, Any]) -> str:
     """A request that may make sense, planned."""
-    from shardgrad.plan.hardware import machine_of
+    from shardgrad.programs.plan.hardware import machine_of
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -16,21 +16,21 @@ import torch
 from hypothesis import strategies as st
 
 from shardgrad import checkpoint
-from shardgrad.checkpoint import lock
 from shardgrad.errors import CheckpointError, PartnerUnavailableError
 from shardgrad.graphs import preflight
-from shardgrad.plan.models import build_plan_model
-from shardgrad.plan.request import Request
-from shardgrad.train.config import TrainConfig, mesh_shape, read_settings, resumed
-from shardgrad.train.corpus import load_corpus
-from shardgrad.train.failure import TrainingError
-from shardgrad.train.generate import continued, load_run
-from shardgrad.train.huggingface import read_model_config
-from shardgrad.train.launcher import is_restarted, torchrun_world_size
-from shardgrad.train.model import Transformer
-from shardgrad.train.parallel import World
-from shardgrad.train.presets import transformer_config
-from shardgrad.train.record import RunRecord
+from shardgrad.programs.checkpoint import lock
+from shardgrad.programs.plan.models import build_plan_model
+from shardgrad.programs.plan.request import Request
+from shardgrad.programs.train.config import TrainConfig, mesh_shape, read_settings, resumed
+from shardgrad.programs.train.corpus import load_corpus
+from shardgrad.programs.train.failure import TrainingError
+from shardgrad.programs.train.generate import continued, load_run
+from shardgrad.programs.train.huggingface import read_model_config
+from shardgrad.programs.train.launcher import is_restarted, torchrun_world_size
+from shardgrad.programs.train.model import Transformer
+from shardgrad.programs.train.parallel import World
+from shardgrad.programs.train.presets import transformer_config
+from shardgrad.programs.train.record import RunRecord
 from tests.fuzz.inputs import (
     CHANGES,
     EDITS,

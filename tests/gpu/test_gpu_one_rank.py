@@ -19,8 +19,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardgrad import fully_shard, ops
-from shardgrad.cli import doctor
 from shardgrad.ops import library
+from shardgrad.programs.cli import doctor
 
 HAS_CUDA = torch.cuda.is_available()
 NEEDS_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not HAS_CUDA, reason="no GPU")]

@@ -11,7 +11,6 @@ from click.testing import CliRunner
 from torch import nn
 
 import shardgrad
-from shardgrad.cli import main
 from shardgrad.errors import CaptureError
 from shardgrad.graphs import preflight
 from shardgrad.graphs.preflight import (
@@ -20,6 +19,7 @@ from shardgrad.graphs.preflight import (
     explain,
     refuse_harmful_settings,
 )
+from shardgrad.programs.cli import main
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

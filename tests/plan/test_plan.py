@@ -16,22 +16,22 @@ import torch
 from click.testing import CliRunner, Result
 from torch import nn
 
-from shardgrad.cli import main
-from shardgrad.plan import world
-from shardgrad.plan.calibration import Calibration
-from shardgrad.plan.cost import AxisLayout, CostModel, compute_s, model_flops
-from shardgrad.plan.hardware import Machine, machine_of
-from shardgrad.plan.memory import memory_of
-from shardgrad.plan.models import PlanModel, build_plan_model
-from shardgrad.plan.planning import Plan, make_plan, plan_of
-from shardgrad.plan.recording import Event, Kernel, Marked, Transfer, Waited
-from shardgrad.plan.rehearsal import Rehearsal, rehearse
-from shardgrad.plan.request import PLAN_PRESETS, Request, units_of_preset
-from shardgrad.plan.search import search
-from shardgrad.plan.timeline import play
-from shardgrad.train.failure import UsageError
-from shardgrad.train.model import Transformer
-from shardgrad.train.presets import PRESETS, transformer_config
+from shardgrad.programs.cli import main
+from shardgrad.programs.plan import world
+from shardgrad.programs.plan.calibration import Calibration
+from shardgrad.programs.plan.cost import AxisLayout, CostModel, compute_s, model_flops
+from shardgrad.programs.plan.hardware import Machine, machine_of
+from shardgrad.programs.plan.memory import memory_of
+from shardgrad.programs.plan.models import PlanModel, build_plan_model
+from shardgrad.programs.plan.planning import Plan, make_plan, plan_of
+from shardgrad.programs.plan.recording import Event, Kernel, Marked, Transfer, Waited
+from shardgrad.programs.plan.rehearsal import Rehearsal, rehearse
+from shardgrad.programs.plan.request import PLAN_PRESETS, Request, units_of_preset
+from shardgrad.programs.plan.search import search
+from shardgrad.programs.plan.timeline import play
+from shardgrad.programs.train.failure import UsageError
+from shardgrad.programs.train.model import Transformer
+from shardgrad.programs.train.presets import PRESETS, transformer_config
 
 # A rehearsal takes a second, or many where others use the machine.
 pytestmark = pytest.mark.timeout(400)

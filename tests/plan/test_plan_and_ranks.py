@@ -12,12 +12,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardgrad
-from shardgrad.plan.recording import Transfer
-from shardgrad.plan.rehearsal import rehearse
-from shardgrad.plan.request import Request
-from shardgrad.train.model import Transformer, materialise
-from shardgrad.train.presets import transformer_config
-from shardgrad.train.sharding import precision_policy
+from shardgrad.programs.plan.recording import Transfer
+from shardgrad.programs.plan.rehearsal import rehearse
+from shardgrad.programs.plan.request import Request
+from shardgrad.programs.train.model import Transformer, materialise
+from shardgrad.programs.train.presets import transformer_config
+from shardgrad.programs.train.sharding import precision_policy
 from tests.support.ranks import Ranks
 
 NARROW = {"width": 64, "heads": 2, "kv_heads": 2, "hidden": 96}

@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 import shardgrad
-from shardgrad.train.model import Transformer, materialise
-from shardgrad.train.presets import TransformerConfig
+from shardgrad.programs.train.model import Transformer, materialise
+from shardgrad.programs.train.presets import TransformerConfig
 from tests.support.ranks import Ranks
 
 DOCS = Path(__file__).parents[2] / "docs"

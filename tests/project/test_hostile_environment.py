@@ -12,8 +12,8 @@ from rich.console import Console
 
 import shardgrad
 from shardgrad.ops import library
-from shardgrad.train.display import Display
-from shardgrad.train.record import StepMetrics
+from shardgrad.programs.train.display import Display
+from shardgrad.programs.train.record import StepMetrics
 
 EVIL = "runs/\x1b]0;boo\x07[red]\u202ex[/red]"
 

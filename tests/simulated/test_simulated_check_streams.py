@@ -1,4 +1,4 @@
-"""`shardgrad.testing.check_streams` on streams that a program and the engine share."""
+"""`shardgrad.programs.testing.check_streams` on streams that a program and the engine share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardgrad import fully_shard
 from shardgrad.errors import UnsupportedError
-from shardgrad.testing import StreamReport, check_streams
+from shardgrad.programs.testing import StreamReport, check_streams
 from tests.simulated.accelerator.device import native
 from tests.simulated.accelerator.virtual_ranks import VirtualRanks, one_at_a_time
 

@@ -22,8 +22,8 @@ import shardgrad
 from shardgrad.engine.buffers import Slot
 from shardgrad.engine.grad_collector import GradCollector
 from shardgrad.engine.streams import AcceleratorStreams
-from shardgrad.train.model import Transformer
-from shardgrad.train.presets import transformer_config
+from shardgrad.programs.train.model import Transformer
+from shardgrad.programs.train.presets import transformer_config
 from tests.simulated.accelerator.device import NAME, checked
 from tests.simulated.accelerator.virtual_ranks import VirtualRanks, one_at_a_time
 from tests.support.parity import ROWS, VOCABULARY, Tower, tower

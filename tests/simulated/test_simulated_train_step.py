@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardgrad.train.checkpoint import TrainState
-from shardgrad.train.config import TrainConfig
-from shardgrad.train.corpus import Sampler
-from shardgrad.train.optimizer import build_optimizer, build_schedule
-from shardgrad.train.parallel import World
-from shardgrad.train.sharding import build_model
-from shardgrad.train.step import TrainStep, validation_loss
+from shardgrad.programs.train.checkpoint import TrainState
+from shardgrad.programs.train.config import TrainConfig
+from shardgrad.programs.train.corpus import Sampler
+from shardgrad.programs.train.optimizer import build_optimizer, build_schedule
+from shardgrad.programs.train.parallel import World
+from shardgrad.programs.train.sharding import build_model
+from shardgrad.programs.train.step import TrainStep, validation_loss
 from tests.simulated.accelerator.device import NAME, checked
 from tests.simulated.accelerator.virtual_ranks import VirtualRanks, one_at_a_time
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardgrad.testing.audit import _left, _rank
-from shardgrad.testing.first_difference import Piece, Trace, first_difference
+from shardgrad.programs.testing.audit import _left, _rank
+from shardgrad.programs.testing.first_difference import Piece, Trace, first_difference
 from tests.support.processes import CONTEXT
 from tests.support.programs import run
 

@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardgrad import fully_shard
 from shardgrad.errors import RootError
-from shardgrad.testing import StreamCheckError, check_streams
-from shardgrad.testing.check_streams import _arguments, _range
-from shardgrad.testing.event_order import EventOrder
+from shardgrad.programs.testing import StreamCheckError, check_streams
+from shardgrad.programs.testing.check_streams import _arguments, _range
+from shardgrad.programs.testing.event_order import EventOrder
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from shardgrad.cli import main
-from shardgrad.train.config import TrainConfig, mesh_shape, read_settings, resumed
-from shardgrad.train.failure import UsageError
+from shardgrad.programs.cli import main
+from shardgrad.programs.train.config import TrainConfig, mesh_shape, read_settings, resumed
+from shardgrad.programs.train.failure import UsageError
 
 SAVED = TrainConfig(ranks=2, batch_size=8, accumulate=1, steps=50)
 

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardgrad.train.corpus import Corpus, Sampler, load_corpus, validation_starts, windows
-from shardgrad.train.failure import UsageError
+from shardgrad.programs.train.corpus import Corpus, Sampler, load_corpus, validation_starts, windows
+from shardgrad.programs.train.failure import UsageError
 
 
 def corpus_of(

@@ -7,8 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
-from shardgrad.train.display import Display, nice_nbytes, nice_seconds
-from shardgrad.train.record import StepMetrics
+from shardgrad.programs.train.display import Display, nice_nbytes, nice_seconds
+from shardgrad.programs.train.record import StepMetrics
 
 METRICS = StepMetrics(
     3, 1.25, 1e-3, 0.5, 1234.5, (2**20, 3 * 2**20), elapsed_s=9.0, remaining_s=3723.4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 
 from shardgrad.errors import CheckpointSaveError
-from shardgrad.train.failure import DiskFull, explain
+from shardgrad.programs.train.failure import DiskFull, explain
 
 
 def told_again(own: Exception) -> Exception:

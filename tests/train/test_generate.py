@@ -14,12 +14,12 @@ from click.testing import CliRunner
 from torch import Tensor, nn
 
 from shardgrad import checkpoint
-from shardgrad.cli import main
-from shardgrad.train.config import TrainConfig
-from shardgrad.train.generate import continued, shown
-from shardgrad.train.model import Transformer, materialise
-from shardgrad.train.presets import transformer_config
-from shardgrad.train.record import RunRecord
+from shardgrad.programs.cli import main
+from shardgrad.programs.train.config import TrainConfig
+from shardgrad.programs.train.generate import continued, shown
+from shardgrad.programs.train.model import Transformer, materialise
+from shardgrad.programs.train.presets import transformer_config
+from shardgrad.programs.train.record import RunRecord
 from tests.support.processes import run
 
 ROOT = Path(__file__).parents[2]

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from shardgrad.train.failure import UsageError
-from shardgrad.train.launch import prepare, start
-from shardgrad.train.launcher import torchrun_world_size
+from shardgrad.programs.train.failure import UsageError
+from shardgrad.programs.train.launch import prepare, start
+from shardgrad.programs.train.launcher import torchrun_world_size
 from tests.support.processes import run
 
 ROOT = Path(__file__).parents[2]
@@ -56,7 +56,7 @@ def test_a_run_folder_that_cannot_be_written_is_refused_before_ranks_meet(
 ) -> None:
     for name, value in LAUNCHED.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("shardgrad.train.launch.run_rank", None)
+    monkeypatch.setattr("shardgrad.programs.train.launch.run_rank", None)
     for folder in ("/proc", "/proc/run", "/proc/self/run/first"):
         job = prepare({"run_dir": folder}, resume=None, debug=False)
         with pytest.raises(
@@ -99,7 +99,7 @@ def test_a_run_is_resumed_without_pytorch_in_the_process_that_starts_its_ranks(
     code = """
 import sys
 from pathlib import Path
-from shardgrad.train.launch import prepare
+from shardgrad.programs.train.launch import prepare
 print(prepare({}, resume=Path(sys.argv[1]), debug=False).config.ranks, "torch" in sys.modules)
 """
     done = run(

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from shardgrad.train.failure import UsageError
-from shardgrad.train.huggingface import CausalLM, read_model_config
-from shardgrad.train.model import (
+from shardgrad.programs.train.failure import UsageError
+from shardgrad.programs.train.huggingface import CausalLM, read_model_config
+from shardgrad.programs.train.model import (
     PRESETS,
     Transformer,
     TransformerConfig,
@@ -20,7 +20,7 @@ from shardgrad.train.model import (
     rotary_tables,
     rotate,
 )
-from shardgrad.train.presets import transformer_config
+from shardgrad.programs.train.presets import transformer_config
 
 SMALL = TransformerConfig(width=16, layers=2, heads=2, kv_heads=2, hidden=24)
 CPU = torch.device("cpu")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardgrad.train.failure import UsageError
-from shardgrad.train.parallel import _choose_device
+from shardgrad.programs.train.failure import UsageError
+from shardgrad.programs.train.parallel import _choose_device
 
 
 @pytest.fixture

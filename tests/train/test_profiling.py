@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity
 
-from shardgrad.train import profiling
+from shardgrad.programs.train import profiling
 
 
 @pytest.mark.parametrize(("device", "kinds"), [("cpu", {"CPU"}), ("cuda", {"CPU", "CUDA"})])

@@ -10,8 +10,8 @@ from typing import Any, cast
 from shardgrad.diagnosis.flight_recorder import FlightRecorder
 from shardgrad.diagnosis.rank_status import Diagnosis, RankStatus, rank_status
 from shardgrad.diagnosis.watchdog import Watchdog
-from shardgrad.train import rank
-from shardgrad.train.failure import TrainingError
+from shardgrad.programs.train import rank
+from shardgrad.programs.train.failure import TrainingError
 
 GONE = RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4711")
 

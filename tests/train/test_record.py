@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from shardgrad.train.config import TrainConfig
-from shardgrad.train.parallel import World
-from shardgrad.train.record import RunRecord
+from shardgrad.programs.train.config import TrainConfig
+from shardgrad.programs.train.parallel import World
+from shardgrad.programs.train.record import RunRecord
 
 WORLD = World(0, 1, torch.device("cpu"), None)  # type: ignore[arg-type]  # it has nobody to talk to
 FACTS = {"digest": "abc"}

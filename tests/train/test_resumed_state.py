@@ -13,13 +13,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 import shardgrad
-from shardgrad.train.checkpoint import Checkpoints, TrainState
-from shardgrad.train.config import TrainConfig
-from shardgrad.train.corpus import Sampler
-from shardgrad.train.model import Transformer, TransformerConfig, materialise
-from shardgrad.train.optimizer import build_optimizer, build_schedule
-from shardgrad.train.parallel import World
-from shardgrad.train.step import TrainStep
+from shardgrad.programs.train.checkpoint import Checkpoints, TrainState
+from shardgrad.programs.train.config import TrainConfig
+from shardgrad.programs.train.corpus import Sampler
+from shardgrad.programs.train.model import Transformer, TransformerConfig, materialise
+from shardgrad.programs.train.optimizer import build_optimizer, build_schedule
+from shardgrad.programs.train.parallel import World
+from shardgrad.programs.train.step import TrainStep
 from tests.support.ranks import Ranks
 from tests.support.under_patch import shared_folder
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from shardgrad.train.config import TrainConfig
-from shardgrad.train.optimizer import build_optimizer, build_schedule, lr_ratio
+from shardgrad.programs.train.config import TrainConfig
+from shardgrad.programs.train.optimizer import build_optimizer, build_schedule, lr_ratio
 
 
 def ratios(*, steps: int, warmup_steps: int, final_ratio: float = 0.1) -> list[float]:

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from shardgrad.train import spawn
-from shardgrad.train.config import TrainConfig
-from shardgrad.train.rank import Job
+from shardgrad.programs.train import spawn
+from shardgrad.programs.train.config import TrainConfig
+from shardgrad.programs.train.rank import Job
 
 FORK = multiprocessing.get_context("fork")
 

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from shardgrad.train.failure import Interrupted
-from shardgrad.train.stop import ECHO_S, StopRequest
+from shardgrad.programs.train.failure import Interrupted
+from shardgrad.programs.train.stop import ECHO_S, StopRequest
 
 
 class EndedError(Exception):

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 import shardgrad
-from shardgrad.explain import read_trace
+from shardgrad.programs.explain import read_trace
 from tests.support.processes import FairClock, communicate
 from tests.support.programs import Program
 

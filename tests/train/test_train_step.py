@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 
 from shardgrad.graphs import GraphedStep
-from shardgrad.train import loop
-from shardgrad.train.checkpoint import TrainState
-from shardgrad.train.config import TrainConfig
-from shardgrad.train.corpus import Sampler
-from shardgrad.train.failure import TrainingError
-from shardgrad.train.model import Transformer, TransformerConfig, materialise
-from shardgrad.train.optimizer import build_optimizer, build_schedule
-from shardgrad.train.parallel import World
-from shardgrad.train.step import StepResult, TrainStep, validation_loss
+from shardgrad.programs.train import loop
+from shardgrad.programs.train.checkpoint import TrainState
+from shardgrad.programs.train.config import TrainConfig
+from shardgrad.programs.train.corpus import Sampler
+from shardgrad.programs.train.failure import TrainingError
+from shardgrad.programs.train.model import Transformer, TransformerConfig, materialise
+from shardgrad.programs.train.optimizer import build_optimizer, build_schedule
+from shardgrad.programs.train.parallel import World
+from shardgrad.programs.train.step import StepResult, TrainStep, validation_loss
 
 CPU = torch.device("cpu")
 ALONE = cast(World, SimpleNamespace(rank=0, world_size=1, device=CPU))

@@ -14,8 +14,7 @@ from unittest import mock
 
 import torch
 
-from shardgrad import collect_params
-from shardgrad.engine import scheduler
+from shardgrad.engine import collect, scheduler
 from shardgrad.engine.grad_collector import GradCollector
 from shardgrad.engine.grad_group import GradGroup
 from shardgrad.engine.grad_shard import GradShard
@@ -125,13 +124,13 @@ def _ties_in_the_order_of_a_set() -> Iterator[Patch]:
     """Parameters that units share went up to the root in the order of a set, another one on each
     rank.
     """
-    take_guests, addresses = collect_params._take_guests, random.SystemRandom()
+    take_guests, addresses = collect._take_guests, random.SystemRandom()
 
     def in_any_order(found: Any, inner_units: Any) -> None:
         units = list(inner_units)
         take_guests(found, addresses.sample(units, len(units)))
 
-    yield mock.patch.object(collect_params, "_take_guests", in_any_order)
+    yield mock.patch.object(collect, "_take_guests", in_any_order)
 
 
 def _written_gradients_are_lost() -> Iterator[Patch]:

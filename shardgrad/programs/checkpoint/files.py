@@ -1,0 +1,106 @@
+"""Files that survive a power failure, and that are opened only if they are regular files."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+from shardgrad.errors import CheckpointError
+from shardgrad.programs.checkpoint.text import printable
+
+__all__ = [
+    "content_of",
+    "damaged",
+    "make_folder",
+    "open_plain",
+    "replace_synced",
+    "sync",
+    "write_synced",
+]
+
+
+def write_synced(path: Path, text: str) -> None:
+    """Writes a new text file and syncs it to the disk."""
+    with path.open("x", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def replace_synced(path: Path, text: str) -> None:
+    """Replaces a text file: at every instant the old one or the new one is there; the new one when
+    this returns.
+    """
+    fresh = path.with_name(path.name + ".new")
+    fresh.unlink(missing_ok=True)
+    write_synced(fresh, text)
+    fresh.replace(path)
+    sync(path.parent)
+
+
+def make_folder(path: Path) -> None:
+    """Makes a folder, and those it lies in, that survive a power failure from then on."""
+    if path.is_dir():
+        return
+    make_folder(path.parent)
+    path.mkdir(exist_ok=True)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Syncs a file, or the entries of a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def open_plain(path: Path) -> BinaryIO:
+    """Opens a regular file, not a link, for reading.
+
+    Raises:
+        CheckpointError: the file is missing or is not a regular file.
+    """
+    try:
+        # Non-blocking, so that opening a named pipe does not wait for a writer.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise damaged(path, "a regular file", error.strerror or "nothing") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise damaged(path, "a regular file", "something else")
+    return os.fdopen(descriptor, "rb")
+
+
+def content_of(path: Path, most: int) -> bytes:
+    """Returns what is in a regular file.
+
+    Args:
+        path: of the file.
+        most: bytes it may have; a larger one is refused before any of it is read.
+
+    Raises:
+        CheckpointError: it is larger, not there, something else, or cannot be read.
+    """
+    with open_plain(path) as stream:
+        nbytes = os.fstat(stream.fileno()).st_size
+        if nbytes > most:
+            raise damaged(path, f"at most {most} bytes", f"{nbytes} bytes")
+        try:
+            return stream.read()
+        except OSError as error:
+            raise damaged(path, "a file that can be read", error.strerror or "an error") from error
+
+
+def damaged(path: Path, expected: str, got: str) -> CheckpointError:
+    """Returns the error that names a file of a checkpoint."""
+    return CheckpointError(
+        f"the checkpoint's file {printable(path.name)} is missing or damaged",
+        expected=expected,
+        got=printable(got),
+        where=printable(path),
+        fix="an older checkpoint; `shardgrad checkpoint verify` tells which are undamaged",
+    )

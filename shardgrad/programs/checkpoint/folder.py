@@ -1,0 +1,285 @@
+"""Folders that appear whole, and the series of them that a run writes.
+
+A checkpoint is written under a temporary name, synced and renamed. At every moment, also after an
+interruption, the old checkpoint of a name exists, or the new one, or both.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from shardgrad.errors import CheckpointError, CheckpointSaveError, OptionError
+from shardgrad.programs.checkpoint.files import content_of, replace_synced, sync
+from shardgrad.programs.checkpoint.lock import FileLock
+from shardgrad.programs.checkpoint.metadata import METADATA
+from shardgrad.programs.checkpoint.text import printable
+
+__all__ = ["Publication", "Series"]
+
+_ASIDE = ".tmp"
+_LOCK = ".lock"  # the name of the lock of a series, and the suffix of that of one checkpoint
+_REPLACED = ".replaced"  # suffix of the old folder while the new one takes its name
+_ABANDONED = ".abandoned"
+_POINTER = "latest"
+_POINTER_NBYTES = 4096  # a path, at most
+_STEP = re.compile(r"step_([0-9]{6,18})")
+_under_way: set[Path] = set()  # temporary folders in use by this process; others are left over
+
+
+class Publication:
+    """The atomic creation of one folder. Rank 0 calls the methods, other ranks write into `aside`.
+
+    Args:
+        final: the final path.
+
+    Attributes:
+        aside: temporary path, next to the final one.
+    """
+
+    def __init__(self, final: Path) -> None:
+        # abspath, not resolve, which would follow links; "." has no name that a suffix can be added
+        # to.
+        self._final = Path(os.path.abspath(final))
+        self.aside = _with(self._final, _ASIDE)
+        self._lock: FileLock | None = None
+
+    def begin(self) -> None:
+        """Creates the temporary folder.
+
+        Raises:
+            CheckpointSaveError: the final path exists and is not a checkpoint, a save into it is
+                running, or another process writes the folder that it is in.
+            OSError: the folder cannot be created.
+        """
+        final = self._final
+        if self.aside in _under_way:
+            raise CheckpointSaveError(
+                f"a save into {printable(final)} is still running",
+                expected="one save into a folder at a time",
+                got="another, which would write over what the first one completes",
+                fix="wait() for the asynchronous save first, or choose another name",
+            )
+        if final.exists() and not _is_complete(final) and not _is_empty_folder(final):
+            raise CheckpointSaveError(
+                f"{printable(final)} is not a checkpoint, and would be replaced by one",
+                expected="a new name, or that of a checkpoint",
+                got="a folder with other files" if final.is_dir() else "a file",
+                fix="choose another name, or remove what is there",
+            )
+        of_series = final.parent / _LOCK
+        if of_series.exists():
+            FileLock.take(of_series, final.parent).release()
+        self._lock = FileLock.take(_with(final, _LOCK), final)
+        _under_way.add(self.aside)
+        try:
+            shutil.rmtree(self.aside, ignore_errors=True)
+            self.aside.mkdir()
+        except BaseException:
+            self._end()
+            raise
+
+    def finish(self) -> None:
+        """Renames the folder to its final name. The files in it are on the disk already.
+
+        Raises:
+            OSError: the old folder, if there was one, still has the final name.
+        """
+        sync(self.aside)
+        replaced = _with(self._final, _REPLACED)
+        is_replacement = self._final.exists()
+        if is_replacement:
+            shutil.rmtree(replaced, ignore_errors=True)
+            self._final.rename(replaced)
+        try:
+            self.aside.rename(self._final)
+        except OSError:
+            if is_replacement:
+                replaced.rename(self._final)
+            raise
+        sync(self._final.parent)  # before anything of the old one is removed
+        shutil.rmtree(replaced, ignore_errors=True)
+        self._end()
+
+    def abandon(self) -> None:
+        """Removes the temporary folder; no effect before `begin` and after `finish`."""
+        if self._lock is not None:
+            shutil.rmtree(self.aside, ignore_errors=True)
+            self._end()
+
+    def _end(self) -> None:
+        lock, self._lock = self._lock, None
+        _under_way.discard(self.aside)
+        if lock is not None:
+            lock.release()
+
+
+class Series:
+    """Checkpoints `step_000200/` and so on in one folder, and the file `latest`, which names one of
+    them.
+
+    A run resumes from the checkpoint in `latest`, which may be edited to return to an older one.
+    The checkpoints of later steps are abandoned by that: the next one that is published renames
+    them to `step_000400.abandoned`, and retention removes them first.
+
+    One process writes: the first that calls `acquire` or `publish`, until it calls `release` or
+    ends.
+
+    Args:
+        folder: folder of the checkpoints.
+        keep: number of checkpoints to keep.
+    """
+
+    def __init__(self, folder: Path | str, *, keep: int = 2) -> None:
+        self._folder = Path(folder)
+        self._keep = keep
+        self._lock: FileLock | None = None
+
+    def acquire(self) -> None:
+        """Makes this process the one that writes; does nothing if it is already.
+
+        If the lock was removed, as by `rm -rf checkpoints` under a run, it is taken again.
+
+        Raises:
+            CheckpointSaveError: another process writes there; the error says which and since when.
+            OSError: the folder cannot be written.
+        """
+        if self._lock is None or not self._lock.holds():
+            self.release()
+            self._lock = FileLock.take(self._folder / _LOCK, self._folder)
+
+    def release(self) -> None:
+        """Lets another process write; does nothing if this one does not."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.release()
+
+    def path_of(self, step: int) -> Path:
+        """Returns the path of the checkpoint of a step."""
+        return self._folder / f"step_{step:06d}"
+
+    def complete(self) -> list[Path]:
+        """Returns every complete checkpoint that is not abandoned, oldest step first."""
+        names = {path.name.removesuffix(_REPLACED) for path in self._folder.glob("step_*")}
+        steps = sorted(int(match[1]) for name in names if (match := _STEP.fullmatch(name)))
+        return [found for step in steps if (found := _complete(self.path_of(step))) is not None]
+
+    def latest(self) -> Path | None:
+        """Returns the checkpoint that `latest` names, else that of the newest step; None if there
+        is none.
+
+        The named checkpoint may be missing if a save was interrupted before it updated `latest`.
+        Other processes may save during the call: it finds a checkpoint, and a later call no older
+        one.
+        """
+        name = self._named()
+        while True:
+            named = _complete(self._folder / name) if name else None
+            if named is not None:
+                return named
+            newest = next(reversed(self.complete()), None)
+            before, name = name, self._named()
+            if name == before:  # else the named one was removed because there is a newer one
+                return newest
+
+    def publish(self, path: Path) -> None:
+        """Writes a checkpoint's name into `latest`, and removes the oldest ones beyond `keep`.
+
+        Raises:
+            CheckpointSaveError: another process writes there.
+            OptionError: the name is not one of a step.
+            OSError: `latest` could not be written and is unchanged.
+        """
+        path = self._folder / path.name
+        step = _step_of(path)
+        self.acquire()
+        newest = self.latest()
+        went_on_from = step if newest is None else min(step, _step_of(newest))
+        replace_synced(self._folder / _POINTER, path.name + "\n")
+        for later in self.complete():
+            if _step_of(later) > went_on_from and later != path:
+                abandoned = _with(later, _ABANDONED)
+                if abandoned.exists():
+                    _discard(abandoned)
+                later.rename(abandoned)
+        ours = [one for one in self.complete() if one != path]
+        oldest_first = [*sorted(self._folder.glob(f"step_*{_ABANDONED}")), *ours]
+        for one in oldest_first[: max(0, len(oldest_first) + 1 - self._keep)]:
+            _discard(one)
+
+    def recover(self) -> None:
+        """Completes or removes what an interrupted save left; call it before the first save.
+
+        Raises:
+            CheckpointSaveError: another process writes there.
+        """
+        self.acquire()
+        for replaced in self._folder.glob("*" + _REPLACED):
+            final = replaced.with_name(replaced.name.removesuffix(_REPLACED))
+            if not final.exists():
+                replaced.rename(final)
+            elif _is_complete(final) or not _is_complete(replaced):  # else it is the only one
+                shutil.rmtree(replaced, ignore_errors=True)
+        for leftover in self._folder.glob("*" + _ASIDE):
+            shutil.rmtree(leftover, ignore_errors=True)
+        for leftover in self._folder.glob("?*" + _LOCK):
+            with suppress(CheckpointSaveError):  # a save into that name is under way
+                FileLock.take(leftover, leftover).release()
+
+    def _named(self) -> str:
+        """Returns the name in `latest`, if it is one of a checkpoint."""
+        try:
+            text = content_of(self._folder / _POINTER, _POINTER_NBYTES).decode("ascii").strip()
+        except (CheckpointError, ValueError):
+            return ""
+        # It may be edited to the path of the folder, or have a slash behind it.
+        name = Path(text).name
+        return name if _STEP.fullmatch(name) else ""
+
+
+def _with(path: Path, suffix: str) -> Path:
+    return path.with_name(path.name.removesuffix(_REPLACED) + suffix)
+
+
+def _step_of(path: Path) -> int:
+    found = _STEP.fullmatch(path.name.removesuffix(_REPLACED))
+    if found is None:
+        raise OptionError(
+            "only checkpoints of steps can be published",
+            expected="a path from `path_of`",
+            got=printable(path.name),
+            fix="series.publish(series.path_of(step))",
+        )
+    return int(found[1])
+
+
+def _discard(checkpoint: Path) -> None:
+    """Removes a checkpoint; it is renamed first, so that an interruption leaves no incomplete
+    checkpoint.
+    """
+    aside = checkpoint.with_name(checkpoint.name + _ASIDE)
+    shutil.rmtree(aside, ignore_errors=True)
+    checkpoint.rename(aside)
+    sync(aside.parent)  # before anything is removed of what had the name
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _complete(path: Path) -> Path | None:
+    """Returns the path of a complete checkpoint: the given one, or its backup while it is
+    replaced.
+    """
+    for candidate in (path, _with(path, _REPLACED), path):
+        if _is_complete(candidate):
+            return candidate
+    return None
+
+
+def _is_complete(path: Path) -> bool:
+    return (path / METADATA).is_file()  # writers of torch's format write it last
+
+
+def _is_empty_folder(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())

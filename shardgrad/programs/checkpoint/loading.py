@@ -1,0 +1,266 @@
+"""Loads a checkpoint into an existing state, on any number of ranks, with torch's planner."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.autograd.graph import increment_version
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+
+from shardgrad.errors import CheckpointError
+from shardgrad.extras import require
+from shardgrad.programs.checkpoint import manifest
+from shardgrad.programs.checkpoint.files import damaged
+from shardgrad.programs.checkpoint.metadata import METADATA, read_metadata
+from shardgrad.programs.checkpoint.peers import Peers
+from shardgrad.programs.checkpoint.state import flatten, rebuild
+from shardgrad.programs.checkpoint.text import listed, printable
+
+__all__ = ["load"]
+
+_State = TypeVar("_State", bound=Mapping[Any, Any])
+_ZIP = b"PK\x03\x04"
+
+
+def load(
+    state: _State,
+    folder: Path | str,
+    *,
+    optional: Sequence[str] = (),
+    verify: bool = True,
+    group: dist.ProcessGroup | None = None,
+) -> _State:
+    """Loads a checkpoint into the tensors of a state. A collective of all ranks of a group.
+
+    Everything is checked before anything is changed: names, shapes, and with `verify` every byte of
+    the checkpoint. The number of ranks and the sharding may differ from those of the save.
+
+    Args:
+        state: a state of the structure that was saved. Its tensors are filled in place and keep
+            their dtypes, so captured graphs stay valid.
+        folder: a checkpoint in the format of `torch.distributed.checkpoint`, or `safetensors`
+            files.
+        optional: shell patterns of names that may be missing on either side; `("*",)` loads the
+            names that both sides have.
+        verify: compare every file with its checksum before the first tensor is changed; each rank
+            reads its share of the files for that. Where another tool wrote the checkpoint, each
+            rank reads what it needs twice instead. `safetensors` files have no checksums.
+        group: the ranks that load; None is the default group, or this process alone.
+
+    Returns:
+        The state with the same tensors and the checkpoint's other values.
+
+    Raises:
+        CheckpointError: the checkpoint is incomplete, damaged, or does not fit; names the entries
+            that are missing, unexpected or of another shape. The same on every rank; nothing was
+            changed.
+
+    Streams: writes on the current stream. Host memory: a few times the largest part of a
+    tensor that one rank wrote.
+    """
+    folder = Path(folder)
+    peers = Peers(group, error=CheckpointError, where=folder)
+    leaves = peers.together("state", lambda: flatten(state))
+    opened = peers.together("opening", lambda: _open(folder) if peers.leads else None)
+    source: _Source = peers.broadcast("metadata", opened)
+    names = sorted(source.metadata.state_dict_metadata)
+    peers.together("fit", lambda: _require_fit(folder, source.metadata, leaves, optional))
+    # Every entry has to be in the state of some rank.
+    wanted = [int(name in leaves or _matches(name, optional)) for name in names]
+    op = dist.ReduceOp.MAX if peers.count > 1 else None
+    left = [
+        name
+        for name, found in zip(names, peers.reduce("names", wanted, op), strict=True)
+        if not found
+    ]
+    if left:
+        raise _misfit(
+            folder, "the checkpoint has unexpected entries", "none", f"also {listed(left)}"
+        )
+    planner = _Planner()
+    reader: Any = (HuggingFaceStorageReader if source.is_safetensors else _Reader)(str(folder))
+
+    def planned() -> LoadPlan:
+        planner.set_up_planner(leaves, source.metadata, peers.leads)
+        reader.set_up_storage_reader(source.metadata, peers.leads)
+        return planner.create_local_plan()
+
+    plan = peers.together("plan", planned)
+    values = LoadPlan([item for item in plan.items if item.type is LoadItemType.BYTE_IO])
+    tensors = LoadPlan([item for item in plan.items if item.type is not LoadItemType.BYTE_IO])
+
+    def read(part: LoadPlan, is_dry: bool = False) -> None:
+        planner.is_dry = reader.is_dry = is_dry
+        with torch.no_grad():
+            reader.read_data(part, planner).wait()
+
+    def check() -> None:
+        share = sorted(source.manifest)[peers.rank :: peers.count]
+        manifest.check(folder, source.manifest, share)
+        if not source.manifest and not source.is_safetensors:
+            read(plan, is_dry=True)  # torch's archives have checksums of their own
+
+    if verify:
+        peers.together("verification", check)
+    peers.together("values", lambda: read(values))
+    peers.together("reading", lambda: read(tensors))
+    for leaf in leaves.values():
+        if isinstance(leaf, torch.Tensor):
+            # So that autograd and the engine notice the change: a DTensor and its local tensor
+            # count separately.
+            increment_version(leaf)
+    loaded: _State = rebuild(state, planner.values)
+    return loaded
+
+
+@dataclass(frozen=True)
+class _Source:
+    metadata: Metadata
+    manifest: manifest.Manifest
+    is_safetensors: bool = False
+
+
+def _open(folder: Path) -> _Source:
+    if (folder / METADATA).exists():
+        files = manifest.read(folder)
+        metadata = read_metadata(folder, files)
+        parts = {info.relative_path for info in metadata.storage_data.values()}
+        if files and not parts <= files.keys():
+            raise damaged(folder / METADATA, "files of the manifest", "others")
+        return _Source(metadata, files)
+    if any(folder.glob("*.safetensors")):
+        require("safetensors", feature="a safetensors file")
+        return _Source(HuggingFaceStorageReader(str(folder)).read_metadata(), {}, True)
+    raise CheckpointError(
+        "there is no complete checkpoint",
+        expected=f"a folder with a file {METADATA}, or with safetensors files",
+        got="another folder, or one whose writing was interrupted"
+        if folder.is_dir()
+        else "no folder",
+        where=printable(folder),
+        fix="correct the path, or take an older checkpoint",
+    )
+
+
+class _Reader(FileSystemReader):
+    """torch's reader, which reads zip archives only: of anything else, torch would run the older
+    formats.
+
+    Attributes:
+        is_dry: whether an archive's checksums are compared, which torch does not do.
+    """
+
+    is_dry = False
+
+    def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
+        view = super()._slice_file(file, sinfo)
+        is_zip = view.read(len(_ZIP)) == _ZIP
+        bad = None
+        if self.is_dry and is_zip:
+            view.seek(0)
+            bad = zipfile.ZipFile(io.BytesIO(view.read(-1))).testzip()
+        if not is_zip or bad is not None:
+            raise CheckpointError(
+                "an entry of the checkpoint is damaged, or not a zip archive",
+                expected="what torch.save writes",
+                got="something else" if bad is None else f"a wrong CRC-32 of {printable(bad)}",
+                where=printable(sinfo.relative_path),
+                fix="another checkpoint",
+            )
+        view.seek(0)
+        return view
+
+
+class _Planner(DefaultLoadPlanner):
+    """torch's planner for a flat state; its values are data, where torch's may be any object.
+
+    Attributes:
+        values: what was read that is not a tensor, by name.
+        is_dry: whether tensors are read to check them, and thrown away.
+    """
+
+    is_dry = False
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, allow_partial_load=True)
+        self.values: dict[str, Any] = {}
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Reads a value."""
+        self.values[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """Returns where a part of a tensor goes."""
+        if self.is_dry:
+            return torch.empty(read_item.lengths)
+        target: torch.Tensor = super().resolve_tensor(read_item)
+        return target
+
+
+def _require_fit(
+    folder: Path, metadata: Metadata, leaves: Mapping[str, Any], optional: Sequence[str]
+) -> None:
+    """Compares names, shapes and kinds of dtypes."""
+    stored = metadata.state_dict_metadata
+    missing = [name for name in leaves if name not in stored and not _matches(name, optional)]
+    if missing:
+        raise _misfit(
+            folder, "the checkpoint lacks entries", f"entries for {listed(missing)}", "nothing"
+        )
+    odd = [
+        f"{printable(name)} {words}"
+        for name, leaf in leaves.items()
+        if name in stored and (words := _oddity(stored[name], leaf)) is not None
+    ]
+    if odd:
+        raise _misfit(
+            folder, "entries are of another shape or kind", "those of the state", listed(odd)
+        )
+
+
+def _oddity(stored: Any, leaf: Any) -> str | None:
+    """Returns why an entry of the checkpoint does not fit; None if it does."""
+    if not isinstance(stored, TensorStorageMetadata):
+        return "is a value, not a tensor" if isinstance(leaf, torch.Tensor) else None
+    if not isinstance(leaf, torch.Tensor):
+        return "is a tensor, not a value"
+    if stored.size != leaf.shape:
+        return f"has shape {tuple(stored.size)} for {tuple(leaf.shape)}"
+    if _kind(stored.properties.dtype) != _kind(leaf.dtype):
+        return f"has {stored.properties.dtype} for {leaf.dtype}"
+    return None
+
+
+def _kind(dtype: torch.dtype) -> str:
+    if dtype.is_complex:
+        return "complex"
+    if dtype.is_floating_point:
+        return "floating-point"
+    return "bool" if dtype is torch.bool else "integer"
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _misfit(folder: Path, what: str, expected: str, got: str) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint does not fit, and nothing was loaded: {what}",
+        expected=expected,
+        got=got,
+        where=printable(folder),
+        fix="build the model and the optimizer that were saved; or, where a difference is meant, "
+        "name it in `optional`",
+    )

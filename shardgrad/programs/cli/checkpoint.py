@@ -1,0 +1,162 @@
+"""`shardgrad checkpoint`: verify, inspect and export checkpoints."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import click
+
+from shardgrad.programs.cli.command import Command
+
+# Names in a folder that has a checkpoint, or had one that was interrupted.
+_PARTS = (".metadata", "manifest.json", "latest", "checkpoints", "step_*", "*.distcp")
+
+
+def _with_checkpoint(_: click.Context, __: click.Parameter, path: Path) -> Path:
+    """Refuses a path where nothing is of a checkpoint, before PyTorch is imported."""
+    try:
+        names = os.listdir(path) if path.is_dir() else [path.name]
+    except OSError as error:
+        raise click.BadParameter(
+            f"{path} cannot be read ({error.strerror}): correct the path."
+        ) from error
+    if not any(fnmatch(name, part) for name in names for part in _PARTS):
+        raise click.BadParameter(f"There is no checkpoint in {path}: correct the path.")
+    return path
+
+
+def _for_export(_: click.Context, __: click.Parameter, path: Path) -> Path:
+    """Refuses a path where no new folder can be written, before PyTorch is imported."""
+    try:
+        names = os.listdir(path) if path.is_dir() else [path.name] if path.exists() else []
+        if names:
+            raise click.BadParameter(
+                f"{path} is not empty, and would be replaced: choose another name, or remove what "
+                "is there."
+            )
+        with tempfile.TemporaryDirectory(dir=path.absolute().parent):
+            pass
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise click.BadParameter(
+            f"{path} cannot be written ({reason}): choose another path."
+        ) from error
+    return path
+
+
+_PATH = click.argument(
+    "path", type=click.Path(exists=True, path_type=Path), callback=_with_checkpoint
+)
+
+
+@click.group()
+def checkpoint() -> None:
+    """Verify, inspect and export checkpoints in the format of torch.distributed.checkpoint.
+
+    PATH is a checkpoint, or a run folder, of which the newest checkpoint is used. No code in a
+    checkpoint is executed. The exit status is 1 if a checkpoint is damaged or cannot be written.
+    """
+
+
+@checkpoint.command(cls=Command, examples=["shardgrad checkpoint verify runs/first"])
+@_PATH
+def verify(path: Path) -> None:
+    """Read every byte of a checkpoint and compare it with its checksums."""
+    from shardgrad.programs.checkpoint import verify as compare
+
+    folder = _checkpoint_in(path)
+    files = compare(folder)
+    size = _size(sum(nbytes for nbytes, _ in files.values()))
+    click.echo(
+        f"{_shown(folder)} is complete and undamaged: {_counted(len(files), 'file')}, {size}."
+    )
+
+
+@checkpoint.command(cls=Command, examples=["shardgrad checkpoint inspect runs/first --all"])
+@_PATH
+@click.option("--all", "everything", is_flag=True, help="List every tensor and every value.")
+def inspect(path: Path, everything: bool) -> None:
+    """Print a summary of a checkpoint's contents, without reading a tensor."""
+    from shardgrad.programs.checkpoint import load, read_metadata
+
+    folder = _checkpoint_in(path)
+    tensors: dict[str, Any] = {}
+    values: dict[str, Any] = {}
+    groups: dict[str, list[Any]] = {}
+    for name, entry in sorted(read_metadata(folder).state_dict_metadata.items()):
+        if hasattr(entry, "chunks"):
+            tensors[name] = entry
+            groups.setdefault(name.partition(".")[0], []).append(entry)
+        else:
+            values[name] = None
+    click.echo(f"{_shown(folder)}")
+    for group, entries in groups.items():
+        numel = sum(entry.size.numel() for entry in entries)
+        size = _size(sum(entry.size.numel() * entry.properties.dtype.itemsize for entry in entries))
+        click.echo(
+            f"  {_shown(group)}: {_counted(len(entries), 'tensor')}, {numel:,} elements, {size}"
+        )
+    click.echo(f"  {_counted(len(values), 'value')} that are not tensors")
+    if everything:
+        for name, entry in tensors.items():
+            shape = "x".join(map(str, entry.size)) or "scalar"
+            parts = _counted(len(entry.chunks), "part")
+            dtype = str(entry.properties.dtype).removeprefix("torch.")
+            click.echo(f"{_shown(name)}  {dtype} {shape}  {parts}")
+        for name, value in load(values, folder, optional=("*",), verify=False).items():
+            click.echo(f"{_shown(name)} = {_shown(repr(value))}")
+
+
+@checkpoint.command(
+    cls=Command, examples=["shardgrad checkpoint export runs/first weights --only model"]
+)
+@_PATH
+@click.argument("target", type=click.Path(path_type=Path), callback=_for_export)
+@click.option(
+    "--only",
+    default="",
+    metavar="NAME",
+    help="Export only the entries below this name, such as model, and remove the name from theirs.",
+)
+def export(path: Path, target: Path, only: str) -> None:
+    """Verify a checkpoint and write its tensors as safetensors files into the new folder TARGET."""
+    from shardgrad.programs.checkpoint import export_checkpoint
+
+    export_checkpoint(_checkpoint_in(path), target, only=only)
+    click.echo(f"{_shown(target)} is written.")
+
+
+def _checkpoint_in(path: Path) -> Path:
+    """Returns the checkpoint at a path: the newest in it or in its `checkpoints`, else the path
+    itself.
+    """
+    from shardgrad.programs.checkpoint import Series
+
+    for folder in (path, path / "checkpoints"):
+        newest = Series(folder).latest()
+        if newest is not None:
+            return newest
+    return path
+
+
+def _shown(text: object) -> str:
+    from shardgrad.programs.checkpoint.text import printable
+
+    return printable(text)
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def _size(nbytes: int) -> str:
+    size, unit = float(nbytes), "bytes"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.3g} {unit}"

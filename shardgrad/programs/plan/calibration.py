@@ -1,0 +1,36 @@
+"""Measurements that replace assumptions of a plan. This module does not import PyTorch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardgrad.programs.plan.request import require_range
+from shardgrad.programs.train.failure import UsageError
+
+__all__ = ["Calibration"]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Measurements that replace the roofline model of compute. At most one is given.
+
+    Attributes:
+        mfu: MFU of forward and backward without communication, with PaLM's count of FLOPs.
+        compute_s: seconds of forward and backward without communication.
+        scale: factor on the roofline's durations of kernels in forward and backward
+            (`measuring.py`).
+    """
+
+    mfu: float | None = None
+    compute_s: float | None = None
+    scale: float | None = None
+
+    def __post_init__(self) -> None:
+        require_range("--compute-s", self.compute_s, 1e9)
+        if self.mfu is not None and not 0 < self.mfu <= 1:
+            raise UsageError(f"--mfu is {self.mfu}: give a fraction of the peak, such as 0.4.")
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether there is a measurement."""
+        return not (self.mfu is None and self.compute_s is None and self.scale is None)

@@ -1,0 +1,350 @@
+"""Specifications of devices, links and networks, with the source of each number.
+
+Peaks are the manufacturers', dense, without sparsity. `Device.matmul_share` and
+`Device.bandwidth_share` are the fractions that a well-tuned transformer reaches; `--mfu` replaces
+them by a measurement.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from shardgrad.programs.plan.request import MOST_RANKS, require_range
+from shardgrad.programs.train.failure import UsageError
+from shardgrad.programs.train.presets import suggestion
+
+__all__ = [
+    "DEVICES",
+    "LINKS",
+    "NETWORKS",
+    "Device",
+    "Link",
+    "Machine",
+    "machine_of",
+]
+
+GB, GIB = 1e9, 2**30
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator.
+
+    Attributes:
+        name: name on the command line.
+        memory_nbytes: memory of the device in bytes.
+        taken_nbytes: memory taken by the driver's context, NCCL's buffers and libraries'
+            workspaces.
+        flops: dense peak FLOP/s by dtype ("fp32", "bf16", ...).
+        bandwidth: memory bandwidth in bytes per second.
+        matmul_share: fraction of the peak that large matrix products reach.
+        bandwidth_share: fraction of the bandwidth that elementwise kernels reach.
+        slowdowns: factors on the durations of forward and backward without a measurement, for the
+            fastest, the likely and the slowest program: quantiles of published runs
+            (docs/explanation/scaling.md).
+        is_synchronous: True if work is done when a call returns (a CPU): only transfers overlap.
+        link: name of the fastest link inside a node.
+        source: source of the numbers.
+    """
+
+    name: str
+    memory_nbytes: int
+    taken_nbytes: int
+    flops: Mapping[str, float]
+    bandwidth: float
+    matmul_share: float
+    bandwidth_share: float
+    slowdowns: tuple[float, float, float]
+    is_synchronous: bool
+    link: str
+    source: str
+
+    @property
+    def margin_nbytes(self) -> int:
+        """Memory to leave free: fragmentation of the allocator, and what NCCL and libraries take
+        later.
+        """
+        return 0 if self.is_synchronous else int(_MARGIN * self.memory_nbytes)
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link between devices or nodes, used by one collective at a time.
+
+    Attributes:
+        name: name on the command line.
+        bandwidth: bytes per second; per device inside a node, per network card between nodes (see
+            `Machine.network_bandwidth`).
+        hop_s: seconds for a step of a ring, by NCCL's protocol (LL, LL128, Simple).
+        tree_hop_s: seconds for a step of a tree, by NCCL's protocol.
+        source: source of the numbers.
+    """
+
+    name: str
+    bandwidth: float
+    hop_s: tuple[float, float, float]
+    tree_hop_s: tuple[float, float, float]
+    source: str
+
+
+def _us(*values: float) -> tuple[float, float, float]:
+    first, second, third = (value * 1e-6 for value in values)
+    return first, second, third
+
+
+_NCCL = "hops: NCCL 2.30 src/graph/tuning.cc (commit 5067397)"
+_NVLINK_HOPS = _us(0.6, 1.9, 3.4), _us(0.6, 1.25, 4.0)
+_PCI_HOPS = _us(1.0, 2.5, 5.7), _us(1.0, 1.9, 4.0)
+_NET_HOPS = _us(2.7, 4.0, 14.0), _us(5.0, 8.5, 14.0)
+# gloo has no protocols; a hop is what one message over loopback takes, see benchmarks/plan.py.
+_HOST_HOPS = _us(40.0, 40.0, 40.0), _us(40.0, 40.0, 40.0)
+
+LINKS: Mapping[str, Link] = {
+    link.name: link
+    for link in (
+        Link(
+            "nvlink3",
+            240 * GB,
+            *_NVLINK_HOPS,
+            f"12 links x 20 GB/s: nccl src/graph/topo.h; {_NCCL}",
+        ),
+        Link(
+            "nvlink4",
+            370 * GB,
+            *_NVLINK_HOPS,
+            f"18 links x 20.6 GB/s, as measured: nccl-tests#212; {_NCCL}",
+        ),
+        Link(
+            "nvlink5",
+            722 * GB,
+            *_NVLINK_HOPS,
+            f"18 links x 40.1 GB/s: nccl src/graph/topo.h; {_NCCL}",
+        ),
+        Link(
+            "pcie4",
+            24 * GB,
+            *_PCI_HOPS,
+            f"x16, 24 GB/s: nccl src/graph/topo.h counts 12 for gen 3; {_NCCL}",
+        ),
+        Link("pcie5", 48 * GB, *_PCI_HOPS, f"x16, twice gen 4; {_NCCL}"),
+        Link(
+            "loopback",
+            2 * GB,
+            *_HOST_HOPS,
+            "gloo over loopback, an order of magnitude; measure your own",
+        ),
+    )
+}
+
+# Of 8 cards of 400 Gbit/s, 400 GB/s, collectives over 2 to 4 nodes reach 320 to 330 (nccl#1221):
+# 0.8. NCCL itself counts 12 GB/s for 100 Gbit/s (src/graph/topo.h), 0.96, before contention.
+_LINE_SHARE = 0.8
+
+
+def _card(name: str, gbit: float, kind: str) -> Link:
+    return Link(
+        name, gbit / 8 * GB * _LINE_SHARE, *_NET_HOPS, f"{kind}, 0.8 of the line rate; {_NCCL}"
+    )
+
+
+NETWORKS: Mapping[str, Link] = {
+    link.name: link
+    for link in (
+        _card("ib800", 800, "InfiniBand XDR"),
+        _card("ib400", 400, "InfiniBand NDR"),
+        _card("ib200", 200, "InfiniBand HDR"),
+        _card("eth400", 400, "Ethernet with RoCE"),
+        _card("eth100", 100, "Ethernet with RoCE"),
+        _card("eth25", 25, "Ethernet"),
+        Link(
+            "loopback",
+            2 * GB,
+            *_HOST_HOPS,
+            "gloo over loopback, an order of magnitude; measure your own",
+        ),
+    )
+}
+
+_TENSOR_CORES = 0.70  # of the peak: what cuBLAS reaches on transformer shapes at full power
+_ELEMENTWISE = 0.80
+# Fastest, median and slowest of published runs: `python docs/scaling.py --slowdowns`. H100 stand
+# for what came after them, of which too little is published.
+_AMPERE, _HOPPER = (0.86, 0.99, 1.25), (0.97, 1.22, 1.50)
+_MARGIN = 0.12
+
+DEVICES: Mapping[str, Device] = {
+    device.name: device
+    for device in (
+        Device(
+            "a100-40",
+            40 * GIB,
+            2 * GIB,
+            {"fp32": 19.5e12, "bf16": 312e12, "fp16": 312e12},
+            1555 * GB,
+            _TENSOR_CORES,
+            _ELEMENTWISE,
+            _AMPERE,
+            False,
+            "nvlink3",
+            "NVIDIA A100 datasheet, SXM 40 GB",
+        ),
+        Device(
+            "a100",
+            80 * GIB,
+            2 * GIB,
+            {"fp32": 19.5e12, "bf16": 312e12, "fp16": 312e12},
+            2039 * GB,
+            _TENSOR_CORES,
+            _ELEMENTWISE,
+            _AMPERE,
+            False,
+            "nvlink3",
+            "NVIDIA A100 datasheet, SXM 80 GB",
+        ),
+        Device(
+            "h100",
+            80 * GIB,
+            2 * GIB,
+            {"fp32": 67e12, "bf16": 989e12, "fp16": 989e12},
+            3350 * GB,
+            _TENSOR_CORES,
+            _ELEMENTWISE,
+            _HOPPER,
+            False,
+            "nvlink4",
+            "NVIDIA H100 datasheet, SXM",
+        ),
+        Device(
+            "h200",
+            141 * 10**9,
+            2 * GIB,
+            {"fp32": 67e12, "bf16": 989e12, "fp16": 989e12},
+            4800 * GB,
+            _TENSOR_CORES,
+            _ELEMENTWISE,
+            _HOPPER,
+            False,
+            "nvlink4",
+            "NVIDIA H200 datasheet, SXM",
+        ),
+        Device(
+            "b200",
+            180 * 10**9,
+            2 * GIB,
+            {"fp32": 75e12, "bf16": 2250e12, "fp16": 2250e12},
+            7700 * GB,
+            _TENSOR_CORES,
+            _ELEMENTWISE,
+            _HOPPER,
+            False,
+            "nvlink5",
+            "NVIDIA DGX B200 datasheet",
+        ),
+        Device(
+            "cpu",
+            16 * GIB,
+            0,
+            {"fp32": 60e9, "bf16": 60e9, "fp16": 60e9},
+            8 * GB,
+            1.0,
+            1.0,
+            (0.5, 1.0, 2.0),
+            True,
+            "loopback",
+            "one core, an order of magnitude; measure your own: python -m benchmarks plan",
+        ),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A cluster: devices, links, and launch costs of the host.
+
+    Attributes:
+        device: specification of each device.
+        devices_per_node: number of devices in a node.
+        link: link between the devices of a node.
+        network: one network card.
+        cards_per_node: number of network cards in a node.
+        launch_s: host seconds per launched operation; 0 if a graph replays them.
+        start_s: seconds until a collective sends its first byte, by NCCL's protocol.
+    """
+
+    device: Device
+    devices_per_node: int
+    link: Link
+    network: Link
+    cards_per_node: int
+    launch_s: float
+    start_s: tuple[float, float, float] = _us(6.6, 14.0, 8.4)
+
+    def network_bandwidth(self, ranks_per_node: int) -> float:
+        """Returns the bandwidth into a node, in bytes per second, for a collective with these ranks
+        per node.
+
+        A collective that all devices of a node join uses all network cards, and its data enters
+        each node once. A collective with fewer ranks in a node runs at the same time as those of
+        the other devices, which use the other cards.
+        """
+        of_node = self.cards_per_node * self.network.bandwidth
+        return of_node * ranks_per_node / self.devices_per_node
+
+
+# An operation launched by eager PyTorch costs the host 5 to 10 microseconds in Python, dispatcher
+# and driver.
+EAGER_LAUNCH_S = 7e-6
+
+
+def machine_of(
+    device: str,
+    *,
+    devices_per_node: int = 8,
+    link: str | None = None,
+    network: str = "ib400",
+    cards_per_node: int | None = None,
+    memory_gib: float | None = None,
+    is_graphed: bool = False,
+) -> Machine:
+    """Returns the machine that the command line's options describe.
+
+    Args:
+        device: a key of `DEVICES`.
+        devices_per_node: number of devices in a node.
+        link: a key of `LINKS`; None for the device's default.
+        network: a key of `NETWORKS`.
+        cards_per_node: number of network cards in a node; None for one per device.
+        memory_gib: memory of each device in GiB; None for the device's default.
+        is_graphed: the host launches one graph instead of every operation.
+
+    Raises:
+        UsageError: there is no such device, link or network, or a number is not positive and
+            finite.
+    """
+    require_range("--node", devices_per_node, MOST_RANKS)
+    require_range("--cards", cards_per_node, MOST_RANKS)
+    require_range("--memory-gib", memory_gib, 2.0**30)
+    chosen = _look_up(device, DEVICES, "--device")
+    if memory_gib is not None:
+        chosen = dataclasses.replace(chosen, memory_nbytes=int(memory_gib * GIB))
+    if chosen.is_synchronous:
+        network = "loopback"
+    return Machine(
+        chosen,
+        devices_per_node,
+        _look_up(link or chosen.link, LINKS, "--link"),
+        _look_up(network, NETWORKS, "--network"),
+        cards_per_node or devices_per_node,
+        launch_s=0.0 if is_graphed else EAGER_LAUNCH_S,
+    )
+
+
+def _look_up(name: str, known: Mapping[str, _T], flag: str) -> _T:
+    if name not in known:
+        raise UsageError(f"{flag} {name} is not known here: {suggestion(name, list(known))}")
+    return known[name]

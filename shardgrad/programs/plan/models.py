@@ -1,0 +1,209 @@
+"""The model of a plan, built on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from shardgrad.programs.function_named import function_named
+from shardgrad.programs.plan.request import PLAN_PRESETS, Request
+from shardgrad.programs.train.failure import TrainingError, UsageError
+from shardgrad.programs.train.huggingface import build_causal_lm, longest_module_list
+from shardgrad.programs.train.model import Transformer
+from shardgrad.programs.train.presets import Scalar, suggestion, transformer_config
+
+__all__ = ["PlanModel", "build_plan_model"]
+
+# Attributes in which a block keeps its position. transformers has the first.
+_POSITION = ("layer_idx", "layer_id", "layer_number")
+
+Loss = Callable[[int, int], Tensor]
+
+
+@dataclass(frozen=True)
+class PlanModel:
+    """A model and its loss.
+
+    Attributes:
+        name: name in the plan.
+        module: the model, on the meta device.
+        blocks: qualified name of the module list of blocks, each of which becomes a unit; "" if
+            there is none.
+        loss: function of batch size and sequence length that runs forward and returns a scalar.
+    """
+
+    name: str
+    module: nn.Module
+    blocks: str
+    loss: Loss
+
+    def named_blocks(self) -> list[tuple[str, nn.Module]]:
+        """Returns the blocks with their names in the list."""
+        return list(self.module.get_submodule(self.blocks).named_children()) if self.blocks else []
+
+    def possible_units(self) -> list[str]:
+        """Returns what `--unit` can name: classes of the blocks' submodules, and modules outside of
+        the blocks that have parameters of their own.
+        """
+        classes = {
+            type(part).__name__
+            for _, block in self.named_blocks()
+            for part in block.modules()
+            if part is not block
+        }
+        outside = {
+            name
+            for name, part in self.module.named_modules()
+            if name and part._parameters and not (self.blocks and name.startswith(self.blocks))
+        }
+        return sorted(classes | outside)
+
+    def alike(self) -> range:
+        """Returns the positions of the longest run of blocks that are alike."""
+        blocks = self.module.get_submodule(self.blocks) if self.blocks else None
+        if not isinstance(blocks, nn.ModuleList):
+            return range(0)
+        longest = range(0)
+        start = 0
+        for _, run in groupby(map(_signature, blocks)):
+            length = len(list(run))
+            if length > len(longest):
+                longest = range(start, start + length)
+            start += length
+        return longest
+
+    def keep_alike(self, count: int) -> None:
+        """Removes blocks from the longest run of blocks that are alike, so that `count` are left of
+        it.
+        """
+        run = self.alike()
+        if len(run) > count:
+            blocks = cast(nn.ModuleList, self.module.get_submodule(self.blocks))
+            del blocks[run.start : run.stop - count]
+
+
+def _signature(block: nn.Module) -> Hashable:
+    """Returns what a block's operations can depend on: classes, sizes, and numbers, but for its
+    position.
+    """
+    described: list[Hashable] = []
+    for name, part in block.named_modules():
+        plain = sorted(
+            (key, value)
+            for key, value in vars(part).items()
+            if isinstance(value, int | float | str) and key not in _POSITION
+        )
+        tensors = [*part._parameters.items(), *part._buffers.items()]
+        shapes = [(key, None if one is None else (one.shape, one.dtype)) for key, one in tensors]
+        described.append((name, type(part), tuple(plain), tuple(shapes)))
+    return tuple(described)
+
+
+def build_plan_model(request: Request) -> PlanModel:
+    """Builds the model of a request.
+
+    Raises:
+        UsageError: there is no such model, or it cannot be built on the meta device.
+    """
+    if request.model is not None:
+        return _user_model(request.model)
+    if request.hf is not None:
+        model = _built(request.hf, lambda: _hugging_face(str(request.hf), request.override))
+        return PlanModel(
+            request.hf, model, f"model.{longest_module_list(model.model)}", _loss_of(model)
+        )
+    name = request.preset
+    if name not in PLAN_PRESETS:
+        raise UsageError(f"There is no preset {name!r}: {suggestion(name, list(PLAN_PRESETS))}")
+    config = transformer_config(name, request.override, presets=PLAN_PRESETS)
+    dense = _built(name, lambda: Transformer(config))
+    return PlanModel(name, dense, "layers", _loss_of(dense))
+
+
+def _hugging_face(source: str, override: Mapping[str, Scalar]) -> Any:
+    return build_causal_lm(source, override, device=torch.device("meta"), seed=0)
+
+
+def _built(name: str, build: Callable[[], Any]) -> Any:
+    try:
+        with torch.device("meta"), _NoValues():
+            return build()
+    except TrainingError:
+        raise
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+        raise UsageError(
+            f"{name} cannot be built on the meta device, where tensors have no values "
+            f"({type(error).__name__}: {first}): leave what reads values to a later step."
+        ) from error
+
+
+class _NoValues(TorchFunctionMode):
+    """Skips functions of `torch.nn.init` on meta tensors, where they have no effect but take
+    time.
+    """
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            tensor = kwargs["tensor"] if "tensor" in kwargs else args[0]
+            if tensor.is_meta:
+                return tensor
+        return func(*args, **kwargs)
+
+
+def _user_model(reference: str) -> PlanModel:
+    """Calls `module:function`, which returns a model with `loss(tokens, targets)`, or (model,
+    loss).
+
+    In the second form `loss(model, batch_size, seq_len)` creates inputs, runs forward and returns a
+    scalar.
+    """
+    function = function_named(reference, flag="--model")
+    built = _built(reference, function)
+    module, loss = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"{reference} returned {type(module).__name__}: return a torch.nn.Module.")
+    if any(param.device.type != "meta" for param in module.parameters()):
+        raise UsageError(
+            f"{reference} creates parameters on a fixed device: leave out device= in the model, so "
+            "that it can be built on the meta device."
+        )
+    if loss is None and not callable(getattr(module, "loss", None)):
+        raise UsageError(
+            f"{type(module).__name__} has no loss(tokens, targets): add one, or let {reference} "
+            "return the model and a function of (model, batch_size, seq_len) that returns the loss."
+        )
+    has_blocks = any(isinstance(part, nn.ModuleList) for part in module.modules())
+    blocks = longest_module_list(module) if has_blocks else ""
+    return PlanModel(
+        reference,
+        module,
+        blocks,
+        _loss_of(module) if loss is None else lambda b, s: loss(module, b, s),
+    )
+
+
+def _loss_of(module: nn.Module) -> Loss:
+    """Returns the loss of a language model on tokens."""
+
+    def loss(batch_size: int, seq_len: int) -> Tensor:
+        device = next(module.parameters()).device
+        tokens = torch.zeros(batch_size, seq_len, dtype=torch.int64, device=device)
+        targets = torch.zeros_like(tokens)
+        result: Tensor = module.loss(tokens, targets)  # type: ignore[operator]
+        return result
+
+    return loss

@@ -1,0 +1,262 @@
+"""The plan: the memory, traffic and time of a step on a machine."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardgrad.programs.plan.calibration import Calibration
+from shardgrad.programs.plan.cost import CostModel, compute_s, model_flops
+from shardgrad.programs.plan.depth import line, rehearse_shallow
+from shardgrad.programs.plan.hardware import DEVICES, Device, Machine
+from shardgrad.programs.plan.memory import memory_of
+from shardgrad.programs.plan.recording import Transfer
+from shardgrad.programs.plan.rehearsal import Rehearsal
+from shardgrad.programs.plan.request import Request
+from shardgrad.programs.plan.timeline import play
+
+__all__ = ["Plan", "Traffic", "make_plan", "plan_of"]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The traffic of one rank in a step, for one kind of collective over one axis.
+
+    Attributes:
+        axis: axis of the mesh, as in `Transfer`.
+        kind: kind of collective, as in `Transfer`.
+        link: name of the link.
+        count: number of collectives.
+        sent_nbytes: number of bytes that one rank sends.
+        busy_s: sum of the durations in seconds.
+    """
+
+    axis: str
+    kind: str
+    link: str
+    count: int
+    sent_nbytes: int
+    busy_s: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The prediction for a step on a machine. Sizes are those of rank 0, in bytes; times in
+    seconds.
+
+    Attributes:
+        request: the request.
+        machine: the machine.
+        name: name of the model.
+        parameters: number of elements of its parameters.
+        units: number of calls of `fully_shard`.
+        blocks: length of the longest run of blocks that are alike.
+        resting: allocated between steps, by owner.
+        at_peak: allocated at the peak, by owner.
+        peak_nbytes: peak of allocated memory.
+        reserved_nbytes: what a caching allocator reserves.
+        traffic: traffic of a rank.
+        model_flops: FLOPs of the model, as PaLM counts them.
+        step_s: the step.
+        step_range_s: the step if compute is as fast, and as slow, as in runs that were published;
+            both are `step_s` if it was measured.
+        compute_s: the compute stream is busy.
+        exposed_s: a collective runs, and the compute stream is idle.
+        transfers_s: sum of all collectives.
+        host_s: until the host has launched everything.
+        compute_scale: factor on the roofline's durations of kernels in forward and backward.
+    """
+
+    request: Request
+    machine: Machine
+    name: str
+    parameters: int
+    units: int
+    blocks: int
+    resting: Mapping[str, int]
+    at_peak: Mapping[str, int]
+    peak_nbytes: int
+    reserved_nbytes: int
+    traffic: tuple[Traffic, ...]
+    model_flops: float
+    step_s: float
+    step_range_s: tuple[float, float]
+    compute_s: float
+    exposed_s: float
+    transfers_s: float
+    host_s: float
+    compute_scale: float
+
+    def needed_on(self, device: Device) -> int:
+        """Returns the memory that a device must have: with its context and libraries, and a
+        margin.
+        """
+        reserved = self.peak_nbytes if self.request.on_host else self.reserved_nbytes
+        return reserved + device.taken_nbytes + device.margin_nbytes
+
+    @property
+    def needed_nbytes(self) -> int:
+        """Memory that a device of the machine must have."""
+        return self.needed_on(self.machine.device)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device has enough memory, with a margin."""
+        return self.needed_nbytes <= self.machine.device.memory_nbytes
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second of one rank."""
+        return self.request.tokens / self.step_s
+
+    @property
+    def tokens_per_s_range(self) -> tuple[float, float]:
+        """Tokens per second of one rank, for the slow and for the fast end of the step's range."""
+        fast, slow = self.step_range_s
+        return self.request.tokens / slow, self.request.tokens / fast
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization, with PaLM's count of FLOPs."""
+        return self.model_flops / (self.step_s * _peak_flops(self.request, self.machine))
+
+    def fits_on(self) -> Iterator[tuple[str, bool]]:
+        """Yields every known accelerator, and whether it has enough memory."""
+        for device in DEVICES.values():
+            if not device.is_synchronous:
+                yield device.name, self.needed_on(device) <= device.memory_nbytes
+
+
+def make_plan(request: Request, machine: Machine, calibration: Calibration = Calibration()) -> Plan:
+    """Rehearses a step with a few blocks of the model, and predicts the whole model's on a machine.
+
+    Raises:
+        UsageError, TrainingError: as `rehearse`.
+    """
+    return plan_of(rehearse_shallow(request), machine, calibration)
+
+
+def plan_of(
+    rehearsals: Sequence[Rehearsal], machine: Machine, calibration: Calibration = Calibration()
+) -> Plan:
+    """Predicts memory and time on a machine: of one rehearsed step, or of the line through two.
+
+    Args:
+        rehearsals: one with all blocks, or two with fewer; see `depth.py`.
+        machine: the machine.
+        calibration: measurements of the whole model.
+    """
+    first = rehearsals[0]
+
+    def total(value: Callable[[Rehearsal], float]) -> float:
+        return line([(one.kept, value(one)) for one in rehearsals], first.blocks)
+
+    def totals(value: Callable[[Rehearsal], Mapping[str, int]]) -> dict[str, int]:
+        found = [value(one) for one in rehearsals]
+        owners = dict.fromkeys(owner for sizes in found for owner in sizes)
+        depths = [one.kept for one in rehearsals]
+        return {
+            owner: round(
+                line(
+                    [(d, each.get(owner, 0)) for d, each in zip(depths, found, strict=True)],
+                    first.blocks,
+                )
+            )
+            for owner in owners
+        }
+
+    plain = CostModel(machine, first.request.shards)
+    flops = total(lambda one: model_flops(one.events))
+    scales = _scales(
+        flops,
+        total(lambda one: compute_s(one.events, plain)),
+        _peak_flops(first.request, machine),
+        machine.device.slowdowns,
+        calibration,
+    )
+    costs = [dataclasses.replace(plain, compute_scale=scale) for scale in scales]
+    likely = {one.kept: play(one.events, costs[1]) for one in rehearsals}
+    curves = {one.kept: memory_of(one) for one in rehearsals}
+    step_s = total(lambda one: likely[one.kept].step_s)
+    ends = step_s, step_s
+    if not calibration.is_measured:
+        fast, slow = (
+            total(lambda one, cost=cost: play(one.events, cost).step_s)  # type: ignore[misc]
+            for cost in (costs[0], costs[2])
+        )
+        ends = fast, slow
+    return Plan(
+        request=first.request.but(blocks=None),
+        machine=machine,
+        name=first.name,
+        parameters=first.parameters,
+        units=round(total(lambda one: one.units)),
+        blocks=first.blocks,
+        resting=totals(lambda one: one.resting),
+        at_peak=totals(lambda one: curves[one.kept].peak.nbytes),
+        peak_nbytes=round(total(lambda one: curves[one.kept].peak.total)),
+        reserved_nbytes=round(total(lambda one: curves[one.kept].reserved_nbytes)),
+        traffic=_traffic(rehearsals, costs[1], total),
+        model_flops=flops,
+        step_s=step_s,
+        step_range_s=ends,
+        compute_s=total(lambda one: likely[one.kept].compute_s),
+        exposed_s=total(lambda one: likely[one.kept].exposed_s),
+        transfers_s=total(lambda one: likely[one.kept].transfers_s),
+        host_s=total(lambda one: likely[one.kept].host_s),
+        compute_scale=scales[1],
+    )
+
+
+def _scales(
+    flops: float,
+    seconds: float,
+    peak_flops: float,
+    slowdowns: tuple[float, float, float],
+    calibration: Calibration,
+) -> tuple[float, float, float]:
+    """Returns factors on the roofline: for the fastest, the likely and the slowest step."""
+    if calibration.scale is not None:
+        scale = calibration.scale
+    elif calibration.mfu is not None:
+        scale = flops / (peak_flops * calibration.mfu) / seconds
+    elif calibration.compute_s is not None:
+        scale = calibration.compute_s / seconds
+    else:
+        return slowdowns
+    return scale, scale, scale
+
+
+def _peak_flops(request: Request, machine: Machine) -> float:
+    """Returns the peak FLOP/s of the device in the dtype that the model computes in."""
+    return machine.device.flops["fp32" if request.precision == "fp32" else "bf16"]
+
+
+def _sent_nbytes(transfers: Iterable[Transfer]) -> float:
+    return sum(transfer.sent_nbytes for transfer in transfers)
+
+
+def _traffic(
+    rehearsals: Sequence[Rehearsal],
+    cost: CostModel,
+    total: Callable[[Callable[[Rehearsal], float]], float],
+) -> tuple[Traffic, ...]:
+    def kinds(one: Rehearsal) -> dict[tuple[str, str, str], list[Transfer]]:
+        found: dict[tuple[str, str, str], list[Transfer]] = {}
+        for event in one.events:
+            if isinstance(event, Transfer) and event.ranks > 1:
+                key = event.axis, event.kind, cost.links_of(event)
+                found.setdefault(key, []).append(event)
+        return found
+
+    of = {one.kept: kinds(one) for one in rehearsals}
+
+    def row(key: tuple[str, str, str]) -> Traffic:
+        def sum_of(value: Callable[[Transfer], float]) -> float:
+            return total(lambda one: sum(map(value, of[one.kept].get(key, ()))))
+
+        count, sent_nbytes = sum_of(lambda transfer: 1), sum_of(lambda each: each.sent_nbytes)
+        return Traffic(*key, round(count), round(sent_nbytes), sum_of(cost.transfer_s))
+
+    return tuple(map(row, sorted({key for found in of.values() for key in found})))

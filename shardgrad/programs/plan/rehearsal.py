@@ -1,0 +1,207 @@
+"""Runs the engine for two steps in a fake process group, and records the second one."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardgrad import clip_grad_norm_
+from shardgrad.engine.comm_context import CommContext
+from shardgrad.engine.root import lazy_init
+from shardgrad.engine.streams import NoStreams, Streams
+from shardgrad.engine.unit import unit_of
+from shardgrad.errors import ShardgradError
+from shardgrad.optim import SGD, AdamW
+from shardgrad.optim.flat import FlatOptimizer
+from shardgrad.programs.plan.models import PlanModel, build_plan_model
+from shardgrad.programs.plan.recording import Change, Event, Recorder, RecordingStreams
+from shardgrad.programs.plan.request import Request
+from shardgrad.programs.plan.stages import groups_of, shard_plan_model
+from shardgrad.programs.plan.transports import recording_transport
+from shardgrad.programs.plan.world import fake_tensors, fake_world
+from shardgrad.programs.train.failure import TrainingError, UsageError
+
+__all__ = ["Rehearsal", "rehearse"]
+
+_CUDA_BLOCK = 512  # granularity of the CUDA caching allocator
+_HOST_BLOCK = 64  # the alignment of torch's CPU allocator
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """A steady-state step of rank 0, which holds at least as much as any other rank.
+
+    Attributes:
+        request: the request.
+        name: name of the model.
+        parameters: number of elements of the whole model's parameters.
+        blocks: length of the longest run of the whole model's blocks that are alike.
+        kept: how many of them were rehearsed.
+        units: number of calls of `fully_shard`.
+        unit_nbytes: bytes of the largest parameter group when unsharded.
+        events: events of the step, in the host's order.
+        changes: allocations and releases in the step.
+        resting: allocated bytes between steps, by owner.
+        owners: owner of every storage that outlives the step.
+        start_nbytes: allocated bytes at the start of the step.
+        start_nbytes_by_stream: the same, by the stream of the allocation.
+    """
+
+    request: Request
+    name: str
+    parameters: int
+    blocks: int
+    kept: int
+    units: int
+    unit_nbytes: int
+    events: tuple[Event, ...]
+    changes: tuple[Change, ...]
+    resting: Mapping[str, int]
+    owners: Mapping[int, str]
+    start_nbytes: int
+    start_nbytes_by_stream: Mapping[str, int]
+
+
+def rehearse(request: Request) -> Rehearsal:
+    """Trains for two steps on fake tensors, and returns the record of the second one.
+
+    Raises:
+        UsageError: the model cannot be built or sharded.
+        TrainingError: the step depends on values, which fake tensors do not have.
+    """
+    # A collection in the middle of a step would free tensors at a moment that depends on what ran
+    # before. At the end it looks only at what is new: the model and its tensors, which refer to
+    # each other.
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return _rehearse(request)
+    finally:
+        gc.collect(0)
+        if was_enabled:
+            gc.enable()
+
+
+def _rehearse(request: Request) -> Rehearsal:
+    plan_model = build_plan_model(request)
+    whole = sum(param.numel() for param in plan_model.module.parameters()), len(plan_model.alike())
+    if request.blocks is not None:
+        plan_model.keep_alike(request.blocks)
+    recorder = Recorder(granularity=_HOST_BLOCK if request.on_host else _CUDA_BLOCK)
+    with fake_world(request.shape) as mesh:
+        for axis, name in enumerate(mesh.mesh_dim_names or ()):
+            recorder.axes[mesh.get_group(axis).group_name] = name
+        try:
+            with fake_tensors(recorder):
+                return _Rehearsing(request, plan_model, whole, mesh, recorder).result()
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise TrainingError(
+                f"{plan_model.name} decides by values which operations to run ({error.func}), and "
+                "a plan has no values: plan a variant with fixed shapes."
+            ) from error
+        except ShardgradError as error:
+            raise UsageError(f"{plan_model.name} cannot be sharded like this: {error}") from error
+
+
+class _Rehearsing:
+    """A sharded model and an optimizer whose operations and collectives are recorded."""
+
+    def __init__(
+        self,
+        request: Request,
+        plan_model: PlanModel,
+        whole: tuple[int, int],
+        mesh: DeviceMesh,
+        recorder: Recorder,
+    ) -> None:
+        self._request, self._plan_model, self._recorder = request, plan_model, recorder
+        self._parameters, self._blocks = whole
+        self._kept = len(plan_model.alike())
+        self._model: Any = plan_model.module  # an `FSDPModule` from the next line on
+        shard_plan_model(plan_model, request, mesh)
+        for group in groups_of(self._model):
+            if group.mesh.levels is not None:
+                recorder.axes[group.mesh.shard_group.group_name] = "both"
+        transports = partial(recording_transport, recorder=recorder, on_host=request.on_host)
+        streams: Streams = NoStreams() if request.on_host else RecordingStreams(recorder)
+        self._runtime = CommContext(torch.device("cpu"), streams, transports)
+        unit = unit_of(self._model)
+        if unit is None:
+            raise UsageError(f"{plan_model.name} has no parameters to shard.")
+        self._context = lazy_init(unit, self._runtime)
+        params = [param for param in self._model.parameters() if param.requires_grad]
+        self._optimizer: FlatOptimizer = (
+            AdamW(params, lr=1e-3)
+            if request.optimizer == "adamw"
+            else SGD(params, lr=1e-3, momentum=0.9)
+        )
+
+    def result(self) -> Rehearsal:
+        """Runs both steps and returns the record of the second."""
+        self._step()
+        recorder = self._recorder
+        recorder.start_over()
+        start, start_nbytes_by_stream = sum(recorder.live.values()), recorder.nbytes_by_stream()
+        owners = self._owners()  # of what the step may free, and in the end of what it made
+        self._step()
+        owners |= self._owners()
+        resting: dict[str, int] = {}
+        for storage, nbytes in recorder.live.items():
+            owner = owners.get(storage, "other")
+            resting[owner] = resting.get(owner, 0) + nbytes
+        groups = groups_of(self._model)
+        return Rehearsal(
+            request=self._request,
+            name=self._plan_model.name,
+            parameters=self._parameters,
+            blocks=self._blocks,
+            kept=self._kept,
+            units=len({group.name for group in groups}),
+            unit_nbytes=max(g.layout.unsharded_numel * g.gather_dtype.itemsize for g in groups),
+            events=tuple(recorder.events),
+            changes=tuple(recorder.changes),
+            resting=resting,
+            owners=owners,
+            start_nbytes=start,
+            start_nbytes_by_stream=start_nbytes_by_stream,
+        )
+
+    def _step(self) -> None:
+        """Runs one step as a training loop does."""
+        request, recorder = self._request, self._recorder
+        for number in range(request.accumulate):
+            is_last = number == request.accumulate - 1
+            self._model.set_is_last_backward(is_last)
+            self._model.set_requires_gradient_sync(is_last or not request.no_sync)
+            recorder.phase = "forward"
+            loss = self._plan_model.loss(request.batch_size, request.seq_len)
+            recorder.phase = "backward"
+            loss.backward()
+            del loss
+        recorder.phase = "optimizer"
+        clip_grad_norm_(self._model.parameters(), math.inf)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def _owners(self) -> dict[int, str]:
+        """Returns the owner of every storage that outlives a step."""
+        keepers: list[Iterable[tuple[str, torch.UntypedStorage]]] = [self._runtime.memory()]
+        for grads in self._context.grad_groups:
+            keepers += [grads.memory(), grads.group.memory()]
+        states = (tensor.untyped_storage() for _, tensor in self._optimizer.buffers())
+        keepers.append(("optimizer state", storage) for storage in states)
+        keepers.append(("buffers", buffer.untyped_storage()) for buffer in self._model.buffers())
+        numbered = (
+            (self._recorder.number_of(storage), owner)
+            for owner, storage in chain.from_iterable(keepers)
+        )
+        return {number: owner for number, owner in numbered if number is not None}

@@ -1,0 +1,160 @@
+"""The report of a plan: tables for a terminal, or plain values for JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+
+from shardgrad.programs.plan.planning import Plan
+from shardgrad.programs.train.display import nice_nbytes
+
+__all__ = ["as_json", "show"]
+
+
+def show(plan: Plan, console: Console) -> None:
+    """Prints a plan."""
+    parts: list[RenderableType] = [
+        _heading(plan),
+        "",
+        _memory(plan),
+        "",
+        _traffic(plan),
+        "",
+        _time(plan),
+    ]
+    parts += ["", _sources(plan)]
+    console.print(Group(*parts))
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """Returns a plan as plain values of one rank; sizes are in bytes, times in seconds."""
+    return {
+        "model": plan.name,
+        "parameters": plan.parameters,
+        "request": dataclasses.asdict(plan.request),
+        "device": plan.machine.device.name,
+        "memory": {
+            "resting_nbytes": dict(plan.resting),
+            "at_peak_nbytes": dict(plan.at_peak),
+            "peak_nbytes": plan.peak_nbytes,
+            "reserved_nbytes": plan.reserved_nbytes,
+            "margin_nbytes": plan.machine.device.margin_nbytes,
+            "needed_nbytes": plan.needed_nbytes,
+            "fits": plan.fits,
+            "fits_on": dict(plan.fits_on()),
+        },
+        "traffic": [dataclasses.asdict(each) for each in plan.traffic],
+        "time": {
+            "step_s": plan.step_s,
+            "step_range_s": list(plan.step_range_s),
+            "compute_s": plan.compute_s,
+            "exposed_s": plan.exposed_s,
+            "transfers_s": plan.transfers_s,
+            "host_s": plan.host_s,
+            "tokens_per_s": plan.tokens_per_s,
+            "tokens_per_s_range": list(plan.tokens_per_s_range),
+            "mfu": plan.mfu,
+        },
+    }
+
+
+def _heading(plan: Plan) -> str:
+    request, machine = plan.request, plan.machine
+    mesh = f"{request.shards} shards"
+    if request.replicas > 1:
+        mesh = f"{request.replicas} replicas of {mesh}"
+    return (
+        f"[bold]{plan.name}[/bold], {_numel(plan.parameters)} parameters in {plan.units} units, on "
+        f"{request.ranks} x {machine.device.name}: {mesh}, stage {request.stage}, "
+        f"{request.precision}, {request.accumulate} x {request.batch_size} x {request.seq_len} "
+        "tokens a rank"
+    )
+
+
+def _memory(plan: Plan) -> Table:
+    resting, peak, device = plan.resting, plan.at_peak, plan.machine.device
+    table = Table("memory of a rank", "between steps", "at the peak", box=None, pad_edge=False)
+    for owner in sorted({*resting, *peak}, key=lambda owner: -peak.get(owner, 0)):
+        if max(resting.get(owner, 0), peak.get(owner, 0)) > 0:
+            table.add_row(
+                owner, nice_nbytes(resting.get(owner, 0)), nice_nbytes(peak.get(owner, 0))
+            )
+    table.add_row(
+        "[bold]allocated",
+        nice_nbytes(sum(resting.values())),
+        f"[bold]{nice_nbytes(plan.peak_nbytes)}",
+    )
+    if not plan.request.on_host:
+        table.add_row("kept by the allocator, at least", "", nice_nbytes(plan.reserved_nbytes))
+        table.add_row("context, communicators, workspaces", "", nice_nbytes(device.taken_nbytes))
+        table.add_row("margin: fragmentation, NCCL", "", nice_nbytes(device.margin_nbytes))
+    verdict = "[green]fits" if plan.fits else "[red]does not fit"
+    room = f"{nice_nbytes(plan.needed_nbytes)} of {nice_nbytes(device.memory_nbytes)}"
+    table.add_row(f"[bold]{verdict}", "", f"[bold]{room}")
+    if not plan.request.on_host:
+        fitting = [name for name, fits in plan.fits_on() if fits]
+        table.add_row("would fit on", "", ", ".join(fitting) or "none of the devices known here")
+    return table
+
+
+def _traffic(plan: Plan) -> RenderableType:
+    rows = plan.traffic
+    if not rows:
+        return "No traffic: there is one rank."
+    table = Table(
+        "traffic of a rank in a step", "over", "count", "sent", "busy", box=None, pad_edge=False
+    )
+    for row in rows:
+        name = f"{row.kind}, axis {row.axis}"
+        table.add_row(name, row.link, str(row.count), nice_nbytes(row.sent_nbytes), _ms(row.busy_s))
+    return table
+
+
+def _time(plan: Plan) -> Table:
+    request, (least, most) = plan.request, plan.tokens_per_s_range
+    fast, slow = plan.step_range_s
+    is_range = slow > fast
+    table = Table("time of a step", "", box=None, pad_edge=False)
+    table.add_row(
+        "[bold]step", f"[bold]{_ms(fast)} to {_ms(slow)}" if is_range else f"[bold]{_ms(fast)}"
+    )
+    if is_range:
+        table.add_row("[bold]tokens/s, a rank", f"[bold]{least:,.0f} to {most:,.0f}")
+        table.add_row(
+            "", "give --mfu or --compute-s, as measured on one node, for one number; likely:"
+        )
+        table.add_row("step", _ms(plan.step_s))
+    table.add_row("compute stream busy", _ms(plan.compute_s))
+    table.add_row("exposed communication", f"{_ms(plan.exposed_s)} of {_ms(plan.transfers_s)}")
+    table.add_row("host launches", _ms(plan.host_s))
+    table.add_row("tokens/s, a rank", f"{plan.tokens_per_s:,.0f}")
+    table.add_row("tokens/s, all ranks", f"{plan.tokens_per_s * request.ranks:,.0f}")
+    if not plan.request.on_host:  # of a CPU no peak is known
+        table.add_row("MFU, as PaLM counts", f"{plan.mfu:.1%}")
+    return table
+
+
+def _sources(plan: Plan) -> str:
+    machine = plan.machine
+    lines = [
+        f"device: {machine.device.source}; {machine.device.matmul_share:.0%} of its products' "
+        f"peak, {machine.device.bandwidth_share:.0%} of its bandwidth, durations times "
+        f"{plan.compute_scale:.2f}",
+        f"link {machine.link.name}: {machine.link.source}",
+    ]
+    if not machine.device.is_synchronous:
+        lines.append(
+            f"network {machine.network.name} x {machine.cards_per_node}: {machine.network.source}"
+        )
+    return "\n".join(f"[dim]{line}[/dim]" for line in lines)
+
+
+def _numel(count: int) -> str:
+    return f"{count / 1e9:.3g} billion" if count >= 1e9 else f"{count / 1e6:.3g} million"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.1f} ms"

@@ -1,0 +1,83 @@
+"""Applies `fully_shard` with the arguments of a request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardgrad import fully_shard
+from shardgrad.engine.param_group import ParamGroup
+from shardgrad.engine.unit import units_under
+from shardgrad.policies import GradientPolicy, MixedPrecisionPolicy
+from shardgrad.programs.plan.models import PlanModel
+from shardgrad.programs.plan.request import Request, require_units
+from shardgrad.programs.train.recompute import checkpointed
+
+__all__ = ["groups_of", "policies_of", "shard_plan_model"]
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_WIRE_DTYPES = {None: None, "bf16": torch.bfloat16}
+
+
+def policies_of(request: Request) -> dict[str, Any]:
+    """Returns the keyword arguments of `fully_shard` for a request, without the mesh."""
+    reduce_dtype = DTYPES[request.reduce_dtype or "fp32"]
+    mixed = MixedPrecisionPolicy()
+    if request.precision != "fp32":
+        mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    gradient_dtype = None if request.gradient_dtype is None else DTYPES[request.gradient_dtype]
+    return {
+        "mp_policy": mixed,
+        "gradient_policy": GradientPolicy(
+            dtype=gradient_dtype, wire_dtype=_WIRE_DTYPES[request.wire_dtype]
+        ),
+        "reshard_after_forward": request.reshard_to,
+        "zero_stage": request.stage if request.stage == "hfsdp" else int(request.stage),
+    }
+
+
+def shard_plan_model(plan_model: PlanModel, request: Request, mesh: DeviceMesh) -> None:
+    """Gives the model its memory and shards it, as the training program does: the units that
+    are asked for, then the blocks, then the rest.
+
+    Raises:
+        UsageError: there is no module that was named as a unit.
+    """
+    require_units(request.units, plan_model.possible_units())
+    policies = policies_of(request)
+    weights = torch.bfloat16 if request.precision == "bf16" else None
+    for name, part in reversed([*plan_model.module.named_modules()]):  # a child before its parent
+        if name and (name in request.units or type(part).__name__ in request.units):
+            _materialise(part, weights)
+            fully_shard(part, mesh=mesh, **policies)
+    for name, block in plan_model.named_blocks():
+        _materialise(block, weights)
+        block = checkpointed(block, request.activation_checkpointing, preserve_rng_state=False)
+        plan_model.module.get_submodule(plan_model.blocks).register_module(name, block)
+        fully_shard(block, mesh=mesh, **policies)
+    _materialise(plan_model.module, weights)
+    fully_shard(plan_model.module, mesh=mesh, **policies)
+
+
+def _materialise(module: nn.Module, dtype: torch.dtype | None) -> None:
+    """Replaces meta tensors by fake ones on the CPU; shared parameters stay shared."""
+    made: dict[int, nn.Parameter] = {}
+    for part in module.modules():
+        for name, param in part._parameters.items():
+            if param is None or param.device.type != "meta":
+                continue
+            if id(param) not in made:
+                fake = torch.empty(param.shape, dtype=dtype or param.dtype, device="cpu")
+                made[id(param)] = nn.Parameter(fake, requires_grad=param.requires_grad)
+            part._parameters[name] = made[id(param)]
+        for name, buffer in part._buffers.items():
+            if buffer is not None and buffer.device.type == "meta":
+                part._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+
+
+def groups_of(model: nn.Module) -> list[ParamGroup]:
+    """Returns the parameter groups of all units of a model, in construction order."""
+    return [group for unit in units_under(model) for group in unit.groups]

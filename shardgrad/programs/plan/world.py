@@ -1,0 +1,339 @@
+"""Fake tensors, which have shapes and no memory, in a fake process group, which has ranks and no
+processes.
+
+[Note: What is real in a fake world]
+Tensors made from constants in the program, such as `torch.tensor([...])`, and results computed from
+such tensors alone, are real. The engine's tables are of this kind, and it reads them for its
+checks. Other tensors are fake: shapes without values. Reading a fake value in forward raises an
+error, since the model would branch on it. In the engine's backward and in the optimizer it returns
+0, which means: no other rank touched a parameter that this rank did not touch, and every parameter
+has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+from shardgrad.programs.plan.recording import Kernel, Recorder, Transfer, Waited
+from shardgrad.programs.train.failure import TrainingError, UsageError
+
+__all__ = ["fake_tensors", "fake_world"]
+
+_MOST_RANKS = 2**20
+_MANY_PIECES = 64
+
+_aten, _prim = torch.ops.aten, torch.ops.prim
+# These allocate memory without launching a kernel.
+_NO_KERNEL = {
+    "empty",
+    "empty_strided",
+    "empty_like",
+    "new_empty",
+    "new_empty_strided",
+    "resize_",
+    "set_",
+}
+# These read as many bytes of their first operand as they return.
+_LOOK_UPS = {"embedding", "index_select", "gather", "index", "nll_loss_forward"}
+# The first operand of these is not read.
+_UNREAD = {*_LOOK_UPS, "copy_", "zero_", "fill_"}
+# These return nothing, and read and write the arguments at these positions. The engine's other
+# operators return nothing either, but do not read what they write.
+_UPDATES = {"adam_": (0, 2, 3, 4), "sgd_": (0, 2, 3)}
+_KINDS = {
+    "_allgather_base_": "all-gather",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "allreduce_": "all-reduce",
+    "alltoall_base_": "exchange",
+}
+_SHORT = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float64: "fp32",
+}
+
+
+@contextmanager
+def fake_world(shape: tuple[int, ...]) -> Iterator[DeviceMesh]:
+    """Makes this process rank 0 of a fake process group inside the context.
+
+    Args:
+        shape: shape of the mesh, (shards,) or (replicas, shards).
+
+    Raises:
+        TrainingError: a default process group exists already.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    ranks = 1
+    for size in shape:
+        ranks *= size
+    if ranks > _MOST_RANKS:
+        raise UsageError(
+            f"A world of {ranks} ranks is more than this program plans for: {_MOST_RANKS}."
+        )
+    if dist.is_initialized():
+        raise TrainingError(
+            "A plan needs a separate process: this one has joined a process group already."
+        )
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        names = ("shard",) if len(shape) == 1 else ("replicate", "shard")
+        yield init_device_mesh("cpu", shape, mesh_dim_names=names)
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def fake_tensors(recorder: Recorder) -> Iterator[None]:
+    """Makes every new tensor fake, and records the operations on it."""
+    with ExitStack() as stack:
+        mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(_Observer(recorder, mode))
+        stack.enter_context(_watched_resizes(recorder))
+        stack.enter_context(_one_piece_for_many())
+        yield
+
+
+@contextmanager
+def _watched_resizes(recorder: Recorder) -> Iterator[None]:
+    """Records resizes of storages, which are not operators and so not visible to a dispatch
+    mode.
+    """
+    original = torch.UntypedStorage.resize_
+
+    def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        original(storage, size)
+        recorder.resized(storage)
+        return storage
+
+    torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def _one_piece_for_many() -> Iterator[None]:
+    """Makes `split` of a flat tensor into many parts return views of the first, for up to 2**20
+    ranks.
+    """
+    original: Callable[..., Sequence[torch.Tensor]] = torch.Tensor.split
+
+    def split(tensor: torch.Tensor, size: Any, dim: int = 0) -> Sequence[torch.Tensor]:
+        if tensor.ndim == 1 and not tensor.requires_grad and isinstance(size, int) and size > 0:
+            count, rest = divmod(tensor.numel(), size)
+            if count > _MANY_PIECES and not rest:
+                return (tensor.narrow(0, 0, size),) * count
+        return original(tensor, size, dim)
+
+    torch.Tensor.split = split  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.Tensor.split = original  # type: ignore[method-assign]
+
+
+class _Observer(TorchDispatchMode):
+    """Records every operator. See [Note: What is real in a fake world]."""
+
+    def __init__(self, recorder: Recorder, mode: FakeTensorMode) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder, self._mode = recorder, mode
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and the check would take most of the time
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is _prim.device.default:  # half of all calls
+            return args[0].device if isinstance(args[0], FakeTensor) else func(*args)
+        if DTensor in types:
+            return NotImplemented  # DTensor dispatches again, with the local tensor
+        if _is_view(func) and isinstance(args[0], FakeTensor):
+            return _view(func, args, kwargs, args[0])
+        inputs = list(_tensors((*args, *kwargs.values()) if kwargs else args))
+        if inputs and not any(isinstance(tensor, FakeTensor) for tensor in inputs):
+            if func is _aten.lift_fresh.default:
+                return args[0]
+            with no_dispatch():
+                return func(*args, **kwargs)
+        if func is _aten._local_scalar_dense.default:
+            return self._answer()
+        if func.namespace == "c10d":
+            self._transfer(func, args)
+            with in_kernel_invocation_manager(self._mode):
+                return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        for tensor in _tensors((result,)):
+            if isinstance(tensor, FakeTensor):
+                self._recorder.saw(tensor)
+        if func._overloadpacket.__name__ not in _NO_KERNEL:
+            self._recorder.events.append(self._kernel(func, args, kwargs, inputs, result))
+        return result
+
+    def _answer(self) -> int:
+        if self._recorder.phase == "forward":
+            raise TrainingError(
+                "The model reads a tensor's value in forward (.item(), nonzero, a mask as an "
+                "index), which a plan has no values for: plan a variant that decides nothing by "
+                "values, for example with a fixed capacity per expert."
+            )
+        return 0
+
+    def _kernel(
+        self,
+        func: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        inputs: list[torch.Tensor],
+        result: Any,
+    ) -> Kernel:
+        recorder, name = self._recorder, func._overloadpacket.__name__
+        updated = (args[i] for i in _UPDATES[name]) if name in _UPDATES else (result,)
+        written = sum(map(_nbytes, _tensors(updated)))
+        nbytes = sum(map(_nbytes, inputs[1:] if name in _UNREAD else inputs)) + written
+        if name in _LOOK_UPS:
+            nbytes += written
+        flops, palm_flops = _flops(func, args, kwargs, result)
+        return Kernel(
+            recorder.stream,
+            name,
+            recorder.phase,
+            func.namespace == "shardgrad" or recorder.stream != "compute",
+            flops,
+            palm_flops,
+            _SHORT.get(inputs[0].dtype, "fp32") if inputs else "fp32",
+            nbytes,
+        )
+
+    def _transfer(self, func: OpOverload, args: tuple[Any, ...]) -> None:
+        recorder = self._recorder
+        name = func._overloadpacket.__name__
+        kind = _KINDS.get(name)
+        if kind is None:
+            return
+        group = next(
+            dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject)
+        )
+        ranks = group.size()
+        # The size of the larger one of input and output, which is the unsharded message.
+        nbytes = max(sum(map(_nbytes, _tensors((arg,)))) for arg in args[:2] if not _is_group(arg))
+        sent = nbytes * (ranks - 1) // ranks
+        if kind == "all-reduce":
+            sent *= 2
+        elif kind == "exchange" and any(
+            args[3:5]
+        ):  # two ranks exchange only what the other one needs
+            sent = nbytes
+        axis = recorder.axes.get(group.group_name, "neighbours")
+        is_awaited = not recorder.label
+        label = recorder.label or f"{kind} of {nbytes} bytes"
+        recorder.events.append(
+            Transfer(recorder.stream, label, kind, axis, ranks, nbytes, sent, is_awaited)
+        )
+        if is_awaited:
+            recorder.events.append(Waited(len(recorder.events) - 1, None))
+
+
+def _is_group(arg: Any) -> bool:
+    return isinstance(arg, torch.ScriptObject)
+
+
+def _tensors(args: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            yield arg
+        elif isinstance(arg, list | tuple):
+            yield from _tensors(arg)
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    """Returns the number of bytes of a tensor; elements repeated by `expand` count once."""
+    numel = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        if stride or size == 0:
+            numel *= size
+    return numel * tensor.itemsize
+
+
+def _view(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], base: FakeTensor) -> Any:
+    """Returns a view of a fake tensor, faster than FakeTensorMode does."""
+    with in_kernel_invocation_manager(base.fake_mode):
+        views = func(*args, **kwargs)
+    if isinstance(views, torch.Tensor):
+        return FakeTensor(base.fake_mode, views, base.fake_device)
+    return [FakeTensor(base.fake_mode, view, base.fake_device) for view in views]
+
+
+@cache
+def _is_view(func: OpOverload) -> bool:
+    """Returns whether an operator only returns views of its input."""
+    if func is _aten._unsafe_view.default:  # a view, although its schema does not say so
+        return True
+    returns = func._schema.returns
+    views = [each.alias_info is not None and not each.alias_info.is_write for each in returns]
+    return bool(views) and all(views)
+
+
+def _flops(
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> tuple[float, float]:
+    """Returns the number of multiplications and additions, and the number if attention were not
+    causal.
+    """
+    name = func._overloadpacket.__name__
+    if name.startswith("_scaled_dot_product"):
+        is_backward = name.endswith("_backward")
+        query, key, value = args[1:4] if is_backward else args[:3]
+        full = float(
+            sdpa_flop_count(query.shape, _with_heads_of(key, query), _with_heads_of(value, query))
+        )
+        # Backward has five products where forward has two (it recomputes the scores), as in
+        # FlashAttention-2.
+        full *= 2.5 if is_backward else 1.0
+        is_causal = _argument(func, args, kwargs, "is_causal", default=False)
+        return full * (0.5 if is_causal else 1.0), full
+    count: Callable[..., int] | None = flop_registry.get(func._overloadpacket)
+    flops = 0.0 if count is None else float(count(*args, **kwargs, out_val=result))
+    return flops, flops
+
+
+def _with_heads_of(key: torch.Tensor, query: torch.Tensor) -> torch.Size:
+    """Returns the shape of keys or values repeated for every query head."""
+    return torch.Size((*query.shape[:2], *key.shape[2:]))
+
+
+def _argument(
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, *, default: Any
+) -> Any:
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == name:
+            return args[position] if position < len(args) else kwargs.get(name, default)
+    return default

@@ -1,0 +1,293 @@
+"""`shardgrad doctor --audit`: a program on several ranks against the same program on one.
+
+[Note: Audit]
+The program is a function without arguments that returns a model, its optimizer and a step:
+
+    def build():
+        torch.manual_seed(0)
+        model = fully_shard(Net())  # or DDP, FSDP2: whatever trains on all ranks of the process
+        group optimizer = torch.optim.AdamW(model.parameters())
+
+        def step(index: int, parts: list[int]) -> None:
+            x = torch.cat([batch(index, part) for part in parts])
+            loss(model(x)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return model, optimizer, step
+
+On N ranks, rank r trains on part r of each batch: `parts` is `[r]`. On one rank, `parts` is all of
+them. For a loss that is a mean and parts of one size, both should give the same gradients and
+parameters. Every rank is a new process; the default process group is made before the function is
+called.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.optim.optimizer import Optimizer
+
+from shardgrad.errors import OptionError
+from shardgrad.programs.function_named import function_named
+from shardgrad.programs.testing.first_difference import (
+    Difference,
+    Piece,
+    Snapshot,
+    Trace,
+    first_difference,
+)
+
+__all__ = ["Audit", "audit", "load"]
+
+Step = Callable[[int, list[int]], object]
+Build = Callable[[], tuple[nn.Module, Optimizer, Step]]
+
+_TIMEOUT_S = 60.0  # of a collective, and of what the other ranks may take once one has ended
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What an audit found.
+
+    Attributes:
+        ranks: number of ranks.
+        steps: number of steps.
+        parameters: number of parameters compared.
+        difference: the first; None if there is none, or ranks failed.
+        failure: what a rank raised, or that none of them made progress; empty if all steps ran.
+    """
+
+    ranks: int
+    steps: int
+    parameters: int
+    difference: Difference | None = None
+    failure: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the runs agree."""
+        return self.difference is None and not self.failure
+
+    def __str__(self) -> str:
+        if self.failure:
+            return f"The program runs on one rank and fails on {self.ranks}: {self.failure}"
+        if self.difference is not None:
+            return f"{self.ranks} ranks depart from one. First in {self.difference}."
+        return (
+            f"{self.ranks} ranks train as one does: gradients and values of {self.parameters} "
+            f"parameters agree over {self.steps} steps."
+        )
+
+
+def audit(target: str, *, ranks: int = 2, steps: int = 3) -> Audit:
+    """Runs a program on `ranks` ranks and on one, and compares gradients and parameters after each
+    step.
+
+    Args:
+        target: `module:function`; see [Note: Audit]. The module is imported from the current
+            directory too.
+        ranks: number of processes on this machine, joined by gloo, or by the accelerator's backend
+            if there is a device for each.
+        steps: number of steps.
+
+    Raises:
+        OptionError: the target cannot be loaded, returns something else, or fails on one rank.
+    """
+    load(target)
+    everything = list(range(ranks))
+    (reference,) = _run(target, 1, steps, [everything])
+    if isinstance(reference, _Failed):
+        raise OptionError(
+            "the program fails on one rank, so there is nothing to compare with",
+            expected=f"{target} to run on one rank with parts {everything}",
+            got=reference.message,
+            where=reference.where,
+            fix=reference.fix or f"make step(0, {everything}) run in one process first",
+        )
+    runs = _run(target, ranks, steps, [[rank] for rank in everything])
+    failed = [(rank, run) for rank, run in enumerate(runs) if isinstance(run, _Failed)]
+    if failed:
+        rank, first = min(failed, key=lambda each: each[1].time_s)
+        return Audit(
+            ranks,
+            steps,
+            len(reference.initial),
+            failure=f"rank {rank}, {first.where}: {first.message}",
+        )
+
+    def alone() -> Sequence[Trace]:
+        runs = [_run(target, 1, 1, [[part]])[0] for part in everything]
+        return [run for run in runs if isinstance(run, Trace)]
+
+    traces = [run for run in runs if isinstance(run, Trace)]
+    return Audit(ranks, steps, len(reference.initial), first_difference(reference, traces, alone))
+
+
+def load(target: str) -> Build:
+    """Returns the function that `target` names.
+
+    Raises:
+        OptionError: as `function_named`.
+    """
+    return function_named(target, flag="--audit")
+
+
+# -- processes
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """A rank that did not end its steps: at which moment, doing what, why."""
+
+    time_s: float
+    where: str
+    message: str
+    fix: str = ""
+
+
+def _run(target: str, world: int, steps: int, parts: Sequence[list[int]]) -> list[Trace | _Failed]:
+    """Runs the program in `world` new processes; returns what each left."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="shardgrad-audit-") as folder:
+        processes = [
+            context.Process(
+                target=_rank, args=(target, rank, world, steps, parts[rank], folder), daemon=True
+            )
+            for rank in range(world)
+        ]
+        for process in processes:
+            process.start()
+        deadline_s: float | None = None
+        while any(process.is_alive() for process in processes):
+            time.sleep(0.05)
+            if deadline_s is None and any(process.exitcode is not None for process in processes):
+                deadline_s = time.monotonic() + _TIMEOUT_S
+            if deadline_s is not None and time.monotonic() > deadline_s:
+                break
+        late = [process.is_alive() for process in processes]
+        for process in processes:
+            process.kill()
+            process.join()
+        return [
+            _left(Path(folder), rank, None if late[rank] else process.exitcode)
+            for rank, process in enumerate(processes)
+        ]
+
+
+def _left(folder: Path, rank: int, status: int | None) -> Trace | _Failed:
+    path = folder / f"{rank}.pt"
+    if path.exists():
+        left: Trace | _Failed = torch.load(path, weights_only=False)  # our own process wrote it
+        return left
+    message = f"the process ended with status {status}"
+    if status is None:
+        message = f"it still waited {_TIMEOUT_S:.0f} s after another rank had ended"
+    return _Failed(time.monotonic(), "at an unknown place", message)
+
+
+def _rank(target: str, rank: int, world: int, steps: int, parts: list[int], folder: str) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    trace, where = Trace(), "build()"
+    try:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world))
+        store = dist.FileStore(f"{folder}/store", world)  # type: ignore[attr-defined]
+        dist.init_process_group(
+            _backend(rank, world),
+            store=store,
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=_TIMEOUT_S),
+        )
+        torch.manual_seed(0)
+        model, optimizer, step = _checked(load(target)(), target)
+        found: list[Snapshot] = []
+        optimizer.register_step_pre_hook(lambda *_: found.append(_snapshot(model, gradients=True)))
+        trace.initial = _snapshot(model)
+        for index in range(steps):
+            where = f"step {index}"
+            step(index, parts)
+            trace.gradients.append(found[0] if found else None)
+            trace.parameters.append(_snapshot(model))
+            found.clear()
+        left: Trace | _Failed = trace
+    except BaseException as error:
+        traceback.print_exc()
+        what, fix = (
+            (error.what, error.fix or "") if isinstance(error, OptionError) else (str(error), "")
+        )
+        message = f"{type(error).__name__}: {what}".strip()
+        left = _Failed(time.monotonic(), where, message, fix)
+    torch.save(left, f"{folder}/{rank}.tmp")
+    os.replace(f"{folder}/{rank}.tmp", f"{folder}/{rank}.pt")
+    os._exit(isinstance(left, _Failed))  # backends' threads may wait for ranks that have ended
+
+
+def _backend(rank: int, world: int) -> str:
+    """Chooses gloo, or the accelerator's backend if each rank has a device, which becomes the
+    current one.
+    """
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if found is None or torch.accelerator.device_count() < world:
+        return "gloo"
+    torch.accelerator.set_device_index(rank)
+    return f"cpu:gloo,{found.type}:{dist.get_default_backend_for_device(found)}"
+
+
+def _checked(built: Any, target: str) -> tuple[nn.Module, Optimizer, Step]:
+    """Checks what the program's function returned.
+
+    Raises:
+        OptionError: it is not a model, an optimizer and a step.
+    """
+    if isinstance(built, tuple) and len(built) == 3:
+        model, optimizer, step = built
+        if isinstance(model, nn.Module) and isinstance(optimizer, Optimizer) and callable(step):
+            return model, optimizer, step
+    kinds = (
+        [type(each).__name__ for each in built]
+        if isinstance(built, tuple)
+        else type(built).__name__
+    )
+    got = f"({', '.join(kinds)})" if isinstance(kinds, list) else kinds
+    raise OptionError(
+        f"{target} returned {got}",
+        expected="(model, optimizer, step): an nn.Module, a torch Optimizer, a function of (index, "
+        "parts)",
+        got=got,
+        where=target,
+        fix="return model, optimizer, step",
+    )
+
+
+def _snapshot(model: nn.Module, *, gradients: bool = False) -> Snapshot:
+    """Copies what this rank holds of parameters, or of their gradients; without a collective."""
+    found: Snapshot = {}
+    for name, param in model.named_parameters():
+        tensor = param.grad if gradients else param
+        found[name] = None if tensor is None else _piece(tensor.detach())
+    return found
+
+
+def _piece(tensor: torch.Tensor) -> Piece:
+    if not isinstance(tensor, DTensor):
+        return Piece(tensor.cpu().clone(), tuple(tensor.shape), (0,) * tensor.dim())
+    _, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return Piece(tensor.to_local().cpu().clone(), tuple(tensor.shape), tuple(offset))

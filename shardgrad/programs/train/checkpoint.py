@@ -1,0 +1,227 @@
+"""The training program's checkpoints: the state of a run, and how it is saved and loaded."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim.lr_scheduler import LambdaLR
+
+from shardgrad.errors import CheckpointError, CheckpointSaveError
+from shardgrad.programs.checkpoint import Saving, Series, load, save, save_async
+from shardgrad.programs.checkpoint.peers import Peers
+from shardgrad.programs.train.failure import CheckpointUnusable, TrainingError, UsageError
+from shardgrad.programs.train.parallel import World
+from shardgrad.programs.train.sharding import LanguageModel
+
+# Each rank has its own generator. On another number of ranks, entries are missing or unused.
+_OPTIONAL = ("rng_*",)
+
+
+@dataclass
+class TrainState:
+    """The state that a training step changes.
+
+    Args:
+        model: the model, sharded or not.
+        optimizer: optimizer over the model's parameters.
+        schedule: schedule of the optimizer's learning rate.
+        step: number of optimizer steps done.
+        samples: number of sequences consumed by all ranks together, which is the position in the
+            data.
+    """
+
+    model: LanguageModel
+    optimizer: torch.optim.Optimizer
+    schedule: LambdaLR
+    step: int = 0
+    samples: int = 0
+
+
+class Checkpoints:
+    """The checkpoints of a run folder.
+
+    At every moment, also after an interruption or a kill, `latest` names a complete checkpoint or
+    does not exist.
+
+    Args:
+        folder: folder of the checkpoints, visible to all ranks.
+        keep: number of checkpoints to keep.
+        is_async: write in the background from a copy. The checkpoint is complete when the next save
+            begins or :meth:`finish` returns.
+        timeout_s: timeout of the background collectives, in seconds.
+    """
+
+    def __init__(
+        self, folder: Path, *, keep: int, is_async: bool = False, timeout_s: float = 120.0
+    ) -> None:
+        self._folder = folder
+        self._series = Series(folder, keep=keep)
+        self._is_async = is_async
+        self._timeout = timedelta(seconds=timeout_s)
+        self._group: dist.ProcessGroup | None = None
+        self._saving: Saving | None = None
+
+    def latest(self) -> Path | None:
+        """Returns the checkpoint that `latest` names, else the newest complete one."""
+        return self._series.latest()
+
+    def acquire(self, world: World) -> None:
+        """Locks the folder, so that only this run writes into it. A collective.
+
+        Raises:
+            UsageError: another process writes there; on every rank.
+        """
+        try:
+            Peers(world.control).together("lock", self._series.acquire if world.leads else _nothing)
+        except CheckpointSaveError as error:
+            if error.__cause__ is not None and not isinstance(error.__cause__, CheckpointSaveError):
+                raise error.__cause__ from None
+            raise UsageError(f"{error.what} ({error.got}): {error.fix}.") from error
+
+    def release(self) -> None:
+        """Unlocks the folder, unless a background save still runs."""
+        if self._saving is None or self._saving.done():
+            self._series.release()
+
+    def save(self, state: TrainState, world: World) -> Path:
+        """Saves the state, or starts to save it in the background. A collective.
+
+        Returns:
+            The folder of the checkpoint.
+
+        Raises:
+            TrainingError: on every rank if any rank could not write, in this save or in the
+                previous background save. Existing checkpoints are unchanged.
+        """
+        self.finish()
+        final = self._series.path_of(state.step)
+        with _translated_errors():
+            what = _gather_state(state, world)
+            if self._is_async:
+                group = self._own_group(world)
+                self._saving = save_async(
+                    what, final, group=group, then=lambda: self._series.publish(final)
+                )
+            else:
+                save(what, final, group=world.control, then=lambda: self._series.publish(final))
+        return final
+
+    def finish(self) -> None:
+        """Waits for a background save. A collective.
+
+        Raises:
+            TrainingError: the save failed.
+        """
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            with _translated_errors():
+                saving.wait()
+
+    def load(self, state: TrainState, world: World) -> None:
+        """Loads the newest checkpoint into `state`; the number of ranks may differ. A collective.
+
+        Raises:
+            TrainingError: the checkpoint is damaged or does not fit; `state` is unchanged.
+        """
+        path = self.latest()
+        if path is None:
+            raise UsageError(
+                f"There is no checkpoint in {self._folder}: start the run again without --resume."
+            )
+        try:
+            loaded = load(
+                _gather_state(state, world), path, optional=_OPTIONAL, group=world.control
+            )
+        except CheckpointError as error:
+            raise CheckpointUnusable(
+                f"{path} cannot be used ({error.what}; {error.got}, at {error.where}): "
+                f"{error.fix}. Training goes on from the checkpoint whose name is in "
+                f"{self._folder / 'latest'}."
+            ) from error
+        _scatter_state(loaded, state, world)
+
+    def discard_unfinished(self) -> None:
+        """Removes or completes what an interrupted save left behind; rank 0 calls it before
+        training.
+        """
+        self._series.recover()
+
+    def _own_group(self, world: World) -> dist.ProcessGroup | None:
+        # Created once, by all ranks together: the steps use `world.control` during a background
+        # save.
+        if self._group is None and world.world_size > 1:
+            self._group = dist.new_group(backend="gloo", timeout=self._timeout)
+        return self._group
+
+
+def _nothing() -> None:
+    """What the other ranks do while the first one works."""
+
+
+@contextmanager
+def _translated_errors() -> Iterator[None]:
+    """Translates the errors of a save into `TrainingError`."""
+    try:
+        with warnings.catch_warnings():
+            # torch's warnings about its own internals would break the progress display.
+            warnings.filterwarnings("ignore", module=r"torch\.distributed.*")
+            yield
+    except (CheckpointSaveError, CheckpointError) as error:
+        if error.__cause__ is not None:  # this rank's own error, reported with rank and location
+            raise error.__cause__ from None
+        raise TrainingError(
+            f"The checkpoint was not written ({error.what}; {error.got}, at {error.where})."
+        ) from error
+
+
+def _gather_state(state: TrainState, world: World) -> dict[str, Any]:
+    """Returns the state as nested dictionaries of tensors, which are saved from and loaded in
+    world.
+    """
+    return {
+        "model": get_model_state_dict(state.model),
+        "optimizer": get_optimizer_state_dict(state.model, state.optimizer),
+        "schedule": state.schedule.state_dict(),
+        "progress": {"step": state.step, "samples": state.samples},
+        _rng_key(world): _rng_state(world.device),
+    }
+
+
+def _scatter_state(loaded: dict[str, Any], state: TrainState, world: World) -> None:
+    set_model_state_dict(state.model, loaded["model"])
+    set_optimizer_state_dict(state.model, state.optimizer, loaded["optimizer"])
+    state.schedule.load_state_dict(loaded["schedule"])
+    state.step, state.samples = loaded["progress"]["step"], loaded["progress"]["samples"]
+    _set_rng_state(loaded[_rng_key(world)], world.device)
+
+
+def _rng_key(world: World) -> str:
+    # One entry per rank: generators are not sharded.
+    return f"rng_{world.rank}"
+
+
+def _rng_state(device: torch.device) -> dict[str, torch.Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if device.type != "cpu":
+        states[device.type] = torch.get_device_module(device).get_rng_state(device)
+    return states
+
+
+def _set_rng_state(states: dict[str, torch.Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states["cpu"])
+    if device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(states[device.type], device)

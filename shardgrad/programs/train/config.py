@@ -1,0 +1,406 @@
+"""The settings of a run: one frozen dataclass, from which options, file format and validation
+follow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import stat
+import tomllib
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardgrad.programs.train.failure import UsageError
+from shardgrad.programs.train.presets import (
+    PRESETS,
+    Scalar,
+    as_float,
+    suggestion,
+    transformer_config,
+)
+
+# A resumed run cannot change these: its checkpoint has the tensors of this model.
+MODEL_FIELDS = ("preset", "hf", "override")
+_LARGEST = 2**63 - 1  # of any integer, as torch counts
+_FILE_NBYTES = 2**20  # of a file of settings
+_MESH_DIGITS = 9
+
+
+def _setting(
+    default: Any,
+    words: str,
+    *,
+    choices: tuple[str, ...] = (),
+    least: float | None = None,
+    most: float | None = None,
+    bare: str | None = None,
+) -> Any:
+    """Declares a field with its help text and limits, from which the command line is generated.
+
+    `bare` is the value of the option without one.
+    """
+    return field(default=default, metadata={**_metadata(words, choices, least, most), "bare": bare})
+
+
+def _metadata(
+    words: str, choices: tuple[str, ...] = (), least: float | None = None, most: float | None = None
+) -> dict[str, Any]:
+    return {"help": words, "choices": choices, "least": least, "most": most, "bare": None}
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The settings of a training run. Times are in seconds; `None` selects a default at start."""
+
+    preset: str = _setting("tiny", "Size of the built-in transformer.", choices=tuple(PRESETS))
+    hf: str | None = _setting(
+        None,
+        "Train a Hugging Face causal LM instead: path of a config.json, or a model type such as "
+        "gpt2. Needs transformers.",
+    )
+    override: dict[str, Scalar] = field(
+        default_factory=dict,
+        metadata=_metadata("Replace one field of the model's configuration; may be repeated."),
+    )
+    data: str | None = _setting(
+        None, "File or folder to train on, read as bytes.  [default: Python's standard library]"
+    )
+    data_limit_mib: int = _setting(16, "Read at most this many MiB of the data.", least=1)
+    validation_fraction: float = _setting(
+        0.05,
+        "Fraction of the data, taken from its end, that is held out for validation.",
+        least=0.001,
+        most=0.5,
+    )
+
+    ranks: int | None = _setting(
+        None,
+        "Number of ranks to start.  [default: one per accelerator, else 2; under torchrun, its "
+        "ranks]",
+        least=1,
+    )
+    mesh: str | None = _setting(
+        None,
+        "Device mesh: 4 shards over 4 ranks; 2x2 is HSDP with 2 replicas of 2 shards.  [default: "
+        "shard over all ranks]",
+    )
+    device: str = _setting(
+        "auto",
+        "Device type to train on; auto uses the accelerator if there is one.",
+        choices=("auto", "cpu", "accelerator"),
+    )
+    engine: str = _setting(
+        "shardgrad",
+        "Engine that shards the model; none trains an unsharded model in one process.",
+        choices=("shardgrad", "fsdp2", "none"),
+    )
+    precision: str = _setting(
+        "fp32",
+        "Precision; bf16-mixed computes in bf16, and reduces gradients and updates weights in "
+        "fp32.",
+        choices=("fp32", "bf16-mixed"),
+    )
+    stage: str = _setting(
+        "3",
+        "ZeRO stage, as `zero_stage` of fully_shard; hfsdp needs a --mesh of two axes.",
+        choices=("1", "2", "3", "hfsdp"),
+    )
+    activation_checkpointing: str = _setting(
+        "none",
+        "Recompute the activations of each block in backward instead of keeping them: full "
+        "recomputes all, selective keeps attention and every second matrix product.",
+        choices=("none", "selective", "full"),
+        bare="full",
+    )
+    compile: bool = _setting(False, "Compile each block with torch.compile.")
+    graph: str = _setting(
+        "auto",
+        "Capture each step as one CUDA graph, with the same results; auto does so with --engine "
+        "shardgrad on devices that have graphs.",
+        choices=("auto", "on", "off"),
+    )
+    timeout: float = _setting(120.0, "Timeout of collectives, in seconds.", least=1, most=1e8)
+
+    steps: int = _setting(400, "Number of optimizer steps.", least=1)
+    batch_size: int = _setting(8, "Sequences per rank in each micro-batch.", least=1, most=2**20)
+    accumulate: int = _setting(
+        1, "Micro-batches per step, whose gradients are accumulated.", least=1
+    )
+    sync_every_microbatch: bool = _setting(
+        False,
+        "Reduce gradients after every micro-batch, not only after the last: less memory, more "
+        "communication.",
+    )
+    seq_len: int = _setting(128, "Length of a sequence in bytes.", least=2)
+    seed: int = _setting(0, "Seed of the initial weights and of the order of the data.", least=0)
+
+    optimizer: str = _setting(
+        "adamw", "Optimizer that updates the weights; sgd has momentum.", choices=("adamw", "sgd")
+    )
+    lr: float = _setting(3e-3, "Peak learning rate.", least=0)
+    warmup_steps: int = _setting(
+        40, "Steps over which the learning rate increases linearly to its peak.", least=0
+    )
+    final_lr_ratio: float = _setting(
+        0.1, "Learning rate of the last step, as a fraction of the peak.", least=0, most=1
+    )
+    weight_decay: float = _setting(
+        0.1, "Decoupled weight decay of matrices; norm weights do not decay.", least=0
+    )
+    clip: float = _setting(1.0, "Maximum gradient norm; 0 disables clipping.", least=0)
+
+    log_every: int = _setting(10, "Steps between two lines of metrics.", least=1)
+    eval_every: int = _setting(
+        100, "Steps between two validations; the last step is always validated.", least=1
+    )
+    eval_samples: int = _setting(64, "Number of held-out sequences in a validation.", least=1)
+    checkpoint_every: int = _setting(
+        100, "Steps between two checkpoints; the last step is always saved.", least=1
+    )
+    checkpoint_async: bool = _setting(
+        False, "Write checkpoints in the background, from a copy in host memory."
+    )
+    profile: int = _setting(
+        0,
+        "Profile this step of rank 0 into trace.json of the run folder, for `shardgrad explain`.",
+        least=0,
+    )
+    keep: int = _setting(2, "Number of checkpoints to keep.", least=1)
+    run_dir: str | None = _setting(None, "Folder of the run.  [default: runs/<time>-<preset>]")
+    tensorboard: bool = _setting(
+        False, "Write the metrics for TensorBoard too, into the run folder."
+    )
+    sample_bytes: int = _setting(
+        60,
+        "Length of the text that the trained model writes at the end; 0 for none.",
+        least=0,
+        most=2**20,
+    )
+    plot: bool = _setting(True, "Do not draw the loss curve.")
+
+    def __post_init__(self) -> None:
+        kinds = typing.get_type_hints(TrainConfig)
+        for one in dataclasses.fields(self):
+            value = _checked_kind(one.name, getattr(self, one.name), kinds[one.name])
+            _check_limits(one, value)
+            object.__setattr__(self, one.name, value)
+        if self.hf is None:
+            transformer_config(self.preset, self.override)
+        mesh = mesh_shape(self.mesh)
+        if self.ranks is not None and mesh and self.ranks != math.prod(mesh):
+            raise UsageError(
+                f"--mesh {self.mesh} has room for {math.prod(mesh)} ranks, not {self.ranks}: "
+                "correct one."
+            )
+        if self.engine == "none" and (self.ranks or math.prod(mesh)) > 1:
+            raise UsageError(
+                "--engine none trains in one process: use --ranks 1, or an engine that shards."
+            )
+        if self.stage != "3" and self.engine != "shardgrad":
+            raise UsageError(
+                f"--stage {self.stage} is for --engine shardgrad: leave one of them out."
+            )
+        if self.stage == "hfsdp" and len(mesh) != 2:
+            raise UsageError(
+                "--stage hfsdp shards over two axes: give a mesh with both, such as --mesh 2x2."
+            )
+        if self.graph == "on" and self.engine == "fsdp2":
+            raise UsageError(
+                "--graph on is for --engine shardgrad or none, whose steps can be captured: choose "
+                "one of them, or leave --graph out."
+            )
+
+    def global_batch(self, world_size: int) -> int:
+        """Returns the number of sequences that one step consumes on all ranks together."""
+        return self.batch_size * self.accumulate * world_size
+
+    def to_json(self) -> str:
+        """Returns the text of `config.json`."""
+        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
+
+def mesh_shape(text: str | None) -> tuple[int, ...]:
+    """Parses `2x2` into (2, 2), `4` into (4,) and None into ().
+
+    Raises:
+        UsageError: the text is not a mesh of one or two dimensions.
+    """
+    if text is None:
+        return ()
+    parts = text.lower().split("x")
+    # The length first: Python refuses to convert thousands of digits.
+    if len(parts) > 2 or not all(
+        len(part) <= _MESH_DIGITS and part.isascii() and part.isdigit() and int(part) > 0
+        for part in parts
+    ):
+        raise UsageError(
+            f"--mesh {text[:50]} is not a mesh: write 4 for four shards or 2x2 for two replicas of "
+            "two."
+        )
+    return tuple(int(part) for part in parts)
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Reads the settings in a TOML or JSON file.
+
+    Args:
+        path: a file ending in `.toml`, or a JSON file. Names may be written with dashes.
+
+    Returns:
+        The values by field name. Their types and limits are checked by `TrainConfig`.
+
+    Raises:
+        UsageError: the file cannot be read or parsed, or has an unknown name.
+    """
+    text = read_text(path)
+    try:
+        raw = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    except (ValueError, RecursionError) as error:  # both decoders' errors are ValueErrors
+        kind = "TOML" if path.suffix == ".toml" else "JSON"
+        raise UsageError(f"{path} is not valid {kind} ({error}): correct it there.") from error
+    if not isinstance(raw, dict):
+        raise UsageError(f"{path} contains no table of settings: write `name = value` for each.")
+    settings = {name.replace("-", "_"): value for name, value in raw.items()}
+    known = [one.name for one in dataclasses.fields(TrainConfig)]
+    for name in settings:
+        if name not in known:
+            raise UsageError(
+                f"{path} sets {name!r}, which does not exist: {suggestion(name, known)}"
+            )
+    checkpointing = settings.get("activation_checkpointing")
+    if isinstance(checkpointing, bool):  # as earlier versions saved it
+        settings["activation_checkpointing"] = "full" if checkpointing else "none"
+    return settings
+
+
+def read_text(path: Path) -> str:
+    """Reads a file that a person wrote: a regular one of at most 1 MiB, in UTF-8.
+
+    Raises:
+        UsageError: the file is something else, or cannot be read.
+    """
+    content = read_regular(path, _FILE_NBYTES + 1)
+    if len(content) > _FILE_NBYTES:
+        raise UsageError(
+            f"{path} has more than {_FILE_NBYTES} bytes, as no settings have: correct the path."
+        )
+    try:
+        return content.decode("utf-8")
+    except ValueError as error:
+        raise UsageError(
+            f"{path} cannot be read ({error}): correct the path, or the file."
+        ) from error
+
+
+def read_regular(path: Path, most_nbytes: int) -> bytes:
+    """Reads a regular file, or its first `most_nbytes` bytes.
+
+    Raises:
+        UsageError: the file is something else, or cannot be read.
+    """
+    try:
+        # Non-blocking, so that opening a named pipe does not wait for a writer.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as stream:
+            if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+                raise UsageError(f"{path} is no regular file: give the path of one.")
+            return stream.read(most_nbytes)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read ({error.strerror}): correct the path.") from error
+    except ValueError as error:  # a path that no file can have
+        raise UsageError(f"{path} cannot be read ({error}): correct the path.") from error
+
+
+def resumed(
+    saved: TrainConfig, changes: Mapping[str, Any], *, world_size: int | None
+) -> TrainConfig:
+    """Returns the settings of a resumed run: the saved ones with `changes`, for the present number
+    of ranks.
+
+    On another number of ranks the global batch size, and with it the loss curve, is kept: the
+    sequences of a rank are divided into micro-batches that are no larger than before.
+
+    Args:
+        saved: the settings in `config.json`; `ranks` is the number of ranks of the saved run.
+        changes: settings given for the resumed run.
+        world_size: number of ranks that a launcher started; None if `ranks` or `mesh` decides.
+
+    Raises:
+        UsageError: `changes` changes the model, or the ranks cannot share the global batch.
+    """
+    for name in MODEL_FIELDS:
+        if name in changes and changes[name] != getattr(saved, name):
+            raise UsageError(
+                f"--{name} would change the model that was saved: leave it out to resume, or start "
+                "a new run."
+            )
+    before = saved.ranks or 1
+    mesh = mesh_shape(changes.get("mesh"))
+    ranks = world_size or changes.get("ranks") or (math.prod(mesh) if mesh else before)
+    settings = {**dataclasses.asdict(saved), "ranks": ranks}
+    if ranks != before:
+        settings["mesh"] = None
+        if not {"batch_size", "accumulate"} & set(changes):
+            settings |= _same_global_batch(saved, ranks)
+    return TrainConfig(**{**settings, **changes})
+
+
+def _same_global_batch(saved: TrainConfig, ranks: int) -> dict[str, int]:
+    total = saved.global_batch(saved.ranks or 1)
+    per_rank, rest = divmod(total, ranks)
+    if rest or not per_rank:
+        raise UsageError(
+            f"The run's {total} sequences per step cannot be shared by {ranks} ranks: use a number "
+            "of ranks that divides it, or give --batch-size and accept another loss curve."
+        )
+    batch_size = max(size for size in range(1, saved.batch_size + 1) if per_rank % size == 0)
+    return {"batch_size": batch_size, "accumulate": per_rank // batch_size}
+
+
+def _checked_kind(name: str, value: Any, kind: Any) -> Any:
+    allowed = typing.get_args(kind) if type(None) in typing.get_args(kind) else (kind,)
+    if value is None and type(None) in allowed:
+        return None
+    expected = next(one for one in allowed if one is not type(None))
+    expected = typing.get_origin(expected) or expected
+    if expected is float and type(value) is int:
+        value = as_float(value, _flag(name))
+    if type(value) is not expected:
+        raise UsageError(
+            f"{_flag(name)} needs a value of type {expected.__name__}, not {value!r:.100}."
+        )
+    if expected is str and "\0" in value:  # which no path may have
+        raise UsageError(f"{_flag(name)} has a null character: leave it out.")
+    if expected is float and not math.isfinite(value):
+        raise UsageError(f"{_flag(name)} is {value}: give a finite number.")
+    if expected is int and abs(value) > _LARGEST:
+        raise UsageError(
+            f"{_flag(name)} is a number of {value.bit_length()} bits: give one of at most 63."
+        )
+    return value
+
+
+def _check_limits(one: dataclasses.Field[Any], value: Any) -> None:
+    facts = one.metadata
+    if value is None:
+        return
+    if facts["choices"] and value not in facts["choices"]:
+        hint = ""
+        if one.name == "precision" and value.startswith("fp16"):
+            hint = " (fp16 would need loss scaling, which this program does not have)"
+        raise UsageError(
+            f"{_flag(one.name)} can be {', '.join(facts['choices'])}, not {value!r}{hint}."
+        )
+    if facts["least"] is not None and not value >= facts["least"]:
+        raise UsageError(f"{_flag(one.name)} is {value}: give at least {facts['least']}.")
+    if facts["most"] is not None and not value <= facts["most"]:
+        raise UsageError(f"{_flag(one.name)} is {value}: give at most {facts['most']}.")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

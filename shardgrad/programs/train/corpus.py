@@ -1,0 +1,144 @@
+"""The training data: text as bytes, its held-out part, and the mapping from sample numbers to
+sequences.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shardgrad.programs.train.failure import UsageError
+from shardgrad.programs.train.texts import files_of, held_out_nbytes, source_of
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A text in memory.
+
+    Args:
+        train: uint8 `[bytes]`, the first part.
+        validation: uint8 `[bytes]`, the contiguous rest, which is held out.
+        source: description of where the text was read from.
+        file_count: number of files.
+        digest: SHA-256 of all bytes, with which a resumed run detects another text.
+    """
+
+    train: Tensor
+    validation: Tensor
+    source: str
+    file_count: int
+    digest: str
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes in both parts."""
+        return len(self.train) + len(self.validation)
+
+    def unigram_entropy(self) -> float:
+        """Returns the entropy of the byte frequencies in nats per byte: the loss without any
+        context.
+        """
+        counts = torch.bincount(self.train, minlength=256) + torch.bincount(
+            self.validation, minlength=256
+        )
+        shares = counts[counts > 0].double() / counts.sum()
+        return float(-(shares * shares.log()).sum())
+
+
+def load_corpus(
+    path: str | None, *, limit_nbytes: int, validation_fraction: float, seq_len: int
+) -> Corpus:
+    """Reads a text, the same bytes in the same order on every rank.
+
+    Args:
+        path: a file, or a folder whose visible files are read in the order of their relative paths;
+            None reads the `*.py` files of Python's standard library.
+        limit_nbytes: largest number of bytes to read.
+        validation_fraction: fraction of the bytes, at the end, to hold out.
+        seq_len: bytes per sequence. Both parts must hold one sequence and the byte after it.
+
+    Raises:
+        UsageError: there is no text at `path`, or not enough.
+    """
+    source = source_of(path)
+    try:
+        text, file_count = _read(files_of(path), limit_nbytes)
+    except OSError as error:
+        raise UsageError(
+            f"{error.filename} cannot be read ({error.strerror}): correct --data."
+        ) from error
+    held_out = held_out_nbytes(source, len(text), validation_fraction, seq_len)
+    whole = torch.frombuffer(text, dtype=torch.uint8)
+    train, validation = whole.split([len(text) - held_out, held_out])
+    return Corpus(train, validation, source, file_count, hashlib.sha256(text).hexdigest())
+
+
+def _read(files: list[Path], limit_nbytes: int) -> tuple[bytearray, int]:
+    text = bytearray()
+    file_count = 0
+    for file in files:
+        if len(text) >= limit_nbytes:
+            break
+        with file.open("rb") as stream:
+            # Its size first: memory is reserved for as much as is asked for.
+            text += stream.read(min(limit_nbytes - len(text), os.fstat(stream.fileno()).st_size))
+        file_count += 1
+    return text, file_count
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Sequences drawn from a text, with replacement.
+
+    The start of sample number n depends only on `seed` and n. Ranks, micro-batches and steps decide
+    which rank reads which numbers, so a global batch is the same data on any number of ranks, and
+    the position of a resumed run is one integer.
+
+    Args:
+        text: uint8 `[bytes]`.
+        seq_len: bytes per sequence.
+        seed: seed of the order of sequences.
+    """
+
+    text: Tensor
+    seq_len: int
+    seed: int
+
+    def batch(self, first_sample: int, count: int) -> tuple[Tensor, Tensor]:
+        """Returns samples `first_sample` to `first_sample + count` as tokens and targets.
+
+        Returns:
+            Two int64 tensors `[count, seq_len]` on the host.
+        """
+        starts = [self._start(number) for number in range(first_sample, first_sample + count)]
+        return windows(self.text, starts, self.seq_len)
+
+    def _start(self, number: int) -> int:
+        # A hash, not a generator: the n-th value takes constant time and is the same in every
+        # PyTorch release.
+        digest = hashlib.blake2b(f"{self.seed}/{number}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") % (len(self.text) - self.seq_len)
+
+
+def validation_starts(nbytes: int, *, seq_len: int, count: int) -> list[int]:
+    """Returns the starts of at most `count` sequences, evenly spaced over a text without
+    overlap.
+    """
+    count = min(count, (nbytes - 1) // seq_len)
+    return [number * (nbytes - 1) // count for number in range(count)]
+
+
+def windows(text: Tensor, starts: list[int], seq_len: int) -> tuple[Tensor, Tensor]:
+    """Returns the sequences at `starts` and their targets, which start one byte later.
+
+    Returns:
+        Two int64 tensors `[len(starts), seq_len]`.
+    """
+    positions = torch.tensor(starts).unsqueeze(1) + torch.arange(seq_len + 1)
+    sequences = text[positions].long()
+    return sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous()

@@ -1,0 +1,105 @@
+"""Progress display: lines everywhere, with a bar below them on a terminal; nothing on all ranks but
+rank 0.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from shardgrad.programs.checkpoint.text import escaped
+from shardgrad.programs.train.record import StepMetrics
+
+
+class Display:
+    """What a rank prints of a run.
+
+    Args:
+        steps: number of steps of the run.
+        title: what stands before the bar.
+        leads: whether this rank prints.
+        console: where to print.
+    """
+
+    def __init__(
+        self, steps: int, title: str, *, leads: bool = True, console: Console | None = None
+    ) -> None:
+        self._steps = steps
+        self._console = console or Console(quiet=not leads)
+        self._bar = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            console=self._console,
+            disable=not leads or not self._console.is_terminal or self._console.is_dumb_terminal,
+        )
+        self._task = self._bar.add_task(escaped(title), total=steps)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bar.live.transient = kind is not None  # what comes next would leave half of the bar
+        self._bar.stop()
+
+    def note(self, text: str) -> None:
+        """Prints a line, above the bar."""
+        try:
+            self._console.print(
+                escaped(text), markup=False, emoji=False, highlight=False, soft_wrap=True
+            )
+        except OSError:
+            if self._bar.disable:
+                raise
+            # A terminal has hung up; the signal that asks for a stop is on its way.
+
+    def stepped(self, step: int) -> None:
+        """Moves the bar, without waiting for the step's results."""
+        self._bar.update(self._task, completed=step)
+
+    def progress(self, metrics: StepMetrics) -> None:
+        """Prints the metrics on one line."""
+        values = "  ".join(f"{name} {value}" for name, value in _values(metrics))
+        self.note(f"step {metrics.step}/{self._steps}  {values}")
+
+
+def nice_nbytes(count: float) -> str:
+    """Formats a number of bytes, such as `1.50 GiB`."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"
+
+
+def nice_seconds(seconds: float) -> str:
+    """Formats seconds as `1:02:03`, or as `2:03` if less than an hour."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _values(metrics: StepMetrics) -> list[tuple[str, str]]:
+    low, high = min(metrics.memory_nbytes), max(metrics.memory_nbytes)
+    memory = (
+        nice_nbytes(high)
+        if nice_nbytes(low) == nice_nbytes(high)
+        else f"{nice_nbytes(low)}-{nice_nbytes(high)}"
+    )
+    return [
+        ("loss", f"{metrics.loss:.4f}"),
+        ("lr", f"{metrics.lr:.2e}"),
+        ("grad norm", f"{metrics.grad_norm:.3f}"),
+        ("tokens/s", f"{metrics.tokens_per_s:,.0f}"),
+        ("memory/rank", memory),
+        ("ETA", nice_seconds(metrics.remaining_s)),
+    ]

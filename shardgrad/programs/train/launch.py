@@ -1,0 +1,199 @@
+"""Starts a run, new or resumed, in ranks started here or as one of torchrun's ranks.
+
+This module does not import PyTorch, so that usage errors are reported at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardgrad.extras import require
+from shardgrad.programs.train.config import (
+    TrainConfig,
+    mesh_shape,
+    read_settings,
+    read_text,
+    resumed,
+)
+from shardgrad.programs.train.failure import UsageError
+from shardgrad.programs.train.launcher import (
+    is_restarted,
+    require_room,
+    torchrun_world_size,
+)
+from shardgrad.programs.train.rank import Job, Report, run_rank
+from shardgrad.programs.train.spawn import spawn
+from shardgrad.programs.train.texts import require_text
+
+RUNS = Path("runs")
+_STEP = re.compile(r"step_([0-9]{6,18})")
+_NO_CHECKPOINT = "{} has no checkpoint yet: start the run again, with another --run-dir."
+
+
+def prepare(given: Mapping[str, Any], *, resume: Path | None, debug: bool) -> Job:
+    """Checks the settings of a run, and returns what is to be run. Nothing is started or written.
+
+    Args:
+        given: the settings given by the user; others have their defaults, or the saved values.
+        resume: folder of the run to resume; None for a new run.
+        debug: print tracebacks.
+
+    Raises:
+        UsageError: the settings are invalid.
+        PartnerUnavailableError: a setting needs a package that is not installed.
+    """
+    world_size = torchrun_world_size()
+    if resume is None and is_restarted() and _has_checkpoint(given.get("run_dir")):
+        # torchrun repeats the command line of the first start. Its settings are saved in the run
+        # folder.
+        resume, given = Path(given["run_dir"]), {}
+    if resume is None:
+        config, folder = _new_run(given, world_size)
+    else:
+        config, folder = _old_run(given, resume, world_size), resume
+    if world_size is None:
+        require_room(config.ranks or 1)
+    config = dataclasses.replace(config, run_dir=str(folder))
+    return Job(config, folder, resume is not None, debug)
+
+
+def start(job: Job) -> Report:
+    """Trains, and returns a report of how the run ended."""
+    if torchrun_world_size() is not None:
+        _require_writable(job.folder)
+        return run_rank(job, init_method="env://")
+    try:
+        job.folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:  # a path that no folder can have
+        raise UsageError(
+            f"{job.folder} cannot be made ({error}): choose another --run-dir."
+        ) from error
+    _require_writable(job.folder)
+    ranks = job.config.ranks or _fitting_ranks(job.config)
+    return spawn(
+        dataclasses.replace(job, config=dataclasses.replace(job.config, ranks=ranks)), ranks
+    )
+
+
+def _require_writable(folder: Path) -> None:
+    """Refuses a run folder that cannot be written, or made. Makes none: torchrun's ranks may name
+    several.
+    """
+    try:
+        there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(
+            f"{folder} cannot be written ({reason}): make it writable, or choose another --run-dir."
+        ) from error
+
+
+def _has_checkpoint(folder: str | None) -> bool:
+    from shardgrad.programs.checkpoint import Series  # imports PyTorch
+
+    return folder is not None and Series(Path(folder) / "checkpoints").latest() is not None
+
+
+def _step_of_latest(folder: Path) -> int | None:
+    """Returns the step of the checkpoint that `latest` names, if it is there. Imports no
+    PyTorch.
+    """
+    pointer = folder / "latest"
+    try:
+        name = _STEP.fullmatch(Path(read_text(pointer).strip()).name)
+    except UsageError:
+        return None
+    return int(name[1]) if name and (pointer.with_name(name[0]) / ".metadata").is_file() else None
+
+
+def newest_run() -> Path:
+    """Returns the folder in `runs/` that was started last."""
+    configs = sorted(RUNS.glob("*/config.json"), key=lambda path: path.stat().st_mtime)
+    if not configs:
+        raise UsageError(
+            f"There is no run in {RUNS}/ to resume: give its folder, --resume RUN_DIR."
+        )
+    return configs[-1].parent
+
+
+def _new_run(given: Mapping[str, Any], world_size: int | None) -> tuple[TrainConfig, Path]:
+    config = TrainConfig(**given)
+    _check_inputs(config)
+    if world_size is not None and config.ranks not in (None, world_size):
+        raise UsageError(
+            f"torchrun started {world_size} ranks, not the {config.ranks} of --ranks: drop --ranks."
+        )
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{'hf' if config.hf else config.preset}"
+    folder = Path(config.run_dir) if config.run_dir is not None else RUNS / name
+    # On every rank: torchrun waits half a minute for those that another has left alone. The first
+    # one writes the file when all have joined, after this.
+    if not is_restarted() and (folder / "config.json").exists():
+        raise UsageError(
+            f"{folder} already holds a run: resume it with --resume {folder}, or choose another "
+            "--run-dir."
+        )
+    mesh = mesh_shape(config.mesh)
+    ranks = world_size or config.ranks or (math.prod(mesh) if mesh else None)
+    return dataclasses.replace(config, ranks=ranks), folder
+
+
+def _old_run(given: Mapping[str, Any], folder: Path, world_size: int | None) -> TrainConfig:
+    saved = _saved_config(folder)
+    if given.get("run_dir") is not None and Path(given["run_dir"]).absolute() != folder.absolute():
+        raise UsageError(
+            f"--resume {folder} goes on in that folder: leave out --run-dir {given['run_dir']}."
+        )
+    config = resumed(saved, given, world_size=world_size)
+    _check_inputs(config)
+    step = _step_of_latest(folder / "checkpoints")
+    if step is not None and step >= config.steps:
+        raise UsageError(
+            f"The run has already made {step} steps: give a larger --steps to continue."
+        )
+    if step is None and not _has_checkpoint(str(folder)):
+        raise UsageError(_NO_CHECKPOINT.format(folder))
+    return config
+
+
+def _check_inputs(config: TrainConfig) -> None:
+    if config.hf is not None:
+        require("transformers", feature="--hf")
+        from shardgrad.programs.train.huggingface import require_buildable  # imports PyTorch
+
+        require_buildable(config.hf, config.override)
+    if config.tensorboard:
+        require("tensorboard", feature="--tensorboard")
+    require_text(
+        config.data,
+        limit_nbytes=config.data_limit_mib * 2**20,
+        validation_fraction=config.validation_fraction,
+        seq_len=config.seq_len,
+    )
+
+
+def _fitting_ranks(config: TrainConfig) -> int:
+    if config.engine == "none":
+        return 1
+    from shardgrad.programs.train.parallel import default_ranks
+
+    return default_ranks(config.device)
+
+
+def _saved_config(folder: Path) -> TrainConfig:
+    if not (folder / "config.json").exists():
+        raise UsageError(
+            f"There is no run in {folder} (no config.json): correct the folder given to --resume."
+        )
+    config = TrainConfig(**read_settings(folder / "config.json"))
+    if not any(folder.glob("checkpoints/*")):
+        raise UsageError(_NO_CHECKPOINT.format(folder))
+    return config

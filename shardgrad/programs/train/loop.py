@@ -1,0 +1,340 @@
+"""A training run from its first to its last step."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardgrad.checks.replica_report import replica_report
+from shardgrad.diagnosis.flight_recorder import recorder
+from shardgrad.errors import PartnerUnavailableError
+from shardgrad.extras import require
+from shardgrad.programs.train.checkpoint import Checkpoints, TrainState
+from shardgrad.programs.train.config import TrainConfig
+from shardgrad.programs.train.corpus import Corpus, Sampler, load_corpus
+from shardgrad.programs.train.display import Display, nice_seconds
+from shardgrad.programs.train.failure import Interrupted, TrainingError, UsageError
+from shardgrad.programs.train.generate import continued, shown
+from shardgrad.programs.train.model import count_parameters
+from shardgrad.programs.train.optimizer import build_optimizer, build_schedule
+from shardgrad.programs.train.parallel import World, build_mesh, memory_nbytes
+from shardgrad.programs.train.profiling import profiled
+from shardgrad.programs.train.record import RunRecord, StepMetrics
+from shardgrad.programs.train.sharding import build_model
+from shardgrad.programs.train.step import StepResult, TrainStep, validation_loss
+from shardgrad.programs.train.stop import StopRequest
+
+_NEVER = 2**62
+_PROMPT_BYTES, _TEMPERATURE = 40, 0.8  # of the sample at the end
+
+
+def train(
+    config: TrainConfig, world: World, folder: Path, stop: StopRequest, *, resume: bool
+) -> None:
+    """Trains as one of the ranks, until the last step or a request to stop.
+
+    Args:
+        config: settings, the same on every rank.
+        world: this rank.
+        folder: folder of the run, on a disk visible to all ranks.
+        stop: checked after every step.
+        resume: start from the newest checkpoint in `folder`.
+
+    Raises:
+        Interrupted: `stop` was requested; the state is saved.
+        TrainingError: the run cannot continue.
+    """
+    checkpoints = Checkpoints(
+        folder / "checkpoints",
+        keep=config.keep,
+        is_async=config.checkpoint_async,
+        timeout_s=config.timeout,
+    )
+    checkpoints.acquire(world)
+    try:
+        _train(config, world, folder, stop, checkpoints, resume=resume)
+    finally:
+        checkpoints.release()
+
+
+def _train(
+    config: TrainConfig,
+    world: World,
+    folder: Path,
+    stop: StopRequest,
+    checkpoints: Checkpoints,
+    *,
+    resume: bool,
+) -> None:
+    corpus = load_corpus(
+        config.data,
+        limit_nbytes=config.data_limit_mib * 2**20,
+        validation_fraction=config.validation_fraction,
+        seq_len=config.seq_len,
+    )
+    mesh = build_mesh(world, config.mesh, timeout_s=config.timeout)
+    model = build_model(config, mesh, world.device)
+    optimizer = build_optimizer(model, config)
+    state = TrainState(model, optimizer, build_schedule(optimizer, config))
+    # The initial weights are the same on every rank. Numbers drawn later (dropout) must differ
+    # between ranks.
+    torch.manual_seed(config.seed + world.rank)
+    if resume:
+        checkpoints.load(state, world)
+    if state.step >= config.steps:
+        raise UsageError(
+            f"The run has already made {state.step} steps: give a larger --steps to continue."
+        )
+    title = f"{config.hf or config.preset} on {world.world_size} x {world.device.type}"
+    with Display(config.steps, title, leads=world.leads) as display:
+        run = Run(config, world, folder, state, corpus, checkpoints, display)
+        run.open()
+        run.until_done(stop)
+
+
+class Run:
+    """A run on this rank: its steps, and the reports, checks, validations and checkpoints between
+    them.
+
+    Args:
+        config: resolved settings.
+        world: this rank.
+        folder: folder of the run.
+        state: the state that steps change.
+        corpus: training and validation data.
+        checkpoints: the checkpoints of the run.
+        display: progress display.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        world: World,
+        folder: Path,
+        state: TrainState,
+        corpus: Corpus,
+        checkpoints: Checkpoints,
+        display: Display,
+    ) -> None:
+        self._config = config
+        self._world = world
+        self._folder = folder
+        self._state = state
+        self._corpus = corpus
+        self._checkpoints = checkpoints
+        self._display = display
+        self._record = RunRecord(folder, tensorboard=config.tensorboard) if world.leads else None
+        self._loss_sum = torch.zeros((), device=world.device)  # since the last report
+        # The first steps of this rank whose loss, and whose gradient norm, is not finite. Reading
+        # a loss waits for the device, so steps do not read it: `_require_finite` does.
+        self._bad_steps = torch.full((2,), _NEVER, device=world.device)
+        self._step = TrainStep(
+            state, Sampler(corpus.train, config.seq_len, config.seed), config, world
+        )
+        self._first_step = state.step
+        self._entropy = corpus.unigram_entropy()
+        self._validation_loss = float("nan")
+        self._began_s = self._reported_s = time.perf_counter()
+        self._unreported_steps = 0
+
+    def open(self) -> None:
+        """Writes and prints what is known before the first step."""
+        config, corpus, parameters = self._config, self._corpus, count_parameters(self._state.model)
+        if self._record is None:
+            return
+        self._checkpoints.discard_unfinished()
+        starts = [event for event in self._record.events() if event["event"] == "start"]
+        known = {str(event["digest"]) for event in starts if "digest" in event}
+        warning = self._record.begin(
+            config,
+            self._world,
+            step=self._state.step,
+            facts={"parameters": parameters, "digest": corpus.digest, "corpus": corpus.source},
+        )
+        ranks = "1 rank" if self._world.world_size == 1 else f"{self._world.world_size} ranks"
+        self._display.note(
+            f"{parameters:,} parameters, {ranks} on {self._world.device.type}, engine "
+            f"{config.engine}; {corpus.nbytes:,} bytes from {corpus.file_count} files of "
+            f"{corpus.source}; run folder {self._folder}"
+        )
+        if warning is not None:
+            self._display.note(warning)
+        if self._state.step:
+            self._display.note(f"Resumed after step {self._state.step}.")
+        if known and corpus.digest not in known:
+            self._display.note(
+                "The text is not the one this run started with: training uses the new one."
+            )
+        if config.plot:
+            # Before the first step, not after the last: the run may take days.
+            try:
+                require(
+                    "matplotlib", feature="The picture of the loss curve (left out with --no-plot)"
+                )
+            except PartnerUnavailableError as error:
+                self._display.note(f"{error.what}: {error.fix}")
+
+    def until_done(self, stop: StopRequest) -> None:
+        """Trains, reports, checks, validates and saves until the last step or a request to stop."""
+        config, state = self._config, self._state
+        while state.step < config.steps:
+            with profiled(self._folder if self._is_profiled() else None, self._world.device):
+                result = self._step()
+            self._watch(result)
+            self._display.stepped(state.step)
+            if self._is_due(config.log_every):
+                self._report(result)
+            if self._is_due(config.eval_every):
+                self._validate()
+            recorder.enter("vote whether to go on")
+            is_stopping = self._world.any(stop.requested) and state.step < config.steps
+            if is_stopping or self._is_due(config.checkpoint_every):
+                self._save()
+            if is_stopping:
+                self._checkpoints.finish()
+                raise Interrupted(f"Stopped as asked after step {state.step}, which is saved.")
+        self._checkpoints.finish()
+        self._close()
+
+    def _is_profiled(self) -> bool:
+        return self._record is not None and self._state.step + 1 == self._config.profile
+
+    def _is_due(self, every: int) -> bool:
+        return self._state.step % every == 0 or self._state.step == self._config.steps
+
+    def _report(self, result: StepResult) -> None:
+        """Gathers and displays every rank's metrics; the only place where a step waits for the
+        device.
+        """
+        recorder.enter("metrics")
+        norm = result.grad_norm
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        self._require_finite()
+        mean = float(self._loss_sum) / self._unreported_steps
+        self._loss_sum.zero_()
+        rows = self._world.gather([mean, float(memory_nbytes(self._world.device))])
+        now_s = time.perf_counter()
+        state, config = self._state, self._config
+        tokens = (
+            self._unreported_steps * config.global_batch(self._world.world_size) * config.seq_len
+        )
+        elapsed_s = now_s - self._began_s
+        metrics = StepMetrics(
+            step=state.step,
+            loss=sum(row[0] for row in rows) / len(rows),
+            lr=result.lr,
+            grad_norm=float(norm),
+            tokens_per_s=tokens / (now_s - self._reported_s),
+            memory_nbytes=tuple(int(row[1]) for row in rows),
+            elapsed_s=elapsed_s,
+            remaining_s=elapsed_s / (state.step - self._first_step) * (config.steps - state.step),
+        )
+        self._reported_s, self._unreported_steps = now_s, 0
+        self._display.progress(metrics)
+        if self._record is not None:
+            self._record.step(metrics)
+
+    def _watch(self, result: StepResult) -> None:
+        """Adds up a step's loss and notes whether it is finite, without waiting for the device."""
+        norm = result.grad_norm
+        norm = norm.to_local() if isinstance(norm, DTensor) else norm
+        is_finite = torch.stack((result.loss, norm)).isfinite()
+        first = self._bad_steps.clamp(max=self._state.step)
+        self._bad_steps = torch.where(is_finite, self._bad_steps, first)
+        self._loss_sum += result.loss
+        self._unreported_steps += 1
+
+    def _require_finite(self) -> None:
+        """Ends the run if a loss or a gradient was not finite, so that none is saved. A
+        collective.
+        """
+        rows = self._world.gather(self._bad_steps.tolist())
+        first = min(map(min, rows))
+        if first > self._state.step:
+            return
+        ranks = [str(rank) for rank, (loss, _) in enumerate(rows) if loss == first]
+        what = f"the loss of rank {', '.join(ranks)}" if ranks else "the norm of the gradients"
+        raise TrainingError(
+            f"The loss or the gradients stopped being finite at step {first:.0f}: {what}. Lower "
+            "--lr or --clip, or use --precision fp32."
+        )
+
+    def _require_same_replicas(self) -> None:
+        """Ends the run if replicas of parameters or optimizer state differ. A collective."""
+        report = replica_report(self._state.model, self._state.optimizer)
+        if not self._world.any(bool(report.differing)):
+            return
+        words = "; ".join(str(report).splitlines()[:3]) if report.differing else ""
+        told = next(filter(None, self._world.all_gather_text(words)))
+        raise TrainingError(
+            f"Replicas have drifted apart, found after step {self._state.step}: {told}. A rank "
+            "computes or remembers wrongly (failing memory or device?): resume, without that "
+            "machine if it happens again."
+        )
+
+    def _validate(self) -> None:
+        recorder.enter("validation")
+        began_s = time.perf_counter()
+        loss = validation_loss(
+            self._state.model, self._corpus.validation, self._config, self._world
+        )
+        self._validation_loss = loss
+        self._display.note(
+            f"step {self._state.step}: validation loss {loss:.4f} nats per byte (byte-unigram "
+            f"entropy {self._entropy:.4f})"
+        )
+        if self._record is not None:
+            self._record.write(
+                "validation", step=self._state.step, loss=loss, unigram_entropy=self._entropy
+            )
+        self._reported_s += time.perf_counter() - began_s  # not counted in the training speed
+
+    def _save(self) -> None:
+        recorder.enter("checkpoint")
+        began_s = time.perf_counter()
+        self._require_finite()
+        self._require_same_replicas()
+        path = self._checkpoints.save(self._state, self._world)
+        seconds = time.perf_counter() - began_s
+        if self._record is not None:
+            self._record.write("checkpoint", step=self._state.step, path=str(path), seconds=seconds)
+        self._reported_s += seconds
+
+    def _close(self) -> None:
+        """Prints a sample and the result of the run, and draws the loss curve."""
+        sample = self._sample()
+        if self._record is None:
+            return
+        if sample is not None:
+            self._display.note("The model writes:")
+            for line in sample.split("\n"):
+                self._display.note(f"  {line}")
+        elapsed_s = time.perf_counter() - self._began_s
+        if self._config.plot:
+            self._record.draw(unigram_entropy=self._entropy)
+        self._display.note(
+            f"Done: {self._config.steps} steps, the last {self._config.steps - self._first_step} "
+            f"in {nice_seconds(elapsed_s)}. Validation loss {self._validation_loss:.4f} nats per "
+            f"byte; byte-unigram entropy {self._entropy:.4f}. Everything is in {self._folder}"
+        )
+
+    def _sample(self) -> str | None:
+        """Returns what the model makes of the beginning of the held-out text. A collective."""
+        config = self._config
+        if not config.sample_bytes:
+            return None
+        recorder.enter("sample")
+        prompt = bytes(self._corpus.validation[: min(_PROMPT_BYTES, config.seq_len)].tolist())
+        text = continued(
+            self._state.model,
+            prompt,
+            count=config.sample_bytes,
+            window=config.seq_len,
+            temperature=_TEMPERATURE,
+            seed=config.seed,
+            device=self._world.device,
+        )
+        return shown(text)

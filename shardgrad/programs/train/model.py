@@ -1,0 +1,243 @@
+"""A decoder-only transformer: RoPE, RMSNorm, SwiGLU, grouped-query attention, tied or untied
+head.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from shardgrad.programs.train.presets import PRESETS, TransformerConfig
+
+__all__ = ["PRESETS", "Transformer", "TransformerConfig", "count_parameters", "materialise"]
+
+
+class Projection(nn.Module):
+    """A linear map without bias; its weight `[out_width, in_width]` is initialized with deviation
+    `std`.
+    """
+
+    def __init__(self, in_width: int, out_width: int, *, std: float) -> None:
+        super().__init__()
+        self.std = std
+        self.weight = nn.Parameter(torch.empty(out_width, in_width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initializes the weight from the default generator of its device."""
+        nn.init.normal_(self.weight, std=self.std)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Maps `[..., in_width]` to `[..., out_width]`."""
+        return functional.linear(inputs, self.weight)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_width = (
+            config.heads,
+            config.kv_heads,
+            config.head_width,
+        )
+        kv_width = config.kv_heads * config.head_width
+        self.query = Projection(config.width, config.width, std=config.init_std)
+        self.key = Projection(config.width, kv_width, std=config.init_std)
+        self.value = Projection(config.width, kv_width, std=config.init_std)
+        self.output = Projection(config.width, config.width, std=_residual_std(config))
+
+    def forward(self, inputs: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        """Maps `[batch, sequence, width]` to the same shape; the tables are `[sequence, head_width
+        / 2]`.
+        """
+        batch, sequence, width = inputs.shape
+        query = (
+            self.query(inputs).view(batch, sequence, self.heads, self.head_width).transpose(1, 2)
+        )
+        key = self.key(inputs).view(batch, sequence, self.kv_heads, self.head_width).transpose(1, 2)
+        value = (
+            self.value(inputs).view(batch, sequence, self.kv_heads, self.head_width).transpose(1, 2)
+        )
+        mixed = functional.scaled_dot_product_attention(
+            rotate(query, cosine, sine),
+            rotate(key, cosine, sine),
+            value,
+            is_causal=True,
+            enable_gqa=self.kv_heads != self.heads,
+        )
+        merged: Tensor = self.output(mixed.transpose(1, 2).reshape(batch, sequence, width))
+        return merged
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: a gate through SiLU times a linear path, projected back."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.gate = Projection(config.width, config.hidden, std=config.init_std)
+        self.up = Projection(config.width, config.hidden, std=config.init_std)
+        self.down = Projection(config.hidden, config.width, std=_residual_std(config))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Maps `[..., width]` to the same shape."""
+        outputs: Tensor = self.down(functional.silu(self.gate(inputs)) * self.up(inputs))
+        return outputs
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each normalised before and added to the residual stream after."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.attention = Attention(config)
+        self.feed_forward_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.feed_forward = FeedForward(config)
+
+    def forward(self, stream: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        """Maps `[batch, sequence, width]` to the same shape."""
+        stream = stream + self.attention(self.attention_norm(stream), cosine, sine)
+        outputs: Tensor = stream + self.feed_forward(self.feed_forward_norm(stream))
+        return outputs
+
+
+class Embedding(nn.Module):
+    """The embedding, with weight `[vocab_size, width]`; a tied model uses its transpose as output
+    head.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.std = config.init_std
+        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initializes the weight from the default generator of its device."""
+        nn.init.normal_(self.weight, std=self.std)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Maps integers `[batch, sequence]` to vectors `[batch, sequence, width]`."""
+        return functional.embedding(tokens, self.weight)
+
+
+class Transformer(nn.Module):
+    """The language model. `layers` holds the blocks, which an engine shards one by one.
+
+    Can be built under `torch.device("meta")`: every module that owns parameters has
+    `reset_parameters()`, and :func:`materialise` initializes them module by module.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = Embedding(config)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.head = (
+            None
+            if config.tied
+            else Projection(config.width, config.vocab_size, std=config.init_std)
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Maps integers `[batch, sequence]` to logits `[batch, sequence, vocab_size]`."""
+        stream = self.embedding(tokens)
+        cosine, sine = rotary_tables(tokens.shape[1], self.config, stream)
+        for block in self.layers:
+            stream = block(stream, cosine, sine)
+        stream = self.norm(stream)
+        if self.head is None:
+            return functional.linear(stream, self.embedding.weight)
+        logits: Tensor = self.head(stream)
+        return logits
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Returns the mean cross-entropy in nats per token, for integers `[batch, sequence]`."""
+        # self(tokens), not self.forward(tokens): the engine's hooks unshard the parameters.
+        return next_token_loss(self(tokens), targets)
+
+
+def next_token_loss(logits: Tensor, targets: Tensor, *, reduction: str = "mean") -> Tensor:
+    """Returns the cross-entropy in nats, computed in fp32; targets of -100 are ignored.
+
+    Args:
+        logits: `[batch, sequence, vocab_size]`, any floating dtype.
+        targets: integers `[batch, sequence]`.
+        reduction: `mean` or `sum` over the targets that are not ignored.
+    """
+    return functional.cross_entropy(
+        logits.flatten(0, 1).float(), targets.flatten(), reduction=reduction
+    )
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Returns the number of elements of all parameters; shared ones count once, sharded ones in
+    full.
+    """
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def materialise(model: nn.Module, part: nn.Module, *, device: torch.device, seed: int) -> None:
+    """Allocates and initializes the meta parameters of a submodule.
+
+    Each module draws from a generator seeded by `seed` and the module's name in `model`, so the
+    values do not depend on the rank, on the number of ranks or on the order of calls: a caller may
+    materialize a block, shard it, and then materialize the next. The global generators are left
+    unchanged.
+
+    Args:
+        model: the whole model.
+        part: the submodule, or `model` itself.
+        device: device of the parameters.
+        seed: seed of the initial values.
+    """
+    inside = set(part.modules())
+    for name, module in model.named_modules():
+        if module not in inside or not any(p.is_meta for p in module.parameters(recurse=False)):
+            continue
+        module.to_empty(device=device, recurse=False)
+        forked = [] if device.type == "cpu" else [device]
+        with torch.random.fork_rng(forked, device_type=device.type if forked else "cuda"):
+            torch.manual_seed(_seed_of(seed, name))
+            module.reset_parameters()
+
+
+def _seed_of(seed: int, name: str) -> int:
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1  # manual_seed takes a signed 64-bit number
+
+
+def _residual_std(config: TransformerConfig) -> float:
+    # 2 * layers projections are added to the residual stream: its initial variance does not grow
+    # with depth.
+    return config.init_std / math.sqrt(2 * config.layers)
+
+
+def rotary_tables(sequence: int, config: TransformerConfig, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns cosines and sines `[sequence, head_width / 2]` in the dtype of `like`.
+
+    Computed in every forward, not kept as buffers: the cost is small compared with a block, and a
+    model without buffers can be built on the meta device without special cases.
+    """
+    half = config.head_width // 2
+    exponents = torch.arange(half, device=like.device, dtype=torch.float32) / half
+    frequencies = torch.exp(exponents * -math.log(config.rope_theta))
+    angles = torch.outer(
+        torch.arange(sequence, device=like.device, dtype=torch.float32), frequencies
+    )
+    return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+
+
+def rotate(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Rotates each pair (i, i + head_width / 2) of `[batch, heads, sequence, head_width]` by its
+    angle.
+    """
+    first, second = heads.chunk(2, dim=-1)
+    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)

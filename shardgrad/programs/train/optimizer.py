@@ -1,0 +1,64 @@
+"""The optimizer and its learning-rate schedule."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+import shardgrad
+from shardgrad.programs.train.config import TrainConfig
+
+
+def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+    """Builds AdamW, or SGD with momentum. Matrices have weight decay, vectors (norm weights) do
+    not.
+
+    With `--engine fsdp2` the optimizer is torch's, else shardgrad's.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    library: Any = torch.optim if config.engine == "fsdp2" else shardgrad.optim
+    # For parameters that no unit shards, clipping cannot tell the optimizer that a norm is not
+    # finite.
+    checks: dict[str, bool] = {"check_finite": True} if config.engine == "none" else {}
+    if config.optimizer == "sgd":
+        return library.SGD(groups, lr=config.lr, momentum=0.9, **checks)  # type: ignore[no-any-return]
+    return library.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True, **checks)  # type: ignore[no-any-return]
+
+
+def build_schedule(optimizer: torch.optim.Optimizer, config: TrainConfig) -> LambdaLR:
+    """Builds the schedule of :func:`lr_ratio`, to be stepped once per optimizer step."""
+
+    def ratio(step: int) -> float:
+        return lr_ratio(
+            step,
+            steps=config.steps,
+            warmup_steps=config.warmup_steps,
+            final_ratio=config.final_lr_ratio,
+        )
+
+    return LambdaLR(optimizer, ratio)
+
+
+def lr_ratio(step: int, *, steps: int, warmup_steps: int, final_ratio: float) -> float:
+    """Returns the learning rate of a step as a fraction of its peak: linear warmup, then cosine
+    decay.
+
+    Args:
+        step: number of the step, from 0.
+        steps: number of steps of the run; step `steps - 1` and later ones get `final_ratio`.
+        warmup_steps: the first step with the full rate, if the run is that long.
+        final_ratio: fraction at the end of the decay.
+    """
+    if step < warmup_steps:
+        return (step + 1) / (warmup_steps + 1)
+    progress = min(1.0, (step - warmup_steps) / max(1, steps - 1 - warmup_steps))
+    return final_ratio + (1 - final_ratio) * 0.5 * (1 + math.cos(math.pi * progress))

@@ -1,0 +1,200 @@
+"""The ranks of a run: process groups, this rank's device, and small host-side collectives."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import resource
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardgrad.diagnosis.flight_recorder import recorder
+from shardgrad.diagnosis.watchdog import OnStall, Watchdog
+from shardgrad.programs.train.config import TrainConfig, mesh_shape
+from shardgrad.programs.train.failure import UsageError
+from shardgrad.programs.train.launcher import available_cores
+
+# Without progress; after that a rank answers others. Shorter than a timeout that ends the run.
+_QUIET_S = 0.5
+
+
+@dataclass(frozen=True)
+class World:
+    """This rank, and collectives of host values among all ranks.
+
+    Args:
+        rank: 0 to `world_size - 1`.
+        world_size: number of ranks on all machines.
+        device: device that this rank trains on.
+        control: a gloo group for host-side collectives, which therefore never wait for the
+            accelerator.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    control: dist.ProcessGroup
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank writes files and prints, which is rank 0."""
+        return self.rank == 0
+
+    def gather(self, values: list[float]) -> list[list[float]]:
+        """All-gathers numbers, equally many on every rank; returns one row per rank."""
+        mine = torch.tensor(values, dtype=torch.float64)
+        rows = [torch.empty_like(mine) for _ in range(self.world_size)]
+        with recorder.group_log(self.control).waiting("all-gather of the ranks' numbers", mine):
+            dist.all_gather(rows, mine, group=self.control)
+        return [row.tolist() for row in rows]
+
+    def any(self, flag: bool) -> bool:
+        """Returns whether `flag` is true on any rank. A collective."""
+        vote = torch.tensor([int(flag)])
+        with recorder.group_log(self.control).waiting("vote of the ranks", vote):
+            dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self.control)
+        return bool(vote.item())
+
+    def broadcast_text(self, text: str) -> str:
+        """Returns rank 0's text on every rank. A collective."""
+        box = [text]
+        with recorder.group_log(self.control).waiting("broadcast of a text"):
+            dist.broadcast_object_list(box, src=0, group=self.control)
+        return box[0]
+
+    def all_gather_text(self, text: str) -> list[str]:
+        """Returns every rank's text, in the order of ranks. A collective."""
+        texts = [""] * self.world_size
+        with recorder.group_log(self.control).waiting("all-gather of the ranks' texts"):
+            dist.all_gather_object(texts, text, group=self.control)
+        return texts
+
+
+def join(config: TrainConfig, *, init_method: str) -> World:
+    """Initializes the process groups of a rank that torchrun or `spawn` started.
+
+    Args:
+        config: settings; the device and the timeout are used.
+        init_method: as for `init_process_group`; `env://` under torchrun.
+    """
+    recorder.enter("start")
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    device = _choose_device(config.device, local_rank)
+    if device.type == "cpu":
+        torch.set_num_threads(max(1, available_cores() // local_world_size))
+        backend = "gloo"
+    else:
+        torch.accelerator.set_device_index(device.index)
+        backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+    limit = timedelta(seconds=config.timeout)
+    dist.init_process_group(
+        backend, init_method=init_method, rank=rank, world_size=world_size, timeout=limit
+    )
+    return World(rank, world_size, device, dist.new_group(backend="gloo", timeout=limit))
+
+
+def require_same_settings(world: World, config: TrainConfig, folder: Path, *, resume: bool) -> Path:
+    """Refuses ranks that a launcher started with different settings. A collective.
+
+    Returns:
+        The run folder: ranks of torchrun each derive its name from their clock; all use rank 0's.
+
+    Raises:
+        UsageError: on every rank; it names a rank and what it was given.
+    """
+    settings = {**dataclasses.asdict(config), "resume": resume, "run_dir": None}
+    first = json.loads(world.broadcast_text(json.dumps(settings | {"run_dir": str(folder)})))
+    odd = [
+        f"--{name.replace('_', '-')} is {value} on rank {world.rank} and {first[name]} on rank 0"
+        for name, value in settings.items()
+        if name != "run_dir" and value != first[name]
+    ]
+    if world.any(bool(odd)):
+        told = next(filter(None, world.all_gather_text("; ".join(odd))))
+        raise UsageError(f"The ranks have different settings: {told}. Start all with the same.")
+    return Path(first["run_dir"])
+
+
+def start_watchdog(world: World, *, stall_s: float, on_stall: OnStall) -> Watchdog:
+    """Starts the thread that answers other ranks' questions; see :class:`Watchdog`."""
+    return Watchdog(
+        dist.distributed_c10d._get_default_store(),
+        world.rank,
+        world.world_size,
+        stall_s=stall_s,
+        quiet_s=_QUIET_S,
+        on_stall=on_stall,
+    ).start()
+
+
+def build_mesh(world: World, text: str | None, *, timeout_s: float) -> DeviceMesh:
+    """Creates the mesh that `--mesh` describes: a shard axis, optionally after a replicate axis.
+
+    Args:
+        world: this rank.
+        text: value of `--mesh`; None shards over all ranks.
+        timeout_s: timeout of collectives. `init_device_mesh` would give its groups the default of
+            30 minutes.
+    """
+    shape = mesh_shape(text) or (world.world_size,)
+    room = shape[0] if len(shape) == 1 else shape[0] * shape[1]
+    if room != world.world_size:
+        raise UsageError(
+            f"--mesh {text} has room for {room} ranks, but {world.world_size} are running."
+        )
+    if len(shape) == 1:
+        return init_device_mesh(world.device.type, shape, mesh_dim_names=("shard",))
+    ranks = torch.arange(room).view(shape)
+    groups = [
+        dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timedelta(seconds=timeout_s))[0]
+        for rows in (ranks.T, ranks)
+    ]
+    names = ("replicate", "shard")
+    return DeviceMesh.from_group(groups, world.device.type, ranks, mesh_dim_names=names)
+
+
+def default_ranks(device: str) -> int:
+    """Returns the default number of ranks: one per accelerator, else two if there are two cores."""
+    if device != "cpu" and torch.accelerator.is_available():
+        return torch.accelerator.device_count()
+    return min(2, available_cores())
+
+
+def memory_nbytes(device: torch.device) -> int:
+    """Returns this rank's memory: resident bytes on CPU, bytes reserved by PyTorch on an
+    accelerator.
+    """
+    if device.type != "cpu":
+        return torch.accelerator.memory_reserved(device)
+    try:
+        with open("/proc/self/statm", encoding="ascii") as stream:
+            return int(stream.read().split()[1]) * resource.getpagesize()
+    except OSError:  # not Linux: the peak, which macOS counts in bytes and the BSDs in KiB
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _choose_device(wish: str, local_rank: int) -> torch.device:
+    present = torch.accelerator.is_available()
+    if wish == "cpu" or (wish == "auto" and not present):
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator() if present else None
+    if accelerator is None:
+        raise UsageError(
+            "PyTorch sees no accelerator here: use --device cpu, or install PyTorch for yours."
+        )
+    count = torch.accelerator.device_count()
+    if local_rank >= count:
+        raise UsageError(
+            f"This machine has {count} accelerators but more ranks: use --ranks {count}."
+        )
+    return torch.device(accelerator.type, local_rank)

@@ -1,0 +1,206 @@
+"""The files of a run folder: settings, environment, metrics, and the picture of the loss curve."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import platform
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardgrad.errors import CheckpointError
+from shardgrad.programs.checkpoint.files import content_of, make_folder, replace_synced
+from shardgrad.programs.train.config import TrainConfig
+from shardgrad.programs.train.launcher import available_cores
+from shardgrad.programs.train.parallel import World
+from shardgrad.version import __version__, commit
+
+_METRICS_NBYTES = 4 * 2**30  # of a file of metrics that is read
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """The metrics of a step.
+
+    Args:
+        step: number of optimizer steps done.
+        loss: mean loss of the steps since the last metrics, over their global batches, in nats per
+            byte.
+        lr: learning rate of the step.
+        grad_norm: gradient norm before clipping.
+        tokens_per_s: tokens per second of all ranks together, since the last metrics.
+        memory_nbytes: memory of each rank.
+        elapsed_s: seconds since this process started to train.
+        remaining_s: estimate of the remaining seconds, from the mean speed so far.
+    """
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float
+    tokens_per_s: float
+    memory_nbytes: tuple[int, ...]
+    elapsed_s: float
+    remaining_s: float
+
+
+class RunRecord:
+    """Writes the run folder; exists on rank 0 only.
+
+    - `config.json`: every setting, resolved; `--resume` reads it.
+    - `environment.json`: versions, the commit of shardgrad, and hardware.
+    - `metrics.jsonl`: one JSON object per line; its `event` is start, step, validation or
+      checkpoint.
+    - `loss.png`: the loss curve.
+
+    Args:
+        folder: the run folder, created if it is missing.
+        tensorboard: write the numbers of the events into `tensorboard/` too.
+    """
+
+    def __init__(self, folder: Path, *, tensorboard: bool = False) -> None:
+        self._folder = folder
+        self._board: Any = None
+        if tensorboard:
+            board = import_module("torch.utils.tensorboard")  # needs an optional package
+            self._board = board.SummaryWriter(str(folder / "tensorboard"))
+        self._metrics = folder / "metrics.jsonl"
+
+    def begin(
+        self, config: TrainConfig, world: World, *, step: int, facts: dict[str, Any]
+    ) -> str | None:
+        """Writes settings and environment, and removes the metrics of steps that will be repeated.
+
+        Metrics that cannot be read are kept under another name.
+
+        Args:
+            config: resolved settings.
+            world: this rank.
+            step: number of steps already done; 0 for a new run.
+            facts: values about the corpus and the model, for the `start` event.
+
+        Returns:
+            A warning, if lines of the metrics could not be read.
+        """
+        make_folder(self._folder)
+        replace_synced(self._folder / "config.json", config.to_json())
+        replace_synced(
+            self._folder / "environment.json", json.dumps(_environment(world), indent=2) + "\n"
+        )
+        events, unreadable = _read_events(self._metrics)
+        warning = self._set_aside(unreadable) if unreadable else None
+        kept = [event for event in events if event["step"] <= step]
+        replace_synced(self._metrics, "".join(json.dumps(event) + "\n" for event in kept))
+        self.write("start", step=step, time=time.strftime("%Y-%m-%dT%H:%M:%S%z"), **facts)
+        return warning
+
+    def _set_aside(self, unreadable: int) -> str:
+        names = (
+            self._metrics.with_name(f"{self._metrics.name}.unreadable{end}") for end in _endings()
+        )
+        aside = next(path for path in names if not path.exists())
+        self._metrics.rename(aside)
+        lines = f"{unreadable} line{'' if unreadable == 1 else 's'}"
+        return (
+            f"Warning: {lines} of {self._metrics.name} could not be read; the file as it was is "
+            f"{aside}."
+        )
+
+    def write(self, event: str, **values: Any) -> None:
+        """Appends an event to `metrics.jsonl`."""
+        with self._metrics.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps({"event": event, **values}) + "\n")
+        if self._board is not None:
+            for name, value in values.items():
+                if name != "step" and type(value) in (int, float):
+                    self._board.add_scalar(f"{event}/{name}", value, values["step"])
+            self._board.flush()
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Appends a `step` event."""
+        self.write("step", **dataclasses.asdict(metrics))
+
+    def events(self) -> list[dict[str, Any]]:
+        """Returns the readable events; each has an `event` and a `step`, and its `loss` is a
+        number.
+        """
+        return _read_events(self._metrics)[0]
+
+    def draw(self, *, unigram_entropy: float) -> Path | None:
+        """Draws the loss curve and returns its file; None if matplotlib is not installed."""
+        try:
+            from matplotlib.figure import Figure
+        except ImportError:
+            return None
+        figure = Figure(figsize=(8, 4.5), layout="constrained")
+        axes = figure.add_subplot(xlabel="step", ylabel="loss (nats per byte)")
+        events = self.events()
+        for name, style in (("step", "-"), ("validation", "o")):
+            points = [(event["step"], event["loss"]) for event in events if event["event"] == name]
+            label = "training" if name == "step" else "validation"
+            axes.plot(
+                [step for step, _ in points], [loss for _, loss in points], style, label=label
+            )
+        axes.axhline(unigram_entropy, linestyle="--", color="grey", label="byte-unigram entropy")
+        axes.legend()
+        path = self._folder / "loss.png"
+        figure.savefig(path, dpi=120)
+        return path
+
+
+def _read_events(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The events in a file, and how many lines are none; a last line cut short by a crash does not
+    count.
+    """
+    if not os.path.lexists(path):
+        return [], 0
+    try:
+        *lines, last = content_of(path, _METRICS_NBYTES).split(b"\n")
+    except CheckpointError:  # no regular file, or a size that no run's metrics have
+        return [], 1
+    events = [_event(line) for line in lines if line.strip()]
+    found = [event for event in (*events, _event(last)) if event is not None]
+    return found, events.count(None)
+
+
+def _event(line: bytes) -> dict[str, Any] | None:
+    try:
+        event = json.loads(line)
+        is_whole = isinstance(event["event"], str) and type(event["step"]) is int
+        float(event.get("loss", 0.0)), float(event["step"])
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError):
+        return None
+    return event if is_whole else None
+
+
+def _endings() -> Iterator[str]:
+    yield ""
+    yield from (f"-{number}" for number in itertools.count(2))
+
+
+def _environment(world: World) -> dict[str, Any]:
+    device = world.device
+    facts: dict[str, Any] = {
+        "shardgrad": __version__,
+        "commit": commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "platform": platform.platform(),
+        "host": platform.node(),
+        "cores": available_cores(),
+        "threads_per_rank": torch.get_num_threads(),
+        "world_size": world.world_size,
+        "device": device.type,
+        "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
+    }
+    if device.type != "cpu":
+        facts["accelerator"] = torch.get_device_module(device).get_device_name(device)
+    return facts

@@ -1,0 +1,162 @@
+"""One optimizer step, and one validation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+import shardgrad
+from shardgrad.diagnosis.flight_recorder import recorder
+from shardgrad.graphs import GraphPool
+from shardgrad.programs.train.checkpoint import TrainState
+from shardgrad.programs.train.config import TrainConfig
+from shardgrad.programs.train.corpus import Sampler, validation_starts, windows
+from shardgrad.programs.train.model import next_token_loss
+from shardgrad.programs.train.parallel import World
+from shardgrad.programs.train.sharding import set_gradient_sync
+
+MicroBatch = tuple[Tensor, Tensor]  # tokens and targets, int64 `[batch, sequence]`
+
+_IGNORED_TARGET = -100  # what cross_entropy leaves out by default
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The results of a step, on the device. The next step may overwrite them.
+
+    Args:
+        loss: this rank's mean loss over its micro-batches, fp32 scalar.
+        grad_norm: norm of all gradients before clipping, a scalar; a DTensor if the gradients are.
+        lr: learning rate of the step.
+    """
+
+    loss: Tensor
+    grad_norm: Tensor
+    lr: float
+
+
+class TrainStep:
+    """One optimizer step: reads the next batch, updates the weights, and advances the state.
+
+    All device work is in `update`, which takes and returns tensors and never waits for the device,
+    so that it can be captured as one CUDA graph (`--graph`). Schedule and counters are on the host
+    and stay outside.
+
+    Args:
+        state: the state that steps change.
+        sampler: source of batches.
+        config: settings of batches, clipping and `--graph`.
+        world: this rank.
+
+    Attributes:
+        update: function from micro-batches to loss and gradient norm; a `GraphedStep` if steps are
+            captured.
+    """
+
+    def __init__(
+        self, state: TrainState, sampler: Sampler, config: TrainConfig, world: World
+    ) -> None:
+        self._state = state
+        self._sampler = sampler
+        self._config = config
+        self._world = world
+        self.update: Callable[[list[MicroBatch]], tuple[Tensor, Tensor]] = self._update
+        if _is_graphed(config, world.device):
+            # A model that cannot be captured is trained without a graph, except with `--graph on`.
+            fallback: Literal["raise", "eager"] = "raise" if config.graph == "on" else "eager"
+            graphed = shardgrad.graphed_step(state.model, state.optimizer, on_uncapturable=fallback)
+            self.update = graphed(self._update)
+
+    def __call__(self) -> StepResult:
+        """Takes one step."""
+        state = self._state
+        lr = float(state.schedule.get_last_lr()[0])
+        recorder.enter("data", step=state.step + 1)
+        loss, grad_norm = self.update(self._micro_batches())
+        state.schedule.step()
+        state.step += 1
+        state.samples += self._config.global_batch(self._world.world_size)
+        return StepResult(loss, grad_norm, lr)
+
+    def _micro_batches(self) -> list[MicroBatch]:
+        """Returns this rank's part of the next global batch, on the host."""
+        size, world = self._config.batch_size, self._world
+        return [
+            self._sampler.batch(
+                self._state.samples + (number * world.world_size + world.rank) * size, size
+            )
+            for number in range(self._config.accumulate)
+        ]
+
+    def _update(self, micro_batches: list[MicroBatch]) -> tuple[Tensor, Tensor]:
+        """Runs forward and backward of each micro-batch, clips, and updates the weights.
+
+        Returns:
+            `loss` and `grad_norm` of `StepResult`.
+        """
+        model, config, device = self._state.model, self._config, self._world.device
+        loss = torch.zeros((), device=device)
+        for number, (tokens, targets) in enumerate(micro_batches, start=1):
+            set_gradient_sync(model, number == len(micro_batches) or config.sync_every_microbatch)
+            recorder.enter("forward")
+            part = model.loss(tokens.to(device), targets.to(device)) / len(micro_batches)
+            recorder.enter("backward")
+            part.backward()
+            loss += part.detach()
+        recorder.enter("clip")
+        # The norm is reported without clipping too: an infinite limit clips nothing.
+        clip = (
+            torch.nn.utils.clip_grad_norm_
+            if config.engine == "fsdp2"
+            else shardgrad.clip_grad_norm_
+        )
+        grad_norm = clip(model.parameters(), config.clip or math.inf)
+        recorder.enter("optimizer")
+        self._state.optimizer.step()
+        self._state.optimizer.zero_grad()
+        return loss, grad_norm
+
+
+def _is_graphed(config: TrainConfig, device: torch.device) -> bool:
+    if config.graph == "auto":
+        return config.engine == "shardgrad" and GraphPool(device).can_capture
+    return config.graph == "on"
+
+
+@torch.no_grad()
+def validation_loss(model: nn.Module, text: Tensor, config: TrainConfig, world: World) -> float:
+    """Computes the loss on the held-out text, with the same sequences on any number of ranks. A
+    collective.
+
+    Args:
+        model: the model; switched to evaluation mode and back.
+        text: uint8 `[bytes]`, the held-out text.
+        config: settings; the number and length of sequences are used.
+        world: this rank. The ranks share the sequences, and all run the same number of forwards,
+            since each forward has collectives.
+
+    Returns:
+        Nats per byte.
+    """
+    starts = validation_starts(len(text), seq_len=config.seq_len, count=config.eval_samples)
+    per_round = world.world_size * config.batch_size
+    total, count = 0.0, 0
+    model.eval()
+    for first in range(
+        world.rank * config.batch_size, -(-len(starts) // per_round) * per_round, per_round
+    ):
+        mine = starts[first : first + config.batch_size]
+        padding = config.batch_size - len(mine)
+        tokens, targets = windows(text, mine + [0] * padding, config.seq_len)
+        targets[len(mine) :] = _IGNORED_TARGET
+        logits = model(tokens.to(world.device))
+        total += float(next_token_loss(logits, targets.to(world.device), reduction="sum"))
+        count += len(mine) * config.seq_len
+    model.train()
+    sums = world.gather([total, float(count)])
+    return sum(row[0] for row in sums) / sum(row[1] for row in sums)
