@@ -5,10 +5,12 @@ python -m benchmarks                         training steps of several engines s
 python -m benchmarks kernels construction    others, one after the other
 python -m benchmarks all --smoke             all, in seconds each, to see that they run
 python -m benchmarks training_step --preset small --ranks 4    with options; NAME --help lists them
+torchrun --nnodes 2 ... -m benchmarks training_step            on several machines; srun too
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from itertools import islice
@@ -18,6 +20,7 @@ from typing import Any
 
 import click
 
+from benchmarks.launched import launch_of, launched
 from benchmarks.run import Run
 
 DEFAULT = "training_step"
@@ -84,6 +87,9 @@ class _Group(click.Group):
                 (ours if word == "--smoke" or word.startswith("--out=") else theirs).append(word)
         if theirs[:1] == ["all"]:
             theirs[:1] = BENCHMARKS
+        refused = {*theirs} & {*BENCHMARKS} - {DEFAULT}
+        if refused and "RANK" in os.environ:
+            ctx.fail(f"{min(refused)} starts its own ranks: only {DEFAULT} takes those of torchrun")
         return super().parse_args(ctx, [*ours, *(theirs or [DEFAULT])])
 
 
@@ -105,9 +111,18 @@ def main(ctx: click.Context, smoke: bool, out: Path | None) -> None:
     every one; without a name it is training_step. `NAME --help` lists a benchmark's options. How to
     read the results: docs/how_to/benchmark.md.
     """
+    try:
+        launch = launch_of(os.environ)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    on = None
+    if launch is not None:
+        on = ctx.with_resource(launched(launch))
+        if on is None:
+            sys.exit(0)  # the first process measures, and is done
     if out is None and not smoke:
         out = Path("runs") / time.strftime("bench-%Y%m%d-%H%M%S")
-    ctx.obj = Run(smoke=smoke, out=out)
+    ctx.obj = Run(smoke=smoke, out=out, on=on)
 
 
 @main.result_callback()

@@ -165,10 +165,11 @@ def _steps(found: Sequence[Found]) -> list[Found]:
 
 
 def _where(record: Record) -> str:
-    environment = record["environment"]
-    return str(
+    environment, hosts = record["environment"], record["config"].get("hosts", 1)
+    machine = (
         environment.get("device_name") or f"{environment['cores']} cores, {environment['cpu']}"
     )
+    return str(machine) if hosts == 1 else f"{hosts} machines of {machine}"
 
 
 def _link(path: str) -> str:

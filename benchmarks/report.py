@@ -24,12 +24,14 @@ _PAGE = Path(__file__).with_name("report.html")
 
 
 def show(record: Record) -> None:
-    """Prints a record: its rows, the reasons of those that have none, and its notes."""
+    """Prints a record: its notes, its rows, and the reasons of those that have none."""
     console, table = Console(highlight=False), table_of(record)
     if not console.is_terminal:
         console.width = _WIDTH
     if headline(record):
         console.print(headline(record), style="bold", markup=False)
+    for note in table.notes:
+        console.print(note, style="yellow", markup=False)
     console.print(table.title, style="italic", markup=False)
     for columns in _that_fit(table, console.width):
         drawn = rich.table.Table("")
@@ -47,8 +49,6 @@ def show(record: Record) -> None:
         console.print(table.setting, style="dim italic", markup=False)
     for name, reason in record.get("left_out", {}).items():
         console.print(f"  {name}: {reason}", markup=False, soft_wrap=True)
-    for note in table.notes:
-        console.print(note, style="yellow", markup=False)
 
 
 def _that_fit(table: Table, width: int) -> Iterator[list[int]]:

@@ -4,12 +4,14 @@ anything.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
+from benchmarks.launched import Launched
 from benchmarks.records import Record, append, environment, make_record
 from benchmarks.report import show, write
 
@@ -25,17 +27,20 @@ class Run:
     Args:
         smoke: a few seconds, to see that it runs; the numbers mean nothing.
         out: folder for records; None to write nothing.
+        on: what starts ranks, if somebody else started several of these processes.
 
     Attributes:
         records: what has been measured so far.
         has_failed: a benchmark found something wrong, so the exit status is 1.
     """
 
-    def __init__(self, *, smoke: bool, out: Path | None) -> None:
-        self.smoke, self.out = smoke, out
+    def __init__(self, *, smoke: bool, out: Path | None, on: Launched | None = None) -> None:
+        self.smoke, self.out, self.on = smoke, out, on
         self.records: list[Record] = []
         self.has_failed = False
-        self.environment = environment()
+        # Before anything was measured: later it is the load that this run makes.
+        self._load_before = os.getloadavg()[0]
+        self.environment = self._environment()
 
     def finish(
         self, benchmark: str, *, config: Mapping[str, Any], samples: Any, summary: Any
@@ -61,7 +66,10 @@ class Run:
         show(record)
         if self.out is not None:
             append(self.out, record)
-        self.environment = environment()
+        self.environment = self._environment()
+
+    def _environment(self) -> dict[str, Any]:
+        return environment() | {"load_before": self._load_before}
 
     def close(self) -> list[Path]:
         """Writes the page and the pictures of what was measured; returns their paths."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.noise import verdict
 from benchmarks.records import Record
 
 _MIB = 2**20
@@ -145,6 +146,8 @@ def table_of(record: Record) -> Table:
     silent = {*_SILENT} if record["benchmark"] == "training_step" else set()
     if not on_cpu:
         silent |= {"loopback_nbytes", "cpu_s"}
+    if record["config"].get("hosts", 1) > 1:
+        silent.add("loopback_nbytes")  # of one machine, and of what stays on it
     used = dict.fromkeys(field for row in found.values() for field in row if row[field] is not None)
     # The fields that are known in their order, and then the others in theirs.
     fields = [
@@ -221,6 +224,8 @@ def setting(record: Record) -> str:
     commit = (environment["git"] or "no commit")[:10]
     changed = "" if environment["git_is_clean"] in (True, None) else " with changes"
     ops = f", {environment['ops_backend']} ops" if environment.get("ops_backend") else ""
+    hosts = record["config"].get("hosts", 1)
+    device = device if hosts == 1 else f"{hosts} machines of {device}"
     return (
         f"{device}, {environment['cores']} cores, load {environment['load_average_1min']:.1f} at "
         f"the start; torch {environment['torch']}{ops}; {commit}{changed}; {environment['time']}"
@@ -245,19 +250,10 @@ def headline(record: Record) -> str:
 
 def notes(record: Record) -> list[str]:
     """What a reader has to know before looking at the numbers."""
-    found = []
-    if record["config"].get("smoke"):
-        found.append("A smoke run: the numbers mean nothing.")
+    is_smoke = record["config"].get("smoke")
+    found = ["A smoke run: the numbers mean nothing." if is_smoke else verdict(record)[1]]
     if record["config"].get("share_device"):
         found.append("The ranks shared one device: this shows that it works, not how fast.")
-    noise = record.get("noise", {"is_quiet": True})
-    if not noise["is_quiet"]:
-        loud = max(noise["by_name"], key=lambda name: noise["by_name"][name])
-        found.append(
-            f"The machine was too noisy: a quartile of {loud} is {noise['by_name'][loud]:.0%} from "
-            f"its median, {noise['allowed']:.0%} are allowed. Let nothing else run, and measure "
-            "again."
-        )
     for name in record.get("disagreed", ()):
         found.append(f"{name} was not compared: it does not compute the same.")
     for name, reason in record.get("unobserved", {}).items():

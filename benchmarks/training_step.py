@@ -2,8 +2,7 @@
 
 A record has, beyond what every record has: `left_out`, why each of the other engines has no
 numbers; `disagreed`, those of them that do not compute what fsdp2 computes; `unobserved`, why
-engines that have times have nothing else; `noise`, how far quartiles are from medians; and
-`timelines`, one step of each engine.
+engines that have times have nothing else; and `timelines`, one step of each engine.
 """
 
 from __future__ import annotations
@@ -51,7 +50,10 @@ _ALL = "all"
     help="Data type of forward and backward; repeatable.  [default: fp32]",
 )
 @option(
-    "--ranks", type=click.IntRange(1), multiple=True, help="Processes; repeatable.  [default: 2]"
+    "--ranks",
+    type=click.IntRange(1),
+    multiple=True,
+    help="Processes; repeatable.  [default: 2, or those that torchrun started]",
 )
 @option("--mesh", help="2x2: HSDP, 2 replicas of 2 shards.  [default: shard over all ranks]")
 @option(
@@ -131,9 +133,21 @@ def main(
         models: list[dict[str, Any]] = [{"preset": one} for one in presets] + [
             {"hf": one} for one in hf
         ]
-        worlds = ranks or [prod(mesh_shape(common["mesh"])) if common["mesh"] else 2]
+        worlds, hosts = ranks or [prod(mesh_shape(common["mesh"])) if common["mesh"] else 2], 1
+        if run.on is not None:
+            started, hosts = run.on.launch.world_size, run.on.launch.hosts
+            if {*ranks} - {started}:
+                raise UsageError(f"{started} ranks were started: leave out --ranks")
+            worlds = [started]
         tasks = [
-            Task(**model, precision=precision, ranks=world, device=_device(device), **common)
+            Task(
+                **model,
+                precision=precision,
+                ranks=world,
+                hosts=hosts,
+                device=_device(device),
+                **common,
+            )
             for model, precision, world in product(models or [{}], precisions or ["fp32"], worlds)
         ]
     except TrainingError as error:
@@ -155,7 +169,9 @@ def _measure(task: Task, length: Length, names: Sequence[str], run: Run) -> dict
         logs.mkdir(parents=True, exist_ok=True)
         try:
             check(task)
-            outcome = compare(task, length, names, logs, lambda words: status.update(words))
+            outcome = compare(
+                task, length, names, logs, lambda words: status.update(words), on=run.on
+            )
         except UsageError as refusal:
             outcome = Outcome(left_out=dict.fromkeys(names, str(refusal)))
     record = record_of(task, length, names, outcome, environment)

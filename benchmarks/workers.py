@@ -15,7 +15,7 @@ import textwrap
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -52,12 +52,14 @@ class Worker:
         argument: for it.
         rank: of this process.
         ranks: of its group.
-        store: an empty folder where the ranks find each other.
+        store: where the ranks find each other: an empty folder of this machine, or a name below the
+            address of a store, `tcp://host:port/name`.
         timeout_s: after which a collective gives up.
         device: `cpu` or `cuda`.
         share_device: all ranks use one GPU.
         keep_heap: freed memory stays in the process's heap (`benchmarks/heap.py`).
         log: file for what the process prints; None leaves it on the terminal.
+        local_rank: among the ranks of its machine; None where all are on one.
     """
 
     serves: str
@@ -70,6 +72,7 @@ class Worker:
     share_device: bool = False
     keep_heap: bool = True
     log: str | None = None
+    local_rank: int | None = None
 
     def join(self) -> Any:
         """Makes this process a rank of its process group; returns its `torch.device`."""
@@ -87,21 +90,31 @@ class Worker:
         torch.set_num_threads(1)
         device, backend = torch.device("cpu"), "gloo"
         if self.device == "cuda":
-            device = torch.device("cuda", 0 if self.share_device else self.rank)
+            local = self.rank if self.local_rank is None else self.local_rank
+            device = torch.device("cuda", 0 if self.share_device else local)
             torch.cuda.set_device(device)
-            places = [0 if self.share_device else rank for rank in range(self.ranks)]
-            os.sched_setaffinity(
-                0, share_of_cores([_cores_near(place) for place in places], self.rank)
-            )
+            here = self.ranks if self.local_rank is None else torch.cuda.device_count()
+            places = [0 if self.share_device else rank for rank in range(here)]
+            os.sched_setaffinity(0, share_of_cores([_cores_near(place) for place in places], local))
             backend = "cpu:gloo,cuda:nccl"
+        timeout = timedelta(seconds=self.timeout_s)
+        if self.is_among_hosts:
+            address, _, name = self.store.removeprefix("tcp://").partition("/")
+            host, _, port = address.rpartition(":")
+            met: dist.Store = dist.PrefixStore(
+                name, dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
+            )
+        else:
+            met = dist.FileStore(f"{self.store}/store", self.ranks)
         dist.init_process_group(
-            backend,
-            init_method=f"file://{self.store}/store",
-            rank=self.rank,
-            world_size=self.ranks,
-            timeout=timedelta(seconds=self.timeout_s),
+            backend, store=met, rank=self.rank, world_size=self.ranks, timeout=timeout
         )
         return device
+
+    @property
+    def is_among_hosts(self) -> bool:
+        """True where ranks may be on several machines."""
+        return self.store.startswith("tcp://")
 
 
 def _cores_near(device: int) -> list[int]:
@@ -168,6 +181,33 @@ class WorkersFailed(Exception):
         self.traceback = traceback
 
 
+class ThisMachine:
+    """Starts workers here."""
+
+    hosts: Mapping[int, str] = {}  # by rank, if there are several
+
+    def new_store(self) -> str:
+        """Returns where the ranks of a new group find each other."""
+        return tempfile.mkdtemp(prefix="shardgrad-benchmark-")
+
+    def start(self, worker: Worker) -> tuple[BaseProcess, Connection]:
+        """Starts a worker; returns its process, and what its calls and answers go through."""
+        ours, theirs = multiprocessing.Pipe()
+        process = self.process_of(worker, theirs)
+        theirs.close()
+        return process, ours
+
+    def process_of(self, worker: Worker, connection: Connection) -> BaseProcess:
+        """Starts a worker that answers through a connection."""
+        # A server imports torch and the engines once, touches no device, and is forked for every
+        # rank.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([_PRELOADED, worker.serves.partition(":")[0]])
+        process = context.Process(target=_main, args=(worker, connection), daemon=True)
+        process.start()
+        return process
+
+
 class Workers:
     """All ranks of one process group.
 
@@ -176,28 +216,29 @@ class Workers:
         argument: see `Worker`.
         ranks: how many.
         timeout_s: seconds that ranks may take over a call.
+        on: what starts them.
         **settings: further fields of `Worker`.
     """
 
     def __init__(
-        self, serves: str, argument: Any, ranks: int, timeout_s: float, **settings: Any
+        self,
+        serves: str,
+        argument: Any,
+        ranks: int,
+        timeout_s: float,
+        on: ThisMachine | None = None,
+        **settings: Any,
     ) -> None:
         self._timeout_s = timeout_s
-        self._store = tempfile.mkdtemp(prefix="shardgrad-benchmark-")
+        on = on or ThisMachine()
+        self._store, self._hosts = on.new_store(), on.hosts
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
-        # A server imports torch and the engines once, touches no device, and is forked for every
-        # rank.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([_PRELOADED, serves.partition(":")[0]])
         for rank in range(ranks):
             worker = Worker(serves, argument, rank, ranks, self._store, timeout_s, **settings)
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_main, args=(worker, theirs), daemon=True)
-            process.start()
-            theirs.close()
+            process, pipe = on.start(worker)
             self._processes.append(process)
-            self._pipes.append(ours)
+            self._pipes.append(pipe)
 
     def ready(self) -> None:
         """Waits until every rank has made what it serves.
@@ -229,7 +270,7 @@ class Workers:
             process.join()
         self._pipes.clear()
         self._processes.clear()
-        shutil.rmtree(self._store, ignore_errors=True)
+        shutil.rmtree(self._store, ignore_errors=True)  # if it is a folder
 
     def _answers(self, doing: str) -> list[Any]:
         answers: dict[int, Any] = {}
@@ -238,7 +279,7 @@ class Workers:
             missing = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in answers}
             ready = wait(list(missing), max(0.0, deadline_s - time.monotonic()))
             if not ready:
-                ranks = ", ".join(map(str, missing.values()))
+                ranks = ", ".join(map(self._named, missing.values()))
                 raise WorkersFailed(
                     f"rank {ranks} did not answer within {self._timeout_s:g} s ({doing})"
                 )
@@ -270,7 +311,9 @@ class Workers:
 
         rank = min(failures, key=lambda rank: (is_consequence(rank), rank))
         failure = failures[rank]
-        words = failure.words if not failure.traceback else f"rank {rank}: {failure.words}"
+        words = (
+            failure.words if not failure.traceback else f"rank {self._named(rank)}: {failure.words}"
+        )
         return WorkersFailed(words, is_memory=failure.is_memory, traceback=failure.traceback)
 
     def _death(self, rank: int, doing: str) -> str:
@@ -279,8 +322,14 @@ class Workers:
         code = process.exitcode
         if code is not None and code < 0:
             hint = ", as the system does when memory runs out" if -code == signal.SIGKILL else ""
-            return f"rank {rank} was ended by {signal.Signals(-code).name}{hint} ({doing})"
-        return f"rank {rank} ended with status {code} without a word ({doing})"
+            how = f"was ended by {signal.Signals(-code).name}{hint}"
+        else:
+            how = f"ended{'' if code is None else f' with status {code}'} without a word"
+        return f"rank {self._named(rank)} {how} ({doing})"
+
+    def _named(self, rank: int) -> str:
+        host = self._hosts.get(rank)
+        return str(rank) if host is None else f"{rank} on {host}"
 
 
 def _main(worker: Worker, pipe: Connection) -> None:
@@ -288,13 +337,15 @@ def _main(worker: Worker, pipe: Connection) -> None:
     closes.
     """
     if worker.log is not None:
+        Path(worker.log).parent.mkdir(parents=True, exist_ok=True)  # of another machine
         with open(worker.log, "ab") as log:  # some engines print a lot, some from C++
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
     os.environ |= {"RANK": str(worker.rank), "WORLD_SIZE": str(worker.ranks)}
-    os.environ |= {"LOCAL_RANK": str(worker.rank), "LOCAL_WORLD_SIZE": str(worker.ranks)}
-    # Loopback only, so that the interface's counter sees every byte.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if not worker.is_among_hosts:
+        os.environ |= {"LOCAL_RANK": str(worker.rank), "LOCAL_WORLD_SIZE": str(worker.ranks)}
+        # Loopback only, so that the interface's counter sees every byte.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if worker.device == "cuda":
         # Once taken down, CUPTI starts again in the middle of a graph's replay, and breaks it.
         os.environ |= {"DISABLE_CUPTI_LAZY_REINIT": "1", "TEARDOWN_CUPTI": "0"}

@@ -211,7 +211,7 @@ def lack_of_memory(name: str, task: Task) -> str | None:
     A GPU refuses an allocation and its worker tells; a host ends whatever process it likes.
     """
     needed, available = least_nbytes(name, task), proc_nbytes("/proc/meminfo", "MemAvailable")
-    if task.device != "cpu" or needed is None or needed <= available:
+    if task.device != "cpu" or needed is None or (needed := needed // task.hosts) <= available:
         return None
     return (
         f"out of memory: it needs at least {needed / 2**30:.1f} GiB, {available / 2**30:.1f} GiB "

@@ -15,7 +15,7 @@ from benchmarks.engines.energy import find_meter
 from benchmarks.engines.task import Length, Task
 from benchmarks.engines.trace import Observation
 from benchmarks.measure import Cost, in_turn, over_ranks
-from benchmarks.workers import Workers, WorkersFailed
+from benchmarks.workers import ThisMachine, Workers, WorkersFailed
 
 RANK = "benchmarks.engines.rank:Rank"
 
@@ -71,7 +71,14 @@ class Outcome:
 
 
 def compare(
-    task: Task, length: Length, names: Sequence[str], logs: Path, tell: Tell, *, serves: str = RANK
+    task: Task,
+    length: Length,
+    names: Sequence[str],
+    logs: Path,
+    tell: Tell,
+    *,
+    serves: str = RANK,
+    on: ThisMachine | None = None,
 ) -> Outcome:
     """Measures engines in turn; nothing that happens to one of them stops it.
 
@@ -82,8 +89,9 @@ def compare(
         logs: folder for what their processes print.
         tell: hears what is going on.
         serves: what runs in their processes; see `Worker`.
+        on: what starts their processes.
     """
-    comparison = _Comparison(task, length, logs, tell, serves)
+    comparison = _Comparison(task, length, logs, tell, serves, on)
     waiting = []
     for name in names:
         reason = obstacle(name, task)
@@ -107,10 +115,18 @@ class _Comparison:
     `compare`.
     """
 
-    def __init__(self, task: Task, length: Length, logs: Path, tell: Tell, serves: str) -> None:
+    def __init__(
+        self,
+        task: Task,
+        length: Length,
+        logs: Path,
+        tell: Tell,
+        serves: str,
+        on: ThisMachine | None,
+    ) -> None:
         self.outcome = Outcome()
         self._task, self._length, self._logs, self._tell = task, length, logs, tell
-        self._serves = serves
+        self._serves, self._on = serves, on
         self._workers: dict[str, Workers] = {}
         self._base_losses: list[float] = []
         self._until_s = time.monotonic() + length.limit_s
@@ -178,6 +194,7 @@ class _Comparison:
             (name, task),
             1 if ENGINES[name].is_alone else task.ranks,
             self._length.answer_s,
+            self._on,
             device=task.device,
             share_device=task.share_device,
             keep_heap=task.keep_heap,

@@ -19,8 +19,6 @@ from benchmarks.engines.trace import Observation
 from benchmarks.measure import samples_of, spread
 from benchmarks.records import make_record
 
-NOISE = 0.10  # quartiles further than this from their median, relative, are too far
-
 _COSTS = ("wall_s", "cpu_s", "minor_faults", "loopback_nbytes")
 _PACKAGES = ("shardgrad", "torch", "deepspeed", "megatron-fsdp", "transformers")
 
@@ -65,7 +63,6 @@ def record_of(
         config["mfu_peak"] = {"flops_per_s": flops_per_s, "words": words}
         meter = find_meter(task.device)
         config["energy"] = meter.words if meter else None
-    by_name = noise(summary)
     record = make_record(
         "training_step",
         environment={**environment, "versions": _versions(), **outcome.hardware},
@@ -77,11 +74,6 @@ def record_of(
         "left_out": {name: outcome.left_out[name] for name in names if name in outcome.left_out},
         "disagreed": outcome.disagreed,
         "unobserved": outcome.unobserved,
-        "noise": {
-            "allowed": NOISE,
-            "by_name": by_name,
-            "is_quiet": all(n <= NOISE for n in by_name.values()),
-        },
         "timelines": _timelines(outcome),
     }
 
@@ -148,17 +140,6 @@ def summarise(outcome: Outcome, task: Task) -> dict[str, Any]:
     return found
 
 
-def noise(summary: Mapping[str, Any]) -> dict[str, float]:
-    """How far the further quartile of a step's time is from the median, relative, for each
-    engine.
-    """
-    found = {}
-    for name, of in summary.items():
-        median = of["wall_s"]["median"]
-        found[name] = max(abs(quartile - median) for quartile in of["wall_s"]["quartiles"]) / median
-    return found
-
-
 def _comparisons(measured: Measured, all_measured: Mapping[str, Measured]) -> dict[str, Any]:
     """To the base, to a graph without an engine and to compute alone, always of the same round."""
     wanted = {
@@ -189,7 +170,9 @@ def _rates(name: str, wall_s: float, task: Task, hardware: Mapping[str, Any]) ->
     flops = flops_per_step(hardware["model"], tokens=task.tokens, seq_len=task.seq_len)
     devices = 1 if ENGINES[name].is_alone or task.share_device else task.ranks
     peak, _ = peak_of(hardware, task.precision)
-    return {"tokens_per_s": task.tokens / wall_s, "mfu": flops / wall_s / (devices * peak)}
+    mfu = flops / wall_s / (devices * peak)
+    # More than all of it: the peak was measured while something else ran.
+    return {"tokens_per_s": task.tokens / wall_s, "mfu": mfu if mfu <= 1 else None}
 
 
 def peak_of(hardware: Mapping[str, Any], precision: str) -> tuple[float, str]:

@@ -23,6 +23,7 @@ class Task:
         hf: a Hugging Face configuration instead: a `config.json`, or a model type such as gpt2.
         precision: `fp32`; `bf16` and `fp16` compute in it, reduce gradients and update in fp32.
         ranks: processes that share the work.
+        hosts: machines that the ranks are spread over evenly.
         mesh: `2x2` for HSDP; None shards over all ranks.
         accumulate: micro-batches per step; gradients are reduced after the last.
         batch_size: sequences per rank and micro-batch.
@@ -37,6 +38,7 @@ class Task:
     hf: str | None = None
     precision: str = "fp32"
     ranks: int = 2
+    hosts: int = 1
     mesh: str | None = None
     accumulate: int = 1
     batch_size: int = 8
@@ -59,7 +61,7 @@ class Task:
     def on_one_process(self) -> Task:
         """The same update by a single process, whose micro-batches are those of all ranks."""
         return dataclasses.replace(
-            self, accumulate=self.accumulate * self.ranks, ranks=1, mesh=None
+            self, accumulate=self.accumulate * self.ranks, ranks=1, hosts=1, mesh=None
         )
 
 
@@ -124,9 +126,9 @@ def check(task: Task) -> None:
     if task.device == "cuda" and not task.share_device:
         import torch
 
-        found = torch.cuda.device_count()
-        if found < task.ranks:
+        found, wanted = torch.cuda.device_count(), task.ranks // task.hosts
+        if found < wanted:
             raise UsageError(
-                f"{task.ranks} ranks need as many GPUs, and {found} can be seen here: use "
+                f"{wanted} ranks need as many GPUs, and {found} can be seen here: use "
                 f"{f'--ranks {found}, or --share-device' if found else '--device cpu'}."
             )

@@ -11,8 +11,9 @@ import pytest
 
 from benchmarks.engines.catalogue import ENGINES
 from benchmarks.engines.comparison import Disagreement, Outcome, compare, disagreement
-from benchmarks.engines.summary import noise, summarise
+from benchmarks.engines.summary import summarise
 from benchmarks.engines.task import Length, Task
+from benchmarks.noise import verdict
 
 pytestmark = pytest.mark.timeout(300)  # the first comparison waits for an import of torch
 
@@ -98,9 +99,24 @@ def test_an_engine_that_does_not_fit_with_the_others_is_measured_with_the_base_l
     )
 
 
-def test_quartiles_far_from_the_median_are_noise() -> None:
-    quiet, loud = ({"wall_s": {"median": 1.0, "quartiles": [low, 1.05]}} for low in (0.95, 0.85))
-    assert noise({"quiet": quiet, "loud": loud}) == pytest.approx({"quiet": 0.05, "loud": 0.15})
+def test_quartiles_far_from_the_median_or_a_load_before_mean_that_it_was_not_quiet() -> None:
+    def said(low: float, load: float = 0.2) -> tuple[bool, str]:
+        return verdict(
+            {
+                "environment": {"load_average_1min": 2.0, "load_before": load, "cores": 2},
+                "summary": {"bf16": {"a": {"wall_s": {"median": 1.0, "quartiles": [low, 1.05]}}}},
+            }
+        )
+
+    assert said(0.95) == (
+        True,
+        "The machine was quiet: load 0.2 on 2 cores, and no quartile is further than 5% from its "
+        "median.",
+    )
+    assert said(0.85)[0] is False
+    assert "a quartile of bf16, a is 15% from its median" in said(0.85)[1]
+    assert said(0.95, load=24.0)[0] is False
+    assert "the load was 24.0 on 2 cores before" in said(0.95, load=24.0)[1]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.launched import Launch, launch_of
 from tests.support import programs
+from tests.support.ranks import free_port
 
 TIMEOUT_S = 280  # many times what a smoke run takes: others may be using the machine
 pytestmark = pytest.mark.timeout(300)
@@ -93,3 +95,56 @@ def test_an_engine_that_is_not_installed_is_a_row(
     assert record["left_out"] == {"deepspeed-1": "not installed: pip install deepspeed"}
     assert "deepspeed-1: not installed" in printed
     assert "A smoke run: the numbers mean nothing." in printed
+
+
+def test_ranks_that_torchrun_started_on_two_machines_are_measured_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each machine is a torchrun of its own here, with processes and a folder of its own."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    port = free_port()
+    machines = [
+        programs.Program(
+            "torch.distributed.run",
+            "--nnodes=2",
+            "--nproc-per-node=1",
+            f"--node-rank={machine}",
+            "--master-addr=127.0.0.1",
+            f"--master-port={port}",
+            *("-m", "benchmarks", "training_step", "--smoke", "--device=cpu"),
+            *("--engine=shardgrad", "--engine=ddp", "--engine=unsharded"),
+            f"--out={tmp_path / str(machine)}",
+        )
+        for machine in range(2)
+    ]
+    printed = ["".join(machine.communicate(timeout=TIMEOUT_S)) for machine in machines]
+    assert [machine.returncode for machine in machines] == [0, 0], "\n".join(printed)
+    assert not (tmp_path / "1" / "training_step.jsonl").exists()
+    (line,) = (tmp_path / "0" / "training_step.jsonl").read_text(encoding="utf-8").splitlines()
+    record = json.loads(line)
+    assert (record["config"]["ranks"], record["config"]["hosts"]) == (2, 2)
+    assert list(record["summary"]) == ["fsdp2", "shardgrad", "ddp", "unsharded"]
+    assert not {**record["left_out"], **record["unobserved"]}
+    assert record["summary"]["shardgrad"]["loss_difference"] == 0
+    assert "2 machines of" in printed[0]
+
+
+def test_processes_without_an_address_and_other_benchmarks_are_refused_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    done = run("kernels")
+    assert done.returncode == 2
+    assert "only training_step takes those of torchrun" in done.stderr
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    done = run("training_step")
+    assert done.returncode == 2
+    assert "MASTER_ADDR is not set" in done.stderr
+    assert "scontrol show hostnames" in done.stderr
+
+
+def test_what_srun_sets_says_which_process_this_is() -> None:
+    slurm = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_NNODES": "2"}
+    address = {"MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    assert launch_of(slurm | address | {"SLURM_LOCALID": "1"}) == Launch(5, 8, 1, 2)
+    assert launch_of({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) is None  # the batch file of a job

@@ -38,7 +38,7 @@ class RankError(AssertionError):
     """A rank raised; the message holds its traceback."""
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -103,7 +103,7 @@ class Ranks:
         """Starts the workers, unless they run."""
         if self._processes:
             return
-        port = _free_port()
+        port = free_port()
         for rank in range(self.world_size):
             ours, theirs = CONTEXT.Pipe()
             said, says = CONTEXT.Pipe(duplex=False)
