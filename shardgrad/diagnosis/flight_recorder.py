@@ -7,7 +7,7 @@ group, how many collectives it has started, the last few of them, and a fingerpr
 what each moved, how many elements, of which dtype. Two ranks of a group have equal fingerprints
 after equal counts. A rank with a lower count is late; a rank with another fingerprint has called
 other collectives. Recording takes about a microsecond for each collective and a fixed amount of
-memory; nothing is sent until a rank asks (`watchdog.py`, `same_collectives.py`).
+memory; nothing is sent until a rank asks (`watchdog.py`).
 
 A replay of a graph runs no Python: under `graphed_step` the collectives of a graph are recorded
 once, when it is captured, and the step goes on counting.
@@ -68,7 +68,6 @@ class GroupLog:
         count: number of collectives started.
         fingerprint: of all of them, in their order.
         recent: the last ones.
-        is_background: True if another thread than the training thread starts them, at its own pace.
         host_waits: the type of what the host waits for, where waiting may be interrupted: over
             gloo.
     """
@@ -79,7 +78,6 @@ class GroupLog:
         self.count = 0
         self.fingerprint = 0
         self.recent: deque[Entry] = deque(maxlen=_ENTRIES)
-        self.is_background = False
         self.host_waits: type | None = None
         self._recorder = recorder
         self._keys: dict[tuple[str, int, torch.dtype | str], tuple[str, int]] = {}

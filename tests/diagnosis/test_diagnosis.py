@@ -16,9 +16,7 @@ from shardgrad import checkpoint
 from shardgrad.checks.replica_report import checksum
 from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.diagnosis.rank_status import RankStatus, rank_status
-from shardgrad.diagnosis.same_collectives import require_same_collectives
 from shardgrad.diagnosis.watchdog import Watchdog
-from shardgrad.errors import DesyncError
 from tests.support.parity import SHARDGRAD, make_optimizer, token_loss, tower
 from tests.support.ranks import Ranks
 
@@ -32,34 +30,11 @@ def fingerprints_after_training(steps: int) -> list[tuple[int, int]]:
         token_loss(model, SHARDGRAD.tokens(step)).backward()
     line = recorder.group_log(dist.group.WORLD)
     assert line.count > before + 6 * steps  # each unit is gathered twice, or once, and reduced
-    require_same_collectives(dist.group.WORLD)
     return [(line.count, line.fingerprint)]
 
 
 def test_ranks_that_train_together_have_the_same_fingerprint(two_ranks: Ranks) -> None:
     assert len({answer[0] for answer in two_ranks.run(fingerprints_after_training, 3)}) == 1
-
-
-def who_left_the_order() -> str:
-    """Rank 1 notes a collective that the other does not; nothing is sent, so nothing hangs."""
-    group = dist.new_group(backend="gloo")
-    line, chunk = recorder.group_log(group), torch.zeros(8)
-    for what in ("all-gather of layers.0", "all-gather of layers.1"):
-        line.record(
-            "all-gather of head" if dist.get_rank() == 1 and what.endswith("1") else what, chunk
-        )
-    with pytest.raises(DesyncError) as caught:
-        require_same_collectives(dist.group.WORLD)
-    return str(caught.value)
-
-
-def test_every_rank_is_told_who_left_the_order_and_where(two_ranks: Ranks) -> None:
-    for rank, text in enumerate(two_ranks.run(who_left_the_order)):
-        assert "Rank 1 left the common order" in text
-        assert "the all-gather of head (8 x torch.float32)" in text
-        assert "rank 0 made the all-gather of layers.1 (8 x torch.float32) (number 2" in text
-        assert f"where:    rank {rank}" in text
-    two_ranks.stop()  # their flight recorders differ from now on
 
 
 SAVE = ["names", "plan", "new folder", "choice of writers", "writing", "index", "publication"]
@@ -70,7 +45,6 @@ def journal_of_a_save(folder: str) -> list[tuple[str, int]]:
     # The ranks' lists differ in length, and so do the bytes that they send.
     state = {f"rank{dist.get_rank()}": {f"x{i}": torch.ones(i) for i in range(5 * dist.get_rank())}}
     checkpoint.save(state, folder, group=group)
-    require_same_collectives(dist.group.WORLD)
     return [(entry.name, entry.fingerprint) for entry in recorder.group_log(group).recent]
 
 
@@ -89,7 +63,6 @@ def awaited_while_another_rank_publishes(folder: str) -> str:
     saving = checkpoint.save_async(state, folder, group=group, then=lambda: busy_for(1.0))
     if dist.get_rank() == 0:
         recorder.group_log(group).record("collective that rank 1 comes to later", None)
-    require_same_collectives(dist.group.WORLD)  # where a thread is does not count
     accounts: list[RankStatus] = []
     trains = threading.get_ident()
     look = threading.Timer(0.5, lambda: accounts.append(rank_status(recorder, 1, thread=trains)))

@@ -43,7 +43,6 @@ class Peers:
         group: a process group; None is the default group, or this process alone.
         error: the type that errors without a type of ours become.
         where: the checkpoint, which such errors name.
-        aside: the collectives are launched by a background thread.
     """
 
     def __init__(
@@ -52,7 +51,6 @@ class Peers:
         *,
         error: type[ShardgradError] = CheckpointSaveError,
         where: Path | None = None,
-        aside: bool = False,
     ) -> None:
         self._group = group
         self._error = error
@@ -64,7 +62,6 @@ class Peers:
         self._log: GroupLog | None = None
         if self.count > 1:
             self._log = recorder.group_log(group or dist.distributed_c10d._get_default_group())
-            self._log.is_background = aside
 
     @property
     def leads(self) -> bool:

@@ -88,7 +88,7 @@ def save_async(
             `wait` raises later errors.
     """
     folder = Path(folder)
-    peers = Peers(group, where=folder, aside=group is not None)
+    peers = Peers(group, where=folder)
     if group is None and peers.count > 1:
         raise CheckpointSaveError(
             "an asynchronous save needs a separate process group",
