@@ -5,12 +5,13 @@ A kernel of an external optimizer takes addresses. A DTensor has none, and some 
 kernels fail when a rank holds no row of a parameter. So the external optimizer never sees our
 parameters. Each has an *alias*: a plain parameter over the same memory, whose gradient is a plain
 view of the gradient shard, set before each step. The alias of a parameter without elements on this
-rank is not passed.
+rank is one unused element that never gets a gradient: kernels skip it, and step counts go on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -18,137 +19,75 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardgrad.engine.param import FSDPParam, is_replaced, local_of, managed_by
-from shardgrad.engine.param_group import ParamGroup, group_of
+from shardgrad.engine.param_group import group_of
 from shardgrad.errors import GradientError, OptimizerParameterError
-from shardgrad.optim.selection import gradients_of
+from shardgrad.optim.selection import plain_gradient, select
 from shardgrad.sharding.dtensor import dtensor_like
 
 __all__ = ["Alias", "bind_gradients", "make_alias"]
 
 
+@dataclass(eq=False)
 class Alias:
     """The alias of one parameter. See [Note: Aliases].
 
-    Args:
-        param: the parameter, here one that no unit shards.
-        name: name for error messages.
-
     Attributes:
         param: the parameter.
+        managed: the same, if a unit shards it.
         name: name for error messages.
-        local: plain parameter over the same memory on this rank.
         attribute: attribute of the parameter that holds its gradient, "grad" or "decoupled_grad".
         grad_dtype: dtype of the gradient.
-        is_sharded: True if a unit shards the parameter.
+        local: plain parameter over the same memory.
     """
 
-    attribute = "grad"
-    is_sharded = False
+    param: nn.Parameter
+    managed: FSDPParam | None
+    name: str
+    attribute: str
+    grad_dtype: torch.dtype
+    local: nn.Parameter
 
-    def __init__(self, param: nn.Parameter, name: str) -> None:
-        self.param = param
-        self.name = name
-        self.grad_dtype = param.dtype
-        self.local = nn.Parameter(self._memory(), requires_grad=False)
-
-    def _memory(self) -> torch.Tensor:
-        return self.param.detach()
+    @property
+    def memory(self) -> torch.Tensor:
+        """What this rank holds of the parameter."""
+        return self.param.detach() if self.managed is None else local_of(self.param)
 
     @property
     def is_empty(self) -> bool:
         """True if this rank holds no element of the parameter."""
-        return self.local.numel() == 0
+        return self.memory.numel() == 0
 
     def wrap(self, local: torch.Tensor) -> torch.Tensor:
         """Returns local optimizer state in the form of the parameter: a DTensor if the parameter is
         one.
         """
-        return local
+        if self.is_empty:
+            local = local.new_empty(self.memory.shape)
+        return local if self.managed is None else dtensor_like(local, cast(DTensor, self.param))
 
-    def require_same(self) -> None:
+    def require_same_memory(self) -> None:
         """Checks that the alias and the parameter have the same memory.
 
         Raises:
             OptimizerParameterError: the parameter was replaced or moved.
         """
-        if is_replaced(self.param):
-            raise _replaced(
-                self.name, "a parameter of the model, not the one from before fully_shard"
+        managed, expected = self.managed, ""
+        if managed is None and is_replaced(self.param):
+            expected = "a parameter of the model, not the one from before fully_shard"
+        elif managed is not None and (
+            managed.sharded is not self.param or self.memory is not managed.expected_local
+        ):
+            expected = "the part of the shard that the engine all-gathers from"
+        elif not self.is_empty and self.memory.data_ptr() != self.local.data_ptr():
+            expected = "the memory it had when the optimizer was built"
+        if expected:
+            raise OptimizerParameterError(
+                f"parameter {self.name} was replaced or moved after the optimizer was built",
+                expected=expected,
+                got="other memory, which a step would not reach",
+                fix="build the optimizer after the last model.to(...) or "
+                "load_state_dict(assign=True)",
             )
-        if self.param.data_ptr() != self.local.data_ptr():
-            raise _replaced(self.name, "the memory it had when the optimizer was built")
-
-    def show(self, grad: torch.Tensor | None, attribute: str) -> None:
-        """Sets the alias' gradient, which the external optimizer reads.
-
-        Raises:
-            GradientError: its dtype is not the one that was checked when the optimizer was built.
-        """
-        if grad is not None and grad.dtype is not self.grad_dtype:
-            raise GradientError(
-                f"the gradient of parameter {self.name} has another dtype than expected",
-                expected=str(self.grad_dtype),
-                got=str(grad.dtype),
-                fix="build the optimizer after the last change of dtypes",
-            )
-        if attribute == "grad" and self.grad_dtype is not self.local.dtype:
-            self.local.grad_dtype = self.grad_dtype
-        setattr(self.local, attribute, grad)
-
-    def gradient(self) -> torch.Tensor | None:
-        """Returns the gradient of a parameter that no unit shards."""
-        return self.param.grad
-
-    def forget(self, *, set_to_none: bool) -> None:
-        """Sets the parameter's gradient to None, or to zero."""
-        grad = getattr(self.param, self.attribute, None)
-        if grad is not None and set_to_none:
-            setattr(self.param, self.attribute, None)
-        elif grad is not None:
-            grad.detach().zero_()
-
-
-class ShardedAlias(Alias):
-    """The alias of a parameter that a unit shards.
-
-    Args:
-        managed: the sharded parameter.
-
-    Attributes:
-        managed: the sharded parameter.
-    """
-
-    is_sharded = True
-
-    def __init__(self, managed: FSDPParam) -> None:
-        self.managed = managed
-        super().__init__(managed.sharded, managed.name)
-        self.attribute = group_of(managed).gradient_policy.attribute
-        self.grad_dtype = group_of(managed).gradient_dtype
-
-    def _memory(self) -> torch.Tensor:
-        return local_of(self.managed.sharded)
-
-    def wrap(self, local: torch.Tensor) -> torch.Tensor:
-        """See `Alias.wrap`: a DTensor."""
-        return dtensor_like(local, cast(DTensor, self.param))
-
-    def require_same(self) -> None:
-        """See `Alias.require_same`."""
-        managed = self.managed
-        if managed.sharded is not self.param or local_of(self.param) is not managed.expected_local:
-            raise _replaced(managed.name, "the part of the shard that the engine all-gathers from")
-        if local_of(self.param).data_ptr() != self.local.data_ptr():
-            raise _replaced(managed.name, "the shard it had when the optimizer was built")
-
-
-def _replaced(name: str, expected: str) -> OptimizerParameterError:
-    return OptimizerParameterError(
-        f"parameter {name} was replaced or moved after the optimizer was built",
-        expected=expected,
-        got="other memory, which a step would not reach",
-        fix="build the optimizer after the last model.to(...) or load_state_dict(assign=True)",
-    )
 
 
 def make_alias(param: nn.Parameter, name: str) -> Alias:
@@ -163,6 +102,7 @@ def make_alias(param: nn.Parameter, name: str) -> Alias:
             engine.
     """
     managed = managed_by(param)
+    name = name if managed is None else managed.name
     why = fix = ""
     if param.device.type == "meta":
         why, fix = "it is on the meta device", "model.to_empty(device=...) and initialise it first"
@@ -173,14 +113,20 @@ def make_alias(param: nn.Parameter, name: str) -> Alias:
         why, fix = "it is not contiguous in memory", "param.data = param.data.contiguous()"
     if why:
         raise OptimizerParameterError(
-            f"an optimizer was given parameter {name if managed is None else managed.name}, and "
-            f"{why}",
+            f"an optimizer was given parameter {name}, and {why}",
             expected="contiguous parameters with data, sharded by shardgrad.fully_shard or not at "
             "all",
             got=why,
             fix=fix,
         )
-    return Alias(param, name) if managed is None else ShardedAlias(managed)
+    attribute, grad_dtype = "grad", param.dtype
+    if managed is not None:
+        group = group_of(managed)
+        attribute, grad_dtype = group.gradient_policy.attribute, group.gradient_dtype
+    alias = Alias(param, managed, name, attribute, grad_dtype, param)
+    memory = alias.memory.new_zeros(1) if alias.is_empty else alias.memory
+    alias.local = nn.Parameter(memory, requires_grad=False)
+    return alias
 
 
 def bind_gradients(aliases: Iterable[Alias], attribute: str) -> list[torch.Tensor]:
@@ -201,31 +147,29 @@ def bind_gradients(aliases: Iterable[Alias], attribute: str) -> list[torch.Tenso
         OptimizerParameterError, ForeignParameterError, GradientError: before anything is changed by
             a step.
     """
-    by_group: dict[ParamGroup, list[ShardedAlias]] = {}
+    aliases = list(aliases)
     for alias in aliases:
-        alias.require_same()
-        if isinstance(alias, ShardedAlias):
-            by_group.setdefault(group_of(alias.managed), []).append(alias)
-        else:
-            alias.show(alias.gradient(), attribute)
-    verdicts: dict[int, torch.Tensor] = {}
-    for group, members in by_group.items():
-        views, nonfinite = _views(group, members)
-        for member, view in zip(members, views, strict=True):
-            member.show(view, attribute)
-        if nonfinite is not None:
-            verdicts[id(nonfinite)] = nonfinite
-    return list(verdicts.values())
-
-
-def _views(
-    group: ParamGroup, members: Sequence[ShardedAlias]
-) -> tuple[list[torch.Tensor | None], torch.Tensor | None]:
-    shard = gradients_of(group, [member.param for member in members])
-    if shard is None:
-        return [None] * len(members), None
-    places = [shard.place_of(member.param) for member in members]
-    known = [place for place in places if place is not None]
-    live: Mapping[int, bool] = dict(zip(known, shard.settle(known), strict=True))
-    views = [shard.view(place) if place is not None and live[place] else None for place in places]
-    return views, shard.nonfinite
+        alias.require_same_memory()
+    selections = select(alias.param for alias in aliases if alias.managed is not None).selections
+    # Compared by identity, as every DTensor operator would be a dispatch.
+    views = {
+        id(chosen.shard.params[place]): chosen.shard.view(place)
+        for chosen in selections
+        for place in chosen.live
+    }
+    for alias in aliases:
+        grad = views.get(id(alias.param))
+        if alias.managed is None:
+            grad = plain_gradient(alias.param)
+        if grad is not None and grad.dtype is not alias.grad_dtype:
+            raise GradientError(
+                f"the gradient of parameter {alias.name} has another dtype than expected",
+                expected=str(alias.grad_dtype),
+                got=str(grad.dtype),
+                fix="build the optimizer after the last change of dtypes",
+            )
+        if attribute == "grad" and alias.grad_dtype is not alias.local.dtype:
+            alias.local.grad_dtype = alias.grad_dtype
+        setattr(alias.local, attribute, None if alias.is_empty else grad)
+    found = (chosen.shard.nonfinite for chosen in selections)
+    return [nonfinite for nonfinite in found if nonfinite is not None]

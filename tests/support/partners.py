@@ -49,18 +49,18 @@ def plane(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, **option
 
 @contextmanager
 def partner(name: str) -> Iterator[Callable[..., Any]]:
-    """Yields `fused_adam` of "te 2.17.1" or "apex", with a stand-in installed that runs on the
+    """Yields our FusedAdam for "te 2.17.1" or "apex", with a stand-in installed that runs on the
     CPU.
     """
     kind, _, version = name.partition(" ")
     module: Any = integrations.transformer_engine if kind == "te" else integrations.apex
     installed = te_fused_adam.installed(version) if kind == "te" else apex_fused_adam.installed()
-    before, module.DEVICE_TYPES = module.DEVICE_TYPES, ("cpu",)
+    before, module.FusedAdam.device_types = module.FusedAdam.device_types, ("cpu",)
     try:
         with installed:
-            yield module.fused_adam
+            yield module.FusedAdam
     finally:
-        module.DEVICE_TYPES = before
+        module.FusedAdam.device_types = before
 
 
 def descend(model: nn.Module, optimizer: Optimizer, steps: range = range(3)) -> None:

@@ -61,6 +61,8 @@ class _FusedAdam(Optimizer):
             raise RuntimeError("no AMSGrad")
         if exp_avg_dtype not in STATES or exp_avg_sq_dtype not in STATES:
             raise RuntimeError("moments of another dtype")
+        if master_weights and master_weight_dtype not in (torch.float32, torch.float16):
+            raise RuntimeError("masters of another dtype")
         moments = {exp_avg_dtype, exp_avg_sq_dtype}
         allowed = [{torch.float32}] + [{torch.bfloat16}] * (self.release >= (2, 13))
         if capturable and (moments not in allowed or store_param_remainders):
