@@ -83,8 +83,6 @@ LINES = [
         "explain empty.json",
         "explain text",
     ),
-    *("generate missing", "generate started --bytes 0", "generate started --prompt ''"),
-    *("generate started", "generate wrong"),
     *(
         "checkpoint verify started",
         "checkpoint verify missing",

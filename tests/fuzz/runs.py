@@ -15,8 +15,7 @@ from unittest import mock
 import torch
 from hypothesis import strategies as st
 
-from shardgrad import checkpoint
-from shardgrad.errors import CheckpointError, PartnerUnavailableError
+from shardgrad.errors import PartnerUnavailableError
 from shardgrad.graphs import preflight
 from shardgrad.programs.checkpoint import lock
 from shardgrad.programs.plan.models import build_plan_model
@@ -24,22 +23,17 @@ from shardgrad.programs.plan.request import Request
 from shardgrad.programs.train.config import TrainConfig, mesh_shape, read_settings, resumed
 from shardgrad.programs.train.corpus import load_corpus
 from shardgrad.programs.train.failure import TrainingError
-from shardgrad.programs.train.generate import continued, load_run
 from shardgrad.programs.train.huggingface import read_model_config
 from shardgrad.programs.train.launcher import is_restarted, torchrun_world_size
-from shardgrad.programs.train.model import Transformer
 from shardgrad.programs.train.parallel import World
-from shardgrad.programs.train.presets import transformer_config
 from shardgrad.programs.train.record import RunRecord
 from tests.fuzz.inputs import (
     CHANGES,
-    EDITS,
     ODD,
     ODD_TEXTS,
     PLAUSIBLE,
     Target,
     changed,
-    edited,
     scratch,
 )
 
@@ -144,59 +138,6 @@ def feed_environment(variables: dict[str, str]) -> str:
     assert 0 <= int(variables["RANK"]) < world_size
     return "taken"
 
-
-# -- a run that continues a text
-
-SMALL = {"layers": 1, "width": 8, "heads": 2, "kv_heads": 1, "hidden": 8}
-
-
-@cache
-def small_run() -> Path:
-    """Returns the folder of a run with a small model and one checkpoint."""
-    folder = scratch() / "small-run"
-    series = checkpoint.Series(folder / "checkpoints")
-    path = series.path_of(3)
-    state = {
-        "model": Transformer(transformer_config("tiny", SMALL)).state_dict(),
-        "progress": {"step": 3},
-    }
-    checkpoint.save(state, path, then=lambda: series.publish(path))
-    return folder
-
-
-def feed_run(
-    case: tuple[list[tuple[list[int], str, Any]], int, list[tuple[int, str, bytes]]],
-) -> str:
-    """A run of which settings and a file of the checkpoint may be others, and what its model
-    writes.
-    """
-    changes, number, edits = case
-    folder = small_run()
-    right = json.loads(TrainConfig(seq_len=4, override=SMALL).to_json())
-    (folder / "config.json").write_text(json.dumps(changed(right, changes)), encoding="utf-8")
-    files = sorted(path for path in folder.glob("checkpoints/step_*/*"))
-    path = files[number % len(files)]
-    before = path.read_bytes()
-    path.write_bytes(edited(before, edits))
-    try:
-        model, config = load_run(folder)
-        settings: dict[str, Any] = {
-            "count": 2,
-            "window": min(config.seq_len, 4),
-            "device": WORLD.device,
-        }
-        text = continued(model, b"ab", temperature=0.5, seed=0, **settings)
-    except (TrainingError, CheckpointError, PartnerUnavailableError):
-        return "refused"
-    finally:
-        path.write_bytes(before)
-    assert len(text) == 4
-    return "continued"
-
-
-RUNS = st.one_of(
-    st.tuples(CHANGES, st.just(0), st.just([])), st.tuples(st.just([]), st.integers(0, 3), EDITS)
-)
 
 # -- settings
 
@@ -391,7 +332,6 @@ TARGETS = {
     ),
     "saved settings": Target(CHANGES, feed_saved_settings),
     "file of settings": Target(SETTINGS_FILES, feed_settings_file),
-    "run that continues a text": Target(RUNS, feed_run),
     "mesh": Target(st.one_of(ODD_TEXTS, st.from_regex(r"[0-9x²]{1,8}")), feed_mesh),
     "text to train on": Target(TEXTS, feed_text),
     "configuration of transformers": Target(HF_FILES, feed_hf_config),

@@ -10,12 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import Tensor, nn
 
-from shardgrad import checkpoint
-from shardgrad.programs.cli import main
-from shardgrad.programs.train.config import TrainConfig
 from shardgrad.programs.train.generate import continued, shown
 from shardgrad.programs.train.model import Transformer, materialise
 from shardgrad.programs.train.presets import transformer_config
@@ -59,52 +55,6 @@ def test_the_same_seed_chooses_the_same_text() -> None:
 
 def test_control_characters_of_a_model_do_not_reach_the_terminal() -> None:
     assert shown(b"a\x1b[2J\xff\n\tb") == "a\\x1b[2J\\xff\n    b"
-
-
-@pytest.mark.parametrize("removed", [0, 2])
-def test_a_run_continues_a_text_with_its_newest_weights(
-    removed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also if the training that goes on removes what was found as the newest, twice."""
-    config = TrainConfig(override=SMALL, seq_len=16, ranks=1)
-    (tmp_path / "config.json").write_text(config.to_json())
-    with torch.device("meta"):
-        model = Transformer(transformer_config("tiny", SMALL))
-    materialise(model, model, device=CPU, seed=3)
-    series = checkpoint.Series(tmp_path / "checkpoints", keep=2)
-    path = series.path_of(5)
-    state = {
-        "model": model.state_dict(),
-        "progress": {"step": 5},
-        "rng_0": {"cpu": torch.get_rng_state()},
-    }
-    checkpoint.save(state, path, then=lambda: series.publish(path))
-    found = [*(series.path_of(step) for step in range(removed)), path]
-    monkeypatch.setattr(checkpoint.Series, "latest", lambda _: found.pop(0))
-    asked = ["generate", str(tmp_path), "--prompt", "def ", "--bytes", "8", "--seed", "4"]
-    result = CliRunner().invoke(main, asked)
-    assert result.exit_code == 0, result.output
-    right = continued(model, b"def ", count=8, window=16, temperature=0.8, seed=4, device=CPU)
-    assert result.stdout == shown(right) + "\n"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["nowhere"], "does not exist"),
-        (["."], "There is no run in ."),
-        ([".", "--prompt", ""], "--prompt is empty"),
-        ([".", "--bytes", "0"], "is not in the range"),
-        ([".", "--temperature", "nan"], "is not in the range"),
-    ],
-)
-def test_bad_input_of_generate_is_refused_without_pytorch(
-    arguments: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(main, ["generate", *arguments])
-    assert result.exit_code == 2
-    assert words in result.stderr
 
 
 def test_tensorboard_reads_what_a_run_has_written(tmp_path: Path) -> None:

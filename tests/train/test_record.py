@@ -97,15 +97,6 @@ def test_a_line_that_is_no_event_is_set_aside_with_a_warning_and_the_others_stay
     record.draw(unigram_entropy=1.0)
 
 
-def test_metrics_that_are_set_aside_twice_are_kept_twice(tmp_path: Path) -> None:
-    record = begun(tmp_path)
-    for words in (b"first\n", b"second\n"):
-        (tmp_path / "metrics.jsonl").write_bytes(words)
-        assert resume(record) is not None
-    assert (tmp_path / "metrics.jsonl.unreadable").read_bytes() == b"first\n"
-    assert (tmp_path / "metrics.jsonl.unreadable-2").read_bytes() == b"second\n"
-
-
 def test_a_last_line_that_was_cut_short_is_left_out_without_a_warning(tmp_path: Path) -> None:
     record = begun(tmp_path)
     path = tmp_path / "metrics.jsonl"

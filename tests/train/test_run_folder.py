@@ -21,7 +21,6 @@ from tests.train.test_train_program import (
     ROOT,
     TRAIN,
     end,
-    events,
     losses,
     ranks_of,
     start,
@@ -122,16 +121,3 @@ def test_a_damaged_checkpoint_is_named_with_how_to_go_on_from_an_older_one(tmp_p
     assert "newest checkpoint" not in errors
     (checkpoints / "latest").write_text("step_000004\n")
     assert "Resumed after step 4." in train("--resume", folder, "--steps", "9")
-
-
-def test_a_run_with_a_flipped_bit_in_its_metrics_goes_on_with_a_warning(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    train(*MICRO, "--ranks", "1", "--run-dir", folder)
-    metrics = folder / "metrics.jsonl"
-    content = bytearray(metrics.read_bytes())
-    content[content.index(b"digest")] ^= 0x80
-    metrics.write_bytes(content)
-    output = train("--resume", folder, "--steps", "8")
-    assert "Warning: 1 line of metrics.jsonl could not be read" in output
-    assert (folder / "metrics.jsonl.unreadable").read_bytes() == content
-    assert max(event["step"] for event in events(folder)) == 8

@@ -25,7 +25,6 @@ _COMMANDS = {
     },
     "A run": {
         "train": ("train", "Train a language model on bytes."),
-        "generate": ("generate", "Continue a text with the model of a run."),
     },
     "After a run": {
         "explain": (

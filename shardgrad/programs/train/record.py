@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import os
 import platform
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -103,11 +101,7 @@ class RunRecord:
         return warning
 
     def _set_aside(self, unreadable: int) -> str:
-        names = (
-            self._metrics.with_name(f"{self._metrics.name}.unreadable{end}") for end in _endings()
-        )
-        aside = next(path for path in names if not path.exists())
-        self._metrics.rename(aside)
+        aside = self._metrics.replace(self._metrics.with_name(f"{self._metrics.name}.unreadable"))
         lines = f"{unreadable} line{'' if unreadable == 1 else 's'}"
         return (
             f"Warning: {lines} of {self._metrics.name} could not be read; the file as it was is "
@@ -179,11 +173,6 @@ def _event(line: bytes) -> dict[str, Any] | None:
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError):
         return None
     return event if is_whole else None
-
-
-def _endings() -> Iterator[str]:
-    yield ""
-    yield from (f"-{number}" for number in itertools.count(2))
 
 
 def _environment(world: World) -> dict[str, Any]:
