@@ -29,27 +29,15 @@ DEFAULT = "training_step"
 BENCHMARKS = {
     "training_step": "How long does a step take with each engine, with how much memory and "
     "traffic?",
-    "host_overhead": "How much host time does an engine add per unit, and does it grow linearly?",
-    "versions": "Does a step cost more CPU time or memory than with another version of the source "
-    "tree?",
     "counts": "What does a step launch, send, wait for, allocate and hold? Needs `.venv-cuda`, and "
     "no GPU.",
     "reading": "What does a reader hold: size, imports, calls and files of a step, private names?",
-    "step_calls": "How many functions does a training step call, in Python and in C?",
     "construction": "How long does `fully_shard` take on a deep model?",
-    "collectives": "Is the exchange transport better than gloo's own collectives, and from which "
-    "size on?",
-    "zero_copy": "From which size on does a parameter travel faster by itself than packed with "
-    "others?",
     "kernels": "How near to a plain copy of as many bytes are the ops?",
     "optimizers": "How long do an optimizer step and clipping take, beside torch's under FSDP2?",
     "graphed_replay": "How long does the host take to call a graphed step, beside a bare graph's "
     "replay?",
     "plan": "Is what `shardgrad plan` predicts, memory and step time, what ranks measure?",
-    "loss_curves": "Does training with `shardgrad.optim` go the way it goes with torch's?",
-    "wire_dtype": "Does training with bfloat16 on the wire go the way it goes in float32?",
-    "checkpoints": "How long do a save and a load take, beside the same bytes raw?",
-    "flight_recorder": "What does the flight recorder cost a tiny step?",
     "soak": "Does anything grow in 20,000 steps, or while 200 models are built and deleted?",
 }
 _RECORDS = {

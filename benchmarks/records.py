@@ -34,8 +34,6 @@ Record = Mapping[str, Any]
 # What benchmarks were called when older records were made.
 _RENAMED = {
     "bench": "training_step",
-    "direct": "zero_copy",
-    "journal": "flight_recorder",
     "optimizer": "optimizers",
     "replay": "graphed_replay",
 }

@@ -96,7 +96,7 @@ _ALL = "all"
     help="Seconds without an answer until ranks count as hung.",
 )
 @option(
-    "--keep-heap/--no-keep-heap", default=True, help="Apply the training program's heap setting."
+    "--keep-heap/--no-keep-heap", default=True, help="Have glibc keep memory that a step frees."
 )
 @option("--list-engines", is_flag=True, help="List the engines, and exit.")
 @click.pass_obj

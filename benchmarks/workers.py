@@ -15,7 +15,7 @@ import textwrap
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -397,21 +397,10 @@ def on_ranks(
     Raises:
         WorkersFailed: at the first failure; the other ranks are ended.
     """
-    with started(ranks, keep_heap=keep_heap, timeout_s=timeout_s) as call:
-        return call(function, *arguments)
-
-
-@contextmanager
-def started(
-    ranks: int, *, keep_heap: bool = True, timeout_s: float = 3600.0
-) -> Iterator[Callable[..., list[Any]]]:
-    """Starts ranks that live as long as the block; yields what calls a function on each, like
-    `on_ranks`.
-    """
     workers = Workers("benchmarks.workers:Functions", None, ranks, timeout_s, keep_heap=keep_heap)
     try:
         workers.ready()
-        yield lambda function, *arguments: workers.call("call", function, arguments)
+        return workers.call("call", function, arguments)
     except WorkersFailed as failure:
         raise WorkersFailed(failure.traceback or str(failure)) from None
     finally:
@@ -419,14 +408,14 @@ def started(
 
 
 @contextmanager
-def one_rank(device: str = "cpu", *, keep_heap: bool = False) -> Iterator[None]:
+def one_rank(device: str = "cpu") -> Iterator[None]:
     """Makes this process a process group of one rank in the block; on a CPU, with one thread."""
     import torch
     import torch.distributed as dist
 
     threads = torch.get_num_threads()
     with tempfile.TemporaryDirectory() as store:
-        Worker("", None, 0, 1, store, 3600.0, device, keep_heap=keep_heap).join()
+        Worker("", None, 0, 1, store, 3600.0, device, keep_heap=False).join()
         try:
             yield
         finally:

@@ -13,7 +13,7 @@ from benchmarks.engines.summary import record_of
 from benchmarks.engines.task import Length, Task
 from benchmarks.engines.trace import Observation, Traffic
 from benchmarks.measure import Cost
-from benchmarks.readme import BEGIN, END, README, newest, replaced, results, small_table, tables
+from benchmarks.readme import BEGIN, END, README, newest, replaced, results, tables
 from benchmarks.records import RESULTS
 
 NAMES = (
@@ -103,26 +103,6 @@ def test_the_tables_are_made_of_records_that_count(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match="lacks the marks"):
         replaced("no marks", text)
-
-
-def test_the_small_table_has_ratios_and_links_from_the_root(tmp_path: Path) -> None:
-    ratio = {"median": 0.5, "quartiles": [0.4, 0.6]}
-    environment = with_time("1")["environment"]
-    overhead = {
-        "benchmark": "host_overhead",
-        "environment": environment,
-        "config": {"smoke": False},
-        "summary": {
-            "2": {"10 units": {"shardgrad": {"ratio_to_fsdp2": ratio}}, "growth": {"shardgrad": {}}}
-        },
-    }
-    folder = written(tmp_path, [with_time("1"), overhead])
-    lines = list(small_table(newest(results(folder))))
-    link = "[record](benchmarks/results/a/bench.jsonl)"
-    assert lines[2:] == [
-        f"| step, tiny, fp32, 2 ranks, 8 x 128 tokens each | 2.00 | 3.00 | 1.00 | {link} |",
-        f"| host CPU time of units of 2 parameters | 0.50 |  |  | {link} |",
-    ]
 
 
 def test_the_tables_are_up_to_date() -> None:
