@@ -159,9 +159,15 @@ def _case(
     name: str, op: str, args: tuple[object, ...], sources: Sequence[Tensor], target: Tensor
 ) -> Case:
     nbytes = sum(source.nbytes for source in sources) + target.nbytes
+    return _beside_copy(name, nbytes, getattr(movement, f"_{op}_reference"), op, args)
+
+
+def _beside_copy(
+    name: str, nbytes: int, reference: Call, op: str, args: tuple[object, ...]
+) -> Case:
     plain = torch.ones(nbytes // 2, dtype=torch.uint8)
     calls: dict[str, Call] = {"copy": partial(torch.zeros_like(plain).copy_, plain)}
-    calls["reference"] = partial(getattr(movement, f"_{op}_reference"), *args)
+    calls["reference"] = partial(reference, *args)
     if ops.backend() == "compiled":
         calls["compiled"] = partial(getattr(torch.ops.shardgrad, op).default, *args)
     return Case(name, nbytes, calls)
@@ -276,12 +282,7 @@ def _in_place(
     read: list[Tensor],
 ) -> Case:
     nbytes = 2 * sum(tensor.nbytes for tensor in written) + sum(tensor.nbytes for tensor in read)
-    plain = torch.ones(nbytes // 2, dtype=torch.uint8)
-    calls: dict[str, Call] = {"copy": partial(torch.zeros_like(plain).copy_, plain)}
-    calls["reference"] = partial(reference, *args)
-    if ops.backend() == "compiled":
-        calls["compiled"] = partial(getattr(torch.ops.shardgrad, op).default, *args)
-    return Case(name, nbytes, calls)
+    return _beside_copy(name, nbytes, reference, op, args)
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from shardgrad.programs.train.huggingface import CausalLM, build_causal_lm
 from shardgrad.programs.train.model import Transformer, count_parameters, materialise
@@ -19,68 +18,15 @@ SEED = 0
 LanguageModel = Transformer | CausalLM
 
 
-@dataclass(frozen=True)
-class MixtureConfig(TransformerConfig):
-    """A transformer whose feed-forwards are many experts side by side, each token visiting one.
-
-    Args:
-        experts: per block. A token's place in the batch decides which one it visits, so shapes
-            never depend on data and every engine can run it, captured or not.
-    """
-
-    experts: int = 16
-
-
-# The training program's, a size between 124 million and 1.2 billion, and two shapes that are hard
-# on engines.
+# The training program's, a size between 124 million and 1.2 billion, and a shape that is hard on
+# engines.
 MODELS: Mapping[str, TransformerConfig] = {
     **PRESETS,
     "300m": TransformerConfig(
         width=1024, layers=20, heads=16, kv_heads=16, hidden=2816, vocab_size=50_257
     ),
     "many-small": TransformerConfig(width=64, layers=96, heads=2, kv_heads=2, hidden=128),
-    "wide-moe": MixtureConfig(width=256, layers=4, heads=4, kv_heads=4, hidden=512),
 }
-
-
-class Experts(nn.Module):
-    """Feed-forwards side by side; the token at place `i` of the batch visits expert `i` modulo
-    their number.
-
-    Args:
-        config: of the model.
-    """
-
-    def __init__(self, config: MixtureConfig) -> None:
-        super().__init__()
-        self.std = config.init_std
-        count, width, hidden = config.experts, config.width, config.hidden
-        self.gate = nn.Parameter(torch.empty(count, width, hidden))
-        self.up = nn.Parameter(torch.empty(count, width, hidden))
-        self.down = nn.Parameter(torch.empty(count, hidden, width))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw the weights again from the default generator of their device."""
-        for weight in (self.gate, self.up, self.down):
-            nn.init.normal_(weight, std=self.std)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """`[batch, sequence, width]` to the same; batch x sequence is a multiple of the experts."""
-        count, width = self.gate.shape[:2]
-        # [experts, tokens of each, width].
-        tokens = inputs.reshape(-1, count, width).transpose(0, 1)
-        inner = functional.silu(torch.bmm(tokens, self.gate)) * torch.bmm(tokens, self.up)
-        return torch.bmm(inner, self.down).transpose(0, 1).reshape(inputs.shape)
-
-
-class Mixture(Transformer):
-    """A :class:`Transformer` with `Experts` for feed-forwards."""
-
-    def __init__(self, config: MixtureConfig) -> None:
-        super().__init__(config)
-        for block in self.layers:
-            block.feed_forward = Experts(config)
 
 
 class Chain(nn.Module):
@@ -121,7 +67,6 @@ class ModelFacts:
 
     Attributes:
         numel: numbers in the parameters.
-        active_numel: those that one token meets.
         units: modules that an engine shards: the blocks and the model.
         attention_numel: layers times the width of attention, as in the cost of scores; 0 where not
             known.
@@ -129,7 +74,6 @@ class ModelFacts:
     """
 
     numel: int
-    active_numel: int
     units: int
     attention_numel: int
     vocab_size: int
@@ -144,9 +88,8 @@ def on_meta(preset: str, hf: str | None = None) -> LanguageModel:
     """
     if hf is not None:
         return build_causal_lm(hf, {}, device=torch.device("meta"), seed=SEED)
-    config = MODELS[preset]
     with torch.device("meta"):
-        return Mixture(config) if isinstance(config, MixtureConfig) else Transformer(config)
+        return Transformer(MODELS[preset])
 
 
 def build_model(
@@ -181,11 +124,7 @@ def facts_of(preset: str, hf: str | None = None) -> ModelFacts:
     numel, layers = count_parameters(model), len(model.layers)
     if isinstance(model, Transformer):
         config = model.config
-        idle = 0
-        if isinstance(config, MixtureConfig):
-            experts = sum(param.numel() for param in model.layers[0].feed_forward.parameters())
-            idle = layers * (experts - experts // config.experts)
-        return ModelFacts(numel, numel - idle, layers + 1, layers * config.width, config.vocab_size)
+        return ModelFacts(numel, layers + 1, layers * config.width, config.vocab_size)
     theirs = cast(Any, model.model).config
     width = getattr(theirs, "hidden_size", 0)
-    return ModelFacts(numel, numel, layers + 1, layers * width, int(theirs.vocab_size))
+    return ModelFacts(numel, layers + 1, layers * width, int(theirs.vocab_size))

@@ -195,18 +195,18 @@ def peak_of(hardware: Mapping[str, Any], precision: str) -> tuple[float, str]:
 def flops_per_step(model: Mapping[str, int], *, tokens: int, seq_len: int) -> float:
     """What a step has to compute, however it is done: 6 N + 12 L H Q T for each token.
 
-    N counts the parameters that a token meets, L H Q are layers times the width of attention, T is
+    N counts the parameters, L H Q are layers times the width of attention, T is
     the length of the sequence. Recomputation does not count, nor does it help that half of causal
     attention is masked.
 
     Args:
-        model: `active_numel` and `attention_numel`.
+        model: `numel` and `attention_numel`.
         tokens: of the step, on all ranks.
         seq_len: T.
 
     Source: PaLM (Chowdhery et al., 2022, arXiv:2204.02311), appendix B.
     """
-    return float(tokens * (6 * model["active_numel"] + 12 * model["attention_numel"] * seq_len))
+    return float(tokens * (6 * model["numel"] + 12 * model["attention_numel"] * seq_len))
 
 
 def _host(name: str, measured: Measured, outcome: Outcome, task: Task) -> dict[str, Any]:

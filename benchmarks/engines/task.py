@@ -6,7 +6,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from benchmarks.models import MODELS, MixtureConfig
+from benchmarks.models import MODELS
 from shardgrad.programs.train.config import mesh_shape
 from shardgrad.programs.train.failure import UsageError
 from shardgrad.programs.train.presets import suggestion
@@ -99,8 +99,8 @@ def check(task: Task) -> None:
     """Refuses a task that no engine can do.
 
     Raises:
-        UsageError: an unknown preset or precision, a mesh that does not hold the ranks, a batch
-            that experts cannot share, fewer GPUs than ranks.
+        UsageError: an unknown preset or precision, a mesh that does not hold the ranks, fewer
+            GPUs than ranks.
     """
     if task.hf is None and task.preset not in MODELS:
         raise UsageError(
@@ -115,13 +115,6 @@ def check(task: Task) -> None:
         raise UsageError(
             f"--mesh {task.mesh} has room for {math.prod(task.mesh_shape)} ranks, not "
             f"{task.ranks}: use --ranks {math.prod(task.mesh_shape)}, or another mesh."
-        )
-    config = None if task.hf else MODELS[task.preset]
-    if isinstance(config, MixtureConfig) and task.batch_size * task.seq_len % config.experts:
-        raise UsageError(
-            f"{task.batch_size} x {task.seq_len} tokens cannot be shared evenly by "
-            f"{config.experts} experts: choose a --batch-size or --seq-len that is a multiple of "
-            f"{config.experts}."
         )
     if task.device == "cuda" and not task.share_device:
         import torch

@@ -16,7 +16,7 @@ from benchmarks.workers import Worker
 HARDWARE = {
     "ops_backend": "compiled",
     "matmul_flops_per_s": 1e9,
-    "model": {"numel": 10, "active_numel": 10, "units": 2, "attention_numel": 0, "vocab_size": 256},
+    "model": {"numel": 10, "units": 2, "attention_numel": 0, "vocab_size": 256},
 }
 SECONDS = {"fsdp2": 0.4, "shardgrad": 0.2, "compute": 0.1}
 

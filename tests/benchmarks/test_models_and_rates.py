@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from benchmarks.engines.summary import flops_per_step, peak_of
-from benchmarks.models import MODELS, Experts, MixtureConfig, facts_of
+from benchmarks.models import MODELS, facts_of
 from shardgrad.programs.train.presets import TransformerConfig
 
 
-def numel_of(config: TransformerConfig, *, experts: int) -> int:
+def numel_of(config: TransformerConfig) -> int:
     """Numbers in the parameters, by arithmetic."""
     attention = 2 * config.width * (config.width + config.kv_heads * config.head_width)
-    feed_forward = 3 * config.width * config.hidden * experts
+    feed_forward = 3 * config.width * config.hidden
     block = attention + feed_forward + 2 * config.width
     embeddings = config.vocab_size * config.width * (1 if config.tied else 2)
     return config.layers * block + config.width + embeddings
@@ -21,26 +20,12 @@ def numel_of(config: TransformerConfig, *, experts: int) -> int:
 
 @pytest.mark.parametrize("preset", MODELS)
 def test_parameters_are_counted_as_the_model_has_them(preset: str) -> None:
-    config, facts = MODELS[preset], facts_of(preset)
-    experts = config.experts if isinstance(config, MixtureConfig) else 1
-    assert facts.numel == numel_of(config, experts=experts)
-    assert facts.active_numel == numel_of(config, experts=1)
-
-
-def test_each_token_visits_the_expert_of_its_place() -> None:
-    config = MixtureConfig(width=8, layers=1, heads=2, kv_heads=2, hidden=16, experts=4)
-    experts = Experts(config)
-    inputs = torch.randn(2, 6, 8)
-    outputs = experts(inputs).reshape(12, 8)
-    for place, token in enumerate(inputs.reshape(12, 8)):
-        gate, up, down = (weight[place % 4] for weight in (experts.gate, experts.up, experts.down))
-        expected = (torch.nn.functional.silu(token @ gate) * (token @ up)) @ down
-        torch.testing.assert_close(outputs[place], expected)
+    assert facts_of(preset).numel == numel_of(MODELS[preset])
 
 
 def test_flops_are_those_of_the_palm_paper() -> None:
     # Its own example, table 21: PaLM 540B, 118 layers of 48 heads of 256, 2,048 tokens.
-    model = {"active_numel": 540_350_000_000, "attention_numel": 118 * 48 * 256}
+    model = {"numel": 540_350_000_000, "attention_numel": 118 * 48 * 256}
     per_token = flops_per_step(model, tokens=1, seq_len=2048)
     assert per_token == pytest.approx(6 * 540.35e9 + 12 * 118 * 48 * 256 * 2048)
     # 238.3 thousand tokens/s on 6,144 chips of 275 TFLOP/s: 46.2 % with attention.

@@ -36,7 +36,6 @@ def make_record(*, task: Task | None = None) -> dict[str, Any]:
         "matmul_flops_per_s": 1e9,
         "model": {
             "numel": 10,
-            "active_numel": 10,
             "units": 2,
             "attention_numel": 0,
             "vocab_size": 256,
