@@ -3,11 +3,10 @@ group.
 
 [Note: Flight recorder]
 When a collective hangs, every rank knows its own side only. So each rank records, for every process
-group, how many collectives it has started, the last few of them, and a fingerprint of all of them:
-what each moved, how many elements, of which dtype. Two ranks of a group have equal fingerprints
-after equal counts. A rank with a lower count is late; a rank with another fingerprint has called
-other collectives. Recording takes about a microsecond for each collective and a fixed amount of
-memory; nothing is sent until a rank asks (`watchdog.py`).
+group, how many collectives it has started, and of the last few what each moved, how many elements,
+of which dtype. A rank with a lower count is late; a rank that has another collective under the same
+number has left the common order. Recording takes about a microsecond for each collective and a
+fixed amount of memory; nothing is sent until a rank asks (`watchdog.py`).
 
 A replay of a graph runs no Python: under `graphed_step` the collectives of a graph are recorded
 once, when it is captured, and the step goes on counting.
@@ -19,7 +18,6 @@ from __future__ import annotations
 
 import time
 import weakref
-import zlib
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,8 +34,6 @@ __all__ = ["Entry", "FlightRecorder", "GroupLog", "recorder"]
 
 _SLICE = timedelta(seconds=1)
 _ENTRIES = 64  # more than two ranks of one group can be apart by prefetching
-_MULTIPLIER = 0x5851F42D4C957F2D  # of Knuth's MMIX generator: odd, and mixes all 64 bits
-_MASK = 2**64 - 1
 
 
 class Entry(NamedTuple):
@@ -49,14 +45,12 @@ class Entry(NamedTuple):
         numel: elements that this rank contributed; 0 for Python objects, whose size differs between
             ranks.
         dtype: of the elements.
-        fingerprint: of all collectives of the group up to and including this one.
     """
 
     seq_id: int
     name: str
     numel: int
     dtype: str
-    fingerprint: int
 
 
 class GroupLog:
@@ -66,7 +60,6 @@ class GroupLog:
         name: of the process group, the same on all its ranks.
         ranks: global ranks of the group.
         count: number of collectives started.
-        fingerprint: of all of them, in their order.
         recent: the last ones.
         host_waits: the type of what the host waits for, where waiting may be interrupted: over
             gloo.
@@ -76,11 +69,9 @@ class GroupLog:
         self.name = name
         self.ranks = ranks
         self.count = 0
-        self.fingerprint = 0
         self.recent: deque[Entry] = deque(maxlen=_ENTRIES)
         self.host_waits: type | None = None
         self._recorder = recorder
-        self._keys: dict[tuple[str, int, torch.dtype | str], tuple[str, int]] = {}
 
     def record(self, name: str, chunk: torch.Tensor | None) -> Entry:
         """Records a collective that this rank is about to start.
@@ -91,15 +82,9 @@ class GroupLog:
 
         Streams: host work only. Capture: safe.
         """
-        what = (name, 0, "objects") if chunk is None else (name, chunk.numel(), chunk.dtype)
-        known = self._keys.get(what)
-        if known is None:  # equal on every rank and machine, unlike hash()
-            key = zlib.crc32(" ".join(map(str, what)).encode())
-            known = self._keys[what] = str(what[2]), key
-        dtype, key = known
         self.count += 1
-        self.fingerprint = ((self.fingerprint ^ key) * _MULTIPLIER + self.count) & _MASK
-        entry = Entry(self.count, name, what[1], dtype, self.fingerprint)
+        numel, dtype = (0, "objects") if chunk is None else (chunk.numel(), str(chunk.dtype))
+        entry = Entry(self.count, name, numel, dtype)
         self.recent.append(entry)
         self._recorder.progress_s = time.monotonic()
         self._recorder.reported = None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -313,9 +314,6 @@ def _desynchronized(statuses: Mapping[int, RankStatus]) -> Diagnosis | None:
                 made.setdefault(f"{entry.name} ({entry.numel} x {entry.dtype})", []).append(t)
         # The majority is taken to be right; of equally many, those with the lowest rank.
         right = max(made, key=lambda what: (len(made[what]), -made[what][0].rank))
-        if len(made) == 1:  # the difference is older than the entries
-            what = f"The ranks have left their common order some time before {right}"
-            return Diagnosis((), f"{what} (number {seq_id}).", fix=_OTHERWISE, is_certain=True)
         wrong = next(what for what in made if what != right)
         odd, ranks = made[wrong][0], tuple(t.rank for t in made[wrong])
         where = f"in {odd.call}" if odd.call and not odd.step else f"at step {odd.step}"
@@ -332,15 +330,10 @@ def _desynchronized(statuses: Mapping[int, RankStatus]) -> Diagnosis | None:
 
 
 def _first_difference(group: str, members: Sequence[RankStatus]) -> int | None:
-    """Returns the first number at which fingerprints differ, of those that two members have
-    recorded.
-    """
-    seen: dict[int, set[int]] = {}
-    for t in members:
-        for entry in t.collectives[group][1]:
-            seen.setdefault(entry.seq_id, set()).add(entry.fingerprint)
-    different = [seq_id for seq_id, fingerprints in seen.items() if len(fingerprints) > 1]
-    return min(different, default=None)
+    """Returns the first number under which two members have recorded different collectives."""
+    entries = {entry for t in members for entry in t.collectives[group][1]}
+    counts = Counter(entry.seq_id for entry in entries)
+    return min((seq_id for seq_id, count in counts.items() if count > 1), default=None)
 
 
 def _silent(

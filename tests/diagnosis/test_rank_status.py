@@ -49,14 +49,6 @@ def test_a_rank_whose_collective_has_no_number_waits_in_the_last_that_it_began()
     assert recorder.waiting_for() == (None, None)
 
 
-def test_equal_orders_have_equal_fingerprints_and_others_have_not() -> None:
-    def fingerprint(whats: Sequence[str]) -> int:
-        return rank_that_began(whats).group_logs()[0].fingerprint
-
-    assert fingerprint(UNITS) == fingerprint(list(UNITS))
-    assert len({fingerprint(UNITS), fingerprint(UNITS[::-1]), fingerprint(UNITS[:2])}) == 3
-
-
 def test_a_silent_rank_is_named_with_who_waits_for_it_and_where() -> None:
     heard = {rank: account_of(rank, rank_that_began(UNITS)) for rank in (0, 2)}
     finding = diagnose(heard, 3)
@@ -202,13 +194,3 @@ def test_a_rank_without_a_watchdog_has_not_called_fully_shard() -> None:
     found = diagnose({1: IN_FORWARD}, 2, unwatched=[0])
     assert found.what == "Rank 0 has not called fully_shard."
     assert found.is_certain
-
-
-def test_an_order_that_broke_before_what_is_remembered_is_said_to_have() -> None:
-    heard = {rank: account_of(rank, rank_that_began(UNITS)) for rank in range(2)}
-    lines = {
-        name: (ranks, tuple(e._replace(fingerprint=e.fingerprint + 1) for e in entries))
-        for name, (ranks, entries) in heard[1].collectives.items()
-    }
-    heard[1] = replace(heard[1], collectives=lines)
-    assert "some time before" in diagnose(heard, 2).what
