@@ -68,6 +68,22 @@ def test_one_and_two_ranks_train_alike_and_graphed_steps_as_eager_ones(tmp_path:
     assert curves[1][-1][1] < curves[1][0][1]
 
 
+def test_the_example_of_pretraining_is_captured_and_learns(tmp_path: Path) -> None:
+    options = "--width 32 --depth 2 --heads 2 --context 32 --batch-size 4 --accumulate 2 --lr 1e-2"
+    options += " --steps 20 --warmup 4 --save-every 20"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "examples/pretrain.py"]
+    command += ["--text", str(Path(argparse.__file__)), "--folder", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HOSTCUDA_DEVICES": "2"}
+    environment |= {"OMP_NUM_THREADS": "1"}
+    done = run([*command, *options.split()], env=environment, timeout_s=100)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    # A step that could not be captured would have said so.
+    assert "UncapturableStepWarning" not in done.stderr
+    found = [float(line.split("loss ")[1].split(",")[0]) for line in done.stdout.splitlines()]
+    assert found[-1] < 0.8 * found[0]
+
+
 def losses(*, compiled: bool, graphed: bool) -> torch.Tensor:
     torch.manual_seed(0)
     torch._dynamo.reset()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,8 +29,9 @@ _DECODER = {
 }
 
 
-def llama(*, tied: bool = False) -> nn.Module:
-    return hf.LlamaForCausalLM(hf.LlamaConfig(**_DECODER, tie_word_embeddings=tied))
+def llama(*, tied: bool = False, **options: Any) -> nn.Module:
+    config = hf.LlamaConfig(**{**_DECODER, "tie_word_embeddings": tied, **options})
+    return hf.LlamaForCausalLM(config)
 
 
 def qwen() -> nn.Module:
