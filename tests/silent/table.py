@@ -27,10 +27,12 @@ _TOPICS = {
         "attention_that_uses_a_childs_weight",
         "an_output_of_a_class_of_its_own",
         "an_output_changed_in_place",
+        "noise_drawn_in_the_step",
     ),
     "Which parameters are trained together": (
         "adapter_attached_after_wrapping",
         "only_blocks_wrapped",
+        "a_part_whose_shard_size_is_one",
         "optimizer_before_wrapping",
         "optimizer_after_a_forward",
         "unfrozen_after_wrapping",
@@ -68,10 +70,12 @@ _TOPICS = {
         "two_forwards_and_batch_norm",
         "gradients_from_autograd_grad",
         "a_backward_that_writes_the_gradient",
+        "gradients_in_memory_that_is_written_again",
         "a_gradient_penalty",
         "forces",
         "reentrant_checkpoints",
         "a_shard_group_of_one",
+        "micro_batches_before_replicas_are_averaged",
         "a_forward_that_fails_and_is_repeated",
     ),
     "What happens to gradients before the step": (
@@ -87,11 +91,14 @@ _TOPICS = {
     "Optimizers and weights": (
         "an_optimizer_that_takes_norms",
         "adafactor",
+        "muon_with_replicas",
         "a_trainer_that_resets_its_optimizer",
+        "optimizer_state_moved_away_and_back",
         "sharpness_aware",
         "kept_whole_over_a_step",
         "weights_edited_while_whole",
         "weights_written_in_forward",
+        "a_low_precision_copy_of_a_weight",
         "to_another_dtype_and_back",
     ),
     "Unusual parameters": (
@@ -232,9 +239,10 @@ _INTRODUCTION = """\
 not the model, with some engine. Each is taken from a report and has at most 40 lines in
 `tests/silent/cases/`. Each runs on two CPU ranks over gloo with every engine. What comes out is compared with
 plain torch, where every rank has the whole model and gradients are averaged by hand. `python -m tests.silent`
-does that again, and writes this page from its record, `benchmarks/results/silent.jsonl`. In CI, the column of
-this project is a test, and that page and record agree is another. Where engines differ otherwise:
-[differences from FSDP2](differences.md).
+does that again, and writes this page from its record, `benchmarks/results/silent.jsonl`. This project is *never
+silently wrong* in them: a program is right, refused, or waits and says for what. In CI that is a test, and that
+page and record agree is another. Where engines differ otherwise: [differences from FSDP2](differences.md). To look
+for such a mistake in a program of your own, with any engine: [audit it](../how_to/check_a_program.md).
 
 | verdict | means |
 |---|---|
@@ -250,8 +258,9 @@ this project is a test, and that page and record agree is another. Where engines
 {counts}
 
 torch {torch}, DeepSpeed {deepspeed}, commit {commit}, {cpu}. FSDP1 has `use_orig_params=True`, DDP
-`find_unused_parameters=True`, DeepSpeed ZeRO stage 3 in float32. A case can be right with an engine because
-what was reported has been fixed since.
+`find_unused_parameters=True`, DeepSpeed ZeRO stage 3 in float32 without the clipping that is its default. Nothing
+is captured on a CPU; that a graph draws numbers as its step does is tested in `tests/gpu`. A case can be right with
+an engine because what was reported has been fixed since.
 """
 
 _WHAT_HAPPENS_HERE = """\
