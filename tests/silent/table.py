@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from benchmarks.records import RESULTS, ROOT, read
 from tests.silent.engines import ENGINES
 
 PAGE = ROOT / "docs" / "explanation" / "right_where_others_are_wrong.md"
-RECORDS = RESULTS / "silent.jsonl"
+RECORDS, AUDITS = RESULTS / "silent.jsonl", RESULTS / "audit.jsonl"
 OURS = "shardgrad"
 _FOLDER = Path(__file__).parent / "cases"
 CASES = sorted(path.stem for path in _FOLDER.glob("*.py") if path.stem != "control")
@@ -151,14 +151,16 @@ def case(name: str) -> Case:
     )
 
 
-def newest_records() -> dict[str, dict[str, Any]]:
-    """Returns the last record of each engine in `RECORDS`."""
-    newest = {record["config"]["engine"]: record for record in read(RECORDS)}
+def newest_records(path: Path = RECORDS) -> dict[str, dict[str, Any]]:
+    """Returns the last record of each engine in a file."""
+    newest = {record["config"]["engine"]: record for record in read(path)}
     return {engine: newest[engine] for engine in ENGINES if engine in newest}
 
 
-def written(records: Mapping[str, Mapping[str, Any]]) -> str:
-    """Returns the page of records by engine."""
+def written(
+    records: Mapping[str, Mapping[str, Any]], audits: Mapping[str, Mapping[str, Any]]
+) -> str:
+    """Returns the page of records by engine, and of audits by engine."""
     columns = {engine: record["summary"] for engine, record in records.items()}
     ours = records[OURS]
     lines = [
@@ -180,7 +182,7 @@ def written(records: Mapping[str, Mapping[str, Any]]) -> str:
         ]
         lines += [_line(name, columns) for name in cases]
         lines.append("")
-    lines.append(_WHAT_HAPPENS_HERE)
+    lines += [_WHAT_AUDITS_FIND, *_audits(audits), "", _WHAT_HAPPENS_HERE]
     for topic in _TOPICS.values():
         lines += [line for name in topic for line in _here(name, columns[OURS][name])]
     return "\n".join(lines).rstrip() + "\n"
@@ -213,6 +215,16 @@ def _counted(columns: Mapping[str, Mapping[str, Any]]) -> str:
             counts[_kind(found["verdict"])] += 1
         rows.append(_row([engine, *map(str, counts.values())]))
     return "\n".join(rows)
+
+
+def _audits(audits: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    yield _row(["", "end with other numbers", "of them found", "are right", "of them passed"])
+    yield _row(["---"] * 5)
+    for engine, record in audits.items():
+        right = [found["passed"] for found in record["summary"].values() if found["is_right"]]
+        wrong = [found["passed"] for found in record["summary"].values() if not found["is_right"]]
+        counts = (len(wrong), wrong.count(False), len(right), right.count(True))
+        yield _row([engine, *map(str, counts)])
 
 
 def _kind(found: str) -> str:
@@ -261,6 +273,13 @@ torch {torch}, DeepSpeed {deepspeed}, commit {commit}, {cpu}. FSDP1 has `use_ori
 `find_unused_parameters=True`, DeepSpeed ZeRO stage 3 in float32 without the clipping that is its default. Nothing
 is captured on a CPU; that a graph draws numbers as its step does is tested in `tests/gpu`. A case can be right with
 an engine because what was reported has been fixed since.
+"""
+
+_WHAT_AUDITS_FIND = """\
+## What an audit finds
+
+`shardgrad doctor --audit` [runs a program with its engine, whichever it is, and without](../how_to/check_a_program.md).
+What it says of these programs, where they end (`python -m tests.silent --audit`, record `benchmarks/results/audit.jsonl`):
 """
 
 _WHAT_HAPPENS_HERE = """\
