@@ -166,8 +166,11 @@ def _itself(model: nn.Module, run: Callable[[torch.Tensor], Any]) -> nn.Module:
 
 
 def trains_with_ddp() -> nn.Module:
+    dist.init_process_group("gloo")
     model = nn.parallel.DistributedDataParallel(net())
-    return _itself(model, model)
+    _itself(model, model)
+    dist.destroy_process_group()
+    return model
 
 
 def trains_with_fsdp1() -> nn.Module:

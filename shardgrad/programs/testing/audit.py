@@ -41,6 +41,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,6 @@ from shardgrad.programs.testing.without_engine import remove_engines
 __all__ = ["Audit", "audit", "load"]
 
 Step = Callable[[int, list[int]], object]
-Build = Callable[[], tuple[nn.Module, Optimizer, Step]]
 
 _WRAPPERS = re.compile(r"\b(module|_fsdp_wrapped_module)\.")
 _TIMEOUT_S = 60.0  # of a collective, and of what the other ranks may take once one has ended
@@ -166,7 +166,7 @@ def audit(target: str, *, ranks: int = 2, steps: int = 3) -> Audit:
     return Audit(ranks, steps, len(reference.initial), first_difference(reference, traces, alone))
 
 
-def load(target: str) -> Build:
+def load(target: str) -> Callable[[], Any]:
     """Returns the function that `target` names.
 
     Raises:
@@ -256,10 +256,12 @@ def _rank(
             world_size=world,
             timeout=timedelta(seconds=_TIMEOUT_S),
         )
+        for name in ("init_process_group", "destroy_process_group"):
+            setattr(dist, name, _done)  # a script's own calls: the group is there until the end
         if not engine:
             remove_engines()
         torch.manual_seed(0)
-        built = load(target)()
+        built: object = load(target)()
         if isinstance(built, nn.Module | Mapping):
             where = "what the program returned"
             trace.returned = dict(_returned(built))
@@ -287,6 +289,10 @@ def _rank(
     torch.save(left, f"{folder}/{rank}.tmp")
     os.replace(f"{folder}/{rank}.tmp", f"{folder}/{rank}.pt")
     os._exit(isinstance(left, _Failed))  # backends' threads may wait for ranks that have ended
+
+
+def _done(*_: Any, **__: Any) -> None:
+    """Stands in for what the audit does itself."""
 
 
 def _backend(rank: int, world: int) -> str:
@@ -353,8 +359,7 @@ def _gather(model: nn.Module, until: ExitStack) -> None:
     if any(isinstance(module, FullyShardedDataParallel) for module in modules):
         until.enter_context(FullyShardedDataParallel.summon_full_params(model))
     if any(hasattr(param, "ds_id") for param in model.parameters()):
-        import deepspeed
-
+        deepspeed: Any = import_module("deepspeed")
         until.enter_context(deepspeed.zero.GatheredParameters(list(model.parameters())))
 
 

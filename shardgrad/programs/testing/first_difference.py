@@ -206,7 +206,7 @@ def _why_end(name: str, expected: Piece | None, pieces: Sequence[Piece | None]) 
     wrong = _wrong(expected, held)
     values = expected.values.double()
     off = max(float((held[rank].values.double() - values).norm() / values.norm()) for rank in wrong)
-    how = f"it is off by {100 * off:.2g} %"
+    how = f"it is off by {off:.2%}"
     if any(not _close(piece.values, held[0].values) for piece in held):
         return f"{how}, and ranks have different values, as where gradients are not averaged"
     return f"{how}, on all ranks alike"

@@ -9,9 +9,10 @@ number of micro-batches do not matter, and what an engine does not see is averag
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager, nullcontext
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -39,18 +40,11 @@ def remove_engines() -> None:
         setattr(module, "fully_shard", _fully_shard)  # noqa: B010  (for mypy)
     setattr(shardgrad, "graphed_step", lambda *_, **__: lambda step: step)  # noqa: B010
     setattr(shardgrad, "participate", _nothing)  # noqa: B010
-    if "deepspeed" in sys.modules or _is_installed("deepspeed"):
-        import deepspeed
-
+    if find_spec("deepspeed") is not None:
+        deepspeed: Any = import_module("deepspeed")
         deepspeed.initialize = _initialize
         deepspeed.zero.GatheredParameters = _nothing
     register_optimizer_step_pre_hook(_before_step)
-
-
-def _is_installed(name: str) -> bool:
-    from importlib.util import find_spec
-
-    return find_spec(name) is not None
 
 
 # -- gradients
@@ -71,7 +65,7 @@ def _after_backward(_: torch.Tensor) -> None:
     global _is_queued
     if not _is_queued:
         _is_queued = True
-        Variable._execution_engine.queue_callback(_average_all)  # type: ignore[attr-defined]
+        Variable._execution_engine.queue_callback(_average_all)
 
 
 def _average_all() -> None:
