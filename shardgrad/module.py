@@ -38,6 +38,7 @@ from shardgrad.errors import (
     PickleError,
     RootError,
     UnsupportedError,
+    unsupported,
 )
 from shardgrad.features.custom_comms import (
     Memory,
@@ -380,6 +381,24 @@ class FSDPModule:
             refuse_own_reduce_scatter(group, comm)
         set_collectives(self._unit.groups, reduce_scatter=comm)
 
+    def set_all_gather_layout(self, layout: Any) -> None:
+        """Takes torch's own layouts, as of 2.16, and changes nothing: they make the same copies in
+        another way, and the engine has its own.
+
+        Raises:
+            UnsupportedError: it is another layout, or has a collective or a function of its own.
+        """
+        parts = (getattr(layout, name, None) for name in ("comm", "output_fn"))
+        _require_torchs("set_all_gather_layout", type(layout), *parts)
+
+    def set_reduce_scatter_input_fn(self, fn: Any) -> None:
+        """Takes torch's own functions, as of 2.16; see `set_all_gather_layout`.
+
+        Raises:
+            UnsupportedError: it is another function.
+        """
+        _require_torchs("set_reduce_scatter_input_fn", fn)
+
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: torch.cuda.Stream | None = None
     ) -> None:
@@ -598,6 +617,15 @@ class FSDPModule:
         if dtypes != [group.dtype for group in groups]:
             note_cast()
         return result
+
+
+def _require_torchs(method: str, *parts: Any) -> None:
+    for part in parts:
+        if part is not None and not part.__module__.startswith(f"{torch_fsdp.__name__}."):
+            raise unsupported(
+                f"FSDPModule.{method}({getattr(part, '__name__', part)})",
+                instead="leave it out, or set_custom_all_gather and set_custom_reduce_scatter",
+            )
 
 
 def _units_of(modules: Sequence[Any]) -> list[Unit]:

@@ -30,6 +30,7 @@ from operator import attrgetter
 import torch
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass
+from torch.autograd.graph import increment_version
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
@@ -399,9 +400,20 @@ class ParamGroup:
         # What was kept is still there, and current: `reshard_if_stale` has looked.
         if after is not KEPT_UNSHARDING:
             version = self._version()
+            if version not in (self._gathered_version, self._taken_version):
+                self._move_versions()
             self._all_gather = self._launch(comm_ctx, version)
             self._gathered_version = version
         self._move(after)
+
+    def _move_versions(self) -> None:
+        """Says that the next values of the unsharded parameters are others, as an optimizer step
+        on them would: layers that keep something made of a weight look at its version, and autograd
+        refuses a backward that saved it before.
+        """
+        if self._unsharded is not None:
+            increment_version(list(map(_UNSHARDED_PARAM, self.params)))
+            self._unsharded_versions = tuple(before + 1 for before in self._unsharded_versions)
 
     def _launch(self, comm_ctx: CommContext, version: tuple[int, int]) -> AllGather:
         """Starts the all-gather of the shard."""

@@ -13,6 +13,7 @@ import torch
 from torch.distributed import fsdp
 
 import shardgrad
+from shardgrad.errors import UnsupportedError
 from tests.support.surface import rows_of, surface
 
 PAGE = Path(__file__).parents[2] / "docs/reference/fsdp2_surface.md"
@@ -62,9 +63,7 @@ def test_fully_shard_takes_what_torchs_takes_and_two_things_more() -> None:
     assert set(ours) - set(theirs) == {"gradient_policy", "zero_stage"}
 
 
-def test_a_name_that_has_moved_says_where_to_and_another_is_no_attribute() -> None:
-    with pytest.raises(ImportError, match=r"shardgrad\.training is gone; use shardgrad\.train"):
-        shardgrad.training  # noqa: B018
+def test_a_name_that_is_not_there_is_no_attribute() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         shardgrad.nothing  # noqa: B018
 
@@ -108,3 +107,34 @@ def test_register_fsdp_forward_method_takes_what_torchs_takes() -> None:
     assert parameters(shardgrad.register_fsdp_forward_method) == parameters(
         fsdp.register_fsdp_forward_method
     )
+
+
+class _Layout:
+    """As torch 2.16 has it: `DefaultAllGatherLayout(output_fn)`."""
+
+    comm = None
+
+    def __init__(self, output_fn: Any) -> None:
+        self.output_fn = output_fn
+
+
+def _copy(*_: Any) -> None:
+    """Torch's own, or the program's, by its module."""
+
+
+def test_torchs_own_layouts_of_2_16_are_taken_and_a_programs_own_are_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    methods: Any = shardgrad.FSDPModule
+    for function in (_copy, _Layout):
+        monkeypatch.setattr(function, "__module__", f"{fsdp.__name__}.experimental")
+    methods.set_all_gather_layout(None, _Layout(_copy))
+    methods.set_reduce_scatter_input_fn(None, _copy)
+    own = type("Own", (_Layout,), {"__module__": __name__})(_copy)
+    with pytest.raises(UnsupportedError, match=r"FSDPModule\.set_all_gather_layout\(Own\)"):
+        methods.set_all_gather_layout(None, own)
+    monkeypatch.setattr(_copy, "__module__", __name__)
+    with pytest.raises(UnsupportedError, match=r"set_all_gather_layout\(_copy\)"):
+        methods.set_all_gather_layout(None, _Layout(_copy))
+    with pytest.raises(UnsupportedError, match=r"set_reduce_scatter_input_fn\(_copy\)"):
+        methods.set_reduce_scatter_input_fn(None, _copy)

@@ -175,3 +175,39 @@ def stepped_and_edited() -> None:
 
 def test_of_two_writes_that_of_the_shard_stays(two_ranks: Ranks) -> None:
     two_ranks.run(stepped_and_edited)
+
+
+def versions() -> None:
+    _, model = pair()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = []
+    model[2].register_forward_pre_hook(lambda layer, _: seen.append(layer.weight._version))
+    for _ in range(2):
+        train(model, optimizer)
+        with torch.no_grad():
+            model(torch.ones(3, SIZE, dtype=torch.float64))
+            model(torch.ones(3, SIZE, dtype=torch.float64))
+    training, evaluation, again, next_training, *_ = seen
+    assert training < evaluation == again == next_training
+
+
+def test_a_weights_version_moves_when_an_optimizer_step_has_changed_it(two_ranks: Ranks) -> None:
+    two_ranks.run(versions)
+
+
+def stepped_before_backward() -> None:
+    plain = nn.Sequential(nn.Linear(SIZE, 7), nn.Tanh(), nn.Linear(7, SIZE)).double()
+    for model in (copy.deepcopy(plain), shardgrad.fully_shard(plain)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x = torch.ones(3, SIZE, dtype=torch.float64)
+        one, other = model(x), model(x)
+        one.square().mean().backward()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            other.square().mean().backward()
+
+
+def test_a_backward_after_a_step_that_changed_its_weights_is_refused_as_in_plain_torch(
+    two_ranks: Ranks,
+) -> None:
+    two_ranks.run(stepped_before_backward)

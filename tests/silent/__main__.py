@@ -12,14 +12,21 @@ from typing import Any
 import click
 
 from benchmarks.records import RESULTS, append, environment, make_record
+from shardgrad.programs.testing import audit
 from tests.silent.engines import ENGINES
 from tests.silent.judge import LIMIT_S, RANKS, TOLERANCE, judged, run
-from tests.silent.table import CASES, PAGE, newest_records, written
+from tests.silent.table import AUDITS, CASES, PAGE, newest_records, written
 from tests.support.processes import CONTEXT
 
 
 @click.command()
 @click.option("--page", "only_page", is_flag=True, help="Run nothing, write the page.")
+@click.option(
+    "--audit",
+    "audits",
+    is_flag=True,
+    help="Instead, audit with `shardgrad doctor --audit` what the records say is right or wrong.",
+)
 @click.option(
     "--engine", "engines", type=click.Choice(list(ENGINES)), multiple=True, help="Default: all."
 )
@@ -30,7 +37,7 @@ from tests.support.processes import CONTEXT
     show_default=True,
     help="Programs at a time.",
 )
-def main(only_page: bool, engines: tuple[str, ...], at_once: int) -> None:
+def main(only_page: bool, audits: bool, engines: tuple[str, ...], at_once: int) -> None:
     """Run the programs of tests/silent/cases with every engine on two ranks.
 
     DeepSpeed is one of the engines if it can be imported: pip install --no-build-isolation
@@ -39,9 +46,10 @@ def main(only_page: bool, engines: tuple[str, ...], at_once: int) -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     CONTEXT.set_forkserver_preload(["tests.silent.preloaded"])
     started = environment()
-    for engine in () if only_page else engines or ENGINES:
-        append(RESULTS, measured(engine, at_once, started))
-    PAGE.write_text(written(newest_records()), encoding="utf-8")
+    told = audited if audits else measured
+    for engine in () if only_page else engines or (ENGINES if not audits else list(ENGINES)[1:]):
+        append(RESULTS, told(engine, at_once, started))
+    PAGE.write_text(written(newest_records(), newest_records(AUDITS)), encoding="utf-8")
     click.echo(PAGE)
 
 
@@ -76,6 +84,26 @@ def measured(engine: str, at_once: int, started: dict[str, Any]) -> dict[str, An
         samples={},
         summary=summary,
     )
+
+
+def audited(engine: str, at_once: int, started: dict[str, Any]) -> dict[str, Any]:
+    """Returns the record of what audits say of an engine's programs that end."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    audit._processes = CONTEXT
+    verdicts = newest_records()[engine]["summary"]
+    ended = [name for name in CASES if verdicts[name]["verdict"].startswith(("right", "wrong"))]
+
+    def told(name: str) -> dict[str, Any]:
+        target = f"tests.silent.audited:{engine.replace('-', '_')}__{name}"
+        found = audit.audit(target, ranks=RANKS)
+        click.echo(f"{engine}: {name}: {verdicts[name]['verdict']}: {found}")
+        said = {"passed": found.passed, "said": str(found)}
+        return {"is_right": verdicts[name]["verdict"] == "right"} | said
+
+    with ThreadPoolExecutor(at_once) as pool:
+        summary = dict(zip(ended, pool.map(told, ended), strict=True))
+    config = {"engine": engine, "versions": _versions(), "ranks": RANKS}
+    return make_record("audit", environment=started, config=config, samples={}, summary=summary)
 
 
 def _versions() -> dict[str, str]:

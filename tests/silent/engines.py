@@ -85,9 +85,13 @@ class Engine:
             loss.backward(**options)
         self._average(model)
 
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Says that gradients need not be averaged yet."""
+    def no_sync(self, model: nn.Module, *, replicas: bool = False) -> AbstractContextManager[None]:
+        """Says that gradients need not be averaged yet; with `replicas`, not between replicas."""
         return nullcontext()
+
+    def replayed(self, step: Callable[..., Any], model: nn.Module, optimizer: Any) -> Any:
+        """Returns a step as the engine repeats it fastest: as one graph, if it can."""
+        return step
 
     def on_gradient(self, model: nn.Module, hook: Callable[[torch.Tensor], None]) -> None:
         """Calls `hook` with each parameter whose gradient is ready."""
@@ -139,7 +143,7 @@ class DDP(_Wrapper):
     def inner(self, model: nn.Module) -> Any:
         return model.module
 
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+    def no_sync(self, model: nn.Module, *, replicas: bool = False) -> AbstractContextManager[None]:
         return model.no_sync()  # type: ignore[no-any-return, operator]
 
     def parameters(self, model: nn.Module) -> dict[str, torch.Tensor]:
@@ -198,10 +202,11 @@ class FSDP2(_Wrapper):
         return model
 
     @contextmanager
-    def no_sync(self, model: Any) -> Iterator[None]:
-        model.set_requires_gradient_sync(False)
+    def no_sync(self, model: Any, *, replicas: bool = False) -> Iterator[None]:
+        switch = model.set_requires_all_reduce if replicas else model.set_requires_gradient_sync
+        switch(False)
         yield
-        model.set_requires_gradient_sync(True)
+        switch(True)
 
     @contextmanager
     def whole(self, model: nn.Module) -> Iterator[None]:
@@ -223,6 +228,9 @@ class Shardgrad(FSDP2):
 
     name = "shardgrad"
     module = "shardgrad"
+
+    def replayed(self, step: Callable[..., Any], model: nn.Module, optimizer: Any) -> Any:
+        return sys.modules[self.module].graphed_step(model, optimizer)(step)
 
 
 class DeepSpeed(_Wrapper):
@@ -254,6 +262,7 @@ class DeepSpeed(_Wrapper):
                 "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
                 "zero_allow_untested_optimizer": True,
                 "zero_force_ds_cpu_optimizer": False,
+                "gradient_clipping": 0.0,  # 1.0 if nothing is said
             },
         )
         return _Step(model.engine, optimizer)
@@ -263,7 +272,7 @@ class DeepSpeed(_Wrapper):
             model.engine.backward(loss, **options)
 
     @contextmanager
-    def no_sync(self, model: Any) -> Iterator[None]:
+    def no_sync(self, model: Any, *, replicas: bool = False) -> Iterator[None]:
         model.engine.set_gradient_accumulation_boundary(False)
         yield
         model.engine.set_gradient_accumulation_boundary(True)

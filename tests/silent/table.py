@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from benchmarks.records import RESULTS, ROOT, read
 from tests.silent.engines import ENGINES
 
 PAGE = ROOT / "docs" / "explanation" / "right_where_others_are_wrong.md"
-RECORDS = RESULTS / "silent.jsonl"
+RECORDS, AUDITS = RESULTS / "silent.jsonl", RESULTS / "audit.jsonl"
 OURS = "shardgrad"
 _FOLDER = Path(__file__).parent / "cases"
 CASES = sorted(path.stem for path in _FOLDER.glob("*.py") if path.stem != "control")
@@ -27,10 +27,12 @@ _TOPICS = {
         "attention_that_uses_a_childs_weight",
         "an_output_of_a_class_of_its_own",
         "an_output_changed_in_place",
+        "noise_drawn_in_the_step",
     ),
     "Which parameters are trained together": (
         "adapter_attached_after_wrapping",
         "only_blocks_wrapped",
+        "a_part_whose_shard_size_is_one",
         "optimizer_before_wrapping",
         "optimizer_after_a_forward",
         "unfrozen_after_wrapping",
@@ -68,10 +70,12 @@ _TOPICS = {
         "two_forwards_and_batch_norm",
         "gradients_from_autograd_grad",
         "a_backward_that_writes_the_gradient",
+        "gradients_in_memory_that_is_written_again",
         "a_gradient_penalty",
         "forces",
         "reentrant_checkpoints",
         "a_shard_group_of_one",
+        "micro_batches_before_replicas_are_averaged",
         "a_forward_that_fails_and_is_repeated",
     ),
     "What happens to gradients before the step": (
@@ -87,11 +91,14 @@ _TOPICS = {
     "Optimizers and weights": (
         "an_optimizer_that_takes_norms",
         "adafactor",
+        "muon_with_replicas",
         "a_trainer_that_resets_its_optimizer",
+        "optimizer_state_moved_away_and_back",
         "sharpness_aware",
         "kept_whole_over_a_step",
         "weights_edited_while_whole",
         "weights_written_in_forward",
+        "a_low_precision_copy_of_a_weight",
         "to_another_dtype_and_back",
     ),
     "Unusual parameters": (
@@ -144,14 +151,16 @@ def case(name: str) -> Case:
     )
 
 
-def newest_records() -> dict[str, dict[str, Any]]:
-    """Returns the last record of each engine in `RECORDS`."""
-    newest = {record["config"]["engine"]: record for record in read(RECORDS)}
+def newest_records(path: Path = RECORDS) -> dict[str, dict[str, Any]]:
+    """Returns the last record of each engine in a file."""
+    newest = {record["config"]["engine"]: record for record in read(path)}
     return {engine: newest[engine] for engine in ENGINES if engine in newest}
 
 
-def written(records: Mapping[str, Mapping[str, Any]]) -> str:
-    """Returns the page of records by engine."""
+def written(
+    records: Mapping[str, Mapping[str, Any]], audits: Mapping[str, Mapping[str, Any]]
+) -> str:
+    """Returns the page of records by engine, and of audits by engine."""
     columns = {engine: record["summary"] for engine, record in records.items()}
     ours = records[OURS]
     lines = [
@@ -173,7 +182,7 @@ def written(records: Mapping[str, Mapping[str, Any]]) -> str:
         ]
         lines += [_line(name, columns) for name in cases]
         lines.append("")
-    lines.append(_WHAT_HAPPENS_HERE)
+    lines += [_WHAT_AUDITS_FIND, *_audits(audits), "", _WHAT_HAPPENS_HERE]
     for topic in _TOPICS.values():
         lines += [line for name in topic for line in _here(name, columns[OURS][name])]
     return "\n".join(lines).rstrip() + "\n"
@@ -208,6 +217,16 @@ def _counted(columns: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(rows)
 
 
+def _audits(audits: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    yield _row(["", "end with other numbers", "of them found", "are right", "of them passed"])
+    yield _row(["---"] * 5)
+    for engine, record in audits.items():
+        right = [found["passed"] for found in record["summary"].values() if found["is_right"]]
+        wrong = [found["passed"] for found in record["summary"].values() if not found["is_right"]]
+        counts = (len(wrong), wrong.count(False), len(right), right.count(True))
+        yield _row([engine, *map(str, counts)])
+
+
 def _kind(found: str) -> str:
     if found.endswith("warned"):
         return "warns"
@@ -232,9 +251,10 @@ _INTRODUCTION = """\
 not the model, with some engine. Each is taken from a report and has at most 40 lines in
 `tests/silent/cases/`. Each runs on two CPU ranks over gloo with every engine. What comes out is compared with
 plain torch, where every rank has the whole model and gradients are averaged by hand. `python -m tests.silent`
-does that again, and writes this page from its record, `benchmarks/results/silent.jsonl`. In CI, the column of
-this project is a test, and that page and record agree is another. Where engines differ otherwise:
-[differences from FSDP2](differences.md).
+does that again, and writes this page from its record, `benchmarks/results/silent.jsonl`. This project is *never
+silently wrong* in them: a program is right, refused, or waits and says for what. In CI that is a test, and that
+page and record agree is another. Where engines differ otherwise: [differences from FSDP2](differences.md). To look
+for such a mistake in a program of your own, with any engine: [audit it](../how_to/check_a_program.md).
 
 | verdict | means |
 |---|---|
@@ -250,8 +270,16 @@ this project is a test, and that page and record agree is another. Where engines
 {counts}
 
 torch {torch}, DeepSpeed {deepspeed}, commit {commit}, {cpu}. FSDP1 has `use_orig_params=True`, DDP
-`find_unused_parameters=True`, DeepSpeed ZeRO stage 3 in float32. A case can be right with an engine because
-what was reported has been fixed since.
+`find_unused_parameters=True`, DeepSpeed ZeRO stage 3 in float32 without the clipping that is its default. Nothing
+is captured on a CPU; that a graph draws numbers as its step does is tested in `tests/gpu`. A case can be right with
+an engine because what was reported has been fixed since.
+"""
+
+_WHAT_AUDITS_FIND = """\
+## What an audit finds
+
+`shardgrad doctor --audit` [runs a program with its engine, whichever it is, and without](../how_to/check_a_program.md).
+What it says of these programs, where they end (`python -m tests.silent --audit`, record `benchmarks/results/audit.jsonl`):
 """
 
 _WHAT_HAPPENS_HERE = """\

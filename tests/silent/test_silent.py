@@ -13,7 +13,7 @@ import pytest
 from benchmarks.records import ROOT
 from tests.silent.engines import ENGINES
 from tests.silent.judge import Ending, judged, names, verdict
-from tests.silent.table import CASES, OURS, PAGE, case, newest_records, written
+from tests.silent.table import AUDITS, CASES, OURS, PAGE, case, newest_records, written
 
 GOOD = ("right", "refused", "hangs, warned")
 CONTROL = "control"
@@ -60,7 +60,7 @@ def test_records_have_every_program_and_the_page_is_made_of_them() -> None:
     assert list(records) == list(ENGINES)
     for engine, record in records.items():
         assert sorted(record["summary"]) == CASES, engine
-    assert PAGE.read_text(encoding="utf-8") == written(records), (
+    assert PAGE.read_text(encoding="utf-8") == written(records, newest_records(AUDITS)), (
         f"{PAGE.relative_to(ROOT)} is not what its records say: python -m tests.silent --page"
     )
 
@@ -70,6 +70,16 @@ def test_the_record_says_that_nothing_here_is_wrong_or_hangs_without_a_word() ->
     for name in CASES:
         assert records[OURS]["summary"][name]["verdict"] in GOOD, name
         assert records["torch"]["summary"][name]["verdict"] == "right", name
+
+
+def test_audits_find_every_wrong_program_of_every_engine_and_pass_every_right_one() -> None:
+    records = newest_records()
+    audits = newest_records(AUDITS)
+    assert list(audits) == [engine for engine in ENGINES if engine != "torch"]
+    for engine, audit in audits.items():
+        for name, found in records[engine]["summary"].items():
+            if found["verdict"].startswith(("right", "wrong")):
+                assert audit["summary"][name]["passed"] == (found["verdict"] == "right"), name
 
 
 # -- how verdicts are made

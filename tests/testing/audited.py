@@ -154,6 +154,69 @@ def another_model_on_rank_1() -> _Built:
     return _trained(model, model, lambda: None)
 
 
+def _itself(model: nn.Module, run: Callable[[torch.Tensor], Any]) -> nn.Module:
+    """Trains some steps, each rank on its own data, as a script does."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for index in range(3):
+        run(batch(index, [dist.get_rank()])).square().mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def trains_with_ddp() -> nn.Module:
+    dist.init_process_group("gloo")
+    model = nn.parallel.DistributedDataParallel(net())
+    _itself(model, model)
+    dist.destroy_process_group()
+    return model
+
+
+def trains_with_fsdp1() -> nn.Module:
+    model = fsdp2.FullyShardedDataParallel(
+        net(), use_orig_params=True, device_id=torch.device("cpu")
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for index in range(3):
+        model(batch(index, [dist.get_rank()])).square().mean().backward()
+        model.clip_grad_norm_(0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def trains_with_fsdp2() -> nn.Module:
+    model = fsdp2.fully_shard(net())
+    return _itself(model, model)
+
+
+def trains_with_shardgrad() -> nn.Module:
+    model = shardgrad.fully_shard(net())
+    return _itself(model, model)
+
+
+def trains_past_the_wrapper() -> nn.Module:
+    model = nn.parallel.DistributedDataParallel(net())
+    return _itself(model, model.module)
+
+
+def trains_and_returns_losses() -> dict[str, Any]:
+    model = fsdp2.fully_shard(net())
+    _itself(model, model)
+    weights = [
+        param.full_tensor() if hasattr(param, "full_tensor") else param
+        for param in model.parameters()
+    ]
+    return {"norms": {"first": weights[0].norm().item()}}
+
+
+def needs_its_engine() -> nn.Module:
+    model = fsdp2.fully_shard(net())
+    model[0].weight.to_local()  # what plain parameters do not have
+    return model
+
+
 def without_a_step() -> Any:
     model = net()
     return model, torch.optim.SGD(model.parameters(), lr=0.1)

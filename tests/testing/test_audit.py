@@ -73,6 +73,33 @@ def test_a_mistake_is_named_with_its_first_parameter(name: str, words: str) -> N
     assert status == 1
 
 
+@pytest.mark.parametrize("engine", ["ddp", "fsdp1", "fsdp2", "shardgrad"])
+def test_a_program_that_trains_by_itself_passes_with_any_engine(engine: str) -> None:
+    status, said = audited(f"trains_with_{engine}")
+    assert "2 ranks end as they do without an engine: 4 values agree." in said
+    assert status == 0
+
+
+def test_values_that_a_program_returns_are_compared() -> None:
+    status, said = audited("trains_and_returns_losses")
+    assert "2 ranks end as they do without an engine: 1 values agree." in said
+    assert status == 0
+
+
+def test_a_program_that_trains_something_else_with_its_engine_is_found() -> None:
+    status, said = audited("trains_past_the_wrapper")
+    assert "do not end as they do without an engine. First in end of 0.weight, and 3 more" in said
+    assert "ranks have different values, as where gradients are not averaged" in said
+    assert status == 1
+
+
+def test_a_program_that_cannot_do_without_its_engine_says_so() -> None:
+    status, said = audited("needs_its_engine")
+    assert "the program fails without its engine" in said
+    assert "has no attribute 'to_local'" in said
+    assert status == 2
+
+
 def test_a_rank_has_the_environment_of_a_launcher(tmp_path: Path) -> None:
     target = f"{PROGRAMS}:with_the_environment_of_a_launcher"
     process = CONTEXT.Process(target=_rank, args=(target, 0, 1, 0, [0], str(tmp_path)))
@@ -98,7 +125,7 @@ def test_a_rank_has_the_environment_of_a_launcher(tmp_path: Path) -> None:
         ),
         (
             f"{PROGRAMS}:broken",
-            ["fails on one rank", "FileNotFoundError: data.bin", "where:    build()"],
+            ["fails on one rank", "FileNotFoundError: data.bin", "where:    broken()"],
         ),
     ],
 )

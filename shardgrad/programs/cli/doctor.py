@@ -45,8 +45,8 @@ _NONE = "none"
 @click.option(
     "--audit",
     metavar="MODULE:FUNCTION",
-    help="Instead, compare your own program on several ranks with one rank: "
-    "docs/how_to/check_a_program.md.",
+    help="Instead, run your own program on several ranks, whatever its engine, and compare what it "
+    "trains with a run without the engine: docs/how_to/check_a_program.md.",
 )
 @click.option(
     "--ranks",
@@ -58,7 +58,7 @@ _NONE = "none"
     "--steps",
     type=click.IntRange(min=1),
     default=3,
-    help="Steps of the program audited.  [default: 3]",
+    help="Steps of the program audited, if it returns a step.  [default: 3]",
 )
 @click.pass_context
 def doctor(
@@ -99,7 +99,9 @@ def doctor(
 
 
 def _audit(target: str, ranks: int, steps: int) -> NoReturn:
-    """Prints where a program on several ranks departs from one rank; exits with 1 if it does."""
+    """Prints where a program departs from itself without its engine, or on one rank; exits with 1
+    if it does.
+    """
     from shardgrad.programs.function_named import function_named
 
     function_named(target, flag="--audit")  # before PyTorch is imported, which takes seconds

@@ -1,12 +1,18 @@
-"""`shardgrad doctor --audit`: a program on several ranks against the same program on one.
+"""`shardgrad doctor --audit`: a program on several ranks against the same program without its
+engine, or on one.
 
 [Note: Audit]
-The program is a function without arguments that returns a model, its optimizer and a step:
+The program is a function without arguments, of one of two kinds.
+
+1. It trains for some steps, and returns the model, or a dict of tensors and numbers. It runs twice
+on N ranks: as it is, and without its engine (`without_engine.py`).
+
+2. It returns a model, its optimizer and a step:
 
     def build():
         torch.manual_seed(0)
-        model = fully_shard(Net())  # or DDP, FSDP2: whatever trains on all ranks of the process
-        group optimizer = torch.optim.AdamW(model.parameters())
+        model = fully_shard(Net())
+        optimizer = torch.optim.AdamW(model.parameters())
 
         def step(index: int, parts: list[int]) -> None:
             x = torch.cat([batch(index, part) for part in parts])
@@ -18,26 +24,31 @@ The program is a function without arguments that returns a model, its optimizer 
 
 On N ranks, rank r trains on part r of each batch: `parts` is `[r]`. On one rank, `parts` is all of
 them. For a loss that is a mean and parts of one size, both should give the same gradients and
-parameters. Every rank is a new process; the default process group is made before the function is
-called.
+parameters: this finds what a program does wrong by itself, too.
+
+Every rank is a new process; the default process group is made before the function is called.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim.optimizer import Optimizer
@@ -50,13 +61,15 @@ from shardgrad.programs.testing.first_difference import (
     Snapshot,
     Trace,
     first_difference,
+    last_difference,
 )
+from shardgrad.programs.testing.without_engine import remove_engines
 
 __all__ = ["Audit", "audit", "load"]
 
 Step = Callable[[int, list[int]], object]
-Build = Callable[[], tuple[nn.Module, Optimizer, Step]]
 
+_WRAPPERS = re.compile(r"\b(module|_fsdp_wrapped_module)\.")
 _TIMEOUT_S = 60.0  # of a collective, and of what the other ranks may take once one has ended
 
 
@@ -66,8 +79,8 @@ class Audit:
 
     Attributes:
         ranks: number of ranks.
-        steps: number of steps.
-        parameters: number of parameters compared.
+        steps: number of steps; 0 if the program made them by itself.
+        parameters: number of parameters compared, or of what the program returned.
         difference: the first; None if there is none, or ranks failed.
         failure: what a rank raised, or that none of them made progress; empty if all steps ran.
     """
@@ -87,7 +100,13 @@ class Audit:
         if self.failure:
             return f"The program runs on one rank and fails on {self.ranks}: {self.failure}"
         if self.difference is not None:
-            return f"{self.ranks} ranks depart from one. First in {self.difference}."
+            what = "depart from one" if self.steps else "do not end as they do without an engine"
+            return f"{self.ranks} ranks {what}. First in {self.difference}."
+        if not self.steps:
+            return (
+                f"{self.ranks} ranks end as they do without an engine: {self.parameters} values "
+                "agree."
+            )
         return (
             f"{self.ranks} ranks train as one does: gradients and values of {self.parameters} "
             f"parameters agree over {self.steps} steps."
@@ -95,31 +114,39 @@ class Audit:
 
 
 def audit(target: str, *, ranks: int = 2, steps: int = 3) -> Audit:
-    """Runs a program on `ranks` ranks and on one, and compares gradients and parameters after each
-    step.
+    """Runs a program on `ranks` ranks, and without its engine or on one rank, and compares.
 
     Args:
         target: `module:function`; see [Note: Audit]. The module is imported from the current
             directory too.
         ranks: number of processes on this machine, joined by gloo, or by the accelerator's backend
             if there is a device for each.
-        steps: number of steps.
+        steps: number of steps, of a program that returns one.
 
     Raises:
-        OptionError: the target cannot be loaded, returns something else, or fails on one rank.
+        OptionError: the target cannot be loaded, returns something else, or fails without its
+            engine or on one rank.
     """
     load(target)
     everything = list(range(ranks))
-    (reference,) = _run(target, 1, steps, [everything])
+    runs = _run(target, ranks, steps, [[rank] for rank in everything])
+    traces = [run for run in runs if isinstance(run, Trace)]
+    trains_itself = any(trace.returned for trace in traces)
+    if trains_itself and len(traces) == ranks:
+        reference = _run(target, ranks, steps, [[rank] for rank in everything], engine=False)[0]
+        how, fix = "without its engine", "use what plain tensors and modules have as well"
+    else:
+        (reference,) = _run(target, 1, steps, [everything])
+        how, fix = "on one rank", f"make step(0, {everything}) run in one process first"
     if isinstance(reference, _Failed):
         raise OptionError(
-            "the program fails on one rank, so there is nothing to compare with",
-            expected=f"{target} to run on one rank with parts {everything}",
+            f"the program fails {how}, so there is nothing to compare with",
+            expected=f"{target} to run {how}"
+            + ("" if trains_itself else f" with parts {everything}"),
             got=reference.message,
             where=reference.where,
-            fix=reference.fix or f"make step(0, {everything}) run in one process first",
+            fix=reference.fix or fix,
         )
-    runs = _run(target, ranks, steps, [[rank] for rank in everything])
     failed = [(rank, run) for rank, run in enumerate(runs) if isinstance(run, _Failed)]
     if failed:
         rank, first = min(failed, key=lambda each: each[1].time_s)
@@ -129,16 +156,17 @@ def audit(target: str, *, ranks: int = 2, steps: int = 3) -> Audit:
             len(reference.initial),
             failure=f"rank {rank}, {first.where}: {first.message}",
         )
+    if trains_itself:
+        return Audit(ranks, 0, len(reference.returned), last_difference(reference, traces))
 
     def alone() -> Sequence[Trace]:
         runs = [_run(target, 1, 1, [[part]])[0] for part in everything]
         return [run for run in runs if isinstance(run, Trace)]
 
-    traces = [run for run in runs if isinstance(run, Trace)]
     return Audit(ranks, steps, len(reference.initial), first_difference(reference, traces, alone))
 
 
-def load(target: str) -> Build:
+def load(target: str) -> Callable[[], Any]:
     """Returns the function that `target` names.
 
     Raises:
@@ -160,13 +188,19 @@ class _Failed:
     fix: str = ""
 
 
-def _run(target: str, world: int, steps: int, parts: Sequence[list[int]]) -> list[Trace | _Failed]:
+_processes: Any = multiprocessing.get_context("spawn")
+
+
+def _run(
+    target: str, world: int, steps: int, parts: Sequence[list[int]], *, engine: bool = True
+) -> list[Trace | _Failed]:
     """Runs the program in `world` new processes; returns what each left."""
-    context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="shardgrad-audit-") as folder:
         processes = [
-            context.Process(
-                target=_rank, args=(target, rank, world, steps, parts[rank], folder), daemon=True
+            _processes.Process(
+                target=_rank,
+                args=(target, rank, world, steps, parts[rank], folder, engine),
+                daemon=True,
             )
             for rank in range(world)
         ]
@@ -200,10 +234,18 @@ def _left(folder: Path, rank: int, status: int | None) -> Trace | _Failed:
     return _Failed(time.monotonic(), "at an unknown place", message)
 
 
-def _rank(target: str, rank: int, world: int, steps: int, parts: list[int], folder: str) -> None:
+def _rank(
+    target: str,
+    rank: int,
+    world: int,
+    steps: int,
+    parts: list[int],
+    folder: str,
+    engine: bool = True,
+) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.environ |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
-    trace, where = Trace(), "build()"
+    trace, where = Trace(), f"{target.rpartition(':')[2]}()"
     try:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world))
         store = dist.FileStore(f"{folder}/store", world)  # type: ignore[attr-defined]
@@ -214,17 +256,28 @@ def _rank(target: str, rank: int, world: int, steps: int, parts: list[int], fold
             world_size=world,
             timeout=timedelta(seconds=_TIMEOUT_S),
         )
+        for name in ("init_process_group", "destroy_process_group"):
+            setattr(dist, name, _done)  # a script's own calls: the group is there until the end
+        if not engine:
+            remove_engines()
         torch.manual_seed(0)
-        model, optimizer, step = _checked(load(target)(), target)
-        found: list[Snapshot] = []
-        optimizer.register_step_pre_hook(lambda *_: found.append(_snapshot(model, gradients=True)))
-        trace.initial = _snapshot(model)
-        for index in range(steps):
-            where = f"step {index}"
-            step(index, parts)
-            trace.gradients.append(found[0] if found else None)
-            trace.parameters.append(_snapshot(model))
-            found.clear()
+        built: object = load(target)()
+        if isinstance(built, nn.Module | Mapping):
+            where = "what the program returned"
+            trace.returned = dict(_returned(built))
+        else:
+            model, optimizer, step = _checked(built, target)
+            found: list[Snapshot] = []
+            optimizer.register_step_pre_hook(
+                lambda *_: found.append(_snapshot(model, gradients=True))
+            )
+            trace.initial = _snapshot(model)
+            for index in range(steps):
+                where = f"step {index}"
+                step(index, parts)
+                trace.gradients.append(found[0] if found else None)
+                trace.parameters.append(_snapshot(model))
+                found.clear()
         left: Trace | _Failed = trace
     except BaseException as error:
         traceback.print_exc()
@@ -236,6 +289,10 @@ def _rank(target: str, rank: int, world: int, steps: int, parts: list[int], fold
     torch.save(left, f"{folder}/{rank}.tmp")
     os.replace(f"{folder}/{rank}.tmp", f"{folder}/{rank}.pt")
     os._exit(isinstance(left, _Failed))  # backends' threads may wait for ranks that have ended
+
+
+def _done(*_: Any, **__: Any) -> None:
+    """Stands in for what the audit does itself."""
 
 
 def _backend(rank: int, world: int) -> str:
@@ -268,11 +325,42 @@ def _checked(built: Any, target: str) -> tuple[nn.Module, Optimizer, Step]:
     raise OptionError(
         f"{target} returned {got}",
         expected="(model, optimizer, step): an nn.Module, a torch Optimizer, a function of (index, "
-        "parts)",
+        "parts); or the model that was trained, or a dict of values",
         got=got,
         where=target,
         fix="return model, optimizer, step",
     )
+
+
+def _returned(result: Any, name: str = "") -> Iterator[tuple[str, Piece]]:
+    """Yields what a program returned as whole tensors, by name; a collective."""
+    if isinstance(result, nn.Module):
+        with ExitStack() as gathered:
+            _gather(result, gathered)
+            for inside, param in result.named_parameters():
+                # As the model itself names it; engines' wrappers add to that.
+                yield from _returned(param, _WRAPPERS.sub("", inside))
+    elif isinstance(result, Mapping):
+        for key, value in result.items():
+            yield from _returned(value, f"{name}.{key}" if name else str(key))
+    elif isinstance(result, torch.Tensor):
+        whole = result.detach()
+        yield name, _piece(whole.full_tensor() if isinstance(whole, DTensor) else whole)
+    elif isinstance(result, int | float):
+        yield name, _piece(torch.tensor(float(result)))
+
+
+def _gather(model: nn.Module, until: ExitStack) -> None:
+    """Makes a model's parameters whole or `DTensor`s, as its engine does."""
+    modules = list(model.modules())
+    for module in modules:
+        if callable(reshard := getattr(module, "reshard", None)):
+            reshard()
+    if any(isinstance(module, FullyShardedDataParallel) for module in modules):
+        until.enter_context(FullyShardedDataParallel.summon_full_params(model))
+    if any(hasattr(param, "ds_id") for param in model.parameters()):
+        deepspeed: Any = import_module("deepspeed")
+        until.enter_context(deepspeed.zero.GatheredParameters(list(model.parameters())))
 
 
 def _snapshot(model: nn.Module, *, gradients: bool = False) -> Snapshot:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-__all__ = ["Difference", "Piece", "Snapshot", "Trace", "first_difference"]
+__all__ = ["Difference", "Piece", "Snapshot", "Trace", "first_difference", "last_difference"]
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,13 @@ class Trace:
         gradients: for each step, those that its optimizer step found; None if it made no optimizer
             step.
         parameters: for each step, those behind it.
+        returned: what a program that makes its steps by itself returned, by name.
     """
 
     initial: Snapshot = field(default_factory=dict)
     gradients: list[Snapshot | None] = field(default_factory=list)
     parameters: list[Snapshot] = field(default_factory=list)
+    returned: Snapshot = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,11 @@ def first_difference(
     return found
 
 
+def last_difference(reference: Trace, ranks: Sequence[Trace]) -> Difference | None:
+    """Returns where what `ranks` returned departs from `reference`; None if it does not."""
+    return _compare("end", reference.returned, [trace.returned for trace in ranks], _why_end)
+
+
 # -- comparing
 
 _Why = Callable[[str, Piece | None, Sequence[Piece | None]], str]
@@ -188,6 +195,21 @@ def _shape_differs(expected: Piece | None, pieces: Sequence[Piece | None]) -> st
 
 
 # -- why
+
+
+def _why_end(name: str, expected: Piece | None, pieces: Sequence[Piece | None]) -> str:
+    held = [piece for piece in pieces if piece is not None]
+    if expected is None or len(held) < len(pieces):
+        return "not every run returns it"
+    if (shapes := {piece.shape for piece in held}) != {expected.shape}:
+        return f"it has shape {' and '.join(map(str, sorted(shapes)))} instead of {expected.shape}"
+    wrong = _wrong(expected, held)
+    values = expected.values.double()
+    off = max(float((held[rank].values.double() - values).norm() / values.norm()) for rank in wrong)
+    how = f"it is off by {off:.2%}"
+    if any(not _close(piece.values, held[0].values) for piece in held):
+        return f"{how}, and ranks have different values, as where gradients are not averaged"
+    return f"{how}, on all ranks alike"
 
 
 def _why_initial(name: str, expected: Piece | None, pieces: Sequence[Piece | None]) -> str:
