@@ -5,12 +5,9 @@ each.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
-from torch.optim import Optimizer
-
-from shardgrad.graphs.outputs import local_tensor
 
 __all__ = ["Habits"]
 
@@ -24,13 +21,12 @@ class Habits:
     """Watches the calls of a step.
 
     Args:
-        optimizers: optimizers of the step.
         warn: function that is called with what to say about the step, and the depth of the
             program's call.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], warn: Callable[..., None]) -> None:
-        self._optimizers, self._warn = optimizers, warn
+    def __init__(self, warn: Callable[..., None]) -> None:
+        self._warn = warn
         self._new_keys = self._replaced = self._new_guards = 0
         self._guards: Hashable = None  # of the last call
 
@@ -82,19 +78,6 @@ class Habits:
             depth=6,
         )
 
-    def stepped_eagerly(self) -> None:
-        """Looks whether gradients are left after a step.
-
-        Streams: reads them on the host, once, on the current stream.
-        """
-        left = [grad for grad in map(_local_grad, _params(self._optimizers)) if grad is not None]
-        if any(bool(grad.count_nonzero()) for grad in left):
-            self._warn(
-                "leaves gradients behind, to which the next step adds its own: call "
-                "optimizer.zero_grad() at the end of the step, inside it.",
-                depth=6,
-            )
-
 
 def _difference(one: Hashable, other: Hashable) -> tuple[Hashable, Hashable]:
     """Returns the innermost pair of guards that differ; a pair is (its name, its value)."""
@@ -111,13 +94,3 @@ def _shapes(key: Hashable) -> str:
         part[0] for part in parts if isinstance(part, tuple) and isinstance(part[0], torch.Size)
     ]
     return " and ".join("x".join(map(str, shape)) or "a scalar" for shape in shapes)
-
-
-def _params(optimizers: Iterable[Optimizer]) -> Iterable[torch.Tensor]:
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            yield from group["params"]
-
-
-def _local_grad(param: torch.Tensor) -> torch.Tensor | None:
-    return None if param.grad is None else local_tensor(param.grad)

@@ -60,8 +60,8 @@ def flatten_inputs(
             None for any.
 
     Raises:
-        StepInputError: a tensor cannot be copied, an object cannot be compared, there is no tensor
-            at all, or the number of micro-batches is another.
+        StepInputError: a tensor cannot be copied, an object cannot be compared, or the number of
+            micro-batches is another.
     """
     if micro_batches is not None:
         _require_micro_batches([*enumerate(args), *kwargs.items()], micro_batches)
@@ -70,12 +70,10 @@ def flatten_inputs(
     indices: list[int] = []
     key: list[Hashable] = [spec]
     constants: list[tuple[int, float]] = []
-    static = 0
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
             if _is_static(leaf):
                 key.append((leaf.data_ptr(), leaf.shape, leaf.stride(), leaf.dtype))
-                static += 1
                 continue
             _require_plain(leaf, index)
             tensors.append(leaf)
@@ -86,16 +84,6 @@ def flatten_inputs(
             key.append(type(leaf).__name__)
         else:
             key.append(_comparable(leaf, index))
-
-    if not tensors and not static:
-        raise StepInputError(
-            "a graphed step was called without a tensor",
-            expected="the batch as tensors, which are copied into the graph's inputs at every "
-            "replay",
-            got=f"{len(leaves)} arguments, none of them a tensor",
-            fix="pass the batch as an argument, instead of closing over it; an update alone takes "
-            "any tensor",
-        )
 
     def rebuild(replacements: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         filled = list(leaves)

@@ -8,6 +8,7 @@ refused before it, and what makes captures fail far from its cause is added to t
 from __future__ import annotations
 
 import os
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +17,11 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import Optimizer
 
-import shardgrad.optim
-from shardgrad.checks.capturable_optimizers import why_not_capturable
+from shardgrad.checks.capturable_optimizers import cure, why_not_capturable
 from shardgrad.errors import CaptureError
 from shardgrad.ops.library import build_command, has_kernels
-from shardgrad.optim.flat import FlatOptimizer
 
-__all__ = ["Issue", "environment_issues", "explain", "refuse_harmful_settings"]
+__all__ = ["Issue", "environment_issues", "explain", "issues_of_error", "refuse_harmful_settings"]
 
 _BLOCKING = {
     "CUDA_LAUNCH_BLOCKING": "makes the host wait at every launch, a setting for debugging",
@@ -67,7 +66,7 @@ def environment_issues(device: torch.device, optimizers: Sequence[Optimizer]) ->
 
     Capture: called before a capture; it reads nothing from the device.
     """
-    found = [issue for optimizer in optimizers for issue in _of_optimizer(optimizer, device)]
+    found = [issue for optimizer in optimizers for issue in _of_optimizer(optimizer)]
     if device.type == "cuda":
         found += _of_kernels()
         found += _of_environment()
@@ -84,39 +83,26 @@ def environment_issues(device: torch.device, optimizers: Sequence[Optimizer]) ->
     return found
 
 
-def _of_optimizer(optimizer: Optimizer, device: torch.device) -> Iterator[Issue]:
-    if isinstance(optimizer, FlatOptimizer):
-        return  # what its step depends on is in device memory
-    name = type(optimizer).__name__
-    ours = (
-        f"shardgrad.optim.{name}"
-        if hasattr(shardgrad.optim, name)
-        else "an optimizer of shardgrad.optim"
-    )
+def issues_of_error(error: BaseException) -> Iterator[Issue]:
+    """Yields what is known of torch's objects in whose methods an error was raised."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if isinstance(frame.f_locals.get("self"), torch.amp.GradScaler):
+            yield Issue(
+                "host read",
+                "torch.amp.GradScaler reads on the host whether to skip the step",
+                fix="shardgrad.GradScaler, passed to graphed_step(...) as well",
+            )
+            return
+
+
+def _of_optimizer(optimizer: Optimizer) -> Iterator[Issue]:
     why = why_not_capturable(optimizer)
     if why is not None:
         yield Issue(
             "uncapturable optimizer",
-            f"a step of {name} cannot be recorded: {why}",
-            fix=f"{ours}; or capturable=True where {name} has it; or take one step first, if that "
-            "makes its momentum",
+            f"a step of {type(optimizer).__name__} cannot be recorded: {why}",
+            fix=cure(optimizer),
         )
-    else:
-        numbers = [
-            group["lr"]
-            for group in optimizer.param_groups
-            if isinstance(group.get("lr"), int | float)
-        ]
-        if numbers:
-            with_tensor = f"; or lr=torch.tensor({numbers[0]}, device={str(device)!r})"
-            yield Issue(
-                "frozen hyperparameter",
-                f"the learning rate of {name} is the Python number {numbers[0]}, and stays that in "
-                "a graph",
-                fix=f"{ours}, whose hyperparameters can change between replays"
-                # SGD reads a tensor on the host, for alpha=.
-                + ("" if isinstance(optimizer, torch.optim.SGD) else with_tensor),
-            )
 
 
 def _of_kernels() -> Iterator[Issue]:

@@ -76,28 +76,6 @@ def test_all_random_numbers_are_drawn_again_after_a_restore() -> None:
     assert drawn() == first
 
 
-def test_gradients_left_behind_are_a_warning() -> None:
-    model = nn.Linear(4, 4)
-    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
-
-    @shardgrad.graphed_step(model, optimizer)
-    def step(x: Tensor) -> Tensor:
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    step(torch.ones(2, 4))
-    with pytest.warns(
-        shardgrad.UncapturableStepWarning, match="step leaves gradients behind"
-    ) as caught:
-        step(torch.ones(2, 4))
-    assert caught[0].filename == __file__
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        step(torch.ones(2, 4))
-
-
 def test_a_device_without_graphs_is_told_once() -> None:
     @shardgrad.graphed_step(nn.Linear(4, 4))
     def step(x: Tensor) -> Tensor:
