@@ -21,7 +21,7 @@ from shardgrad.checks.capturable_optimizers import cure, why_not_capturable
 from shardgrad.errors import CaptureError
 from shardgrad.ops.library import build_command, has_kernels
 
-__all__ = ["Issue", "environment_issues", "explain", "issues_of_error", "refuse_harmful_settings"]
+__all__ = ["Issue", "cause_of", "environment_issues", "explain", "refuse_harmful_settings"]
 
 _BLOCKING = {
     "CUDA_LAUNCH_BLOCKING": "makes the host wait at every launch, a setting for debugging",
@@ -48,6 +48,31 @@ class Issue:
 
     def __str__(self) -> str:
         return f"{self.what}\n  try: {self.fix}"
+
+
+_SCALER = Issue(
+    "host read",
+    "torch.amp.GradScaler reads on the host whether to skip the step",
+    fix="shardgrad.GradScaler, passed to graphed_step(...) as well",
+)
+# By cudaError_t: those of streams, which CUDA reports where the capture meets them.
+_CUDA_ERRORS: dict[int | None, Issue] = {
+    904: Issue(
+        "side stream",
+        "work that the step launched on another stream is not waited for in it",
+        fix="torch.cuda.current_stream().wait_stream(side) after that work, inside the step",
+    ),
+    905: Issue(
+        "side stream",
+        "the step waits for work that another stream did outside of it",
+        fix="side.wait_stream(torch.cuda.current_stream()) before that work, inside the step",
+    ),
+    906: Issue(
+        "side stream",
+        "the step uses the default stream while another one is captured",
+        fix="work on torch.cuda.current_stream(), or on a torch.cuda.Stream() of the program's",
+    ),
+}
 
 
 def explain(issues: Iterable[Issue]) -> str:
@@ -83,16 +108,12 @@ def environment_issues(device: torch.device, optimizers: Sequence[Optimizer]) ->
     return found
 
 
-def issues_of_error(error: BaseException) -> Iterator[Issue]:
-    """Yields what is known of torch's objects in whose methods an error was raised."""
+def cause_of(error: BaseException) -> Issue | None:
+    """Returns what led to an error inside a capture; None if the error says it itself."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if isinstance(frame.f_locals.get("self"), torch.amp.GradScaler):
-            yield Issue(
-                "host read",
-                "torch.amp.GradScaler reads on the host whether to skip the step",
-                fix="shardgrad.GradScaler, passed to graphed_step(...) as well",
-            )
-            return
+            return _SCALER
+    return _CUDA_ERRORS.get(getattr(error, "error_code", None))
 
 
 def _of_optimizer(optimizer: Optimizer) -> Iterator[Issue]:

@@ -39,9 +39,9 @@ from shardgrad.graphs.lifetime import graphs_captured, graphs_destroyed
 from shardgrad.graphs.outputs import apart_from, clones, detached, used_on
 from shardgrad.graphs.pool import GraphPool
 from shardgrad.graphs.preflight import (
+    cause_of,
     environment_issues,
     explain,
-    issues_of_error,
     refuse_harmful_settings,
 )
 from shardgrad.graphs.program_line import line_that_raised
@@ -516,19 +516,20 @@ class GraphedStep(Generic[_P, _R]):
 
     def _refuse_capture(self, kind: _InputKind, error: Exception) -> None:
         """Says which line of the program raised inside a capture."""
-        first = "".join(f": {line}" for line in str(error).splitlines()[:1])
-        known = error if isinstance(error, ShardgradError) else ShardgradError("")
         line = line_that_raised(error, self._modules)
-        issues = ""
-        if known is not error:  # of the device, which does not know what led to it
-            issues = explain(
-                [*issues_of_error(error), *environment_issues(self.pool.device, self._optimizers)]
-            )
+        cause, issues = cause_of(error), ""
+        if isinstance(error, ShardgradError):
+            what, where, fix = error.what, error.where, error.fix
+        elif cause is not None:
+            what, where, fix = cause.what, None, cause.fix
+        else:  # the device's, which knows what is not permitted and not what led to it
+            what, where, fix = f"{type(error).__name__}: {error}".splitlines()[0], None, None
+            issues = explain(environment_issues(self.pool.device, self._optimizers))
         self._refuse_kind(
             kind,
-            f"could not be captured: {type(error).__name__}{first}",
-            where="; ".join(filter(None, (known.where, line))),
-            fix=known.fix
+            f"could not be captured: {what}",
+            where="; ".join(filter(None, (where, line))),
+            fix=fix
             or "return what the host reads from the step, and read it afterwards; torch.where "
             "instead of an if; docs/how_to/migrate_to_graphed_step.md#what-to-do",
             issues=issues,

@@ -9,6 +9,7 @@ comparison and replays.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -419,8 +420,8 @@ LOOPS = [
 REFUSED = {
     "a scaler of torch's": (
         partial(nanogpt, fp16=True),
-        r"torch\.amp\.GradScaler reads on the host .*\n.*shardgrad\.GradScaler, passed[\s\S]*"
-        r"in update: scaler\.step\(optimizer\)",
+        r"torch\.amp\.GradScaler reads on the host[\s\S]*"
+        r"in update: scaler\.step\(optimizer\)\n  try:      shardgrad\.GradScaler, passed to",
     ),
     "an optimizer with its defaults": (
         partial(fsdp2_tutorial, capturable=False),
@@ -497,3 +498,104 @@ def test_what_keeps_such_a_loop_from_being_a_graph_is_named_with_its_cure(
     loop, sentence = REFUSED[name]
     with pytest.raises(CaptureError, match=sentence):
         loop(shardgrad.graphed_step, device)
+
+
+# -- what a capture finds far from its cause
+
+
+def model_and_optimizer() -> tuple[Any, Any]:
+    model = sharded(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), torch.device("cuda"))
+    return model, shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def side_stream(*, waits_before: bool, waits_after: bool) -> None:
+    model, optimizer = model_and_optimizer()
+    side = torch.cuda.Stream()
+
+    @shardgrad.graphed_step(model, optimizer)
+    def step(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        if waits_before:
+            side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            x.square()
+        if waits_after:
+            torch.cuda.current_stream().wait_stream(side)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    for _ in range(STEPS):
+        step(torch.ones(ROWS, WIDTH, device="cuda"))
+
+
+def first_update() -> None:
+    model, optimizer = model_and_optimizer()
+    calls: list[int] = []
+
+    @shardgrad.graphed_step(model, optimizer)
+    def step(x: Tensor) -> None:
+        model(x).square().mean().backward()
+        calls.append(1)
+        if len(calls) > 3:
+            optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(STEPS):
+        step(torch.ones(ROWS, WIDTH, device="cuda"))
+
+
+def in_two_threads() -> None:
+    """The second thread comes while the first captures, which goes on."""
+    model, optimizer = model_and_optimizer()
+    errors: list[Exception] = []
+
+    def other() -> None:
+        step = shardgrad.graphed_step(warmup=1)(lambda x: x.square())
+        try:
+            for _ in range(STEPS):
+                step(torch.ones(ROWS, WIDTH, device="cuda"))
+        except CaptureError as error:
+            errors.append(error)
+
+    @shardgrad.graphed_step(model, optimizer)
+    def step(x: Tensor) -> Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            thread = threading.Thread(target=other, name="other")
+            thread.start()
+            thread.join()
+        return model(x).square().mean()
+
+    for _ in range(STEPS):
+        step(torch.ones(ROWS, WIDTH, device="cuda"))
+    assert step.replays > 3
+    raise errors[0]
+
+
+FAR = {
+    "work that is not joined": (
+        partial(side_stream, waits_before=True, waits_after=False),
+        r"not waited for in it[\s\S]*current_stream\(\)\.wait_stream\(side\) after that work",
+    ),
+    "work that did not wait": (
+        partial(side_stream, waits_before=False, waits_after=True),
+        r"outside of it[\s\S]*in step: torch.*wait_stream\(side\)[\s\S]*side\.wait_stream\(torch",
+    ),
+    "the first update": (
+        first_update,
+        r"the first step of an optimizer is in a capture[\s\S]*0\.weight, 0\.bias; [\s\S]*"
+        r"in step: optimizer\.step\(\)\n  try:      a boolean argument of the step",
+    ),
+    "two threads": (
+        in_two_threads,
+        r"other was to capture on cuda:0 while MainThread captures there[\s\S]*threading\.Lock",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAR)
+def test_an_error_far_from_its_cause_says_what_led_to_it(name: str, device: torch.device) -> None:
+    program, sentence = FAR[name]
+    with pytest.raises(CaptureError, match=sentence):
+        program()
