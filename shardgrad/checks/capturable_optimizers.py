@@ -30,7 +30,7 @@ from shardgrad.engine.param import managed_by
 from shardgrad.engine.streams import is_capturing
 from shardgrad.errors import CaptureError
 
-__all__ = ["refuse_uncapturable_step", "why_not_capturable"]
+__all__ = ["cure", "refuse_uncapturable_step", "why_not_capturable"]
 
 _READS_HOST: tuple[tuple[type[Optimizer], str], ...] = (
     (optim.LBFGS, "it reads losses and directions on the host to decide how far to go"),
@@ -55,6 +55,19 @@ def why_not_capturable(optimizer: Optimizer) -> str | None:
     if isinstance(optimizer, optim.SGD) and _makes_momentum(optimizer):
         return "its first step makes the momentum, and every replay would make it again"
     return None
+
+
+def cure(optimizer: Optimizer) -> str:
+    """Returns what to use instead of an optimizer whose step no graph can repeat."""
+    name = type(optimizer).__name__
+    cures = ["an optimizer of shardgrad.optim"]
+    if name in ("Adam", "AdamW", "Muon", "SGD"):
+        cures = [f"shardgrad.optim.{name}"]
+    if "capturable" in optimizer.defaults:
+        cures.append(f"{name}(..., capturable=True)")
+    if isinstance(optimizer, optim.SGD):
+        cures.append("one eager step before the capture, which makes the momentum")
+    return "; or ".join(cures)
 
 
 def _makes_momentum(optimizer: Optimizer) -> bool:
@@ -92,6 +105,5 @@ def refuse_uncapturable_step(optimizer: Optimizer) -> None:
         expected="shardgrad.optim.AdamW, Adam or SGD; or an optimizer built with capturable=True",
         got=type(optimizer).__name__,
         where=f"parameter {managed.name}",
-        fix="one eager step before the capture, if that makes its momentum; else another "
-        "optimizer, or a step outside the graph",
+        fix=cure(optimizer),
     )

@@ -164,7 +164,8 @@ class FirstStepCheck:
                 continue  # a tensor subclass may not even have views
             grad = getattr(param, group_of(managed).gradient_policy.attribute, None)
             if grad is not None:
-                self._samples.append(_Sample(managed, grad))
+                if param.itemsize > 2 or not _keeps_small_steps(optimizer):
+                    self._samples.append(_Sample(managed, grad))
             elif param.requires_grad:
                 self._without.append(managed.name)
 
@@ -226,6 +227,12 @@ def _changes_nothing(optimizer: Optimizer) -> bool:
     return any(
         bool(verdict.item()) for verdict in {id(v): v for v in verdicts if v is not None}.values()
     )
+
+
+def _keeps_small_steps(optimizer: Optimizer) -> bool:
+    """Returns whether 16-bit weights are roundings of others, which one step need not change."""
+    # The second is the name in TransformerEngine and apex.
+    return any(getattr(optimizer, name, False) for name in ("keeps_small_steps", "master_weights"))
 
 
 def _is_idle(group: dict[str, Any]) -> bool:

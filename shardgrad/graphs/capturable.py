@@ -196,6 +196,8 @@ class OptimizerState(Capturable):
                 if isinstance(value, torch.Tensor):
                     name = f"{key} of parameter {number} of {type(self._optimizer).__name__}"
                     yield name, local_tensor(value)
+        for number, rate in self._rates.items():
+            yield f"learning rate of group {number} of {type(self._optimizer).__name__}", rate
 
 
 def _constant(value: Any) -> Hashable:

@@ -235,6 +235,8 @@ class ModuleState(Capturable):
         for shard in self._shards():
             if shard.memory is GradMemory.HELD and not shard.objects.are_absent():
                 shard.fix()
+        # A capture does this too, and must not be the first to launch a kernel: that would load it.
+        self._count_touched()
 
     def before_replays(self) -> Callable[[], bool]:
         """See `Capturable`."""

@@ -5,16 +5,13 @@ each.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
-from torch.optim import Optimizer
-
-from shardgrad.graphs.outputs import local_tensor
 
 __all__ = ["Habits"]
 
-_NEW_KEYS = 7  # calls in a row, each with inputs of shapes that were never seen
+_NEW_KEYS = 7  # calls in a row, each with shapes or numbers that were never seen
 # Calls in a row, each with another tensor where the step reads one that it is not given.
 _REPLACED = 7
 _NEW_GUARDS = 10  # calls in a row, each with host state that was never seen
@@ -24,24 +21,27 @@ class Habits:
     """Watches the calls of a step.
 
     Args:
-        optimizers: optimizers of the step.
         warn: function that is called with what to say about the step, and the depth of the
             program's call.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], warn: Callable[..., None]) -> None:
-        self._optimizers, self._warn = optimizers, warn
+    def __init__(self, warn: Callable[..., None]) -> None:
+        self._warn = warn
         self._new_keys = self._replaced = self._new_guards = 0
-        self._guards: Hashable = None  # of the last call
+        self._key: Hashable = None  # of the last call, as the guards
+        self._guards: Hashable = None
 
     def called(self, key: Hashable, *, is_new: bool) -> None:
         """Takes note of a call's inputs, by their key (`graphs/inputs.py`)."""
+        before, self._key = self._key, key
         self._new_keys = self._new_keys + 1 if is_new else 0
         if self._new_keys == _NEW_KEYS:
+            one, other = _difference(before, key)
             self._warn(
-                f"got inputs of shapes that it had not seen in {_NEW_KEYS} calls in a row, so it "
-                f"is never captured and runs eagerly; the last: {_shapes(key)}. Pad them to a few "
-                "sizes with bucket=.",
+                "ran eagerly, and is not captured: it got shapes or numbers that it had not seen, "
+                f"{_NEW_KEYS} calls in a row; in the last, {_said(one)} became {_said(other)}. Pad "
+                "shapes and round numbers to a few values with bucket=, or pass a tensor for a "
+                "number.",
                 depth=5,
             )
 
@@ -82,19 +82,6 @@ class Habits:
             depth=6,
         )
 
-    def stepped_eagerly(self) -> None:
-        """Looks whether gradients are left after a step.
-
-        Streams: reads them on the host, once, on the current stream.
-        """
-        left = [grad for grad in map(_local_grad, _params(self._optimizers)) if grad is not None]
-        if any(bool(grad.count_nonzero()) for grad in left):
-            self._warn(
-                "leaves gradients behind, to which the next step adds its own: call "
-                "optimizer.zero_grad() at the end of the step, inside it.",
-                depth=6,
-            )
-
 
 def _difference(one: Hashable, other: Hashable) -> tuple[Hashable, Hashable]:
     """Returns the innermost pair of guards that differ; a pair is (its name, its value)."""
@@ -105,19 +92,7 @@ def _difference(one: Hashable, other: Hashable) -> tuple[Hashable, Hashable]:
     return one, other
 
 
-def _shapes(key: Hashable) -> str:
-    parts = key if isinstance(key, tuple) else ()
-    shapes = [
-        part[0] for part in parts if isinstance(part, tuple) and isinstance(part[0], torch.Size)
-    ]
-    return " and ".join("x".join(map(str, shape)) or "a scalar" for shape in shapes)
-
-
-def _params(optimizers: Iterable[Optimizer]) -> Iterable[torch.Tensor]:
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            yield from group["params"]
-
-
-def _local_grad(param: torch.Tensor) -> torch.Tensor | None:
-    return None if param.grad is None else local_tensor(param.grad)
+def _said(difference: Hashable) -> str:
+    if isinstance(difference, torch.Size):
+        return "x".join(map(str, difference)) or "a scalar"
+    return reprlib.repr(difference)

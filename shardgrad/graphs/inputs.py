@@ -1,12 +1,10 @@
-"""The arguments of a step: copied tensors, static tensors, constants, and values that choose the
-graph.
+"""The arguments of a step: copied tensors, static tensors, and values that choose the graph.
 
 | kind | what | at the next call |
 | --- | --- | --- |
 | copied | tensors | is copied into the graph's input |
 | static | parameters, buffers, `mark_static_address` | another address is another graph |
-| constant | numbers | has to be equal, or is refused |
-| key | None, booleans, strings, the structure, any other object | another value is another graph |
+| key | numbers, None, strings, the structure, any other object | another value is another graph |
 
 A host tensor reaches the step as a tensor of the device, since a graph cannot read what a program
 writes to host memory later.
@@ -38,13 +36,11 @@ class Inputs:
     Attributes:
         tensors: tensors to copy, in order.
         key: chooses the graph, together with the guards.
-        constants: (index of the leaf, number).
         rebuild: given tensors in place of `tensors`, returns (args, kwargs).
     """
 
     tensors: list[torch.Tensor]
     key: Hashable
-    constants: tuple[tuple[int, float], ...]
     rebuild: Callable[[Sequence[torch.Tensor]], tuple[tuple[Any, ...], dict[str, Any]]]
 
 
@@ -60,8 +56,8 @@ def flatten_inputs(
             None for any.
 
     Raises:
-        StepInputError: a tensor cannot be copied, an object cannot be compared, there is no tensor
-            at all, or the number of micro-batches is another.
+        StepInputError: a tensor cannot be copied, an object cannot be compared, or the number of
+            micro-batches is another.
     """
     if micro_batches is not None:
         _require_micro_batches([*enumerate(args), *kwargs.items()], micro_batches)
@@ -69,33 +65,18 @@ def flatten_inputs(
     tensors: list[torch.Tensor] = []
     indices: list[int] = []
     key: list[Hashable] = [spec]
-    constants: list[tuple[int, float]] = []
-    static = 0
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
             if _is_static(leaf):
                 key.append((leaf.data_ptr(), leaf.shape, leaf.stride(), leaf.dtype))
-                static += 1
                 continue
             _require_plain(leaf, index)
             tensors.append(leaf)
             indices.append(index)
             key.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.device.type))
-        elif isinstance(leaf, int | float) and not isinstance(leaf, bool):
-            constants.append((index, leaf))
-            key.append(type(leaf).__name__)
         else:
-            key.append(_comparable(leaf, index))
-
-    if not tensors and not static:
-        raise StepInputError(
-            "a graphed step was called without a tensor",
-            expected="the batch as tensors, which are copied into the graph's inputs at every "
-            "replay",
-            got=f"{len(leaves)} arguments, none of them a tensor",
-            fix="pass the batch as an argument, instead of closing over it; an update alone takes "
-            "any tensor",
-        )
+            # The type too, since 1, 1.0 and True are equal, and another program each.
+            key.append((f"input {index}", type(leaf).__name__, _comparable(leaf, index)))
 
     def rebuild(replacements: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         filled = list(leaves)
@@ -104,7 +85,7 @@ def flatten_inputs(
         args, kwargs = _unflatten(filled, spec)
         return args, kwargs
 
-    return Inputs(tensors, tuple(key), tuple(constants), rebuild)
+    return Inputs(tensors, tuple(key), rebuild)
 
 
 def _require_micro_batches(arguments: list[tuple[Any, Any]], expected: int) -> None:
@@ -239,7 +220,6 @@ class InputBuffers:
 
     def __init__(self, inputs: Inputs, pool: GraphPool) -> None:
         self._pool = pool
-        self._constants = inputs.constants
         self.buffers = [torch.empty_like(tensor, device=pool.device) for tensor in inputs.tensors]
         self._from_host = [
             i for i, t in enumerate(inputs.tensors) if t.device.type != pool.device.type
@@ -254,12 +234,7 @@ class InputBuffers:
         Streams: on the pool's stream, inside `GraphPool.turn`. Host tensors are transferred on
         another
             stream, in one copy, while the step before is running.
-
-        Raises:
-            StepInputError: a constant has changed.
         """
-        if inputs.constants != self._constants:
-            self._refuse(inputs.constants)
         with torch.no_grad():
             if self._from_device:
                 sources = [inputs.tensors[i] for i in self._from_device]
@@ -270,16 +245,3 @@ class InputBuffers:
             if self._from_host:
                 sources = [inputs.tensors[i] for i in self._from_host]
                 self._staging.copy(sources, [self.buffers[i] for i in self._from_host])
-
-    def _refuse(self, constants: tuple[tuple[int, float], ...]) -> None:
-        changed = [
-            (index, old, new)
-            for (index, old), (_, new) in zip(self._constants, constants, strict=True)
-            if old != new
-        ]
-        raise StepInputError(
-            "a number that a graphed step was built with has changed",
-            expected=", ".join(f"input {index} = {old!r}" for index, old, _ in changed),
-            got=", ".join(f"input {index} = {new!r}" for index, _, new in changed),
-            fix="pass a tensor: torch.tensor(x); or call step.reset() first",
-        )

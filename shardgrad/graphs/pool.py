@@ -91,7 +91,7 @@ class GraphPool:
         is ended and its graph destroyed.
 
         Raises:
-            CaptureError: this thread's stream is being captured already.
+            CaptureError: this thread's stream, or another thread's, is being captured already.
         """
         if is_capturing(self.device):
             raise CaptureError(
@@ -100,6 +100,10 @@ class GraphPool:
                 got="one called while another is being captured",
                 fix="call the inner function itself; it becomes part of the outer graph",
             )
+        with _alone(self.device):
+            yield from self._captured(generators)
+
+    def _captured(self, generators: Sequence[torch.Generator]) -> Iterator[DeviceGraph]:
         gc.collect()  # a tensor of a dead cycle must not be freed into the capture
         wait_for_device(self.device)
         # So that the graph may reserve what eager steps hold in the cache and do not use.
@@ -198,6 +202,30 @@ def _capture_stream(device: torch.device, thread: int) -> torch.Stream:
     has its own, since what it launched on this one would become part of a graph.
     """
     return torch.Stream(device)
+
+
+_threads_capturing: dict[torch.device, threading.Thread] = {}
+
+
+@contextmanager
+def _alone(device: torch.device) -> Iterator[None]:
+    """Refuses a capture while another thread captures: it begins with a wait for the device, which
+    would break the other one.
+    """
+    thread = threading.current_thread()
+    other = _threads_capturing.setdefault(device, thread)
+    if other is not thread:
+        raise CaptureError(
+            f"{thread.name} was to capture on {device} while {other.name} captures there",
+            expected="one capture at a time on a device",
+            got="two threads that capture at once",
+            fix="a threading.Lock around the calls of both steps, until each has its graphs; or a "
+            "process for each",
+        )
+    try:
+        yield
+    finally:
+        del _threads_capturing[device]
 
 
 def _default_device() -> torch.device:

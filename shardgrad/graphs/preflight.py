@@ -8,6 +8,7 @@ refused before it, and what makes captures fail far from its cause is added to t
 from __future__ import annotations
 
 import os
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +17,11 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import Optimizer
 
-import shardgrad.optim
-from shardgrad.checks.capturable_optimizers import why_not_capturable
+from shardgrad.checks.capturable_optimizers import cure, why_not_capturable
 from shardgrad.errors import CaptureError
 from shardgrad.ops.library import build_command, has_kernels
-from shardgrad.optim.flat import FlatOptimizer
 
-__all__ = ["Issue", "environment_issues", "explain", "refuse_harmful_settings"]
+__all__ = ["Issue", "cause_of", "environment_issues", "explain", "refuse_harmful_settings"]
 
 _BLOCKING = {
     "CUDA_LAUNCH_BLOCKING": "makes the host wait at every launch, a setting for debugging",
@@ -51,6 +50,31 @@ class Issue:
         return f"{self.what}\n  try: {self.fix}"
 
 
+_SCALER = Issue(
+    "host read",
+    "torch.amp.GradScaler reads on the host whether to skip the step",
+    fix="shardgrad.GradScaler, passed to graphed_step(...) as well",
+)
+# By cudaError_t: those of streams, which CUDA reports where the capture meets them.
+_CUDA_ERRORS: dict[int | None, Issue] = {
+    904: Issue(
+        "side stream",
+        "work that the step launched on another stream is not waited for in it",
+        fix="torch.cuda.current_stream().wait_stream(side) after that work, inside the step",
+    ),
+    905: Issue(
+        "side stream",
+        "the step waits for work that another stream did outside of it",
+        fix="side.wait_stream(torch.cuda.current_stream()) before that work, inside the step",
+    ),
+    906: Issue(
+        "side stream",
+        "the step uses the default stream while another one is captured",
+        fix="work on torch.cuda.current_stream(), or on a torch.cuda.Stream() of the program's",
+    ),
+}
+
+
 def explain(issues: Iterable[Issue]) -> str:
     """Returns a numbered list of issues, for an error message; "" if there are none."""
     return "\n".join(
@@ -67,7 +91,7 @@ def environment_issues(device: torch.device, optimizers: Sequence[Optimizer]) ->
 
     Capture: called before a capture; it reads nothing from the device.
     """
-    found = [issue for optimizer in optimizers for issue in _of_optimizer(optimizer, device)]
+    found = [issue for optimizer in optimizers for issue in _of_optimizer(optimizer)]
     if device.type == "cuda":
         found += _of_kernels()
         found += _of_environment()
@@ -84,39 +108,22 @@ def environment_issues(device: torch.device, optimizers: Sequence[Optimizer]) ->
     return found
 
 
-def _of_optimizer(optimizer: Optimizer, device: torch.device) -> Iterator[Issue]:
-    if isinstance(optimizer, FlatOptimizer):
-        return  # what its step depends on is in device memory
-    name = type(optimizer).__name__
-    ours = (
-        f"shardgrad.optim.{name}"
-        if hasattr(shardgrad.optim, name)
-        else "an optimizer of shardgrad.optim"
-    )
+def cause_of(error: BaseException) -> Issue | None:
+    """Returns what led to an error inside a capture; None if the error says it itself."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if isinstance(frame.f_locals.get("self"), torch.amp.GradScaler):
+            return _SCALER
+    return _CUDA_ERRORS.get(getattr(error, "error_code", None))
+
+
+def _of_optimizer(optimizer: Optimizer) -> Iterator[Issue]:
     why = why_not_capturable(optimizer)
     if why is not None:
         yield Issue(
             "uncapturable optimizer",
-            f"a step of {name} cannot be recorded: {why}",
-            fix=f"{ours}; or capturable=True where {name} has it; or take one step first, if that "
-            "makes its momentum",
+            f"a step of {type(optimizer).__name__} cannot be recorded: {why}",
+            fix=cure(optimizer),
         )
-    else:
-        numbers = [
-            group["lr"]
-            for group in optimizer.param_groups
-            if isinstance(group.get("lr"), int | float)
-        ]
-        if numbers:
-            with_tensor = f"; or lr=torch.tensor({numbers[0]}, device={str(device)!r})"
-            yield Issue(
-                "frozen hyperparameter",
-                f"the learning rate of {name} is the Python number {numbers[0]}, and stays that in "
-                "a graph",
-                fix=f"{ours}, whose hyperparameters can change between replays"
-                # SGD reads a tensor on the host, for alpha=.
-                + ("" if isinstance(optimizer, torch.optim.SGD) else with_tensor),
-            )
 
 
 def _of_kernels() -> Iterator[Issue]:

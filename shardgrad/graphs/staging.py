@@ -61,6 +61,7 @@ class HostStaging:
 
         Streams: the host waits until the transfer before the last one is done. The transfer runs on
         a stream for transfers only; the current stream waits for it and copies into `targets`.
+        Pinned sources must not be written before that stream has waited.
         """
         transfer = self._stream
         if transfer is None:
@@ -69,29 +70,30 @@ class HostStaging:
         buffer = self._buffers[self._next]
         buffer.sent.wait_on_host()
         buffer.unpacked.wait(transfer)
-        for source, offset in zip(sources, self._offsets, strict=True):
-            _view_like(buffer.host, offset, source).copy_(source)
-        with transfer:
-            buffer.device.copy_(buffer.host, non_blocking=True)
+        views = _views_like(buffer.device, self._offsets, sources)
+        # What a loader has pinned is sent from where it is; the host would only copy it again.
+        if all(source.is_pinned() and source.is_contiguous() for source in sources):
+            with transfer:
+                torch._foreach_copy_(views, list(sources), non_blocking=True)
+        else:
+            torch._foreach_copy_(_views_like(buffer.host, self._offsets, sources), list(sources))
+            with transfer:
+                buffer.device.copy_(buffer.host, non_blocking=True)
         buffer.sent.record(transfer)
         stream = torch.accelerator.current_stream(self._pool.device)
         buffer.sent.wait(stream)
-        views = [
-            _view_like(buffer.device, o, s) for o, s in zip(self._offsets, sources, strict=True)
-        ]
         torch._foreach_copy_(list(targets), views)
         buffer.unpacked.record(stream)
 
 
-def _view_like(flat: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
-    """Returns the bytes from `offset` on as a tensor with the shape, dtype and memory order of
+def _views_like(
+    flat: torch.Tensor, offsets: Sequence[int], likes: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Returns the bytes from each offset on as a tensor with the shape, dtype and memory order of
     another.
     """
-    nbytes = like.numel() * like.itemsize
-    return (
-        flat[offset : offset + nbytes].view(like.dtype).as_strided(like.shape, _dense_strides(like))
-    )
-
-
-def _dense_strides(like: torch.Tensor) -> tuple[int, ...]:
-    return torch.empty_like(like, device="meta").stride()
+    found = []
+    for offset, like in zip(offsets, likes, strict=True):
+        part = flat[offset : offset + like.numel() * like.itemsize].view(like.dtype)
+        found.append(part.as_strided(like.shape, torch.empty_like(like, device="meta").stride()))
+    return found

@@ -38,7 +38,12 @@ from shardgrad.graphs.inputs import InputBuffers, Inputs, flatten_inputs
 from shardgrad.graphs.lifetime import graphs_captured, graphs_destroyed
 from shardgrad.graphs.outputs import apart_from, clones, detached, used_on
 from shardgrad.graphs.pool import GraphPool
-from shardgrad.graphs.preflight import environment_issues, explain, refuse_harmful_settings
+from shardgrad.graphs.preflight import (
+    cause_of,
+    environment_issues,
+    explain,
+    refuse_harmful_settings,
+)
 from shardgrad.graphs.program_line import line_that_raised
 from shardgrad.graphs.random_state import RandomState
 from shardgrad.graphs.split_graph import SplitGraph
@@ -243,7 +248,7 @@ class GraphedStep(Generic[_P, _R]):
         self._outputs: Any = None
         self._call = 0
         self._status = StatusReader(self.pool, self._capturables)
-        self._habits = Habits(optimizers, self._warn)
+        self._habits = Habits(self._warn)
         self.eager_steps = self.captures = self.replays = 0
 
     @property
@@ -309,8 +314,6 @@ class GraphedStep(Generic[_P, _R]):
         self.eager_steps += 1
         if self.eager_steps == 1 and not self.pool.can_capture:
             self._habits.found_no_graphs(self.pool.device)
-        if self.eager_steps == 2:  # the first may begin with gradients of the program's
-            self._habits.stepped_eagerly()
         kind.seen.add(guards)
         return used_on(outputs, caller)
 
@@ -513,15 +516,20 @@ class GraphedStep(Generic[_P, _R]):
 
     def _refuse_capture(self, kind: _InputKind, error: Exception) -> None:
         """Says which line of the program raised inside a capture."""
-        first = "".join(f": {line}" for line in str(error).splitlines()[:1])
-        known = error if isinstance(error, ShardgradError) else ShardgradError("")
         line = line_that_raised(error, self._modules)
-        issues = explain(environment_issues(self.pool.device, self._optimizers))
+        cause, issues = cause_of(error), ""
+        if isinstance(error, ShardgradError):
+            what, where, fix = error.what, error.where, error.fix
+        elif cause is not None:
+            what, where, fix = cause.what, None, cause.fix
+        else:  # the device's, which knows what is not permitted and not what led to it
+            what, where, fix = f"{type(error).__name__}: {error}".splitlines()[0], None, None
+            issues = explain(environment_issues(self.pool.device, self._optimizers))
         self._refuse_kind(
             kind,
-            f"could not be captured: {type(error).__name__}{first}",
-            where="; ".join(filter(None, (known.where, line))),
-            fix=known.fix
+            f"could not be captured: {what}",
+            where="; ".join(filter(None, (where, line))),
+            fix=fix
             or "return what the host reads from the step, and read it afterwards; torch.where "
             "instead of an if; docs/how_to/migrate_to_graphed_step.md#what-to-do",
             issues=issues,
@@ -546,9 +554,9 @@ class GraphedStep(Generic[_P, _R]):
             "would be wrong as a graph: captured again in the next call, it gives other bits of "
             f"{listed(names)}",
             where=f"between the two captures, {listed(changed)}" if changed else "",
-            fix="pass what changes from call to call as an argument, a tensor for a number; draw "
-            "random numbers on the device; pass state that the step writes to graphed_step(...) as "
-            "a shardgrad.graphs.Capturable",
+            fix="pass what changes from call to call as an argument, a tensor for a number; step "
+            "schedules between calls; draw random numbers on the device; pass state that the step "
+            "writes to graphed_step(...) as a shardgrad.graphs.Capturable",
         )
 
     def _refuse_kind(

@@ -84,6 +84,7 @@ class Adam(FlatOptimizer):
         if differentiable:
             raise unsupported("differentiable=True", instead="torch.optim.AdamW")
         self._precision = Precision(moment_dtype, master, stochastic_rounding, seed)
+        self.keeps_small_steps = self._precision.keeps_small_steps
         defaults = {
             "lr": lr,
             "betas": betas,

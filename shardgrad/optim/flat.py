@@ -216,13 +216,7 @@ class FlatOptimizer(Optimizer):
         same_groups = self._contents.same_groups(self.param_groups)
         if same_groups and self._contents.same_state(self.state):
             return
-        self._require_no_capture()
-        if not same_groups:
-            self._follow_groups()
-        self._follow_state()
-
-    def _require_no_capture(self) -> None:
-        if any(is_capturing(segment.device) for segment, _ in self._segments):
+        if self._is_capturing():
             raise CaptureError(
                 "the optimizer's groups or state were edited while a graph is being captured",
                 expected="the groups and the state of before the capture",
@@ -230,6 +224,12 @@ class FlatOptimizer(Optimizer):
                 fix="edit optimizer.param_groups and optimizer.state between calls of the graphed "
                 "step",
             )
+        if not same_groups:
+            self._follow_groups()
+        self._follow_state()
+
+    def _is_capturing(self) -> bool:
+        return any(is_capturing(segment.device) for segment, _ in self._segments)
 
     def _follow_groups(self) -> None:
         """Makes segments for the groups there are now; those whose parameters stay together are

@@ -103,6 +103,7 @@ class Muon(FlatOptimizer):
                 fix="ns_dtype=torch.bfloat16",
             )
         self._precision = Precision(momentum_dtype, master)
+        self.keeps_small_steps = self._precision.keeps_small_steps
         self._ns_dtype = ns_dtype
         self._staging = Staging()
         self._plans: dict[tuple[tuple[int, str | None], ...], list[Bucket]] = {}

@@ -68,6 +68,11 @@ class Precision:
                 fix="leave one out",
             )
 
+    @property
+    def keeps_small_steps(self) -> bool:
+        """Whether a step that is too small for a 16-bit weight is not lost."""
+        return self.master is not None or self.stochastic_rounding
+
     def dtypes(
         self, param_dtype: torch.dtype, moments: tuple[str, ...]
     ) -> Mapping[str, torch.dtype]:

@@ -26,7 +26,8 @@ from shardgrad import ops
 from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.param import FSDPParam, is_replaced
 from shardgrad.engine.param_group import ParamGroup, group_of
-from shardgrad.errors import GradientError, OptimizerParameterError
+from shardgrad.engine.streams import is_capturing
+from shardgrad.errors import CaptureError, GradientError, OptimizerParameterError
 from shardgrad.optim.selection import gradients_of, plain_gradient
 from shardgrad.sharding.dtensor import dtensor_like, in_own_storage
 
@@ -180,6 +181,23 @@ class Segment(ABC):
         replay.
         """
         return self.is_allocated
+
+    def on_device(self, rows: torch.Tensor) -> torch.Tensor:
+        """Returns the table of a launch, which the first step copies from the host.
+
+        Raises:
+            CaptureError: a graph is being captured, and would copy what is gone at its replay.
+        """
+        if is_capturing(self.device):
+            raise CaptureError(
+                "the first step of an optimizer is in a capture",
+                expected="tables and state that an eager step has made",
+                got="parameters that no step has updated yet, or new places of their gradients",
+                where=f"parameters {', '.join(self.names)}",
+                fix="a boolean argument of the step that says whether it updates: each value runs "
+                "eagerly once; or a larger warmup=",
+            )
+        return rows.to(self.device)
 
     @abstractmethod
     def settle(self) -> Launch | None:
@@ -378,7 +396,7 @@ class ShardedSegment(Segment):
             steps_numel=len(self.params),
             touched_numel=shard.flags.numel(),
         )
-        return _Table(shard, places, rows.to(self.device), tiles)
+        return _Table(shard, places, self.on_device(rows), tiles)
 
     def local_views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """See `Segment.local_views`."""
@@ -474,8 +492,8 @@ class PlainSegment(Segment):
             # Memory orders differ: only then is a gradient copied.
             grad = torch.empty_like(local, dtype=grad.dtype).copy_(grad)
         if self._rows_and_flag is None:
-            flag = torch.ones(1, dtype=torch.float32, device=local.device)
-            self._rows_and_flag = self._host_rows.to(local.device), flag
+            rows = self.on_device(self._host_rows)
+            self._rows_and_flag = rows, torch.ones(1, dtype=torch.float32, device=local.device)
         rows, flag = self._rows_and_flag
         return Launch(
             _in_memory_order(local), _in_memory_order(grad), flag, rows, self._tiles, None

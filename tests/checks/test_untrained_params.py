@@ -47,6 +47,10 @@ def steps_that_vanish() -> None:
     (text,) = said(optim.step)
     assert "did not move" in text
     assert "master" in text
+    for options in ({"master": "float32"}, {"master": "remainder"}, {"stochastic_rounding": True}):
+        backward(model, torch.bfloat16)
+        optim = shardgrad.optim.AdamW(model.parameters(), lr=1e-9, **options)
+        assert not said(optim.step), "the step is kept elsewhere"
 
 
 def gradients_that_are_missing() -> None:

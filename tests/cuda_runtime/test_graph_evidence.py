@@ -99,6 +99,36 @@ def alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("library", [shardgrad.optim, torch.optim], ids=["ours", "torch"])
+def test_no_kernel_is_launched_for_the_first_time_in_a_capture(alone: None, library: Any) -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(UNITS))).cuda()
+    for unit in (*model, model):
+        shardgrad.fully_shard(unit)
+    options = {} if library is shardgrad.optim else {"capturable": True}
+    optimizer = library.AdamW(model.parameters(), lr=1e-2, **options)
+
+    @shardgrad.graphed_step(model, optimizer)
+    def step(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        shardgrad.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    x = torch.ones(2, 8, device="cuda")
+    inspection.trace(True)
+    for _ in range(3):
+        step(x)
+    eager = {work["name"] for work in inspection.log()}
+    inspection.trace(False)
+    step(x)
+    assert step.captures == 1
+    nodes = (inspection.graph() or {})["nodes"]
+    assert {node["name"] for node in nodes} <= eager
+    step.close()
+
+
 @pytest.mark.parametrize("mistake", ["", "writer", "user"])
 def test_a_collective_beside_a_writer_or_a_reader_is_told(alone: None, mistake: str) -> None:
     x = torch.ones(16, device="cuda")

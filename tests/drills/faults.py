@@ -92,16 +92,13 @@ _CHECKPOINT: tuple[InjectionPoint, ...] = (
     FilePoint(2),
 )
 _WRITES = tuple(FilePoint(number) for number in range(1, 13))
-_CAPTURE = (PhasePoint("capture"),)
 _DATA = (PhasePoint("batch"),)
 _SAVES = (EVERY * 2,)  # the second checkpoint is being written: the first has to stay
-_GRAPHED = (Program(2, ("--graph", "on")), Program(3, ("--graph", "on")))
 _PLACES = {
-    "forward": (_FORWARD, None, None),
-    "reduction": (_BACKWARD, None, None),
-    "optimizer": (_OPTIMIZER, None, None),
-    "checkpoint": (_CHECKPOINT, _SAVES, None),
-    "capture": (_CAPTURE, (4,), _GRAPHED),
+    "forward": (_FORWARD, None),
+    "reduction": (_BACKWARD, None),
+    "optimizer": (_OPTIMIZER, None),
+    "checkpoint": (_CHECKPOINT, _SAVES),
 }
 _ASIDE = ("--checkpoint-async",)
 _ALL_WRITE = (Program(2), Program(3))  # no replicas: only one replica writes a piece
@@ -114,12 +111,10 @@ _E = Expectation
 def _everywhere(name: str, action: str, **facts: object) -> list[Fault]:
     """Returns a fault with the same action for every phase of a step."""
     found = []
-    for place, (points, steps, programs) in _PLACES.items():
+    for place, (points, steps) in _PLACES.items():
         more: dict[str, object] = dict(facts)
         if steps is not None:
             more["steps"] = steps
-        if programs is not None:
-            more["programs"] = programs
         found.append(Fault(f"{name} in {place}", action, points, **more))  # type: ignore[arg-type]
     return found
 

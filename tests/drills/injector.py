@@ -27,7 +27,6 @@ from shardgrad.diagnosis.rank_status import describe_location
 from shardgrad.engine.grad_collector import GradCollector
 from shardgrad.engine.param import local_of, managed_by
 from shardgrad.engine.param_group import ParamGroup, ParamState
-from shardgrad.graphs.step import GraphedStep
 from shardgrad.programs.train import model
 from shardgrad.programs.train.corpus import Sampler
 from shardgrad.programs.train.step import TrainStep
@@ -216,7 +215,6 @@ def arm(plan: Plan, trace: Path) -> None:
     _after(FlightRecorder, "enter", lambda _recorder, part, **_: injector.entered(part))
     _before(GroupLog, "record", lambda _line, what, _chunk: injector.communicates(what))
     _before(Sampler, "batch", lambda *_: injector.entered("batch"))
-    _before(GraphedStep, "_capture_or_refuse", lambda *_: injector.entered("capture"))
     _before(TrainStep, "__init__", lambda _step, state, *_: setattr(injector, "model", state.model))
 
     def hear(event: str, arguments: tuple[Any, ...]) -> None:

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardgrad
 from shardgrad.graphs import GraphedStep, UncapturableStepWarning
+from shardgrad.graphs.staging import HostStaging
 
 HAS_CUDA = torch.cuda.is_available()
 NEEDS_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not HAS_CUDA, reason="no GPU")]
@@ -287,6 +288,23 @@ def test_pools_of_a_thread_share_a_stream_and_its_cublas_workspace(device: torch
         step.close()
         held.append(torch.cuda.memory_allocated())
     assert held[1:] == [held[0]] * 2
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=NEEDS_CUDA)], indirect=True)
+@pytest.mark.parametrize("pinned", [True, False])
+def test_a_pinned_batch_is_sent_from_where_it_is(device: torch.device, pinned: bool) -> None:
+    sources = [torch.arange(6.0).view(2, 3), torch.ones(5, dtype=torch.int64)]
+    sources = [source.pin_memory() for source in sources] if pinned else sources
+    targets = [torch.zeros_like(source, device=device) for source in sources]
+    pool = shardgrad.graphs.GraphPool(device)
+    with pool.turn():
+        staging = HostStaging(sources, pool)
+        for buffer in staging._buffers:
+            buffer.host.fill_(77)
+        staging.copy(sources, targets)
+    assert [torch.equal(t.cpu(), s) for t, s in zip(targets, sources, strict=True)] == [True, True]
+    copied = [not bool((buffer.host == 77).all()) for buffer in staging._buffers]
+    assert any(copied) != pinned
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=NEEDS_CUDA)], indirect=True)

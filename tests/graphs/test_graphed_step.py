@@ -76,28 +76,6 @@ def test_all_random_numbers_are_drawn_again_after_a_restore() -> None:
     assert drawn() == first
 
 
-def test_gradients_left_behind_are_a_warning() -> None:
-    model = nn.Linear(4, 4)
-    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
-
-    @shardgrad.graphed_step(model, optimizer)
-    def step(x: Tensor) -> Tensor:
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    step(torch.ones(2, 4))
-    with pytest.warns(
-        shardgrad.UncapturableStepWarning, match="step leaves gradients behind"
-    ) as caught:
-        step(torch.ones(2, 4))
-    assert caught[0].filename == __file__
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        step(torch.ones(2, 4))
-
-
 def test_a_device_without_graphs_is_told_once() -> None:
     @shardgrad.graphed_step(nn.Linear(4, 4))
     def step(x: Tensor) -> Tensor:
@@ -121,10 +99,20 @@ def test_seven_new_shapes_in_a_row_are_a_warning_with_the_last() -> None:
         for rows in (1, 2, 3, 4, 5, 6, 6, *range(7, 13)):
             step(torch.ones(rows, 4))
     with pytest.warns(
-        shardgrad.UncapturableStepWarning, match="7 calls in a row.*: 13x4"
+        shardgrad.UncapturableStepWarning, match="7 calls in a row.*12x4 became 13x4"
     ) as caught:
         step(torch.ones(13, 4))
     assert caught[0].filename == __file__
+
+
+def test_a_number_that_changes_with_each_batch_is_a_warning_that_says_to_round_it() -> None:
+    @shardgrad.graphed_step()
+    def step(x: Tensor, max_seqlen: int) -> Tensor:
+        return x * max_seqlen
+
+    with pytest.warns(shardgrad.UncapturableStepWarning, match=r"'int', 7\) became .*'int', 8\)"):
+        assert [step(torch.ones(()), n).item() for n in range(2, 10)] == [*range(2, 10)]
+    assert step(torch.ones(()), True).item() == step(torch.ones(()), 1.0).item() == 1.0
 
 
 def test_a_number_that_a_schedule_changes_before_each_call_is_a_warning_that_names_it() -> None:

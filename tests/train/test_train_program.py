@@ -234,28 +234,10 @@ def test_torchrun_accumulation_and_recomputation_make_the_same_curve(
     assert losses(folder) == pytest.approx(losses(two_ranks), rel=1e-5)
 
 
-def test_graphed_steps_repeat_the_plain_ones_to_the_bit_and_so_does_a_resumed_run(
-    tmp_path: Path,
-) -> None:
-    options = [
-        "--ranks",
-        "2",
-        "--accumulate",
-        "2",
-        "--clip",
-        "0.1",
-        "--checkpoint-every",
-        str(HALF),
-    ]
-    off, on, resumed = (tmp_path / name for name in ("off", "on", "resumed"))
-    train(*MICRO, *options, "--graph", "off", "--run-dir", off)
-    train(*MICRO, *options, "--graph", "on", "--run-dir", on)
-    assert losses(on) == losses(off)
-    assert validation(on) == validation(off)
-    copy_as_of_half(off, resumed)
-    train("--resume", resumed, "--graph", "on")
-    assert losses(resumed) == losses(off)
-    assert validation(resumed) == validation(off)
+def test_a_graph_where_there_is_none_is_refused_in_one_line(tmp_path: Path) -> None:
+    status, _, errors = end(start(*MICRO, "--graph", "on", "--ranks", "2", "--run-dir", tmp_path))
+    assert (status, len(errors.splitlines())) == (2, 1), errors
+    assert "--graph on needs a device with graphs, and cpu has none" in errors
 
 
 def wait_for_steps(folder: Path, count: int, process: Started) -> None:

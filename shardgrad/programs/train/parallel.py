@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.diagnosis.watchdog import OnStall, Watchdog
+from shardgrad.graphs import GraphPool
 from shardgrad.programs.train.config import TrainConfig, mesh_shape
 from shardgrad.programs.train.failure import UsageError
 from shardgrad.programs.train.launcher import available_cores
@@ -89,6 +90,10 @@ def join(config: TrainConfig, *, init_method: str) -> World:
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     device = _choose_device(config.device, local_rank)
+    if config.graph == "on" and not GraphPool(device).can_capture:
+        raise UsageError(
+            f"--graph on needs a device with graphs, and {device.type} has none: leave it out."
+        )
     if device.type == "cpu":
         torch.set_num_threads(max(1, available_cores() // local_world_size))
         backend = "gloo"

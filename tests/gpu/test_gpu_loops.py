@@ -1,0 +1,601 @@
+"""The training loops that people have, as a graph: captured by one line, or refused in a sentence.
+
+Each loop has the shape in which its framework's users write it; the table in
+`docs/how_to/migrate_to_graphed_step.md` has one row for each, with the line. A graph is compared
+bit for bit with the same loop without the decorator, over as many steps as hold warm-up, capture,
+comparison and replays.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import shardgrad
+from shardgrad.errors import CaptureError
+from shardgrad.graphs import GraphedStep
+from shardgrad.graphs.capturable import capturable
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+
+VOCABULARY, WIDTH, LENGTH, ROWS = 32, 16, 8, 4
+STEPS = 12
+Values = list[Any]
+Loop = Callable[[Any, torch.device], Values]
+
+
+@pytest.fixture
+def device(one_rank: None) -> torch.device:
+    return torch.device("cuda")
+
+
+class Block(nn.Module):
+    """A block whose second layer may have an adapter with dropout in front of it."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.second(torch.tanh(self.first(x))))
+
+
+class LanguageModel(nn.Module):
+    """Returns logits and a loss if targets are given, as nanoGPT does."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Any]:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x)
+        loss = None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return logits, loss
+
+
+def sharded(model: nn.Module, device: torch.device, blocks: Any = ()) -> Any:
+    model.to(device)
+    for block in blocks:
+        shardgrad.fully_shard(block)
+    return shardgrad.fully_shard(model)
+
+
+def language_model(device: torch.device, dropout: float = 0.0) -> Any:
+    model = LanguageModel(dropout)
+    return sharded(model, device, model.blocks)
+
+
+def get_batch(device: torch.device | str) -> tuple[Tensor, Tensor]:
+    """A batch of a file of tokens, which is on the host."""
+    rows = torch.randint(VOCABULARY, (ROWS, LENGTH + 1), generator=DATA)
+    return rows[:, :-1].to(device), rows[:, 1:].to(device)
+
+
+DATA = torch.Generator()
+
+
+def weights(*models: nn.Module) -> Values:
+    return [p.full_tensor().detach().cpu() for m in models for p in m.parameters()]
+
+
+# -- loops: each with the line that is added
+
+
+def nanogpt(graphed: Any, device: torch.device, *, fp16: bool = False) -> Values:
+    """A learning rate that is set by hand, accumulation, a scaler that is off in bfloat16."""
+    model = language_model(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), capturable=True)
+    scaler = torch.amp.GradScaler(device.type, enabled=fp16)
+
+    @graphed(model, optimizer)
+    def update(micro_batches: list[tuple[Tensor, Tensor]]) -> Tensor:
+        for x, y in micro_batches:
+            with torch.autocast(device.type, torch.bfloat16):
+                _, loss = model(x, y)
+                loss = loss / len(micro_batches)
+            scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    losses = []
+    for number in range(STEPS):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 * 0.5 * (1 + math.cos(math.pi * number / STEPS))
+        loss = update([get_batch(device) for _ in range(2)])
+        if number % 3 == 0:
+            losses.append(loss.item() * 2)
+    return [update, *losses, *weights(model)]
+
+
+def fsdp2_tutorial(graphed: Any, device: torch.device, *, capturable: bool = True) -> Values:
+    """The first gathers by hand, and tokens that are drawn in the step."""
+    model = language_model(device)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, capturable=capturable)
+
+    @graphed(model, optimizer)
+    def train_step() -> Tensor:
+        model.unshard()
+        tokens = torch.randint(VOCABULARY, (ROWS, LENGTH), device=device)
+        loss = model(tokens)[0].square().sum()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    losses = [train_step().clone() for _ in range(STEPS)]
+    return [train_step, *losses, *weights(model)]
+
+
+def torchtitan(graphed: Any, device: torch.device, *, counts_on_host: bool = False) -> Values:
+    """Zeroes gradients first, divides by the tokens of all ranks, and steps the schedule after."""
+    model = language_model(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, capturable=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 4))
+
+    @graphed(model, optimizer)
+    def forward_backward_update(
+        micro_batches: list[tuple[Tensor, Tensor]], valid_tokens: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        optimizer.zero_grad()
+        dist.all_reduce(valid_tokens)
+        total: Any = valid_tokens.item() if counts_on_host else valid_tokens
+        losses = []
+        for tokens, labels in micro_batches:
+            tokens, labels = tokens.to(device), labels.to(device)
+            logits = model(tokens)[0].flatten(0, 1)
+            loss = F.cross_entropy(logits, labels.flatten(), reduction="sum") / total
+            loss.backward()
+            losses.append(loss.detach())
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+        optimizer.step()
+        return torch.stack(losses).sum(), norm.full_tensor()
+
+    seen: Values = []
+    for _ in range(STEPS):
+        micro_batches = [get_batch("cpu") for _ in range(2)]
+        count = sum(labels.numel() for _, labels in micro_batches)
+        valid_tokens = torch.tensor(count, device=device)
+        loss, norm = forward_backward_update(micro_batches, valid_tokens)
+        schedule.step()
+        seen += [loss.item(), norm.item()]
+    return [forward_backward_update, *seen, *weights(model)]
+
+
+def transformers(graphed: Any, device: torch.device, *, schedule_inside: bool = False) -> Values:
+    """Batches are dictionaries, and the model returns an object that has the loss."""
+    model = language_model(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, capturable=True)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, STEPS)
+
+    def called(input_ids: Tensor, labels: Tensor) -> SimpleNamespace:
+        logits, loss = model(input_ids, labels)
+        return SimpleNamespace(loss=loss, logits=logits)
+
+    @graphed(model, optimizer)
+    def train_step(batch: dict[str, Tensor]) -> Tensor:
+        batch = {k: v.to(device) for k, v in batch.items()}
+        outputs = called(**batch)
+        outputs.loss.backward()
+        optimizer.step()
+        if schedule_inside:
+            schedule.step()
+        optimizer.zero_grad()
+        return outputs.loss
+
+    losses = []
+    for _ in range(STEPS):
+        loss = train_step(dict(zip(("input_ids", "labels"), get_batch("cpu"), strict=True)))
+        if not schedule_inside:
+            schedule.step()
+        losses.append(loss.item())
+    return [train_step, *losses, *weights(model)]
+
+
+class Accumulating:
+    """What Accelerate decides on the host: which micro-batch ends a step."""
+
+    def __init__(self, model: Any, every: int) -> None:
+        self.model, self.every, self.number = model, every, 0
+        self.sync_gradients = True
+
+    def __enter__(self) -> None:
+        self.number += 1
+        self.sync_gradients = self.number % self.every == 0
+        self.model.set_requires_gradient_sync(self.sync_gradients)
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+
+def accelerate(graphed: Any, device: torch.device, *, counts_inside: bool = False) -> Values:
+    """The context counts micro-batches, and optimizers step in the last one of each few."""
+    model = language_model(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, capturable=True)
+    accumulate = Accumulating(model, every=3)
+
+    def inner(tokens: Tensor, targets: Tensor, sync_gradients: bool) -> Tensor:
+        _, loss = model(tokens, targets)
+        (loss / 3).backward()
+        if sync_gradients:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+    micro_step = graphed(model, optimizer)(inner)
+
+    @graphed(model, optimizer)
+    def counting(tokens: Tensor, targets: Tensor) -> Tensor:
+        with accumulate:
+            return inner(tokens, targets, accumulate.sync_gradients)
+
+    losses = []
+    for _ in range(3 * STEPS):
+        if counts_inside:
+            losses.append(counting(*get_batch(device)).item())
+            continue
+        with accumulate:
+            losses.append(micro_step(*get_batch(device), accumulate.sync_gradients).item())
+    return [micro_step, *losses, *weights(model)]
+
+
+def lightning(graphed: Any, device: torch.device, *, logs_inside: bool = False) -> Values:
+    """A method of the module that holds the model, and zeroes gradients first."""
+
+    class Module(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = language_model(device)
+            self.optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, capturable=True)
+            self.update = graphed(self.model, self.optimizer)(self.update_of)
+
+        def update_of(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+            self.optimizer.zero_grad()
+            loss = self.model(*batch)[1]
+            if logs_inside:
+                self.logged = float(loss)
+            loss.backward()
+            self.optimizer.step()
+            return loss
+
+        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+            return self.update(batch)
+
+    module = Module()
+    losses = [module.training_step(get_batch(device), i).item() for i in range(STEPS)]
+    return [module.update, *losses, *weights(module.model)]
+
+
+class LoRA(nn.Module):
+    """A frozen layer and an adapter, with dropout in front of the adapter."""
+
+    def __init__(self, base: nn.Linear, dropout: float) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(WIDTH, 2, bias=False)
+        self.up = nn.Linear(2, WIDTH, bias=False)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(self.dropout(x)))
+
+
+def fine_tuned(graphed: Any, device: torch.device, dropout: float) -> Values:
+    model = LanguageModel().requires_grad_(False)
+    for block in model.blocks:
+        block.first = LoRA(block.first, dropout)
+        block.forward = _recomputed(block)
+    sharded(model, device, model.blocks)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2, capturable=True)
+
+    @graphed(model, optimizer)
+    def train_step(tokens: Tensor, targets: Tensor) -> Tensor:
+        _, loss = model(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    losses = [train_step(*get_batch(device)).item() for _ in range(STEPS)]
+    return [train_step, *losses, *weights(model)]
+
+
+def _recomputed(block: Block) -> Callable[[Tensor], Tensor]:
+    forward = block.forward
+    return lambda x: checkpoint(forward, x, use_reentrant=False)
+
+
+def lora(graphed: Any, device: torch.device) -> Values:
+    """Adapters in recomputed blocks, without dropout."""
+    return fine_tuned(graphed, device, dropout=0.0)
+
+
+def gan(graphed: Any, device: torch.device) -> Values:
+    """The discriminator is trained on real and made rows, then the generator against it."""
+    generator = sharded(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), device)
+    critic = sharded(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1)), device)
+    g_optimizer, d_optimizer = (
+        torch.optim.Adam(m.parameters(), lr=1e-3, betas=(0.5, 0.999), capturable=True)
+        for m in (generator, critic)
+    )
+    criterion = nn.BCEWithLogitsLoss()
+
+    @graphed(generator, critic, g_optimizer, d_optimizer)
+    def train_step(real: Tensor) -> tuple[Tensor, Tensor]:
+        ones, zeros = (torch.full((len(real), 1), x, device=device) for x in (1.0, 0.0))
+        critic.zero_grad()
+        noise = torch.randn(len(real), WIDTH, device=device)
+        fake = generator(noise)
+        d_loss = criterion(critic(real), ones) + criterion(critic(fake.detach()), zeros)
+        d_loss.backward()
+        d_optimizer.step()
+        generator.zero_grad()
+        g_loss = criterion(critic(fake), ones)
+        g_loss.backward()
+        g_optimizer.step()
+        return d_loss, g_loss
+
+    seen: Values = []
+    for number in range(STEPS):
+        real = torch.randn(ROWS, WIDTH, generator=DATA.manual_seed(number)).to(device)
+        seen += [loss.item() for loss in train_step(real)]
+    return [train_step, *seen, *weights(generator, critic)]
+
+
+def policy_update(graphed: Any, device: torch.device, *, stops_inside: bool = False) -> Values:
+    """Several epochs over a rollout, with the log-probabilities of the policy that made it."""
+    policy = language_model(device)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2, capturable=True)
+
+    def log_probabilities(tokens: Tensor) -> Tensor:
+        logits = policy(tokens[:, :-1])[0]
+        return logits.log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
+
+    @graphed(policy, optimizer)
+    def update(tokens: Tensor, old: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+        new = log_probabilities(tokens)
+        ratio = (new - old).exp()
+        clipped = ratio.clamp(0.8, 1.2)
+        loss = -torch.minimum(ratio * advantages, clipped * advantages).mean()
+        if stops_inside and (old - new).mean() > 0.5:
+            return loss, (old - new).mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss, (old - new).mean()
+
+    seen: Values = []
+    for number in range(STEPS // 2):
+        tokens = torch.randint(VOCABULARY, (ROWS, LENGTH), generator=DATA.manual_seed(number))
+        tokens = tokens.to(device)
+        advantages = torch.randn(ROWS, 1, generator=DATA).to(device)
+        with torch.no_grad():
+            old = log_probabilities(tokens)
+        for _ in range(2):
+            loss, kl = update(tokens, old, advantages)
+            seen += [loss.item(), kl.item()]
+            if kl > 0.5:
+                break
+    return [update, *seen, *weights(policy)]
+
+
+LOOPS = [
+    nanogpt,
+    fsdp2_tutorial,
+    torchtitan,
+    transformers,
+    accelerate,
+    lightning,
+    lora,
+    gan,
+    policy_update,
+]
+
+
+# As some write them: the loop, and what the error says.
+REFUSED = {
+    "a scaler of torch's": (
+        partial(nanogpt, fp16=True),
+        r"torch\.amp\.GradScaler reads on the host[\s\S]*"
+        r"in update: scaler\.step\(optimizer\)\n  try:      shardgrad\.GradScaler, passed to",
+    ),
+    "an optimizer with its defaults": (
+        partial(fsdp2_tutorial, capturable=False),
+        r"a step of Adam cannot be part of a CUDA graph: a group of it has capturable=False[\s\S]*"
+        r"in train_step: optimizer\.step\(\)\n  try:      shardgrad\.optim\.Adam",
+    ),
+    "tokens counted on the host": (
+        partial(torchtitan, counts_on_host=True),
+        r"total: Any = valid_tokens\.item\(\)[\s\S]*return what the host reads",
+    ),
+    "a schedule in the step": (
+        partial(transformers, schedule_inside=True),
+        r"gives other bits of learning rate of group 0 of AdamW[\s\S]*step schedules between calls",
+    ),
+    "Accelerate's context in the step": (
+        partial(accelerate, counts_inside=True),
+        r"accumulate\.number was 5 and is 7[\s\S]*pass what changes from call to call",
+    ),
+    "a log in the step": (
+        partial(lightning, logs_inside=True),
+        r"in update_of: self\.logged = float\(loss\)\n  try:      return what the host reads",
+    ),
+    "dropout in recomputed blocks": (
+        partial(fine_tuned, dropout=0.1),
+        r"a recomputed region draws random numbers[\s\S]*module blocks\.1\.first\.dropout[\s\S]*"
+        r"move the dropout out of the region",
+    ),
+    "an early stop in the step": (
+        partial(policy_update, stops_inside=True),
+        r"in update: if stops_inside and .* > 0\.5:[\s\S]*torch\.where instead of an if",
+    ),
+}
+
+
+def plain(*capturables: Any, **settings: Any) -> Callable[[Any], Any]:
+    """Stands where `graphed_step` does: the function itself, with the same learning rates.
+
+    A rate in a float32 tensor, from which a schedule computes the next one, is rounded each time.
+    """
+    optimizers = [capturable(x) for x in capturables if isinstance(x, torch.optim.Optimizer)]
+
+    def decorate(function: Any) -> Any:
+        def step(*args: Any) -> Any:
+            for optimizer in optimizers:
+                optimizer.begin_call(None)
+            return function(*args)
+
+        return step
+
+    return decorate
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_loop_as_people_write_it_is_captured_by_adding_a_line(
+    loop: Loop, device: torch.device
+) -> None:
+    runs = []
+    for graphed in (plain, shardgrad.graphed_step):
+        DATA.manual_seed(0)
+        torch.manual_seed(0)
+        runs.append(loop(graphed, device))
+    (_, *expected), (step, *got) = runs
+    assert isinstance(step, GraphedStep)
+    assert step.replays > STEPS // 3, step.status()
+    for number, (x, y) in enumerate(zip(expected, got, strict=True)):
+        same = torch.equal(x, y) if isinstance(x, Tensor) else x == y
+        assert same, f"value {number}: {x} and {y}"
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_keeps_such_a_loop_from_being_a_graph_is_named_with_its_cure(
+    name: str, device: torch.device
+) -> None:
+    loop, sentence = REFUSED[name]
+    with pytest.raises(CaptureError, match=sentence):
+        loop(shardgrad.graphed_step, device)
+
+
+# -- what a capture finds far from its cause
+
+
+def model_and_optimizer() -> tuple[Any, Any]:
+    model = sharded(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), torch.device("cuda"))
+    return model, shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def side_stream(*, waits_before: bool, waits_after: bool) -> None:
+    model, optimizer = model_and_optimizer()
+    side = torch.cuda.Stream()
+
+    @shardgrad.graphed_step(model, optimizer)
+    def step(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        if waits_before:
+            side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            x.square()
+        if waits_after:
+            torch.cuda.current_stream().wait_stream(side)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    for _ in range(STEPS):
+        step(torch.ones(ROWS, WIDTH, device="cuda"))
+
+
+def first_update() -> None:
+    model, optimizer = model_and_optimizer()
+    calls: list[int] = []
+
+    @shardgrad.graphed_step(model, optimizer)
+    def step(x: Tensor) -> None:
+        model(x).square().mean().backward()
+        calls.append(1)
+        if len(calls) > 3:
+            optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(STEPS):
+        step(torch.ones(ROWS, WIDTH, device="cuda"))
+
+
+def in_two_threads() -> None:
+    """The second thread comes while the first captures, which goes on."""
+    model, optimizer = model_and_optimizer()
+    errors: list[Exception] = []
+
+    def other() -> None:
+        step = shardgrad.graphed_step(warmup=1)(lambda x: x.square())
+        try:
+            for _ in range(STEPS):
+                step(torch.ones(ROWS, WIDTH, device="cuda"))
+        except CaptureError as error:
+            errors.append(error)
+
+    @shardgrad.graphed_step(model, optimizer)
+    def step(x: Tensor) -> Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            thread = threading.Thread(target=other, name="other")
+            thread.start()
+            thread.join()
+        return model(x).square().mean()
+
+    for _ in range(STEPS):
+        step(torch.ones(ROWS, WIDTH, device="cuda"))
+    assert step.replays > 3
+    raise errors[0]
+
+
+FAR = {
+    "work that is not joined": (
+        partial(side_stream, waits_before=True, waits_after=False),
+        r"not waited for in it[\s\S]*current_stream\(\)\.wait_stream\(side\) after that work",
+    ),
+    "work that did not wait": (
+        partial(side_stream, waits_before=False, waits_after=True),
+        r"outside of it[\s\S]*in step: torch.*wait_stream\(side\)[\s\S]*side\.wait_stream\(torch",
+    ),
+    "the first update": (
+        first_update,
+        r"the first step of an optimizer is in a capture[\s\S]*0\.weight, 0\.bias; [\s\S]*"
+        r"in step: optimizer\.step\(\)\n  try:      a boolean argument of the step",
+    ),
+    "two threads": (
+        in_two_threads,
+        r"other was to capture on cuda:0 while MainThread captures there[\s\S]*threading\.Lock",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAR)
+def test_an_error_far_from_its_cause_says_what_led_to_it(name: str, device: torch.device) -> None:
+    program, sentence = FAR[name]
+    with pytest.raises(CaptureError, match=sentence):
+        program()
