@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from shardgrad.checks.untrained_params import UntrainedParameterWarning
     from shardgrad.diagnosis.watchdog import WaitingRanksWarning
     from shardgrad.errors import ShardgradError
+    from shardgrad.features.export_table import export_table
     from shardgrad.features.participation import participate
     from shardgrad.fully_shard import fully_shard
     from shardgrad.graphs import GraphPool, UncapturableStepWarning, graphed_step
@@ -55,6 +56,7 @@ __all__ = [
     "__version__",
     "checkpoint",
     "clip_grad_norm_",
+    "export_table",
     "fully_shard",
     "gradient_report",
     "graphed_step",
@@ -86,6 +88,7 @@ _DEFINED_IN = {
     "UntrainedParameterWarning": "checks.untrained_params",
     "WaitingRanksWarning": "diagnosis.watchdog",
     "clip_grad_norm_": "optim.clip",
+    "export_table": "features.export_table",
     "fully_shard": "fully_shard",
     "gradient_report": "checks.gradient_report",
     "graphed_step": "graphs",
