@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from shardgrad.errors import ShardgradError
     from shardgrad.features.export_table import export_table
     from shardgrad.features.participation import participate
+    from shardgrad.features.send_weights import plan_weights, receive_weights, send_weights
     from shardgrad.fully_shard import fully_shard
     from shardgrad.graphs import GraphPool, UncapturableStepWarning, graphed_step
     from shardgrad.module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
@@ -63,8 +64,11 @@ __all__ = [
     "optim",
     "participate",
     "patch",
+    "plan_weights",
+    "receive_weights",
     "register_fsdp_forward_method",
     "replica_report",
+    "send_weights",
     "share_comm_ctx",
 ]
 
@@ -94,8 +98,11 @@ _DEFINED_IN = {
     "graphed_step": "graphs",
     "participate": "features.participation",
     "patch": "patch",
+    "plan_weights": "features.send_weights",
+    "receive_weights": "features.send_weights",
     "register_fsdp_forward_method": "module",
     "replica_report": "checks.replica_report",
+    "send_weights": "features.send_weights",
     "share_comm_ctx": "module",
 }
 
