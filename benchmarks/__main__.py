@@ -45,6 +45,7 @@ BENCHMARKS = {
     "plan": "Is what `shardgrad plan` predicts, memory and step time, what ranks measure?",
     "loss_curves": "Does training with `shardgrad.optim` go the way it goes with torch's?",
     "wire_dtype": "Does training with bfloat16 on the wire go the way it goes in float32?",
+    "send_weights": "How long does a sync of weights to a tensor-parallel receiver take?",
     "checkpoints": "How long do a save and a load take, beside the same bytes raw?",
     "flight_recorder": "What does the flight recorder cost a tiny step?",
     "soak": "Does anything grow in 20,000 steps, or while 200 models are built and deleted?",

@@ -199,3 +199,14 @@ def test_step_calls(tmp_path: Path) -> None:
     for kind in ("python", "c"):
         assert of["collectives"][kind] < of["shardgrad and its AdamW"][kind] < of["shardgrad"][kind]
         assert of["shardgrad"][kind] < of["fsdp2"][kind]
+
+
+def test_send_weights(tmp_path: Path) -> None:
+    record = smoke("send_weights", tmp_path)
+    way = record["summary"]["send_weights"]
+    for field in ("wall_s", "cpu_s", "ratio_to_gather and broadcast"):
+        assert_spread(way[field])
+    # Every receiver's norms are whole, all else is cut in two.
+    nbytes = 2 * record["config"]["parameters"] + 2 * 2 * 32
+    assert record["config"]["planned_nbytes"] == nbytes
+    assert way["loopback_nbytes"]["median"] > nbytes
