@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
 import shardgrad
@@ -117,7 +118,11 @@ def a_replaced_parameter_makes_another_table() -> None:
     model = SHARDGRAD.fully_shard(stack(4, 6))
     table = shardgrad.export_table(model)
     model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
-    assert shardgrad.export_table(model) != table
+    replaced = shardgrad.export_table(model)
+    assert replaced != table
+    assert_is(model, whole_of(model))
+    model.to(torch.float64)
+    assert shardgrad.export_table(model) != replaced
     assert_is(model, whole_of(model))
 
 
@@ -136,6 +141,20 @@ def names_are_those_of_a_checkpoint() -> None:
 
 def test_names_are_those_of_a_checkpoint(worlds: dict[int, Ranks]) -> None:
     worlds[1].run(names_are_those_of_a_checkpoint)
+
+
+def a_tied_parameter_is_there_once() -> None:
+    tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    tied[1].weight = tied[0].weight
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model = SHARDGRAD.fully_shard(tied, mp_policy=policy)
+    table = shardgrad.export_table(model)
+    assert list(table) == ["0.weight", "0.bias", "1.bias"]
+    assert {row.dtype for row in table.values()} == {torch.float32}  # what is kept, not computed
+
+
+def test_a_tied_parameter_is_there_once_in_the_dtype_that_is_kept(two_ranks: Ranks) -> None:
+    two_ranks.run(a_tied_parameter_is_there_once)
 
 
 def what_has_no_rows_in_memory_is_refused() -> None:

@@ -138,7 +138,10 @@ def train_and_send(
         }
         addresses = {name: t.data_ptr() for name, t in tensors.items()}
         for _ in range(steps):
-            shardgrad.receive_weights(tensors, plan)
+            with counting_sent() as said:
+                shardgrad.receive_weights(tensors, plan)
+            senders = {m.sender for m in plan.messages if m.receiver == rank}
+            assert said == [1] * len(senders)  # a byte, that all is there
             right: list[Any] = [None]
             dist.broadcast_object_list(right, src=0)
             for name, t in shard_of_receiver(right[0], place, len(receivers)).items():
