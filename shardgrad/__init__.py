@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from shardgrad.features.export_table import export_table
     from shardgrad.features.participation import participate
     from shardgrad.features.send_weights import plan_weights, receive_weights, send_weights
+    from shardgrad.features.sleep import sleep, wake
     from shardgrad.fully_shard import fully_shard
     from shardgrad.graphs import GraphPool, UncapturableStepWarning, graphed_step
     from shardgrad.module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
         GradientReductionHandle,
         MixedPrecisionPolicy,
         OffloadPolicy,
+        SleepPolicy,
         UnshardHandle,
     )
     from shardgrad.programs import checkpoint
@@ -49,6 +51,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ShardgradError",
+    "SleepPolicy",
     "UncapturableStepWarning",
     "UnownedParameterWarning",
     "UnshardHandle",
@@ -70,6 +73,8 @@ __all__ = [
     "replica_report",
     "send_weights",
     "share_comm_ctx",
+    "sleep",
+    "wake",
 ]
 
 # The module that defines each public name. It is imported when the name is first used, so that the
@@ -86,6 +91,7 @@ _DEFINED_IN = {
     "MixedPrecisionPolicy": "policies",
     "OffloadPolicy": "policies",
     "ShardgradError": "errors",
+    "SleepPolicy": "policies",
     "UncapturableStepWarning": "graphs",
     "UnownedParameterWarning": "checks.unowned_params",
     "UnshardHandle": "policies",
@@ -104,6 +110,8 @@ _DEFINED_IN = {
     "replica_report": "checks.replica_report",
     "send_weights": "features.send_weights",
     "share_comm_ctx": "module",
+    "sleep": "features.sleep",
+    "wake": "features.sleep",
 }
 
 if not TYPE_CHECKING:  # mypy sees the imports above, and reports other names

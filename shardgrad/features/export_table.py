@@ -63,6 +63,7 @@ def export_table(model: nn.Module) -> dict[str, ExportedParameter]:
 
     Raises:
         RootError: not the root.
+        AsleepError: the model sleeps, at level 2 or 3.
         MetaParameterError: parameters are still on the meta device.
         UnsupportedParameterError: one is a tensor subclass, is sharded by others too, or is not
             sharded and not contiguous.
@@ -75,7 +76,9 @@ def export_table(model: nn.Module) -> dict[str, ExportedParameter]:
             got=type(model).__name__,
             fix="shardgrad.export_table(root)",
         )
-    for each in lazy_init(unit).units:
+    context = lazy_init(unit)
+    context.require_awake()
+    for each in context.units:
         if not each.is_unsharded:  # between a forward and its backward nothing changes places
             each.refresh()  # takes over what a program has put in a parameter's place
     table = {}
