@@ -38,6 +38,7 @@ BENCHMARKS = {
     "graphed_replay": "How long does the host take to call a graphed step, beside a bare graph's "
     "replay?",
     "plan": "Is what `shardgrad plan` predicts, memory and step time, what ranks measure?",
+    "send_weights": "How long does a sync of weights to a tensor-parallel receiver take?",
     "soak": "Does anything grow in 20,000 steps, or while 200 models are built and deleted?",
 }
 _RECORDS = {

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from shardgrad.checks.untrained_params import UntrainedParameterWarning
     from shardgrad.diagnosis.watchdog import WaitingRanksWarning
     from shardgrad.errors import ShardgradError
+    from shardgrad.features.export_table import export_table
     from shardgrad.features.participation import participate
+    from shardgrad.features.send_weights import plan_weights, receive_weights, send_weights
+    from shardgrad.features.sleep import sleep, wake
     from shardgrad.fully_shard import fully_shard
     from shardgrad.graphs import GraphPool, UncapturableStepWarning, graphed_step
     from shardgrad.module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
         GradientReductionHandle,
         MixedPrecisionPolicy,
         OffloadPolicy,
+        SleepPolicy,
         UnshardHandle,
     )
     from shardgrad.programs import checkpoint
@@ -47,6 +51,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ShardgradError",
+    "SleepPolicy",
     "UncapturableStepWarning",
     "UnownedParameterWarning",
     "UnshardHandle",
@@ -55,15 +60,21 @@ __all__ = [
     "__version__",
     "checkpoint",
     "clip_grad_norm_",
+    "export_table",
     "fully_shard",
     "gradient_report",
     "graphed_step",
     "optim",
     "participate",
     "patch",
+    "plan_weights",
+    "receive_weights",
     "register_fsdp_forward_method",
     "replica_report",
+    "send_weights",
     "share_comm_ctx",
+    "sleep",
+    "wake",
 ]
 
 # The module that defines each public name. It is imported when the name is first used, so that the
@@ -80,20 +91,27 @@ _DEFINED_IN = {
     "MixedPrecisionPolicy": "policies",
     "OffloadPolicy": "policies",
     "ShardgradError": "errors",
+    "SleepPolicy": "policies",
     "UncapturableStepWarning": "graphs",
     "UnownedParameterWarning": "checks.unowned_params",
     "UnshardHandle": "policies",
     "UntrainedParameterWarning": "checks.untrained_params",
     "WaitingRanksWarning": "diagnosis.watchdog",
     "clip_grad_norm_": "optim.clip",
+    "export_table": "features.export_table",
     "fully_shard": "fully_shard",
     "gradient_report": "checks.gradient_report",
     "graphed_step": "graphs",
     "participate": "features.participation",
     "patch": "patch",
+    "plan_weights": "features.send_weights",
+    "receive_weights": "features.send_weights",
     "register_fsdp_forward_method": "module",
     "replica_report": "checks.replica_report",
+    "send_weights": "features.send_weights",
     "share_comm_ctx": "module",
+    "sleep": "features.sleep",
+    "wake": "features.sleep",
 }
 
 if not TYPE_CHECKING:  # mypy sees the imports above, and reports other names

@@ -10,6 +10,7 @@ import pickle
 
 __all__ = [
     "AlreadyShardedError",
+    "AsleepError",
     "BackwardFinalizationError",
     "CaptureError",
     "CheckpointError",
@@ -133,6 +134,20 @@ class ParameterClaimedError(ShardgradError, ValueError):
 
 class AlreadyShardedError(ShardgradError, AssertionError):
     """`fully_shard` was called twice on one module."""
+
+
+class AsleepError(ShardgradError, RuntimeError):
+    """Weights or optimizer states were used whose memory is given back."""
+
+    @classmethod
+    def of(cls, what: str) -> AsleepError:
+        """Returns the error for a model or an optimizer."""
+        return cls(
+            f"{what} is asleep: its memory is given back",
+            expected="a model and an optimizer that are awake",
+            got="a use of them between sleep() and wake(), or offload() and reload()",
+            fix="shardgrad.wake(model, optimizer), or optimizer.reload()",
+        )
 
 
 class EngineError(ShardgradError, ValueError):

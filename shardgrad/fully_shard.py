@@ -45,7 +45,7 @@ from shardgrad.features.param_dtypes import (
 )
 from shardgrad.module import swap_class
 from shardgrad.ops.library import warn_of_references
-from shardgrad.policies import GradientPolicy
+from shardgrad.policies import GradientPolicy, SleepPolicy
 from shardgrad.sharding.byte_params import is_float8, travels_as_bytes
 from shardgrad.sharding.dtensor import require_own_shards
 from shardgrad.sharding.mesh import DataParallelMesh, default_mesh
@@ -270,7 +270,7 @@ def _refuse_unsupported(mp_policy: MixedPrecisionPolicy, offload_policy: Offload
             fix="mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, "
             "reduce_dtype=torch.float32)",
         )
-    if type(offload_policy) not in (OffloadPolicy, CPUOffloadPolicy):
+    if type(offload_policy) not in (OffloadPolicy, CPUOffloadPolicy, SleepPolicy):
         raise unsupported(
             type(offload_policy).__name__,
             instead="offload_policy=CPUOffloadPolicy() or OffloadPolicy()",

@@ -24,6 +24,7 @@ __all__ = [
     "GradientReductionHandle",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "SleepPolicy",
     "UnshardHandle",
 ]
 
@@ -46,6 +47,14 @@ class _GradientReductionHandle:
 GradientReductionHandle: Any = getattr(
     torch_fsdp, "GradientReductionHandle", _GradientReductionHandle
 )
+
+
+@dataclass
+class SleepPolicy(OffloadPolicy):
+    """Shards, gradients and states of `shardgrad.optim` lie in memory that can be given back and
+    taken again at the same addresses; see `shardgrad.sleep`. Gradients keep theirs from step to
+    step.
+    """
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,8 @@ class GradShard:
         numel, device = self._layout.chunk_numel, self._nothing.device
         if device.type not in ("cpu", "meta"):
             self.stream = torch.accelerator.current_stream(device)
-        may_go = self.stream is not None and not self._home.is_offloaded
+        stays = self._home.is_offloaded or self._home.is_virtual
+        may_go = self.stream is not None and not stays
         if self.flat.numel():
             self.flat.untyped_storage().resize_(self.flat.nbytes)
             if zeroed:

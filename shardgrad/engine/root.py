@@ -24,7 +24,7 @@ from shardgrad.engine.scheduler import ReductionScheduler
 from shardgrad.engine.spans import NO_SPAN, profiler, span
 from shardgrad.engine.streams import is_capturing, wait_for_device
 from shardgrad.engine.unit import Unit, units_under
-from shardgrad.errors import RootError
+from shardgrad.errors import AsleepError, RootError
 
 __all__ = ["RootContext", "context_of", "lazy_init"]
 
@@ -37,6 +37,7 @@ class RootContext:
         keep_unsharded: True while ranks may run different units (`features/participation.py`):
             nothing is resharded before the backward is over, and units are gathered in order, see
             `gather_through`.
+        is_asleep: True while the shards' memory is given back (`features/sleep.py`).
         post_optim_event: what the next forward's all-gathers wait for, if the program said so.
     """
 
@@ -47,6 +48,7 @@ class RootContext:
         self.comm_ctx = comm_ctx
         self.scheduler = ReductionScheduler(comm_ctx, self.end_backward)
         self.keep_unsharded = False
+        self.is_asleep = False
         self.post_optim_event: torch.Event | None = None
         self._written = comm_ctx.parameters_ready
         self._read = comm_ctx.streams.event()  # gradients
@@ -75,6 +77,7 @@ class RootContext:
         Streams: later all-gathers start after the current stream, where the optimizer wrote the
         parameters.
         """
+        self.require_awake()
         # A registered method may call forward as often as it likes; any other forward that begins
         # while one of the same unit is open means that the open one was interrupted.
         opens_again = self._forward_root is unit and unit.methods_running > 0
@@ -109,6 +112,15 @@ class RootContext:
         event, self.post_optim_event = self.post_optim_event, None
         self.parameters_written(None if any(replaced) else event)
         return args, kwargs
+
+    def require_awake(self) -> None:
+        """Refuses to use shards whose memory is given back.
+
+        Raises:
+            AsleepError: nothing was launched.
+        """
+        if self.is_asleep:
+            raise AsleepError.of(f"the model {type(self.root.modules[0]).__name__}")
 
     def free_gradients(self) -> None:
         """Frees the memory of gradients that are None: [Note: Memory of gradients] in

@@ -94,6 +94,9 @@ class Root(Protocol):
     scheduler: ReductionScheduler
     keep_unsharded: bool
 
+    def require_awake(self) -> None:
+        """Refuses to use shards whose memory is given back."""
+
     def enter_forward(
         self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> _Arguments:
@@ -252,6 +255,7 @@ class Unit:
 
     def unshard(self, context: Root) -> None:
         """Starts the all-gathers of parameters that are not unsharded."""
+        context.require_awake()
         for group in self.groups:
             group.unshard(context.comm_ctx)
 

@@ -120,6 +120,8 @@ class ModuleState(Capturable):
     def guards(self) -> Hashable:
         """See `Capturable`."""
         self._join_post_optim_events()
+        for context in self._contexts:
+            context.require_awake()
         with torch._C.DisableTorchFunctionSubclass():  # DTensors answer three times as fast
             return self._read()
 

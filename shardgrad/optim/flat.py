@@ -15,13 +15,20 @@ from torch.optim.optimizer import Optimizer
 from shardgrad.engine.param import FSDPParam, is_replaced, managed_by
 from shardgrad.engine.param_group import ParamGroup, group_of
 from shardgrad.engine.streams import is_capturing
-from shardgrad.errors import CaptureError, DeepcopyError, OptimizerParameterError
+from shardgrad.errors import (
+    AsleepError,
+    CaptureError,
+    DeepcopyError,
+    OptimizerParameterError,
+    OptionError,
+)
 from shardgrad.optim.contents import Contents
 from shardgrad.optim.hyper import Hyper, OptimGroup
 from shardgrad.optim.norms import find_nonfinite
 from shardgrad.optim.segment import Launch, PlainSegment, Segment, ShardedSegment
 from shardgrad.optim.state import copies_into, load_state
 from shardgrad.sharding.dtensor import require_own_shards
+from shardgrad.sharding.virtual_memory import bring_back, give_back, is_virtual
 
 __all__ = ["FlatOptimizer", "Update"]
 
@@ -92,6 +99,7 @@ class FlatOptimizer(Optimizer):
         self._entries: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         self._skipped: torch.Tensor | None = None
         self._check_finite = check_finite
+        self._away: list[torch.Tensor] = []  # states whose memory is given back
         self._contents = Contents([], {})
         super().__init__(params, defaults)
 
@@ -315,6 +323,7 @@ class FlatOptimizer(Optimizer):
                 hyperparameters that cannot be; nothing was changed.
             ForeignParameterError: another rank has saved it.
         """
+        self._require_here()
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = pre_hook(self, state_dict)
@@ -333,6 +342,59 @@ class FlatOptimizer(Optimizer):
         load_state(self.param_groups, self.state, state_dict, ignored=self.torch_keys)  # type: ignore[arg-type]
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+    # -- away, and back at the same addresses
+
+    def offload(self) -> None:
+        """Gives the states' memory back until `reload`; what was in it is kept on the host.
+
+        Forward and backward run meanwhile; a step, a replay of one and a state dict raise. States
+        of parameters that no unit shards stay.
+
+        Streams: the host waits for the device. Capture: not safe.
+
+        Raises:
+            OptionError: the units were not made with `offload_policy=SleepPolicy()`.
+        """
+        if self._away:
+            return
+        states = [
+            flat
+            for segment, _ in self._segments
+            if segment.is_allocated and isinstance(segment, ShardedSegment)
+            for flat in segment.state.values()
+            if flat.numel()
+        ]
+        if not all(map(is_virtual, states)):
+            raise OptionError(
+                "the optimizer's memory cannot be given back",
+                expected="parameters of units with offload_policy=SleepPolicy()",
+                got="some without",
+                fix="fully_shard(module, offload_policy=shardgrad.SleepPolicy())",
+            )
+        give_back(states)
+        self._away = states
+
+    def reload(self) -> None:
+        """Takes the states' memory again, where it was.
+
+        Streams: filled on the current one. Capture: not safe.
+        """
+        states, self._away = self._away, []
+        bring_back(states)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `torch.optim.Optimizer.state_dict`.
+
+        Raises:
+            AsleepError: after `offload`.
+        """
+        self._require_here()
+        return super().state_dict()
+
+    def _require_here(self) -> None:
+        if self._away:
+            raise AsleepError.of(f"the optimizer {type(self).__name__}")
 
     def __getstate__(self) -> NoReturn:
         """Refuses to be pickled or copied: state lives in buffers that belong to the model."""
@@ -373,6 +435,7 @@ class FlatOptimizer(Optimizer):
 
     def _launches(self) -> list[tuple[Segment, OptimGroup, Launch]]:
         """Describes the launches of a step. Whatever can be wrong is noticed here."""
+        self._require_here()
         self._follow_program()
         launches = []
         for segment, index in self._segments:
@@ -445,6 +508,7 @@ class FlatOptimizer(Optimizer):
         """Returns the host state that decides a step: constants of launches, and which segments
         there are.
         """
+        self._require_here()
         self._follow_program()
         segments = tuple((index, segment.guards()) for segment, index in self._segments)
         groups = tuple(self._group(i).constants() for i in range(len(self.param_groups)))

@@ -235,16 +235,17 @@ class Segment(ABC):
         """
         return base + (self.number << 40) + (self.rank << 16)
 
+    def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Allocates a zeroed state buffer."""
+        return torch.zeros(numel, dtype=dtype, device=self.device)
+
     def allocate(self, dtypes: Mapping[str, torch.dtype]) -> None:
         """Allocates zeroed state buffers, at constant addresses from then on."""
         device = self.device
         self._state = _State(
             steps=torch.zeros(len(self.params), dtype=torch.float32, device=device),
             ticket=torch.zeros(1, dtype=torch.int32, device=device),
-            flat={
-                name: torch.zeros(self.numel, dtype=dtype, device=device)
-                for name, dtype in dtypes.items()
-            },
+            flat={name: self.zeros(self.numel, dtype) for name, dtype in dtypes.items()},
         )
 
 
@@ -308,6 +309,11 @@ class ShardedSegment(Segment):
     def has_data(self) -> bool:
         """See `Segment.has_data`."""
         return self._group.shard.device.type != "meta"
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """See `Segment.zeros`: states go to sleep along with their parameters."""
+        memory = self._group.shard_memory
+        return memory.zeros(numel, dtype) if memory.is_virtual else super().zeros(numel, dtype)
 
     @property
     def rows(self) -> torch.Tensor | None:

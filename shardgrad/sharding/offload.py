@@ -23,6 +23,8 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from shardgrad.errors import ForeignParameterError
+from shardgrad.policies import SleepPolicy
+from shardgrad.sharding.virtual_memory import virtual_zeros
 
 __all__ = ["ShardMemory"]
 
@@ -35,11 +37,13 @@ class ShardMemory:
         device: the offload device, or the one that computes.
         is_offloaded: True if computation and collectives happen on another device.
         pinned: the memory can be copied from and to that device while the host goes on.
+        is_virtual: it can be given back and taken again at the same address.
     """
 
     device: torch.device
     is_offloaded: bool = False
     pinned: bool = False
+    is_virtual: bool = False
 
     @classmethod
     def of(cls, device: torch.device, policy: OffloadPolicy) -> ShardMemory:
@@ -47,8 +51,10 @@ class ShardMemory:
 
         Args:
             device: where parameters compute.
-            policy: torch's; `CPUOffloadPolicy` or the base class.
+            policy: torch's `CPUOffloadPolicy` or its base class, or a `SleepPolicy`.
         """
+        if isinstance(policy, SleepPolicy):
+            return cls(device, is_virtual=True)
         if not isinstance(policy, CPUOffloadPolicy):
             return cls(device)
         is_offloaded = device.type not in ("cpu", "meta")
@@ -56,6 +62,8 @@ class ShardMemory:
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Allocates a zeroed 1-D tensor."""
+        if self.is_virtual:
+            return virtual_zeros(numel, dtype, self.device)
         return torch.zeros(numel, dtype=dtype, device=self.device, pin_memory=self.pinned)
 
     def require_params_here(

@@ -109,3 +109,14 @@ def test_soak(tmp_path: Path) -> None:
     (of,) = record["summary"].values()
     assert {"resident_nbytes", "tensors", "objects", "descriptors", "threads", "is_flat"} <= set(of)
     assert of["descriptors"] == of["threads"] == of["tensors"] == 0
+
+
+def test_send_weights(tmp_path: Path) -> None:
+    record = smoke("send_weights", tmp_path)
+    way = record["summary"]["send_weights"]
+    for field in ("wall_s", "cpu_s", "ratio_to_gather and broadcast"):
+        assert_spread(way[field])
+    # Every receiver's norms are whole, all else is cut in two.
+    nbytes = 2 * record["config"]["parameters"] + 2 * 2 * 32
+    assert record["config"]["planned_nbytes"] == nbytes
+    assert way["loopback_nbytes"]["median"] > nbytes

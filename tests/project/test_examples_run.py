@@ -39,7 +39,10 @@ SHARDED = (
     *("accumulate_gradients", "check_your_streams", "checkpoints", "explain_a_step"),
     *("migrate_to_graphed_step", "optimize_and_clip", "ranks_without_a_batch", "read_an_error"),
 )
-WHOLE = ("audit_a_program", "plan_a_run", "tied_weights", "use_muon", "use_a_framework")
+WHOLE = (
+    *("audit_a_program", "plan_a_run", "reinforcement_learning", "tied_weights"),
+    *("use_muon", "use_a_framework"),
+)
 # Blocks that cannot run here, by page and number, and why.
 NOT_HERE = {
     ("check_your_streams", 1): "a stream of CUDA",

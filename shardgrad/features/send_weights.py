@@ -1,0 +1,375 @@
+"""Weights from a sharded trainer straight into a tensor-parallel receiver's memory.
+
+`plan_weights` cuts what a receiver wants out of what trainers have, without any communication. A
+plan is plain data: one rank makes it and hands it to the receivers, by whatever way they talk.
+Every message goes from the shard where the rows live to the receiver that wants them; no rank ever
+has more of a parameter than its own piece. Rows are sent from where they are. Columns, which have
+gaps in memory, are packed, at most `BATCH_NBYTES` at a time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import groupby
+from math import prod
+from operator import attrgetter
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardgrad.errors import CollectiveError, OptionError
+from shardgrad.features.export_table import ExportedParameter, export_table
+
+__all__ = ["Cut", "Message", "WeightPlan", "plan_weights", "receive_weights", "send_weights"]
+
+# Of messages in flight from or to a rank, unless a single one is larger.
+BATCH_NBYTES = 1 << 26
+
+Box = tuple[tuple[int, int], ...]  # a half-open range of each dim
+
+
+class Cut(NamedTuple):
+    """What a receiver's tensor has of one parameter.
+
+    Attributes:
+        name: of the parameter.
+        dim: along which it is cut, a piece for each receiver; None if every receiver has all of it.
+        pieces: if there are fewer than receivers: neighbours have the same one then, as of the key
+            and value heads of a model that has fewer of them than receivers.
+    """
+
+    name: str
+    dim: int | None = 0
+    pieces: int | None = None
+
+
+class Message(NamedTuple):
+    """A box of numbers on its way.
+
+    Attributes:
+        sender, receiver: ranks.
+        name, sent: of the parameter, and which part of the sender's rows.
+        target, placed: of the receiver's tensor, and where in it.
+        dtype: on the wire.
+        batch: number of those that are in flight together.
+    """
+
+    sender: int
+    receiver: int
+    name: str
+    sent: Box
+    target: str
+    placed: Box
+    dtype: torch.dtype
+    batch: int
+
+    @property
+    def nbytes(self) -> int:
+        """On the wire."""
+        return prod(end - begin for begin, end in self.sent) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class WeightPlan:
+    """Who sends what to whom. See `plan_weights`.
+
+    Attributes:
+        messages: in the order in which they are sent.
+        shapes: of every receiver's tensors, by name.
+        pieces: parameter -> its shape, and which ranks have which of its rows.
+    """
+
+    messages: tuple[Message, ...]
+    shapes: Mapping[str, tuple[int, ...]]
+    pieces: Mapping[str, tuple[object, ...]]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all messages."""
+        return sum(message.nbytes for message in self.messages)
+
+
+def plan_weights(
+    table: Mapping[str, ExportedParameter],
+    layout: Mapping[str, Sequence[Cut | tuple[object, ...]]],
+    receivers: Sequence[int],
+    dtype: torch.dtype | None = None,
+) -> WeightPlan:
+    """Decides which rank sends what to which receiver. Communicates nothing.
+
+    Args:
+        table: of `export_table`, on any of the trainers.
+        layout: name of a receiver's tensor -> what lies in it, one behind the other along dim 0:
+            `Cut`s, or tuples like them. `{"qkv": [("q", 0), ("k", 0), ("v", 0)], "out": [("o",
+            1)]}`.
+        receivers: their ranks, in the order of their pieces.
+        dtype: on the wire, if not that of the trainer's memory; the sender casts then.
+
+    Raises:
+        OptionError: a parameter is unknown, or cannot be cut like this; or a rank is given twice.
+    """
+    trainers = {
+        rank for row in table.values() for having in row.holders.values() for rank in having
+    }
+    if not receivers or len({*receivers} - trainers) < len(receivers):
+        raise OptionError(
+            "receivers have to be ranks of their own",
+            expected=f"each rank once, and none of the trainers' {sorted(trainers)}",
+            got=f"{list(receivers)}",
+            fix="on the same device read the memory at export_table()'s addresses instead",
+        )
+    messages: list[Message] = []
+    shapes: dict[str, tuple[int, ...]] = {}
+    in_flight: Counter[int] = Counter()
+    batch = 0
+    for target, cuts in layout.items():
+        offset, widths = 0, set()
+        for cut in (Cut(*each) for each in cuts):
+            row = _row_of(table, cut)
+            for place, receiver in enumerate(receivers):
+                wanted = _wanted(row, cut, place, len(receivers))
+                for sender, overlap, begin in _holders(row, wanted, place):
+                    sent = _moved(overlap, row.dim, -begin)
+                    placed = _moved(_relative(overlap, wanted), 0, offset)
+                    which = (sender, receiver, cut.name, sent, target, placed)
+                    message = Message(*which, dtype or row.dtype, batch)
+                    for rank in (sender, receiver):
+                        in_flight[rank] += message.nbytes
+                    if messages and max(in_flight[sender], in_flight[receiver]) > BATCH_NBYTES:
+                        batch += 1
+                        in_flight = Counter(dict.fromkeys((sender, receiver), message.nbytes))
+                    messages.append(message._replace(batch=batch))
+            sizes = [end - begin for begin, end in wanted]
+            offset += sizes[0]
+            widths.add(tuple(sizes[1:]))
+        if len(widths) != 1:
+            raise OptionError(
+                f"what lies in {target} differs in more than its first dim",
+                expected="pieces of the same size in all other dims",
+                got=f"{sorted(widths)}",
+                fix="cut all of them along the same dim",
+            )
+        shapes[target] = (offset, *widths.pop()) if row.shape else ()
+    return WeightPlan(tuple(messages), shapes, {name: _pieces(row) for name, row in table.items()})
+
+
+def send_weights(
+    model: nn.Module,
+    plan: WeightPlan,
+    group: dist.ProcessGroup | None = None,
+    *,
+    timeout_s: float = 60.0,
+) -> None:
+    """Sends this rank's messages of a plan; returns when its receivers have them.
+
+    Args:
+        model: the root that `plan` was made for.
+        plan: the same on all ranks.
+        group: that trainers and receivers are in; None for all ranks.
+        timeout_s: how long a receiver may take for a batch of messages.
+
+    Streams: messages are sent after the current stream; the host waits for them.
+    Capture: not safe.
+
+    Raises:
+        CollectiveError: a receiver is gone or late. The group is of no use then, those that train
+            the model are as they were.
+        OptionError: the plan is of another model, or of another number of ranks.
+    """
+    table = export_table(model)
+    if {name: _pieces(row) for name, row in table.items()} != dict(plan.pieces):
+        raise OptionError(
+            "the plan was made for another model, or for another number of ranks",
+            expected="plan_weights(shardgrad.export_table(model), ...) of this model",
+            got="parameters with other names, shapes or rows",
+            fix="make the plan after fully_shard, for this model",
+        )
+    rank = dist.get_rank()
+    mine = [message for message in plan.messages if message.sender == rank]
+    transfer = _Transfer(group, timeout_s, "send_weights", "receive_weights")
+    device = next((row.local.device for row in table.values()), torch.device("cpu"))
+    for batch in _batches(mine):
+        parts = (_part(table[message.name].local, message.sent) for message in batch)
+        # Neither copies what has the dtype and lies in one range already.
+        ready = [
+            part.to(message.dtype).contiguous() for part, message in zip(parts, batch, strict=True)
+        ]
+        transfer.run(dist.isend, ready, [message.receiver for message in batch])
+    # Small messages leave before anyone has received them; so each receiver says that it has all.
+    receivers = sorted({message.receiver for message in mine})
+    transfer.run(dist.irecv, [_receipt(device) for _ in receivers], receivers)
+
+
+@torch.no_grad()
+def receive_weights(
+    tensors: Mapping[str, torch.Tensor],
+    plan: WeightPlan,
+    group: dist.ProcessGroup | None = None,
+    *,
+    timeout_s: float = 60.0,
+) -> None:
+    """Receives what a plan has for this rank, into tensors that exist: on a receiver, while all
+    trainers call `send_weights`.
+
+    Args:
+        tensors: by their names in the plan's layout; written in place.
+        plan: the same on all ranks.
+        group: that trainers and receivers are in; None for all ranks.
+        timeout_s: how long a trainer may take for a batch of messages.
+
+    Streams: received and copied on the current stream, which the host waits for.
+    Capture: not safe.
+
+    Raises:
+        CollectiveError: a trainer is gone or late.
+        OptionError: a tensor is missing or has another shape; nothing was received.
+    """
+    for name, shape in plan.shapes.items():
+        found = tensors.get(name)
+        if found is None or tuple(found.shape) != shape:
+            raise OptionError(
+                f"the receiver has no such tensor as {name}",
+                expected=f"shape {shape}",
+                got="none" if found is None else f"shape {tuple(found.shape)}",
+                fix="a plan whose layout and number of receivers are those of this rank's model",
+            )
+    mine = [message for message in plan.messages if message.receiver == dist.get_rank()]
+    transfer = _Transfer(group, timeout_s, "receive_weights", "send_weights")
+    for batch in _batches(mine):
+        places = [_part(tensors[message.target], message.placed) for message in batch]
+        arriving = [
+            place
+            if place.is_contiguous() and place.dtype is message.dtype
+            else torch.empty(place.shape, dtype=message.dtype, device=place.device)
+            for place, message in zip(places, batch, strict=True)
+        ]
+        transfer.run(dist.irecv, arriving, [message.sender for message in batch])
+        for place, arrived in zip(places, arriving, strict=True):
+            if arrived is not place:
+                place.copy_(arrived)
+    device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
+    senders = sorted({message.sender for message in mine})
+    transfer.run(dist.isend, [_receipt(device) for _ in senders], senders)
+
+
+# -- what overlaps what
+
+
+def _row_of(table: Mapping[str, ExportedParameter], cut: Cut) -> ExportedParameter:
+    row = table.get(cut.name)
+    if row is None or (cut.dim is not None and not 0 <= cut.dim < len(row.shape)):
+        raise OptionError(
+            f"there is no parameter {cut.name} to cut along dim {cut.dim}",
+            expected="a name of export_table(model), and one of the parameter's dims, or None",
+            got=f"{cut.name!r}" if row is None else f"shape {row.shape}",
+            fix="see list(shardgrad.export_table(model))",
+        )
+    return row
+
+
+def _wanted(row: ExportedParameter, cut: Cut, place: int, receivers: int) -> Box:
+    """Returns what the receiver at a place wants of a parameter."""
+    box = [(0, size) for size in row.shape or (1,)]
+    if cut.dim is not None:
+        pieces, size = cut.pieces or receivers, row.shape[cut.dim]
+        if size % pieces or receivers % pieces:
+            raise OptionError(
+                f"parameter {cut.name} cannot be cut like this along dim {cut.dim}",
+                expected=f"pieces of one size, for {receivers} receivers",
+                got=f"{pieces} pieces of shape {row.shape}",
+                fix="a number of pieces that divides both, or dim=None",
+            )
+        step, number = size // pieces, place * pieces // receivers
+        box[cut.dim] = (number * step, (number + 1) * step)
+    return tuple(box)
+
+
+def _holders(row: ExportedParameter, box: Box, place: int) -> Iterator[tuple[int, Box, int]]:
+    """Yields who sends which part of a box, and with which row the sender's own begin.
+
+    Where several ranks have the same rows, the receivers are spread over them.
+    """
+    for (begin, end), ranks in row.holders.items():
+        first, last = max(begin, box[row.dim][0]), min(end, box[row.dim][1])
+        if first < last and all(low < high for low, high in box):
+            part = (*box[: row.dim], (first, last), *box[row.dim + 1 :])
+            yield ranks[place % len(ranks)], part, begin
+
+
+def _moved(box: Box, dim: int, by: int) -> Box:
+    begin, end = box[dim]
+    return (*box[:dim], (begin + by, end + by), *box[dim + 1 :])
+
+
+def _relative(box: Box, to: Box) -> Box:
+    both = zip(box, to, strict=True)
+    return tuple((begin - origin, end - origin) for (begin, end), (origin, _) in both)
+
+
+def _part(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """Returns a box of a tensor as a view."""
+    part = tensor if tensor.ndim else tensor.view(1)
+    for dim, (begin, end) in enumerate(box):
+        part = part.narrow(dim, begin, end - begin)
+    return part
+
+
+def _pieces(row: ExportedParameter) -> tuple[object, ...]:
+    """Returns what has to be the same on all ranks, and when a plan is made and used."""
+    return row.shape, row.dim, tuple(sorted(row.holders.items())), row.dtype
+
+
+# -- messages
+
+
+def _batches(messages: Sequence[Message]) -> Iterator[list[Message]]:
+    for _, batch in groupby(messages, attrgetter("batch")):
+        yield list(batch)
+
+
+def _receipt(device: torch.device) -> torch.Tensor:
+    return torch.zeros(1, dtype=torch.uint8, device=device)
+
+
+@dataclass(frozen=True)
+class _Transfer:
+    """Messages of one call, and how long each batch may take."""
+
+    group: dist.ProcessGroup | None
+    timeout_s: float
+    call: str
+    call_there: str
+
+    def run(
+        self,
+        operation: Callable[..., object],
+        tensors: Sequence[torch.Tensor],
+        peers: Sequence[int],
+    ) -> None:
+        """Sends or receives, together where the backend can; returns when all of it is done."""
+        waited_for = sorted(set(peers))
+        ops = [
+            dist.P2POp(operation, tensor, peer, self.group)
+            for tensor, peer in zip(tensors, peers, strict=True)
+        ]
+        limit = timedelta(seconds=self.timeout_s)
+        try:
+            works = dist.batch_isend_irecv(ops) if ops else []
+            for number, work in enumerate(works):
+                if len(works) == len(ops):
+                    waited_for = [peers[number]]
+                work.wait(limit)
+        except RuntimeError as error:
+            late = ", ".join(map(str, waited_for))
+            raise CollectiveError(
+                f"{self.call}() failed: rank {late} is late or gone",
+                expected=f"rank {late} to call {self.call_there}() within {self.timeout_s:g} s",
+                got=str(error).splitlines()[0],
+                where=f"rank {dist.get_rank()}",
+                fix="make a process group and a plan for the ranks that are left",
+            ) from error

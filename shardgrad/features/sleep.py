@@ -1,0 +1,135 @@
+"""Giving a model's and an optimizer's memory to someone else for a while, and taking it back.
+
+Everything comes back at the address that it had: views, captured graphs and registrations of others
+go on. Needs `offload_policy=SleepPolicy()`, which puts shards, gradients and states into memory of
+this kind (`sharding/virtual_memory.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from shardgrad.engine.root import RootContext, lazy_init
+from shardgrad.engine.unit import unit_of
+from shardgrad.errors import AsleepError, OptionError, RootError
+from shardgrad.sharding.virtual_memory import bring_back, give_back, is_virtual
+
+__all__ = ["sleep", "wake"]
+
+
+class _Optimizer(Protocol):
+    def offload(self) -> None:
+        """Gives the states' memory back."""
+
+    def reload(self) -> None:
+        """Takes it again."""
+
+
+# What sleeps: hooks that refuse to read it, and its memory.
+_asleep: WeakKeyDictionary[RootContext, tuple[list[Any], list[torch.Tensor]]]
+_asleep = WeakKeyDictionary()
+
+
+def sleep(model: nn.Module, optimizer: _Optimizer | None = None, *, level: int = 1) -> None:
+    """Gives memory back until `wake`.
+
+    Level 1 is the optimizer's states: the model runs, and its weights can be sent. At level 2
+    shards and gradients go too, and whatever would use them raises. Level 3 is level 2 without
+    keeping the weights: they are zeros after `wake`, to be loaded.
+
+    Args:
+        model: the root, of which every unit has `offload_policy=SleepPolicy()`.
+        optimizer: of `shardgrad.optim`; None if its states stay.
+        level: 1, 2 or 3.
+
+    Streams: the host waits for the device. Capture: not safe.
+
+    Raises:
+        OptionError: memory that cannot be given back, gradients that are not None, another level,
+            or an optimizer that cannot sleep.
+        RootError: not the root.
+        AsleepError: it sleeps already.
+    """
+    context = _context(model)
+    if level not in (1, 2, 3) or not (optimizer is None or hasattr(optimizer, "offload")):
+        raise OptionError(
+            "sleep() cannot do this",
+            expected="level 1, 2 or 3, and an optimizer of shardgrad.optim, or None",
+            got=f"level={level!r}, {type(optimizer).__name__}",
+            fix="shardgrad.sleep(model, optimizer, level=1)",
+        )
+    context.require_awake()
+    shards = [group.shard for unit in context.units for group in unit.groups] if level > 1 else []
+    gradients = [grads.shard for grads in context.grad_groups if grads.shard] if level > 1 else []
+    if not all(shard.is_meta or not shard.numel() or is_virtual(shard) for shard in shards):
+        raise OptionError(
+            "the model's memory cannot be given back",
+            expected="offload_policy=SleepPolicy() in each fully_shard of the model",
+            got="a unit without",
+            fix="fully_shard(module, offload_policy=shardgrad.SleepPolicy())",
+        )
+    if not all(gradient.objects.are_absent() for gradient in gradients):
+        raise OptionError(
+            "gradients would be lost",
+            expected="gradients that are None",
+            got="some that the optimizer has not been cleared of",
+            fix="optimizer.zero_grad() before shardgrad.sleep(model, optimizer, level=2)",
+        )
+    if optimizer is not None:
+        optimizer.offload()
+    if level > 1:
+        context.quiesce()
+        memory = [tensor for tensor in shards if is_virtual(tensor)]
+        give_back(memory, keep=level == 2)
+        flat = [gradient.flat for gradient in gradients if is_virtual(gradient.flat)]
+        give_back(flat, keep=False)
+        _asleep[context] = _refuse_state_dicts(model), memory + flat
+        context.is_asleep = True
+
+
+def wake(model: nn.Module, optimizer: _Optimizer | None = None) -> None:
+    """Takes memory again that `sleep` has given back, at the same addresses.
+
+    Args:
+        model: as for `sleep`.
+        optimizer: as for `sleep`.
+
+    Streams: filled on the current one. Capture: not safe.
+    """
+    context = _context(model)
+    hooks, memory = _asleep.pop(context, ([], []))
+    for hook in hooks:
+        hook.remove()
+    bring_back(memory)
+    context.is_asleep = False
+    if optimizer is not None:
+        optimizer.reload()
+
+
+def _context(model: nn.Module) -> RootContext:
+    unit = unit_of(model)
+    if unit is None or (unit.context is not None and not unit.is_root):
+        raise RootError(
+            "sleep() and wake() need the root",
+            expected="the outermost module that fully_shard was called on",
+            got=type(model).__name__,
+            fix="shardgrad.sleep(root, optimizer)",
+        )
+    return lazy_init(unit)
+
+
+def _refuse_state_dicts(model: nn.Module) -> list[Any]:
+    """Makes a state dict an error, which would save zeros, or load what `wake` writes over."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AsleepError.of(type(model).__name__)
+
+    hooks: list[Any] = []
+    for module in model.modules():
+        hooks.append(module.register_state_dict_pre_hook(refuse))
+        hooks.append(module.register_load_state_dict_pre_hook(refuse))
+    return hooks

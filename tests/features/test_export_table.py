@@ -1,0 +1,175 @@
+"""Where parameters lie: what a receiver may register once."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
+
+import shardgrad
+from shardgrad.errors import MetaParameterError, RootError, UnsupportedParameterError
+from tests.support.parity import SHARDGRAD, hsdp_mesh, stack, token_loss, tower
+from tests.support.ranks import Ranks
+from tests.support.tensor_extensions import Narrowed, extended
+
+
+def read(row: Any) -> torch.Tensor:
+    """Reads what a row points at, as a receiver would that has nothing but the row."""
+    found = torch.frombuffer(
+        bytearray(ctypes.string_at(row.data_ptr, row.nbytes)) or bytearray(1), dtype=torch.uint8
+    )
+    shape = list(row.shape)
+    shape[row.dim] = row.rows[1] - row.rows[0]
+    return found[: row.nbytes].view(row.dtype).view(shape)
+
+
+def assert_is(model: nn.Module, whole: dict[str, torch.Tensor]) -> None:
+    table = shardgrad.export_table(model)
+    assert list(table) == list(whole)
+    for name, row in table.items():
+        value, (begin, end) = whole[name], row.rows
+        assert row.shape == value.shape
+        assert torch.equal(read(row), value.narrow(row.dim, begin, end - begin)), name
+        assert torch.equal(row.local, read(row))
+        having = [ranks for rows, ranks in row.holders.items() if dist.get_rank() in ranks]
+        assert len(having) == 1
+        assert row.rows in row.holders
+        assert sum(end - begin for begin, end in row.holders) == value.shape[row.dim]
+
+
+def whole_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        name: getattr(param, "full_tensor", lambda p=param: p)().detach().clone()
+        for name, param in model.named_parameters()
+    }
+
+
+def every_address_is_that_of_its_rows(**options: Any) -> None:
+    if "mesh" in options:
+        options["mesh"] = hsdp_mesh(*options["mesh"])
+    model = SHARDGRAD.shard_tower(tower(), **options)
+    assert_is(model, dict(tower().named_parameters()))
+
+
+@pytest.mark.parametrize("stage", [True, False])
+def test_every_address_is_that_of_its_rows(two_ranks: Ranks, stage: bool) -> None:
+    two_ranks.run(every_address_is_that_of_its_rows, reshard_after_forward=stage)
+
+
+def test_replicas_are_named_as_holders_of_the_same_rows(four_ranks: Ranks) -> None:
+    four_ranks.run(every_address_is_that_of_its_rows, mesh=(2, 2))
+
+
+def columns_are_rows_of_another_dim() -> None:
+    model = stack(4, 6)
+    whole = {name: param.detach().clone() for name, param in model.named_parameters()}
+    SHARDGRAD.fully_shard(model, shard_placement_fn=lambda p: Shard(1) if p.ndim == 2 else None)
+    assert_is(model, whole)
+    assert shardgrad.export_table(model)["0.weight"].dim == 1
+
+
+def test_a_parameter_sharded_by_columns_says_so(two_ranks: Ranks) -> None:
+    two_ranks.run(columns_are_rows_of_another_dim)
+
+
+def addresses_stay(folder: str) -> None:
+    model = SHARDGRAD.shard_tower(tower().bfloat16())
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2, master="float32")
+    table = shardgrad.export_table(model)
+
+    def step(number: int) -> None:
+        token_loss(model, SHARDGRAD.tokens(number)).backward()
+        shardgrad.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(0)
+    assert shardgrad.export_table(model) == table
+    assert all(row.dtype is torch.bfloat16 for row in table.values())  # and not the masters
+    assert_is(model, whole_of(model))
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    shardgrad.checkpoint.save(state, folder)
+    with torch.no_grad():
+        model(SHARDGRAD.tokens(1)[0])
+    step(1)
+    shardgrad.checkpoint.load(state, folder)
+    model.load_state_dict(model.state_dict())
+    optimizer.load_state_dict(optimizer.state_dict())
+    loss = token_loss(model, SHARDGRAD.tokens(2))
+    assert shardgrad.export_table(model) == table  # also while parameters are unsharded
+    loss.backward()
+    optimizer.step()
+    assert shardgrad.export_table(model) == table
+    assert_is(model, whole_of(model))
+
+
+def test_addresses_stay_over_steps_evaluations_and_loads(two_ranks: Ranks, tmp_path: Any) -> None:
+    two_ranks.run(addresses_stay, str(tmp_path))
+
+
+def a_replaced_parameter_makes_another_table() -> None:
+    model = SHARDGRAD.fully_shard(stack(4, 6))
+    table = shardgrad.export_table(model)
+    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+    replaced = shardgrad.export_table(model)
+    assert replaced != table
+    assert_is(model, whole_of(model))
+    model.to(torch.float64)
+    assert shardgrad.export_table(model) != replaced
+    assert_is(model, whole_of(model))
+
+
+def test_a_replaced_parameter_makes_another_table(two_ranks: Ranks) -> None:
+    two_ranks.run(a_replaced_parameter_makes_another_table)
+
+
+def names_are_those_of_a_checkpoint() -> None:
+    plain = tower(depth=1)
+    names = [name for name, _ in plain.named_parameters()]
+    plain.layers[0] = checkpoint_wrapper(plain.layers[0])
+    plain.head = torch.compile(plain.head)
+    model = SHARDGRAD.fully_shard(plain)
+    assert list(shardgrad.export_table(model)) == names
+
+
+def test_names_are_those_of_a_checkpoint(worlds: dict[int, Ranks]) -> None:
+    worlds[1].run(names_are_those_of_a_checkpoint)
+
+
+def a_tied_parameter_is_there_once() -> None:
+    tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    tied[1].weight = tied[0].weight
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model = SHARDGRAD.fully_shard(tied, mp_policy=policy)
+    table = shardgrad.export_table(model)
+    assert list(table) == ["0.weight", "0.bias", "1.bias"]
+    assert {row.dtype for row in table.values()} == {torch.float32}  # what is kept, not computed
+
+
+def test_a_tied_parameter_is_there_once_in_the_dtype_that_is_kept(two_ranks: Ranks) -> None:
+    two_ranks.run(a_tied_parameter_is_there_once)
+
+
+def what_has_no_rows_in_memory_is_refused() -> None:
+    model = SHARDGRAD.fully_shard(stack(4, 4, 4))
+    with pytest.raises(RootError, match=r"(?s)needs the root.*Linear"):
+        shardgrad.export_table(model[0])
+    with torch.device("meta"):
+        model = stack(4, 4)
+    SHARDGRAD.fully_shard(model)
+    with pytest.raises(MetaParameterError, match=r"0\.weight"):
+        shardgrad.export_table(model)
+    model = SHARDGRAD.fully_shard(extended(Narrowed, 4, 4))
+    with pytest.raises(UnsupportedParameterError, match=r"(?s)0\.weight.*all-gather extension"):
+        shardgrad.export_table(model)
+
+
+def test_what_has_no_rows_in_memory_is_refused(worlds: dict[int, Ranks]) -> None:
+    worlds[1].run(what_has_no_rows_in_memory_is_refused)

@@ -1,0 +1,341 @@
+"""Weights sent from a sharded trainer to a tensor-parallel receiver."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import shardgrad
+from shardgrad.errors import CollectiveError, OptionError
+from shardgrad.features import send_weights
+from shardgrad.features.export_table import ExportedParameter
+from tests.support.processes import CONTEXT
+from tests.support.ranks import Ranks, _free_port
+
+HIDDEN, HEADS, KV_HEADS, HEAD, MLP = 14, 4, 2, 3, 24
+
+
+class Layer(nn.Module):
+    """The projections of a decoder layer, as a checkpoint names them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(HIDDEN, HEADS * HEAD)
+        self.k_proj = nn.Linear(HIDDEN, KV_HEADS * HEAD)
+        self.v_proj = nn.Linear(HIDDEN, KV_HEADS * HEAD)
+        self.o_proj = nn.Linear(HEADS * HEAD, HIDDEN, bias=False)
+        self.gate_proj = nn.Linear(HIDDEN, MLP, bias=False)
+        self.up_proj = nn.Linear(HIDDEN, MLP, bias=False)
+        self.down_proj = nn.Linear(MLP, HIDDEN)
+        self.norm = nn.RMSNorm(HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.q_proj(x) + self.k_proj(x).repeat(1, 2) + self.v_proj(x).repeat(1, 2)
+        x = self.norm(x + self.o_proj(heads))
+        return x + self.down_proj(torch.nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+# As vLLM and SGLang have them: heads and hidden units over ranks, fused where read together.
+LAYOUT = {
+    "qkv_proj.weight": [("q_proj.weight", 0), ("k_proj.weight", 0), ("v_proj.weight", 0)],
+    "qkv_proj.bias": [("q_proj.bias", 0), ("k_proj.bias", 0), ("v_proj.bias", 0)],
+    "o_proj.weight": [("o_proj.weight", 1)],
+    "gate_up_proj.weight": [("gate_proj.weight", 0), ("up_proj.weight", 0)],
+    "down_proj.weight": [("down_proj.weight", 1)],
+    "down_proj.bias": [("down_proj.bias", None)],
+    "norm.weight": [("norm.weight", None)],
+}
+
+
+def layer() -> Layer:
+    torch.manual_seed(0)
+    return Layer()
+
+
+def shard_of_receiver(whole: dict[str, Tensor], place: int, size: int) -> dict[str, Tensor]:
+    """The oracle: cuts whole parameters as the receiver's own loader would."""
+    return {
+        target: torch.cat(
+            [
+                whole[name] if dim is None else whole[name].chunk(size, dim)[place]
+                for name, dim in cuts
+            ]
+        )
+        for target, cuts in LAYOUT.items()
+    }
+
+
+class Copies(TorchDispatchMode):
+    """Counts the bytes that operations write to memory of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name in ("clone", "copy_", "_to_copy", "cat", "contiguous"):
+            self.nbytes += out.numel() * out.itemsize
+        return out
+
+
+@contextmanager
+def counting_sent() -> Iterator[list[int]]:
+    """Collects the bytes of every message that this rank sends."""
+    sent: list[int] = []
+    whole = dist.batch_isend_irecv
+
+    def count(ops: Any) -> Any:
+        sent.extend(op.tensor.nbytes for op in ops if op.op is dist.isend)
+        return whole(ops)
+
+    dist.batch_isend_irecv = count
+    try:
+        yield sent
+    finally:
+        dist.batch_isend_irecv = whole
+
+
+def trainer_mesh(trainers: int, mesh: str) -> DeviceMesh:
+    """Every rank of the world has to call it, the receivers too."""
+    if mesh == "hsdp":
+        return DeviceMesh("cpu", torch.arange(2).view(2, 1), mesh_dim_names=("replicate", "shard"))
+    return DeviceMesh("cpu", list(range(trainers)))
+
+
+def train_and_send(
+    trainers: int = 2,
+    mesh: str = "fsdp",
+    dtype: torch.dtype | None = None,
+    placed: int = 0,
+    steps: int = 2,
+) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    receivers = list(range(trainers, size))
+    devices = trainer_mesh(trainers, mesh)
+    plans: list[Any] = [None]
+    if rank >= trainers:
+        dist.broadcast_object_list(plans, src=0)
+        plan = plans[0]
+        place = rank - trainers
+        wanted = shard_of_receiver(layer().state_dict(), place, len(receivers))
+        tensors = {
+            name: torch.full_like(t, torch.nan, dtype=dtype or t.dtype)
+            for name, t in wanted.items()
+        }
+        addresses = {name: t.data_ptr() for name, t in tensors.items()}
+        for _ in range(steps):
+            with counting_sent() as said:
+                shardgrad.receive_weights(tensors, plan)
+            senders = {m.sender for m in plan.messages if m.receiver == rank}
+            assert said == [1] * len(senders)  # a byte, that all is there
+            right: list[Any] = [None]
+            dist.broadcast_object_list(right, src=0)
+            for name, t in shard_of_receiver(right[0], place, len(receivers)).items():
+                assert torch.equal(tensors[name], t.to(tensors[name].dtype)), name
+        assert addresses == {name: t.data_ptr() for name, t in tensors.items()}
+        own = sum(t.numel() * t.itemsize for t in tensors.values())
+        received = [m.nbytes for m in plan.messages if m.receiver == rank]
+        assert sum(received) == own  # and no byte twice
+        return
+    model = layer()
+    options = {"shard_placement_fn": lambda p: Shard(1) if p.ndim == 2 else None} if placed else {}
+    shardgrad.fully_shard(model, mesh=devices, **options)
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=0.1)
+    if rank == 0:
+        plans[0] = shardgrad.plan_weights(
+            shardgrad.export_table(model), LAYOUT, receivers, dtype=dtype
+        )
+    else:
+        shardgrad.export_table(model)
+    dist.broadcast_object_list(plans, src=0)
+    plan = plans[0]
+    mine = [m for m in plan.messages if m.sender == rank]
+    assert mine
+    columns = sum(m.nbytes for m in mine if m.name in ("o_proj.weight", "down_proj.weight"))
+    columns *= len(receivers) > 1  # else they are cut by nobody
+    for step in range(steps):
+        model(torch.full((2, HIDDEN), 1.0 + step)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with Copies() as copies, counting_sent() as sent:
+            shardgrad.send_weights(model, plan)
+        assert sum(sent) == sum(m.nbytes for m in mine)
+        if dtype is None and not placed:
+            assert copies.nbytes == columns  # rows are sent from where they are
+        whole = {name: param.full_tensor() for name, param in model.named_parameters()}
+        right = [whole]
+        dist.broadcast_object_list(right, src=0)
+
+
+@pytest.mark.parametrize("trainers", [1, 2, 3])
+def test_a_tensor_parallel_receiver_gets_its_own_pieces(four_ranks: Ranks, trainers: int) -> None:
+    four_ranks.run(train_and_send, trainers)
+
+
+@pytest.mark.parametrize(
+    "options", [{"mesh": "hsdp"}, {"dtype": torch.bfloat16}, {"placed": 1}], ids=str
+)
+def test_replicas_other_dtypes_and_columns_are_sent_too(
+    four_ranks: Ranks, options: dict[str, Any]
+) -> None:
+    four_ranks.run(train_and_send, **options)
+
+
+def with_small_batches() -> None:
+    whole, send_weights.BATCH_NBYTES = send_weights.BATCH_NBYTES, 100
+    try:
+        train_and_send()
+    finally:
+        send_weights.BATCH_NBYTES = whole
+
+
+def test_messages_in_flight_are_bounded_without_a_deadlock(four_ranks: Ranks) -> None:
+    four_ranks.run(with_small_batches)
+
+
+# -- plans, which need no ranks
+
+
+def table_of(ranks: int, **shapes: tuple[int, ...]) -> dict[str, ExportedParameter]:
+    """The table of a model that is sharded over some ranks, without them."""
+    table = {}
+    for name, shape in shapes.items():
+        step = -(-shape[0] // ranks)
+        rows = [(min(r * step, shape[0]), min((r + 1) * step, shape[0])) for r in range(ranks)]
+        holders = {each: (rank,) for rank, each in enumerate(rows)}
+        table[name] = ExportedParameter(
+            torch.float32, shape, 0, rows[0], 0, 0, holders, torch.empty(0)
+        )
+    return table
+
+
+def test_no_message_is_larger_than_a_batch_unless_it_is_alone() -> None:
+    table = table_of(4, **{f"p{i}": (1 << 12, 1 << 10) for i in range(40)})
+    plan = shardgrad.plan_weights(table, {name: [(name, 0)] for name in table}, [4, 5])
+    in_flight: dict[tuple[int, int], int] = {}
+    for m in plan.messages:
+        for rank in (m.sender, m.receiver):
+            key = m.batch, rank
+            in_flight[key] = in_flight.get(key, 0) + m.nbytes
+    assert max(in_flight.values()) == send_weights.BATCH_NBYTES
+    assert plan.nbytes == 40 << 24
+    batches = [m.batch for m in plan.messages]
+    assert batches == sorted(batches)
+
+
+def test_key_and_value_heads_may_be_fewer_than_receivers() -> None:
+    table = table_of(2, k=(6, 5))
+    plan = shardgrad.plan_weights(table, {"k": [("k", 0, 2)]}, [2, 3, 4, 5])
+    rows: dict[int, list[tuple[int, int]]] = {}
+    for m in plan.messages:
+        begin = m.sender * 3
+        rows.setdefault(m.receiver, []).append((begin + m.sent[0][0], begin + m.sent[0][1]))
+    assert rows == {2: [(0, 3)], 3: [(0, 3)], 4: [(3, 6)], 5: [(3, 6)]}
+    assert plan.shapes == {"k": (3, 5)}
+
+
+@pytest.mark.parametrize(
+    ("cuts", "receivers", "says"),
+    [
+        ([("q", 0)], [2, 3], "there is no parameter q"),
+        ([("k", 2)], [2, 3], r"(?s)along dim 2.*shape \(6, 5\)"),
+        ([("k", 1)], [2, 3], r"(?s)cannot be cut.*one size.*2 pieces"),
+        ([("k", 0, 3)], [2, 3], r"(?s)cannot be cut.*3 pieces"),
+        ([("k", 0), ("o", 0)], [2, 3], r"(?s)differs in more than its first dim.*dim"),
+        ([("k", 0)], [1, 2], r"(?s)ranks of their own.*trainers' \[0, 1\]"),
+        ([("k", 0)], [2, 2], "each rank once"),
+        ([("k", 0)], [], "each rank once"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(cuts: Any, receivers: list[int], says: str) -> None:
+    table = table_of(2, k=(6, 5), o=(6, 7))
+    with pytest.raises(OptionError, match=says):
+        shardgrad.plan_weights(table, {"fused": cuts}, receivers)
+
+
+def another_model_or_receiver() -> None:
+    mesh = trainer_mesh(1, "fsdp")
+    if dist.get_rank() == 0:
+        model = shardgrad.fully_shard(layer(), mesh=mesh)
+        plan = shardgrad.plan_weights(shardgrad.export_table(model), LAYOUT, [1])
+        other = shardgrad.fully_shard(nn.Linear(3, 3), mesh=mesh)
+        with pytest.raises(OptionError, match="made for another model"):
+            shardgrad.send_weights(other, plan)
+        with pytest.raises(OptionError, match=r"(?s)no such tensor as qkv.*\(24, 14\).*\(3, 3\)"):
+            shardgrad.receive_weights({"qkv_proj.weight": torch.empty(3, 3)}, plan)
+
+
+def test_another_model_and_another_receiver_are_refused(two_ranks: Ranks) -> None:
+    two_ranks.run(another_model_or_receiver)
+
+
+# -- receivers that are gone
+
+LIMIT_S = 2.0
+
+
+def trainer_outlives_its_receiver(way: str, port: int, rank: int, pipe: Any) -> None:
+    store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    mesh = trainer_mesh(1, "fsdp")
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=60))
+    dist.barrier(group)
+    if rank == 1:
+        if way == "sleeps":
+            pipe.recv()
+        os._exit(0)
+    model = shardgrad.fully_shard(layer(), mesh=mesh)
+    plan = shardgrad.plan_weights(shardgrad.export_table(model), LAYOUT, [1])
+    if way == "exits":
+        pipe.recv()
+    begin = time.monotonic()
+    try:
+        shardgrad.send_weights(model, plan, group, timeout_s=LIMIT_S)
+    except CollectiveError as error:
+        took = time.monotonic() - begin
+        model(torch.ones(2, HIDDEN)).sum().backward()  # its own group is as it was
+        trains = all(p.grad is not None for p in model.parameters())
+        pipe.send((str(error), took, trains))
+    else:
+        pipe.send(("no error", 0.0, False))
+    os._exit(0)
+
+
+@pytest.mark.parametrize("way", ["exits", "sleeps"])
+def test_a_receiver_that_is_gone_is_an_error_within_the_time_limit(way: str) -> None:
+    port = _free_port()
+    pipes, processes = [], []
+    for rank in range(2):
+        ours, theirs = CONTEXT.Pipe()
+        args = (way, port, rank, theirs)
+        processes.append(CONTEXT.Process(target=trainer_outlives_its_receiver, args=args))
+        processes[-1].start()
+        pipes.append(ours)
+    try:
+        if way == "exits":
+            processes[1].join(60)
+            pipes[0].send("go")
+        assert pipes[0].poll(90), "the trainer hangs"
+        error, took, trains = pipes[0].recv()
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    assert "send_weights() failed: rank 1 is late or gone" in error
+    assert f"within {LIMIT_S:g} s" in error
+    assert took < LIMIT_S + 20  # of which a busy machine takes its part
+    assert trains

@@ -1,0 +1,260 @@
+"""Memory that is given back and taken again at the same addresses."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardgrad
+from shardgrad.errors import AsleepError, OptionError, RootError
+from shardgrad.sharding.virtual_memory import bring_back, give_back, virtual_zeros
+from tests.support.parity import SHARDGRAD, assert_same_bits, stack, token_loss, tower
+from tests.support.ranks import Ranks
+
+CYCLES = 20
+LEVELS = [1, 2]
+
+
+def resident_nbytes() -> int:
+    """Bytes of this process's own pages: those of files, which Linux may drop, are left out."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    (line,) = [line for line in status.splitlines() if line.startswith("RssAnon")]
+    return int(line.split()[1]) * 1024
+
+
+# -- the memory itself
+
+
+def test_pages_come_back_at_their_address_with_what_was_in_them() -> None:
+    gc.collect()
+    size = 1 << 26
+    memory = virtual_zeros(size, torch.float32, torch.device("cpu"))
+    assert not memory.any()
+    view, address = memory[1000:].view(-1, 4), memory.data_ptr()
+    right = torch.randn(size)
+    memory.copy_(right)
+    before = resident_nbytes()
+    for cycle in range(3):
+        give_back([memory])
+        assert before - resident_nbytes() > 0.99 * memory.nbytes
+        other = virtual_zeros(size, torch.float32, torch.device("cpu"))
+        other.fill_(7.0)
+        assert other.data_ptr() != address
+        del other
+        bring_back([memory])
+        assert memory.data_ptr() == address
+        assert torch.equal(memory, right)
+        assert torch.equal(view.flatten(), right[1000:])
+        right[cycle] = memory[cycle] = 3.0
+    give_back([memory], keep=False)
+    bring_back([memory])
+    assert not memory.any()
+
+
+def test_addresses_are_free_once_no_tensor_is_left() -> None:
+    before = resident_nbytes()
+    for _ in range(10):
+        memory = virtual_zeros(1 << 24, torch.float32, torch.device("cpu"))
+        memory.fill_(1.0)
+        view = memory[5:]
+        del memory
+        assert view[0] == 1.0
+    assert resident_nbytes() - before < 2 * (1 << 26)
+
+
+# -- a model and its optimizer
+
+
+def built(sleepy: bool = True) -> tuple[nn.Module, torch.optim.Optimizer]:
+    policy = {"offload_policy": shardgrad.SleepPolicy()} if sleepy else {}
+    model = SHARDGRAD.shard_tower(tower().bfloat16(), **policy)
+    return model, shardgrad.optim.AdamW(model.parameters(), lr=1e-2, master="float32")
+
+
+def addresses(model: nn.Module, optimizer: Any) -> dict[str, int]:
+    found = {name: row.data_ptr for name, row in shardgrad.export_table(model).items()}
+    return found | {name: buffer.data_ptr() for name, buffer in optimizer.buffers()}
+
+
+def contents(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    found = {name: row.local.clone() for name, row in shardgrad.export_table(model).items()}
+    return found | {name: buffer.clone() for name, buffer in optimizer.buffers()}
+
+
+def train(sleepy: bool, between: Callable[[nn.Module, Any], None]) -> dict[str, Tensor]:
+    model, optimizer = built(sleepy)
+    losses = {}
+    where: dict[str, int] = {}
+    for step in range(CYCLES):
+        loss = token_loss(model, SHARDGRAD.tokens(step))
+        loss.backward()
+        shardgrad.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses[f"loss {step}"] = loss.detach()
+        where = where or addresses(model, optimizer)
+        between(model, optimizer)
+        assert addresses(model, optimizer) == where
+    return losses | contents(model, optimizer)
+
+
+def cycles_change_no_bit(level: int) -> None:
+    def nap(model: nn.Module, optimizer: Any) -> None:
+        shardgrad.sleep(model, optimizer, level=level)
+        shardgrad.wake(model, optimizer)
+
+    assert_same_bits(train(True, nap), train(False, lambda *_: None))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_twenty_cycles_change_no_bit_and_no_address(two_ranks: Ranks, level: int) -> None:
+    two_ranks.run(cycles_change_no_bit, level)
+
+
+def states_are_away_in_forward_and_backward() -> None:
+    def trained(away: bool) -> dict[str, Tensor]:
+        model, optimizer = built()
+        for step in range(4):
+            if away:
+                optimizer.offload()
+                optimizer.offload()  # does nothing
+            optimizer.zero_grad()
+            token_loss(model, SHARDGRAD.tokens(step)).backward()
+            if away:
+                optimizer.reload()
+                optimizer.reload()
+            optimizer.step()
+        return contents(model, optimizer)
+
+    assert_same_bits(trained(True), trained(False))
+
+
+def test_states_may_be_away_in_forward_and_backward(two_ranks: Ranks) -> None:
+    two_ranks.run(states_are_away_in_forward_and_backward)
+
+
+def frees_what_it_says() -> None:
+    model = stack(1024, 1024, 1024, 1024)
+    numel = sum(param.numel() for param in model.parameters())
+    SHARDGRAD.fully_shard(model, offload_policy=shardgrad.SleepPolicy())
+    optimizer = shardgrad.optim.AdamW(model.parameters())
+    x = torch.randn(2, 1024)
+    for _ in range(2):
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    gc.collect()
+    own = numel * 4 / dist.get_world_size()  # bytes of this rank's shard, float32
+    # Two moments; then the shard and its gradient as well.
+    for level, copies in ((1, 2), (2, 4)):
+        awake = resident_nbytes()
+        shardgrad.sleep(model, optimizer, level=level)
+        freed = awake - resident_nbytes()
+        assert freed > 0.95 * copies * own, (level, freed / own)
+        shardgrad.wake(model, optimizer)
+        model(x)
+
+
+def test_memory_that_is_given_back_is_that_of_states_shards_and_gradients(
+    two_ranks: Ranks,
+) -> None:
+    two_ranks.run(frees_what_it_says)
+
+
+def weights_may_be_forgotten() -> None:
+    model, optimizer = built()
+    token_loss(model, SHARDGRAD.tokens(0)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    right = contents(model, optimizer)
+    saved = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    shardgrad.sleep(model, optimizer, level=3)
+    shardgrad.wake(model, optimizer)
+    assert all(not row.local.any() for row in shardgrad.export_table(model).values())
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            own = torch.distributed.tensor.distribute_tensor(
+                saved[name], param.device_mesh, param.placements
+            )
+            param.copy_(own)
+    assert_same_bits(contents(model, optimizer), right)
+
+
+def test_weights_may_be_forgotten_and_are_zeros_then(two_ranks: Ranks) -> None:
+    two_ranks.run(weights_may_be_forgotten)
+
+
+def uses_while_asleep_are_refused() -> None:
+    model, optimizer = built()
+    batch = SHARDGRAD.tokens(0)
+    token_loss(model, batch).backward()
+    optimizer.step()
+    saved = optimizer.state_dict()
+    with pytest.raises(OptionError, match=r"(?s)gradients would be lost.*zero_grad"):
+        shardgrad.sleep(model, optimizer, level=2)
+    optimizer.zero_grad()
+    right = contents(model, optimizer)
+    weights = model.state_dict()
+
+    shardgrad.sleep(model, optimizer, level=1)
+    token_loss(model, batch).backward()
+    for use in (optimizer.step, optimizer.state_dict, lambda: optimizer.load_state_dict(saved)):
+        with pytest.raises(AsleepError, match=r"(?s)optimizer AdamW is asleep.*reload\(\)"):
+            use()
+    optimizer.zero_grad()
+    shardgrad.export_table(model)  # weights are there
+    shardgrad.wake(model, optimizer)
+
+    shardgrad.sleep(model, optimizer, level=2)
+    uses = (
+        lambda: model(batch[0]),
+        lambda: model.layers[0](torch.ones(1, 7, dtype=torch.bfloat16)),
+        model.unshard,
+        model.state_dict,
+        model.layers[0].state_dict,
+        lambda: model.load_state_dict(weights),
+        lambda: shardgrad.export_table(model),
+        lambda: shardgrad.sleep(model, optimizer, level=2),
+    )
+    for use in uses:
+        with pytest.raises(AsleepError, match=r"(?s)Tower is asleep.*wake"):
+            use()
+    with pytest.raises(AsleepError):
+        optimizer.step()
+    shardgrad.wake(model, optimizer)
+    assert_same_bits(contents(model, optimizer), right)
+    token_loss(model, batch).backward()
+    optimizer.step()
+    model.load_state_dict(model.state_dict())
+
+
+def test_a_use_while_asleep_is_refused_and_changes_nothing(two_ranks: Ranks) -> None:
+    two_ranks.run(uses_while_asleep_are_refused)
+
+
+def what_cannot_sleep_is_refused() -> None:
+    model, optimizer = built(sleepy=False)
+    token_loss(model, SHARDGRAD.tokens(0)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    for use in (optimizer.offload, lambda: shardgrad.sleep(model, level=2)):
+        with pytest.raises(OptionError, match=r"(?s)cannot be given back.*SleepPolicy\(\)"):
+            use()
+    with pytest.raises(OptionError, match="level 1, 2 or 3"):
+        shardgrad.sleep(model, level=4)
+    with pytest.raises(OptionError, match=r"(?s)optimizer of shardgrad\.optim.*SGD"):
+        shardgrad.sleep(model, torch.optim.SGD(model.parameters()))
+    with pytest.raises(RootError, match=r"(?s)need the root.*Block"):
+        shardgrad.sleep(model.layers[0])
+    optimizer.step()
+
+
+def test_what_cannot_sleep_is_refused(two_ranks: Ranks) -> None:
+    two_ranks.run(what_cannot_sleep_is_refused)
