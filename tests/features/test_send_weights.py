@@ -22,7 +22,7 @@ from shardgrad.errors import CollectiveError, OptionError
 from shardgrad.features import send_weights
 from shardgrad.features.export_table import ExportedParameter
 from tests.support.processes import CONTEXT
-from tests.support.ranks import Ranks, _free_port
+from tests.support.ranks import Ranks, free_port
 
 HIDDEN, HEADS, KV_HEADS, HEAD, MLP = 14, 4, 2, 3, 24
 
@@ -317,7 +317,7 @@ def trainer_outlives_its_receiver(way: str, port: int, rank: int, pipe: Any) -> 
 
 @pytest.mark.parametrize("way", ["exits", "sleeps"])
 def test_a_receiver_that_is_gone_is_an_error_within_the_time_limit(way: str) -> None:
-    port = _free_port()
+    port = free_port()
     pipes, processes = [], []
     for rank in range(2):
         ours, theirs = CONTEXT.Pipe()
