@@ -11,6 +11,7 @@ from shardgrad.version import __version__
 if TYPE_CHECKING:
     from shardgrad import optim
     from shardgrad.checks.gradient_report import gradient_report
+    from shardgrad.checks.padding import PaddingWarning
     from shardgrad.checks.replica_report import replica_report
     from shardgrad.checks.unowned_params import UnownedParameterWarning
     from shardgrad.checks.untrained_params import UntrainedParameterWarning
@@ -50,6 +51,7 @@ __all__ = [
     "LostWorkWarning",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "PaddingWarning",
     "ShardgradError",
     "SleepPolicy",
     "UncapturableStepWarning",
@@ -90,6 +92,7 @@ _DEFINED_IN = {
     "LostWorkWarning": "errors",
     "MixedPrecisionPolicy": "policies",
     "OffloadPolicy": "policies",
+    "PaddingWarning": "checks.padding",
     "ShardgradError": "errors",
     "SleepPolicy": "policies",
     "UncapturableStepWarning": "graphs",

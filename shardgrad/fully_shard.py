@@ -16,6 +16,7 @@ from shardgrad.checks.argument_types import refuse_wrong_types
 from shardgrad.checks.lost_work import refuse_hooks
 from shardgrad.checks.misuse import guard_owner
 from shardgrad.checks.optimizer_hooks import watch_optimizers
+from shardgrad.checks.padding import warn_of_padding
 from shardgrad.checks.same_weights import compare_weights, note_weights, sums_of
 from shardgrad.checks.unowned_params import UnownedParams, note_ignored
 from shardgrad.compat.torch_views import show_to_torch, state_of
@@ -159,7 +160,8 @@ def fully_shard(
             second_step=_second_step(group_mesh, gradient_policy.wire_dtype),
             regroup=_regroup,
         )
-        groups.append(_group(params, spec, _reshard_plan(reshard_after_forward, group_mesh)[1]))
+        smaller = _reshard_plan(reshard_after_forward, group_mesh)[1]
+        groups.append(_group(params, spec, smaller, type(modules[0]).__name__))
     unit = Unit(modules, groups, data_mesh, without_override(mp_policy), flag, lazy_init)
     note_ignored(collected.managed_modules, ignored)
     unit.require_complete = UnownedParams(unit).refuse
@@ -205,6 +207,7 @@ def _group(
     params: list[FSDPParam],
     spec: GroupSpec,
     mesh_after_forward: DataParallelMesh | None,
+    kind: str,
 ) -> ParamGroup:
     """Returns the kind of group that parameters need, with their values in its shard."""
     original = params[0].sharded
@@ -226,6 +229,7 @@ def _group(
         refuse_too_many_ranks(spec.mesh)
         require_float32_sums(group)
         set_collectives([group], exchanges=True)
+    warn_of_padding(group.layout_of(params, with_flags=False), original.itemsize, kind)
     sums = sums_of(p.sharded for p in params) if spec.mesh.data_parallel_size > 1 else []
     group.shard_params()
     keep_grad_dtypes(group)

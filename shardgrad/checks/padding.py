@@ -1,0 +1,60 @@
+"""Telling that padding more than doubles what a unit sends.
+
+A parameter is cut along one dim, and every rank gets as many rows as the first one, so one with
+4,096 rows moves as many bytes over 16,384 ranks as one with 16,384 rows. FSDP2 pads alike, and is
+silent about it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from math import prod
+
+from shardgrad.sharding.layout import Piece, ShardLayout
+
+__all__ = ["PaddingWarning", "warn_of_padding"]
+
+_WORTH_TELLING_NBYTES = 2**20
+_MOST, _GOOD = 2.0, 1.1
+
+
+class PaddingWarning(UserWarning):
+    """A unit has so few rows for so many ranks that it sends mostly padding."""
+
+
+def padded(pieces: Sequence[Piece], ranks: int) -> float:
+    """Returns how many times their bytes parameters would move if they were cut over `ranks`."""
+    numel = sum(piece.numel for piece in pieces)
+    moved = 0
+    for piece in pieces:
+        rows = piece.shape[piece.dim]
+        moved += -(-rows // ranks) * ranks * (piece.numel // rows if rows else 0)
+    return moved / numel if numel else 1.0
+
+
+def warn_of_padding(layout: ShardLayout, itemsize: int, kind: str) -> None:
+    """Warns if parameters of a group are mostly padding, and names a mesh without it.
+
+    Args:
+        layout: of the group; its world size is that of the shards.
+        itemsize: bytes of an element.
+        kind: the class of the unit's module, in the warning, which Python shows once for each text.
+    """
+    ranks = layout.world_size
+    ratio = padded(layout.pieces, ranks)
+    nbytes = sum(prod(piece.shape) for piece in layout.pieces) * itemsize
+    if ratio <= _MOST or (ratio - 1) * nbytes < _WORTH_TELLING_NBYTES:
+        return
+    fewer = [count for count in range(1, ranks) if ranks % count == 0]
+    best = max(count for count in fewer if count == 1 or padded(layout.pieces, count) <= _GOOD)
+    fewest = min(piece.shape[piece.dim] for piece in layout.pieces if piece.numel)
+    warnings.warn(
+        f"shardgrad: a {kind} moves {ratio:.1f} times its bytes in each all-gather and "
+        f"reduce-scatter, since it is cut over {ranks} ranks and a parameter has {fewest} rows. "
+        f"Shard over {best} ranks and replicate over {ranks // best}: "
+        f"mesh=init_device_mesh(device, ({ranks // best}, {best}), "
+        'mesh_dim_names=("replicate", "shard")).',
+        PaddingWarning,
+        stacklevel=3,
+    )
