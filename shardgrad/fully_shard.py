@@ -94,7 +94,8 @@ def fully_shard(
             sharded unevenly.
         mp_policy: dtypes of compute, reduction and outputs.
         offload_policy: `CPUOffloadPolicy` keeps parameter shards, gradients and optimizer states in
-            host memory; the base class does not.
+            host memory; `SleepPolicy` where `shardgrad.sleep` can give them back; the base class
+            does neither.
         ignored_params: parameters to leave alone: not sharded, not moved, not reduced.
         dp_mesh_dims: torch's `DataParallelMeshDims`: which axes of `mesh` are data-parallel, if it
             has others and the parameters are DTensors on all of it.

@@ -141,13 +141,15 @@ def _named(outputs: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a copy: on the device if that takes no more memory there than steps have taken at
-    their peak, else on the host.
+    """Returns a copy: on the device if that reserves no more memory there than steps have at their
+    peak, else on the host.
+
+    What is reserved and not allocated does not count as room: it is mostly of the graph's pool.
     """
     device = tensor.device
     if device.type != "cpu":
         memory = torch.get_device_module(device)
-        room = memory.max_memory_allocated(device) - memory.memory_allocated(device)
+        room = memory.max_memory_reserved(device) - memory.memory_reserved(device)
         if tensor.nbytes > room:
             return tensor.detach().cpu()
     return tensor.detach().clone()

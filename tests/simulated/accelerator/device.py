@@ -341,6 +341,10 @@ def _device_module(module: ModuleType) -> ModuleType:
         "memory_allocated": lambda device=None: module.memory(_index(device))["live"],
         "max_memory_allocated": lambda device=None: module.memory(_index(device))["peak"],
         "memory_reserved": lambda device=None: module.memory(_index(device))["reserved"],
+        # At least as much as ever was live; no more is counted.
+        "max_memory_reserved": lambda device=None: max(
+            module.memory(_index(device))[name] for name in ("peak", "reserved")
+        ),
         "reset_peak_memory_stats": lambda device=None: module.reset_peak(_index(device)),
         "memory_stats": lambda device=None: module.memory(_index(device)),
         "empty_cache": lambda: module.empty_cache(module.current_device()),
