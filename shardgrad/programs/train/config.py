@@ -43,15 +43,12 @@ def _setting(
 ) -> Any:
     """Declares a field with its help text and limits, from which the command line is generated.
 
-    `bare` is the value of the option without one.
+    A class as the default is called for each run. `bare` is the value of the option without one.
     """
-    return field(default=default, metadata={**_metadata(words, choices, least, most), "bare": bare})
-
-
-def _metadata(
-    words: str, choices: tuple[str, ...] = (), least: float | None = None, most: float | None = None
-) -> dict[str, Any]:
-    return {"help": words, "choices": choices, "least": least, "most": most, "bare": None}
+    facts = {"help": words, "choices": choices, "least": least, "most": most, "bare": bare}
+    if isinstance(default, type):
+        return field(default_factory=default, metadata=facts)
+    return field(default=default, metadata=facts)
 
 
 @dataclass(frozen=True)
@@ -64,9 +61,8 @@ class TrainConfig:
         "Train a Hugging Face causal LM instead: path of a config.json, or a model type such as "
         "gpt2. Needs transformers.",
     )
-    override: dict[str, Scalar] = field(
-        default_factory=dict,
-        metadata=_metadata("Replace one field of the model's configuration; may be repeated."),
+    override: dict[str, Scalar] = _setting(  # noqa: RUF009  # it calls `field`
+        dict, "Replace one field of the model's configuration; may be repeated."
     )
     data: str | None = _setting(
         None, "File or folder to train on, read as bytes.  [default: Python's standard library]"
@@ -273,9 +269,6 @@ def read_settings(path: Path) -> dict[str, Any]:
             raise UsageError(
                 f"{path} sets {name!r}, which does not exist: {suggestion(name, known)}"
             )
-    checkpointing = settings.get("activation_checkpointing")
-    if isinstance(checkpointing, bool):  # as earlier versions saved it
-        settings["activation_checkpointing"] = "full" if checkpointing else "none"
     return settings
 
 

@@ -16,24 +16,16 @@ from shardgrad.programs.train.presets import PRESETS, TransformerConfig
 __all__ = ["PRESETS", "Transformer", "TransformerConfig", "count_parameters", "materialise"]
 
 
-class Projection(nn.Module):
-    """A linear map without bias; its weight `[out_width, in_width]` is initialized with deviation
-    `std`.
-    """
+class Projection(nn.Linear):
+    """A linear map without bias; its weight is initialized with deviation `std`."""
 
     def __init__(self, in_width: int, out_width: int, *, std: float) -> None:
-        super().__init__()
         self.std = std
-        self.weight = nn.Parameter(torch.empty(out_width, in_width))
-        self.reset_parameters()
+        super().__init__(in_width, out_width, bias=False)
 
     def reset_parameters(self) -> None:
         """Initializes the weight from the default generator of its device."""
         nn.init.normal_(self.weight, std=self.std)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Maps `[..., in_width]` to `[..., out_width]`."""
-        return functional.linear(inputs, self.weight)
 
 
 class Attention(nn.Module):
@@ -107,24 +99,16 @@ class Block(nn.Module):
         return outputs
 
 
-class Embedding(nn.Module):
-    """The embedding, with weight `[vocab_size, width]`; a tied model uses its transpose as output
-    head.
-    """
+class Embedding(nn.Embedding):
+    """The embedding; a tied model uses its transposed weight as output head."""
 
     def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
         self.std = config.init_std
-        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.width))
-        self.reset_parameters()
+        super().__init__(config.vocab_size, config.width)
 
     def reset_parameters(self) -> None:
         """Initializes the weight from the default generator of its device."""
         nn.init.normal_(self.weight, std=self.std)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Maps integers `[batch, sequence]` to vectors `[batch, sequence, width]`."""
-        return functional.embedding(tokens, self.weight)
 
 
 class Transformer(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import resource
 import sys
@@ -16,7 +15,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardgrad.diagnosis.flight_recorder import recorder
+from shardgrad.diagnosis.same_lines import require_same_lines
 from shardgrad.diagnosis.watchdog import OnStall, Watchdog
+from shardgrad.errors import RankDisagreementError
 from shardgrad.graphs import GraphPool
 from shardgrad.programs.train.config import TrainConfig, mesh_shape
 from shardgrad.programs.train.failure import UsageError
@@ -116,17 +117,17 @@ def require_same_settings(world: World, config: TrainConfig, folder: Path, *, re
     Raises:
         UsageError: on every rank; it names a rank and what it was given.
     """
-    settings = {**dataclasses.asdict(config), "resume": resume, "run_dir": None}
-    first = json.loads(world.broadcast_text(json.dumps(settings | {"run_dir": str(folder)})))
-    odd = [
-        f"--{name.replace('_', '-')} is {value} on rank {world.rank} and {first[name]} on rank 0"
-        for name, value in settings.items()
-        if name != "run_dir" and value != first[name]
-    ]
-    if world.any(bool(odd)):
-        told = next(filter(None, world.all_gather_text("; ".join(odd))))
-        raise UsageError(f"The ranks have different settings: {told}. Start all with the same.")
-    return Path(first["run_dir"])
+    settings = {**dataclasses.asdict(config), "resume": resume}
+    del settings["run_dir"]
+    lines = [f"--{name.replace('_', '-')} is {value}" for name, value in settings.items()]
+    try:
+        require_same_lines(lines, 0, world.control)
+    except RankDisagreementError as error:
+        raise UsageError(
+            f"The ranks have different settings: {error.got}, and {error.expected}. Start all with "
+            "the same."
+        ) from None
+    return Path(world.broadcast_text(str(folder)))
 
 
 def start_watchdog(world: World, *, stall_s: float, on_stall: OnStall) -> Watchdog:
