@@ -345,7 +345,7 @@ def test_ranks_that_were_given_different_settings_are_refused(tmp_path: Path) ->
     torchrun += ["--nproc-per-node=2", "--no-python", "bash", "-c"]
     status, _, errors = end(start(f"exec {line} --lr $((RANK + 1))", program=torchrun))
     assert status != 0
-    assert "The ranks have different settings: rank 1: --lr is 2.0, and rank 0: --lr is 1.0" in errors
+    assert "different settings: rank 1: --lr is 2.0, and rank 0: --lr is 1.0" in errors
     assert not (tmp_path / "run").exists()
 
 

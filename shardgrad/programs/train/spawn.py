@@ -110,17 +110,10 @@ def _start(job: Job, rank: int, ranks: int, init_method: str) -> _Child:
         name=f"rank {rank}",
         daemon=True,
     )
-    former = os.environ.get("PYTHONSAFEPATH")
     # The new interpreter is started with -c, which puts the working directory first on sys.path: a
     # threading.py there would be imported for the standard library's.
     os.environ["PYTHONSAFEPATH"] = "1"
-    try:
-        process.start()
-    finally:
-        if former is None:
-            del os.environ["PYTHONSAFEPATH"]
-        else:
-            os.environ["PYTHONSAFEPATH"] = former
+    process.start()
     theirs.close()
     return _Child(rank, process, ours)
 

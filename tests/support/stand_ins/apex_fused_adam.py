@@ -41,8 +41,8 @@ class FusedAdam(Optimizer):
         capturable: bool = False,
         master_weights: bool = False,
     ) -> None:
-        if amsgrad or (master_weights and not capturable):
-            raise RuntimeError("no AMSGrad; master weights only with capturable")
+        if amsgrad:
+            raise RuntimeError("no AMSGrad")
         rate: Any = torch.tensor(lr, dtype=torch.float32) if capturable else lr
         super().__init__(
             params,

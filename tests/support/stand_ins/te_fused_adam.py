@@ -22,7 +22,6 @@ from torch.optim.optimizer import Optimizer
 from tests.support.stand_ins import kernels
 
 HALVES = (torch.float16, torch.bfloat16)
-STATES = (torch.float32, torch.float16, torch.bfloat16, torch.uint8)
 
 
 def fused_adam_of(version: tuple[int, int]) -> type[Optimizer]:
@@ -59,16 +58,6 @@ class _FusedAdam(Optimizer):
     ) -> None:
         if amsgrad:
             raise RuntimeError("no AMSGrad")
-        if exp_avg_dtype not in STATES or exp_avg_sq_dtype not in STATES:
-            raise RuntimeError("moments of another dtype")
-        if master_weights and master_weight_dtype not in (torch.float32, torch.float16):
-            raise RuntimeError("masters of another dtype")
-        moments = {exp_avg_dtype, exp_avg_sq_dtype}
-        allowed = [{torch.float32}] + [{torch.bfloat16}] * (self.release >= (2, 13))
-        if capturable and (moments not in allowed or store_param_remainders):
-            raise RuntimeError("capturable: moments, or remainders")
-        if master_weights and capturable and master_weight_dtype != torch.float32:
-            raise RuntimeError("capturable: float32 masters only")
         rate: Any = torch.tensor(lr, dtype=torch.float32) if capturable else lr
         super().__init__(
             params,
