@@ -170,6 +170,7 @@ class _DevicePages(_Pages):
 
     def give_back(self, keep: bool) -> None:
         self._is_kept = keep
+        torch.cuda.synchronize(self.whole.device)  # any stream may have written it
         if keep:
             if self._kept is None:  # once: pinning takes longer than a copy
                 self._kept = torch.empty_like(self.whole, device="cpu", pin_memory=True)

@@ -125,3 +125,14 @@ def test_graphs_are_replayed_after_a_sleep_without_another_capture(level: int) -
         zip(train(graphed=True, level=level), right, strict=True)
     ):
         assert torch.equal(ours, theirs), f"value {number}"
+
+
+def test_what_another_stream_has_written_is_kept() -> None:
+    memory = virtual_zeros(MIB, torch.float32, torch.device("cuda", 0))
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(10**7)
+        memory.fill_(2.0)
+    give_back([memory])
+    bring_back([memory])
+    assert torch.equal(memory.cpu(), torch.full((MIB,), 2.0))
