@@ -136,6 +136,7 @@ class _DLTensor(ctypes.Structure):  # DLManagedTensor, of DLPack
 _DEVICE, _PINNED, _READ_WRITE, _DLPACK_CUDA, _UNSIGNED = 1, 1, 3, 2, 1
 # Of memory that a tensor lies in, by address: what DLPack reads, and the size of the range.
 _alive: dict[int, tuple[_DLTensor, Any, int]] = {}
+_mapped: set[int] = set()  # addresses of ranges that have memory
 
 
 class _DevicePages(_Pages):
@@ -165,14 +166,17 @@ class _DevicePages(_Pages):
         _driver("cuMemMap", address, size, ctypes.c_size_t(0), handle, none)
         _driver("cuMemSetAccess", address, size, ctypes.byref(self._access), ctypes.c_size_t(1))
         _driver("cuMemRelease", handle)  # it goes when it is unmapped
+        _mapped.add(self._address)
 
     def give_back(self, keep: bool) -> None:
         self._is_kept = keep
+        torch.cuda.synchronize(self.whole.device)  # any stream may have written it
         if keep:
             if self._kept is None:  # once: pinning takes longer than a copy
                 self._kept = torch.empty_like(self.whole, device="cpu", pin_memory=True)
             self._kept.copy_(self.whole, non_blocking=True)
         torch.cuda.synchronize(self.whole.device)
+        _mapped.remove(self._address)
         _driver("cuMemUnmap", ctypes.c_uint64(self._address), ctypes.c_size_t(self._nbytes))
 
     def bring_back(self) -> None:
@@ -217,8 +221,9 @@ def _free(managed: Any) -> None:
     _, _, reserved = _alive.pop(address)
     torch.cuda.synchronize(managed.contents.device_id)
     size = ctypes.c_size_t(reserved)
-    # Fails if the memory was given back before; the addresses are free then, too.
-    _library().cuMemUnmap(ctypes.c_uint64(address), size)
+    if address in _mapped:
+        _mapped.remove(address)
+        _library().cuMemUnmap(ctypes.c_uint64(address), size)
     _library().cuMemAddressFree(ctypes.c_uint64(address), size)
 
 

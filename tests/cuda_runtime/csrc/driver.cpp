@@ -43,4 +43,31 @@ CUresult cuPointerGetAttribute(void* value, CUpointer_attribute attribute, CUdev
   hostcuda::unsupported("cuPointerGetAttribute");
   return CUDA_ERROR_NOT_SUPPORTED;
 }
+
+// Virtual memory. A handle is the device that it is for: memory counts while it is mapped, at one place.
+CUresult cuMemGetAllocationGranularity(size_t* size, const CUmemAllocationProp*, CUmemAllocationGranularity_flags) {
+  return *size = 2 << 20, CUDA_SUCCESS;
+}
+CUresult cuMemAddressReserve(CUdeviceptr* address, size_t size, size_t, CUdeviceptr, unsigned long long) {
+  int device;
+  cudaGetDevice(&device);
+  *address = (CUdeviceptr)hostcuda::reserve_addresses(size, device);
+  return *address ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+}
+CUresult cuMemAddressFree(CUdeviceptr address, size_t size) {
+  int device;
+  cudaGetDevice(&device);
+  return hostcuda::free_addresses((void*)address, size, device), CUDA_SUCCESS;
+}
+CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t, const CUmemAllocationProp* kind, unsigned long long) {
+  return *handle = 1 + kind->location.id, CUDA_SUCCESS;
+}
+CUresult cuMemRelease(CUmemGenericAllocationHandle) { return CUDA_SUCCESS; }
+CUresult cuMemMap(CUdeviceptr at, size_t size, size_t, CUmemGenericAllocationHandle handle, unsigned long long) {
+  return (CUresult)hostcuda::map_memory((void*)at, size, int(handle) - 1);
+}
+CUresult cuMemSetAccess(CUdeviceptr, size_t, const CUmemAccessDesc*, size_t) { return CUDA_SUCCESS; }
+CUresult cuMemUnmap(CUdeviceptr address, size_t size) {
+  return (CUresult)hostcuda::unmap_memory((void*)address, size);
+}
 }

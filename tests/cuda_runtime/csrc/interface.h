@@ -51,6 +51,12 @@ HOSTCUDA void advance(const void* line);
 HOSTCUDA void* on_host(const void* pointer);
 HOSTCUDA bool is_pinned(const void* pointer);
 
+// Addresses of a device, and the memory behind them, which comes and goes.
+HOSTCUDA void* reserve_addresses(size_t size, int device);
+HOSTCUDA void free_addresses(void* pointer, size_t size, int device);
+HOSTCUDA cudaError_t map_memory(void* pointer, size_t size, int device);
+HOSTCUDA cudaError_t unmap_memory(void* pointer, size_t size);
+
 // Of torch's caching allocator, which calls no function of CUDA's: memory was freed, memory was lent, memory went back to
 // CUDA. What is lent was another's before, as far as its stream has come, and so is what was freed for the same stream:
 // where the stream is then, neither holds values any more. Other streams that use it need an order with this one.

@@ -40,16 +40,21 @@ std::map<uintptr_t, std::pair<size_t, int>>::iterator allocation_of(const void* 
   return uintptr_t(pointer) < it->first + it->second.first ? it : all.end();
 }
 
-cudaError_t release(const char* api, void* pointer) {
-  State& s = state();
-  auto it = s.allocations.find(uintptr_t(pointer));
-  if (it == s.allocations.end()) return fail(api, cudaErrorInvalidValue, "not an allocation");
-  auto [size, device] = it->second;
-  Device& d = s.devices[device];
-  fallocate(d.fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, uintptr_t(pointer) - d.base, size);
-  s.allocations.erase(it);
-  d.used -= size;
-  uintptr_t start = uintptr_t(pointer);
+// Takes a range of free addresses; 0 if there is none.
+uintptr_t take_range(Device& d, size_t size, size_t grain) {
+  for (auto it = d.free_ranges.begin(); it != d.free_ranges.end(); ++it) {
+    const uintptr_t start = (it->first + grain - 1) / grain * grain;
+    if (start + size > it->first + it->second) continue;
+    const uintptr_t from = it->first, end = from + it->second;
+    d.free_ranges.erase(it);
+    if (start > from) d.free_ranges[from] = start - from;
+    if (end > start + size) d.free_ranges[start + size] = end - start - size;
+    return start;
+  }
+  return 0;
+}
+
+void give_range(Device& d, uintptr_t start, size_t size) {
   auto after = d.free_ranges.lower_bound(start);
   if (after != d.free_ranges.end() && after->first == start + size) {
     size += after->second;
@@ -59,11 +64,19 @@ cudaError_t release(const char* api, void* pointer) {
     auto before = std::prev(after);
     if (before->first + before->second == start) {
       before->second += size;
-      return cudaSuccess;
+      return;
     }
   }
   d.free_ranges[start] = size;
-  return cudaSuccess;
+}
+
+cudaError_t release(const char* api, void* pointer) {
+  State& s = state();
+  auto it = s.allocations.find(uintptr_t(pointer));
+  if (it == s.allocations.end()) return fail(api, cudaErrorInvalidValue, "not an allocation");
+  auto [size, device] = it->second;
+  unmap_memory(pointer, size);
+  return give_range(s.devices[device], uintptr_t(pointer), size), cudaSuccess;
 }
 
 // The stream that torch's allocator names, whichever device the thread is on.
@@ -100,18 +113,44 @@ cudaError_t allocate(const char* api, void** out, size_t size, int device) {
   const size_t grain = size >= (2 << 20) ? (2 << 20) : (64 << 10);
   const size_t rounded = (size + grain - 1) / grain * grain;
   if (d.used + rounded > d.total) return fail(api, cudaErrorMemoryAllocation);
-  for (auto it = d.free_ranges.begin(); it != d.free_ranges.end(); ++it) {
-    const uintptr_t start = (it->first + grain - 1) / grain * grain;
-    if (start + rounded > it->first + it->second) continue;
-    const uintptr_t from = it->first, end = from + it->second;
-    d.free_ranges.erase(it);
-    if (start > from) d.free_ranges[from] = start - from;
-    if (end > start + rounded) d.free_ranges[start + rounded] = end - start - rounded;
-    s.allocations[start] = {rounded, device};
-    d.used += rounded;
-    return *out = (void*)start, cudaSuccess;
-  }
-  return fail(api, cudaErrorMemoryAllocation);
+  const uintptr_t start = take_range(d, rounded, grain);
+  if (start == 0) return fail(api, cudaErrorMemoryAllocation);
+  s.allocations[start] = {rounded, device};
+  d.used += rounded;
+  return *out = (void*)start, cudaSuccess;
+}
+
+// Addresses and the memory behind them apart, as the driver's calls for virtual memory have them.
+
+void* reserve_addresses(size_t size, int device) {
+  std::lock_guard<std::recursive_mutex> lock(state().mutex);
+  map(device);
+  return (void*)take_range(state().devices[device], size, 2 << 20);
+}
+
+void free_addresses(void* pointer, size_t size, int device) {
+  std::lock_guard<std::recursive_mutex> lock(state().mutex);
+  give_range(state().devices[device], uintptr_t(pointer), size);
+}
+
+cudaError_t map_memory(void* pointer, size_t size, int device) {
+  std::lock_guard<std::recursive_mutex> lock(state().mutex);
+  Device& d = state().devices[device];
+  if (d.used + size > d.total) return fail("cuMemMap", cudaErrorMemoryAllocation);
+  if (is_allocated(pointer)) return fail("cuMemMap", cudaErrorInvalidValue, "mapped already");
+  state().allocations[uintptr_t(pointer)] = {size, device};
+  return d.used += size, cudaSuccess;
+}
+
+cudaError_t unmap_memory(void* pointer, size_t size) {
+  std::lock_guard<std::recursive_mutex> lock(state().mutex);
+  auto it = state().allocations.find(uintptr_t(pointer));
+  if (it == state().allocations.end() || it->second.first != size)
+    return fail("cuMemUnmap", cudaErrorInvalidValue, "not mapped");
+  Device& d = state().devices[it->second.second];
+  fallocate(d.fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, uintptr_t(pointer) - d.base, size);
+  state().allocations.erase(it);
+  return d.used -= size, cudaSuccess;
 }
 
 // Called with the allocator's lock held: nothing may run here.

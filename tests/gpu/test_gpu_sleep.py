@@ -1,0 +1,138 @@
+"""A device's memory is given back between steps, and graphs go on with its addresses.
+
+On a machine with a GPU: `make test ARGS="tests/gpu"`; without one `make test-cuda`.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardgrad
+from shardgrad.errors import AsleepError
+from shardgrad.sharding.virtual_memory import bring_back, give_back, virtual_zeros
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+    pytest.mark.usefixtures("one_rank"),
+]
+WIDTH, LAYERS, WARMUP, CYCLES = 256, 2, 2, 20
+MIB = 2**20
+
+
+def used() -> int:
+    """Bytes of the device that anyone has, without what torch's allocator keeps for later."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def test_memory_of_the_device_comes_back_at_its_address() -> None:
+    device = torch.device("cuda", 0)
+    torch.zeros(1, device=device)
+    before = used()
+    memory = virtual_zeros(16 * MIB, torch.float32, device)
+    right = torch.arange(16 * MIB, dtype=torch.float32)
+    memory.copy_(right)
+    view, address = memory[7:].view(-1, 3), memory.data_ptr()
+    assert used() - before == 64 * MIB
+    for keep in (True, True, False):
+        give_back([memory], keep=keep)
+        assert used() == before
+        other = torch.full((16 * MIB,), 5.0, device=device)
+        bring_back([memory])
+        assert memory.data_ptr() == address
+        assert torch.equal(memory.cpu(), right if keep else torch.zeros_like(right))
+        if keep:
+            assert torch.equal(view.flatten().cpu(), right[7:])
+        del other
+    give_back([memory])
+    del memory
+    gc.collect()
+    del view  # whose end gives the addresses back, too, while the memory is away
+    assert used() == before
+
+
+def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH, device="cuda") for _ in range(LAYERS)]
+    model, mesh = nn.Sequential(*layers), init_device_mesh("cuda", (1,))
+    for unit in (*model, model):
+        shardgrad.fully_shard(unit, mesh=mesh, offload_policy=shardgrad.SleepPolicy())
+    return model, shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def batch(number: int) -> Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number)).cuda()
+
+
+def train(*, graphed: bool, level: int = 0) -> list[Tensor]:
+    """Trains, asleep between two steps at a level; 0 for an undisturbed run."""
+    model, optimizer = build()
+
+    def step(x: Tensor) -> Tensor:
+        loss = (torch.tanh(model(x)) - x).square().mean()
+        loss.backward()
+        shardgrad.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    call: Any = step
+    if graphed:
+        call = shardgrad.graphed_step(model, optimizer, warmup=WARMUP)(step)
+    losses = [call(batch(number)).detach().clone() for number in range(WARMUP + 1)]
+    table = shardgrad.export_table(model)
+    for number in range(CYCLES):
+        if level:
+            rest(model, optimizer, level, call)
+        losses.append(call(batch(10 + number)).detach().clone())
+    assert shardgrad.export_table(model) == table
+    if graphed:
+        assert (call.captures, call.replays) == (1, CYCLES + 1)
+    return [t.cpu() for t in losses] + [p.to_local().detach().cpu() for p in model.parameters()]
+
+
+def rest(model: nn.Module, optimizer: Any, level: int, step: Any) -> None:
+    own = 4 * LAYERS * WIDTH * WIDTH  # bytes of the weights
+    x = batch(0)
+    awake = used()
+    shardgrad.sleep(model, optimizer, level=level)
+    # Two moments; then weights and gradients, too.
+    assert awake - used() >= own * (2 if level == 1 else 4)
+    other = torch.full((own // 4,), torch.nan, device="cuda")  # whoever has it meanwhile
+    with pytest.raises(AsleepError):
+        step(x)
+    if level > 1:
+        with pytest.raises(AsleepError):
+            model(x)
+    del other
+    shardgrad.wake(model, optimizer)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_graphs_are_replayed_after_a_sleep_without_another_capture(level: int) -> None:
+    right = train(graphed=False)
+    for number, (ours, theirs) in enumerate(
+        zip(train(graphed=True, level=level), right, strict=True)
+    ):
+        assert torch.equal(ours, theirs), f"value {number}"
+
+
+def test_what_another_stream_has_written_is_kept() -> None:
+    memory = virtual_zeros(MIB, torch.float32, torch.device("cuda", 0))
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(10**7)
+        memory.fill_(2.0)
+    give_back([memory])
+    bring_back([memory])
+    assert torch.equal(memory.cpu(), torch.full((MIB,), 2.0))
