@@ -122,7 +122,7 @@ def main(only_page: bool, only: str) -> None:
         if only:
             return
         append(RESULTS, record)
-    PAGE.write_text(written(read(RECORDS)[-1]), encoding="utf-8")
+    PAGE.write_text(written([*read(RECORDS)][-1]), encoding="utf-8")
     click.echo(PAGE)
 
 
@@ -195,11 +195,13 @@ _INTRODUCTION = """\
 
 {count} programs of {packages} packages, with FSDP2's functions and nothing of this project, on two CPU ranks over
 gloo: once as they are, and once inside `shardgrad.patch()`. {same} end in the same bits: losses, gradient norms, all
-parameters and buffers. Where a result differs, the number is the largest difference of a value, of its norm.
+parameters and buffers. Where a result differs, the number is the largest difference of a value, of its norm:
+Accelerate's policy for `bf16` lets FSDP2 round each sum of gradients to bfloat16, and this engine adds in float32
+([why](../explanation/numerics.md)).
 `python -m tests.clients` does that again with the packages that are installed, and writes this page from its record,
 `benchmarks/results/clients.jsonl`. Programs that FSDP2 does not run are left out, such as the optimizers SOAP, CAME,
-Adan, LAMB, ADOPT and MARS of pytorch_optimizer, which use operators without a sharding rule for `DTensor`s. How to run a framework here, and what some of these tests cover:
-[run a framework unchanged](../how_to/use_a_framework.md).
+Adan, LAMB, ADOPT and MARS of pytorch_optimizer, which use operators without a sharding rule for
+`DTensor`s. How to run a framework here: [run a framework unchanged](../how_to/use_a_framework.md).
 
 torch {torch}, commit {commit}, {cpu}.
 """
