@@ -33,7 +33,7 @@ _STEPS = (
     "",
 )
 # Files that have no records of benchmarks, or those of a program that training_step has replaced.
-_LEFT_OUT = ("drills.jsonl", "compare.jsonl", "silent.jsonl", "audit.jsonl")
+_LEFT_OUT = ("drills.jsonl", "compare.jsonl", "silent.jsonl", "audit.jsonl", "clients.jsonl")
 
 Found = tuple[str, Record]
 

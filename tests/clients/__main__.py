@@ -1,0 +1,211 @@
+"""`python -m tests.clients`: runs programs of many packages with FSDP2 and with this engine, keeps
+a record, and writes the page *Clients*.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import click
+import torch
+
+from benchmarks.records import RESULTS, ROOT, append, environment, make_record, read
+from tests.clients.programs import under_both, under_fsdp2
+from tests.support.processes import CONTEXT
+from tests.support.ranks import RankError, Ranks
+
+PAGE = ROOT / "docs" / "reference" / "clients.md"
+RECORDS = RESULTS / "clients.jsonl"
+LIMIT_S = 120.0
+
+_PROGRAMS = "tests.clients.programs"
+_HF = "transformers"
+
+# What runs, packages it is from, `module:function`, arguments.
+Client = tuple[str, tuple[str, ...], str, dict[str, Any]]
+
+
+def _clients() -> Iterator[Client]:
+    for name in ("llama", "qwen", "gpt2", "mixtral", "vit", "t5"):
+        program = "tests.clients.test_transformers:sharded_by_hand"
+        yield f"Transformers: {name}", (_HF,), program, {"name": name}
+    for name in (
+        "mistral", "qwen2", "gemma", "gemma2", "phi", "phi3", "olmo2", "gpt_neox", "stablelm",
+        "granite", "cohere", "smollm3", "opt", "qwen2_moe", "falcon", "bloom",
+        "gpt_oss", "glm4", "nemotron", "exaone4", "olmoe",
+    ):  # fmt: skip
+        yield f"Transformers: {name}", (_HF,), f"{_PROGRAMS}:language_model", {"name": name}
+    for name in ("bert", "roberta"):
+        yield f"Transformers: {name}", (_HF,), f"{_PROGRAMS}:encoder", {"name": name}
+    yield "Transformers: whisper", (_HF,), f"{_PROGRAMS}:whisper", {}
+    yield "Transformers: clip", (_HF,), f"{_PROGRAMS}:clip", {}
+    for name in (
+        "sharded_while_it_is_loaded",
+        "checkpointed_activations",
+        "generates_between_steps",
+    ):
+        program = f"tests.clients.test_transformers:{name}"
+        yield f"Transformers: {name.replace('_', ' ')}", (_HF,), program, {}
+    accelerate = "tests.clients.test_accelerate"
+    both = ("accelerate", _HF)
+    yield "Accelerate: FSDP2 plugin", both, f"{accelerate}:with_the_plugin", {}
+    options = {"efficient_loading": True}
+    yield "Accelerate: efficient loading", both, f"{accelerate}:with_the_plugin", options
+    yield "Accelerate: bf16", both, f"{accelerate}:in_mixed_precision", {"reduce_dtype": None}
+    options = {"reduce_dtype": torch.float32}
+    yield "Accelerate: bf16, sums in fp32", both, f"{accelerate}:in_mixed_precision", options
+    yield "Transformers: Trainer", (*both,), f"{accelerate}:with_the_trainer", {}
+    peft = "tests.clients.test_peft"
+    for dtype in (torch.float32, torch.bfloat16):
+        what = f"PEFT: LoRA, {str(dtype).removeprefix('torch.')}"
+        yield what, ("peft", _HF), f"{peft}:sharded_by_hand", {"dtype": dtype}
+    yield "PEFT: LoRA through Accelerate", ("peft", *both), f"{peft}:through_accelerate", {}
+    lightning = "tests.clients.test_lightning:with_lightnings_trainer"
+    yield "Lightning: ModelParallelStrategy", ("lightning",), lightning, {}
+    for gathers in (False, True):
+        how = "gathered in float8" if gathers else "float8 layers"
+        program = "tests.clients.test_torchao:float8_layers"
+        yield f"torchao: {how}", ("torchao",), program, {"gathers_float8": gathers}
+    yield "diffusers: UNet2DModel", ("diffusers",), f"{_PROGRAMS}:diffusion", {}
+    yield "x-transformers: decoder", ("x-transformers",), f"{_PROGRAMS}:x_transformer", {}
+    yield "PyTorch: nn.Transformer", ("torch",), f"{_PROGRAMS}:torchs_transformer", {}
+    yield "PyTorch: DCP in between", ("torch",), f"{_PROGRAMS}:dcp_in_between", {}
+    for name in (
+        "alignment", "moving_average", "hooks_on_activations", "optimizer_in_backward",
+        "gradient_read_between",
+    ):  # fmt: skip
+        yield (
+            f"PyTorch: {name.replace('_', ' ')}",
+            ("torch",),
+            f"tests.clients.test_loops:{name}",
+            {},
+        )
+    for package, module, name in (
+        ("lion-pytorch", "lion_pytorch", "Lion"),
+        ("schedulefree", "schedulefree", "AdamWScheduleFree"),
+        ("schedulefree", "schedulefree", "SGDScheduleFree"),
+        ("prodigyopt", "prodigyopt", "Prodigy"),
+        *(
+            ("pytorch_optimizer", "pytorch_optimizer", name)
+            for name in (
+                "AdaBelief",
+                "AdEMAMix",
+                "Tiger",
+                "Grams",
+                "Ranger",
+                "Lion",
+                "ScheduleFreeAdamW",
+                "AdaPNM",
+                "QHAdam",
+                "Yogi",
+            )
+        ),
+    ):
+        options = {"package": module, "name": name}
+        yield f"{package}: {name}", (package, _HF), f"{_PROGRAMS}:optimizer_of", options
+    ignite = ("pytorch-ignite", _HF)
+    yield "Ignite: Engine", ignite, f"{_PROGRAMS}:ignite_engine", {}
+
+
+@click.command()
+@click.option("--page", "only_page", is_flag=True, help="Run nothing, write the page.")
+@click.option("--only", default="", help="Only clients with this in their name; keeps no record.")
+def main(only_page: bool, only: str) -> None:
+    """Run programs of many packages on two CPU ranks, with FSDP2 and with this engine.
+
+    What is not installed, is not in the record.
+    """
+    if not only_page:
+        record = measured([each for each in _clients() if only in each[0]])
+        if only:
+            return
+        append(RESULTS, record)
+    PAGE.write_text(written([*read(RECORDS)][-1]), encoding="utf-8")
+    click.echo(PAGE)
+
+
+def measured(clients: list[Client]) -> dict[str, Any]:
+    """Returns the record."""
+    started, ranks, summary = environment(), Ranks(2), {}
+    CONTEXT.set_forkserver_preload(["tests.support.preloaded"])
+    for name, packages, program, options in clients:
+        try:
+            versions = {package: importlib.metadata.version(package) for package in packages}
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        found = {"versions": versions} | _judged(ranks, program, options)
+        click.echo(f"{name}: {found['verdict']} {found.get('error', '')}")
+        summary[name] = found
+    ranks.stop()
+    config = {"torch": torch.__version__, "ranks": 2}
+    return make_record("clients", environment=started, config=config, samples={}, summary=summary)
+
+
+def _judged(ranks: Ranks, program: str, options: dict[str, Any]) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = ranks.run(under_both, program, options, timeout_s=LIMIT_S)[0]
+    except RankError as error:
+        said = str(error).strip().splitlines()[-1][:300]
+    else:
+        return found
+    try:
+        ranks.run(under_fsdp2, program, options, timeout_s=LIMIT_S)
+    except RankError as error:
+        return {"verdict": "fails with FSDP2", "error": str(error).strip().splitlines()[-1][:300]}
+    return {"verdict": "fails", "error": said}
+
+
+# -- the page
+
+
+def written(record: Mapping[str, Any]) -> str:
+    """Returns the page of a record."""
+    found = record["summary"]
+    same = sum(each["verdict"] == "same bits" for each in found.values())
+    lines = [
+        _INTRODUCTION.format(
+            count=len(found),
+            same=same,
+            packages=len({package for each in found.values() for package in each["versions"]}),
+            torch=record["config"]["torch"],
+            commit=(record["environment"]["git"] or "")[:12],
+            cpu=record["environment"]["cpu"],
+        ),
+        "| program | versions | result |",
+        "| --- | --- | --- |",
+    ]
+    for name, each in found.items():
+        versions = ", ".join(
+            f"{package} {version}" for package, version in each["versions"].items()
+        )
+        lines.append(f"| {name} | {versions} | {_words(each)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _words(each: Mapping[str, Any]) -> str:
+    if each["verdict"] == "differs":
+        return f"differs by {each['off']:.1g}"
+    return each["verdict"] + (f": `{each['error']}`" if "error" in each else "")
+
+
+_INTRODUCTION = """\
+# Clients
+
+{count} programs of {packages} packages, with FSDP2's functions and nothing of this project, on two CPU ranks over
+gloo: once as they are, and once inside `shardgrad.patch()`. {same} end in the same bits: losses, gradient norms, all
+parameters and buffers. Where a result differs, the number is the largest difference of a value, of its norm:
+Accelerate's policy for `bf16` lets FSDP2 round each sum of gradients to bfloat16, and this engine adds in float32
+([why](../explanation/numerics.md)).
+`python -m tests.clients` does that again with the packages that are installed, and writes this page from its record,
+`benchmarks/results/clients.jsonl`. Programs that FSDP2 does not run are left out, such as the optimizers SOAP, CAME,
+Adan, LAMB, ADOPT and MARS of pytorch_optimizer, which use operators without a sharding rule for
+`DTensor`s. How to run a framework here: [run a framework unchanged](../how_to/use_a_framework.md).
+
+torch {torch}, commit {commit}, {cpu}.
+"""
+
+
+if __name__ == "__main__":
+    main(prog_name="python -m tests.clients")

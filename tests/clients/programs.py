@@ -1,0 +1,262 @@
+"""Programs of many packages for the record of clients: models, optimizers and loops as they come.
+
+Each is a client program (`tests/support/under_patch.py`): it shards with FSDP2's functions, trains,
+and returns its model and what it noted. `tests/clients/__main__.py` lists them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.support.parity import Tensors
+from tests.support.under_patch import _under_both, shared_folder, whole
+
+
+def under_fsdp2(program: str, options: dict[str, Any]) -> None:
+    """Runs a program, named `module:function`, as it is."""
+    module, _, name = program.partition(":")
+    torch.manual_seed(0)
+    getattr(importlib.import_module(module), name)(**options)
+
+
+def under_both(program: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Runs a program with both engines; returns whether they end in the same bits."""
+    module, _, name = program.partition(":")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ours, theirs = _under_both(getattr(importlib.import_module(module), name), **options)
+    is_same = ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in theirs)
+    off = 0.0
+    for key, expected in theirs.items():
+        values = expected.double()
+        distance = (ours[key].double() - values).norm() / values.norm().clamp_min(1e-30)
+        off = max(off, float(distance))
+    return {"verdict": "same bits" if is_same else "differs", "off": off, "values": len(theirs)}
+
+
+def shard(model: nn.Module, units: list[nn.Module], **options: Any) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    for unit in units:
+        fully_shard(unit, **options)
+    return fully_shard(model, **options)
+
+
+def train(
+    model: nn.Module, optimizer: Any, loss_of: Callable[[torch.Generator], Tensor]
+) -> Tensors:
+    notes: Tensors = {}
+    for step in range(3):
+        loss = loss_of(torch.Generator().manual_seed(100 * step + dist.get_rank()))
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        notes |= {f"norm {step}": whole(norm), f"loss {step}": loss.detach()}
+    return notes
+
+
+# -- models
+
+
+def language_model(name: str, **options: Any) -> tuple[nn.Module, Tensors]:
+    """A model of Transformers by the name of its architecture, each block a unit."""
+    import transformers as hf
+
+    from tests.support import tiny_models
+
+    sizes = {**tiny_models._DECODER, "tie_word_embeddings": False, **options}
+    config = hf.AutoConfig.for_model(name, **sizes)
+    model = hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model.train()
+    shard(model, tiny_models.blocks(model))
+    return model, tiny_models.train(model)
+
+
+def encoder(name: str) -> tuple[nn.Module, Tensors]:
+    """An encoder of Transformers with masked language modelling."""
+    import transformers as hf
+
+    from tests.support import tiny_models
+
+    config = hf.AutoConfig.for_model(name, **tiny_models._DECODER)
+    model = hf.AutoModelForMaskedLM.from_config(config, attn_implementation="eager")
+    layers = [each for each in model.modules() if type(each).__name__.endswith("Layer")]
+    shard(model, [each for each in layers if len(list(each.parameters())) > 4])
+    return model, tiny_models.train(model)
+
+
+def whisper() -> tuple[nn.Module, Tensors]:
+    import transformers as hf
+
+    config = hf.WhisperConfig(
+        vocab_size=64, d_model=16, encoder_layers=2, decoder_layers=2, num_mel_bins=8,
+        encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=24,
+        decoder_ffn_dim=24, max_source_positions=10, max_target_positions=16, pad_token_id=0,
+        bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, suppress_tokens=None,
+        begin_suppress_tokens=None,
+    )  # fmt: skip
+    model = hf.WhisperForConditionalGeneration(config)
+    shard(model, [*model.model.encoder.layers, *model.model.decoder.layers])
+
+    def loss_of(generator: torch.Generator) -> Tensor:
+        sound = torch.randn(3, 8, 20, generator=generator)
+        return model(sound, labels=torch.randint(3, 64, (3, 7), generator=generator)).loss
+
+    return model, train(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loss_of)
+
+
+def clip() -> tuple[nn.Module, Tensors]:
+    import transformers as hf
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "projection_dim": 8}
+    text = {**sizes, "vocab_size": 64, "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0}
+    model = hf.CLIPModel(
+        hf.CLIPConfig(
+            text_config=text,
+            vision_config={**sizes, "image_size": 8, "patch_size": 4},
+            projection_dim=8,
+        )
+    )
+    # CLIP has a scalar parameter, which no engine with FSDP2's interface shards.
+    model.logit_scale = nn.Parameter(model.logit_scale.detach().reshape(1))
+    shard(model, [*model.text_model.encoder.layers, *model.vision_model.encoder.layers])
+
+    def loss_of(generator: torch.Generator) -> Tensor:
+        images = torch.randn(3, 3, 8, 8, generator=generator)
+        texts = torch.randint(3, 64, (3, 7), generator=generator)
+        return model(texts, images, return_loss=True).loss.mean()
+
+    return model, train(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loss_of)
+
+
+def diffusion() -> tuple[nn.Module, Tensors]:
+    """A denoiser of diffusers, with its noise schedule."""
+    import diffusers
+
+    model = diffusers.UNet2DModel(
+        sample_size=8, in_channels=4, out_channels=4, block_out_channels=(8, 16),
+        layers_per_block=1, norm_num_groups=4, attention_head_dim=4,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+    )  # fmt: skip
+    shard(model, [*model.down_blocks, model.mid_block, *model.up_blocks])
+    scheduler = diffusers.DDPMScheduler(num_train_timesteps=10)
+
+    def loss_of(generator: torch.Generator) -> Tensor:
+        clean, noise = (torch.randn(2, 4, 8, 8, generator=generator) for _ in range(2))
+        time = torch.randint(10, (2,), generator=generator)
+        noisy = scheduler.add_noise(clean, noise, time)
+        return (model(noisy, time).sample - noise).square().mean()
+
+    return model, train(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loss_of)
+
+
+def x_transformer() -> tuple[nn.Module, Tensors]:
+    from x_transformers import AutoregressiveWrapper, Decoder, TransformerWrapper
+
+    inner = TransformerWrapper(
+        num_tokens=64,
+        max_seq_len=16,
+        attn_layers=Decoder(dim=16, depth=2, heads=2, rotary_pos_emb=True, ff_swish=True),
+    )
+    model = AutoregressiveWrapper(inner)
+    shard(model, [each[1] for each in inner.attn_layers.layers])
+
+    def loss_of(generator: torch.Generator) -> Tensor:
+        return model(torch.randint(64, (3, 9), generator=generator))
+
+    return model, train(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loss_of)
+
+
+def torchs_transformer() -> tuple[nn.Module, Tensors]:
+    model = nn.Transformer(16, 2, 2, 2, 24, batch_first=True)
+    shard(model, [*model.encoder.layers, *model.decoder.layers])
+
+    def loss_of(generator: torch.Generator) -> Tensor:
+        source, target = (torch.randn(3, 5, 16, generator=generator) for _ in range(2))
+        return model(source, target).square().mean()
+
+    return model, train(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loss_of)
+
+
+# -- optimizers
+
+
+def optimizer_of(package: str, name: str, **options: Any) -> tuple[nn.Module, Tensors]:
+    """A Llama of Transformers with a package's optimizer."""
+    from tests.support import tiny_models
+
+    model = tiny_models.llama()
+    shard(model, tiny_models.blocks(model))
+    kind = getattr(importlib.import_module(package), name)
+    optimizer = kind(model.parameters(), **{"lr": 1e-2, **options})
+    if hasattr(optimizer, "train"):
+        optimizer.train()
+
+    def loss_of(generator: torch.Generator) -> Tensor:
+        tokens = torch.randint(3, 64, (3, 7), generator=generator)
+        return model(input_ids=tokens, labels=tokens).loss
+
+    return model, train(model, optimizer, loss_of)
+
+
+# -- loops
+
+
+def ignite_engine() -> tuple[nn.Module, Tensors]:
+    from ignite.engine import Engine
+
+    from tests.support import tiny_models
+
+    model = tiny_models.llama()
+    shard(model, tiny_models.blocks(model))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def step(engine: Any, batch: dict[str, Tensor]) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    losses: list[Tensor] = []
+    trainer = Engine(step)
+    trainer.run([tiny_models.batch(model, index) for index in range(3)], max_epochs=1)
+    losses.append(trainer.state.output)
+    return model, {"losses": torch.stack(losses)}
+
+
+def dcp_in_between() -> tuple[nn.Module, Tensors]:
+    """Torch's distributed checkpoint of model and optimizer, into a model that begins anew."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    from tests.support import tiny_models
+
+    def built() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = tiny_models.llama()
+        shard(model, tiny_models.blocks(model))
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    model, optimizer = built()
+    tiny_models.train(model, steps=1)
+    again, other = built()
+    with shared_folder() as folder:
+        state, optimizer_state = get_state_dict(model, optimizer)
+        dcp.save({"model": state, "optimizer": optimizer_state}, checkpoint_id=folder)
+        state, optimizer_state = get_state_dict(again, other)
+        read = {"model": state, "optimizer": optimizer_state}
+        dcp.load(read, checkpoint_id=folder)
+        set_state_dict(
+            again, other, model_state_dict=read["model"], optim_state_dict=read["optimizer"]
+        )
+    return again, tiny_models.train(again)
