@@ -1,9 +1,9 @@
 """A whole training step as one graph of its device.
 
-Read `step.py` first (warm-up, capture, replay), then `capturable.py` (the protocol) and
-`engine_state.py` (the engine's adapters). `pool.py` owns stream and memory, `split_graph.py` the
-graphs of one step, `verify.py` compares what runs from the same state, `preflight.py` knows what
-neither a capture nor a comparison finds.
+Read `step.py` first (warm-up, capture, replay), then `captured.py` (the graphs of one step),
+`capturable.py` (the protocol) and `engine_state.py` (the engine's adapters). `pool.py` owns stream
+and memory, `verify.py` compares what runs from the same state, `preflight.py` knows what neither a
+capture nor a comparison finds.
 """
 
 from shardgrad.graphs import engine_state  # noqa: F401  (registers the adapters)

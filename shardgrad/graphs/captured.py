@@ -1,15 +1,129 @@
-"""A captured step: its graphs, and the host state that a replay leaves."""
+"""A captured step: one graph, or several with eager regions between them, and the host state that a
+replay leaves.
+
+Nothing is executed during a capture. At an eager region the graph being captured ends and the next
+one begins; the call is kept together with a snapshot of the host state at that moment. A replay
+launches the graphs in order, makes the calls between them, and restores the host state from after
+the capture.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch.optim import Optimizer
 
 from shardgrad.graphs.capturable import Capturable
 from shardgrad.graphs.closed_over import Reads
-from shardgrad.graphs.split_graph import SplitGraph
+from shardgrad.graphs.eager_regions import handle_eager_calls
+from shardgrad.graphs.pool import DeviceGraph, GraphPool
+from shardgrad.graphs.recomputation import captured_recomputation
 
-__all__ = ["CapturedStep"]
+__all__ = ["CapturedStep", "SplitGraph"]
+
+
+@dataclass(frozen=True)
+class _EagerRegion:
+    """A call between two graphs.
+
+    Attributes:
+        call: without arguments.
+        snapshots: restore the host state that the call expects.
+    """
+
+    call: Callable[[], Any]
+    snapshots: list[Callable[[], None]]
+
+    def run(self) -> None:
+        for restore in self.snapshots:
+            restore()
+        self.call()
+
+
+class SplitGraph:
+    """The graphs of one step and the eager regions between them, in order.
+
+    Args:
+        pool: where the graphs are captured.
+        capturables: quiesced wherever a graph begins or ends.
+        eager_optimizers: optimizers whose steps are eager regions.
+        generators: of random numbers, in addition to the device's default one.
+    """
+
+    def __init__(
+        self,
+        pool: GraphPool,
+        capturables: Sequence[Capturable],
+        eager_optimizers: Sequence[Optimizer],
+        generators: Sequence[torch.Generator],
+    ) -> None:
+        self._pool = pool
+        self._capturables = capturables
+        self._eager_optimizers = eager_optimizers
+        self._generators = generators
+        self._parts: list[DeviceGraph | _EagerRegion] = []
+        self._capture: AbstractContextManager[DeviceGraph] | None = None  # under way, of `_graph`
+        self._graph: DeviceGraph
+
+    @contextmanager
+    def captured(self) -> Iterator[None]:
+        """Captures what the block launches. If the block raises, all graphs are destroyed."""
+        with handle_eager_calls(self._eager_optimizers, self._split), captured_recomputation():
+            self._begin()
+            try:
+                yield
+                self._end()
+            except BaseException as error:
+                if self._capture is not None:
+                    self._capture.__exit__(type(error), error, error.__traceback__)
+                self.reset()
+                raise
+
+    def _begin(self) -> None:
+        capture = self._pool.capture(self._generators)
+        self._graph = capture.__enter__()
+        self._capture = capture
+
+    def _end(self) -> None:
+        for each in self._capturables:
+            each.quiesce()
+        capture, self._capture = self._capture, None
+        if capture is not None:
+            capture.__exit__(None, None, None)
+            self._parts.append(self._graph)
+        for each in self._capturables:
+            each.quiesce()
+
+    def _split(self, call: Callable[[], Any]) -> None:
+        self._end()
+        self._parts.append(_EagerRegion(call, [each.snapshot() for each in self._capturables]))
+        self._begin()
+        for each in self._capturables:
+            each.after_eager_region()
+
+    @property
+    def has_eager_regions(self) -> bool:
+        """Whether the step is more than one graph."""
+        return len(self._parts) > 1
+
+    def replay(self, *, makes_calls: bool = True) -> None:
+        """Launches the graphs on the current stream and makes the calls between them."""
+        for part in self._parts:
+            if not isinstance(part, _EagerRegion):
+                part.replay()
+            elif makes_calls:
+                part.run()
+
+    def reset(self) -> None:
+        """Destroys the graphs."""
+        while self._parts:
+            part = self._parts.pop()
+            if not isinstance(part, _EagerRegion):
+                self._pool.destroy(part)
 
 
 class CapturedStep:

@@ -7,7 +7,7 @@ go on.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from operator import is_
 
 import torch
@@ -20,7 +20,7 @@ _Scalars = Sequence[torch.Tensor | None]
 
 
 class CarriedScalars:
-    """Memory for scalars that cross the border of a graph, at addresses that never change.
+    """Memory for float32 scalars that cross the border of a graph, at addresses that never change.
 
     Attributes:
         pattern: which of the latest scalars are one tensor, and which are None. A graph that was
@@ -28,9 +28,9 @@ class CarriedScalars:
     """
 
     def __init__(self) -> None:
-        self._memory: dict[torch.dtype, list[torch.Tensor]] = {}
+        self._memory: list[torch.Tensor] = []
         self._latest: list[torch.Tensor | None] = []
-        self.pattern: Hashable = ()
+        self.pattern: tuple[int | None, ...] = ()
 
     @torch.no_grad()
     def carry(self, scalars: _Scalars) -> _Scalars:
@@ -44,24 +44,20 @@ class CarriedScalars:
         """
         if len(scalars) == len(self._latest) and all(map(is_, scalars, self._latest)):
             return self._latest
-        distinct = {id(scalar): scalar for scalar in scalars if scalar is not None}
-        places: dict[int, tuple[torch.dtype, int]] = {}
-        for dtype in {scalar.dtype for scalar in distinct.values()}:
-            alike = [scalar for scalar in distinct.values() if scalar.dtype == dtype]
-            self._copy(alike, dtype)
-            places.update((id(scalar), (dtype, place)) for place, scalar in enumerate(alike))
-        self.pattern = found = tuple(places.get(id(scalar)) for scalar in scalars)
-        self._latest = [
-            None if place is None else self._memory[place[0]][place[1]] for place in found
-        ]
+        distinct = list({id(scalar): scalar for scalar in scalars if scalar is not None}.values())
+        if distinct:
+            self._copy(distinct)
+        places = {id(scalar): place for place, scalar in enumerate(distinct)}
+        self.pattern = tuple(places.get(id(scalar)) for scalar in scalars)
+        self._latest = [None if place is None else self._memory[place] for place in self.pattern]
         return self._latest
 
-    def _copy(self, values: list[torch.Tensor], dtype: torch.dtype) -> None:
-        memory, device = self._memory.setdefault(dtype, []), values[0].device
+    def _copy(self, values: list[torch.Tensor]) -> None:
+        device = values[0].device
         if device.type != "cpu":  # they may be of another stream, and are let go of
             used_on(values, torch.accelerator.current_stream(device))
         # Through one tensor: a value may lie where another one belongs.
         for place, value in enumerate(torch.stack(values)):
-            if place == len(memory):
-                memory.append(torch.empty_like(value))
-            memory[place].copy_(value)
+            if place == len(self._memory):
+                self._memory.append(torch.empty_like(value))
+            self._memory[place].copy_(value)

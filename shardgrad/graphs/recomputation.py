@@ -16,28 +16,36 @@ from typing import Any
 
 import torch
 from torch.utils import checkpoint
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardgrad.engine.streams import is_capturing
 from shardgrad.errors import CaptureError
 from shardgrad.graphs.torch_patches import Patch, Replacement
 
-__all__ = ["captured_recomputation", "draws_again"]
+__all__ = ["captured_recomputation", "refuse_redraw"]
 
 
-def draws_again(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Returns whether an operation draws random numbers that have to be those of an earlier
-    forward.
+def refuse_redraw(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Refuses an operation that draws random numbers which have to be those of an earlier forward.
 
-    Called while the operation runs, in the thread that runs it.
+    Called before the operation, in the thread that runs it.
+
+    Raises:
+        CaptureError: it does.
     """
     if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
-        return False
+        return
     names = (argument.name for argument in func._schema.arguments)
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     # Attention has the tag whether or not it drops anything.
-    return given.get("dropout_p", given.get("p")) != 0 and _is_recomputing()
+    if given.get("dropout_p", given.get("p")) != 0 and _is_recomputing():
+        raise CaptureError(
+            f"a recomputed region draws random numbers ({func})",
+            expected="no random numbers in regions of torch.utils.checkpoint, since a graph cannot "
+            "save their state",
+            got="numbers that would not be those of the forward",
+            fix="move the dropout out of the region",
+        )
 
 
 def _is_recomputing() -> bool:
@@ -55,16 +63,12 @@ def _is_recomputing() -> bool:
 
 @contextmanager
 def captured_recomputation() -> Iterator[None]:
-    """Captures regions that preserve the state of random numbers, as long as they draw none.
-
-    Raises:
-        CaptureError: inside the block, from a backward that draws.
-    """
+    """Lets regions that preserve the state of random numbers be captured: none is saved."""
 
     def replacements() -> Iterator[Replacement]:
         yield checkpoint, "get_device_states", _without_captured_devices
 
-    with _patch.active(replacements), _RefuseDraws():
+    with _patch.active(replacements):
         yield
 
 
@@ -87,33 +91,3 @@ def _without_captured_devices(get_device_states: Callable[..., Any]) -> Callable
         return states
 
     return readable_device_states
-
-
-class _RefuseDraws(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Lets compiled regions run compiled; under other modes torch skips them, and goes on
-        to.
-        """
-        return True
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if draws_again(func, args, kwargs):
-            raise CaptureError(
-                f"a recomputed region draws random numbers ({func})",
-                expected="no random numbers in regions of torch.utils.checkpoint, since a graph "
-                "cannot save their state",
-                got="numbers that would not be those of the forward",
-                fix="move the dropout out of the region",
-            )
-        return func(*args, **kwargs)

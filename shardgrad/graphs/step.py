@@ -28,14 +28,14 @@ from torch.optim import Optimizer
 from shardgrad.checks.capturable_optimizers import why_not_capturable
 from shardgrad.engine.streams import Stream, is_capturing, wait_for_device
 from shardgrad.errors import CaptureError, CollectiveError, OptionError, ShardgradError
-from shardgrad.graphs.announcement import announce, announced
 from shardgrad.graphs.capturable import Capturable, CaptureAgain, EagerOptimizer, capturable
-from shardgrad.graphs.captured import CapturedStep
+from shardgrad.graphs.captured import CapturedStep, SplitGraph
 from shardgrad.graphs.closed_over import Place, Reads
 from shardgrad.graphs.eager_regions import handle_eager_calls
 from shardgrad.graphs.habits import Habits
 from shardgrad.graphs.inputs import InputBuffers, Inputs, flatten_inputs
 from shardgrad.graphs.lifetime import graphs_captured, graphs_destroyed
+from shardgrad.graphs.other_ranks import announce, announced
 from shardgrad.graphs.outputs import apart_from, clones, detached, used_on
 from shardgrad.graphs.pool import GraphPool
 from shardgrad.graphs.preflight import (
@@ -46,7 +46,6 @@ from shardgrad.graphs.preflight import (
 )
 from shardgrad.graphs.program_line import line_that_raised
 from shardgrad.graphs.random_state import RandomState
-from shardgrad.graphs.split_graph import SplitGraph
 from shardgrad.graphs.status import StatusReader, StepStatus
 from shardgrad.graphs.verify import StepState, compare_runs, listed
 
