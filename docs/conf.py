@@ -39,14 +39,20 @@ napoleon_use_ivar = True
 
 myst_heading_anchors = 3
 
-CHAPTERS = {
-    "Start": ["docs/README", "docs/tutorials/*"],
-    "How to": ["docs/how_to/*"],
-    "Reference": ["docs/reference/*"],
-    "Explanation": ["docs/explanation/*"],
-    "Design": ["docs/design/*"],
-    "Project": ["CONTRIBUTING", "benchmarks/README", "CHANGELOG", "SECURITY"],
-}
+# A help text's `--flag` is no dash.
+smartquotes = False
+
+
+def chapters() -> dict[str, list[str]]:
+    """The pages of the sidebar: by chapter, in the order in which the index first names them."""
+    index = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
+    found, chapter = {"Start": ["docs/README"]}, "Start"
+    for heading, page in re.findall(r"^## (.*)$|\]\((\w+/\w+)\.md", index, flags=re.MULTILINE):
+        chapter = heading or chapter
+        if page and not any(f"docs/{page}" in pages for pages in found.values()):
+            found.setdefault(chapter, []).append(f"docs/{page}")
+    found["Project"] = ["CONTRIBUTING", "benchmarks/README", "CHANGELOG", "SECURITY"]
+    return found
 
 
 def add_contents(app: Sphinx, name: str, source: list[str]) -> None:
@@ -54,13 +60,12 @@ def add_contents(app: Sphinx, name: str, source: list[str]) -> None:
     code.
     """
     if name == root_doc:
-        for chapter, pages in CHAPTERS.items():
+        for chapter, pages in chapters().items():
             source[0] += "\n".join(
                 [
                     "",
                     "```{toctree}",
                     ":hidden:",
-                    ":glob:",
                     f":caption: {chapter}",
                     "",
                     *pages,
