@@ -122,7 +122,7 @@ class GraphPool:
                 gc.enable()
         self._graphs += 1
         try:
-            graph.capture_end()
+            self._end(graph, generators)
         except BaseException:
             self.destroy(graph)
             raise
@@ -164,13 +164,17 @@ class GraphPool:
     def _discard(self, graph: Any, generators: Sequence[torch.Generator]) -> None:
         """Ends a failed capture and destroys its graph."""
         self._graphs += 1
+        with suppress(Exception):  # the cause is the exception that ended the block
+            self._end(graph, generators)
+        self.destroy(graph)
+
+    def _end(self, graph: Any, generators: Sequence[torch.Generator]) -> None:
         try:
             graph.capture_end()
-        except Exception:
-            # The cause is the exception that ended the block; this one adds nothing to it.
+        except BaseException:
             if self.device.type == "cuda":
                 self._end_in_torch(generators)
-        self.destroy(graph)
+            raise
 
     def _end_in_torch(self, generators: Sequence[torch.Generator]) -> None:
         """Ends torch's side of a capture that CUDA has ended already."""

@@ -510,7 +510,7 @@ def model_and_optimizer() -> tuple[Any, Any]:
 
 def side_stream(*, waits_before: bool, waits_after: bool) -> None:
     model, optimizer = model_and_optimizer()
-    side = torch.cuda.Stream()
+    side, count = torch.cuda.Stream(), torch.zeros((), device="cuda")
 
     @shardgrad.graphed_step(model, optimizer)
     def step(x: Tensor) -> Tensor:
@@ -519,7 +519,7 @@ def side_stream(*, waits_before: bool, waits_after: bool) -> None:
         if waits_before:
             side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            x.square()
+            count.add_(1)  # allocates nothing, which would be an error of its own
         if waits_after:
             torch.cuda.current_stream().wait_stream(side)
         optimizer.step()
@@ -599,3 +599,12 @@ def test_an_error_far_from_its_cause_says_what_led_to_it(name: str, device: torc
     program, sentence = FAR[name]
     with pytest.raises(CaptureError, match=sentence):
         program()
+    # The allocator knows that the capture is over: memory that another stream has used comes back.
+    side, addresses = torch.cuda.Stream(), set()
+    for _ in range(3):
+        x = torch.empty(2**22, device=device)
+        x.record_stream(side)
+        addresses.add(x.data_ptr())
+        del x
+        torch.cuda.synchronize()
+    assert len(addresses) == 1
