@@ -588,10 +588,13 @@ class ParamGroup:
             values = local_of(unsharded) if p.sharding.came_as_dtensor else unsharded
             local_of(p.sharded).copy_(piece.of(values, self.mesh.shard_rank))
         self._taken_version = self._version()
-        streams = self._inputs[0].comm_ctx.streams
-        copied = streams.event()
-        copied.record(streams.current())
-        copied.wait(streams.gather)
+        # A unit that another root has taken over has none yet; its all-gathers wait for the
+        # forward that opens them, and that comes after this.
+        for source in self._inputs[:1]:
+            streams = source.comm_ctx.streams
+            copied = streams.event()
+            copied.record(streams.current())
+            copied.wait(streams.gather)
 
     def _free(self) -> None:
         """Gives the unsharded memory back, after the last use on the current stream."""

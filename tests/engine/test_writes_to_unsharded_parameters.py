@@ -88,6 +88,28 @@ def test_a_forward_that_normalizes_its_weight_trains_as_in_plain_torch(
     four_ranks.run(written_in_forward, kind, options, flat)
 
 
+def written_by_a_unit_that_ran_before_its_root(grad: bool) -> None:
+    plain, model = pair()
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.ones(3, SIZE, dtype=torch.float64)
+    with torch.set_grad_enabled(grad):
+        for each in (plain, model):
+            with torch.no_grad():
+                for param in each[0].parameters():  # so that the forward changes it
+                    param.mul_(3)
+            each[0](x)
+    for _ in range(3):
+        train(plain, theirs)
+        train(model, optimizer)
+        same(plain, model)
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["without gradients", ""])
+def test_what_a_unit_writes_that_ran_before_its_root_is_kept(two_ranks: Ranks, grad: bool) -> None:
+    two_ranks.run(written_by_a_unit_that_ran_before_its_root, grad)
+
+
 def swapped_for_an_evaluation() -> None:
     plain, model = pair()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
