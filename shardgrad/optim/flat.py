@@ -28,7 +28,6 @@ from shardgrad.optim.norms import find_nonfinite
 from shardgrad.optim.segment import Launch, PlainSegment, Segment, ShardedSegment
 from shardgrad.optim.state import copies_into, load_state
 from shardgrad.sharding.dtensor import require_own_shards
-from shardgrad.sharding.virtual_memory import bring_back, give_back, is_virtual
 
 __all__ = ["FlatOptimizer", "Update"]
 
@@ -356,6 +355,8 @@ class FlatOptimizer(Optimizer):
         Raises:
             OptionError: the units were not made with `offload_policy=SleepPolicy()`.
         """
+        from shardgrad.sharding.virtual_memory import give_back, is_virtual
+
         if self._away:
             return
         states = [
@@ -380,6 +381,8 @@ class FlatOptimizer(Optimizer):
 
         Streams: filled on the current one. Capture: not safe.
         """
+        from shardgrad.sharding.virtual_memory import bring_back
+
         states, self._away = self._away, []
         bring_back(states)
 

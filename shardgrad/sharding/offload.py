@@ -24,7 +24,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from shardgrad.errors import ForeignParameterError
 from shardgrad.policies import SleepPolicy
-from shardgrad.sharding.virtual_memory import virtual_zeros
 
 __all__ = ["ShardMemory"]
 
@@ -63,6 +62,8 @@ class ShardMemory:
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Allocates a zeroed 1-D tensor."""
         if self.is_virtual:
+            from shardgrad.sharding.virtual_memory import virtual_zeros  # which few programs need
+
             return virtual_zeros(numel, dtype, self.device)
         return torch.zeros(numel, dtype=dtype, device=self.device, pin_memory=self.pinned)
 
