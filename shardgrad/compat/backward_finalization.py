@@ -23,7 +23,8 @@ __all__ = ["end_backward", "finalize", "set_is_last_backward", "set_manual"]
 _manual: WeakKeyDictionary[RootContext, bool] = WeakKeyDictionary()
 
 
-class _Handle(GradientReductionHandle):  # type: ignore[misc]  # its base depends on the installed torch
+# The base depends on the installed torch.
+class _Handle(GradientReductionHandle):  # type: ignore[misc]
     """A reduction to be waited for; until then the root refuses to run forward."""
 
     def __init__(self, context: RootContext | None = None) -> None:

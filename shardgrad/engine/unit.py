@@ -77,7 +77,8 @@ def outside_graphs(hook: Callable[_P, _R]) -> Callable[_P, _R]:
             disabled = torch.compiler.disable(hook, recursive=True)
         return disabled(*args, **kwargs)
 
-    call._torchdynamo_disable = True  # type: ignore[attr-defined]  # for a graph that would inline it
+    # For a graph that would inline it.
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
     # And where a compiled module runs it as a separate frame: what it calls decides for itself.
     code = call.__code__  # type: ignore[attr-defined]
     set_code_exec_strategy(code, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
@@ -406,7 +407,8 @@ class Unit:
             # The common case, without a tree.
             return tuple(self._watch(args, counted=counted)), kwargs
         leaves, spec = tree_flatten((args, kwargs))
-        return tree_unflatten(self._watch(leaves, counted=counted), spec)  # type: ignore[no-any-return]
+        watched: _Arguments = tree_unflatten(self._watch(leaves, counted=counted), spec)
+        return watched
 
     def _watch(self, leaves: Sequence[Any], *, counted: bool) -> Sequence[Any]:
         found = [
@@ -420,7 +422,8 @@ class Unit:
             self._outstanding += 1
             for grads in self.grad_groups:
                 grads.waits_for_unit = True
-        aliases = _InputsWatch.apply(self, counted, *[leaves[i] for i in found])  # type: ignore[no-untyped-call]
+        inputs = [leaves[i] for i in found]
+        aliases = _InputsWatch.apply(self, counted, *inputs)  # type: ignore[no-untyped-call]
         replaced = list(leaves)
         for i, alias in zip(found, aliases, strict=True):
             replaced[i] = alias

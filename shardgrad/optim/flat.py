@@ -338,7 +338,12 @@ class FlatOptimizer(Optimizer):
                 self._require_data(segment)
                 self._allocate(segment, self._group(index))
         self._follow_state()
-        load_state(self.param_groups, self.state, state_dict, ignored=self.torch_keys)  # type: ignore[arg-type]
+        load_state(
+            self.param_groups,  # type: ignore[arg-type]
+            self.state,
+            state_dict,
+            ignored=self.torch_keys,
+        )
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

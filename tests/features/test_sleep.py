@@ -235,6 +235,27 @@ def uses_while_asleep_are_refused() -> None:
     model.load_state_dict(model.state_dict())
 
 
+def backward_of_a_forward_before_is_refused() -> None:
+    model, optimizer = built()
+    batch = SHARDGRAD.tokens(0)
+    token_loss(model, batch).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    right = contents(model, optimizer)
+    loss = token_loss(model, batch)
+    shardgrad.sleep(model, optimizer, level=2)
+    with pytest.raises(AsleepError, match=r"Tower is asleep"):
+        loss.backward()
+    shardgrad.wake(model, optimizer)
+    assert_same_bits(contents(model, optimizer), right)
+    token_loss(model, batch).backward()
+    optimizer.step()
+
+
+def test_a_backward_whose_forward_came_before_the_sleep_is_refused(two_ranks: Ranks) -> None:
+    two_ranks.run(backward_of_a_forward_before_is_refused)
+
+
 def test_a_use_while_asleep_is_refused_and_changes_nothing(two_ranks: Ranks) -> None:
     two_ranks.run(uses_while_asleep_are_refused)
 

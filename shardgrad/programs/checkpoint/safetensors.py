@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -149,8 +150,8 @@ def _write(
         for file, names in files.items():
             for name in names:
                 tensor = read(name)
-                leads("copy", lambda name=name, tensor=tensor: copy(name, tensor))  # type: ignore[misc]
-            leads("writing", lambda file=file: write(file))  # type: ignore[misc]
+                leads("copy", partial(copy, name, tensor))
+            leads("writing", partial(write, file))
         leads("publication", finish)
     except BaseException:
         publication.abandon()  # no effect on ranks that have not begun it

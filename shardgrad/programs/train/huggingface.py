@@ -74,8 +74,8 @@ def build_causal_lm(
     try:
         with torch.random.fork_rng(), device:
             torch.manual_seed(seed)
-            model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call, unused-ignore]
-            # it depends on the version
+            build: Any = AutoModelForCausalLM.from_config  # typed in some versions only
+            model = build(config)
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise _unusable(source, error) from error
     if model.config.vocab_size < BYTE_VALUES:

@@ -29,9 +29,12 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimi
     # For parameters that no unit shards, clipping cannot tell the optimizer that a norm is not
     # finite.
     checks: dict[str, bool] = {"check_finite": True} if config.engine == "none" else {}
+    optimizer: torch.optim.Optimizer
     if config.optimizer == "sgd":
-        return library.SGD(groups, lr=config.lr, momentum=0.9, **checks)  # type: ignore[no-any-return]
-    return library.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True, **checks)  # type: ignore[no-any-return]
+        optimizer = library.SGD(groups, lr=config.lr, momentum=0.9, **checks)
+    else:
+        optimizer = library.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True, **checks)
+    return optimizer
 
 
 def build_schedule(optimizer: torch.optim.Optimizer, config: TrainConfig) -> LambdaLR:

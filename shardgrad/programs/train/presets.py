@@ -137,7 +137,8 @@ def transformer_config(
         if isinstance(value, float) and not math.isfinite(value):
             raise UsageError(f"The model's {name} is {value}: give a finite number.")
         changes[name] = value
-    return dataclasses.replace(base, **changes)  # type: ignore[arg-type]  # checked above, field by field
+    # Checked above, field by field.
+    return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
 
 
 _KIND_WORDS = {int: "a whole number", float: "a number", bool: "true or false"}
