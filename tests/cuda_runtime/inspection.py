@@ -25,7 +25,6 @@ __all__ = [
     "installed",
     "log",
     "order",
-    "questions",
     "short_name",
     "trace",
     "words",
@@ -102,14 +101,12 @@ def log() -> list[Work]:
 
 
 @contextlib.contextmanager
-def order(how: str, questions: int | None = None, *, lends_at_once: bool = False) -> Iterator[None]:
+def order(how: str, questions: int | None = None) -> Iterator[None]:
     """Runs work in another legal order inside the block.
 
     Args:
         how: "host", "late", or the seed of a random order, as in HOSTCUDA_ORDER.
         questions: how often an event is asked about until it may look complete.
-        lends_at_once: memory is another's as soon as it is freed, as if another thread allocated
-            all the time; else from the next allocation for its stream on.
     """
     import torch
 
@@ -117,17 +114,10 @@ def order(how: str, questions: int | None = None, *, lends_at_once: bool = False
     _runtime().hostcuda_order(how.encode())
     if questions is not None:
         _runtime().hostcuda_questions(questions)
-    _runtime().hostcuda_lends_at_once(int(lends_at_once))
     try:
         yield
     finally:
-        _runtime().hostcuda_lends_at_once(0)
         _runtime().hostcuda_order(b"host")
-
-
-def questions(count: int) -> None:
-    """Lets events look incomplete until something waits for them, or has asked so often."""
-    _runtime().hostcuda_questions(count)
 
 
 def short_name(name: str) -> str:

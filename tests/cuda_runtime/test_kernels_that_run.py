@@ -118,34 +118,3 @@ def test_a_replay_runs_kernels_with_the_arguments_of_the_capture(order: str) -> 
             assert torch.equal(out, expected)
             run_adam("compiled", eager)
             assert_same(s, eager)
-
-
-def test_a_kernel_runs_when_its_order_allows() -> None:
-    chunk, out = torch.zeros(5000, device=CUDA), torch.zeros(5000, device=CUDA)
-    side = torch.cuda.Stream()
-    torch.cuda.synchronize()
-    with inspection.order("late"):
-        chunk.fill_(3.0)
-        with torch.cuda.stream(side):  # does not wait for the fill
-            OP.sum_chunks([chunk], out, 1.0, False)
-        side.synchronize()
-        assert not out.any()
-        torch.cuda.synchronize()
-        with torch.cuda.stream(side):
-            OP.sum_chunks([chunk], out, 1.0, False)
-        side.synchronize()
-        assert (out == 3.0).all()
-
-
-def test_an_argument_in_memory_that_was_given_back_is_a_finding() -> None:
-    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
-    chunk = torch.ones(2**22, device=CUDA)
-    out = torch.zeros(2**22, device=CUDA)
-    with torch.cuda.graph(graph, pool=pool):
-        OP.sum_chunks([chunk], out, 1.0, False)
-    del chunk
-    torch.cuda.empty_cache()
-    graph.replay()
-    torch.cuda.synchronize()
-    [found] = [text for text in inspection.findings(forget=True) if "not allocated" in text]
-    assert "sum_kernel<float, float> is given memory" in found

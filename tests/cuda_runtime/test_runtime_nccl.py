@@ -43,29 +43,6 @@ def collectives() -> None:
     assert smallest.item() == 0
 
 
-def messages_both_ways() -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    mine, got = torch.full((3,), float(rank), device="cuda"), torch.empty(3, device="cuda")
-    ops = [
-        dist.P2POp(dist.isend, mine, (rank + 1) % size),
-        dist.P2POp(dist.irecv, got, (rank - 1) % size),
-    ]
-    for work in dist.batch_isend_irecv(ops):
-        work.wait()
-    assert got.tolist() == [float((rank - 1) % size)] * 3
-
-
-def groups_of_ranks() -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    groups = [
-        dist.new_group([r for r in range(size) if r % 2 == parity])
-        for parity in range(min(2, size))
-    ]
-    value = torch.tensor([1.0], device="cuda")
-    dist.all_reduce(value, group=groups[rank % 2])
-    assert value.item() == sum(1 for r in range(size) if r % 2 == rank % 2)
-
-
 def captured() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     mine, out = torch.zeros(2, device="cuda"), torch.empty(2 * size, device="cuda")
@@ -83,19 +60,6 @@ def captured() -> None:
         graph.replay()
         assert small.tolist() == [size * count * (rank + 1.0)] * 2
     graph.reset()
-
-
-def the_host_of_a_peer_is_elsewhere() -> None:
-    """Rank 0 waits for the device, the others for rank 0's host: their devices go on all the
-    same.
-    """
-    hosts = dist.new_group(backend="gloo")
-    value = torch.ones(4, device="cuda")
-    dist.all_reduce(value)
-    if dist.get_rank() == 0:
-        torch.cuda.synchronize()
-    dist.barrier(group=hosts)
-    assert value.tolist() == [float(dist.get_world_size())] * 4
 
 
 def messages_of_a_group_together() -> None:
@@ -129,11 +93,8 @@ def messages_of_a_group_together() -> None:
 
 PROGRAMS = (
     collectives,
-    messages_both_ways,
     messages_of_a_group_together,
-    groups_of_ranks,
     captured,
-    the_host_of_a_peer_is_elsewhere,
 )
 
 

@@ -7,8 +7,6 @@ tests/simulated.
 
 from __future__ import annotations
 
-import functools
-import math
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.checkpoint import checkpoint
 
 import shardgrad
 from shardgrad.graphs import GraphedStep, UncapturableStepWarning
@@ -131,62 +128,6 @@ def training(graphed: Any, device: torch.device, reshard: bool, host: bool) -> V
     return seen + weights(model)
 
 
-def unused_parameters(graphed: Any, device: torch.device) -> Values:
-    """Weight decay must not move what got no gradient."""
-    model = build(device)
-    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.5)
-    before = model[0].spare.weight.to_local().detach().clone()
-
-    @graphed(model, optimizer, warmup=WARMUP)
-    def step(x: Tensor) -> Tensor:
-        loss = loss_of(model, x)
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    seen: Values = []
-    for number in range(STEPS):
-        seen.append(step(batch(number, device)).item())
-        seen += [block.spare.weight.grad is None for block in model]
-        seen += [block.first.weight.grad is None for block in model]
-        optimizer.zero_grad()
-    require_replays(step, device)
-    assert torch.equal(before, model[0].spare.weight.to_local())
-    return seen + weights(model)
-
-
-def dropout_and_a_skipped_step(graphed: Any, device: torch.device) -> Values:
-    """Random numbers go on, and a step whose gradients are not finite is skipped, in replays
-    too.
-    """
-    model = build(device, dropout=0.3)
-    optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    scaler = shardgrad.GradScaler(init_scale=8.0, growth_interval=6)
-
-    @graphed(model, optimizer, scaler, warmup=WARMUP)
-    def step(x: Tensor) -> Tensor:
-        loss = loss_of(model, x)
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        shardgrad.clip_grad_norm_(model, 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        return loss
-
-    seen: Values = []
-    for number in range(STEPS):
-        x = batch(number, device)
-        if number == STEPS // 2:
-            x[0, 0] = math.inf
-        loss = step(x)
-        if number != STEPS // 2:
-            seen.append(loss.item())
-    require_replays(step, device)
-    assert optimizer.skipped_steps == 1
-    return [*seen, scaler.get_scale(), *weights(model)]
-
-
 def a_step_that_reads(graphed: Any, device: torch.device) -> Values:
     """Its capture breaks; everything goes on eagerly, random numbers and the allocator too."""
     model = build(device, dropout=0.3)
@@ -209,31 +150,6 @@ def a_step_that_reads(graphed: Any, device: torch.device) -> Values:
     if device.type == "cuda":
         _require_reuse_across_streams(device)
     return seen + weights(model)
-
-
-def recomputed_and_logged(graphed: Any, device: torch.device) -> Values:
-    """Layers are computed again in backward, and the host reads the loss between forward and
-    backward.
-    """
-    model = build(device)
-    for block in model:
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
-    log: Values = []
-
-    @graphed(model, optimizer, warmup=WARMUP)
-    def step(x: Tensor) -> Tensor:
-        loss = loss_of(model, x)
-        shardgrad.graphs.outside(lambda value: log.append(value.item()), loss)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    for number in range(STEPS):
-        step(batch(number, device))
-    require_replays(step, device)
-    return log + weights(model)
 
 
 def _require_reuse_across_streams(device: torch.device) -> None:
@@ -262,20 +178,8 @@ def test_twenty_graphed_steps_train_bit_for_bit_like_eager_ones(
     both(training, device, reshard, host)
 
 
-def test_a_parameter_without_a_gradient_stays_as_it_is_in_replays_too(device: torch.device) -> None:
-    both(unused_parameters, device)
-
-
-def test_dropout_goes_on_and_an_infinity_is_skipped_in_replays_too(device: torch.device) -> None:
-    both(dropout_and_a_skipped_step, device)
-
-
 def test_after_a_capture_that_breaks_the_loop_goes_on_eagerly(device: torch.device) -> None:
     both(a_step_that_reads, device)
-
-
-def test_recomputed_layers_and_a_log_in_the_middle_are_those_of_eager(device: torch.device) -> None:
-    both(recomputed_and_logged, device)
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=NEEDS_CUDA)], indirect=True)

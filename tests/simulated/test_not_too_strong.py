@@ -8,22 +8,13 @@ the third: in the first the host waits for the device, and that orders everythin
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardgrad
-from shardgrad.engine.buffers import Slot
-from shardgrad.engine.grad_group import GradGroup
-from shardgrad.engine.param_group import ParamGroup
-from shardgrad.engine.reduction import Reduction
-from shardgrad.engine.scheduler import ReductionScheduler
 from tests.simulated.accelerator import device
 from tests.simulated.accelerator.device import Launch
 from tests.simulated.accelerator.virtual_ranks import VirtualRanks, one_at_a_time
@@ -190,107 +181,3 @@ def test_a_reduce_scatter_does_not_wait_for_the_all_reduce_over_replicas_of_the_
 
 def test_the_optimizer_comes_after_every_reduction() -> None:
     assert not _updates_that_do_not_wait_for_a_reduction(_last_step(2))
-
-
-# -- the facts can be wrong
-
-
-def _waits_for_all_of(later: Any, earlier: Any, streams: Any) -> None:
-    mark = streams.event()
-    mark.record(earlier)
-    mark.wait(later)
-
-
-def _reader_waits_for_all_gathers(original: Any) -> Callable[..., None]:
-    def start_reading(self: Slot, stream: Any) -> None:
-        original(self, stream)
-        _waits_for_all_of(stream, self._streams.gather, self._streams)
-
-    return start_reading
-
-
-def _writer_waits_for_reductions(original: Any) -> Callable[..., None]:
-    def start_writing(self: Slot, stream: Any) -> None:
-        original(self, stream)
-        _waits_for_all_of(stream, self._streams.reduce, self._streams)
-
-    return start_writing
-
-
-def _reductions_are_waited_for_at_once(original: Any) -> Callable[..., None]:
-    def reduce(self: ReductionScheduler, reducer: Any) -> None:
-        original(self, reducer)
-        self._launched[-1][1].join(self.comm_ctx.streams.current())
-
-    return reduce
-
-
-def _gathers_wait_for_computation(original: Any) -> Callable[..., None]:
-    def unshard(self: ParamGroup, runtime: Any) -> None:
-        _waits_for_all_of(runtime.streams.gather, runtime.streams.current(), runtime.streams)
-        original(self, runtime)
-
-    return unshard
-
-
-def _nobody_waits_for_reductions(original: Any) -> Callable[..., None]:
-    return lambda self, stream: self.complete()
-
-
-BROKEN: dict[str, tuple[type, str, Callable[..., Any], Callable[[Step], list[str]]]] = {
-    "a writer waits for the whole reduce stream": (
-        Slot,
-        "start_writing",
-        _writer_waits_for_reductions,
-        _writers_that_wait_for_the_last_reduction,
-    ),
-    "a reduction is waited for at once": (
-        ReductionScheduler,
-        "_reduce",
-        _reductions_are_waited_for_at_once,
-        _computations_that_wait_for_the_last_reduction,
-    ),
-    "a reader waits for the whole gather stream": (
-        Slot,
-        "start_reading",
-        _reader_waits_for_all_gathers,
-        _gathers_that_do_not_overlap_what_computes,
-    ),
-    "an all-gather waits for what computes": (
-        ParamGroup,
-        "unshard",
-        _gathers_wait_for_computation,
-        _gathers_that_do_not_overlap_what_computes,
-    ),
-}
-
-
-@contextmanager
-def _replaced(owner: type, method: str, make: Callable[..., Any]) -> Iterator[None]:
-    original = getattr(owner, method)
-    setattr(owner, method, make(original))
-    try:
-        yield
-    finally:
-        setattr(owner, method, original)
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_an_edge_that_is_too_strong_is_noticed(name: str) -> None:
-    owner, method, make, fact = BROKEN[name]
-    with _replaced(owner, method, make):
-        assert fact(_last_step(2))
-
-
-def _second_steps_follow_reduce_scatters(original: Any) -> Callable[..., Any]:
-    return lambda self, comm_ctx: original(self, comm_ctx)._replace(end=comm_ctx.streams.reduce)
-
-
-def test_an_all_reduce_on_the_stream_of_reduce_scatters_is_noticed() -> None:
-    with _replaced(GradGroup, "_route_under", _second_steps_follow_reduce_scatters):
-        assert _scatters_that_wait_for_the_last_all_reduce(_last_step(4, replicas=2))
-
-
-def test_an_optimizer_that_does_not_wait_is_noticed() -> None:
-    with _replaced(Reduction, "join", _nobody_waits_for_reductions):
-        assert _updates_that_do_not_wait_for_a_reduction(_last_step(2, raises=False))

@@ -5,10 +5,8 @@ needed.
 from __future__ import annotations
 
 import gc
-import statistics
-import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,11 +17,8 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardgrad
-from shardgrad.engine.buffers import Slot
 from shardgrad.engine.grad_collector import GradCollector
 from shardgrad.engine.streams import AcceleratorStreams
-from shardgrad.programs.train.model import Transformer
-from shardgrad.programs.train.presets import transformer_config
 from tests.simulated.accelerator.device import NAME, checked
 from tests.simulated.accelerator.virtual_ranks import VirtualRanks, one_at_a_time
 from tests.support.parity import ROWS, VOCABULARY, Tower, tower
@@ -106,14 +101,6 @@ def _without(owner: type, method: str) -> Iterator[None]:
         setattr(owner, method, original)
 
 
-@pytest.mark.parametrize(("owner", "method"), [(Slot, "start_reading"), (Slot, "start_writing")])
-def test_a_wait_taken_out_of_the_engine_is_a_hazard(owner: type, method: str) -> None:
-    with checked(raises=False) as found, _without(owner, method):
-        VirtualRanks(2).run(_train_sharded)
-    assert found
-    assert all("/shardgrad/" in use.place for use in (found[0].earlier, found[0].later))
-
-
 def _parameters_born_on_a_side_stream() -> None:
     model = _sharded_tower(1)
     side = torch.Stream(NAME)
@@ -185,39 +172,6 @@ def test_gradients_that_a_failed_backward_has_bound_are_taken_back() -> None:
     )
     for ours, theirs in zip(after, without, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-
-
-def _median_s(step: Callable[[], None]) -> float:
-    samples = []
-    for _ in range(5):
-        started = time.perf_counter()
-        step()
-        samples.append(time.perf_counter() - started)
-    return statistics.median(samples[1:])
-
-
-def _step_of_tiny(device: str) -> Callable[[], None]:
-    torch.manual_seed(0)
-    model = Transformer(transformer_config("tiny", {})).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    tokens = torch.randint(256, (4, 65), generator=torch.Generator().manual_seed(0)).to(device)
-
-    def step() -> None:
-        logits = model(tokens[:, :-1])
-        F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-def test_a_step_of_the_tiny_preset_takes_less_than_thirty_times_the_cpus_time() -> None:
-    simulated, plain = _median_s(_step_of_tiny(NAME)), _median_s(_step_of_tiny("cpu"))
-    print(
-        f"tiny preset: {simulated * 1e3:.1f} ms simulated, {plain * 1e3:.1f} ms plain, "
-        f"{simulated / plain:.2f}x"
-    )
-    assert simulated < 30 * plain
 
 
 def _steps_after_a_failed_evaluation() -> None:

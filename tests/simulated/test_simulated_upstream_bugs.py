@@ -85,23 +85,8 @@ def test_each_bug_is_one_hazard_named_exactly(kind: type[Bug]) -> None:
 
 
 @pytest.mark.parametrize("kind", BUGS)
-def test_each_bug_is_found_with_the_same_report_in_each_of_ten_runs(kind: type[Bug]) -> None:
-    def report() -> str:
-        (hazard,) = _second_step(kind, fixed=False)
-        return re.sub(r"stream \d+ of", "stream of", str(hazard))  # streams are lent in turn
-
-    assert len({report() for _ in range(10)}) == 1
-
-
-@pytest.mark.parametrize("kind", BUGS)
 def test_each_bug_is_gone_with_the_wait_that_was_missing(kind: type[Bug]) -> None:
     assert not _second_step(kind, fixed=True)
-
-
-def test_the_early_freed_buffer_is_lent_to_the_next_tensor() -> None:
-    bug = CommunicationBufferFreedEarly(torch.device("sim", 0), fixed=False)
-    bug.step()
-    assert bug.reused
 
 
 def _train(kind: type[Bug], replicas: int) -> list[torch.Tensor]:

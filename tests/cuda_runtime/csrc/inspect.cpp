@@ -54,7 +54,6 @@ API void hostcuda_order(const char* how) {
   if (state().order == Order::random) state().random.seed(std::stoull(order));
   state().questions = state().order == Order::host ? 1 : 3;
 }
-API void hostcuda_lends_at_once(int at_once) { state().lends_at_once = at_once; }
 API void hostcuda_questions(int count) { state().questions = count; }
 API int hostcuda_captures() { return int(state().captures.size()); }
 API int hostcuda_execs() { return int(state().execs.size()); }

@@ -177,7 +177,6 @@ void freed(const void* pointer, size_t size, cudaStream_t stream) {
   Stream* s = stream_of(pointer, stream);
   if (!s) return;
   s->freed.push_back({pointer, size, true});
-  if (state().lends_at_once) overwrite(s);
 }
 
 void allocated(const void* pointer, size_t size, cudaStream_t stream) {

@@ -145,7 +145,6 @@ struct State {
   std::map<uint64_t, ItemPtr> pending;
   std::unordered_map<const void*, ItemPtr> lines;  // the last item of each `Work::in_line`
   bool running = false;                            // some thread is in a body
-  bool lends_at_once = false;                      // what is freed, not only at the next allocation
   Point host;                                      // what the host has waited for
 
   std::vector<Logged> log;
