@@ -155,8 +155,11 @@ else
                 "${test[@]}" --timeout=75 tests/gpu/test_gpu_kernels.py -k "pack or norm"
         fi
         part test-eager 50 "${test[@]}" -m "not slow" tests/gpu/test_gpu_one_rank.py tests/gpu/test_gpu_late_streams.py
+        part test-rules 30 "${test[@]}" tests/gpu/test_gpu_capture_rules.py
         part test-captures 60 "${test[@]}" tests/gpu/test_gpu_graphed_step.py tests/gpu/test_gpu_captures_in_turn.py
         part test-nccl 40 "${test[@]}" tests/gpu/test_gpu_nccl_alone.py
+        part test-evidence 30 "${test[@]}" -s tests/gpu/test_gpu_graph_evidence.py
+        part test-upstream 20 "${test[@]}" tests/gpu/test_gpu_upstream_bugs.py
     fi
     # The same step as a graph of ours, as one without an engine, and as a graph of forward and backward only.
     graphs=(--engine shardgrad --engine shardgrad-graphed --engine hand-graphed --engine fsdp2-graphed)

@@ -41,13 +41,19 @@ class Evidence:
     wrong: list[str]
 
 
-def evidence(graph: Work) -> Evidence:
-    """Reads a graph of `inspection.graph()`.
+def evidence(
+    graph: Work, segments: Sequence[Any] | None = None, device_memory: range = DEVICE_MEMORY
+) -> Evidence:
+    """Reads a graph.
 
-    Its own memory is that of pools other than the default one.
+    Args:
+        graph: of `inspection.graph()`, or on a GPU of `tests/gpu/captured_graph.py`.
+        segments: torch's allocator now, `torch.cuda.memory_snapshot()`, by default that of this
+            process; the graph's own memory is that of pools other than the default one.
+        device_memory: addresses that count, by default those of the runtime.
     """
     nodes: list[Work] = [
-        {**node, "ranges": [each for each in node["ranges"] if each[0] in DEVICE_MEMORY]}
+        {**node, "ranges": [each for each in node["ranges"] if each[0] in device_memory]}
         for node in graph["nodes"]
     ]
     before = _before(nodes)
@@ -71,7 +77,7 @@ def evidence(graph: Work) -> Evidence:
             writers += writes_sent and other < number
             readers += other > number and _overlap(_ranges(node, written=False), received)
     wrong += _not_joined(nodes, before)
-    wrong += _on_freed_memory(nodes, torch.cuda.memory_snapshot())
+    wrong += _on_freed_memory(nodes, torch.cuda.memory_snapshot() if segments is None else segments)
     edges = sum(len(node["before"]) for node in nodes)
     return Evidence(len(nodes), edges, len(collectives), writers, readers, wrong)
 
