@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, Shard
 import shardgrad
 from shardgrad import errors
 from tests.support.parity import FSDP2, SHARDGRAD, stack, tower
-from tests.support.ranks import Ranks
+from tests.support.ranks import on_ranks
 
 
 @cache
@@ -206,7 +206,9 @@ def fingerprint(module: Any) -> Any:
     return modules
 
 
-def is_refused(name: str) -> None:
+@pytest.mark.parametrize("name", CASES)
+@on_ranks(2)
+def test_bad_input_is_refused_with_a_way_out_and_changes_nothing(name: str) -> None:
     case = CASES[name]
     module = case.build()
     options = case.options(module)
@@ -222,7 +224,8 @@ def is_refused(name: str) -> None:
     assert fingerprint(module) == before
 
 
-def a_refused_module_can_be_sharded_afterwards() -> None:
+@on_ranks(2)
+def test_a_refused_module_can_be_sharded_afterwards() -> None:
     model = stack(5, 7, 3)
     with pytest.raises(errors.OptionError):
         shardgrad.fully_shard(model, reshard_after_forward=3)
@@ -230,7 +233,8 @@ def a_refused_module_can_be_sharded_afterwards() -> None:
     assert torch.equal(shardgrad.fully_shard(model)(x), stack(5, 7, 3)(x))
 
 
-def meta_parameters_are_named() -> None:
+@on_ranks(2)
+def test_a_forward_with_meta_parameters_names_them() -> None:
     """All of a unit, in the words of FSDP2."""
     said = []
     for engine in (SHARDGRAD, FSDP2):
@@ -292,7 +296,8 @@ METHODS: dict[str, tuple[Callable[[Any], Any], type[Exception], type[Exception]]
 }
 
 
-def sparse_gradients_are_refused() -> None:
+@on_ranks(2)
+def test_a_sparse_gradient_of_a_sharded_parameter_is_refused() -> None:
     model = nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 2))
     shardgrad.fully_shard(model)
     optim = shardgrad.optim.SGD(model.parameters(), lr=0.1)
@@ -309,7 +314,8 @@ def sparse_gradients_are_refused() -> None:
     assert not torch.equal(model[0].weight.full_tensor(), before[0])
 
 
-def methods_refuse() -> None:
+@on_ranks(2)
+def test_methods_refuse_bad_values_and_what_is_not_offered() -> None:
     model = SHARDGRAD.shard_tower(tower())
     model(SHARDGRAD.tokens(0)[0])
     for name, (call, error, builtin) in METHODS.items():
@@ -320,7 +326,8 @@ def methods_refuse() -> None:
         assert "try:" in str(caught.value), name
 
 
-def wrong_replacements_are_named() -> None:
+@on_ranks(2)
+def test_a_parameter_replaced_by_a_plain_one_is_named() -> None:
     model = SHARDGRAD.fully_shard(stack(5, 7, 3))
     model[0].weight = nn.Parameter(torch.randn(7, 5))
     with pytest.raises(errors.ForeignParameterError, match=r"0\.weight") as caught:
@@ -328,7 +335,8 @@ def wrong_replacements_are_named() -> None:
     assert "distribute_tensor" in str(caught.value)
 
 
-def wrong_gradients_are_refused() -> None:
+@on_ranks(2)
+def test_a_gradient_replaced_by_a_whole_tensor_is_refused() -> None:
     model = SHARDGRAD.fully_shard(stack(5, 7))
     model(SHARDGRAD.inputs(0, 5)).sum().backward()
     grad = model[0].weight.grad.full_tensor()
@@ -341,38 +349,8 @@ def wrong_gradients_are_refused() -> None:
         replace_and_go_on()
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_bad_input_is_refused_with_a_way_out_and_changes_nothing(
-    two_ranks: Ranks, name: str
-) -> None:
-    two_ranks.run(is_refused, name)
-
-
-def test_a_refused_module_can_be_sharded_afterwards(two_ranks: Ranks) -> None:
-    two_ranks.run(a_refused_module_can_be_sharded_afterwards)
-
-
-def test_a_forward_with_meta_parameters_names_them(two_ranks: Ranks) -> None:
-    two_ranks.run(meta_parameters_are_named)
-
-
-def test_a_sparse_gradient_of_a_sharded_parameter_is_refused(two_ranks: Ranks) -> None:
-    two_ranks.run(sparse_gradients_are_refused)
-
-
-def test_methods_refuse_bad_values_and_what_is_not_offered(two_ranks: Ranks) -> None:
-    two_ranks.run(methods_refuse)
-
-
-def test_a_parameter_replaced_by_a_plain_one_is_named(two_ranks: Ranks) -> None:
-    two_ranks.run(wrong_replacements_are_named)
-
-
-def test_a_gradient_replaced_by_a_whole_tensor_is_refused(two_ranks: Ranks) -> None:
-    two_ranks.run(wrong_gradients_are_refused)
-
-
-def takes_the_cpu() -> None:
+@on_ranks(2)
+def test_a_cuda_build_on_a_machine_without_a_gpu_takes_the_cpu() -> None:
     built_for = torch._C._accelerator_getAccelerator
     # What a CUDA build says, GPU or not.
     torch._C._accelerator_getAccelerator = lambda: torch.device("cuda")
@@ -383,7 +361,3 @@ def takes_the_cpu() -> None:
         assert shardgrad.GraphPool().device.type == "cpu"
     finally:
         torch._C._accelerator_getAccelerator = built_for
-
-
-def test_a_cuda_build_on_a_machine_without_a_gpu_takes_the_cpu(two_ranks: Ranks) -> None:
-    two_ranks.run(takes_the_cpu)

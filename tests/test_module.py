@@ -29,14 +29,15 @@ from tests.support.parity import (
     tower,
     train,
 )
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 
 def is_sharded(module: nn.Module) -> bool:
     return all(isinstance(param, DTensor) for param in module.parameters(recurse=False))
 
 
-def unshard_shows_whole_parameters() -> None:
+@on_ranks(2)
+def test_unshard_shows_whole_parameters_until_reshard() -> None:
     whole = tower()
     model = SHARDGRAD.shard_tower(tower())
     assert model.unshard() is None
@@ -65,7 +66,11 @@ class Shallow(nn.Module):
         return x
 
 
-def what_was_gathered_ahead_and_not_run_is_dropped(reshard_after_forward: bool) -> None:
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@on_ranks(2)
+def test_a_unit_that_was_gathered_ahead_and_did_not_run_is_sharded_after_forward(
+    reshard_after_forward: bool,
+) -> None:
     model = Shallow()
     linears = [layer for layer in model.layers if isinstance(layer, nn.Linear)]
     for module in (*linears, model):
@@ -83,7 +88,9 @@ def what_was_gathered_ahead_and_not_run_is_dropped(reshard_after_forward: bool) 
     linears[-1].reshard()
 
 
-def gradients_after_zeroing_an_unsharded_model(set_to_none: bool) -> None:
+@pytest.mark.parametrize("set_to_none", [True, False])
+@on_ranks(2)
+def test_zero_grad_finds_the_gradients_of_units_that_are_unsharded(set_to_none: bool) -> None:
     model = SHARDGRAD.shard_tower(tower())
     token_loss(model, SHARDGRAD.tokens(0)).backward()
     model.unshard()
@@ -94,13 +101,6 @@ def gradients_after_zeroing_an_unsharded_model(set_to_none: bool) -> None:
     assert gradients
     for grad in gradients:
         assert grad is None if set_to_none else grad is not None and not grad.to_local().any()
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad_finds_the_gradients_of_units_that_are_unsharded(
-    two_ranks: Ranks, set_to_none: bool
-) -> None:
-    two_ranks.run(gradients_after_zeroing_an_unsharded_model, set_to_none)
 
 
 def drop_micro_batches(engine: Engine, switch: str, set_to_none: bool) -> Tensors:
@@ -147,7 +147,8 @@ def test_zero_grad_of_the_model_drops_what_waits_for_the_sum_over_replicas(
     four_ranks.run(close_to_unsharded, drop_micro_batches, "all_reduce", True)
 
 
-def what_is_unsharded_by_hand_stays_so() -> None:
+@on_ranks(2)
+def test_a_unit_unsharded_by_hand_stays_so_from_forward_to_backward() -> None:
     model = SHARDGRAD.shard_tower(tower(), reshard_after_forward=True)
     held, other = model.layers[0], model.layers[1]
     held.unshard(async_op=True).wait()
@@ -268,7 +269,11 @@ def train_not_last_backwards(engine: Engine, sync_each: bool, ahead: bool) -> Te
     return engine.snapshot(model)
 
 
-def reshard_states(reshard_after_forward: bool, whole: bool) -> None:
+@pytest.mark.parametrize(("reshard_after_forward", "whole"), [(True, False), (False, True)])
+@on_ranks(2)
+def test_parameters_are_whole_after_forward_only_if_asked_for(
+    reshard_after_forward: bool, whole: bool
+) -> None:
     model = SHARDGRAD.shard_tower(tower(), reshard_after_forward=reshard_after_forward)
     originals = dict(tower().named_parameters())
     loss = token_loss(model, SHARDGRAD.tokens(0))
@@ -284,7 +289,9 @@ def reshard_states(reshard_after_forward: bool, whole: bool) -> None:
         assert torch.equal(param.full_tensor(), originals[name]), name
 
 
-def the_flag_reaches_as_far_as_asked(recurse: bool) -> None:
+@pytest.mark.parametrize("recurse", [True, False])
+@on_ranks(2)
+def test_set_reshard_after_forward_reaches_inner_units_if_asked_to(recurse: bool) -> None:
     model = SHARDGRAD.shard_tower(tower(), reshard_after_forward=True)
     model.set_reshard_after_forward(False, recurse=recurse)
     token_loss(model, SHARDGRAD.tokens(0)).backward()
@@ -293,7 +300,8 @@ def the_flag_reaches_as_far_as_asked(recurse: bool) -> None:
     assert is_sharded(model.layers[0].up) is not recurse
 
 
-def last_unit_stays_whole() -> None:
+@on_ranks(2)
+def test_by_default_the_unit_that_backward_needs_first_stays_whole() -> None:
     model = SHARDGRAD.shard_tower(tower())
     token_loss(model, SHARDGRAD.tokens(0)).backward()  # records the order
     loss = token_loss(model, SHARDGRAD.tokens(1))
@@ -322,7 +330,8 @@ def hooks_run_once(engine: Engine) -> dict[str, int]:
     return counts
 
 
-def each_hook_runs_once_a_reduction() -> None:
+@on_ranks(2)
+def test_hooks_on_sharded_parameters_run_once_a_reduction() -> None:
     counts = hooks_run_once(SHARDGRAD)
     assert counts == hooks_run_once(FSDP2)
     assert set(counts.values()) == {2}
@@ -403,14 +412,6 @@ def train_with_a_registered_method(engine: Engine) -> Tensors:
     return engine.snapshot(model)
 
 
-def test_a_unit_unsharded_by_hand_stays_so_from_forward_to_backward(two_ranks: Ranks) -> None:
-    two_ranks.run(what_is_unsharded_by_hand_stays_so)
-
-
-def test_unshard_shows_whole_parameters_until_reshard(two_ranks: Ranks) -> None:
-    two_ranks.run(unshard_shows_whole_parameters)
-
-
 def test_unshards_and_reshards_by_hand_train_bit_for_bit_like_fsdp2(two_ranks: Ranks) -> None:
     two_ranks.run(same_bits_as_fsdp2, train_with_early_unshards)
 
@@ -438,28 +439,8 @@ def test_backwards_that_are_not_the_last_train_bit_for_bit_like_fsdp2(
     two_ranks.run(same_bits_as_fsdp2, train_not_last_backwards, sync_each, ahead)
 
 
-@pytest.mark.parametrize(("reshard_after_forward", "whole"), [(True, False), (False, True)])
-def test_parameters_are_whole_after_forward_only_if_asked_for(
-    two_ranks: Ranks, reshard_after_forward: bool, whole: bool
-) -> None:
-    two_ranks.run(reshard_states, reshard_after_forward, whole)
-
-
-@pytest.mark.parametrize("recurse", [True, False])
-def test_set_reshard_after_forward_reaches_inner_units_if_asked_to(
-    two_ranks: Ranks, recurse: bool
-) -> None:
-    two_ranks.run(the_flag_reaches_as_far_as_asked, recurse)
-
-
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_a_unit_that_was_gathered_ahead_and_did_not_run_is_sharded_after_forward(
-    two_ranks: Ranks, reshard_after_forward: bool
-) -> None:
-    two_ranks.run(what_was_gathered_ahead_and_not_run_is_dropped, reshard_after_forward)
-
-
-def only_the_next_unit_is_being_gathered_while_one_computes() -> None:
+@on_ranks(2)
+def test_while_one_unit_computes_the_next_is_being_gathered_and_the_last_is_sharded() -> None:
     model: Any = SHARDGRAD.shard_tower(tower())
     seen: dict[str, list[bool]] = {"forward": [], "backward": []}
 
@@ -482,20 +463,6 @@ def only_the_next_unit_is_being_gathered_while_one_computes() -> None:
         seen.update(forward=[], backward=[])
         token_loss(model, SHARDGRAD.tokens(step)).backward()
     assert seen == {"forward": [False, True], "backward": [False, True]}
-
-
-def test_while_one_unit_computes_the_next_is_being_gathered_and_the_last_is_sharded(
-    two_ranks: Ranks,
-) -> None:
-    two_ranks.run(only_the_next_unit_is_being_gathered_while_one_computes)
-
-
-def test_by_default_the_unit_that_backward_needs_first_stays_whole(two_ranks: Ranks) -> None:
-    two_ranks.run(last_unit_stays_whole)
-
-
-def test_hooks_on_sharded_parameters_run_once_a_reduction(two_ranks: Ranks) -> None:
-    two_ranks.run(each_hook_runs_once_a_reduction)
 
 
 def test_optimizers_that_step_in_hooks_train_bit_for_bit_like_fsdp2(two_ranks: Ranks) -> None:

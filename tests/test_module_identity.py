@@ -26,7 +26,7 @@ from tests.support.parity import (
     tower,
     train,
 )
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 
 def local_shards_are_pieces_of_torch_chunk() -> None:
@@ -48,7 +48,8 @@ def local_shards_are_pieces_of_torch_chunk() -> None:
             assert right.numel() == 0 or (param.to_local().data_ptr() - start) % 128 == 0, name
 
 
-def classes_are_swapped_in_place() -> None:
+@on_ranks(2)
+def test_classes_are_swapped_in_place_and_names_stay() -> None:
     model = tower()
     children = dict(model.named_modules())
     names = [name for name, _ in model.named_parameters()]
@@ -66,7 +67,8 @@ def classes_are_swapped_in_place() -> None:
     assert type(tower().layers[0]) is Block
 
 
-def slices_of_a_sharded_sequential_are_plain() -> None:
+@on_ranks(2)
+def test_a_slice_of_a_sharded_sequential_is_a_plain_one() -> None:
     model = stack(5, 7, 3)
     SHARDGRAD.fully_shard(model)
     part = model[:1]
@@ -74,21 +76,24 @@ def slices_of_a_sharded_sequential_are_plain() -> None:
     assert part[0] is model[0]
 
 
-def parameter_attributes_survive() -> None:
+@on_ranks(2)
+def test_attributes_of_parameters_survive() -> None:
     model = stack(5, 7)
     model[0].weight.tag = "mine"
     SHARDGRAD.fully_shard(model)
     assert model[0].weight.tag == "mine"
 
 
-def deepcopy_is_refused() -> None:
+@on_ranks(2)
+def test_deepcopy_is_refused() -> None:
     model = SHARDGRAD.fully_shard(stack(5, 7))
     with pytest.raises(DeepcopyError, match="FSDP does not support deepcopy") as caught:
         copy.deepcopy(model)
     assert isinstance(caught.value, AssertionError)
 
 
-def a_deleted_model_is_collected() -> None:
+@on_ranks(2)
+def test_a_deleted_model_is_collected() -> None:
     model = SHARDGRAD.shard_tower(tower())
     train(SHARDGRAD, model, steps=1)
     watched = [weakref.ref(model), weakref.ref(model.layers[0])]
@@ -98,7 +103,8 @@ def a_deleted_model_is_collected() -> None:
     assert [ref() for ref in watched] == [None] * len(watched)
 
 
-def a_replaced_parameter_is_taken_over() -> None:
+@on_ranks(2)
+def test_a_parameter_replaced_by_hand_is_taken_over() -> None:
     model = SHARDGRAD.fully_shard(stack(WIDTH, 5))
     old = model[0].weight
     model[0].weight = nn.Parameter(old.detach() * 2)
@@ -124,7 +130,8 @@ class Product(nn.Module):
         return x @ self.weight.to(x.dtype)
 
 
-def integers_that_become_floats_are_trained() -> None:
+@on_ranks(2)
+def test_integers_that_are_replaced_by_floats_are_trained() -> None:
     model = SHARDGRAD.fully_shard(Product())
     x = SHARDGRAD.inputs(0, WIDTH)
     assert torch.equal(model(x), Product()(x))
@@ -136,36 +143,8 @@ def integers_that_become_floats_are_trained() -> None:
     torch.testing.assert_close(model.weight.grad.full_tensor(), plain.grad)
 
 
-def test_integers_that_are_replaced_by_floats_are_trained(two_ranks: Ranks) -> None:
-    two_ranks.run(integers_that_become_floats_are_trained)
-
-
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_local_shards_are_the_pieces_of_torch_chunk(
     worlds: dict[int, Ranks], world_size: int
 ) -> None:
     worlds[world_size].run(local_shards_are_pieces_of_torch_chunk)
-
-
-def test_classes_are_swapped_in_place_and_names_stay(two_ranks: Ranks) -> None:
-    two_ranks.run(classes_are_swapped_in_place)
-
-
-def test_a_slice_of_a_sharded_sequential_is_a_plain_one(two_ranks: Ranks) -> None:
-    two_ranks.run(slices_of_a_sharded_sequential_are_plain)
-
-
-def test_attributes_of_parameters_survive(two_ranks: Ranks) -> None:
-    two_ranks.run(parameter_attributes_survive)
-
-
-def test_deepcopy_is_refused(two_ranks: Ranks) -> None:
-    two_ranks.run(deepcopy_is_refused)
-
-
-def test_a_deleted_model_is_collected(two_ranks: Ranks) -> None:
-    two_ranks.run(a_deleted_model_is_collected)
-
-
-def test_a_parameter_replaced_by_hand_is_taken_over(two_ranks: Ranks) -> None:
-    two_ranks.run(a_replaced_parameter_is_taken_over)

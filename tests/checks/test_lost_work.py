@@ -12,7 +12,7 @@ from torch import nn
 
 import shardgrad
 from shardgrad.errors import ForeignParameterError, GradientError
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 
 def net() -> nn.Sequential:
@@ -25,7 +25,8 @@ def backward(model: nn.Module) -> None:
     model(torch.randn(3, 4)).square().mean().backward()
 
 
-def nothing_to_lose() -> None:
+@on_ranks(2)
+def test_a_program_that_loses_nothing_is_not_refused() -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.unshard()
@@ -38,11 +39,8 @@ def nothing_to_lose() -> None:
             optimizer.zero_grad()
 
 
-def test_a_program_that_loses_nothing_is_not_refused(two_ranks: Ranks) -> None:
-    two_ranks.run(nothing_to_lose)
-
-
-def stepped_without_sync() -> None:
+@on_ranks(2)
+def test_a_step_before_the_reduction_is_refused() -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = [param.full_tensor().clone() for param in model.parameters()]
@@ -56,11 +54,8 @@ def stepped_without_sync() -> None:
         assert torch.equal(param.full_tensor(), then)
 
 
-def test_a_step_before_the_reduction_is_refused(two_ranks: Ranks) -> None:
-    two_ranks.run(stepped_without_sync)
-
-
-def hooked_before_or_after() -> None:
+@on_ranks(2)
+def test_a_hook_that_never_runs_is_refused() -> None:
     model = nn.Linear(4, 6)
     model.weight.register_hook(lambda grad: 0 * grad)
     with pytest.raises(GradientError, match="a hook on weight never runs"):
@@ -72,10 +67,6 @@ def hooked_before_or_after() -> None:
     backward(model)
     with pytest.raises(GradientError, match=r"a hook on 0\.bias never runs"):
         optimizer.step()
-
-
-def test_a_hook_that_never_runs_is_refused(two_ranks: Ranks) -> None:
-    two_ranks.run(hooked_before_or_after)
 
 
 def saved_by_rank_0(folder: str, flat: bool) -> None:

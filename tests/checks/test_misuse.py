@@ -24,7 +24,7 @@ from tests.support.parity import (
     stack,
     token_loss,
 )
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 
 class WithMethods(Tower):
@@ -80,7 +80,12 @@ WAYS: dict[Callable[[WithMethods], Any], tuple[str, str]] = {
 }
 
 
-def is_refused(way: Callable[[WithMethods], Any], trained_before: bool) -> None:
+@pytest.mark.parametrize("trained_before", [False, True], ids=["first", "after_a_step"])
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
+def test_a_way_around_forward_is_refused_with_the_line_to_add(
+    way: Callable[[WithMethods], Any], trained_before: bool
+) -> None:
     model = with_methods(SHARDGRAD)
     if trained_before:
         token_loss(model, SHARDGRAD.tokens(0)).backward()
@@ -182,14 +187,6 @@ RIGHT = [
     forward_of_a_root_that_owns_nothing,
     a_unit_that_trained_long_before_its_root,
 ]
-
-
-@pytest.mark.parametrize("trained_before", [False, True], ids=["first", "after_a_step"])
-@pytest.mark.parametrize("way", WAYS)
-def test_a_way_around_forward_is_refused_with_the_line_to_add(
-    two_ranks: Ranks, way: Callable[..., Any], trained_before: bool
-) -> None:
-    two_ranks.run(is_refused, way, trained_before)
 
 
 @pytest.mark.parametrize("program", RIGHT)

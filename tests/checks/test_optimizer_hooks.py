@@ -16,7 +16,7 @@ import shardgrad
 from shardgrad.checks import optimizer_hooks
 from shardgrad.errors import OptimizerParameterError
 from tests.support.parity import SHARDGRAD, stack
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -35,7 +35,8 @@ def backward(model: nn.Module) -> None:
     model(SHARDGRAD.inputs(0, 5)).square().mean().backward()
 
 
-def hooks_live_and_die_with_models() -> None:
+@on_ranks(2)
+def test_hooks_live_and_die_with_sharded_models() -> None:
     gc.collect()
     assert hooks() == 0, "an earlier test's model is alive"
     one, other = SHARDGRAD.fully_shard(stack(5, 3)), SHARDGRAD.fully_shard(stack(5, 3))
@@ -54,11 +55,8 @@ def hooks_live_and_die_with_models() -> None:
     assert hooks() == 0
 
 
-def test_hooks_live_and_die_with_sharded_models(two_ranks: Ranks) -> None:
-    two_ranks.run(hooks_live_and_die_with_models)
-
-
-def other_optimizers() -> None:
+@on_ranks(2)
+def test_an_optimizer_without_sharded_parameters_is_neither_checked_nor_counted() -> None:
     model = SHARDGRAD.fully_shard(stack(5, 3))
     plain = nn.Linear(5, 3)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.0)
@@ -72,13 +70,8 @@ def other_optimizers() -> None:
     assert model is not None
 
 
-def test_an_optimizer_without_sharded_parameters_is_neither_checked_nor_counted(
-    two_ranks: Ranks,
-) -> None:
-    two_ranks.run(other_optimizers)
-
-
-def sharded_after_a_first_look() -> None:
+@on_ranks(2)
+def test_an_optimizer_is_looked_at_again_after_its_parameters_were_sharded() -> None:
     """An optimizer that had nothing to do with any model, until its parameters were sharded."""
     kept = SHARDGRAD.fully_shard(stack(5, 3))  # so that hooks are there from the beginning
     model = stack(5, 3)
@@ -92,13 +85,8 @@ def sharded_after_a_first_look() -> None:
     assert kept is not None
 
 
-def test_an_optimizer_is_looked_at_again_after_its_parameters_were_sharded(
-    two_ranks: Ranks,
-) -> None:
-    two_ranks.run(sharded_after_a_first_look)
-
-
-def dies_during_a_step() -> None:
+@on_ranks(2)
+def test_a_model_may_die_during_the_step_of_another_optimizer() -> None:
     """torch iterates over its hooks then, so removing them would break the step of another
     optimizer.
     """
@@ -127,11 +115,8 @@ def dies_during_a_step() -> None:
     assert hooks() == 0
 
 
-def test_a_model_may_die_during_the_step_of_another_optimizer(two_ranks: Ranks) -> None:
-    two_ranks.run(dies_during_a_step)
-
-
-def a_fused_step() -> None:
+@on_ranks(2)
+def test_a_fused_step_makes_unsharded_parameters_stale() -> None:
     """Version counters do not see it; parameters that stay unsharded are gathered again
     nevertheless.
     """
@@ -147,7 +132,3 @@ def a_fused_step() -> None:
     after = model(x)
     assert torch.equal(after, nn.functional.linear(x, weight, bias))
     assert not torch.equal(after, before)
-
-
-def test_a_fused_step_makes_unsharded_parameters_stale(two_ranks: Ranks) -> None:
-    two_ranks.run(a_fused_step)

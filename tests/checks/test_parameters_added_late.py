@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardgrad import fully_shard
 from shardgrad.errors import UnownedParameterError
 from tests.support.parity import SHARDGRAD, Engine, Tensors, close_to_unsharded
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 WIDTH = 6
 
@@ -84,7 +84,13 @@ ATTACHED: dict[Callable[[nn.Sequential], None], tuple[str, str]] = {
 }
 
 
-def is_refused(attach: Callable[[nn.Sequential], None], trained_before: bool, whole: bool) -> None:
+@pytest.mark.parametrize("whole", [False, True], ids=["resharded", "whole"])
+@pytest.mark.parametrize("trained_before", [False, True], ids=["first", "after_steps"])
+@pytest.mark.parametrize("attach", ATTACHED)
+@on_ranks(2)
+def test_a_parameter_attached_after_fully_shard_is_refused_with_the_line_to_add(
+    attach: Callable[[nn.Sequential], None], trained_before: bool, whole: bool
+) -> None:
     model = blocks(SHARDGRAD, reshard_after_forward=not whole)
     if trained_before:
         for step in range(2):
@@ -99,7 +105,8 @@ def is_refused(attach: Callable[[nn.Sequential], None], trained_before: bool, wh
         model(torch.ones(2, WIDTH))  # nothing is trained there
 
 
-def unfrozen_is_refused() -> None:
+@on_ranks(2)
+def test_an_adapter_that_was_frozen_is_refused_when_it_begins_to_train() -> None:
     model = blocks(SHARDGRAD)
     an_adapter(model)
     model[1].lora.requires_grad_(False)
@@ -131,7 +138,8 @@ def trained_after_the_line_was_added(engine: Engine, trained_before: bool) -> Te
     return engine.snapshot(model)
 
 
-def looked_after_by_the_program() -> None:
+@on_ranks(2)
+def test_ignored_parameters_and_replicas_of_ddp_are_left_to_the_program() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Block(), Block())
     an_adapter(model)
@@ -143,7 +151,8 @@ def looked_after_by_the_program() -> None:
     assert model[1].lora.weight.grad is not None
 
 
-def a_part_called_by_itself() -> None:
+@on_ranks(2)
+def test_only_what_is_under_the_called_part_is_looked_at() -> None:
     model = blocks(SHARDGRAD)
     an_adapter(model)
     model[0](torch.ones(2, WIDTH)).sum().backward()  # the other part has the adapter
@@ -151,32 +160,11 @@ def a_part_called_by_itself() -> None:
         model[1](torch.ones(2, WIDTH))
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["resharded", "whole"])
-@pytest.mark.parametrize("trained_before", [False, True], ids=["first", "after_steps"])
-@pytest.mark.parametrize("attach", ATTACHED)
-def test_a_parameter_attached_after_fully_shard_is_refused_with_the_line_to_add(
-    two_ranks: Ranks, attach: Callable[[nn.Sequential], None], trained_before: bool, whole: bool
-) -> None:
-    two_ranks.run(is_refused, attach, trained_before, whole)
-
-
-def test_an_adapter_that_was_frozen_is_refused_when_it_begins_to_train(two_ranks: Ranks) -> None:
-    two_ranks.run(unfrozen_is_refused)
-
-
 @pytest.mark.parametrize("trained_before", [False, True], ids=["first", "after_a_step"])
 def test_an_adapter_and_a_head_train_like_the_unsharded_model_once_the_line_is_added(
     two_ranks: Ranks, trained_before: bool
 ) -> None:
     two_ranks.run(close_to_unsharded, trained_after_the_line_was_added, trained_before)
-
-
-def test_ignored_parameters_and_replicas_of_ddp_are_left_to_the_program(two_ranks: Ranks) -> None:
-    two_ranks.run(looked_after_by_the_program)
-
-
-def test_only_what_is_under_the_called_part_is_looked_at(two_ranks: Ranks) -> None:
-    two_ranks.run(a_part_called_by_itself)
 
 
 # -- around the units

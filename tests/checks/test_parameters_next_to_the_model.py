@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import shardgrad
 from shardgrad.checks import unowned_params
 from tests.support.parity import SHARDGRAD, WIDTH, Engine, Tensors, close_to_unsharded
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 Parts = tuple[nn.Module, nn.Module]
 
@@ -54,7 +54,8 @@ def steps(modules: Parts, optimizer: torch.optim.Optimizer, count: int = 3) -> l
     return [f"{each.filename}: {each.message}" for each in own]
 
 
-def a_head_is_named_once() -> None:
+@on_ranks(2)
+def test_a_head_next_to_the_model_is_named_once_with_the_line_to_add() -> None:
     modules = parts()
     optimizer = torch.optim.SGD(params_of(modules), lr=0.1)
     (text,) = steps(modules, optimizer)
@@ -71,7 +72,8 @@ def a_head_is_named_once() -> None:
     assert steps(modules, optimizer) == []
 
 
-def names_are_told() -> None:
+@on_ranks(2)
+def test_parameters_next_to_the_model_have_the_names_that_the_optimizer_knows() -> None:
     modules = parts()
     named = [
         *modules[0].named_parameters(prefix="model"),
@@ -81,7 +83,8 @@ def names_are_told() -> None:
     assert f"head.weight, of shape (2, {WIDTH}); head.bias, of shape (2,)" in text, text
 
 
-def one_that_was_added_later() -> None:
+@on_ranks(2)
+def test_parameters_that_are_added_to_the_optimizer_later_are_named() -> None:
     modules = parts()
     optimizer = torch.optim.SGD(modules[0].parameters(), lr=0.1)
     assert steps(modules, optimizer) == []
@@ -141,19 +144,25 @@ def replicated() -> Parts:
 LOOKED_AFTER = [ignored, ignored_inside, frozen, in_ddp, replicated]
 
 
-def is_silent(build: Callable[[], Parts]) -> None:
+@pytest.mark.parametrize("build", LOOKED_AFTER)
+@on_ranks(2)
+def test_parameters_that_the_program_looks_after_are_not_warned_of(
+    build: Callable[[], Parts],
+) -> None:
     modules = build()
     assert steps(modules, torch.optim.SGD(params_of(modules), lr=0.1)) == []
 
 
-def of_separate_optimizers() -> None:
+@on_ranks(2)
+def test_an_optimizer_without_sharded_parameters_is_not_warned_of() -> None:
     """A program that gives a module an optimizer may look after it there."""
     model, head = parts()
     for module in (model, head):
         assert steps((model, head), torch.optim.SGD(module.parameters(), lr=0.1)) == []
 
 
-def later_steps_look_at_nothing() -> None:
+@on_ranks(2)
+def test_later_steps_do_not_look_for_unowned_parameters() -> None:
     modules = parts()
     optimizer = torch.optim.SGD(modules[0].parameters(), lr=0.1)
     steps(modules, optimizer, 1)
@@ -163,36 +172,7 @@ def later_steps_look_at_nothing() -> None:
         steps(modules, optimizer)
 
 
-def test_a_head_next_to_the_model_is_named_once_with_the_line_to_add(two_ranks: Ranks) -> None:
-    two_ranks.run(a_head_is_named_once)
-
-
-def test_parameters_next_to_the_model_have_the_names_that_the_optimizer_knows(
-    two_ranks: Ranks,
-) -> None:
-    two_ranks.run(names_are_told)
-
-
-def test_parameters_that_are_added_to_the_optimizer_later_are_named(two_ranks: Ranks) -> None:
-    two_ranks.run(one_that_was_added_later)
-
-
 def test_a_head_next_to_the_model_trains_like_unsharded_once_the_line_is_added(
     two_ranks: Ranks,
 ) -> None:
     two_ranks.run(close_to_unsharded, the_line_was_added)
-
-
-@pytest.mark.parametrize("build", LOOKED_AFTER)
-def test_parameters_that_the_program_looks_after_are_not_warned_of(
-    two_ranks: Ranks, build: Callable[[], Parts]
-) -> None:
-    two_ranks.run(is_silent, build)
-
-
-def test_an_optimizer_without_sharded_parameters_is_not_warned_of(two_ranks: Ranks) -> None:
-    two_ranks.run(of_separate_optimizers)
-
-
-def test_later_steps_do_not_look_for_unowned_parameters(two_ranks: Ranks) -> None:
-    two_ranks.run(later_steps_look_at_nothing)

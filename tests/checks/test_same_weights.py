@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardgrad import MixedPrecisionPolicy, fully_shard
 from shardgrad.errors import RankDisagreementError
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 WIDTH = 6
 
@@ -47,7 +47,8 @@ def one_value_apart(which: Callable[[nn.Sequential], torch.Tensor], dtype: torch
     return str(caught.value)
 
 
-def all_values_apart() -> None:
+@on_ranks(2)
+def test_values_that_all_differ_alike_are_told() -> None:
     """Twice as large, an even number of times: what an exclusive or would not see."""
     model = blocks(0)
     with torch.no_grad():
@@ -121,10 +122,6 @@ def test_one_value_that_differs_is_told_on_every_rank(
         assert f"had different weights when fully_shard cut them: {name}\n" in text
         assert "2 different ones, on ranks 0 / 1" in text
         assert f"where:    rank {rank}, parameter {name}" in text
-
-
-def test_values_that_all_differ_alike_are_told(two_ranks: Ranks) -> None:
-    two_ranks.run(all_values_apart)
 
 
 def test_replicas_that_differ_are_told_on_every_rank(four_ranks: Ranks) -> None:

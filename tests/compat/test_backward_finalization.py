@@ -27,7 +27,7 @@ from tests.support.parity import (
     tower,
     watching_collectives,
 )
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 from tests.support.traps import Trap, TrapInBackward
 
 MICRO_BATCHES = 3
@@ -86,7 +86,8 @@ def test_backwards_finalized_by_hand_equal_an_unsharded_run(
     two_ranks.run(trains_like_unsharded, **options)
 
 
-def a_failed_backward_leaves_nothing_to_finalize() -> None:
+@on_ranks(2)
+def test_a_failed_backward_leaves_nothing_to_finalize() -> None:
     model: Any = SHARDGRAD.shard_tower(tower())
     model.set_manual_backward_finalization(True)
     model.layers[1].register_forward_hook(lambda module, args, output: TrapInBackward.apply(output))
@@ -100,10 +101,6 @@ def a_failed_backward_leaves_nothing_to_finalize() -> None:
     assert all(param.grad is None for param in model.parameters())
 
 
-def test_a_failed_backward_leaves_nothing_to_finalize(two_ranks: Ranks) -> None:
-    two_ranks.run(a_failed_backward_leaves_nothing_to_finalize)
-
-
 @in_torch
 @pytest.mark.parametrize("async_op", [False, True])
 def test_backwards_finalized_by_hand_train_bit_for_bit_like_fsdp2(
@@ -112,7 +109,8 @@ def test_backwards_finalized_by_hand_train_bit_for_bit_like_fsdp2(
     two_ranks.run(same_bits_as_fsdp2, train, async_op=async_op)
 
 
-def misused() -> None:
+@on_ranks(2)
+def test_a_finalization_in_the_wrong_place_is_refused_by_name() -> None:
     model: Any = SHARDGRAD.shard_tower(tower())
     inner = model.layers[0]
     assert model.finalize_backward() is None  # nothing has run
@@ -145,11 +143,8 @@ def _backward(model: Tower) -> Any:
     return model
 
 
-def test_a_finalization_in_the_wrong_place_is_refused_by_name(two_ranks: Ranks) -> None:
-    two_ranks.run(misused)
-
-
-def what_was_said_of_the_last_backward_counts_again() -> None:
+@on_ranks(2)
+def test_manual_finalization_supersedes_the_last_backward() -> None:
     model: Any = SHARDGRAD.shard_tower(tower())
     model.set_manual_backward_finalization(True)
     model.set_is_last_backward(False)
@@ -161,11 +156,8 @@ def what_was_said_of_the_last_backward_counts_again() -> None:
     assert context.is_last_backward
 
 
-def test_manual_finalization_supersedes_the_last_backward(two_ranks: Ranks) -> None:
-    two_ranks.run(what_was_said_of_the_last_backward_counts_again)
-
-
-def unsharded_memory_stays() -> None:
+@on_ranks(2)
+def test_unsharded_memory_stays_where_it_is_if_asked_to() -> None:
     def addresses(model: Tower) -> list[tuple[int, int]]:
         model.unshard()
         whole = [model.head.weight, model.gain]
@@ -185,10 +177,6 @@ def unsharded_memory_stays() -> None:
     del others
 
 
-def test_unsharded_memory_stays_where_it_is_if_asked_to(two_ranks: Ranks) -> None:
-    two_ranks.run(unsharded_memory_stays)
-
-
 def train_with_memory_that_stays(engine: Engine, keep: bool) -> Tensors:
     model: Any = engine.shard_tower(tower())
     model.set_keep_unsharded_storage(keep)
@@ -201,16 +189,13 @@ def train_with_memory_that_stays(engine: Engine, keep: bool) -> Tensors:
     return engine.snapshot(model)
 
 
-def memory_changes_no_bit() -> None:
+@on_ranks(2)
+def test_memory_that_stays_changes_no_bit() -> None:
     ours = (
         train_with_memory_that_stays(SHARDGRAD, True),
         train_with_memory_that_stays(SHARDGRAD, False),
     )
     assert all(torch.equal(value, ours[1][name]) for name, value in ours[0].items())
-
-
-def test_memory_that_stays_changes_no_bit(two_ranks: Ranks) -> None:
-    two_ranks.run(memory_changes_no_bit)
 
 
 @in_torch

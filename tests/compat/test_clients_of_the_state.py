@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import shardgrad
-from tests.support.ranks import Ranks
+from tests.support.ranks import on_ranks
 
 T = TypeVar("T")
 
@@ -48,7 +48,9 @@ class WithUnshard(ABC, nn.Linear):
 CLASSES = [FromABC, FromGeneric, FromSlots, FromProtocol, FromChild, WithUnshard]
 
 
-def trains_as_plain(cls: type[nn.Linear]) -> None:
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+@on_ranks(2)
+def test_a_model_with_a_base_without_a_dict_is_sharded(cls: type[nn.Linear]) -> None:
     torch.manual_seed(0)
     model, plain = cls(4, 3), nn.Linear(4, 3)
     plain.load_state_dict(model.state_dict())
@@ -66,14 +68,8 @@ def trains_as_plain(cls: type[nn.Linear]) -> None:
     assert not isinstance(model.weight, DTensor)
 
 
-@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
-def test_a_model_with_a_base_without_a_dict_is_sharded(
-    two_ranks: Ranks, cls: type[nn.Linear]
-) -> None:
-    two_ranks.run(trains_as_plain, cls)
-
-
-def a_root_that_only_evaluates_reshards() -> None:
+@on_ranks(2)
+def test_dinov3_makes_a_root_reshard_after_forward() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     shardgrad.fully_shard(model[0])
     shardgrad.fully_shard(model, reshard_after_forward=True)
@@ -88,7 +84,3 @@ def a_root_that_only_evaluates_reshards() -> None:
     state._fsdp_param_group.post_forward_mesh_info = None
     model(torch.ones(2, 4))
     assert not isinstance(model[1].weight, DTensor)
-
-
-def test_dinov3_makes_a_root_reshard_after_forward(two_ranks: Ranks) -> None:
-    two_ranks.run(a_root_that_only_evaluates_reshards)

@@ -22,7 +22,7 @@ from tests.support.parity import (
     token_loss,
     tower,
 )
-from tests.support.ranks import Ranks
+from tests.support.ranks import on_ranks
 
 CPU = torch.device("cpu")
 
@@ -58,7 +58,8 @@ def track(engine: Engine, *, tracked: bool = True) -> tuple[Tensors, Any, nn.Mod
     return engine.snapshot(model), tracker, model
 
 
-def sees_memory_and_leaves_the_model_as_it_was() -> None:
+@on_ranks(2)
+def test_the_memory_tracker_sees_units_and_leaves_them_as_they_were() -> None:
     ours, tracker, model = track(SHARDGRAD)
     assert_same_bits(ours, track(SHARDGRAD, tracked=False)[0])
     assert_same_bits(ours, track(FSDP2)[0])
@@ -89,11 +90,8 @@ def _own(unit: nn.Module, root: nn.Module) -> list[nn.Parameter]:
     return [p for p in unit.parameters() if unit is not root or id(p) not in inner]
 
 
-def test_the_memory_tracker_sees_units_and_leaves_them_as_they_were(two_ranks: Ranks) -> None:
-    two_ranks.run(sees_memory_and_leaves_the_model_as_it_was)
-
-
-def refuses_a_unit_of_several_modules() -> None:
+@on_ranks(2)
+def test_the_memory_tracker_is_refused_for_a_unit_of_several_modules() -> None:
     model = stack(5, 7, 3)
     shardgrad.fully_shard([model[0], model[2]])
     shardgrad.fully_shard(model)
@@ -104,7 +102,3 @@ def refuses_a_unit_of_several_modules() -> None:
         FSDPMemTracker(model),
     ):
         pass
-
-
-def test_the_memory_tracker_is_refused_for_a_unit_of_several_modules(two_ranks: Ranks) -> None:
-    two_ranks.run(refuses_a_unit_of_several_modules)

@@ -26,7 +26,7 @@ from tests.support.parity import (
     tower,
     train,
 )
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 BF16, FP32 = torch.bfloat16, torch.float32
 Prepare = Callable[[nn.Module], None]
@@ -158,7 +158,9 @@ def computes_in(policy: MixedPrecisionPolicy) -> dict[str, torch.dtype]:
     return {name: param.dtype for name, param in model.named_parameters()}
 
 
-def shows_dtypes() -> None:
+@from_2_15
+@on_ranks(2)
+def test_the_override_is_asked_once_and_decides_what_computes() -> None:
     policy = MixedPrecisionPolicy(param_dtype=BF16, param_dtype_override_fn=scalars_in_full)
     assert computes_in(policy) == {"0.weight": BF16, "0.bias": FP32}
     asked: list[nn.Parameter] = []
@@ -168,11 +170,6 @@ def shows_dtypes() -> None:
         model, mp_policy=MixedPrecisionPolicy(param_dtype_override_fn=asked.append)
     )
     assert list(map(id, asked)) == list(map(id, params))
-
-
-@from_2_15
-def test_the_override_is_asked_once_and_decides_what_computes(two_ranks: Ranks) -> None:
-    two_ranks.run(shows_dtypes)
 
 
 class _Wide(torch.autograd.Function):
@@ -218,17 +215,16 @@ class LaterPolicy(MixedPrecisionPolicy):
     rounding: str = "nearest"
 
 
-def refuses() -> None:
+@on_ranks(2)
+def test_a_field_of_a_policy_that_we_do_not_know_is_refused_by_name() -> None:
     shardgrad.fully_shard(stack(4, 4), mp_policy=LaterPolicy())
     with pytest.raises(UnsupportedError, match=r"LaterPolicy\(rounding='stochastic'\)"):
         shardgrad.fully_shard(stack(4, 4), mp_policy=LaterPolicy(rounding="stochastic"))
 
 
-def test_a_field_of_a_policy_that_we_do_not_know_is_refused_by_name(two_ranks: Ranks) -> None:
-    two_ranks.run(refuses)
-
-
-def refuses_dtypes() -> None:
+@from_2_15
+@on_ranks(2)
+def test_dtypes_that_cannot_be_followed_are_refused_by_name() -> None:
     policy = MixedPrecisionPolicy(
         param_dtype=BF16, param_dtype_override_fn=lambda param: torch.float16
     )
@@ -246,8 +242,3 @@ def refuses_dtypes() -> None:
         UnsupportedParameterError, match=r"grad_dtype of parameter 0\.weight was set after"
     ):
         model(torch.ones(1, 4))
-
-
-@from_2_15
-def test_dtypes_that_cannot_be_followed_are_refused_by_name(two_ranks: Ranks) -> None:
-    two_ranks.run(refuses_dtypes)

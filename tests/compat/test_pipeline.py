@@ -32,7 +32,7 @@ from tests.support.parity import (
     float64,
     stack,
 )
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 SCHEDULES = (
     "GPipe",
@@ -266,19 +266,17 @@ def test_a_schedule_trains_the_unsharded_model_with_all_settings(
     four_ranks.run(all_train_the_model, schedule, COMBINATIONS, timeout_s=300)
 
 
-def schedules_agree(schedule: str) -> None:
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+@on_ranks(4)
+def test_a_schedule_trains_like_under_fsdp2(schedule: str) -> None:
     with float64():
         ours, theirs = train(SHARDGRAD, schedule, Case()), train(FSDP2, schedule, Case())
     assert any(".grad" in name for name in ours)
     assert_same_bits(ours, theirs)
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
-def test_a_schedule_trains_like_under_fsdp2(four_ranks: Ranks, schedule: str) -> None:
-    four_ranks.run(schedules_agree, schedule)
-
-
-def look_at_views() -> None:
+@on_ranks(2)
+def test_torch_finds_its_names_on_our_modules() -> None:
     model = stack(5, 7, 3)
     shardgrad.fully_shard(model[0])
     shardgrad.fully_shard(model)
@@ -289,7 +287,3 @@ def look_at_views() -> None:
     assert [view._param_fqn for view in group.fsdp_params] == ["2.weight", "2.bias"]
     with pytest.raises(AssertionError):
         fsdp.fully_shard(model)  # torch sees that somebody has been here
-
-
-def test_torch_finds_its_names_on_our_modules(two_ranks: Ranks) -> None:
-    two_ranks.run(look_at_views)

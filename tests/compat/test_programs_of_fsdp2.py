@@ -39,7 +39,7 @@ from tests.support.parity import (
     train,
     watching_collectives,
 )
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 
 def train_stack(engine: Engine, model: nn.Module, steps: int = 3, width: int = 5) -> Tensors:
@@ -87,14 +87,11 @@ def train_after_a_broadcast_to_replicas(engine: Engine) -> Tensors:
     return train(engine, model)
 
 
-def broadcast_equals_a_plain_start() -> None:
+@on_ranks(4)
+def test_shards_can_be_broadcast_across_replicas_in_place() -> None:
     ours = train_after_a_broadcast_to_replicas(SHARDGRAD)
     plain = train(SHARDGRAD, SHARDGRAD.shard_tower(tower(), mesh=hsdp_mesh(2, 2)))
     assert all(torch.equal(ours[name], plain[name]) for name in plain)
-
-
-def test_shards_can_be_broadcast_across_replicas_in_place(four_ranks: Ranks) -> None:
-    four_ranks.run(broadcast_equals_a_plain_start)
 
 
 # -- construction and calls
@@ -113,7 +110,8 @@ def test_layers_may_be_sharded_as_they_are_built(two_ranks: Ranks) -> None:
     two_ranks.run(same_bits_as_fsdp2, train_sharded_while_built)
 
 
-def both_need_one_root() -> None:
+@on_ranks(2)
+def test_a_list_of_modules_that_contain_units_is_no_root() -> None:
     # A list is fine as long as none of its modules contains units: each is run by itself.
     model = nn.ModuleList([stack(5, 5, 5), stack(5, 5, 5)])
     for engine in (SHARDGRAD, FSDP2):
@@ -142,11 +140,8 @@ def test_a_list_of_plain_modules_needs_no_root(two_ranks: Ranks) -> None:
     two_ranks.run(close_to_unsharded, train_a_list_without_a_root)
 
 
-def test_a_list_of_modules_that_contain_units_is_no_root(two_ranks: Ranks) -> None:
-    two_ranks.run(both_need_one_root)
-
-
-def a_module_of_units_can_be_waited_for() -> None:
+@on_ranks(2)
+def test_a_module_without_parameters_of_its_own_can_be_unsharded() -> None:
     model = stack(5, 7, 3)
     for layer in (model[0], model[2]):
         shardgrad.fully_shard(layer)
@@ -157,11 +152,8 @@ def a_module_of_units_can_be_waited_for() -> None:
     model.reshard()
 
 
-def test_a_module_without_parameters_of_its_own_can_be_unsharded(two_ranks: Ranks) -> None:
-    two_ranks.run(a_module_of_units_can_be_waited_for)
-
-
-def registration_leaves_plain_modules_alone() -> None:
+@on_ranks(2)
+def test_registering_a_method_of_a_plain_module_does_nothing() -> None:
     model = nn.Linear(3, 3)
     before = model.extra_repr
     shardgrad.register_fsdp_forward_method(model, "extra_repr")
@@ -169,10 +161,6 @@ def registration_leaves_plain_modules_alone() -> None:
     shardgrad.fully_shard(model)
     with pytest.raises(ValueError, match="nothing_of_the_kind"):
         shardgrad.register_fsdp_forward_method(model, "nothing_of_the_kind")
-
-
-def test_registering_a_method_of_a_plain_module_does_nothing(two_ranks: Ranks) -> None:
-    two_ranks.run(registration_leaves_plain_modules_alone)
 
 
 def train_with_parameters_used_directly(engine: Engine) -> Tensors:
@@ -289,21 +277,19 @@ def test_units_inside_a_replicated_module_are_left_to_the_engine(two_ranks: Rank
     two_ranks.run(same_bits_as_fsdp2, train_inside_replicate)
 
 
-def replicating_a_unit_is_refused() -> None:
+@on_ranks(2)
+def test_replicating_a_sharded_module_is_refused() -> None:
     for engine in (SHARDGRAD, FSDP2):
         model = engine.fully_shard(stack(5, 3))
         with pytest.raises((RuntimeError, AssertionError)):
             replicate(model)
 
 
-def test_replicating_a_sharded_module_is_refused(two_ranks: Ranks) -> None:
-    two_ranks.run(replicating_a_unit_is_refused)
-
-
 # -- what collectives leave
 
 
-def half_is_left() -> None:
+@on_ranks(4)
+def test_resharding_to_two_of_four_ranks_leaves_halves() -> None:
     model = SHARDGRAD.shard_tower(tower(), reshard_after_forward=2)
     rows = model.layers[0].up.weight.shape[0]
     loss = token_loss(model, SHARDGRAD.tokens(0))
@@ -313,19 +299,12 @@ def half_is_left() -> None:
     assert isinstance(model.layers[0].up.weight, DTensor)
 
 
-def test_resharding_to_two_of_four_ranks_leaves_halves(four_ranks: Ranks) -> None:
-    four_ranks.run(half_is_left)
-
-
-def slowness_changes_nothing() -> None:
+@on_ranks(2)
+def test_slow_collectives_change_no_bit() -> None:
     quick = train(SHARDGRAD, SHARDGRAD.shard_tower(tower()))
     with watching_collectives(lambda *_: time.sleep(0.002 * (1 + dist.get_rank()))):
         slow = train(SHARDGRAD, SHARDGRAD.shard_tower(tower()))
     assert all(torch.equal(quick[name], slow[name]) for name in quick)
-
-
-def test_slow_collectives_change_no_bit(two_ranks: Ranks) -> None:
-    two_ranks.run(slowness_changes_nothing)
 
 
 def train_with_unshards_that_wait(engine: Engine) -> Tensors:
@@ -371,7 +350,9 @@ def test_programs_that_import_from_the_old_path_train_like_under_fsdp2(two_ranks
     two_ranks.run(same_bits_as_fsdp2, train_through_the_old_path)
 
 
-def moved_gradients(replicas: int) -> None:
+@pytest.mark.parametrize("replicas", [1, 2])
+@on_ranks(2)
+def test_a_divide_factor_is_for_one_unit_only(replicas: int) -> None:
     """`set_gradient_divide_factor` of one unit changes the gradients of that unit only."""
     mesh = hsdp_mesh(replicas, dist.get_world_size() // replicas)
     with float64():
@@ -389,11 +370,6 @@ def moved_gradients(replicas: int) -> None:
             torch.testing.assert_close(divided[name], grad * share, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_a_divide_factor_is_for_one_unit_only(two_ranks: Ranks, replicas: int) -> None:
-    two_ranks.run(moved_gradients, replicas)
-
-
 def norms_of(engine: Engine, foreach: bool | None) -> Tensors:
     model = engine.shard_tower(tower())
     token_loss(model, engine.tokens(0)).backward()
@@ -404,11 +380,8 @@ def norms_of(engine: Engine, foreach: bool | None) -> Tensors:
     return {"norm": norm} | engine.snapshot(model)
 
 
-def norms_agree() -> None:
+@on_ranks(2)
+def test_torchs_clipping_sees_whole_norms() -> None:
     with float64():
         for foreach in (None, False):
             assert_close(norms_of(GATHERED, foreach), norms_of(UNSHARDED, foreach))
-
-
-def test_torchs_clipping_sees_whole_norms(two_ranks: Ranks) -> None:
-    two_ranks.run(norms_agree)

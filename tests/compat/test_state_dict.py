@@ -34,7 +34,7 @@ from tests.support.parity import (
     tower,
     train,
 )
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 ENGINES = {"shardgrad": SHARDGRAD, "fsdp2": FSDP2}
 
@@ -73,7 +73,12 @@ def even_tower() -> nn.Module:
     return model
 
 
-def state_dict_shares_storage(kind: str) -> None:
+KINDS = pytest.mark.parametrize("kind", ["rows", "replicas", "columns"])
+
+
+@KINDS
+@on_ranks(2)
+def test_a_state_dict_shares_storage_with_the_shards(kind: str) -> None:
     originals = even_tower().state_dict()
     model = even_tower()
     model.load_state_dict(originals)
@@ -88,7 +93,9 @@ def state_dict_shares_storage(kind: str) -> None:
         assert torch.equal(value.full_tensor(), originals[name]), name
 
 
-def state_dict_round_trip(kind: str) -> None:
+@KINDS
+@on_ranks(2)
+def test_loading_a_state_dict_restores_the_run_in_place(kind: str) -> None:
     model = SHARDGRAD.shard_tower(even_tower(), **options_of(kind))
     train(SHARDGRAD, model, steps=1)
     state = {name: value.clone() for name, value in model.state_dict().items()}
@@ -101,7 +108,8 @@ def state_dict_round_trip(kind: str) -> None:
     assert_same_bits(train(SHARDGRAD, model, optimizer="sgd", first_step=1), expected)
 
 
-def full_state_loads_into_a_plain_model() -> None:
+@on_ranks(2)
+def test_a_full_state_loads_into_a_plain_model() -> None:
     model = SHARDGRAD.shard_tower(tower())
     train(SHARDGRAD, model, steps=1)
     plain = tower(seed=1)
@@ -112,7 +120,12 @@ def full_state_loads_into_a_plain_model() -> None:
     assert torch.equal(plain(tokens), model(tokens))
 
 
-def checkpoint_moves_between_engines(source: str, target: str) -> None:
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [("shardgrad", "shardgrad"), ("shardgrad", "fsdp2"), ("fsdp2", "shardgrad")],
+)
+@on_ranks(2)
+def test_a_checkpoint_of_one_engine_continues_in_the_other(source: str, target: str) -> None:
     """Saves model and optimizer of one engine, loads them in another, and both train on alike."""
     writer, reader = ENGINES[source], ENGINES[target]
     model = writer.shard_tower(tower())
@@ -134,7 +147,8 @@ def checkpoint_moves_between_engines(source: str, target: str) -> None:
     )
 
 
-def full_state_from_rank_0() -> None:
+@on_ranks(2)
+def test_a_full_state_on_rank_0_is_broadcast_into_the_shards() -> None:
     right = tower(seed=3)
     model = SHARDGRAD.shard_tower(tower(seed=1))
     full = right.state_dict() if dist.get_rank() == 0 else {}
@@ -216,7 +230,9 @@ def train_to_float64_after_a_step(engine: Engine) -> Tensors:
     return train(engine, model, first_step=1)
 
 
-def state_dict_under_every_reshard_state(reshard_after_forward: bool | int) -> None:
+@pytest.mark.parametrize("reshard_after_forward", [True, False, 2])
+@on_ranks(4)
+def test_a_state_dict_after_forward_holds_the_shards(reshard_after_forward: bool | int) -> None:
     model = SHARDGRAD.shard_tower(tower(), reshard_after_forward=reshard_after_forward)
     model(SHARDGRAD.tokens(0)[0])
     states = get_model_state_dict(model), model.state_dict()
@@ -227,37 +243,6 @@ def state_dict_under_every_reshard_state(reshard_after_forward: bool | int) -> N
     for name, param in model.named_parameters():
         assert isinstance(param, DTensor), name
         assert param.device_mesh.size() == dist.get_world_size(), name
-
-
-KINDS = pytest.mark.parametrize("kind", ["rows", "replicas", "columns"])
-
-
-@KINDS
-def test_a_state_dict_shares_storage_with_the_shards(two_ranks: Ranks, kind: str) -> None:
-    two_ranks.run(state_dict_shares_storage, kind)
-
-
-@KINDS
-def test_loading_a_state_dict_restores_the_run_in_place(two_ranks: Ranks, kind: str) -> None:
-    two_ranks.run(state_dict_round_trip, kind)
-
-
-def test_a_full_state_loads_into_a_plain_model(two_ranks: Ranks) -> None:
-    two_ranks.run(full_state_loads_into_a_plain_model)
-
-
-@pytest.mark.parametrize(
-    ("source", "target"),
-    [("shardgrad", "shardgrad"), ("shardgrad", "fsdp2"), ("fsdp2", "shardgrad")],
-)
-def test_a_checkpoint_of_one_engine_continues_in_the_other(
-    two_ranks: Ranks, source: str, target: str
-) -> None:
-    two_ranks.run(checkpoint_moves_between_engines, source, target)
-
-
-def test_a_full_state_on_rank_0_is_broadcast_into_the_shards(two_ranks: Ranks) -> None:
-    two_ranks.run(full_state_from_rank_0)
 
 
 @pytest.mark.parametrize("from_rank_0", [False, True], ids=["on all ranks", "from rank 0"])
@@ -274,11 +259,8 @@ def test_late_data_trains_bit_for_bit_like_fsdp2(two_ranks: Ranks, program: obje
     two_ranks.run(same_bits_as_fsdp2, program)
 
 
-def test_a_model_cast_after_sharding_trains_like_fsdp2_in_its_first_step(two_ranks: Ranks) -> None:
-    two_ranks.run(cast_models_agree)
-
-
-def every_gradient_arrives_after_every_cast() -> None:
+@on_ranks(2)
+def test_no_gradient_is_lost_however_often_a_model_is_cast() -> None:
     """Each cast makes new whole parameters, some at the addresses of old ones, and each needs its
     hook.
     """
@@ -290,27 +272,17 @@ def every_gradient_arrives_after_every_cast() -> None:
         model.zero_grad()
 
 
-def test_no_gradient_is_lost_however_often_a_model_is_cast(two_ranks: Ranks) -> None:
-    two_ranks.run(every_gradient_arrives_after_every_cast)
-
-
 def test_a_model_cast_between_steps_trains_on_like_an_unsharded_one(two_ranks: Ranks) -> None:
     # The first step is in fp32, whose sums differ by their order (2^-24), with a margin for Adam's
     # division.
     two_ranks.run(close_to_unsharded, train_to_float64_after_a_step, tolerance=1e-4)
 
 
-def cast_models_agree() -> None:
+@on_ranks(2)
+def test_a_model_cast_after_sharding_trains_like_fsdp2_in_its_first_step() -> None:
     ours, theirs = train_in_bf16_after_to(SHARDGRAD), train_in_bf16_after_to(FSDP2)
     assert list(ours) == list(theirs)
     for name, right in theirs.items():
         assert ours[name].dtype == right.dtype == torch.bfloat16 or "loss" in name
         # One rounding to bf16 more or less, of the gradient and then of the weight.
         torch.testing.assert_close(ours[name], right, rtol=2**-7, atol=2**-9)
-
-
-@pytest.mark.parametrize("reshard_after_forward", [True, False, 2])
-def test_a_state_dict_after_forward_holds_the_shards(
-    four_ranks: Ranks, reshard_after_forward: bool | int
-) -> None:
-    four_ranks.run(state_dict_under_every_reshard_state, reshard_after_forward)

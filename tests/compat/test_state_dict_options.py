@@ -33,7 +33,7 @@ from tests.support.parity import (
     token_loss,
     tower,
 )
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 ENGINES = {"fsdp2": FSDP2, "shardgrad": SHARDGRAD}
 Trained = tuple[nn.Module, torch.optim.Optimizer]
@@ -222,7 +222,12 @@ def take_step(model: nn.Module, optims: tuple[torch.optim.Optimizer, ...], step:
         optim.zero_grad()
 
 
-def several_optimizers_at_once(source: str, target: str, full: bool) -> None:
+@pytest.mark.parametrize("full", [False, True], ids=["sharded", "full"])
+@pytest.mark.parametrize(("source", "target"), [("fsdp2", "shardgrad"), ("shardgrad", "fsdp2")])
+@on_ranks(2)
+def test_the_state_of_several_optimizers_crosses_at_once(
+    source: str, target: str, full: bool
+) -> None:
     """One state for both; what it is loaded into trains on to the same bits."""
     options = StateDictOptions(full_state_dict=full)
     model, other = ENGINES[source].shard_tower(tower()), ENGINES[target].shard_tower(tower(seed=1))
@@ -239,18 +244,11 @@ def several_optimizers_at_once(source: str, target: str, full: bool) -> None:
     assert_same_bits(SHARDGRAD.snapshot(other), SHARDGRAD.snapshot(model))
 
 
-@pytest.mark.parametrize("full", [False, True], ids=["sharded", "full"])
-@pytest.mark.parametrize(("source", "target"), [("fsdp2", "shardgrad"), ("shardgrad", "fsdp2")])
-def test_the_state_of_several_optimizers_crosses_at_once(
-    two_ranks: Ranks, source: str, target: str, full: bool
-) -> None:
-    two_ranks.run(several_optimizers_at_once, source, target, full)
-
-
 # -- parts
 
 
-def parts_load_only_when_allowed() -> None:
+@on_ranks(2)
+def test_a_part_of_a_state_loads_only_without_strict() -> None:
     right = get_model_state_dict(trained(SHARDGRAD)[0])
     part = {name: value for name, value in right.items() if not name.startswith("layers.1.")}
     stranger = {**right, "layers.9.up.weight": torch.zeros(2)}
@@ -265,11 +263,8 @@ def parts_load_only_when_allowed() -> None:
             assert torch.equal(param.to_local(), expected), name
 
 
-def test_a_part_of_a_state_loads_only_without_strict(two_ranks: Ranks) -> None:
-    two_ranks.run(parts_load_only_when_allowed)
-
-
-def frozen_parameters_are_left_out_when_asked() -> None:
+@on_ranks(2)
+def test_frozen_parameters_are_left_out_when_asked() -> None:
     states = []
     for engine in (SHARDGRAD, FSDP2):
         model = tower()
@@ -280,10 +275,6 @@ def frozen_parameters_are_left_out_when_asked() -> None:
         )
     assert list(states[0]) == list(states[1])
     assert not any(name.startswith("layers.1.") for name in states[0])
-
-
-def test_frozen_parameters_are_left_out_when_asked(two_ranks: Ranks) -> None:
-    two_ranks.run(frozen_parameters_are_left_out_when_asked)
 
 
 # -- asynchronous saving

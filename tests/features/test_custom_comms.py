@@ -31,7 +31,7 @@ from tests.support.parity import (
     tower,
     train,
 )
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 
 class CountedGather(AllGather):
@@ -100,7 +100,8 @@ def train_through_own_collectives(engine: Engine, *, keeps_buffer: bool = False)
     return found
 
 
-def train_with_own_buffer() -> None:
+@on_ranks(2)
+def test_own_collectives_may_allocate_one_buffer_for_all() -> None:
     """A program whose `allocate` returns one buffer again and again."""
     ours = train_through_own_collectives(SHARDGRAD, keeps_buffer=True)
     assert_same_bits(ours, train_through_own_collectives(SHARDGRAD))
@@ -127,7 +128,9 @@ def train_hooked(engine: Engine, *, forced: bool, replicas: int) -> Tensors:
     return found | {f"norm {i}": norm.double().round(decimals=4) for i, norm in enumerate(norms)}
 
 
-def refuses_a_stream_under_hsdp(engine: Engine) -> None:
+@pytest.mark.parametrize("engine", [SHARDGRAD, FSDP2], ids=lambda engine: engine.name)
+@on_ranks(2)
+def test_a_hook_has_no_stream_of_its_own_under_hsdp(engine: Engine) -> None:
     model = engine.shard_tower(tower(), mesh=hsdp_mesh(2, 1))
     with pytest.raises(ValueError, match="stream cannot be set when using native HSDP"):
         model.set_all_reduce_hook(print, stream=object())
@@ -159,7 +162,8 @@ def train_set(engine: Engine, setting: Callable[[Tower], None]) -> Tensors:
     return train(engine, model, micro_batches=2)
 
 
-def settings_are_in_force() -> None:
+@on_ranks(2)
+def test_settings_of_collectives_are_in_force() -> None:
     model = SHARDGRAD.shard_tower(tower())
     separate(model)
     many_buffers(model)
@@ -259,7 +263,9 @@ def train_with_empty_units(engine: Engine) -> Tensors:
     return engine.snapshot(model)
 
 
-def state_of(engine: Engine) -> None:
+@pytest.mark.parametrize("engine", [SHARDGRAD, FSDP2], ids=lambda engine: engine.name)
+@on_ranks(2)
+def test_the_state_of_a_sharded_module_is_found(engine: Engine) -> None:
     plain, sharded = nn.Linear(2, 2), nn.Linear(2, 2)
     engine.fully_shard(sharded)
     assert engine.fully_shard.state(plain) is None
@@ -273,17 +279,14 @@ def symmetric_memory_error(engine: Engine) -> str:
     return str(caught.value)
 
 
-def refuses_symmetric_memory_as_fsdp2() -> None:
+@on_ranks(2)
+def test_symmetric_memory_without_a_backend_is_the_same_error_as_under_fsdp2() -> None:
     """torch for CPUs has no such memory; on a device the same call would succeed."""
     assert symmetric_memory_error(SHARDGRAD) == symmetric_memory_error(FSDP2)
 
 
 def test_own_collectives_train_bit_for_bit_like_fsdp2(two_ranks: Ranks) -> None:
     two_ranks.run(same_bits_as_fsdp2, train_through_own_collectives)
-
-
-def test_own_collectives_may_allocate_one_buffer_for_all(two_ranks: Ranks) -> None:
-    two_ranks.run(train_with_own_buffer)
 
 
 @pytest.mark.parametrize(("forced", "replicas"), [(False, 1), (True, 1), (True, 2)])
@@ -293,20 +296,11 @@ def test_an_all_reduce_hook_sees_what_it_sees_under_fsdp2(
     two_ranks.run(same_bits_as_fsdp2, train_hooked, forced=forced, replicas=replicas)
 
 
-@pytest.mark.parametrize("engine", [SHARDGRAD, FSDP2], ids=lambda engine: engine.name)
-def test_a_hook_has_no_stream_of_its_own_under_hsdp(two_ranks: Ranks, engine: Engine) -> None:
-    two_ranks.run(refuses_a_stream_under_hsdp, engine)
-
-
 @pytest.mark.parametrize("setting", [separate, one_buffer, many_buffers, from_process_group])
 def test_settings_of_collectives_train_bit_for_bit_like_fsdp2(
     two_ranks: Ranks, setting: Any
 ) -> None:
     two_ranks.run(same_bits_as_fsdp2, train_set, setting)
-
-
-def test_settings_of_collectives_are_in_force(two_ranks: Ranks) -> None:
-    two_ranks.run(settings_are_in_force)
 
 
 def test_an_event_after_the_optimizer_trains_bit_for_bit_like_fsdp2(two_ranks: Ranks) -> None:
@@ -322,14 +316,3 @@ def test_roots_that_share_streams_train_bit_for_bit_like_fsdp2(
 
 def test_units_without_parameters_train_bit_for_bit_like_fsdp2(two_ranks: Ranks) -> None:
     two_ranks.run(same_bits_as_fsdp2, train_with_empty_units)
-
-
-@pytest.mark.parametrize("engine", [SHARDGRAD, FSDP2], ids=lambda engine: engine.name)
-def test_the_state_of_a_sharded_module_is_found(two_ranks: Ranks, engine: Engine) -> None:
-    two_ranks.run(state_of, engine)
-
-
-def test_symmetric_memory_without_a_backend_is_the_same_error_as_under_fsdp2(
-    two_ranks: Ranks,
-) -> None:
-    two_ranks.run(refuses_symmetric_memory_as_fsdp2)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard
 import shardgrad
 from shardgrad.errors import MetaParameterError, RootError, UnsupportedParameterError
 from tests.support.parity import SHARDGRAD, hsdp_mesh, stack, token_loss, tower
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 from tests.support.tensor_extensions import Narrowed, extended
 
 
@@ -67,16 +67,13 @@ def test_replicas_are_named_as_holders_of_the_same_rows(four_ranks: Ranks) -> No
     four_ranks.run(every_address_is_that_of_its_rows, mesh=(2, 2))
 
 
-def columns_are_rows_of_another_dim() -> None:
+@on_ranks(2)
+def test_a_parameter_sharded_by_columns_says_so() -> None:
     model = stack(4, 6)
     whole = {name: param.detach().clone() for name, param in model.named_parameters()}
     SHARDGRAD.fully_shard(model, shard_placement_fn=lambda p: Shard(1) if p.ndim == 2 else None)
     assert_is(model, whole)
     assert shardgrad.export_table(model)["0.weight"].dim == 1
-
-
-def test_a_parameter_sharded_by_columns_says_so(two_ranks: Ranks) -> None:
-    two_ranks.run(columns_are_rows_of_another_dim)
 
 
 def addresses_stay(folder: str) -> None:
@@ -114,7 +111,8 @@ def test_addresses_stay_over_steps_evaluations_and_loads(two_ranks: Ranks, tmp_p
     two_ranks.run(addresses_stay, str(tmp_path))
 
 
-def a_replaced_parameter_makes_another_table() -> None:
+@on_ranks(2)
+def test_a_replaced_parameter_makes_another_table() -> None:
     model = SHARDGRAD.fully_shard(stack(4, 6))
     table = shardgrad.export_table(model)
     model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
@@ -126,11 +124,8 @@ def a_replaced_parameter_makes_another_table() -> None:
     assert_is(model, whole_of(model))
 
 
-def test_a_replaced_parameter_makes_another_table(two_ranks: Ranks) -> None:
-    two_ranks.run(a_replaced_parameter_makes_another_table)
-
-
-def names_are_those_of_a_checkpoint() -> None:
+@on_ranks(1)
+def test_names_are_those_of_a_checkpoint() -> None:
     plain = tower(depth=1)
     names = [name for name, _ in plain.named_parameters()]
     plain.layers[0] = checkpoint_wrapper(plain.layers[0])
@@ -139,11 +134,8 @@ def names_are_those_of_a_checkpoint() -> None:
     assert list(shardgrad.export_table(model)) == names
 
 
-def test_names_are_those_of_a_checkpoint(worlds: dict[int, Ranks]) -> None:
-    worlds[1].run(names_are_those_of_a_checkpoint)
-
-
-def a_tied_parameter_is_there_once() -> None:
+@on_ranks(2)
+def test_a_tied_parameter_is_there_once_in_the_dtype_that_is_kept() -> None:
     tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     tied[1].weight = tied[0].weight
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -153,11 +145,8 @@ def a_tied_parameter_is_there_once() -> None:
     assert {row.dtype for row in table.values()} == {torch.float32}  # what is kept, not computed
 
 
-def test_a_tied_parameter_is_there_once_in_the_dtype_that_is_kept(two_ranks: Ranks) -> None:
-    two_ranks.run(a_tied_parameter_is_there_once)
-
-
-def what_has_no_rows_in_memory_is_refused() -> None:
+@on_ranks(1)
+def test_what_has_no_rows_in_memory_is_refused() -> None:
     model = SHARDGRAD.fully_shard(stack(4, 4, 4))
     with pytest.raises(RootError, match=r"(?s)needs the root.*Linear"):
         shardgrad.export_table(model[0])
@@ -169,7 +158,3 @@ def what_has_no_rows_in_memory_is_refused() -> None:
     model = SHARDGRAD.fully_shard(extended(Narrowed, 4, 4))
     with pytest.raises(UnsupportedParameterError, match=r"(?s)0\.weight.*all-gather extension"):
         shardgrad.export_table(model)
-
-
-def test_what_has_no_rows_in_memory_is_refused(worlds: dict[int, Ranks]) -> None:
-    worlds[1].run(what_has_no_rows_in_memory_is_refused)

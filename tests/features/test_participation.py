@@ -18,7 +18,7 @@ import shardgrad
 from shardgrad.errors import CollectiveError, DesyncError, ParticipationError
 from tests.support.parity import SHARDGRAD
 from tests.support.processes import FairClock
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 TIMEOUT_S = 3.0
 
@@ -37,7 +37,8 @@ class Experts(nn.Module):
         return y
 
 
-def run_different_units_first_and_then_the_same() -> None:
+@on_ranks(2)
+def test_a_first_forward_with_different_units_on_ranks_leaves_later_ones_alone() -> None:
     whole, model = Experts(), Experts()
     for unit in (model.router, *model.experts, model):
         SHARDGRAD.fully_shard(unit)
@@ -66,7 +67,8 @@ def choice() -> Choice:
     return Choice()
 
 
-def each_parameter_gets_its_own_average() -> None:
+@on_ranks(2)
+def test_equal_shaped_parameters_used_by_different_ranks_get_their_own_averages() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     whole = choice()
     model = SHARDGRAD.fully_shard(choice())
@@ -129,7 +131,8 @@ ROUTES: list[list[list[str] | None]] = [
 ]
 
 
-def participation_gives_the_mean_with_zeros() -> None:
+@on_ranks(2)
+def test_ranks_that_run_different_units_get_the_mean_with_zeros_under_participate() -> None:
     whole, model = routed(), sharded_routed()
     optims = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (whole, model)]
     for step, routes in enumerate(ROUTES):
@@ -151,7 +154,8 @@ def participation_gives_the_mean_with_zeros() -> None:
             optim.zero_grad()
 
 
-def units_are_gathered_as_a_rank_comes_to_them() -> None:
+@on_ranks(2)
+def test_no_unit_is_gathered_before_a_rank_comes_to_it_or_a_later_one() -> None:
     model, are_sharded = sharded_routed(), []
     model.trunk.register_forward_pre_hook(
         lambda *_: are_sharded.extend(
@@ -163,7 +167,8 @@ def units_are_gathered_as_a_rank_comes_to_them() -> None:
     assert are_sharded == [True, True]
 
 
-def participation_mixes_with_ordinary_steps() -> None:
+@on_ranks(2)
+def test_participation_may_alternate_with_ordinary_steps() -> None:
     whole, model = routed(), sharded_routed()
     both = ["left", "right"]
     for step in range(4):
@@ -216,7 +221,15 @@ def have_mean_gradients(model: nn.Module, whole: nn.Module) -> None:
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-5, atol=1e-5)
 
 
-def one_rank_recomputes_and_the_other_has_no_batch(calls: str, unit: str) -> None:
+@pytest.mark.parametrize(
+    ("calls", "unit"),
+    [
+        *product(("r", "rr", "rn", "rnr"), ("layer", "root")),
+        *product(("r", "rr", "nr", "rn", "nsr"), ("around",)),
+    ],
+)
+@on_ranks(2)
+def test_a_rank_without_a_batch_joins_one_that_recomputes_by_reentry(calls: str, unit: str) -> None:
     whole, model = repeated(calls, unit)
     for step in range(2):
         with shardgrad.participate(model):
@@ -243,7 +256,8 @@ class RepeatedFromABox(Repeated):
         return super().forward(box.x)
 
 
-def what_cannot_be_joined_is_refused() -> None:
+@on_ranks(2)
+def test_gradients_of_a_checkpoint_that_come_after_their_reduction_are_refused() -> None:
     torch.manual_seed(0)
     whole = nn.Sequential(Boxes(5, 5), RepeatedFromABox("rn"))
     model = deepcopy(whole)
@@ -260,7 +274,8 @@ def what_cannot_be_joined_is_refused() -> None:
     have_mean_gradients(model, whole)
 
 
-def participation_without_gradients() -> None:
+@on_ranks(2)
+def test_a_rank_without_a_batch_joins_an_evaluation() -> None:
     whole, model = routed(), sharded_routed()
     with torch.no_grad(), shardgrad.participate(model):
         if dist.get_rank() == 0:
@@ -269,7 +284,8 @@ def participation_without_gradients() -> None:
     assert all(param.grad is None for param in model.parameters())
 
 
-def participation_is_used_rightly() -> None:
+@on_ranks(2)
+def test_misuse_of_participate_is_refused() -> None:
     model = sharded_routed()
     with (
         pytest.raises(ParticipationError, match="nested"),
@@ -338,59 +354,6 @@ def impatient_ranks() -> Iterator[Ranks]:
     ranks = Ranks(2, collective_timeout_s=TIMEOUT_S)
     yield ranks
     ranks.stop()
-
-
-@pytest.mark.parametrize(
-    ("calls", "unit"),
-    [
-        *product(("r", "rr", "rn", "rnr"), ("layer", "root")),
-        *product(("r", "rr", "nr", "rn", "nsr"), ("around",)),
-    ],
-)
-def test_a_rank_without_a_batch_joins_one_that_recomputes_by_reentry(
-    two_ranks: Ranks, calls: str, unit: str
-) -> None:
-    two_ranks.run(one_rank_recomputes_and_the_other_has_no_batch, calls, unit)
-
-
-def test_gradients_of_a_checkpoint_that_come_after_their_reduction_are_refused(
-    two_ranks: Ranks,
-) -> None:
-    two_ranks.run(what_cannot_be_joined_is_refused)
-
-
-def test_a_first_forward_with_different_units_on_ranks_leaves_later_ones_alone(
-    two_ranks: Ranks,
-) -> None:
-    two_ranks.run(run_different_units_first_and_then_the_same)
-
-
-def test_equal_shaped_parameters_used_by_different_ranks_get_their_own_averages(
-    two_ranks: Ranks,
-) -> None:
-    two_ranks.run(each_parameter_gets_its_own_average)
-
-
-def test_ranks_that_run_different_units_get_the_mean_with_zeros_under_participate(
-    two_ranks: Ranks,
-) -> None:
-    two_ranks.run(participation_gives_the_mean_with_zeros)
-
-
-def test_no_unit_is_gathered_before_a_rank_comes_to_it_or_a_later_one(two_ranks: Ranks) -> None:
-    two_ranks.run(units_are_gathered_as_a_rank_comes_to_them)
-
-
-def test_participation_may_alternate_with_ordinary_steps(two_ranks: Ranks) -> None:
-    two_ranks.run(participation_mixes_with_ordinary_steps)
-
-
-def test_a_rank_without_a_batch_joins_an_evaluation(two_ranks: Ranks) -> None:
-    two_ranks.run(participation_without_gradients)
-
-
-def test_misuse_of_participate_is_refused(two_ranks: Ranks) -> None:
-    two_ranks.run(participation_is_used_rightly)
 
 
 def test_a_rank_that_skips_a_unit_of_the_same_size_is_told_at_once(impatient_ranks: Ranks) -> None:

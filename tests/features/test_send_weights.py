@@ -22,7 +22,7 @@ from shardgrad.errors import CollectiveError, OptionError
 from shardgrad.features import send_weights
 from shardgrad.features.export_table import ExportedParameter
 from tests.support.processes import CONTEXT
-from tests.support.ranks import Ranks, free_port
+from tests.support.ranks import Ranks, free_port, on_ranks
 
 HIDDEN, HEADS, KV_HEADS, HEAD, MLP = 14, 4, 2, 3, 24
 
@@ -195,16 +195,13 @@ def test_replicas_other_dtypes_and_columns_are_sent_too(
     four_ranks.run(train_and_send, **options)
 
 
-def with_small_batches() -> None:
+@on_ranks(4)
+def test_messages_in_flight_are_bounded_without_a_deadlock() -> None:
     whole, send_weights.BATCH_NBYTES = send_weights.BATCH_NBYTES, 100
     try:
         train_and_send()
     finally:
         send_weights.BATCH_NBYTES = whole
-
-
-def test_messages_in_flight_are_bounded_without_a_deadlock(four_ranks: Ranks) -> None:
-    four_ranks.run(with_small_batches)
 
 
 # -- plans, which need no ranks
@@ -267,7 +264,8 @@ def test_what_cannot_be_cut_is_refused(cuts: Any, receivers: list[int], says: st
         shardgrad.plan_weights(table, {"fused": cuts}, receivers)
 
 
-def another_model_or_receiver() -> None:
+@on_ranks(2)
+def test_another_model_and_another_receiver_are_refused() -> None:
     mesh = trainer_mesh(1, "fsdp")
     if dist.get_rank() == 0:
         model = shardgrad.fully_shard(layer(), mesh=mesh)
@@ -277,10 +275,6 @@ def another_model_or_receiver() -> None:
             shardgrad.send_weights(other, plan)
         with pytest.raises(OptionError, match=r"(?s)no such tensor as qkv.*\(24, 14\).*\(3, 3\)"):
             shardgrad.receive_weights({"qkv_proj.weight": torch.empty(3, 3)}, plan)
-
-
-def test_another_model_and_another_receiver_are_refused(two_ranks: Ranks) -> None:
-    two_ranks.run(another_model_or_receiver)
 
 
 # -- receivers that are gone

@@ -16,7 +16,7 @@ import shardgrad
 from shardgrad.errors import AsleepError, OptionError, RootError
 from shardgrad.sharding.virtual_memory import bring_back, give_back, virtual_zeros
 from tests.support.parity import SHARDGRAD, assert_same_bits, stack, token_loss, tower
-from tests.support.ranks import Ranks
+from tests.support.ranks import on_ranks
 
 CYCLES = 20
 LEVELS = [1, 2]
@@ -105,7 +105,9 @@ def train(sleepy: bool, between: Callable[[nn.Module, Any], None]) -> dict[str, 
     return losses | contents(model, optimizer)
 
 
-def cycles_change_no_bit(level: int) -> None:
+@pytest.mark.parametrize("level", LEVELS)
+@on_ranks(2)
+def test_twenty_cycles_change_no_bit_and_no_address(level: int) -> None:
     def nap(model: nn.Module, optimizer: Any) -> None:
         shardgrad.sleep(model, optimizer, level=level)
         shardgrad.wake(model, optimizer)
@@ -113,12 +115,8 @@ def cycles_change_no_bit(level: int) -> None:
     assert_same_bits(train(True, nap), train(False, lambda *_: None))
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_twenty_cycles_change_no_bit_and_no_address(two_ranks: Ranks, level: int) -> None:
-    two_ranks.run(cycles_change_no_bit, level)
-
-
-def states_are_away_in_forward_and_backward() -> None:
+@on_ranks(2)
+def test_states_may_be_away_in_forward_and_backward() -> None:
     def trained(away: bool) -> dict[str, Tensor]:
         model, optimizer = built()
         for step in range(4):
@@ -136,11 +134,8 @@ def states_are_away_in_forward_and_backward() -> None:
     assert_same_bits(trained(True), trained(False))
 
 
-def test_states_may_be_away_in_forward_and_backward(two_ranks: Ranks) -> None:
-    two_ranks.run(states_are_away_in_forward_and_backward)
-
-
-def frees_what_it_says() -> None:
+@on_ranks(2)
+def test_memory_that_is_given_back_is_that_of_states_shards_and_gradients() -> None:
     model = stack(1024, 1024, 1024, 1024)
     numel = sum(param.numel() for param in model.parameters())
     SHARDGRAD.fully_shard(model, offload_policy=shardgrad.SleepPolicy())
@@ -162,13 +157,8 @@ def frees_what_it_says() -> None:
         model(x)
 
 
-def test_memory_that_is_given_back_is_that_of_states_shards_and_gradients(
-    two_ranks: Ranks,
-) -> None:
-    two_ranks.run(frees_what_it_says)
-
-
-def weights_may_be_forgotten() -> None:
+@on_ranks(2)
+def test_weights_may_be_forgotten_and_are_zeros_then() -> None:
     model, optimizer = built()
     token_loss(model, SHARDGRAD.tokens(0)).backward()
     optimizer.step()
@@ -187,11 +177,8 @@ def weights_may_be_forgotten() -> None:
     assert_same_bits(contents(model, optimizer), right)
 
 
-def test_weights_may_be_forgotten_and_are_zeros_then(two_ranks: Ranks) -> None:
-    two_ranks.run(weights_may_be_forgotten)
-
-
-def uses_while_asleep_are_refused() -> None:
+@on_ranks(2)
+def test_a_use_while_asleep_is_refused_and_changes_nothing() -> None:
     model, optimizer = built()
     batch = SHARDGRAD.tokens(0)
     token_loss(model, batch).backward()
@@ -235,7 +222,8 @@ def uses_while_asleep_are_refused() -> None:
     model.load_state_dict(model.state_dict())
 
 
-def backward_of_a_forward_before_is_refused() -> None:
+@on_ranks(2)
+def test_a_backward_whose_forward_came_before_the_sleep_is_refused() -> None:
     model, optimizer = built()
     batch = SHARDGRAD.tokens(0)
     token_loss(model, batch).backward()
@@ -252,15 +240,8 @@ def backward_of_a_forward_before_is_refused() -> None:
     optimizer.step()
 
 
-def test_a_backward_whose_forward_came_before_the_sleep_is_refused(two_ranks: Ranks) -> None:
-    two_ranks.run(backward_of_a_forward_before_is_refused)
-
-
-def test_a_use_while_asleep_is_refused_and_changes_nothing(two_ranks: Ranks) -> None:
-    two_ranks.run(uses_while_asleep_are_refused)
-
-
-def what_cannot_sleep_is_refused() -> None:
+@on_ranks(2)
+def test_what_cannot_sleep_is_refused() -> None:
     model, optimizer = built(sleepy=False)
     token_loss(model, SHARDGRAD.tokens(0)).backward()
     optimizer.step()
@@ -275,7 +256,3 @@ def what_cannot_sleep_is_refused() -> None:
     with pytest.raises(RootError, match=r"(?s)need the root.*Block"):
         shardgrad.sleep(model.layers[0])
     optimizer.step()
-
-
-def test_what_cannot_sleep_is_refused(two_ranks: Ranks) -> None:
-    two_ranks.run(what_cannot_sleep_is_refused)

@@ -28,7 +28,7 @@ from tests.support.parity import (
     same_bits_as_fsdp2,
     stack,
 )
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 from tests.support.tensor_extensions import (
     Chunked,
     Half,
@@ -62,7 +62,8 @@ def test_extensions_train_bit_for_bit_like_under_fsdp2(
     two_ranks.run(same_bits_as_fsdp2, train, kind, sizes, **options)
 
 
-def look_at_what_was_passed() -> None:
+@on_ranks(2)
+def test_extensions_are_told_mesh_shape_module_and_policy() -> None:
     model = extended(Narrowed, 5, 7)
     shardgrad.fully_shard(model, mp_policy=BF16, mesh=hsdp_mesh(2, 1))
     weight = model[0].weight
@@ -78,11 +79,8 @@ def look_at_what_was_passed() -> None:
     assert type(weight.grad.to_local()) is Tensor
 
 
-def test_extensions_are_told_mesh_shape_module_and_policy(two_ranks: Ranks) -> None:
-    two_ranks.run(look_at_what_was_passed)
-
-
-def refill_the_same_tensor() -> None:
+@on_ranks(2)
+def test_the_unsharded_tensor_is_one_object_without_memory_between_uses() -> None:
     """What autograd saved in forward must be what backward reads: one unsharded tensor, filled
     again.
     """
@@ -96,10 +94,6 @@ def refill_the_same_tensor() -> None:
         model.reshard()
         assert seen[-1].untyped_storage().nbytes() == 0
     assert seen[0] is seen[1] is seen[2]
-
-
-def test_the_unsharded_tensor_is_one_object_without_memory_between_uses(two_ranks: Ranks) -> None:
-    two_ranks.run(refill_the_same_tensor)
 
 
 def from_meta(engine: Engine, **options: Any) -> Tensors:
@@ -123,12 +117,9 @@ def train_on_replicas(engine: Engine) -> Tensors:
     return train(engine, Narrowed, (6, 8, 4), mesh=hsdp_mesh(2, 2))
 
 
-def replicas_agree() -> None:
+@on_ranks(4)
+def test_extensions_train_on_replicas() -> None:
     assert_close(train_on_replicas(SHARDGRAD), train_on_replicas(FSDP2), tolerance=1e-6)
-
-
-def test_extensions_train_on_replicas(four_ranks: Ranks) -> None:
-    four_ranks.run(replicas_agree)
 
 
 def pre_on_the_way(self: Tensor, mesh: Any) -> Any:
@@ -212,7 +203,8 @@ def test_methods_put_on_local_tensors_later_train_bit_for_bit_like_fsdp2(
     two_ranks.run(same_bits_as_fsdp2, train_with_methods_put_there_later, **options)
 
 
-def part_what_has_methods_now() -> None:
+@on_ranks(2)
+def test_parameters_with_methods_leave_their_group_and_its_memory() -> None:
     model = shardgrad.fully_shard(stack(6, 8))
     weight, bias = model[0].weight, model[0].bias
     whole = weight.full_tensor().detach().clone()
@@ -236,10 +228,6 @@ def part_what_has_methods_now() -> None:
     assert bias.grad.full_tensor().unique().item() == 4.0
 
 
-def test_parameters_with_methods_leave_their_group_and_its_memory(two_ranks: Ranks) -> None:
-    two_ranks.run(part_what_has_methods_now)
-
-
 def load_extensions(*, first: bool) -> Tensors:
     """Loads wrapped weights into a plain model, or the same weights into one that had the class all
     along.
@@ -260,15 +248,13 @@ def load_extensions(*, first: bool) -> Tensors:
     return values(SHARDGRAD, model)
 
 
-def loaded_extensions_train_like_built_ones() -> None:
+@on_ranks(2)
+def test_extensions_that_are_loaded_train_like_those_that_were_sharded() -> None:
     assert_close(load_extensions(first=False), load_extensions(first=True), tolerance=0)
 
 
-def test_extensions_that_are_loaded_train_like_those_that_were_sharded(two_ranks: Ranks) -> None:
-    two_ranks.run(loaded_extensions_train_like_built_ones)
-
-
-def refuse_late_methods() -> None:
+@on_ranks(2)
+def test_methods_that_come_too_late_or_to_some_ranks_are_refused() -> None:
     x = torch.ones(1, 4)
     model = shardgrad.fully_shard(stack(4, 4))
     model[0].weight._local_tensor.fsdp_post_all_gather = post_on_the_way
@@ -299,19 +285,12 @@ def refuse_late_methods() -> None:
         model(x)
 
 
-def test_methods_that_come_too_late_or_to_some_ranks_are_refused(two_ranks: Ranks) -> None:
-    two_ranks.run(refuse_late_methods)
-
-
-def refuse_to_reshard_extensions_to_fewer() -> None:
+@on_ranks(4)
+def test_methods_put_there_later_exclude_an_int_reshard() -> None:
     model = shardgrad.fully_shard(stack(4, 4), reshard_after_forward=2)
     put_methods_on(model[0].weight)
     with pytest.raises(errors.UnsupportedError, match=r"as an int for 0\.weight"):
         model(torch.ones(1, 4))
-
-
-def test_methods_put_there_later_exclude_an_int_reshard(four_ranks: Ranks) -> None:
-    four_ranks.run(refuse_to_reshard_extensions_to_fewer)
 
 
 class Unpadded(Narrowed):
@@ -326,7 +305,8 @@ class Odd(Narrowed):
         return (self._data,), None
 
 
-def refuse() -> None:
+@on_ranks(2)
+def test_what_is_not_the_protocol_is_refused() -> None:
     model = stack(4, 4)
     model[0].weight = nn.Parameter(model[0].weight.detach().as_subclass(Half))
     with pytest.raises(
@@ -345,10 +325,6 @@ def refuse() -> None:
         errors.CaptureError, match=r"fsdp_pre_all_gather cannot be in a graphed step"
     ):
         shardgrad.graphed_step(model)(lambda: None)
-
-
-def test_what_is_not_the_protocol_is_refused(two_ranks: Ranks) -> None:
-    two_ranks.run(refuse)
 
 
 def refuse_unpadded() -> str:

@@ -41,7 +41,7 @@ from tests.support.parity import (
     train,
     watching_collectives,
 )
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 BF16 = torch.bfloat16
 WIRE = GradientPolicy(wire_dtype=BF16)
@@ -260,15 +260,13 @@ def trains_to(policy: GradientPolicy) -> Tensors:
     return train(SHARDGRAD, SHARDGRAD.shard_tower(tower(), gradient_policy=policy), micro_batches=2)
 
 
-def nothing_changes_on_one_rank() -> None:
+@on_ranks(1)
+def test_one_rank_sends_nothing_and_rounds_nothing() -> None:
     assert_same_bits(trains_to(WIRE), trains_to(GradientPolicy()))
 
 
-def test_one_rank_sends_nothing_and_rounds_nothing(worlds: dict[int, Ranks]) -> None:
-    worlds[1].run(nothing_changes_on_one_rank)
-
-
-def one_rank_has_no_batch() -> None:
+@on_ranks(2)
+def test_a_rank_without_a_batch_takes_part() -> None:
     model = SHARDGRAD.shard_tower(tower(), gradient_policy=WIRE)
     with shardgrad.participate(model):
         if dist.get_rank() == 1:
@@ -280,11 +278,9 @@ def one_rank_has_no_batch() -> None:
     assert_same_bits(whole_gradients(model), right)
 
 
-def test_a_rank_without_a_batch_takes_part(two_ranks: Ranks) -> None:
-    two_ranks.run(one_rank_has_no_batch)
-
-
-def hook_sees_float32(replicas: int) -> None:
+@pytest.mark.parametrize("replicas", [1, 2])
+@on_ranks(4)
+def test_a_hook_sees_the_average_in_float32(replicas: int) -> None:
     case = Case(replicas=replicas)
     model = case.shard(tower())
     seen: list[Tensor] = []
@@ -297,12 +293,8 @@ def hook_sees_float32(replicas: int) -> None:
     )
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_a_hook_sees_the_average_in_float32(four_ranks: Ranks, replicas: int) -> None:
-    four_ranks.run(hook_sees_float32, replicas)
-
-
-def freezes_while_a_sum_waits() -> None:
+@on_ranks(2)
+def test_what_waits_on_a_rank_is_float32() -> None:
     case = Case(micro_batches=2, waits="reduce")
     model = case.shard(tower())
     for step in range(2):
@@ -315,11 +307,8 @@ def freezes_while_a_sum_waits() -> None:
     assert_same_bits(whole_gradients(model), case.expected())
 
 
-def test_what_waits_on_a_rank_is_float32(two_ranks: Ranks) -> None:
-    two_ranks.run(freezes_while_a_sum_waits)
-
-
-def through_settings() -> None:
+@on_ranks(2)
+def test_settings_of_collectives_keep_the_wire_dtype() -> None:
     case = Case()
     model = case.shard(tower())
     model.set_separate_reduce_scatter_group()
@@ -331,20 +320,13 @@ def through_settings() -> None:
     assert_same_bits(whole_gradients(model), right)
 
 
-def test_settings_of_collectives_keep_the_wire_dtype(two_ranks: Ranks) -> None:
-    two_ranks.run(through_settings)
-
-
-def changes_no_bit_without() -> None:
+@on_ranks(2)
+def test_none_is_the_default_and_changes_nothing() -> None:
     assert_same_bits(trains_to(GradientPolicy(wire_dtype=None)), trains_to(GradientPolicy()))
     for unit in units_under(SHARDGRAD.shard_tower(tower())):
         for group in unit.groups:
             assert group.wire_dtype == group.reduce_dtype
             assert type(group.collectives).__name__ == "CollectiveConfig", "it costs something"
-
-
-def test_none_is_the_default_and_changes_nothing(two_ranks: Ranks) -> None:
-    two_ranks.run(changes_no_bit_without)
 
 
 # -- bytes
@@ -443,22 +425,16 @@ def test_an_axis_of_more_ranks_than_one_sum_takes_is_refused(axis: str) -> None:
         refuse_too_many_ranks(mesh(1025))
 
 
-def own_reduce_scatter() -> None:
+@on_ranks(1)
+def test_a_reduce_scatter_of_the_program_is_refused() -> None:
     model = SHARDGRAD.fully_shard(stack(4, 4), gradient_policy=WIRE)
     with pytest.raises(CustomCommError, match=r"(?s)wire_dtype.*parameter 0.weight"):
         model.set_custom_reduce_scatter(object())
 
 
-def test_a_reduce_scatter_of_the_program_is_refused(worlds: dict[int, Ranks]) -> None:
-    worlds[1].run(own_reduce_scatter)
-
-
-def ranks_disagree() -> None:
+@on_ranks(2)
+def test_ranks_with_different_wire_dtypes_are_told() -> None:
     policy = (GradientPolicy(), WIRE)[dist.get_rank()]
     model = SHARDGRAD.fully_shard(stack(4, 4), gradient_policy=policy)
     with pytest.raises(RankDisagreementError, match="wire_dtype"):
         model(torch.ones(2, 4))
-
-
-def test_ranks_with_different_wire_dtypes_are_told(two_ranks: Ranks) -> None:
-    two_ranks.run(ranks_disagree)

@@ -31,7 +31,7 @@ from tests.support.parity import (
     token_loss,
     tower,
 )
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 NORMS = [2.0, 1.0, math.inf, 3.5, -math.inf]
 
@@ -65,7 +65,8 @@ def test_every_norm_is_torchs(two_ranks: Ranks) -> None:
     two_ranks.run(norms_are_torchs, None)
 
 
-def the_norm_of_order_zero_counts_elements() -> None:
+@on_ranks(2)
+def test_the_norm_of_order_zero_counts_elements() -> None:
     model = SHARDGRAD.fully_shard(stack(5, 3))
     model(SHARDGRAD.inputs(0, 5)).sum().backward()
     model[0].bias.grad.zero_()
@@ -78,15 +79,12 @@ def test_a_table_that_is_kept_is_for_training_even_if_an_evaluation_makes_it() -
     assert not rows.is_inference()
 
 
-def test_the_norm_of_order_zero_counts_elements(two_ranks: Ranks) -> None:
-    two_ranks.run(the_norm_of_order_zero_counts_elements)
-
-
 def test_replicas_are_counted_once(four_ranks: Ranks) -> None:
     four_ranks.run(norms_are_torchs, (2, 2))
 
 
-def mixed() -> None:
+@on_ranks(4)
+def test_units_on_other_meshes_and_plain_parameters_share_a_norm() -> None:
     """A unit over two ranks, one over hybrid shards, and parameters nobody shards, in one norm."""
 
     def build(engine: Engine) -> nn.Sequential:
@@ -105,11 +103,8 @@ def mixed() -> None:
     torch.testing.assert_close(norms[0], norms[1], rtol=1e-6, atol=0)
 
 
-def test_units_on_other_meshes_and_plain_parameters_share_a_norm(four_ranks: Ranks) -> None:
-    four_ranks.run(mixed)
-
-
-def a_norm_is_one_message_though_an_equal_mesh_was_there_before() -> None:
+@on_ranks(4)
+def test_a_norm_is_one_message_though_an_equal_mesh_was_there_before() -> None:
     """Torch takes what it knows of a DTensor of the same shape: its mesh is the one of before."""
     sent = []
     for widths in ((6, 10), (6, 10, 14)):
@@ -126,10 +121,6 @@ def a_norm_is_one_message_though_an_equal_mesh_was_there_before() -> None:
     assert sent == [1, 1]
 
 
-def test_a_norm_is_one_message_though_an_equal_mesh_was_there_before(four_ranks: Ranks) -> None:
-    four_ranks.run(a_norm_is_one_message_though_an_equal_mesh_was_there_before)
-
-
 def with_gradients() -> tuple[nn.Module, Tensors, Tensor]:
     """Returns a clipped model, what its gradients are to be, and its shard's memory."""
     model = SHARDGRAD.fully_shard(stack(5, 4, 3))
@@ -142,18 +133,16 @@ def with_gradients() -> tuple[nn.Module, Tensors, Tensor]:
     return model, {name: value * factor for name, value in right.items()}, memory
 
 
-def gradients_are_clipped_in_place() -> None:
+@on_ranks(2)
+def test_clipping_multiplies_gradients_where_they_are() -> None:
     model, right, memory = with_gradients()
     for name, param in model.named_parameters():
         torch.testing.assert_close(param.grad.to_local(), right[name], rtol=1e-6, atol=1e-9)
     assert model._unit.grad_groups[0].require_shard().flat is memory
 
 
-def test_clipping_multiplies_gradients_where_they_are(two_ranks: Ranks) -> None:
-    two_ranks.run(gradients_are_clipped_in_place)
-
-
-def the_factor_is_not_lost_and_not_taken_twice() -> None:
+@on_ranks(2)
+def test_the_factor_is_neither_lost_nor_taken_twice() -> None:
     """A second micro-batch, a second clip, a stock optimizer, a gradient by hand: each sees the
     factor.
     """
@@ -192,11 +181,8 @@ def the_factor_is_not_lost_and_not_taken_twice() -> None:
         assert torch.equal(p.grad.to_local(), q.grad.to_local())
 
 
-def test_the_factor_is_neither_lost_nor_taken_twice(two_ranks: Ranks) -> None:
-    two_ranks.run(the_factor_is_not_lost_and_not_taken_twice)
-
-
-def part_of_a_unit_is_clipped_at_once() -> None:
+@on_ranks(2)
+def test_part_of_a_unit_is_clipped_and_the_rest_left() -> None:
     model = SHARDGRAD.fully_shard(stack(5, 4, 3))
     model(SHARDGRAD.inputs(0, 5)).square().mean().backward()
     before = {name: p.grad.to_local().clone() for name, p in model.named_parameters()}
@@ -206,11 +192,12 @@ def part_of_a_unit_is_clipped_at_once() -> None:
         torch.testing.assert_close(p.grad.to_local(), before[name] * factor)
 
 
-def test_part_of_a_unit_is_clipped_and_the_rest_left(two_ranks: Ranks) -> None:
-    two_ranks.run(part_of_a_unit_is_clipped_at_once)
-
-
-def gradients_that_are_not_finite_skip_the_step(norm_type: float, value: float) -> None:
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+@pytest.mark.parametrize("value", [math.inf, math.nan, -math.inf])
+@on_ranks(2)
+def test_a_gradient_that_is_not_finite_skips_the_step_on_every_rank(
+    norm_type: float, value: float
+) -> None:
     """One element on one rank; every rank skips, and the next step counts again."""
     model = SHARDGRAD.fully_shard(stack(5, 4, 3))
     optim = shardgrad.optim.AdamW(model.parameters(), lr=0.1)
@@ -234,15 +221,8 @@ def gradients_that_are_not_finite_skip_the_step(norm_type: float, value: float) 
     assert all(optim.state[p]["step"] == 1 for p in model.parameters())
 
 
-@pytest.mark.parametrize("norm_type", [2.0, math.inf])
-@pytest.mark.parametrize("value", [math.inf, math.nan, -math.inf])
-def test_a_gradient_that_is_not_finite_skips_the_step_on_every_rank(
-    two_ranks: Ranks, norm_type: float, value: float
-) -> None:
-    two_ranks.run(gradients_that_are_not_finite_skip_the_step, norm_type, value)
-
-
-def check_finite_looks_by_itself() -> None:
+@on_ranks(2)
+def test_an_optimizer_can_look_for_itself() -> None:
     model = SHARDGRAD.fully_shard(stack(5, 3))
     optim = shardgrad.optim.SGD(model.parameters(), lr=0.1, check_finite=True)
     model(SHARDGRAD.inputs(0, 5)).square().mean().backward()
@@ -253,11 +233,8 @@ def check_finite_looks_by_itself() -> None:
     assert torch.equal(model[0].weight.to_local(), before)
 
 
-def test_an_optimizer_can_look_for_itself(two_ranks: Ranks) -> None:
-    two_ranks.run(check_finite_looks_by_itself)
-
-
-def large_gradients_have_a_norm() -> None:
+@on_ranks(2)
+def test_finite_gradients_never_have_an_infinite_norm() -> None:
     model = SHARDGRAD.fully_shard(stack(5, 3))
     model(SHARDGRAD.inputs(0, 5)).sum().backward()
     for p in model.parameters():
@@ -266,11 +243,8 @@ def large_gradients_have_a_norm() -> None:
     torch.testing.assert_close(norm, torch.tensor(1e30 * math.sqrt(18)))
 
 
-def test_finite_gradients_never_have_an_infinite_norm(two_ranks: Ranks) -> None:
-    two_ranks.run(large_gradients_have_a_norm)
-
-
-def errors_are_typed() -> None:
+@on_ranks(2)
+def test_bad_arguments_are_refused() -> None:
     model = SHARDGRAD.fully_shard(stack(5, 3))
     model(SHARDGRAD.inputs(0, 5)).sum().backward()
     before = model[0].weight.grad.to_local().clone()
@@ -289,22 +263,16 @@ def errors_are_typed() -> None:
     assert shardgrad.clip_grad_norm_([], 1.0) == 0
 
 
-def test_bad_arguments_are_refused(two_ranks: Ranks) -> None:
-    two_ranks.run(errors_are_typed)
-
-
-def same_bits_every_time() -> None:
+@on_ranks(2)
+def test_a_norm_is_the_same_bits_every_time() -> None:
     model = SHARDGRAD.shard_tower(tower())
     token_loss(model, SHARDGRAD.tokens(0)).backward()
     norms = {shardgrad.clip_grad_norm_(model, math.inf).item() for _ in range(5)}
     assert len(norms) == 1
 
 
-def test_a_norm_is_the_same_bits_every_time(two_ranks: Ranks) -> None:
-    two_ranks.run(same_bits_every_time)
-
-
-def another_librarys_dtensors() -> None:
+@on_ranks(2)
+def test_parameters_cut_by_tensor_parallelism_are_counted_once() -> None:
     """Parameters cut on another dimension by hand, as tensor parallelism does, beside a unit of
     ours.
     """
@@ -326,14 +294,16 @@ def another_librarys_dtensors() -> None:
         torch.testing.assert_close(param.grad.full_tensor(), before / (right + 1e-6))
 
 
-def test_parameters_cut_by_tensor_parallelism_are_counted_once(two_ranks: Ranks) -> None:
-    two_ranks.run(another_librarys_dtensors)
-
-
 # -- whatever happened before
 
 
-def clips_after_an_evaluation(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"reshard_after_forward": False}, {"reshard_after_forward": 1}, {"zero_stage": 2}],
+    ids=["default", "unsharded", "over_fewer_ranks", "stage_2"],
+)
+@on_ranks(2)
+def test_clipping_after_an_evaluation_finds_every_gradient(options: dict[str, Any]) -> None:
     """Modules still show unsharded parameters then; the gradients are those of the sharded ones."""
     model = SHARDGRAD.shard_tower(tower(), **options)
     token_loss(model, SHARDGRAD.tokens(0)).backward()
@@ -347,18 +317,9 @@ def clips_after_an_evaluation(options: dict[str, Any]) -> None:
     assert shardgrad.clip_grad_norm_(model, math.inf).item() == pytest.approx(1e-3, rel=1e-2)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"reshard_after_forward": False}, {"reshard_after_forward": 1}, {"zero_stage": 2}],
-    ids=["default", "unsharded", "over_fewer_ranks", "stage_2"],
-)
-def test_clipping_after_an_evaluation_finds_every_gradient(
-    two_ranks: Ranks, options: dict[str, Any]
-) -> None:
-    two_ranks.run(clips_after_an_evaluation, options)
-
-
-def trains_on_after_a_nan(through_model: bool) -> None:
+@pytest.mark.parametrize("through_model", [False, True])
+@on_ranks(2)
+def test_training_goes_on_after_a_nan_that_was_clipped_and_zeroed(through_model: bool) -> None:
     """Gradients are set to zero and not to None, so those of the next step are added to them."""
     model = SHARDGRAD.shard_tower(tower())
     optim = shardgrad.optim.AdamW(model.parameters(), lr=0.01)
@@ -374,14 +335,8 @@ def trains_on_after_a_nan(through_model: bool) -> None:
     assert optim.skipped_steps.item() == 1
 
 
-@pytest.mark.parametrize("through_model", [False, True])
-def test_training_goes_on_after_a_nan_that_was_clipped_and_zeroed(
-    two_ranks: Ranks, through_model: bool
-) -> None:
-    two_ranks.run(trains_on_after_a_nan, through_model)
-
-
-def measures_nothing_after_a_nan_was_dropped() -> None:
+@on_ranks(2)
+def test_a_norm_over_no_gradients_is_zero_after_a_nan_was_clipped() -> None:
     """Units of which no parameter has a gradient: what was said of the former ones is forgotten."""
     model = SHARDGRAD.shard_tower(tower())
     optim = shardgrad.optim.SGD(model.parameters(), lr=0.1)
@@ -396,11 +351,8 @@ def measures_nothing_after_a_nan_was_dropped() -> None:
     assert optim.skipped_steps.item() == 0
 
 
-def test_a_norm_over_no_gradients_is_zero_after_a_nan_was_clipped(two_ranks: Ranks) -> None:
-    two_ranks.run(measures_nothing_after_a_nan_was_dropped)
-
-
-def steps_after_a_nan_was_zeroed_group_by_group() -> None:
+@on_ranks(2)
+def test_a_nan_that_two_groups_of_an_optimizer_have_zeroed_skips_no_later_step() -> None:
     """Two groups of one optimizer share every unit; the next step has gradients of the root
     alone.
     """
@@ -421,9 +373,3 @@ def steps_after_a_nan_was_zeroed_group_by_group() -> None:
         not torch.equal(p.to_local(), old)
         for p, old in zip(model.parameters(), before, strict=True)
     )
-
-
-def test_a_nan_that_two_groups_of_an_optimizer_have_zeroed_skips_no_later_step(
-    two_ranks: Ranks,
-) -> None:
-    two_ranks.run(steps_after_a_nan_was_zeroed_group_by_group)

@@ -30,7 +30,7 @@ from tests.support.parity import (
     token_loss,
     tower,
 )
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 RULES: dict[str, tuple[str, dict[str, Any]]] = {
     "adamw": ("AdamW", {"lr": 1e-2, "weight_decay": 0.1}),
@@ -116,7 +116,8 @@ class _Launches:
         return sum(each == name for each in self.names)
 
 
-def a_step_is_one_launch_for_each_unit_and_group() -> None:
+@on_ranks(2)
+def test_a_step_is_one_launch_for_each_unit_and_group_and_nothing_else() -> None:
     model = SHARDGRAD.shard_tower(tower())
     optim = shardgrad.optim.AdamW(decayed_and_not(model))
     for step in range(2):
@@ -131,11 +132,8 @@ def a_step_is_one_launch_for_each_unit_and_group() -> None:
     assert not touched, f"a step should do nothing but launch: {set(touched)}"
 
 
-def test_a_step_is_one_launch_for_each_unit_and_group_and_nothing_else(two_ranks: Ranks) -> None:
-    two_ranks.run(a_step_is_one_launch_for_each_unit_and_group)
-
-
-def the_step_never_looks_through_a_gradient() -> None:
+@on_ranks(2)
+def test_the_step_never_looks_through_a_gradient() -> None:
     """The gradient's DTensor is replaced by one whose every use raises; its memory is the
     shard's.
     """
@@ -161,10 +159,6 @@ def the_step_never_looks_through_a_gradient() -> None:
         cls.__torch_dispatch__, cls.to_local = kept
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.full_tensor(), before[name] - gradients[name])
-
-
-def test_the_step_never_looks_through_a_gradient(two_ranks: Ranks) -> None:
-    two_ranks.run(the_step_never_looks_through_a_gradient)
 
 
 # Parameters, gradients, and how the optimizer keeps the rest.
@@ -194,7 +188,9 @@ KEPT: dict[str, tuple[torch.dtype, torch.dtype, Callable[[Any], torch.optim.Opti
 }
 
 
-def nothing_is_allocated_after_the_first_step(name: str) -> None:
+@pytest.mark.parametrize("name", KEPT)
+@on_ranks(2)
+def test_no_megabyte_is_allocated_after_the_first_step(name: str) -> None:
     """A copy of this rank's gradients, in whatever dtype, is at least 2 MiB here."""
     param_dtype, grad_dtype, make = KEPT[name]
     model = stack(1024, 1024, 1024).to(param_dtype)
@@ -210,11 +206,6 @@ def nothing_is_allocated_after_the_first_step(name: str) -> None:
     assert {p.grad_dtype for p in model.parameters()} <= {grad_dtype, None}
     total = sum(max(event.cpu_memory_usage, 0) for event in profile.events())
     assert total < 1 << 20, f"{total} bytes were allocated"
-
-
-@pytest.mark.parametrize("name", KEPT)
-def test_no_megabyte_is_allocated_after_the_first_step(two_ranks: Ranks, name: str) -> None:
-    two_ranks.run(nothing_is_allocated_after_the_first_step, name)
 
 
 # -- clipping by torch, groups that come later
@@ -239,14 +230,11 @@ def train_with_torchs_clipping(engine: Engine) -> Tensors:
     return {**history, **engine.snapshot(model)}
 
 
-def torchs_clipping_and_later_groups_work() -> None:
+@on_ranks(2)
+def test_torchs_clipping_and_a_group_added_later_work_as_unsharded() -> None:
     with float64():
         ours, theirs = train_with_torchs_clipping(GATHERED), train_with_torchs_clipping(UNSHARDED)
     assert_close(ours, theirs, tolerance=1e-10)
-
-
-def test_torchs_clipping_and_a_group_added_later_work_as_unsharded(two_ranks: Ranks) -> None:
-    two_ranks.run(torchs_clipping_and_later_groups_work)
 
 
 # -- None, and gradients by hand
@@ -273,13 +261,10 @@ def train_with_gaps(engine: Engine) -> Tensors:
     return engine.snapshot(model)
 
 
-def gaps_are_honoured() -> None:
+@on_ranks(2)
+def test_a_gradient_that_is_none_or_assigned_counts_as_it_does_in_torch() -> None:
     with float64():
         assert_close(train_with_gaps(GATHERED), train_with_gaps(UNSHARDED))
-
-
-def test_a_gradient_that_is_none_or_assigned_counts_as_it_does_in_torch(two_ranks: Ranks) -> None:
-    two_ranks.run(gaps_are_honoured)
 
 
 class Choosing(nn.Module):
@@ -293,7 +278,9 @@ class Choosing(nn.Module):
         return sum(self.layers[i](x) for i in used)  # type: ignore[return-value]
 
 
-def a_parameter_touched_elsewhere_is_updated_and_one_touched_nowhere_is_not() -> None:
+@pytest.mark.filterwarnings("ignore::shardgrad.UntrainedParameterWarning")
+@on_ranks(2)
+def test_the_none_rule_is_that_of_all_ranks_together() -> None:
     torch.manual_seed(0)
     model = Choosing()
     untouched = model.layers[2].weight.detach().clone()
@@ -309,11 +296,6 @@ def a_parameter_touched_elsewhere_is_updated_and_one_touched_nowhere_is_not() ->
     assert not torch.equal(model.layers[1].weight.full_tensor(), other)
     assert optim.state[model.layers[2].weight]["step"] == 0
     assert optim.state[model.layers[1].weight]["step"] == 2
-
-
-@pytest.mark.filterwarnings("ignore::shardgrad.UntrainedParameterWarning")
-def test_the_none_rule_is_that_of_all_ranks_together(two_ranks: Ranks) -> None:
-    two_ranks.run(a_parameter_touched_elsewhere_is_updated_and_one_touched_nowhere_is_not)
 
 
 # -- dtypes
@@ -334,7 +316,8 @@ def losses(model: nn.Module, optim: torch.optim.Optimizer, steps: int) -> list[f
     return found
 
 
-def a_master_and_a_remainder_train_alike() -> None:
+@on_ranks(2)
+def test_a_master_and_a_remainder_train_alike() -> None:
     runs = {}
     for master in ("float32", "remainder"):
         model = half(SHARDGRAD)
@@ -346,11 +329,20 @@ def a_master_and_a_remainder_train_alike() -> None:
         torch.testing.assert_close(exact, runs["remainder"][1][name], rtol=1e-2, atol=1e-4)
 
 
-def test_a_master_and_a_remainder_train_alike(two_ranks: Ranks) -> None:
-    two_ranks.run(a_master_and_a_remainder_train_alike)
-
-
-def small_steps_survive(options: dict[str, Any], survives: bool) -> None:
+@pytest.mark.parametrize(
+    ("options", "survives"),
+    [
+        ({}, False),
+        ({"master": "float32"}, True),
+        ({"master": "remainder"}, True),
+        ({"stochastic_rounding": True}, True),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::shardgrad.UntrainedParameterWarning")
+@on_ranks(2)
+def test_small_steps_survive_in_16_bits_if_something_keeps_them(
+    options: dict[str, Any], survives: bool
+) -> None:
     """Steps of 1e-6 on bf16 weights around 1: each alone rounds away."""
     model = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
     nn.init.ones_(model.weight)
@@ -365,22 +357,6 @@ def small_steps_survive(options: dict[str, Any], survives: bool) -> None:
         assert abs(mean - 0.99) < 2e-3, mean
     else:
         assert mean == 1.0
-
-
-@pytest.mark.parametrize(
-    ("options", "survives"),
-    [
-        ({}, False),
-        ({"master": "float32"}, True),
-        ({"master": "remainder"}, True),
-        ({"stochastic_rounding": True}, True),
-    ],
-)
-@pytest.mark.filterwarnings("ignore::shardgrad.UntrainedParameterWarning")
-def test_small_steps_survive_in_16_bits_if_something_keeps_them(
-    two_ranks: Ranks, options: dict[str, Any], survives: bool
-) -> None:
-    two_ranks.run(small_steps_survive, options, survives)
 
 
 def rounded(replicas: int) -> list[Tensor]:
@@ -413,7 +389,9 @@ def test_every_unit_and_every_shard_is_rounded_by_coins_of_its_own(four_ranks: R
     assert not torch.equal(first[0], second[0])
 
 
-def wide_gradients_of_narrow_parameters(decoupled: bool) -> None:
+@pytest.mark.parametrize("decoupled", [False, True])
+@on_ranks(2)
+def test_gradients_are_read_in_their_own_dtype(decoupled: bool) -> None:
     """fp32 gradients under bf16 parameters are read in fp32, wherever they are bound."""
     runs = {}
     for policy in (GradientPolicy(dtype=torch.float32, decoupled=decoupled), GradientPolicy()):
@@ -442,12 +420,8 @@ def wide_gradients_of_narrow_parameters(decoupled: bool) -> None:
         assert all(getattr(p, policy.attribute) is None for p in model.parameters())
 
 
-@pytest.mark.parametrize("decoupled", [False, True])
-def test_gradients_are_read_in_their_own_dtype(two_ranks: Ranks, decoupled: bool) -> None:
-    two_ranks.run(wide_gradients_of_narrow_parameters, decoupled)
-
-
-def narrow_gradients_of_wide_parameters() -> None:
+@on_ranks(2)
+def test_half_width_gradients_and_moments_under_float32_parameters() -> None:
     model = stack(40, 40)
     shardgrad.fully_shard(model, gradient_policy=GradientPolicy(dtype=torch.bfloat16))
     optim = shardgrad.optim.AdamW(model.parameters(), lr=1e-2, moment_dtype=torch.bfloat16)
@@ -463,11 +437,9 @@ def narrow_gradients_of_wide_parameters() -> None:
         torch.testing.assert_close(p.to_local(), expected, rtol=1e-2, atol=2e-4)
 
 
-def test_half_width_gradients_and_moments_under_float32_parameters(two_ranks: Ranks) -> None:
-    two_ranks.run(narrow_gradients_of_wide_parameters)
-
-
-def whoever_wrote_the_weights_last_wins() -> None:
+@pytest.mark.filterwarnings("ignore::shardgrad.UntrainedParameterWarning")
+@on_ranks(2)
+def test_weights_loaded_after_the_optimizer_was_built_are_not_lost_to_the_master() -> None:
     model = SHARDGRAD.fully_shard(nn.Linear(16, 16, bias=False, dtype=torch.bfloat16))
     optim = shardgrad.optim.SGD(model.parameters(), lr=0.0, master="float32")
     loaded = torch.randn(16, 16).to(torch.bfloat16)
@@ -481,13 +453,6 @@ def whoever_wrote_the_weights_last_wins() -> None:
     assert torch.equal(model.weight.full_tensor(), loaded)
 
 
-@pytest.mark.filterwarnings("ignore::shardgrad.UntrainedParameterWarning")
-def test_weights_loaded_after_the_optimizer_was_built_are_not_lost_to_the_master(
-    two_ranks: Ranks,
-) -> None:
-    two_ranks.run(whoever_wrote_the_weights_last_wins)
-
-
 def test_the_compiled_kernels_are_the_ones_under_test() -> None:
     assert ops.backend() == "compiled"
 
@@ -495,7 +460,8 @@ def test_the_compiled_kernels_are_the_ones_under_test() -> None:
 # -- refusals
 
 
-def parameters_of_two_engines_are_refused() -> None:
+@on_ranks(2)
+def test_parameters_of_two_engines_in_one_optimizer_are_refused() -> None:
     ours, theirs = SHARDGRAD.fully_shard(stack(5, 3)), FSDP2.fully_shard(stack(5, 3))
     both = [*ours.parameters(), *theirs.parameters()]
     with pytest.raises(OptimizerParameterError, match="another engine"):
@@ -506,11 +472,8 @@ def parameters_of_two_engines_are_refused() -> None:
     assert len(optim.param_groups) == 1
 
 
-def test_parameters_of_two_engines_in_one_optimizer_are_refused(two_ranks: Ranks) -> None:
-    two_ranks.run(parameters_of_two_engines_are_refused)
-
-
-def replaced_parameters_are_refused() -> None:
+@on_ranks(2)
+def test_a_replaced_parameter_is_refused_before_anything_changes() -> None:
     for replace in (_replace_object, _replace_data):
         model = SHARDGRAD.fully_shard(stack(5, 4, 3))
         optim = shardgrad.optim.SGD(model.parameters(), lr=0.1)
@@ -534,11 +497,8 @@ def _replace_data(model: nn.Module) -> None:
     weight._local_tensor = torch.zeros_like(weight._local_tensor)
 
 
-def test_a_replaced_parameter_is_refused_before_anything_changes(two_ranks: Ranks) -> None:
-    two_ranks.run(replaced_parameters_are_refused)
-
-
-def data_assigned_to_a_sharded_parameter_is_not_lost() -> None:
+@on_ranks(2)
+def test_data_assigned_to_a_sharded_parameter_is_noticed() -> None:
     """`param.data = x` on a sharded parameter: what torch lets through must not be trained past."""
     model = SHARDGRAD.fully_shard(stack(5, 3))
     optim = shardgrad.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -552,11 +512,8 @@ def data_assigned_to_a_sharded_parameter_is_not_lost() -> None:
     assert {float(optim.state[p]["step"]) for p in model.parameters()} == {0.0}
 
 
-def test_data_assigned_to_a_sharded_parameter_is_noticed(two_ranks: Ranks) -> None:
-    two_ranks.run(data_assigned_to_a_sharded_parameter_is_not_lost)
-
-
-def gradients_sharded_otherwise_are_refused() -> None:
+@on_ranks(2)
+def test_a_gradient_that_is_sharded_otherwise_is_refused() -> None:
     model = SHARDGRAD.fully_shard(stack(5, 3))
     optim = shardgrad.optim.SGD(model.parameters(), lr=0.1)
     model(SHARDGRAD.inputs(0, 5)).sum().backward()
@@ -570,11 +527,8 @@ def gradients_sharded_otherwise_are_refused() -> None:
     )
 
 
-def test_a_gradient_that_is_sharded_otherwise_is_refused(two_ranks: Ranks) -> None:
-    two_ranks.run(gradients_sharded_otherwise_are_refused)
-
-
-def an_optimizer_built_before_sharding_is_refused() -> None:
+@on_ranks(2)
+def test_an_optimizer_that_was_built_before_sharding_is_refused() -> None:
     model = stack(5, 3)
     early, params = shardgrad.optim.AdamW(model.parameters(), lr=0.1), list(model.parameters())
     SHARDGRAD.fully_shard(model)
@@ -583,7 +537,3 @@ def an_optimizer_built_before_sharding_is_refused() -> None:
         early.step()
     with pytest.raises(OptimizerParameterError, match="in its place"):
         shardgrad.optim.SGD(params, lr=0.1)
-
-
-def test_an_optimizer_that_was_built_before_sharding_is_refused(two_ranks: Ranks) -> None:
-    two_ranks.run(an_optimizer_built_before_sharding_is_refused)

@@ -13,7 +13,7 @@ from torch import nn
 import shardgrad
 from shardgrad.errors import OptionError
 from tests.support.parity import SHARDGRAD, stack
-from tests.support.ranks import Ranks
+from tests.support.ranks import on_ranks
 
 
 def build() -> nn.Module:
@@ -35,7 +35,10 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def scales_move_as_torchs(clip: bool, stock: bool) -> None:
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("stock", [False, True])
+@on_ranks(2)
+def test_the_scale_and_the_weights_move_as_with_torch(clip: bool, stock: bool) -> None:
     """Six steps, of which the third overflows on one rank; the scale grows every two good steps."""
     settings = {"init_scale": 1024.0, "growth_interval": 2}
     ours, theirs = shardgrad.GradScaler(**settings), torch.amp.GradScaler("cpu", **settings)
@@ -67,15 +70,9 @@ def scales_move_as_torchs(clip: bool, stock: bool) -> None:
         assert optim.skipped_steps == 1
 
 
-@pytest.mark.parametrize("clip", [False, True])
-@pytest.mark.parametrize("stock", [False, True])
-def test_the_scale_and_the_weights_move_as_with_torch(
-    two_ranks: Ranks, clip: bool, stock: bool
-) -> None:
-    two_ranks.run(scales_move_as_torchs, clip, stock)
-
-
-def torchs_scaler_drives_our_optimizer(unscale: bool) -> None:
+@pytest.mark.parametrize("unscale", [False, True])
+@on_ranks(2)
+def test_torchs_scaler_drives_our_optimizer(unscale: bool) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     model, other = build(), build()
     optim, plain = shardgrad.optim.AdamW(model.parameters()), torch.optim.AdamW(other.parameters())
@@ -97,12 +94,8 @@ def torchs_scaler_drives_our_optimizer(unscale: bool) -> None:
     assert {float(optim.state[p]["step"]) for p in model.parameters()} == {3.0}
 
 
-@pytest.mark.parametrize("unscale", [False, True])
-def test_torchs_scaler_drives_our_optimizer(two_ranks: Ranks, unscale: bool) -> None:
-    two_ranks.run(torchs_scaler_drives_our_optimizer, unscale)
-
-
-def two_optimizers_share_a_scaler() -> None:
+@on_ranks(2)
+def test_two_optimizers_over_one_unit_take_the_scale_out_once() -> None:
     model, scaler = build(), shardgrad.GradScaler(init_scale=1024.0)
     halves = [shardgrad.optim.SGD(model[i].parameters(), lr=0.1) for i in (0, 2)]
     right = build()
@@ -116,11 +109,8 @@ def two_optimizers_share_a_scaler() -> None:
         torch.testing.assert_close(p.to_local(), old - 0.1 * q.grad.to_local())
 
 
-def test_two_optimizers_over_one_unit_take_the_scale_out_once(two_ranks: Ranks) -> None:
-    two_ranks.run(two_optimizers_share_a_scaler)
-
-
-def an_infinite_gradient_of_no_unit_is_seen() -> None:
+@on_ranks(2)
+def test_a_gradient_of_no_unit_counts_where_the_norm_of_the_units_is_known() -> None:
     """The norm of the units' gradients is known, and finite; that of a parameter beside them is
     not.
     """
@@ -142,13 +132,8 @@ def an_infinite_gradient_of_no_unit_is_seen() -> None:
     assert scaler.get_scale() == 4.0
 
 
-def test_a_gradient_of_no_unit_counts_where_the_norm_of_the_units_is_known(
-    two_ranks: Ranks,
-) -> None:
-    two_ranks.run(an_infinite_gradient_of_no_unit_is_seen)
-
-
-def wrong_order_is_refused() -> None:
+@on_ranks(2)
+def test_a_wrong_order_of_calls_is_refused() -> None:
     model, scaler = build(), shardgrad.GradScaler()
     optim = shardgrad.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(OptionError, match="inf checks"):
@@ -170,11 +155,8 @@ def wrong_order_is_refused() -> None:
         scaler.load_state_dict({})
 
 
-def test_a_wrong_order_of_calls_is_refused(two_ranks: Ranks) -> None:
-    two_ranks.run(wrong_order_is_refused)
-
-
-def states_go_both_ways() -> None:
+@on_ranks(2)
+def test_states_go_to_and_from_torchs_scaler() -> None:
     ours, theirs = shardgrad.GradScaler(), torch.amp.GradScaler("cpu")
     state = {**theirs.state_dict(), "scale": 64.0, "_growth_tracker": 3}
     state |= {"growth_interval": 7, "growth_factor": 4.0, "backoff_factor": 0.25}
@@ -189,7 +171,3 @@ def states_go_both_ways() -> None:
     assert ours.scale([loss, {"a": loss}]) == [64.0, {"a": 64.0}]
     ours.update(new_scale=32.0)
     assert ours.get_scale() == 32.0
-
-
-def test_states_go_to_and_from_torchs_scaler(two_ranks: Ranks) -> None:
-    two_ranks.run(states_go_both_ways)

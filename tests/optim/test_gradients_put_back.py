@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import shardgrad
-from tests.support.ranks import Ranks
+from tests.support.ranks import on_ranks
 
 Clip = Callable[[Iterable[Tensor], float], Tensor]
 LR = 0.1
@@ -68,7 +68,12 @@ def clipped_while_all_are_out(model: nn.Module, optim: Any, clip: Clip, _: int) 
 PROGRAMS = [clipped_without_one, clipped_while_all_are_out]
 
 
-def equals_plain_torch(program: Callable[..., list[Tensor]], hidden: int) -> None:
+@pytest.mark.parametrize("hidden", [2, 3, 7])
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda each: each.__name__)
+@on_ranks(2)
+def test_a_gradient_taken_out_for_clipping_is_stepped_once_it_is_back(
+    program: Callable[..., list[Tensor]], hidden: int
+) -> None:
     torchs = nn.utils.clip_grad_norm_
     right = program(mlp(), torch.optim.SGD, torchs, hidden)
     for optim, clip in (
@@ -77,14 +82,6 @@ def equals_plain_torch(program: Callable[..., list[Tensor]], hidden: int) -> Non
         (shardgrad.optim.SGD, shardgrad.clip_grad_norm_),
     ):
         torch.testing.assert_close(program(sharded(), optim, clip, hidden), right)
-
-
-@pytest.mark.parametrize("hidden", [2, 3, 7])
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda each: each.__name__)
-def test_a_gradient_taken_out_for_clipping_is_stepped_once_it_is_back(
-    two_ranks: Ranks, program: Callable[..., list[Tensor]], hidden: int
-) -> None:
-    two_ranks.run(equals_plain_torch, program, hidden)
 
 
 def exchanged(one: nn.Module, other: nn.Module, optim: Any, *, again: bool) -> list[Tensor]:
@@ -104,15 +101,12 @@ def exchanged(one: nn.Module, other: nn.Module, optim: Any, *, again: bool) -> l
     return [full(param.detach()) for param in params]
 
 
-def exchanged_equal_plain_torch(again: bool) -> None:
+@pytest.mark.parametrize("again", [False, True], ids=["step", "backward_and_step"])
+@on_ranks(2)
+def test_gradients_exchanged_between_models_and_around_layers_are_all_read_first(
+    again: bool,
+) -> None:
     right = exchanged(mlp(), mlp(), torch.optim.SGD, again=again)
     for optim in (torch.optim.SGD, shardgrad.optim.SGD):
         found = exchanged(sharded(), sharded(), optim, again=again)
         torch.testing.assert_close(found, right)
-
-
-@pytest.mark.parametrize("again", [False, True], ids=["step", "backward_and_step"])
-def test_gradients_exchanged_between_models_and_around_layers_are_all_read_first(
-    two_ranks: Ranks, again: bool
-) -> None:
-    two_ranks.run(exchanged_equal_plain_torch, again)

@@ -32,7 +32,7 @@ from tests.support.parity import (
     assert_close,
     stack,
 )
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 
 def trains_as_torch_does_unsharded(**options: Any) -> None:
@@ -72,17 +72,14 @@ def test_a_group_of_one(worlds: dict[int, Ranks]) -> None:
     worlds[1].run(trains_as_torch_does_unsharded)
 
 
-def clipping_is_part_of_the_step() -> None:
+@on_ranks(2)
+def test_a_clip_factor_that_is_owed_is_applied() -> None:
     # Here the factor is float32: a relative 2**-24 in all gradients alike, which the iteration's
     # normalisation takes out again as long as momentum is made of gradients with one factor; ten
     # steps.
     with exactly():
         ours, theirs = train(GATHERED, clip=0.5), train(UNSHARDED, clip=0.5)
     assert_close(ours, theirs, tolerance=10 * 2**-24)
-
-
-def test_a_clip_factor_that_is_owed_is_applied(two_ranks: Ranks) -> None:
-    two_ranks.run(clipping_is_part_of_the_step)
 
 
 def train_narrow(engine: Engine) -> Tensors:
@@ -95,16 +92,14 @@ def train_narrow(engine: Engine) -> Tensors:
     return engine.snapshot(model)
 
 
-def ranks_without_rows_take_part() -> None:
+@on_ranks(4)
+def test_ranks_that_hold_no_row_of_a_matrix_take_part() -> None:
     with exactly():
         assert_close(train_narrow(GATHERED), train_narrow(UNSHARDED), tolerance=TIGHT)
 
 
-def test_ranks_that_hold_no_row_of_a_matrix_take_part(four_ranks: Ranks) -> None:
-    four_ranks.run(ranks_without_rows_take_part)
-
-
-def iterating_in_float32() -> None:
+@on_ranks(2)
+def test_ten_steps_in_float32() -> None:
     def in_float32(engine: Engine, params: Any, **options: Any) -> torch.optim.Optimizer:
         if engine is UNSHARDED:
             return torch.optim.Muon(params, **options)
@@ -120,14 +115,11 @@ def iterating_in_float32() -> None:
     assert_close(ours, theirs, tolerance=2 * 10 * 485 * 2**-24 * 0.02 * (13 / 7) ** 0.5)
 
 
-def test_ten_steps_in_float32(two_ranks: Ranks) -> None:
-    two_ranks.run(iterating_in_float32)
-
-
 # -- bfloat16, as by default
 
 
-def same_gradients_give_the_same_bits() -> None:
+@on_ranks(2)
+def test_the_same_gradients_give_torchs_weights_with_the_iteration_in_bfloat16() -> None:
     """Gradients are small integers, exact in any order of summation: only the optimizer is
     compared.
     """
@@ -148,13 +140,8 @@ def same_gradients_give_the_same_bits() -> None:
     assert_close(*found, tolerance=10 * 2**-24)
 
 
-def test_the_same_gradients_give_torchs_weights_with_the_iteration_in_bfloat16(
-    two_ranks: Ranks,
-) -> None:
-    two_ranks.run(same_gradients_give_the_same_bits)
-
-
-def ten_steps_in_bfloat16_stay_near_torchs() -> None:
+@on_ranks(2)
+def test_ten_steps_in_bfloat16_stay_near_torchs() -> None:
     """A float32 gradient summed in another order may round to the next bf16 value.
 
     Such a difference is 2**-8 of an element, at most 2**-8 of the matrix's norm, and comes out of
@@ -167,10 +154,6 @@ def ten_steps_in_bfloat16_stay_near_torchs() -> None:
     ours, theirs = train(GATHERED), train(UNSHARDED)
     worst = 10 * 0.02 * 2.42 * (13 / 7) ** 0.5
     assert_close(ours, theirs, tolerance=worst / 100)
-
-
-def test_ten_steps_in_bfloat16_stay_near_torchs(two_ranks: Ranks) -> None:
-    two_ranks.run(ten_steps_in_bfloat16_stay_near_torchs)
 
 
 # -- whether a parameter changes
@@ -196,13 +179,10 @@ def train_with_gaps(engine: Engine) -> Tensors:
     return engine.snapshot(model)
 
 
-def gaps_are_honoured() -> None:
+@on_ranks(2)
+def test_a_gradient_that_is_none_or_assigned_counts_as_it_does_in_torch() -> None:
     with exactly():
         assert_close(train_with_gaps(GATHERED), train_with_gaps(UNSHARDED), tolerance=TIGHT)
-
-
-def test_a_gradient_that_is_none_or_assigned_counts_as_it_does_in_torch(two_ranks: Ranks) -> None:
-    two_ranks.run(gaps_are_honoured)
 
 
 class Choosing(nn.Module):
@@ -216,7 +196,9 @@ class Choosing(nn.Module):
         return sum(self.layers[i](x) for i in used)  # type: ignore[return-value]
 
 
-def a_matrix_touched_elsewhere_is_updated_and_one_touched_nowhere_is_not() -> None:
+@pytest.mark.filterwarnings("ignore::shardgrad.UntrainedParameterWarning")
+@on_ranks(2)
+def test_the_none_rule_is_that_of_all_ranks_together() -> None:
     torch.manual_seed(0)
     model = Choosing()
     before = [layer.weight.detach().clone() for layer in model.layers]
@@ -233,11 +215,6 @@ def a_matrix_touched_elsewhere_is_updated_and_one_touched_nowhere_is_not() -> No
     ]
     assert changed == [True, True, False]
     assert [optim.state[p]["step"].item() for p in model.parameters()] == [2, 2, 0]
-
-
-@pytest.mark.filterwarnings("ignore::shardgrad.UntrainedParameterWarning")
-def test_the_none_rule_is_that_of_all_ranks_together(two_ranks: Ranks) -> None:
-    two_ranks.run(a_matrix_touched_elsewhere_is_updated_and_one_touched_nowhere_is_not)
 
 
 def train_with_units_that_rest(engine: Engine) -> Tensors:
@@ -258,18 +235,17 @@ def train_with_units_that_rest(engine: Engine) -> Tensors:
     return engine.snapshot(model)
 
 
-def units_may_rest() -> None:
+@pytest.mark.filterwarnings("ignore::shardgrad.UntrainedParameterWarning")
+@on_ranks(2)
+def test_units_without_gradients_and_frozen_ones_are_left_out() -> None:
     with exactly():
         ours, theirs = train_with_units_that_rest(GATHERED), train_with_units_that_rest(UNSHARDED)
     assert_close(ours, theirs, tolerance=TIGHT)
 
 
-@pytest.mark.filterwarnings("ignore::shardgrad.UntrainedParameterWarning")
-def test_units_without_gradients_and_frozen_ones_are_left_out(two_ranks: Ranks) -> None:
-    two_ranks.run(units_may_rest)
-
-
-def a_step_to_be_skipped_changes_nothing(finder: str) -> None:
+@pytest.mark.parametrize("finder", ["clip", "check_finite", "found_inf"])
+@on_ranks(2)
+def test_a_step_with_infinite_gradients_changes_nothing_not_even_counts(finder: str) -> None:
     model = SHARDGRAD.fully_shard(stack(6, 5, 4))
     matrices = [p for p in model.parameters() if p.ndim == 2]
     optim = shardgrad.optim.Muon(matrices, lr=0.1, check_finite=finder == "check_finite")
@@ -299,10 +275,3 @@ def a_step_to_be_skipped_changes_nothing(finder: str) -> None:
         assert all(value.isfinite().all() for value in after.values())
     assert optim.skipped_steps.item() == 1
     assert [optim.state[p]["step"].item() for p in matrices] == [2, 2]
-
-
-@pytest.mark.parametrize("finder", ["clip", "check_finite", "found_inf"])
-def test_a_step_with_infinite_gradients_changes_nothing_not_even_counts(
-    two_ranks: Ranks, finder: str
-) -> None:
-    two_ranks.run(a_step_to_be_skipped_changes_nothing, finder)

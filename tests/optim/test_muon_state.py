@@ -49,7 +49,7 @@ from tests.support.parity import (
     token_loss,
     tower,
 )
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 # -- state
 
@@ -149,7 +149,8 @@ def test_state_of_two_ranks_is_loaded_on_four(two_ranks: Ranks, four_ranks: Rank
     four_ranks.run(go_on_alike, state, values)
 
 
-def state_of_fsdp2_loads() -> None:
+@on_ranks(2)
+def test_state_of_fsdp2_and_torch_loads_here_and_ours_there() -> None:
     """torch's Muon over FSDP2's DTensors keeps a DTensor momentum, cut like ours."""
     theirs = fsdp.fully_shard(stack(6, 5, 4))
     torchs = torch.optim.Muon([p for p in theirs.parameters() if p.ndim == 2], lr=0.05)
@@ -164,11 +165,8 @@ def state_of_fsdp2_loads() -> None:
     torchs.load_state_dict(optim.state_dict())
 
 
-def test_state_of_fsdp2_and_torch_loads_here_and_ours_there(two_ranks: Ranks) -> None:
-    two_ranks.run(state_of_fsdp2_loads)
-
-
-def a_state_that_does_not_fit_changes_nothing() -> None:
+@on_ranks(2)
+def test_a_state_that_does_not_fit_changes_nothing() -> None:
     with float64():
         model, optim = small(SHARDGRAD)
         steps(SHARDGRAD, model, optim, range(1))
@@ -179,10 +177,6 @@ def a_state_that_does_not_fit_changes_nothing() -> None:
             optim.load_state_dict(wrong)
         for name, value in everything(model, optim).items():
             assert torch.equal(value, before[name])
-
-
-def test_a_state_that_does_not_fit_changes_nothing(two_ranks: Ranks) -> None:
-    two_ranks.run(a_state_that_does_not_fit_changes_nothing)
 
 
 # -- groups
@@ -215,13 +209,10 @@ def train_in_groups(engine: Engine) -> Tensors:
     return engine.snapshot(model)
 
 
-def groups_follow_torch() -> None:
+@on_ranks(2)
+def test_groups_added_later_and_a_tensor_as_learning_rate() -> None:
     with exactly():
         assert_close(train_in_groups(GATHERED), train_in_groups(UNSHARDED), tolerance=TIGHT)
-
-
-def test_groups_added_later_and_a_tensor_as_learning_rate(two_ranks: Ranks) -> None:
-    two_ranks.run(groups_follow_torch)
 
 
 # -- parameters that are not sharded, and those of 16 bits
@@ -243,7 +234,9 @@ def test_plain_matrices_follow_torch_also_where_columns_lie_together() -> None:
     assert_close(*found, tolerance=TIGHT)
 
 
-def a_master_keeps_small_steps() -> None:
+@pytest.mark.filterwarnings("ignore::shardgrad.UntrainedParameterWarning")
+@on_ranks(2)
+def test_a_master_keeps_steps_that_bfloat16_weights_lose() -> None:
     found = {}
     for master in (None, "float32"):
         model = nn.Linear(8, 8, bias=False, dtype=torch.bfloat16)
@@ -264,21 +257,13 @@ def a_master_keeps_small_steps() -> None:
     assert (found["float32"] < 1).all()
 
 
-@pytest.mark.filterwarnings("ignore::shardgrad.UntrainedParameterWarning")
-def test_a_master_keeps_steps_that_bfloat16_weights_lose(two_ranks: Ranks) -> None:
-    two_ranks.run(a_master_keeps_small_steps)
-
-
-def momentum_has_the_dtype_of_gradients_or_the_one_asked_for() -> None:
+@on_ranks(2)
+def test_momentum_has_the_dtype_of_the_gradients_or_the_one_asked_for() -> None:
     model = stack(6, 6).to(torch.bfloat16)
     shardgrad.fully_shard(model)
     for asked, expected in ((None, torch.bfloat16), (torch.float32, torch.float32)):
         optim = shardgrad.optim.Muon([model[0].weight], momentum_dtype=asked)
         assert optim.state[model[0].weight]["momentum_buffer"].dtype == expected
-
-
-def test_momentum_has_the_dtype_of_the_gradients_or_the_one_asked_for(two_ranks: Ranks) -> None:
-    two_ranks.run(momentum_has_the_dtype_of_gradients_or_the_one_asked_for)
 
 
 # -- what travels
@@ -329,7 +314,8 @@ def test_a_step_sends_two_bytes_there_and_back_for_each_element(
     four_ranks.run(a_step_sends_each_piece_there_and_back)
 
 
-def replicas_do_not_talk() -> None:
+@on_ranks(4)
+def test_replicas_agree_without_talking() -> None:
     model = shardgrad.fully_shard(stack(8, 8), mesh=hsdp_mesh(2, 2))
     optim = shardgrad.optim.Muon([model[0].weight])
     model(SHARDGRAD.inputs(0, 8)).square().mean().backward()
@@ -348,10 +334,6 @@ def replicas_do_not_talk() -> None:
     first = mine.clone()
     dist.broadcast(first, rank % 2, group=model[0].weight.device_mesh.get_group("replicate"))
     assert torch.equal(mine, first)
-
-
-def test_replicas_agree_without_talking(four_ranks: Ranks) -> None:
-    four_ranks.run(replicas_do_not_talk)
 
 
 # -- refusals
@@ -392,7 +374,8 @@ def test_an_option_out_of_range_is_refused_when_it_is_assigned() -> None:
     assert optim.param_groups[0]["ns_steps"] == 5
 
 
-def errors_come_before_changes() -> None:
+@on_ranks(2)
+def test_a_step_that_raises_has_moved_nothing() -> None:
     other = fsdp.fully_shard(nn.Linear(4, 4))
     with pytest.raises(OptimizerParameterError, match="another engine"):
         shardgrad.optim.Muon([other.weight])
@@ -412,11 +395,8 @@ def errors_come_before_changes() -> None:
         assert torch.equal(after[name], value), name
 
 
-def test_a_step_that_raises_has_moved_nothing(two_ranks: Ranks) -> None:
-    two_ranks.run(errors_come_before_changes)
-
-
-def a_failed_exchange_names_itself() -> None:
+@on_ranks(2)
+def test_a_failed_exchange_is_a_typed_error_and_moves_no_weight() -> None:
     model = SHARDGRAD.fully_shard(stack(6, 5))
     optim = shardgrad.optim.Muon([model[0].weight], lr=0.1)
     model(SHARDGRAD.inputs(0, 6)).square().mean().backward()
@@ -427,10 +407,6 @@ def a_failed_exchange_names_itself() -> None:
     ):
         optim.step()
     assert torch.equal(model[0].weight.to_local(), before)
-
-
-def test_a_failed_exchange_is_a_typed_error_and_moves_no_weight(two_ranks: Ranks) -> None:
-    two_ranks.run(a_failed_exchange_names_itself)
 
 
 def test_a_plan_is_not_made_while_a_graph_is_being_captured() -> None:

@@ -36,7 +36,7 @@ from tests.support.parity import (
     token_loss,
     tower,
 )
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 
 def adamw(engine: Engine, model: nn.Module, **options: Any) -> torch.optim.Optimizer:
@@ -92,7 +92,8 @@ def test_a_state_saved_here_loads_into_torch_under_fsdp2(two_ranks: Ranks) -> No
     two_ranks.run(hands_over, SHARDGRAD, FSDP2)
 
 
-def state_is_one_dtensor_for_each_parameter_in_flat_memory() -> None:
+@on_ranks(2)
+def test_state_is_one_dtensor_for_each_parameter_in_flat_memory() -> None:
     model, optim = build(SHARDGRAD)
     run(SHARDGRAD, model, optim, range(1))
     for param in model.parameters():
@@ -110,11 +111,8 @@ def state_is_one_dtensor_for_each_parameter_in_flat_memory() -> None:
         assert apart == [-(-piece.nbytes // 128) * 128 for piece in pieces[:-1]]
 
 
-def test_state_is_one_dtensor_for_each_parameter_in_flat_memory(two_ranks: Ranks) -> None:
-    two_ranks.run(state_is_one_dtensor_for_each_parameter_in_flat_memory)
-
-
-def loading_keeps_addresses() -> None:
+@on_ranks(2)
+def test_loading_copies_into_the_buffers_that_exist() -> None:
     model, optim = build(SHARDGRAD)
     run(SHARDGRAD, model, optim, range(1))
     before = [
@@ -139,11 +137,9 @@ def loading_keeps_addresses() -> None:
         assert torch.equal(optim.state[param]["exp_avg"].to_local(), saved_avg)
 
 
-def test_loading_copies_into_the_buffers_that_exist(two_ranks: Ranks) -> None:
-    two_ranks.run(loading_keeps_addresses)
-
-
-def full_and_sharded_options(full: bool, cpu_offload: bool) -> None:
+@pytest.mark.parametrize(("full", "cpu_offload"), [(False, False), (True, False), (True, True)])
+@on_ranks(2)
+def test_torchs_state_dict_functions_work(full: bool, cpu_offload: bool) -> None:
     options = StateDictOptions(full_state_dict=full, cpu_offload=cpu_offload)
     model, optim = build(SHARDGRAD)
     run(SHARDGRAD, model, optim, range(2))
@@ -153,11 +149,6 @@ def full_and_sharded_options(full: bool, cpu_offload: bool) -> None:
     load = StateDictOptions(full_state_dict=full, broadcast_from_rank0=full)
     set_optimizer_state_dict(other, other_optim, saved, options=load)
     assert_same_bits(whole_state(other, other_optim), right)
-
-
-@pytest.mark.parametrize(("full", "cpu_offload"), [(False, False), (True, False), (True, True)])
-def test_torchs_state_dict_functions_work(two_ranks: Ranks, full: bool, cpu_offload: bool) -> None:
-    two_ranks.run(full_and_sharded_options, full, cpu_offload)
 
 
 def crosses(source: Engine, target: Engine, folder: str | None, flatten: bool) -> None:
@@ -197,7 +188,8 @@ def test_state_crosses_through_torchs_functions_and_checkpoints(
     two_ranks.run(crosses, source, target, str(tmp_path) if checkpoint else None, flatten)
 
 
-def a_loaded_state_says_nothing_about_how_torch_computes() -> None:
+@on_ranks(2)
+def test_a_loaded_state_says_nothing_about_how_torch_computes() -> None:
     """`capturable=False` of a saved group would make a capture be refused; it is torch's affair."""
     _, optim = build(SHARDGRAD)
     before = {key: value for key, value in optim.param_groups[0].items() if key != "params"}
@@ -208,10 +200,6 @@ def a_loaded_state_says_nothing_about_how_torch_computes() -> None:
     optim.load_state_dict(saved)
     after = {key: value for key, value in optim.param_groups[0].items() if key != "params"}
     assert after == before | {"lr": 0.5}
-
-
-def test_a_loaded_state_says_nothing_about_how_torch_computes(two_ranks: Ranks) -> None:
-    two_ranks.run(a_loaded_state_says_nothing_about_how_torch_computes)
 
 
 def save_momentum(folder: str) -> Tensors:
@@ -279,7 +267,8 @@ def test_a_checkpoint_loads_into_another_world(
     four_ranks.run(load_checkpoint, str(tmp_path), right, hybrid)
 
 
-def whole_tensors_load() -> None:
+@on_ranks(2)
+def test_the_state_of_an_unsharded_run_loads() -> None:
     """An unsharded run's state, as `torch.load` gives it."""
     with float64():
         oracle, oracle_optim = build(UNSHARDED)
@@ -289,11 +278,8 @@ def whole_tensors_load() -> None:
         assert_same_bits(whole_state(model, optim), whole_state(oracle, oracle_optim))
 
 
-def test_the_state_of_an_unsharded_run_loads(two_ranks: Ranks) -> None:
-    two_ranks.run(whole_tensors_load)
-
-
-def misfits_are_refused_before_anything_changes() -> None:
+@on_ranks(2)
+def test_a_state_that_does_not_fit_is_refused_before_anything_changes() -> None:
     model, optim = build(SHARDGRAD)
     run(SHARDGRAD, model, optim, range(2))
     right, lr = whole_state(model, optim), optim.param_groups[0]["lr"]
@@ -317,11 +303,8 @@ def misfits_are_refused_before_anything_changes() -> None:
     refused(lambda saved: saved["param_groups"][0].update(weight_decay=float("nan")), ValueError)
 
 
-def test_a_state_that_does_not_fit_is_refused_before_anything_changes(two_ranks: Ranks) -> None:
-    two_ranks.run(misfits_are_refused_before_anything_changes)
-
-
-def momentum_goes_both_ways() -> None:
+@on_ranks(2)
+def test_momentum_goes_both_ways_and_is_not_taken_for_a_fresh_start() -> None:
     def sgd(engine: Engine) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = engine.shard_tower(tower())
         home = shardgrad.optim if engine is SHARDGRAD else torch.optim
@@ -340,11 +323,8 @@ def momentum_goes_both_ways() -> None:
         torch.testing.assert_close(ours.to_local(), right.to_local(), rtol=1e-5, atol=1e-6)
 
 
-def test_momentum_goes_both_ways_and_is_not_taken_for_a_fresh_start(two_ranks: Ranks) -> None:
-    two_ranks.run(momentum_goes_both_ways)
-
-
-def hooks_run_and_copies_are_refused() -> None:
+@on_ranks(2)
+def test_hooks_run_and_copies_are_refused() -> None:
     model, optim = build(SHARDGRAD)
     calls: list[str] = []
     optim.register_load_state_dict_pre_hook(lambda o, s: calls.append("before"))
@@ -358,11 +338,8 @@ def hooks_run_and_copies_are_refused() -> None:
         copy.deepcopy(optim)
 
 
-def test_hooks_run_and_copies_are_refused(two_ranks: Ranks) -> None:
-    two_ranks.run(hooks_run_and_copies_are_refused)
-
-
-def meta_models_get_their_state_late() -> None:
+@on_ranks(2)
+def test_an_optimizer_built_over_a_meta_model_allocates_at_its_first_step() -> None:
     with torch.device("meta"):
         model = tower()
     SHARDGRAD.shard_tower(model)
@@ -375,7 +352,3 @@ def meta_models_get_their_state_late() -> None:
     run(SHARDGRAD, model, optim, range(1))
     assert len(optim.state) == len(list(model.parameters()))
     assert dist.get_world_size() == 2
-
-
-def test_an_optimizer_built_over_a_meta_model_allocates_at_its_first_step(two_ranks: Ranks) -> None:
-    two_ranks.run(meta_models_get_their_state_late)

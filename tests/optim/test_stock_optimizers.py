@@ -28,7 +28,7 @@ from tests.support.parity import (
     token_loss,
     tower,
 )
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 RECIPES: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "AdamW": (torch.optim.AdamW, {"lr": 1e-2}),
@@ -145,7 +145,9 @@ def _clipped_step(engine: Engine, ours: bool, name: str) -> Tensors:
     }
 
 
-def _clips_as_torch(name: str) -> None:
+@pytest.mark.parametrize("name", ["SGD"])
+@on_ranks(2)
+def test_clipping_by_shardgrad_reaches_an_optimizer_of_torch(name: str) -> None:
     ours, theirs = _clipped_step(SHARDGRAD, True, name), _clipped_step(FSDP2, False, name)
     # Norms are summed in another order: each of n squares and sums carries one rounding in torch's
     # float32, and the root halves the error. The factor inherits it, and so do gradients.
@@ -163,11 +165,6 @@ def _clips_as_torch(name: str) -> None:
         )
         off = (ours[key] - right).abs().max().item() if right.numel() else 0.0
         assert off <= bound, f"{key} differs by {off}, more than {bound}"
-
-
-@pytest.mark.parametrize("name", ["SGD"])
-def test_clipping_by_shardgrad_reaches_an_optimizer_of_torch(two_ranks: Ranks, name: str) -> None:
-    two_ranks.run(_clips_as_torch, name)
 
 
 # -- loss scaling
@@ -268,14 +265,11 @@ def test_a_step_that_a_graph_would_freeze_is_refused_in_words(
     worlds[1].run(_says, *case)
 
 
-def _capturable_on_the_cpu() -> None:
+@on_ranks(1)
+def test_torch_refuses_capturable_on_the_cpu_as_under_fsdp2() -> None:
     for engine in (SHARDGRAD, FSDP2):
         model = engine.fully_shard(stack(3, 2))
         optimizer = torch.optim.AdamW(model.parameters(), capturable=True, foreach=True)
         model(torch.ones(1, 3)).sum().backward()
         with pytest.raises(AssertionError, match="capturable=True"):
             optimizer.step()
-
-
-def test_torch_refuses_capturable_on_the_cpu_as_under_fsdp2(worlds: dict[int, Ranks]) -> None:
-    worlds[1].run(_capturable_on_the_cpu)

@@ -24,7 +24,7 @@ from torch.nn import functional
 import shardgrad
 from shardgrad.programs.train.model import Transformer, materialise
 from shardgrad.programs.train.presets import TransformerConfig
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 DOCS = Path(__file__).parents[2] / "docs"
 SIZES = TransformerConfig(width=32, layers=3, heads=2, kv_heads=2, hidden=32)
@@ -176,7 +176,15 @@ def after(page: str, number: int, names: dict[str, Any]) -> None:
             names["step"](tokens(), tokens())
 
 
-def run_page(page: str) -> None:
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param("compile", marks=pytest.mark.long),
+        *sorted({*UNSHARDED, *SHARDED, *WHOLE} - {"compile"}),
+    ],
+)
+@on_ranks(2)
+def test_the_examples_of_a_page_run(page: str) -> None:
     with tempfile.TemporaryDirectory() as own, contextlib.chdir(own), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         folder = [own]
@@ -190,17 +198,6 @@ def run_page(page: str) -> None:
             exec(compile(code, f"{page}.md, block {number}", "exec"), names)
             after(page, number, names)
         dist.barrier()
-
-
-@pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param("compile", marks=pytest.mark.long),
-        *sorted({*UNSHARDED, *SHARDED, *WHOLE} - {"compile"}),
-    ],
-)
-def test_the_examples_of_a_page_run(page: str, two_ranks: Ranks) -> None:
-    two_ranks.run(run_page, page)
 
 
 def printed(code: str, names: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import importlib
+import inspect
 import os
 import signal
 import socket
@@ -17,6 +18,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import wraps
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -32,6 +34,23 @@ MOST_GROUPS = 12
 GRACE_S = 5.0
 # How long a rank that hangs is listened to, after its last word, when it is asked where it is.
 QUIET_S = 2.0
+
+
+def on_ranks(world_size: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a test run on every rank of a world, with its parameters."""
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        @wraps(function)
+        def test(worlds: dict[int, Ranks], **parameters: Any) -> None:
+            worlds[world_size].renewed().run(function, **parameters)
+
+        signature = inspect.signature(function)
+        added = inspect.Parameter("worlds", inspect.Parameter.KEYWORD_ONLY)
+        named = [p.replace(kind=p.KEYWORD_ONLY) for p in signature.parameters.values()]
+        test.__signature__ = signature.replace(parameters=[*named, added])  # type: ignore[attr-defined]
+        return test
+
+    return decorate
 
 
 class RankError(AssertionError):
@@ -75,7 +94,8 @@ def _serve(
         module, name, args, kwargs = task
         try:
             torch.manual_seed(0)
-            result = getattr(importlib.import_module(module), name)(*args, **kwargs)
+            function = inspect.unwrap(getattr(importlib.import_module(module), name))
+            result = function(*args, **kwargs)
             pipe.send((True, result, len(dist.distributed_c10d._world.pg_map)))
         except BaseException:
             pipe.send((False, traceback.format_exc(), 0))
