@@ -13,7 +13,6 @@ import pytest
 
 from benchmarks.launched import Launch, launch_of
 from tests.support import programs
-from tests.support.ranks import free_port
 
 TIMEOUT_S = 280  # many times what a smoke run takes: others may be using the machine
 pytestmark = pytest.mark.timeout(300)
@@ -82,51 +81,6 @@ def test_one_process_agrees_with_all_ranks_together(
     _, record, _ = measured
     assert record["disagreed"] == []
     assert record["summary"]["unsharded"]["loss_difference"] < 1e-5
-
-
-def test_an_engine_that_is_not_installed_is_a_row(
-    measured: tuple[Path, dict[str, Any], str],
-) -> None:
-    from importlib.util import find_spec
-
-    if find_spec("deepspeed") is not None:
-        pytest.skip("deepspeed is installed")
-    _, record, printed = measured
-    assert record["left_out"] == {"deepspeed-1": "not installed: pip install deepspeed"}
-    assert "deepspeed-1: not installed" in printed
-    assert "A smoke run: the numbers mean nothing." in printed
-
-
-def test_ranks_that_torchrun_started_on_two_machines_are_measured_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each machine is a torchrun of its own here, with processes and a folder of its own."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    port = free_port()
-    machines = [
-        programs.Program(
-            "torch.distributed.run",
-            "--nnodes=2",
-            "--nproc-per-node=1",
-            f"--node-rank={machine}",
-            "--master-addr=127.0.0.1",
-            f"--master-port={port}",
-            *("-m", "benchmarks", "training_step", "--smoke", "--device=cpu"),
-            *("--engine=shardgrad", "--engine=ddp", "--engine=unsharded"),
-            f"--out={tmp_path / str(machine)}",
-        )
-        for machine in range(2)
-    ]
-    printed = ["".join(machine.communicate(timeout=TIMEOUT_S)) for machine in machines]
-    assert [machine.returncode for machine in machines] == [0, 0], "\n".join(printed)
-    assert not (tmp_path / "1" / "training_step.jsonl").exists()
-    (line,) = (tmp_path / "0" / "training_step.jsonl").read_text(encoding="utf-8").splitlines()
-    record = json.loads(line)
-    assert (record["config"]["ranks"], record["config"]["hosts"]) == (2, 2)
-    assert list(record["summary"]) == ["fsdp2", "shardgrad", "ddp", "unsharded"]
-    assert not {**record["left_out"], **record["unobserved"]}
-    assert record["summary"]["shardgrad"]["loss_difference"] == 0
-    assert "2 machines of" in printed[0]
 
 
 def test_processes_without_an_address_and_other_benchmarks_are_refused_in_a_sentence(

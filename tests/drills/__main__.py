@@ -4,18 +4,15 @@ each.
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import sys
 import tempfile
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
-from rich.table import Table
-
-if TYPE_CHECKING:
-    from tests.drills.judge import Verdict
 
 
 @click.command()
@@ -71,7 +68,6 @@ def main(
     from tests.drills.faults import CATALOGUE, Fault
     from tests.drills.hosts import can_have_hosts
     from tests.drills.judge import Judge
-    from tests.drills.record import append
 
     console = Console(soft_wrap=True, highlight=False)
     chosen = [kind for kind in CATALOGUE if not kinds or any(words in kind.name for words in kinds)]
@@ -102,27 +98,13 @@ def main(
             for line in verdict.problems or (verdict.sentence,):
                 console.print(f"    {line}", markup=False)
             if record is not None:
-                append(record, verdict, environment())
-    _summarize(console, verdicts)
-    sys.exit(1 if any(verdict.problems for verdict in verdicts) else 0)
-
-
-def _summarize(console: Console, verdicts: list[Verdict]) -> None:
-    """Prints the seconds from the fault to the last exit, by kind."""
-    from tests.drills.record import tallies
-
-    table = Table("kind", "drills", "wrong", "median s", "worst s")
-    for each in tallies(verdicts):
-        table.add_row(
-            each.kind,
-            str(each.held),
-            str(each.wrong),
-            f"{each.median_s:.1f}",
-            f"{each.worst_s:.1f}",
-        )
-    console.print(table)
+                record.parent.mkdir(parents=True, exist_ok=True)
+                with record.open("a", encoding="utf-8") as stream:
+                    line = {**dataclasses.asdict(verdict), "environment": environment()}
+                    stream.write(json.dumps(line) + "\n")
     wrong = sum(bool(verdict.problems) for verdict in verdicts)
     console.print(f"{len(verdicts)} drills, {wrong} of them wrong.")
+    sys.exit(bool(wrong))
 
 
 if __name__ == "__main__":
