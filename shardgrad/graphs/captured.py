@@ -21,7 +21,7 @@ from shardgrad.graphs.capturable import Capturable
 from shardgrad.graphs.closed_over import Reads
 from shardgrad.graphs.eager_regions import handle_eager_calls
 from shardgrad.graphs.pool import DeviceGraph, GraphPool
-from shardgrad.graphs.recomputation import captured_recomputation
+from shardgrad.graphs.recomputation import Redraws
 
 __all__ = ["CapturedStep", "SplitGraph"]
 
@@ -52,6 +52,7 @@ class SplitGraph:
         capturables: quiesced wherever a graph begins or ends.
         eager_optimizers: optimizers whose steps are eager regions.
         generators: of random numbers, in addition to the device's default one.
+        redraws: of an eager call of the step.
     """
 
     def __init__(
@@ -60,11 +61,13 @@ class SplitGraph:
         capturables: Sequence[Capturable],
         eager_optimizers: Sequence[Optimizer],
         generators: Sequence[torch.Generator],
+        redraws: Redraws,
     ) -> None:
         self._pool = pool
+        self._redraws = redraws
         self._capturables = capturables
         self._eager_optimizers = eager_optimizers
-        self._generators = generators
+        self._generators = [*generators, *redraws.generators]
         self._parts: list[DeviceGraph | _EagerRegion] = []
         self._capture: AbstractContextManager[DeviceGraph] | None = None  # under way, of `_graph`
         self._graph: DeviceGraph
@@ -72,7 +75,7 @@ class SplitGraph:
     @contextmanager
     def captured(self) -> Iterator[None]:
         """Captures what the block launches. If the block raises, all graphs are destroyed."""
-        with handle_eager_calls(self._eager_optimizers, self._split), captured_recomputation():
+        with handle_eager_calls(self._eager_optimizers, self._split), self._redraws.captured():
             self._begin()
             try:
                 yield
@@ -112,11 +115,12 @@ class SplitGraph:
 
     def replay(self, *, makes_calls: bool = True) -> None:
         """Launches the graphs on the current stream and makes the calls between them."""
-        for part in self._parts:
-            if not isinstance(part, _EagerRegion):
-                part.replay()
-            elif makes_calls:
-                part.run()
+        with self._redraws.replayed():
+            for part in self._parts:
+                if not isinstance(part, _EagerRegion):
+                    part.replay()
+                elif makes_calls:
+                    part.run()
 
     def reset(self) -> None:
         """Destroys the graphs."""

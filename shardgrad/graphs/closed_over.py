@@ -32,7 +32,6 @@ from torch.utils._pytree import tree_leaves
 
 from shardgrad.graphs.outputs import local_tensor
 from shardgrad.graphs.program_line import is_of_the_program
-from shardgrad.graphs.recomputation import refuse_redraw
 
 __all__ = ["Place", "Reads", "closed_over"]
 
@@ -76,8 +75,7 @@ class Place:
 
 
 class Reads(TorchDispatchMode):
-    """Notes what operations inside the block read and write without being given it, and refuses
-    those that would draw other random numbers in a replay.
+    """Notes what operations inside the block read and write without being given it.
 
     Args:
         function: of the step.
@@ -124,7 +122,6 @@ class Reads(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        refuse_redraw(func, args, kwargs)
         result = func(*args, **kwargs)
         # Collectives do not declare what they write.
         writes = func._schema.is_mutable or func.namespace == "c10d"

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.optim.optimizer import Optimizer
+from torch.utils import checkpoint
 
 from shardgrad.checks.capturable_optimizers import cure, why_not_capturable
 from shardgrad.errors import CaptureError
@@ -54,6 +55,12 @@ _SCALER = Issue(
     "host read",
     "torch.amp.GradScaler reads on the host whether to skip the step",
     fix="shardgrad.GradScaler, passed to graphed_step(...) as well",
+)
+_SAVED_STATE = Issue(
+    "random numbers drawn again",
+    "torch.utils.checkpoint saves the state of random numbers, which graphs of this device cannot",
+    fix="torch.utils.checkpoint.checkpoint(..., preserve_rng_state=False), if nothing is drawn "
+    "there",
 )
 # By cudaError_t: those of streams, which CUDA reports where the capture meets them.
 _CUDA_ERRORS: dict[int | None, Issue] = {
@@ -113,6 +120,8 @@ def cause_of(error: BaseException) -> Issue | None:
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if isinstance(frame.f_locals.get("self"), torch.amp.GradScaler):
             return _SCALER
+        if frame.f_code is checkpoint.get_device_states.__code__:
+            return _SAVED_STATE
     return _CUDA_ERRORS.get(getattr(error, "error_code", None))
 
 

@@ -46,6 +46,7 @@ from shardgrad.graphs.preflight import (
 )
 from shardgrad.graphs.program_line import line_that_raised
 from shardgrad.graphs.random_state import RandomState
+from shardgrad.graphs.recomputation import Redraws
 from shardgrad.graphs.status import StatusReader, StepStatus
 from shardgrad.graphs.verify import StepState, compare_runs, listed
 
@@ -193,14 +194,14 @@ class _InputKind:
     Attributes:
         key: of the inputs.
         buffers: the inputs of their graphs.
-        seen: guards that an eager step of this kind began with.
+        seen: guards that an eager step of this kind began with, and what that drew again.
         refused: why these calls run eagerly for good; "" if they do not.
     """
 
     def __init__(self, key: Hashable, buffers: InputBuffers) -> None:
         self.key = key
         self.buffers = buffers
-        self.seen: set[Hashable] = set()
+        self.seen: dict[Hashable, Redraws] = {}
         self.refused = ""
 
 
@@ -307,13 +308,14 @@ class GraphedStep(Generic[_P, _R]):
             call()
 
         args, kwargs = kind.buffers.arguments
-        with handle_eager_calls(self._eager_optimizers, call_region):
+        redraws = Redraws(self.pool)
+        with handle_eager_calls(self._eager_optimizers, call_region), redraws.noted():
             outputs = detached(self._function(*args, **kwargs))
         self._note_border()
         self.eager_steps += 1
         if self.eager_steps == 1 and not self.pool.can_capture:
             self._habits.found_no_graphs(self.pool.device)
-        kind.seen.add(guards)
+        kind.seen[guards] = redraws
         return used_on(outputs, caller)
 
     def _note_border(self) -> None:
@@ -491,7 +493,13 @@ class GraphedStep(Generic[_P, _R]):
         before_replays = [each.before_replays() for each in self._capturables]
         snapshots = [each.snapshot() for each in self._capturables]
         random = RandomState(self.pool.device, self._generators)
-        graph = SplitGraph(self.pool, self._capturables, self._eager_optimizers, self._generators)
+        graph = SplitGraph(
+            self.pool,
+            self._capturables,
+            self._eager_optimizers,
+            self._generators,
+            kind.seen[key[1]],
+        )
         reads = Reads(self._function, self._modules)
         args, kwargs = kind.buffers.arguments
         try:

@@ -156,6 +156,7 @@ def _compile_values(site_packages: Path, headers: Path) -> None:
     command += [str(CSRC / "values.cpp"), "-o", str(target), f"-L{torch}/lib", f"-L{cuda}"]
     command += [
         "-ltorch_cpu",
+        "-ltorch_cuda",
         "-lc10",
         "-lc10_cuda",
         f"-l:{RUNTIME}",

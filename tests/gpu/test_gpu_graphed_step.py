@@ -7,6 +7,7 @@ tests/simulated.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,10 +15,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import shardgrad
+from shardgrad.errors import ReplayMismatchError
 from shardgrad.graphs import GraphedStep, UncapturableStepWarning
 from shardgrad.graphs.staging import HostStaging
 
@@ -152,6 +156,47 @@ def a_step_that_reads(graphed: Any, device: torch.device) -> Values:
     return seen + weights(model)
 
 
+def recomputed_and_logged(graphed: Any, device: torch.device) -> Values:
+    """Layers with dropout are computed again in backward, one inside of another region, and all of
+    them twice for the second loss. The host reads the first loss before its backward.
+    """
+    model = build(device, dropout=0.5)
+    first, second, last = model
+    for block, reentrant in ((first, False), (last, True)):
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=reentrant)
+    second.forward = _with_another_region(second)
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+    log: Values = []
+
+    def loss_of(x: Tensor) -> Tensor:
+        x = F.dropout(model(x), 0.5)
+        x = checkpoint(lambda y: (y * torch.rand_like(y)).exp(), x, use_reentrant=False)
+        return x.square().mean()
+
+    @graphed(model, optimizer, warmup=WARMUP)
+    def step(x: Tensor) -> Tensor:
+        loss = loss_of(x)
+        shardgrad.graphs.outside(lambda value: log.append(value.item()), loss)
+        loss.backward()
+        loss = loss_of(x.flip(0))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    for number in range(STEPS):
+        step(batch(number, device))
+    require_replays(step, device)
+    return log + weights(model)
+
+
+def _with_another_region(block: Any) -> Callable[[Tensor], Tensor]:
+    """Returns a block's forward as a region of which a part is one, too."""
+    inner = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    return lambda x: checkpoint(lambda y: F.dropout(inner(y), 0.2), x, use_reentrant=False)
+
+
 def _require_reuse_across_streams(device: torch.device) -> None:
     """Asserts that memory which another stream has used comes back: an unended capture would keep
     it.
@@ -180,6 +225,32 @@ def test_twenty_graphed_steps_train_bit_for_bit_like_eager_ones(
 
 def test_after_a_capture_that_breaks_the_loop_goes_on_eagerly(device: torch.device) -> None:
     both(a_step_that_reads, device)
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=NEEDS_CUDA)], indirect=True)
+def test_dropout_of_recomputed_layers_is_that_of_eager(device: torch.device) -> None:
+    both(recomputed_and_logged, device)
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=NEEDS_CUDA)], indirect=True)
+def test_a_recomputed_region_that_would_draw_other_numbers_raises_in_the_first_replay(
+    device: torch.device,
+) -> None:
+    model = build(device)
+
+    @shardgrad.graphed_step(model, warmup=1)
+    def step(x: Tensor) -> Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            x = F.dropout(x)
+        loss = checkpoint(lambda y: F.dropout(model(y)), x, use_reentrant=False).square().mean()
+        loss.backward()
+        model.zero_grad()
+        return loss
+
+    step(batch(0, device))
+    step(batch(1, device))
+    with pytest.raises(ReplayMismatchError, match="do not draw those of their forward"):
+        step(batch(2, device))
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=NEEDS_CUDA)], indirect=True)

@@ -329,8 +329,8 @@ def _recomputed(block: Block) -> Callable[[Tensor], Tensor]:
 
 
 def lora(graphed: Any, device: torch.device) -> Values:
-    """Adapters in recomputed blocks, without dropout."""
-    return fine_tuned(graphed, device, dropout=0.0)
+    """Adapters in recomputed blocks, with dropout in front of each."""
+    return fine_tuned(graphed, device, dropout=0.1)
 
 
 def gan(graphed: Any, device: torch.device) -> Values:
@@ -443,11 +443,6 @@ REFUSED = {
     "a log in the step": (
         partial(lightning, logs_inside=True),
         r"in update_of: self\.logged = float\(loss\)\n  try:      return what the host reads",
-    ),
-    "dropout in recomputed blocks": (
-        partial(fine_tuned, dropout=0.1),
-        r"a recomputed region draws random numbers[\s\S]*module blocks\.1\.first\.dropout[\s\S]*"
-        r"move the dropout out of the region",
     ),
     "an early stop in the step": (
         partial(policy_update, stops_inside=True),

@@ -507,7 +507,7 @@ def test_graphs_are_destroyed_before_the_process_group() -> None:
 
 def replaced_functions() -> list[bool]:
     """Returns whether torch's functions are its own at some moments."""
-    model = build(Setup(recomputes=True, saves_random_state=True))
+    model = build(Setup(recomputes=True))
     functions = (
         dist.destroy_process_group,
         distributed_c10d.destroy_process_group,
@@ -701,8 +701,8 @@ def test_state_that_the_step_was_not_told_of_is_written_once_in_each_call(told: 
     VirtualRanks(1).run(forgotten_state, told)
 
 
-def dropout_in_a_recomputed_region(saves_random_state: bool) -> None:
-    model = build(Setup(dropout=0.5, recomputes=True, saves_random_state=saves_random_state))
+def saved_random_state() -> None:
+    model = build(Setup(dropout=0.5, recomputes=True, saves_random_state=True))
 
     @shardgrad.graphed_step(model)
     def step(x: Tensor) -> Tensor:
@@ -712,15 +712,16 @@ def dropout_in_a_recomputed_region(saves_random_state: bool) -> None:
 
     for number in range(3):
         step(batch(number))
-    with pytest.raises(CaptureError, match="recomputed region draws random numbers") as caught:
+    with pytest.raises(CaptureError, match="saves the state of random numbers") as caught:
         step(batch(4))
-    assert "graphed.py" in str(caught.value), "the line that draws is named"
+    assert "graphed.py" in str(caught.value), "the line of the region is named"
+    assert "preserve_rng_state=False" in str(caught.value)
     step(batch(4))
     step.close()
 
 
-def test_a_recomputed_region_that_would_draw_other_numbers_is_refused() -> None:
-    VirtualRanks(1).run(dropout_in_a_recomputed_region, True)
+def test_a_region_that_saves_the_random_state_is_refused_where_graphs_cannot() -> None:
+    VirtualRanks(1).run(saved_random_state)
 
 
 # -- status

@@ -3,6 +3,7 @@
 #include <ATen/Context.h>
 #include <ATen/core/Generator.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <ATen/ops/empty_like.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -36,8 +37,6 @@ struct Call {
 
 std::mutex mutex;
 std::unordered_map<std::string, c10::SafeKernelFunction> kernels;
-std::map<uint64_t, uint64_t> draws_of_graph;      // how far a graph moves the generator's offset
-std::map<std::string, uint64_t> draws_of_op;      // measured when it ran eagerly
 std::map<std::string, int> failures;
 std::atomic<uint64_t> labels{0};
 thread_local int depth = 0;
@@ -133,10 +132,25 @@ uint64_t mix(uint64_t seed, uint64_t offset) {
   return (z ^ (z >> 27)) >> 1;
 }
 
-at::Generator generator_of(const Stack& inputs, c10::Device device) {
+// Where the next draw of an operator starts, as its kernel is told: in a capture, by an address on the device.
+std::optional<at::PhiloxCudaState> next_draw(const Stack& inputs, c10::Device device) {
+  at::Generator source = at::globalContext().defaultGenerator(device);
   for (const IValue& each : inputs)
-    if (each.isGenerator()) return each.toGenerator();
-  return at::globalContext().defaultGenerator(device);
+    if (each.isGenerator()) source = each.toGenerator();
+  if (!source.device().is_cuda()) return std::nullopt;
+  std::lock_guard<std::mutex> lock(source.mutex());
+  try {
+    return source.get<at::CUDAGeneratorImpl>()->philox_cuda_state(0);
+  } catch (const std::exception&) {  // of no graph; the kernel says so, if it draws
+    return std::nullopt;
+  }
+}
+
+uint64_t seed_of(const std::optional<at::PhiloxCudaState>& draw) {
+  if (!draw) return 0;
+  if (!draw->captured_) return mix(draw->seed_.val, draw->offset_.val);
+  const auto at = [](int64_t* address) { return *(const int64_t*)hostcuda::on_host(address); };
+  return mix(at(draw->seed_.ptr), at(draw->offset_.ptr) + draw->offset_intragraph_);
 }
 
 // -- the CPU's kernel -----------------------------------------------------------------------------------------
@@ -249,16 +263,7 @@ void wrapper(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* sta
   if (!device.is_cuda()) return kernel.callBoxed(op, keys, stack);
   copy_lists(inputs);
   const bool random = op.hasTag(at::Tag::nondeterministic_seeded);
-  at::Generator source;
-  uint64_t seed = 0, offset = 0;
-  bool known = false;
-  if (random) {
-    source = generator_of(inputs, device);
-    try {
-      if (source.device().is_cuda()) seed = source.current_seed(), offset = source.get_offset(), known = true;
-    } catch (const std::exception&) {  // while capturing
-    }
-  }
+  const auto draw = random ? next_draw(inputs, device) : std::nullopt;
   Scope scope(++labels);
   kernel.callBoxed(op, keys, stack);
   const hostcuda::Launched launched = hostcuda::launched();
@@ -277,33 +282,15 @@ void wrapper(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* sta
     const auto* alias = op.schema().arguments()[i].alias_info();
     call->inputs.push_back(input(inputs[i], alias && alias->isWrite(), launched.captured));
   }
-  std::string drawn = name;  // by what: operators draw by the number of elements
-  for (auto& each : outputs)
-    if (each.defined()) drawn += "," + std::to_string(each.numel());
   scope.ended = true;
   if (launched.captured) {
-    uint64_t before = 0;
-    if (random) {
-      std::lock_guard<std::mutex> lock(mutex);
-      uint64_t& all = draws_of_graph[launched.graph];
-      before = all;
-      all += draws_of_op.count(drawn) ? draws_of_op[drawn] : 4;
-    }
-    const uint64_t graph = launched.graph;
+    if (draw)
+      for (int64_t* each : {draw->seed_.ptr, draw->offset_.ptr}) ranges.push_back({(const char*)each, 8, false});
     return hostcuda::end_operator(name.c_str(), std::move(ranges), [=]() -> Body {
-      uint64_t mixed = 0;
-      if (random) {
-        std::lock_guard<std::mutex> lock(mutex);
-        mixed = mix(source.current_seed(), source.get_offset() - draws_of_graph[graph] + before);
-      }
-      return [=] { return run(*call, mixed), true; };
+      return [=] { return run(*call, seed_of(draw)), true; };
     });
   }
-  if (known) {
-    std::lock_guard<std::mutex> lock(mutex);
-    draws_of_op[drawn] = source.get_offset() - offset;
-  }
-  const uint64_t mixed = mix(seed, offset);
+  const uint64_t mixed = seed_of(draw);
   bool at_once = launched.waited;
   for (size_t i = 0; i < returns; ++i) {
     const IValue& out = *(stack->end() - returns + i);
