@@ -1,14 +1,14 @@
 # Every target works from a fresh clone: it sets up .venv itself, and again when what .venv was made from changes.
 #
 #   make train ARGS="--help"      make test ARGS="-k pack"      make test-cuda drills mutants lint types docs bench
-#   make wheels clean
+#   make figures wheels clean
 #   make test-torch test-cuda VERSION=2.15.0
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := test
-.PHONY: train test test-cuda test-torch drills mutants lint types docs bench wheels clean
+.PHONY: train test test-cuda test-torch drills mutants lint types docs bench figures wheels clean
 
 TORCH := torch==2.13.0
 BUILD_TOOLS := 'setuptools>=77'
@@ -71,6 +71,21 @@ docs: .venv/installed
 
 bench: .venv/installed
 	.venv/bin/python -m benchmarks $(ARGS)
+
+# All figures of README.md and benchmarks/README.md, at one commit on one machine, where nothing else may run. They take
+# about half an hour on two cores. A figure counts only if the load was low before, so what is left of ours is waited for.
+FIGURES := benchmarks/results/figures
+QUIET := for i in {1..120}; do awk '{exit $$1 > 0.5}' /proc/loadavg && break; sleep 5; done
+figures: .venv/installed .venv-cuda/ready
+	@[[ -z "$$(git status --porcelain)" ]] || { echo "make figures: a figure names a commit, and the tree has changes: commit them, or put them away with git stash --include-untracked" >&2; exit 1; }
+	rm -rf $(FIGURES)
+	$(QUIET); .venv/bin/python -m benchmarks --out $(FIGURES) \
+		training_step --preset tiny --preset small --ranks 2 --ranks 4 --batch-size 4 --seq-len 64 --rounds 20 --limit-s 300 \
+		training_step --preset tiny --precision bf16 --batch-size 4 --seq-len 64 --rounds 20 --limit-s 300 \
+		construction --layers 1000 send_weights reading
+	$(QUIET); .venv-cuda/bin/python -m benchmarks --out $(FIGURES) counts --ranks 2 --ranks 8 --precision bf16
+	rm -rf $(FIGURES)/logs $(FIGURES)/report.html
+	.venv/bin/python -m benchmarks readme
 
 wheels: .venv/torch
 	.venv/bin/python release/wheels.py $(ARGS)

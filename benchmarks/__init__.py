@@ -2,6 +2,6 @@
 
 from importlib.util import find_spec
 
-_missing = [name for name in ("click", "rich", "jinja2", "matplotlib") if find_spec(name) is None]
+_missing = [name for name in ("click", "rich", "jinja2") if find_spec(name) is None]
 if _missing:
     raise ImportError(f"benchmarks need {', '.join(_missing)}: pip install -e '.[bench]'")

@@ -34,12 +34,7 @@ BENCHMARKS = {
     "reading": "What does a reader hold: size, imports, calls and files of a step, private names?",
     "construction": "How long does `fully_shard` take on a deep model?",
     "kernels": "How near to a plain copy of as many bytes are the ops?",
-    "optimizers": "How long do an optimizer step and clipping take, beside torch's under FSDP2?",
-    "graphed_replay": "How long does the host take to call a graphed step, beside a bare graph's "
-    "replay?",
-    "plan": "Is what `shardgrad plan` predicts, memory and step time, what ranks measure?",
     "send_weights": "How long does a sync of weights to a tensor-parallel receiver take?",
-    "soak": "Does anything grow in 20,000 steps, or while 200 models are built and deleted?",
 }
 _RECORDS = {
     "report": "Measure nothing: print records, and write the page of them.",
@@ -118,7 +113,8 @@ def main(ctx: click.Context, smoke: bool, out: Path | None) -> None:
 @click.pass_obj
 def finish(run: Run, _: Any, **options: Any) -> None:
     """Write the report of what was measured."""
-    for path in run.close():
+    path = run.close()
+    if path is not None:
         click.echo(path)
     sys.exit(1 if run.has_failed else 0)
 

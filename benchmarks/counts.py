@@ -42,7 +42,7 @@ _ENGINES: dict[str, Callable[[Task, torch.device], Trained]] = {
     "collectives": collectives,  # the floor: model, autograd and collectives without an engine
 }
 if hasattr(FSDPModule, "set_keep_unsharded_storage"):
-    _ENGINES["fsdp2-graphed"] = partial(fsdp2_graphed, keeps_storage=True)
+    _ENGINES["fsdp2-graphed"] = fsdp2_graphed
 _WARMUP = 6  # steps; more than a graphed step needs for its capture
 _STEPS = 3  # that are counted
 
@@ -193,7 +193,7 @@ def main(
         counts, costs = _measure(task, rounds)
         case = f"{precision}, {world} rank{'s' * (world > 1)}"
         samples[case] = {name: {"cpu_s": [cost.cpu_s for cost in of]} for name, of in costs.items()}
-        summary[case] = _summary(counts, costs, facts_of(preset).numel * 4 / world)
+        summary[case] = _summary(counts, costs)
     run.finish(
         "counts",
         config={
@@ -229,38 +229,20 @@ def _measure(task: Task, rounds: int) -> tuple[dict[str, dict[str, int]], dict[s
 
 
 def _summary(
-    counts: Mapping[str, dict[str, int]], costs: Mapping[str, list[Cost]], gradients_nbytes: float
+    counts: Mapping[str, dict[str, int]], costs: Mapping[str, list[Cost]]
 ) -> dict[str, Any]:
-    """Puts rows together.
-
-    Args:
-        counts: by engine.
-        costs: by engine.
-        gradients_nbytes: of a rank's gradients, which shardgrad keeps and FSDP2 frees.
-    """
+    """Puts rows together, of counts and costs by engine."""
     base = counts["fsdp2"]
     times = {name: [cost.cpu_s for cost in of] for name, of in costs.items()}
-    found: dict[str, Any] = {}
-    for name, of in counts.items():
-        allocated = of["peak_allocated_nbytes"]
-        found[name] = {
+    return {
+        name: {
             "cpu_s": spread(times[name]),
             **of,
             "ratio_to_fsdp2": spread(ratios(times[name], times["fsdp2"])),
-            "allocated_ratio_to_fsdp2": allocated / base["peak_allocated_nbytes"],
-            "requested_ratio_to_fsdp2": of["peak_requested_nbytes"] / base["peak_requested_nbytes"],
-            "reserved_ratio_to_fsdp2": of["peak_reserved_nbytes"] / base["peak_reserved_nbytes"],
-            "beyond_fsdp2_and_gradients_nbytes": (
-                None
-                if name.startswith("fsdp2")
-                else allocated - base["peak_allocated_nbytes"] - round(gradients_nbytes)
-            ),
-            "requested_beyond_fsdp2_and_gradients_nbytes": (
-                None
-                if name.startswith("fsdp2")
-                else of["peak_requested_nbytes"]
-                - base["peak_requested_nbytes"]
-                - round(gradients_nbytes)
-            ),
+            **{
+                f"{kind}_ratio_to_fsdp2": of[f"peak_{kind}_nbytes"] / base[f"peak_{kind}_nbytes"]
+                for kind in ("allocated", "requested", "reserved")
+            },
         }
-    return found
+        for name, of in counts.items()
+    }

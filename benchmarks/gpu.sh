@@ -1,39 +1,40 @@
 #!/usr/bin/env bash
-# Everything that wants a GPU, in three stages of at most eight minutes each, and a table last.
+# Everything that wants GPUs, in parts that can be continued, and a report last.
 #
-#   bash benchmarks/gpu.sh --stage 1             is it right: kernels, order, captures, NCCL
-#   bash benchmarks/gpu.sh --stage 2             how long steps take, beside other engines
-#   bash benchmarks/gpu.sh --stage 3             kernels, optimizers, sizes of batches
-#   bash benchmarks/gpu.sh                       all of them, as far as eight minutes reach
+#   bash benchmarks/gpu.sh                       one machine, with one GPU or more
+#   bash benchmarks/gpu.sh --nnodes 2 --rdzv-endpoint 10.0.0.1:29500
+#                                                on each of two machines, at about the same time
 #
+#   --stage 1      is it right: kernels, order, captures, NCCL          (one machine only)
+#   --stage 2      how long steps take, beside other engines
+#   --stage 3      kernels, sizes of batches, slow tests                (one machine only)
 #   --out DIR      into DIR instead of benchmarks/results/gpu_<hardware>_<yyyymm>
 #   --smoke        in a minute or two, without a GPU too; the numbers mean nothing
 #   --only PART    a single part, or a comma-separated list of them
 #   --list         names the parts with their limits, and leaves
 #
-# Each part has a time limit, and begins whatever became of the one before. A part that was done is not done
-# again: call it once more with the same DIR for what failed, or for which there was no time (rm DIR/done/PART
-# to repeat one). DIR gets a log of each part, the records as *.jsonl, report.html, and summary.txt. The exit
-# status is 1 if a part failed. PYTHON names the interpreter; WHEELS names a folder of wheels (other engines, a
-# newer NCCL's Python package) that are made importable for the benchmarks without being installed. A
-# shardgrad/_C.so that has kernels for this torch is taken as it is, and built otherwise.
+# A call takes eight minutes at most, as each stage does. Each part has a time limit, and begins whatever became
+# of the one before. A part that was done is not done again: call it once more with the same DIR for what failed,
+# or for which there was no time (rm DIR/done/PART, on every machine, to repeat one). DIR gets a log of each part,
+# the records as *.jsonl, report.html of all of them, and summary.txt. The exit status is 1 if a part failed.
+# PYTHON names the interpreter; WHEELS names a folder of wheels (other engines, a newer NCCL's Python package) that
+# are made importable for the benchmarks without being installed. A shardgrad/_C.so that has kernels for this torch
+# is taken as it is, and built otherwise.
 set -uo pipefail
 
-usage() { sed -n '2,20s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
+usage() { sed -n '2,23s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
 
-out=""
-smoke=""
-stage=""
-only=""
-list=""
+out="" smoke="" stage="" only="" list="" nodes=1 endpoint=""
 while (($#)); do
     case $1 in
-        --out | --only | --stage)
+        --out | --only | --stage | --nnodes | --rdzv-endpoint)
             [[ -n ${2:-} ]] || { usage >&2; exit 2; }
             case $1 in
                 --out) out=$2 ;;
                 --only) only=,$2, ;;
                 --stage) stage=$2 ;;
+                --nnodes) nodes=$2 ;;
+                --rdzv-endpoint) endpoint=$2 ;;
             esac
             shift
             ;;
@@ -50,6 +51,10 @@ while (($#)); do
     esac
     shift
 done
+if ((nodes > 1)) && [[ -z $endpoint ]]; then
+    echo "$nodes machines find each other at --rdzv-endpoint HOST:PORT, a port of one of them: name it on all" >&2
+    exit 2
+fi
 python=${PYTHON:-python3}
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 
@@ -58,7 +63,7 @@ import re, torch
 found = torch.cuda.is_available()
 name = torch.cuda.get_device_name(0) if found else "cpu"
 slug = re.sub(r"[^a-z0-9]+", "-", name.lower().replace("nvidia", "")).strip("-")
-print("cuda" if found else "cpu", torch.cuda.device_count() if found else 0, slug)') || exit 2
+print("cuda" if found else "cpu", torch.cuda.device_count() if found else 1, slug)') || exit 2
 : "${out:=benchmarks/results/gpu_${hardware}_$(date +%Y%m)}"
 if [[ -z $list ]]; then
     mkdir -p "$out/done" || exit 2
@@ -71,11 +76,11 @@ failed=0
 parts=()
 
 # in_stage N: whether its parts are asked for.
-in_stage() { [[ -z $stage || $stage == "$1" ]]; }
+in_stage() { [[ -z $smoke && (-z $stage || $stage == "$1") ]]; }
 
 # part NAME LIMIT_S COMMAND...: runs a command, with what is left of the time at most.
 part() {
-    local name=$1 limit_s=$2 result=ok start_s=$SECONDS
+    local name=$1 limit_s=$2 result=ok start_s=$SECONDS log=$out/$1.log
     shift 2
     if [[ -n $list ]]; then
         printf '%-22s %4d s at most: %s\n' "$name" "$limit_s" "$*"
@@ -84,6 +89,7 @@ part() {
     [[ -z $only || $only == *,$name,* ]] || return
     local left_s=$((TOTAL_S - (SECONDS - began_s)))
     ((limit_s > left_s)) && limit_s=$left_s
+    ((nodes > 1)) && log=$out/$name.$HOSTNAME.$$.log # the folder may be one for all machines
     if [[ -e $out/done/$name ]]; then
         result="done before"
     elif ((limit_s < 5)); then
@@ -91,7 +97,7 @@ part() {
         failed=1
     else
         # It ends the whole group of processes: benchmarks start ranks, pytest starts workers.
-        timeout --kill-after=3 "$limit_s" "$@" >"$out/$name.log" 2>&1
+        timeout --kill-after=3 "$limit_s" "$@" >"$log" 2>&1
         case $? in
             0) touch "$out/done/$name" ;;
             124 | 137) result="over its $limit_s s" ;;
@@ -103,7 +109,7 @@ part() {
     echo "${parts[-1]}"
 }
 
-echo "device $device, output in $out"
+echo "device $device, $count on each of $nodes machines, output in $out"
 if [[ -n ${WHEELS:-} && -z $list ]]; then
     "$python" -m pip install --quiet --no-index --no-deps --no-compile --upgrade --target "$out/site" \
         "$WHEELS"/*.whl && export PYTHONPATH="$out/site${PYTHONPATH:+:$PYTHONPATH}"
@@ -118,7 +124,7 @@ for _ in range(3):
 print(torch.cuda.get_device_name(), "copies", 2 * x.numel() / begin.elapsed_time(end) / 1e9, "TB/s")'
 has_kernels='import torch, shardgrad.ops
 assert torch._C._dispatch_has_kernel_for_dispatch_key("shardgrad::adam_", "CUDA"), "no CUDA kernels"'
-if [[ $device == cuda ]] && in_stage 1; then
+if [[ $device == cuda && -z $smoke ]]; then
     [[ -n $list ]] || nvidia-smi >"$out/nvidia-smi.txt" 2>&1
     if [[ -z $list ]] && "$python" -c "$has_kernels" 2>/dev/null; then
         echo "shardgrad/_C.so has kernels and is not built again"
@@ -133,76 +139,82 @@ if [[ $device == cuda ]] && in_stage 1; then
 fi
 
 test=("$python" -m pytest -q -p no:cacheprovider --timeout=30)
-steps=("$python" -m benchmarks training_step --device "$device" --timeout 60)
-kernels=("$python" -m benchmarks kernels --device "$device" --out "$out")
-optimizers=("$python" -m benchmarks optimizers --device "$device" --out "$out")
-replay=("$python" -m benchmarks graphed_replay --device "$device" --out "$out")
-alone=("${steps[@]}" --ranks 1 --precision bf16 --clip 1)
-if [[ -n $smoke ]]; then
-    part tests 120 "${test[@]}" tests/gpu/test_gpu_graphed_step.py
-    part steps-tiny 120 "${steps[@]}" --smoke --ranks "$((count == 1 ? 1 : 2))" --out "$out/steps-tiny" \
-        --engine shardgrad --engine shardgrad-graphed --engine compute
-    part kernels 60 "${kernels[@]}" --smoke
-    part optimizers 60 "${optimizers[@]}" --smoke --case one_unit
-    part graphed_replay 60 "${replay[@]}" --smoke
+kernels=("$python" -m benchmarks kernels --device "$device" --out "$out/kernels")
+options=(training_step --device "$device" --timeout 60)
+alone=("$python" -m benchmarks "${options[@]}" --ranks 1)
+if ((nodes > 1)); then
+    all=("$python" -m torch.distributed.run --nnodes "$nodes" --nproc-per-node "$count" --rdzv-backend c10d
+        --rdzv-endpoint "$endpoint" -m benchmarks "${options[@]}")
 else
-    if in_stage 1; then
-        # Each builds on the one before: what is wrong in an early part explains the later ones.
-        part copy 20 "$python" -c "$copies"
-        part test-kernels 60 "${test[@]}" tests/gpu/test_gpu_kernels.py tests/gpu/test_gpu_optimizers.py
-        if command -v compute-sanitizer >/dev/null; then
-            part memcheck 80 compute-sanitizer --tool memcheck --error-exitcode 1 --target-processes all \
-                "${test[@]}" --timeout=75 tests/gpu/test_gpu_kernels.py -k "pack or norm"
-        fi
-        part test-eager 50 "${test[@]}" -m "not slow" tests/gpu/test_gpu_one_rank.py tests/gpu/test_gpu_late_streams.py
-        part test-rules 30 "${test[@]}" tests/gpu/test_gpu_capture_rules.py
-        part test-captures 60 "${test[@]}" tests/gpu/test_gpu_graphed_step.py tests/gpu/test_gpu_captures_in_turn.py
-        part test-nccl 40 "${test[@]}" tests/gpu/test_gpu_nccl_alone.py
-        part test-evidence 30 "${test[@]}" -s tests/gpu/test_gpu_graph_evidence.py
-        part test-upstream 20 "${test[@]}" tests/gpu/test_gpu_upstream_bugs.py
+    all=("$python" -m benchmarks "${options[@]}" --ranks "$count")
+fi
+bf16=(--precision bf16 --clip 1)
+# The same step as a graph of ours, as one without an engine, and as a graph of forward and backward only.
+graphs=(--engine shardgrad --engine shardgrad-graphed --engine hand-graphed --engine fsdp2-graphed)
+long=(--preset 1b --batch-size 4 --seq-len 2048 --rounds 8 --steps 3)
+
+if [[ -n $smoke ]]; then
+    ((nodes > 1)) || part kernels 60 "${kernels[@]}" --smoke
+    part steps-tiny 240 "${all[@]}" --smoke --out "$out/steps-tiny" --engine shardgrad --engine shardgrad-graphed
+fi
+if in_stage 1 && ((nodes == 1)); then
+    # Each builds on the one before: what is wrong in an early part explains the later ones.
+    part copy 20 "$python" -c "$copies"
+    part test-kernels 60 "${test[@]}" tests/gpu/test_gpu_kernels.py tests/gpu/test_gpu_optimizers.py
+    if command -v compute-sanitizer >/dev/null; then
+        part memcheck 80 compute-sanitizer --tool memcheck --error-exitcode 1 --target-processes all \
+            "${test[@]}" --timeout=75 tests/gpu/test_gpu_kernels.py -k "pack or norm"
     fi
-    # The same step as a graph of ours, as one without an engine, and as a graph of forward and backward only.
-    graphs=(--engine shardgrad --engine shardgrad-graphed --engine hand-graphed --engine fsdp2-graphed)
-    if in_stage 2; then
+    part test-eager 50 "${test[@]}" -m "not slow" tests/gpu/test_gpu_one_rank.py tests/gpu/test_gpu_late_streams.py
+    part test-rules 30 "${test[@]}" tests/gpu/test_gpu_capture_rules.py
+    part test-captures 60 "${test[@]}" tests/gpu/test_gpu_graphed_step.py tests/gpu/test_gpu_captures_in_turn.py
+    part test-nccl 40 "${test[@]}" tests/gpu/test_gpu_nccl_alone.py
+    part test-evidence 30 "${test[@]}" -s tests/gpu/test_gpu_graph_evidence.py
+    part test-upstream 20 "${test[@]}" tests/gpu/test_gpu_upstream_bugs.py
+fi
+if in_stage 2; then
+    if ((nodes * count > 1)); then
+        part steps-all-1b 200 "${all[@]}" "${bf16[@]}" "${long[@]}" --engine all --limit-s 150 --out "$out/steps-all-1b"
+        # Where latency decides; on several machines also as replicas of shards, one machine each.
+        part steps-all-256 100 "${all[@]}" "${bf16[@]}" --preset 1b --batch-size 1 --seq-len 256 --rounds 8 --steps 3 \
+            --limit-s 60 --engine ddp "${graphs[@]}" --engine collectives --out "$out/steps-all-256"
+    fi
+    if ((nodes > 1 && count > 1)); then
+        part steps-replicas 100 "${all[@]}" "${bf16[@]}" "${long[@]}" --mesh "${nodes}x$count" "${graphs[@]}" \
+            --engine ddp --limit-s 60 --out "$out/steps-replicas"
+    elif ((nodes * count == 1)); then
         # One rank: what an engine costs where nothing is sent, and what a graph takes away.
-        part steps-gpt2 150 "${alone[@]}" --preset gpt2 --batch-size 1 --seq-len 1024 --engine all --rounds 20 \
-            --limit-s 100 --out "$out/steps-gpt2"
-        part steps-1b 140 "${alone[@]}" --preset 1b --batch-size 4 --seq-len 2048 --rounds 8 --steps 3 --limit-s 80 \
-            "${graphs[@]}" --engine compute --out "$out/steps-1b"
-        part steps-1b-256 80 "${alone[@]}" --preset 1b --batch-size 1 --seq-len 256 --rounds 8 --steps 3 --limit-s 40 \
-            "${graphs[@]}" --engine compute --out "$out/steps-1b-256"
+        part steps-gpt2 150 "${alone[@]}" "${bf16[@]}" --preset gpt2 --batch-size 1 --seq-len 1024 --engine all \
+            --rounds 20 --limit-s 100 --out "$out/steps-gpt2"
+        part steps-1b 140 "${alone[@]}" "${bf16[@]}" "${long[@]}" --limit-s 80 "${graphs[@]}" --engine compute \
+            --out "$out/steps-1b"
+        part steps-1b-256 80 "${alone[@]}" "${bf16[@]}" --preset 1b --batch-size 1 --seq-len 256 --rounds 8 --steps 3 \
+            --limit-s 40 "${graphs[@]}" --engine compute --out "$out/steps-1b-256"
         # In micro-batches, as what fits; fewer engines, since a step takes a second.
-        part steps-1b-65536 100 "${alone[@]}" --preset 1b --batch-size 4 --seq-len 2048 --accumulate 8 --rounds 4 \
-            --steps 1 --warmup 5 --limit-s 60 --engine shardgrad --engine shardgrad-graphed --engine compute \
-            --out "$out/steps-1b-65536"
+        part steps-1b-65536 100 "${alone[@]}" "${bf16[@]}" "${long[@]}" --accumulate 8 --rounds 4 --steps 1 --warmup 5 \
+            --limit-s 60 --engine shardgrad --engine shardgrad-graphed --engine compute --out "$out/steps-1b-65536"
     fi
-    if in_stage 3; then
-        part kernels 25 "${kernels[@]}" --ops segments --rounds 10
-        part optimizers 40 "${optimizers[@]}"
-        part graphed_replay 30 "${replay[@]}"
-        for tokens in 256 4096 65536; do # of a step: where launches cost most, and where they cost nothing
-            rows=$((tokens > 1024 ? tokens / 1024 : 1))
-            part "steps-$tokens" 60 "${alone[@]}" --preset gpt2 --batch-size "$rows" --seq-len $((tokens / rows)) \
-                --rounds 10 --steps 3 --limit-s 40 --engine fsdp2 --engine compute "${graphs[@]}" \
-                --out "$out/steps-$tokens"
-        done
-        part test-slow 110 "${test[@]}" -m slow tests/gpu
-        if ((count > 1)); then
-            part steps-ranks 90 "${steps[@]}" --ranks "$count" --precision bf16 --clip 1 --preset 1b --batch-size 2 \
-                --seq-len 2048 --engine all --rounds 10 --steps 3 --limit-s 60 --out "$out/steps-ranks"
-        else
-            # Two ranks of one device: that losses agree over NCCL, eager and captured. Not a time.
-            part steps-shared 90 "${steps[@]}" --ranks 2 --share-device --preset tiny --engine shardgrad \
-                --engine shardgrad-graphed --engine ddp --rounds 2 --steps 2 --out "$out/steps-shared"
-        fi
-    fi
+fi
+if in_stage 3 && ((nodes == 1)); then
+    part kernels 60 "${kernels[@]}" --rounds 10
+    for tokens in 256 4096 65536; do # of a step: where launches cost most, and where they cost nothing
+        rows=$((tokens > 1024 ? tokens / 1024 : 1))
+        part "steps-$tokens" 60 "${alone[@]}" "${bf16[@]}" --preset gpt2 --batch-size "$rows" \
+            --seq-len $((tokens / rows)) --rounds 10 --steps 3 --limit-s 40 --engine fsdp2 --engine compute \
+            "${graphs[@]}" --out "$out/steps-$tokens"
+    done
+    part test-slow 110 "${test[@]}" -m slow tests/gpu
+    # Two ranks of one device: that losses agree over NCCL, eager and captured. Not a time.
+    part steps-shared 90 "$python" -m benchmarks "${options[@]}" --ranks 2 --share-device --preset tiny \
+        --engine shardgrad --engine shardgrad-graphed --engine ddp --rounds 2 --steps 2 --out "$out/steps-shared"
 fi
 [[ -z $list ]] || exit 0
 
+mapfile -t records < <(find "$out" -name '*.jsonl' | sort)
 {
-    for log in "$out"/steps-*.log; do
-        [[ -e $log ]] && cat "$log"
-    done
+    if ((${#records[@]})); then
+        "$python" -m benchmarks report "${records[@]/#/--record=}" --out "$out"
+    fi
     printf '\n%s\n' "parts, $device, $((SECONDS - began_s)) s in all"
     printf '%s\n' "${parts[@]}"
 } | tee "$out/summary.txt"

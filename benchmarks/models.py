@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shardgrad.programs.train.huggingface import CausalLM, build_causal_lm
 from shardgrad.programs.train.model import Transformer, count_parameters, materialise
@@ -27,38 +27,6 @@ MODELS: Mapping[str, TransformerConfig] = {
     ),
     "many-small": TransformerConfig(width=64, layers=96, heads=2, kv_heads=2, hidden=128),
 }
-
-
-class Chain(nn.Module):
-    """Many small units in a row.
-
-    Args:
-        count: units.
-        layers: square linear layers with bias in each; more than one get a scale as well.
-    """
-
-    width = 16
-
-    def __init__(self, count: int, layers: int) -> None:
-        super().__init__()
-        self.units = nn.ModuleList(_Link(self.width, layers) for _ in range(count))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        for unit in self.units:
-            inputs = unit(inputs)
-        return inputs
-
-
-class _Link(nn.Module):
-    def __init__(self, width: int, layers: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
-        self.scale = nn.Parameter(torch.ones(width)) if layers > 1 else None
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        for layer in self.layers:
-            inputs = layer(inputs)
-        return inputs if self.scale is None else inputs * self.scale
 
 
 @dataclass(frozen=True)

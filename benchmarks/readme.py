@@ -1,41 +1,31 @@
-"""Tables of measured figures, made from the records in `results/`, so that they say nothing else.
+"""Tables of measured figures, made from the records in `results/figures/`, so that they say nothing
+else.
 
-    python -m benchmarks readme            write them between the two marks in benchmarks/README.md
+    make figures                           measure them again, all at one commit, and write them
+    python -m benchmarks readme            write them into README.md and benchmarks/README.md
     python -m benchmarks readme --check    exit with status 1 if they are out of date
 
-A table is made of the newest record of each kind that counts as a result: a clean tree, compiled
-ops, a quiet machine, no smoke run, ranks with devices of their own.
+Only records that count as results are in them: a clean tree, compiled ops, a quiet machine, no
+smoke run, ranks with devices of their own.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
-from benchmarks.__main__ import BENCHMARKS
+from benchmarks.noise import verdict
 from benchmarks.records import RESULTS, ROOT, Record, is_result, read
 from benchmarks.tables import markdown, table_of, title
 
-README = ROOT / "benchmarks" / "README.md"
+FIGURES = RESULTS / "figures"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
-_NOTE = "<!-- Written by `python -m benchmarks readme` from the records it names. -->"
-_STEPS = (
-    "step",
-    "where",
-    "FSDP2 ms",
-    "shardgrad / FSDP2",
-    "graphed / FSDP2",
-    "/ collectives",
-    "memory / FSDP2",
-    "",
-)
-# Files that have no records of benchmarks, or those of a program that training_step has replaced.
-_LEFT_OUT = ("drills.jsonl", "compare.jsonl", "silent.jsonl", "audit.jsonl", "clients.jsonl")
-
-Found = tuple[str, Record]
+_FRONT = ("", "shardgrad / FSDP2", "graphed / FSDP2", "floor / FSDP2")
+_ENGINES = ("shardgrad", "shardgrad-graphed")
+_FLOOR = "collectives"  # whose memory says nothing: it is not sharded
 
 
 @click.command()
@@ -45,60 +35,52 @@ Found = tuple[str, Record]
     help="Change nothing; exit with status 1 if the tables are out of date.",
 )
 def main(check: bool) -> None:
-    """Measure nothing: write the tables of benchmarks/README.md from the records."""
-    found = newest(results(RESULTS))
-    text = README.read_text(encoding="utf-8")
-    try:
-        fresh = replaced(text, "\n".join(tables(found)))
-    except ValueError as error:
-        raise click.ClickException(str(error)) from error
-    if not check:
-        README.write_text(fresh, encoding="utf-8")
-    elif fresh != text:
-        raise click.ClickException(
-            "benchmarks/README.md is out of date; run: python -m benchmarks readme"
+    """Measure nothing: write the tables of both README.md from the records."""
+    for path in sorted(FIGURES.glob("*.jsonl")):
+        for record in read(path):
+            if not is_result(record):
+                click.echo(f"left out: {title(record)}: {verdict(record)[1]}", err=True)
+    for page, fresh in pages(list(results(FIGURES))).items():
+        try:
+            text = replaced(page.read_text(encoding="utf-8"), fresh)
+        except ValueError as error:
+            raise click.ClickException(f"{page}: {error}") from error
+        if not check:
+            page.write_text(text, encoding="utf-8")
+        elif text != page.read_text(encoding="utf-8"):
+            raise click.ClickException(f"{page} is out of date; run: python -m benchmarks readme")
+
+
+def pages(records: Sequence[Record]) -> dict[Path, str]:
+    """What belongs between the marks of each page."""
+    return {
+        ROOT / "README.md": "\n".join(front(records)),
+        ROOT / "benchmarks" / "README.md": "\n".join(tables(records)),
+    }
+
+
+def results(folder: Path) -> Iterator[Record]:
+    """Records of a folder that count as results."""
+    for path in sorted(folder.glob("*.jsonl")):
+        yield from filter(is_result, read(path))
+
+
+def front(records: Sequence[Record]) -> Iterator[str]:
+    """What is compared with FSDP2, in one table, and where it was measured."""
+    yield from markdown(_FRONT, list(_rows(records)))
+    where = dict.fromkeys(map(_where, records))
+    yield from ("", f"Measured at {' and '.join(where)}.")
+
+
+def tables(records: Sequence[Record]) -> Iterator[str]:
+    """The same, and a table of each record."""
+    yield from front(records)
+    for record in sorted(records, key=lambda record: str(record["benchmark"])):
+        table = table_of(record)
+        yield from ("", f"### {table.title}", "", table.setting, "")
+        yield from markdown(
+            ("", *table.headings), [[row, *cells] for row, cells in table.rows.items()]
         )
-
-
-def results(folder: Path) -> Iterator[Found]:
-    """Records that count as results, of benchmarks that still exist, and the path of each, relative
-    to the root of the source tree.
-    """
-    for path in sorted(folder.rglob("*.jsonl")):
-        if path.name not in _LEFT_OUT:
-            for record in read(path):
-                if record["benchmark"] in BENCHMARKS and is_result(record):
-                    yield path.relative_to(folder.parents[1]).as_posix(), record
-
-
-def newest(found: Iterable[Found]) -> list[Found]:
-    """The last record of each kind, devices and titles in the order of their names."""
-    by_kind: dict[tuple[str, str, str], Found] = {}
-    for path, record in sorted(found, key=lambda pair: pair[1]["environment"]["time"]):
-        # Modes of one soak, cases of one run: what is in a summary belongs to the kind.
-        rows = (
-            "" if record["benchmark"] == "training_step" else json.dumps(sorted(record["summary"]))
-        )
-        by_kind[_where(record), title(record), rows] = (path, record)
-    return [by_kind[kind] for kind in sorted(by_kind)]
-
-
-def tables(found: Sequence[Found]) -> Iterator[str]:
-    """All tables in Markdown: training steps in one, and one for each record of the others."""
-    yield _NOTE
-    yield from ("", "### training_step", "")
-    yield from markdown(_STEPS, [_step_cells(path, record) for path, record in _steps(found)])
-    for name in dict.fromkeys(record["benchmark"] for _, record in found):
-        if name == "training_step":
-            continue
-        yield from ("", f"### {name}")
-        for path, record in found:
-            if record["benchmark"] == name:
-                table = table_of(record)
-                what = table.title.removeprefix(name).strip(": ")
-                yield from ("", f"{what} ([record]({_link(path)}), {table.setting})", "")
-                rows = [[row, *cells] for row, cells in table.rows.items()]
-                yield from markdown(("", *table.headings), rows)
 
 
 def replaced(text: str, table: str) -> str:
@@ -106,45 +88,28 @@ def replaced(text: str, table: str) -> str:
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ValueError(
-            f"benchmarks/README.md lacks the marks {BEGIN} and {END}: put them where the tables "
-            "belong"
-        )
+        raise ValueError(f"it lacks the marks {BEGIN} and {END}: put them where the tables belong")
     return f"{before}{BEGIN}\n{table}\n{END}{after}"
 
 
-def _steps(found: Sequence[Found]) -> list[Found]:
-    return [
-        (path, record)
-        for path, record in found
-        if record["benchmark"] == "training_step"
-        and {"fsdp2", "shardgrad"} <= set(record["summary"])
-    ]
-
-
 def _where(record: Record) -> str:
-    environment, hosts = record["environment"], record["config"].get("hosts", 1)
-    machine = (
-        environment.get("device_name") or f"{environment['cores']} cores, {environment['cpu']}"
-    )
-    return str(machine) if hosts == 1 else f"{hosts} machines of {machine}"
+    environment = record["environment"]
+    machine = environment.get("device_name") or environment["cpu"]
+    return f"commit {environment['git'][:10]} on {environment['cores']} cores of {machine}"
 
 
-def _link(path: str) -> str:
-    return path.removeprefix("benchmarks/")
+def _rows(records: Sequence[Record]) -> Iterator[list[str]]:
+    for record in records:
+        if record["benchmark"] == "training_step":
+            yield _row(f"step: {title(record)}", record["summary"], "ratio_to_base", _FLOOR)
+    for record in records:
+        for case, of in record["summary"].items() if record["benchmark"] == "counts" else ():
+            what = f"{record['config']['preset']}, {case}"
+            yield _row(f"host time: {what}", of, "ratio_to_fsdp2", _FLOOR)
+            yield _row(f"device memory: {what}", of, "allocated_ratio_to_fsdp2")
 
 
-def _step_cells(path: str, record: Record) -> list[str]:
-    summary = record["summary"]
-    base, ours = summary["fsdp2"], summary["shardgrad"]
-    cells = [title(record), _where(record), f"{base['wall_s']['median'] * 1e3:.2f}"]
-    for name in ("shardgrad", "shardgrad-graphed"):
-        ratio = summary.get(name, {}).get("ratio_to_base")
-        quartiles = " ({:.2f} .. {:.2f})".format(*ratio["quartiles"]) if ratio else ""
-        cells.append("" if ratio is None else f"{ratio['median']:.2f}{quartiles}")
-    floor = summary.get("collectives")
-    cells.append(
-        "" if floor is None else f"{ours['wall_s']['median'] / floor['wall_s']['median']:.2f}"
-    )
-    field = "peak_reserved_nbytes" if "peak_reserved_nbytes" in ours else "peak_rss_nbytes"
-    return [*cells, f"{ours[field] / base[field]:.2f}", f"[record]({_link(path)})"]
+def _row(name: str, summary: Any, field: str, floor: str = "") -> list[str]:
+    values = [summary.get(engine, {}).get(field) for engine in (*_ENGINES, floor)]
+    medians = [value["median"] if isinstance(value, dict) else value for value in values]
+    return [name, *("" if median is None else f"{median:.3g}" for median in medians)]

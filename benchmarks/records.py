@@ -118,13 +118,8 @@ def is_result(record: Record) -> bool:
         and environment.get("ops_backend") == "compiled"
         and not config.get("smoke")
         and not config.get("share_device")
-        and (verdict(record)[0] or not _tells_quiet(record))
+        and verdict(record)[0]
     )
-
-
-def _tells_quiet(record: Record) -> bool:
-    """Whether a record has to have been quiet; of times, and since all of them know the load."""
-    return record["benchmark"] == "training_step" or "load_before" in record["environment"]
 
 
 def _git(*args: str) -> str | None:

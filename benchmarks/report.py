@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from benchmarks.engines.catalogue import ENGINES
-from benchmarks.pictures import draw
 from benchmarks.records import Record, read
-from benchmarks.tables import COLUMNS, Table, headline, table_of
+from benchmarks.tables import COLUMNS, Table, headline, rows_of, table_of, words
 
 _WIDTH = 100  # where there is no terminal that says how wide it is
 _PAGE = Path(__file__).with_name("report.html")
@@ -66,25 +64,19 @@ def _that_fit(table: Table, width: int) -> Iterator[list[int]]:
         yield group
 
 
-def write(records: Sequence[Record], folder: Path) -> list[Path]:
-    """Writes `report.html` and the pictures in it; folders are made if they are missing."""
+def write(records: Sequence[Record], folder: Path) -> Path:
+    """Writes `report.html`; folders are made if they are missing. Returns its path."""
     folder.mkdir(parents=True, exist_ok=True)
-    pictures = [draw(record) for record in records]
-    paths = [folder / "report.html"]
-    paths[0].write_text(render(records, pictures), encoding="utf-8")
-    for number, of in enumerate(pictures, start=1):
-        for name, picture in of.items():
-            paths.append(folder / f"{name}-{number}.png")
-            paths[-1].write_bytes(picture)
-    return paths
+    path = folder / "report.html"
+    path.write_text(render(records), encoding="utf-8")
+    return path
 
 
-def render(records: Sequence[Record], pictures: Sequence[Mapping[str, bytes]]) -> str:
+def render(records: Sequence[Record]) -> str:
     """The page as HTML. Whatever records hold is shown as text and never becomes markup or script.
 
     Args:
         records: in the order of the page.
-        pictures: of each record: PNGs by name.
     """
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -94,25 +86,43 @@ def render(records: Sequence[Record], pictures: Sequence[Mapping[str, bytes]]) -
         name for record in steps for name in (*record["summary"], *record["left_out"])
     )
     return environment.from_string(_PAGE.read_text(encoding="utf-8")).render(
-        sections=[_section(*pair) for pair in zip(records, pictures, strict=True)],
+        sections=[_section(record) for record in records],
         engines={name: ENGINES[name].words for name in named if name in ENGINES},
         columns=list(COLUMNS.values()),
     )
 
 
-def _section(record: Record, pictures: Mapping[str, bytes]) -> dict[str, Any]:
+def _section(record: Record) -> dict[str, Any]:
     return {
         "table": table_of(record),
         "headline": headline(record),
+        "bars": _bars(record),
         "left_out": record.get("left_out", {}),
-        "pictures": {
-            name: base64.b64encode(picture).decode() for name, picture in pictures.items()
-        },
         "peak": record["config"].get("mfu_peak"),
         "facts": json.dumps(
             {"environment": record["environment"], "config": record["config"]}, indent=2
         ),
     }
+
+
+def _bars(record: Record) -> list[dict[str, Any]]:
+    """Times of rows as parts of the longest one: name, words, and per cent of lower quartile,
+    median and upper quartile.
+    """
+    found = [
+        (", ".join(path), row["wall_s"])
+        for path, row in rows_of(record["summary"])
+        if "wall_s" in row
+    ]
+    longest = max((time["quartiles"][1] for _, time in found), default=1.0)
+    return [
+        {
+            "name": name,
+            "words": words("wall_s", time),
+            "ends": [100 * part / longest for part in (*time["quartiles"], time["median"])],
+        }
+        for name, time in found
+    ]
 
 
 @click.command()
@@ -126,7 +136,7 @@ def _section(record: Record, pictures: Mapping[str, bytes]) -> dict[str, Any]:
 )
 @click.pass_obj
 def main(run: Any, paths: Sequence[Path]) -> None:
-    """Measure nothing: print records, and write the page and the pictures of them."""
+    """Measure nothing: print records, and write the page of them."""
     for path in paths:
         try:
             found = list(read(path))

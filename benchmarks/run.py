@@ -71,8 +71,8 @@ class Run:
     def _environment(self) -> dict[str, Any]:
         return environment() | {"load_before": self._load_before}
 
-    def close(self) -> list[Path]:
-        """Writes the page and the pictures of what was measured; returns their paths."""
+    def close(self) -> Path | None:
+        """Writes the page of what was measured; returns its path."""
         if not self.records or self.out is None:
-            return []
+            return None
         return write(self.records, self.out)

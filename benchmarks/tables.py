@@ -111,10 +111,19 @@ COLUMNS: Mapping[str, tuple[str, str]] = {
     ),
     "peak_reserved_nbytes": ("reserved", "peak on the device, with what the allocator keeps"),
     "pool_nbytes": ("graphs", "of it, by graphs"),
-    "joules": ("joules", "of a step"),
 }
-# In summaries of training steps, and only there, fields without a heading are not shown.
-_SILENT = ("minor_faults", "communication_s", "exposed_s", "loss_difference", "peak_rss_nbytes")
+# What a record has and its table does not, by benchmark.
+_SILENT: Mapping[str, tuple[str, ...]] = {
+    "training_step": (
+        *("minor_faults", "communication_s", "exposed_s", "loss_difference", "peak_rss_nbytes"),
+        "joules",
+    ),
+    "counts": (
+        *("events", "allocations", "graphs", "edges", "peak_requested_nbytes"),
+        *("peak_reserved_nbytes", "requested_ratio_to_fsdp2"),
+        *("beyond_fsdp2_and_gradients_nbytes", "requested_beyond_fsdp2_and_gradients_nbytes"),
+    ),
+}
 
 
 # -- tables
@@ -143,7 +152,7 @@ def table_of(record: Record) -> Table:
     """The summary of a record as a table."""
     found = {", ".join(path): row for path, row in rows_of(record["summary"])}
     on_cpu = record["config"].get("device", "cpu") == "cpu"
-    silent = {*_SILENT} if record["benchmark"] == "training_step" else set()
+    silent = {*_SILENT.get(record["benchmark"], ())}
     if not on_cpu:
         silent |= {"loopback_nbytes", "cpu_s"}
     if record["config"].get("hosts", 1) > 1:

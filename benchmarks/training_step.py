@@ -1,8 +1,8 @@
 """Training steps of several engines, interleaved round by round, each in processes of its own.
 
 A record has, beyond what every record has: `left_out`, why each of the other engines has no
-numbers; `disagreed`, those of them that do not compute what fsdp2 computes; `unobserved`, why
-engines that have times have nothing else; and `timelines`, one step of each engine.
+numbers; `disagreed`, those of them that do not compute what fsdp2 computes; and `unobserved`, why
+engines that have times have nothing else.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 
 from benchmarks.engines.task import Task
@@ -30,7 +31,6 @@ class Engine:
         trains: False for a floor, whose losses mean nothing.
         shards: each rank keeps a share of weights, gradients and optimizer state, so it needs less
             memory.
-        is_alone: it is one process, which takes the batches of all ranks.
         exact: in fp32, on up to two ranks, its losses must be the base's bit for bit.
     """
 
@@ -42,95 +42,53 @@ class Engine:
     only_cuda: bool = False
     trains: bool = True
     shards: bool = True
-    is_alone: bool = False
     exact: bool = False
 
 
+_OURS = partial(Engine, has_hsdp=True)
+_EXACT = partial(Engine, has_hsdp=True, exact=True)
+_WHOLE = partial(Engine, has_hsdp=True, shards=False)  # every rank has all of the model
 _TORCH = "benchmarks.engines.torch_and_shardgrad"
 _FLOORS = "benchmarks.engines.floors"
 _FOREIGN = "benchmarks.engines.foreign"
-_DEEPSPEED = "pip install deepspeed"
-_MEGATRON = "pip install megatron-fsdp"
 
 # In the order of interest: where time or memory run out, the last are left out.
 ENGINES: Mapping[str, Engine] = {
-    BASE: Engine(
-        "torch's fully_shard around every block and the model",
-        f"{_TORCH}:fsdp2",
-        has_hsdp=True,
-        exact=True,
-    ),
-    "shardgrad": Engine(
-        "shardgrad.fully_shard in the same places", f"{_TORCH}:ours", has_hsdp=True, exact=True
-    ),
-    "shardgrad-graphed": Engine(
+    BASE: _EXACT("torch's fully_shard around every block and the model", f"{_TORCH}:fsdp2"),
+    "shardgrad": _EXACT("shardgrad.fully_shard in the same places", f"{_TORCH}:ours"),
+    "shardgrad-graphed": _OURS(
         "the same under shardgrad.graphed_step, with shardgrad's clip and optimizer; eager on a "
         "CPU",
         f"{_TORCH}:ours_graphed",
-        has_hsdp=True,
     ),
-    "fsdp2-keep": Engine(
-        "fsdp2, parameters stay unsharded between forward and backward",
-        f"{_TORCH}:fsdp2_keep",
-        has_hsdp=True,
-        exact=True,
+    "fsdp2-keep": _EXACT(
+        "fsdp2, parameters stay unsharded between forward and backward", f"{_TORCH}:fsdp2_keep"
     ),
-    "shardgrad-keep": Engine(
-        "shardgrad, parameters stay unsharded between forward and backward",
-        f"{_TORCH}:ours_keep",
-        has_hsdp=True,
-        exact=True,
+    "shardgrad-keep": _EXACT(
+        "shardgrad, parameters stay unsharded between forward and backward", f"{_TORCH}:ours_keep"
     ),
-    "fsdp1": Engine(
-        "FullyShardedDataParallel around every block and the model",
-        f"{_TORCH}:fsdp1",
-        has_hsdp=True,
-    ),
-    "ddp": Engine(
-        "DistributedDataParallel; below fp32 under autocast",
-        f"{_TORCH}:ddp",
-        has_hsdp=True,
-        shards=False,
-    ),
-    "zero-redundancy": Engine(
-        "ddp, and ZeroRedundancyOptimizer shards the optimizer's state",
-        f"{_TORCH}:zero_redundancy",
-        shards=False,
-    ),
-    "unsharded": Engine(
-        "one plain process that takes the batches of all ranks; below fp32 under autocast",
-        f"{_TORCH}:unsharded",
-        has_hsdp=True,
-        shards=False,
-        is_alone=True,
-    ),
-    COMPUTE: Engine(
+    "ddp": _WHOLE("DistributedDataParallel; below fp32 under autocast", f"{_TORCH}:ddp"),
+    COMPUTE: _WHOLE(
         "floor: the unsharded model, the optimizer on this rank's share of it, nothing sent",
         f"{_FLOORS}:compute",
-        has_hsdp=True,
         trains=False,
-        shards=False,
     ),
-    "collectives": Engine(
+    "collectives": _WHOLE(
         "floor: compute, and torch's own collectives of the same sizes, each waited for",
         f"{_FLOORS}:collectives",
-        has_hsdp=True,
         trains=False,
-        shards=False,
     ),
-    HAND_GRAPHED: Engine(
+    HAND_GRAPHED: _WHOLE(
         "one CUDA graph around a step of a plain model, by the recipe of torch's manual; one rank",
         f"{_FLOORS}:hand_graphed",
+        has_hsdp=False,
         only_cuda=True,
-        shards=False,
     ),
-    "fsdp2-compiled": Engine(
-        "fsdp2, every block compiled", f"{_TORCH}:fsdp2_compiled", has_hsdp=True
-    ),
-    "fsdp2-graphed": Engine(
-        "fsdp2, forward and backward one plain CUDA graph, clip and optimizer eager",
+    "fsdp2-compiled": _OURS("fsdp2, every block compiled", f"{_TORCH}:fsdp2_compiled"),
+    "fsdp2-graphed": _OURS(
+        "fsdp2, forward and backward one plain CUDA graph, clip and optimizer eager; from torch "
+        "2.15 on, its unsharded memory is kept",
         f"{_TORCH}:fsdp2_graphed",
-        has_hsdp=True,
         only_cuda=True,
     ),
     **{
@@ -138,23 +96,23 @@ ENGINES: Mapping[str, Engine] = {
             f"DeepSpeed ZeRO stage {stage}",
             f"{_FOREIGN}:deepspeed_{stage}",
             "deepspeed",
-            _DEEPSPEED,
+            "pip install deepspeed",
             shards=stage == 3,
         )
         for stage in (1, 2, 3)
     },
     "megatron-fsdp": Engine(
-        "Megatron-FSDP, optim_grads_params",
+        "Megatron-FSDP's second engine, in megatron_fsdp.experimental",
         f"{_FOREIGN}:megatron",
         "megatron_fsdp",
-        _MEGATRON,
+        "pip install megatron-fsdp",
         only_cuda=True,
     ),
-    "megatron-fsdp-v2": Engine(
-        "Megatron-FSDP's experimental second engine",
-        f"{_FOREIGN}:megatron_v2",
-        "megatron_fsdp",
-        _MEGATRON,
+    "flex-shard": Engine(
+        "FlexShard, a bucket for every block and one for the rest",
+        f"{_FOREIGN}:flex_shard",
+        "flex_shard",
+        "pip install git+https://github.com/meta-pytorch/flex_shard (needs torch 2.14)",
         only_cuda=True,
     ),
 }
@@ -164,7 +122,6 @@ DEFAULT = (
     "shardgrad",
     "shardgrad-graphed",
     "fsdp2-keep",
-    "fsdp1",
     "ddp",
     COMPUTE,
     "collectives",
@@ -197,8 +154,6 @@ def least_nbytes(name: str, task: Task) -> int | None:
     if task.hf is not None:
         return None
     numel, engine = facts_of(task.preset).numel, ENGINES[name]
-    if engine.is_alone:
-        return numel * _STATE_NBYTES
     if engine.shards:
         return numel * _STATE_NBYTES * (task.ranks // task.mesh_shape[-1])
     # Unsharded weights and gradients everywhere; what the optimizer keeps may be shared.

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engines.catalogue import BASE, ENGINES, obstacle
-from benchmarks.engines.energy import find_meter
 from benchmarks.engines.task import Length, Task
 from benchmarks.engines.trace import Observation
 from benchmarks.measure import Cost, in_turn, over_ranks
@@ -38,14 +37,12 @@ class Measured:
 
     Attributes:
         costs: over all ranks, per step.
-        joules: per step, of the devices or the machine; empty where there is no counter.
         rounds: the number of each round, by which engines are paired.
         loss_difference: largest to the base, relative; None for floors, and where there is no base.
         observations: of each rank.
     """
 
     costs: list[Cost] = field(default_factory=list)
-    joules: list[float] = field(default_factory=list)
     rounds: list[int] = field(default_factory=list)
     loss_difference: float | None = None
     observations: list[Observation] = field(default_factory=list)
@@ -131,7 +128,6 @@ class _Comparison:
         self._base_losses: list[float] = []
         self._until_s = time.monotonic() + length.limit_s
         self._round = 0
-        self._meter = find_meter(task.device)
 
     def close(self) -> None:
         for workers in self._workers.values():
@@ -192,7 +188,7 @@ class _Comparison:
         workers = self._workers[name] = Workers(
             self._serves,
             (name, task),
-            1 if ENGINES[name].is_alone else task.ranks,
+            task.ranks,
             self._length.answer_s,
             self._on,
             device=task.device,
@@ -203,7 +199,6 @@ class _Comparison:
         workers.ready()
         if not self.outcome.hardware:
             self.outcome.hardware = workers.call("hardware")[0]
-        # Means over ranks: one process that takes the batches of all ranks has nothing else.
         by_rank: list[list[float]] = workers.call("warm_up", self._length.warmup)
         losses = [sum(step) / len(step) for step in zip(*by_rank, strict=True)]
         if name == BASE:
@@ -228,12 +223,8 @@ class _Comparison:
             self._round += 1
 
     def _turn(self, name: str) -> None:
-        before = self._meter.joules() if self._meter else 0.0
         costs: list[Cost] = self._workers[name].call("turn", self._length.steps)
         measured = self.outcome.measured[name]
-        used = self._meter.joules() - before if self._meter else -1.0
-        if used >= 0:  # some counters start again from zero
-            measured.joules.append(used / self._length.steps)
         measured.costs.append(over_ranks(costs))
         measured.rounds.append(self._round)
 

@@ -1,16 +1,16 @@
-"""Engines from packages that may be installed: DeepSpeed and Megatron-FSDP, as their manuals
-say.
+"""Engines from packages that may be installed, as their manuals say: DeepSpeed, Megatron-FSDP,
+FlexShard.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.engines.program import (
@@ -63,31 +63,7 @@ deepspeed_3 = partial(_deepspeed, stage=3)
 
 
 def megatron(task: Task, device: torch.device) -> Trained:
-    """Megatron-FSDP."""
-    fsdp = importlib.import_module("megatron_fsdp")
-    policy = importlib.import_module("megatron_fsdp.mixed_precision").MixedPrecisionPolicy
-    unsharded = build_model(task.preset, device, hf=task.hf).to(COMPUTE_DTYPES[task.precision])
-    model, optimizer = fsdp.fully_shard(
-        module=unsharded,
-        optimizer=adamw(unsharded.parameters()),
-        device_mesh=mesh_of(task),
-        dp_shard_dim="shard",
-        fsdp_unit_modules=[type(unsharded.layers[0])],
-        zero_dp_strategy="optim_grads_params",
-        device=device,
-        mixed_precision_policy=policy(torch.float32, REDUCE_DTYPE, REDUCE_DTYPE),
-        sync_model_each_microbatch=False,
-    )
-
-    def micro_batch(is_last: bool) -> AbstractContextManager[Any]:
-        model.set_model_auto_sync(is_last)
-        return nullcontext()
-
-    return _trained(model, optimizer, task, device, micro_batch)
-
-
-def megatron_v2(task: Task, device: torch.device) -> Trained:
-    """Megatron-FSDP's experimental second engine."""
+    """Megatron-FSDP's second engine."""
     v2 = importlib.import_module("megatron_fsdp.experimental")
     placement = importlib.import_module("megatron_fsdp.experimental.placement")
     policy = importlib.import_module("megatron_fsdp.mixed_precision").MixedPrecisionPolicy
@@ -96,21 +72,35 @@ def megatron_v2(task: Task, device: torch.device) -> Trained:
     model = build_model(task.preset, device, hf=task.hf).to(COMPUTE_DTYPES[task.precision])
     for part in (*model.layers, model):
         v2.fully_shard(part, mesh, placements, policy(torch.float32, REDUCE_DTYPE, REDUCE_DTYPE))
-    optimizer = adamw(model.parameters())
+    params = list(model.parameters())
+    optimizer = adamw(params)
     v2.fully_shard_optimizer(optimizer)
-    return _trained(model, optimizer, task, device, lambda is_last: v2.microbatch(model, is_last))
+    clip = partial(nn.utils.clip_grad_norm_, params)
+    program = Program(model, optimizer, clip, device, task.clip, scaler=scaler_for(task))
+    program.micro_batch = lambda is_last: v2.microbatch(model, is_last)
+    return Trained(program.step)
 
 
-def _trained(
-    model: Any,
-    optimizer: Any,
-    task: Task,
-    device: torch.device,
-    micro_batch: Callable[[bool], AbstractContextManager[Any]],
-) -> Trained:
-    clip = partial(nn.utils.clip_grad_norm_, list(model.parameters()))
-    return Trained(
-        Program(
-            model, optimizer, clip, device, task.clip, micro_batch, scaler=scaler_for(task)
-        ).step
-    )
+def flex_shard(task: Task, device: torch.device) -> Trained:
+    """FlexShard: one call for the model, and a bucket where others wrap a module."""
+    flex = importlib.import_module("flex_shard")
+    placements = importlib.import_module("flex_shard.custom_placements.shard").per_param_placements
+    model: Any = build_model(task.preset, device, hf=task.hf)
+    policy = flex.MixedPrecisionPolicy(COMPUTE_DTYPES[task.precision], REDUCE_DTYPE)
+    bucket = partial(flex.BucketSpec, placement_fn=placements, mesh=mesh_of(task), mp_policy=policy)
+    names = {param: name for name, param in model.named_parameters()}
+    blocks = [[names.pop(param) for param in block.parameters()] for block in model.layers]
+    root = bucket([*names.values()], reshard_after_forward=False)
+    flex.flex_shard(model, buckets=[root, *map(bucket, blocks)])
+    params = list(model.parameters())
+
+    def clip(max_norm: float) -> None:
+        """Clips shards, which are plain tensors, by the norm over all ranks."""
+        grads = [param.grad for param in params if param.grad is not None]
+        square = nn.utils.get_total_norm(grads) ** 2
+        dist.all_reduce(square)
+        nn.utils.clip_grads_with_norm_(params, max_norm, square.sqrt())
+
+    program = Program(model, adamw(params), clip, device, task.clip, scaler=scaler_for(task))
+    program.micro_batch = lambda is_last: nullcontext() if is_last else model.no_sync()
+    return Trained(program.step)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator
-from itertools import chain, cycle
+from itertools import cycle
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -21,21 +21,14 @@ from benchmarks.engines.trace import (
     Observation,
     Traffic,
     counting_dtensors,
-    covered_us,
-    lanes,
     launches,
-    shortened,
     trace,
     traffic,
-    uncovered_us,
 )
 from benchmarks.measure import Cost, cost_of, proc_nbytes, settle
 from benchmarks.models import facts_of
 from benchmarks.workers import Worker
 
-_MOST_SPANS = 2000
-_SENDING = ("all-gather", "reduce-scatter", "all-reduce")
-_BUSY = ("compute", "optimizer")
 _MATMUL_WIDTH = 1024
 
 
@@ -55,17 +48,12 @@ class Rank:
         self._losses: list[Tensor] = []
         self._traffic: dict[str, Traffic] = {}
         self._facts = facts_of(self._task.preset, self._task.hf)
-        is_alone = ENGINES[name].is_alone
-        ranks = range(self._task.ranks) if is_alone else [worker.rank]
-        by_rank = [
-            micro_batches(self._task, rank, self._facts.vocab_size, self._device) for rank in ranks
-        ]
-        steps = [[*chain.from_iterable(parts)] for parts in zip(*by_rank, strict=True)]
-        self._data: Iterator[list[MicroBatch]] = cycle(steps)
+        self._data: Iterator[list[MicroBatch]] = cycle(
+            micro_batches(self._task, worker.rank, self._facts.vocab_size, self._device)
+        )
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        task = self._task.on_one_process() if is_alone else self._task
-        self._trained: Trained = resolve_name(ENGINES[name].build)(task, self._device)
+        self._trained: Trained = resolve_name(ENGINES[name].build)(self._task, self._device)
 
     def warm_up(self, steps: int) -> list[float]:
         """Takes steps and returns their losses."""
@@ -105,11 +93,9 @@ class Rank:
         with counting_dtensors() as dtensors:
             self._step()
         self._barrier()
-        # Beside the log; of rank 0, as the timeline is.
+        # Beside the log.
         kept = Path(self._worker.log or "").with_suffix(".trace.json")
         events = trace(self._step, self._device, kept if self._worker.rank == 0 else None)
-        spans = lanes(events)
-        timeline, dropped = shortened(spans if self._worker.rank == 0 else [], _MOST_SPANS)
         return Observation(
             baseline_rss_nbytes=self._baseline_rss_nbytes,
             peak_rss_nbytes=peak_rss,
@@ -119,10 +105,6 @@ class Rank:
             dtensors=dtensors[0],
             launches=None if self._device.type == "cpu" else launches(events),
             traffic=self._traffic or self._traffic_of(events),
-            timeline=timeline,
-            dropped=dropped,
-            communication_s=covered_us(spans, lanes=_SENDING) / 1e6,
-            exposed_s=uncovered_us(spans, lanes=_SENDING, beside=_BUSY) / 1e6,
         )
 
     def hardware(self) -> dict[str, Any]:
@@ -133,7 +115,7 @@ class Rank:
         """
         dtype = COMPUTE_DTYPES[self._task.precision]
         matrix = torch.randn(_MATMUL_WIDTH, _MATMUL_WIDTH, device=self._device).to(dtype)
-        repeats = 3 if self._device.type == "cpu" else 100
+        repeats = 3 if self._device.type == "cpu" else 20
         costs = [
             cost_of(
                 lambda: matrix @ matrix,

@@ -11,16 +11,15 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
-from benchmarks.engines.catalogue import BASE, COMPUTE, ENGINES, HAND_GRAPHED
+from benchmarks.engines.catalogue import BASE, COMPUTE, HAND_GRAPHED
 from benchmarks.engines.comparison import Measured, Outcome
-from benchmarks.engines.energy import find_meter
 from benchmarks.engines.task import Length, Task
 from benchmarks.engines.trace import Observation
 from benchmarks.measure import samples_of, spread
 from benchmarks.records import make_record
 
 _COSTS = ("wall_s", "cpu_s", "minor_faults", "loopback_nbytes")
-_PACKAGES = ("shardgrad", "torch", "deepspeed", "megatron-fsdp", "transformers")
+_PACKAGES = ("shardgrad", "torch", "deepspeed", "megatron-fsdp", "flex-shard", "transformers")
 
 # Dense FLOP/s without sparsity, from NVIDIA's data sheets. fp32 is that of CUDA cores, as torch's
 # default is; the other column is bf16 and fp16.
@@ -61,8 +60,6 @@ def record_of(
     if outcome.hardware:
         flops_per_s, words = peak_of(outcome.hardware, task.precision)
         config["mfu_peak"] = {"flops_per_s": flops_per_s, "words": words}
-        meter = find_meter(task.device)
-        config["energy"] = meter.words if meter else None
     record = make_record(
         "training_step",
         environment={**environment, "versions": _versions(), **outcome.hardware},
@@ -74,7 +71,6 @@ def record_of(
         "left_out": {name: outcome.left_out[name] for name in names if name in outcome.left_out},
         "disagreed": outcome.disagreed,
         "unobserved": outcome.unobserved,
-        "timelines": _timelines(outcome),
     }
 
 
@@ -98,26 +94,7 @@ def _samples(outcome: Outcome, task: Task) -> dict[str, Any]:
     )
     for name, measured in outcome.measured.items():
         found[name]["round"] = measured.rounds
-        if measured.joules:
-            found[name]["joules"] = measured.joules
-        ranks = [
-            dataclasses.asdict(dataclasses.replace(one, timeline=[]))
-            for one in measured.observations
-        ]
-        found[name]["ranks"] = ranks
-    return found
-
-
-def _timelines(outcome: Outcome) -> dict[str, Any]:
-    """By engine, one step of the first rank: `spans` of lane, name, start and length in µs;
-    `dropped`.
-    """
-    found: dict[str, Any] = {}
-    for name, measured in outcome.measured.items():
-        if measured.observations and measured.observations[0].timeline:
-            first = measured.observations[0]
-            spans = [dataclasses.astuple(span) for span in first.timeline]
-            found[name] = {"dropped": first.dropped, "spans": spans}
+        found[name]["ranks"] = [dataclasses.asdict(one) for one in measured.observations]
     return found
 
 
@@ -129,10 +106,8 @@ def summarise(outcome: Outcome, task: Task) -> dict[str, Any]:
         for field in _COSTS[1:]:
             of[field] = statistics.median(getattr(cost, field) for cost in measured.costs)
         of |= _comparisons(measured, outcome.measured)
-        of |= _rates(name, of["wall_s"]["median"], task, outcome.hardware)
+        of |= _rates(of["wall_s"]["median"], task, outcome.hardware)
         of |= _host(name, measured, outcome, task)
-        if measured.joules:
-            of["joules"] = statistics.median(measured.joules)
         of |= _observed(measured.observations)
         if measured.loss_difference is not None:
             of["loss_difference"] = measured.loss_difference
@@ -166,9 +141,9 @@ def _pairs(mine: Measured, other: Measured | None) -> list[tuple[float, float]]:
     ]
 
 
-def _rates(name: str, wall_s: float, task: Task, hardware: Mapping[str, Any]) -> dict[str, Any]:
+def _rates(wall_s: float, task: Task, hardware: Mapping[str, Any]) -> dict[str, Any]:
     flops = flops_per_step(hardware["model"], tokens=task.tokens, seq_len=task.seq_len)
-    devices = 1 if ENGINES[name].is_alone or task.share_device else task.ranks
+    devices = 1 if task.share_device else task.ranks
     peak, _ = peak_of(hardware, task.precision)
     mfu = flops / wall_s / (devices * peak)
     # More than all of it: the peak was measured while something else ran.
@@ -219,7 +194,7 @@ def _host(name: str, measured: Measured, outcome: Outcome, task: Task) -> dict[s
             "host_s_per_unit": statistics.median(cost.host_s for cost in measured.costs) / units
         }
     floor = outcome.measured.get(COMPUTE)
-    if floor is None or ENGINES[name].is_alone or name == COMPUTE:
+    if floor is None or name == COMPUTE:
         return {}
     cpu_s, compute_s = (
         statistics.median(cost.cpu_s for cost in one.costs) for one in (measured, floor)
@@ -239,8 +214,6 @@ def _observed(observations: Sequence[Observation]) -> dict[str, Any]:
         ),
         "dtensors": first.dtensors,
         "collectives": {kind: dataclasses.asdict(one) for kind, one in first.traffic.items()},
-        "communication_s": first.communication_s,
-        "exposed_s": first.exposed_s,
     }
     if first.peak_allocated_nbytes is not None and first.peak_reserved_nbytes is not None:
         of["peak_allocated_nbytes"] = max(one.peak_allocated_nbytes or 0 for one in observations)

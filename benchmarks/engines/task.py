@@ -58,12 +58,6 @@ class Task:
         """Ranks along each axis, the shards' axis last."""
         return mesh_shape(self.mesh) or (self.ranks,)
 
-    def on_one_process(self) -> Task:
-        """The same update by a single process, whose micro-batches are those of all ranks."""
-        return dataclasses.replace(
-            self, accumulate=self.accumulate * self.ranks, ranks=1, hosts=1, mesh=None
-        )
-
 
 @dataclass(frozen=True)
 class Length:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import shardgrad
 from benchmarks.engines.cuda_graph import captured
@@ -31,8 +32,6 @@ from benchmarks.models import build_model
 from shardgrad.programs.train.sharding import set_gradient_sync
 
 _WARMUP = 3  # eager steps before a capture
-
-# -- engines with FSDP2's interface
 
 
 def _sharded(
@@ -101,17 +100,14 @@ def ours_graphed(task: Task, device: torch.device) -> Trained:
     return Trained(step, lambda: step.pool.nbytes)
 
 
-def fsdp2_graphed(task: Task, device: torch.device, *, keeps_storage: bool = False) -> Trained:
+def fsdp2_graphed(task: Task, device: torch.device) -> Trained:
     """What trainers do that capture: forward and backward are a graph, clip and optimizer are not.
 
-    Args:
-        task: what is trained.
-        device: where.
-        keeps_storage: `set_keep_unsharded_storage`, which torch has from 2.15 on: addresses stay.
+    From torch 2.15 on FSDP2 can keep its unsharded memory, so that addresses stay.
     """
     program = _sharded(task, device, torch_fully_shard)
-    if keeps_storage:
-        program.forward.set_keep_unsharded_storage(True)  # type: ignore[attr-defined]
+    if hasattr(program.forward, "set_keep_unsharded_storage"):
+        program.forward.set_keep_unsharded_storage(True)
     graph, forward_and_backward = captured(program.forward_and_backward)
 
     def step(micro_batches: list[MicroBatch]) -> Tensor:
@@ -124,45 +120,9 @@ def fsdp2_graphed(task: Task, device: torch.device, *, keeps_storage: bool = Fal
     return Trained(step, lambda: graph.pool_nbytes)
 
 
-# -- torch's other engines, and none
-
-
-def fsdp1(task: Task, device: torch.device) -> Trained:
-    """`FullyShardedDataParallel`."""
-    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
-    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-
-    mesh, policy = mesh_of(task), MixedPrecision()
-    if task.precision != "fp32":
-        policy = MixedPrecision(COMPUTE_DTYPES[task.precision], REDUCE_DTYPE)
-    unsharded_model = build_model(task.preset, device, hf=task.hf)
-    blocks = set(unsharded_model.layers)
-    model = FullyShardedDataParallel(
-        unsharded_model,
-        sharding_strategy=ShardingStrategy.FULL_SHARD
-        if mesh.ndim == 1
-        else ShardingStrategy.HYBRID_SHARD,
-        device_mesh=mesh,
-        device_id=device,
-        auto_wrap_policy=lambda module, recurse, **_: recurse or module in blocks,
-        mixed_precision=policy,
-        use_orig_params=True,
-    )
-    program = Program(
-        model,
-        adamw(model.parameters()),
-        model.clip_grad_norm_,
-        device,
-        task.clip,
-        micro_batch=lambda is_last: nullcontext() if is_last else model.no_sync(),
-    )
-    if task.precision == "fp16":
-        program.scaler = ShardedGradScaler(task.device, init_scale=FIRST_SCALE)
-    return Trained(program.step)
-
-
-def _plain(task: Task, model: Any, device: torch.device) -> Program:
-    """The step of a model whose parameters are not cast, but computed with under autocast."""
+def ddp(task: Task, device: torch.device) -> Trained:
+    """`DistributedDataParallel`; its parameters are not cast, but computed with under autocast."""
+    model = DistributedDataParallel(build_model(task.preset, device, hf=task.hf))
     params = list(model.parameters())
     program = Program(
         model,
@@ -170,39 +130,9 @@ def _plain(task: Task, model: Any, device: torch.device) -> Program:
         partial(nn.utils.clip_grad_norm_, params),
         device,
         task.clip,
+        micro_batch=lambda is_last: nullcontext() if is_last else model.no_sync(),
         scaler=scaler_for(task),
     )
     if task.precision != "fp32":
         program.autocast = partial(torch.autocast, task.device, COMPUTE_DTYPES[task.precision])
-    return program
-
-
-def _ddp(task: Task, device: torch.device) -> Program:
-    from torch.nn.parallel import DistributedDataParallel
-
-    model = DistributedDataParallel(build_model(task.preset, device, hf=task.hf))
-    program = _plain(task, model, device)
-    program.micro_batch = lambda is_last: nullcontext() if is_last else model.no_sync()
-    return program
-
-
-def ddp(task: Task, device: torch.device) -> Trained:
-    """`DistributedDataParallel`."""
-    return Trained(_ddp(task, device).step)
-
-
-def zero_redundancy(task: Task, device: torch.device) -> Trained:
-    """`DistributedDataParallel` with `ZeroRedundancyOptimizer`."""
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    program = _ddp(task, device)
-    params = list(program.forward.parameters())  # type: ignore[attr-defined]
-    program.optimizer = ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=LR, fused=True)
     return Trained(program.step)
-
-
-def unsharded(task: Task, device: torch.device) -> Trained:
-    """No engine; `task` has all ranks' micro-batches, so the update is that of all of them
-    together.
-    """
-    return Trained(_plain(task, build_model(task.preset, device, hf=task.hf), device).step)

@@ -43,13 +43,15 @@ def assert_spread(spread: dict[str, Any]) -> None:
 
 
 def test_kernels(tmp_path: Path) -> None:
-    record = smoke("kernels", tmp_path, "--ops", "movement")
+    record = smoke("kernels", tmp_path)
     names = {"copy", "reference"}
     if record["environment"]["ops_backend"] == "compiled":
         names.add("compiled")
-    assert {case.split()[0] for case in record["summary"]} == {"pack", "unpack", "sum"}
+    assert {case.split()[0] for case in record["summary"]} == {
+        *("pack", "unpack", "sum", "adam_", "sgd_", "norm_")
+    }
     for by_name in record["summary"].values():
-        assert set(by_name) == names
+        assert set(by_name) - {"torch"} == names
         for of in by_name.values():
             assert_spread(of["bytes_per_s"])
             assert_spread(of["ratio_to_copy"])
@@ -74,41 +76,11 @@ def test_reading_counts_both_engines_the_same_way(tmp_path: Path) -> None:
         assert summary["backward"]["fsdp2"] == {"calls": 261, "files": 5, "changes_of_file": 89}
 
 
-def test_optimizers(tmp_path: Path) -> None:
-    bases = {"one_unit": "fsdp2", "many_units": "fsdp2", "large": "flat", "clip": "fsdp2"}
-    records = smoke_all("optimizers", tmp_path)
-    assert [record["config"]["case"] for record in records] == list(bases)
-    for record in records:
-        of = record["summary"]["shardgrad"]
-        for field in ("wall_s", f"ratio_to_{bases[record['config']['case']]}", "bytes_per_s"):
-            assert_spread(of[field])
-
-
-def test_plan(tmp_path: Path) -> None:
-    smoke("plan", tmp_path)
-
-
 def test_counts_says_what_it_needs(tmp_path: Path) -> None:
     done = run("benchmarks", "counts", "--smoke", "--out", tmp_path, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr
     assert "python -m tests.cuda_runtime .venv-cuda" in done.stdout
     assert list(tmp_path.iterdir()) == []
-
-
-def test_graphed_replay(tmp_path: Path) -> None:
-    record = smoke("graphed_replay", tmp_path)
-    assert set(record["summary"]) == {"function", "graphed"}
-    for of in record["summary"].values():
-        assert_spread(of["host_s"])
-        assert_spread(of["ratio_to_function"])
-    assert_spread(record["summary"]["graphed"]["overhead_s"])
-
-
-def test_soak(tmp_path: Path) -> None:
-    record = smoke("soak", tmp_path, "--mode", "eager")
-    (of,) = record["summary"].values()
-    assert {"resident_nbytes", "tensors", "objects", "descriptors", "threads", "is_flat"} <= set(of)
-    assert of["descriptors"] == of["threads"] == of["tensors"] == 0
 
 
 def test_send_weights(tmp_path: Path) -> None:

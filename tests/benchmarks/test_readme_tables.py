@@ -13,16 +13,15 @@ from benchmarks.engines.summary import record_of
 from benchmarks.engines.task import Length, Task
 from benchmarks.engines.trace import Observation, Traffic
 from benchmarks.measure import Cost
-from benchmarks.readme import BEGIN, END, README, newest, replaced, results, tables
-from benchmarks.records import RESULTS
+from benchmarks.readme import BEGIN, END, FIGURES, front, pages, replaced, results
 
 NAMES = (
     "fsdp2",
     "shardgrad",
     "shardgrad-graphed",
     "fsdp2-keep",
-    "fsdp1",
     "ddp",
+    "fsdp2-compiled",
     "compute",
     "collectives",
 )
@@ -57,45 +56,27 @@ def make_record(*, task: Task | None = None) -> dict[str, Any]:
     return record_of(task or Task(), Length(), NAMES, outcome, started)
 
 
-def with_time(time: str, **environment: Any) -> dict[str, Any]:
+def changed(**environment: Any) -> dict[str, Any]:
     record = make_record()
-    return record | {
-        "environment": record["environment"]
-        | {"time": time, "ops_backend": "compiled"}
-        | environment
-    }
+    return record | {"environment": record["environment"] | environment}
 
 
-def written(folder: Path, records: list[dict[str, Any]], name: str = "bench") -> Path:
-    """Writes records where results lie; returns the folder of results."""
-    results = folder / "benchmarks" / "results"
-    (results / "a").mkdir(parents=True, exist_ok=True)
-    text = "".join(json.dumps(record) + "\n" for record in records)
-    (results / "a" / f"{name}.jsonl").write_text(text, encoding="utf-8")
-    return results
+def written(folder: Path, records: list[dict[str, Any]]) -> Path:
+    """Writes records; returns their folder."""
+    lines = [json.dumps(record) + "\n" for record in records]
+    (folder / "training_step.jsonl").write_text("".join(lines), encoding="utf-8")
+    return folder
 
 
 def test_the_tables_are_made_of_records_that_count(tmp_path: Path) -> None:
-    noisy = with_time("5")
-    of = noisy["summary"]["shardgrad"]
-    loud = {"wall_s": {"median": 1.0, "quartiles": [0.5, 1.0]}}
-    noisy["summary"] = noisy["summary"] | {"shardgrad": of | loud}
-    changed = with_time("6", git_is_clean=False)
-    found = newest(
-        results(
-            written(
-                tmp_path, [with_time("2", cores=4), with_time("3"), with_time("1"), noisy, changed]
-            )
-        )
-    )
-    assert [record["environment"]["time"] for _, record in found] == ["3", "2"]
-    text = "\n".join(tables(found))
-    # The engines' times are 10, 20 and 80 ms; memory is alike.
-    assert (
-        "| tiny, fp32, 2 ranks, 8 x 128 tokens each | 2 cores, a processor | 11.95 | 2.00 (2.00 .. "
-        "2.00) |"
-    ) in text
-    assert "| 0.25 | 1.00 | [record](results/a/bench.jsonl) |" in text
+    noisy, dirty, loud = make_record(), changed(git_is_clean=False), changed(load_before=2.0)
+    noisy["summary"]["shardgrad"]["wall_s"] = {"median": 1.0, "quartiles": [0.5, 1.0]}
+    found = list(results(written(tmp_path, [noisy, make_record(), dirty, loud])))
+    assert found == json.loads(json.dumps([make_record()]))
+    text = "\n".join(front(found))
+    # The engines' times are 10, 20, 30 and 80 ms.
+    assert "| step: tiny, fp32, 2 ranks, 8 x 128 tokens each | 2 | 3 | 8 |" in text
+    assert "Measured at commit 0123456789 on 2 cores of a processor." in text
     assert (
         replaced(f"before\n{BEGIN}\nold\n{END}\nafter", text)
         == f"before\n{BEGIN}\n{text}\n{END}\nafter"
@@ -105,5 +86,6 @@ def test_the_tables_are_made_of_records_that_count(tmp_path: Path) -> None:
 
 
 def test_the_tables_are_up_to_date() -> None:
-    text = README.read_text(encoding="utf-8")
-    assert replaced(text, "\n".join(tables(newest(results(RESULTS))))) == text
+    for page, fresh in pages(list(results(FIGURES))).items():
+        text = page.read_text(encoding="utf-8")
+        assert replaced(text, fresh) == text, f"{page} is out of date: make figures"

@@ -101,7 +101,7 @@ _NCCL = "hops: NCCL 2.30 src/graph/tuning.cc (commit 5067397)"
 _NVLINK_HOPS = _us(0.6, 1.9, 3.4), _us(0.6, 1.25, 4.0)
 _PCI_HOPS = _us(1.0, 2.5, 5.7), _us(1.0, 1.9, 4.0)
 _NET_HOPS = _us(2.7, 4.0, 14.0), _us(5.0, 8.5, 14.0)
-# gloo has no protocols; a hop is what one message over loopback takes, see benchmarks/plan.py.
+# gloo has no protocols; a hop is what one message over loopback took on one core.
 _HOST_HOPS = _us(40.0, 40.0, 40.0), _us(40.0, 40.0, 40.0)
 
 LINKS: Mapping[str, Link] = {
@@ -256,7 +256,7 @@ DEVICES: Mapping[str, Device] = {
             (0.5, 1.0, 2.0),
             True,
             "loopback",
-            "one core, an order of magnitude; measure your own: python -m benchmarks plan",
+            "one core, an order of magnitude; measure your own steps: python -m benchmarks",
         ),
     )
 }
