@@ -255,8 +255,8 @@ class ExchangeTransport(Transport):
         )
 
     def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
-        """See `Transport.reduce_scatter`. Chunks come back in rank order, so every sum has one
-        order.
+        """See `Transport.reduce_scatter`. Chunks come back in the order in which gloo's ring adds
+        them: from the rank before this one downwards, this rank's own last.
         """
         if self.size == 1:
             return CompletedWork([send.parts[0]])
@@ -269,9 +269,8 @@ class ExchangeTransport(Transport):
             dist.all_to_all_single, receive.whole, send.whole, group=self.group, async_op=True
         )
         work = checked(tag.what, self.group, exchange)
-        return _PendingExchange(
-            work, list(receive.parts), entry, self._log, self.group, receive, tag
-        )
+        chunks = [receive.parts[self.rank - 1 - further] for further in range(self.size)]
+        return _PendingExchange(work, chunks, entry, self._log, self.group, receive, tag)
 
     def _swap(
         self,
