@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 from shardgrad.engine.streams import is_capturing
 from shardgrad.errors import CaptureError, OptionError
 from shardgrad.optim.flat import FlatOptimizer
-from shardgrad.optim.norms import find_nonfinite
+from shardgrad.optim.norms import find_nonfinite, is_judged
 from shardgrad.optim.selection import select
 
 __all__ = ["GradScaler"]
@@ -314,8 +314,9 @@ def _verdict(optimizer: Optimizer) -> torch.Tensor:
     """
     params = _params(optimizer)
     gradients = select(params)
-    known = {id(s.shard.nonfinite): s.shard.nonfinite for s in gradients.selections}
-    verdicts = [verdict for verdict in known.values() if verdict is not None]
-    if gradients.plain or not known or len(verdicts) < len(known):
+    chosen = gradients.selections
+    if gradients.plain or not chosen or not all(map(is_judged, chosen)):
         return find_nonfinite(params, params[0].device)
+    known = {id(each.shard.nonfinite): each.shard.nonfinite for each in chosen}
+    verdicts = [verdict for verdict in known.values() if verdict is not None]
     return sum(verdicts[1:], verdicts[0])

@@ -21,11 +21,11 @@ from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.transports import reaches
 from shardgrad.errors import GradientError, OptionError
-from shardgrad.optim.selection import Gradients, select
+from shardgrad.optim.selection import Gradients, Selection, select
 from shardgrad.sharding.mesh import DataParallelMesh
 from shardgrad.sharding.param_sharding import groups_cut_over
 
-__all__ = ["find_nonfinite", "norm_of"]
+__all__ = ["find_nonfinite", "is_judged", "norm_of"]
 
 _WHAT = "all-reduce of the gradients' norm"
 
@@ -47,7 +47,8 @@ def norm_of(
     Returns:
         (norm, nonfinite), device scalars, the same on every rank. `norm` is float64 if a gradient
         is, else float32. `nonfinite` is float32, above zero if any element, or the norm, is an
-        infinity or a NaN. The shards remember `nonfinite`.
+        infinity or a NaN. The shards remember `nonfinite`; a norm over some gradients of a shard
+        leaves what is known of the others.
 
     Streams: the current stream; collectives are joined by it.
     Capture: safe once the process group has been used.
@@ -70,7 +71,7 @@ def norm_of(
     norm = total if norm_type == 0 or math.isinf(norm_type) else total.pow(1.0 / norm_type)
     nonfinite = ((count > 0) | ~torch.isfinite(norm)).float()
     for selection in gradients.selections:
-        selection.shard.nonfinite, selection.shard.zeroed = nonfinite, set()
+        _remember(selection, nonfinite)
     known = [selection.shard.flat for selection in gradients.selections] + gradients.plain
     is_double = any(grad.dtype == torch.float64 for grad in known)
     return norm.to(torch.float64 if is_double else torch.float32), nonfinite
@@ -83,6 +84,25 @@ def find_nonfinite(params: Iterable[torch.Tensor], device: torch.device) -> torc
     Streams and capture: as `norm_of`.
     """
     return norm_of(select(params), math.inf, device)[1]
+
+
+# Which gradients of a shard its verdict is of.
+_judged: WeakKeyDictionary[GradShard, frozenset[int]] = WeakKeyDictionary()
+
+
+def _remember(selection: Selection, nonfinite: torch.Tensor) -> None:
+    """Keeps a verdict with the shard, and what is known of other gradients of the shard."""
+    shard, places = selection.shard, frozenset(selection.places)
+    before = _judged.get(shard, frozenset())
+    if shard.nonfinite is not None and not before <= places:
+        nonfinite, places = torch.maximum(shard.nonfinite, nonfinite), places | before
+    shard.nonfinite, shard.zeroed, _judged[shard] = nonfinite, set(), places
+
+
+def is_judged(selection: Selection) -> bool:
+    """Returns whether a norm has looked at all of these gradients since they came."""
+    known = _judged.get(selection.shard, frozenset())
+    return selection.shard.nonfinite is not None and known.issuperset(selection.live)
 
 
 def _parts(gradients: Gradients, norm_type: float) -> list[_Part]:

@@ -22,6 +22,7 @@ import tempfile
 import tomllib
 from collections.abc import Iterator
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 from tests.mutants import generated
@@ -137,6 +138,8 @@ def main() -> int:
     parser.add_argument("--generated", type=int, default=0, help="how many random ones to try")
     parser.add_argument("--seed", type=int, default=0, help="what they follow from")
     options = parser.parse_args()
+    if options.generated and find_spec("cosmic_ray") is None:
+        parser.error("random mutants need cosmic-ray: pip install -e '.[mutants]'")
     results: list[str] = []
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copy = Path(folder, "shardgrad")

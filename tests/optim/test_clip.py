@@ -5,6 +5,7 @@ clipped.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -373,3 +374,51 @@ def test_a_nan_that_two_groups_of_an_optimizer_have_zeroed_skips_no_later_step()
         not torch.equal(p.to_local(), old)
         for p, old in zip(model.parameters(), before, strict=True)
     )
+
+
+@pytest.mark.parametrize("to_none", [False, True])
+@on_ranks(2)
+def test_what_one_optimizer_zeroes_hides_no_nan_from_another(to_none: bool) -> None:
+    """Two optimizers share every unit, and each step zeroes the gradients of one before the other
+    steps.
+    """
+    model = SHARDGRAD.fully_shard(stack(5, 4, 3))
+    params = list(model.parameters())
+    optims = [shardgrad.optim.SGD(params[part::2], lr=0.1) for part in range(2)]
+    for step, bad in enumerate((None, 0, 1, None, 2, 0, 3)):
+        model(SHARDGRAD.inputs(step, 5)).square().mean().backward()
+        if bad is not None:
+            params[bad].grad.mul_(math.nan)
+        shardgrad.clip_grad_norm_(model, 1.0)
+        owner, other = optims if bad is None or bad % 2 == 0 else optims[::-1]
+        other.step()
+        other.zero_grad(set_to_none=to_none)
+        before = [p.to_local().clone() for p in params]
+        owner.step()
+        owner.zero_grad(set_to_none=to_none)
+        moved = any(
+            not torch.equal(p.to_local(), old) for p, old in zip(params, before, strict=True)
+        )
+        assert moved == (bad is None), step
+
+
+@pytest.mark.parametrize("make", [None, shardgrad.GradScaler, partial(torch.amp.GradScaler, "cpu")])
+@pytest.mark.parametrize("bad", range(4))
+@on_ranks(2)
+def test_an_infinity_is_found_whatever_parts_of_its_unit_were_clipped(bad: int, make: Any) -> None:
+    """The last bias is in no part: without a scaler nobody looks at it."""
+    model = SHARDGRAD.fully_shard(stack(5, 4, 3))
+    params = list(model.parameters())
+    optim = shardgrad.optim.SGD(params, lr=0.1)
+    scaler = make and make()
+    loss = model(SHARDGRAD.inputs(0, 5)).square().mean()
+    (loss if scaler is None else scaler.scale(loss)).backward()
+    params[bad].grad.mul_(math.inf)
+    if scaler is not None:
+        scaler.unscale_(optim)
+    for part in (params[:2], params[2:3]):
+        shardgrad.clip_grad_norm_(part, 1.0)
+    before = [p.to_local().clone() for p in params]
+    optim.step() if scaler is None else scaler.step(optim)
+    moved = any(not torch.equal(p.to_local(), old) for p, old in zip(params, before, strict=True))
+    assert moved == (make is None and bad == 3)

@@ -124,6 +124,9 @@ class State:
                 and self.program.optimizer.library == "shardgrad"
                 and not self._reenters
             )
+        if do == "scaled":
+            is_there = not (self.program.is_simulated and "torch" in op.how)
+            return self._is_reduced and not self._reenters and is_there
         if do == "participate":
             return self._is_reduced and not model.guess
         if do == "freeze" and self._graphs:
@@ -166,6 +169,7 @@ class State:
             "input_grad",
             "hand",
             "nan",
+            "scaled",
             "participate",
         ):
             self._ran = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from tests.fuzz.programs.contract import State, fits
@@ -34,6 +35,11 @@ EXTRA = (
     *("last", "keep", "whole", "unshard", "reshard", "participate", "graphed"),
 )
 MICROS = 6
+# How a loss scaler steps: torch's or ours, clipped in part or whole, with an infinity on one rank.
+SCALED = tuple(
+    " ".join(filter(None, each))
+    for each in product(("", "torch"), ("", "clip", "part"), ("", "inf"))
+)
 
 
 def program_of(seed: int, world: str = "") -> Program:
@@ -48,7 +54,7 @@ def program_of(seed: int, world: str = "") -> Program:
         if fits(program):
             break
     return Program(
-        seed, world, program.model, program.sharding, program.optimizer, _ops(rng, program)
+        seed, world, program.model, program.sharding, program.optimizer, _ops(rng, late, program)
     )
 
 
@@ -164,7 +170,7 @@ def _optimizer(rng: random.Random, world: str) -> Optimizer:
 # -- operations
 
 
-def _ops(rng: random.Random, program: Program) -> tuple[Op, ...]:
+def _ops(rng: random.Random, late: random.Random, program: Program) -> tuple[Op, ...]:
     extra = [kind for kind in EXTRA if kind != "all_reduce" or program.sharding.mesh == "hsdp"]
     kinds = rng.sample(extra, rng.choice((2, 3, 4, 5, 6)))
     weights = {"train": 4.0, "step": 2.0, "zero": 2.0, "look": 1.5} | dict.fromkeys(kinds, 2.5)
@@ -172,6 +178,8 @@ def _ops(rng: random.Random, program: Program) -> tuple[Op, ...]:
         weights["backward"] = 5.0
     if "save" in kinds:
         weights |= {"load": 2.0, "resume": 1.0}
+    if _often(late, 0.3):
+        weights["scaled"] = 4.0
     if "freeze" in kinds:
         weights["unfreeze"] = 1.0
     state, ops = State(program), []
@@ -219,6 +227,7 @@ def _op(rng: random.Random, kind: str, program: Program) -> Op:
         "clip": ("torch", "ours", "ours", "part"),
         "write": ("none", "ones", "double"),
         "nan": ("", "zeros"),
+        "scaled": SCALED,
         "edit": ("lr", "add", "remove", "clear"),
         "load": ("", "", "model"),
         "unshard": ("", "async"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ class Script(ABC):
         self._saved: Any = None
         self._left_out: list[nn.Parameter] = []
         self._hooks: dict[str, Any] = {}
+        self._scalers: dict[bool, Any] = {}  # torch's, and ours
 
     # -- what differs between engines
 
@@ -262,6 +264,41 @@ class Script(ABC):
         self.backward_of(loss * (float("nan") if self.rank == 0 else 1.0))
         self.skip_nan(op)
         return {}
+
+    def scaled(self, op: Op) -> Seen:
+        """A step of a loss scaler, ours or torch's; an infinite gradient skips it on all ranks."""
+        scaler = self._scaler("torch" in op.how)
+        loss, _ = self._loss(Op("train", op.n))
+        self.backward_of(scaler.scale(loss))
+        seen: Seen = {}
+        self.before_update()
+        gradient = self._param(op.n).grad
+        is_bad = "inf" in op.how and gradient is not None
+        if is_bad:
+            gradient.mul_(float("inf"))
+        if "clip" in op.how or "part" in op.how:
+            scaler.unscale_(self.optimizer)
+            params = list(self.params.values())[::2] if "part" in op.how else None
+            norm = self.clip_ours(params, 0.1)
+            seen = {} if is_bad else {"norm": norm}
+        scaler.step(self.optimizer)
+        scaler.update()
+        self.zero(Op("zero", how="zeros" if op.n % 2 else ""))
+        return seen | {"scale": self.scale(scaler)}
+
+    def _scaler(self, is_torchs: bool) -> Any:
+        if is_torchs not in self._scalers:
+            make = partial(torch.amp.GradScaler, "cpu") if is_torchs else self.make_scaler
+            self._scalers[is_torchs] = make(init_scale=8.0, growth_interval=2)
+        return self._scalers[is_torchs]
+
+    def make_scaler(self, **options: Any) -> Any:
+        """Makes what stands for `shardgrad.GradScaler`."""
+        return torch.amp.GradScaler("cpu", **options)
+
+    def scale(self, scaler: Any) -> Any:
+        """Returns the scale, without waiting for a device."""
+        return torch.tensor(scaler.get_scale())
 
     @abstractmethod
     def skip_nan(self, op: Op) -> None:

@@ -166,6 +166,14 @@ class Sharded(Script):
         self.optimizer.step()
         self.zero(op)
 
+    def make_scaler(self, **options: Any) -> Any:
+        return shardgrad.GradScaler(**options) if self._is_ours else super().make_scaler(**options)
+
+    def scale(self, scaler: Any) -> Any:
+        if isinstance(scaler, shardgrad.GradScaler):
+            return dict(scaler.buffers())["loss scale"].clone()
+        return super().scale(scaler)
+
     def model_state(self) -> Mapping[str, Any]:
         return self.net.state_dict()
 
