@@ -1,4 +1,5 @@
-"""All-gathers: what this rank sends (`AllGatherInput`, made once), and one under way (`AllGather`).
+"""All-gathers: what this rank sends (`AllGatherInput`, and `ZeroCopyGather` for large parameters;
+made once), and one under way (`AllGather`).
 
 Special inputs, such as a shard on the host, are subclasses under `features/`, chosen in
 `fully_shard.py`.
@@ -6,21 +7,22 @@ Special inputs, such as a shard on the host, are subclasses under `features/`, c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
+from shardgrad import ops
 from shardgrad.engine.buffers import Chunks, Slot
 from shardgrad.engine.comm_context import CollectiveConfig, CommContext
 from shardgrad.engine.spans import NO_SPAN, profiler, span
 from shardgrad.engine.streams import Stream, StreamEvent
 from shardgrad.engine.transports import MessageTag
-from shardgrad.engine.unsharded import ZeroCopyGather
 from shardgrad.sharding.layout import ShardLayout
 from shardgrad.sharding.mesh import DataParallelMesh
+from shardgrad.sharding.zero_copy import own_places
 
-__all__ = ["AllGather", "AllGatherInput"]
+__all__ = ["AllGather", "AllGatherInput", "ZeroCopyGather"]
 
 
 class AllGatherInput:
@@ -30,12 +32,13 @@ class AllGatherInput:
         chunk: 1-D, this rank's, with room for the tag at its end; it travels in `dtype`.
         process_group: the ranks that gather; by default those of the mesh.
         transport, ring: what the message goes through, and where it is staged.
-        staging_nbytes: bytes of the slot that an all-gather needs.
+        staged_chunks: chunks of the slot that an all-gather needs; 0 if the shard is read where it
+            is.
+        staging_nbytes: bytes of the slot.
         ready: recorded where `chunk` was last filled; None if the program or an optimizer does
             that.
         supports_zero_copy: True if parameters may be gathered from `chunk`, where they live, by
             themselves.
-        is_local: True if the chunk is all that there is, so that nothing has to be gathered.
     """
 
     supports_zero_copy = True
@@ -56,38 +59,22 @@ class AllGatherInput:
         self.comm_ctx = comm_ctx
         self.process_group = process_group or mesh.gather_group
         self.transport, self.ring = collectives.for_gather(comm_ctx, self.process_group)
-        # True if what is sent is a cast copy; where nothing is sent, the copy-out casts.
-        self._is_cast = chunk.dtype != dtype and self.transport.sends
-        gathered_nbytes = self.transport.gather_chunks * chunk.numel() * dtype.itemsize
-        self.staging_nbytes = gathered_nbytes + self._extra_nbytes()
+        self.staged_chunks = self.transport.gather_chunks
+        self.staging_nbytes = self.staged_chunks * chunk.numel() * dtype.itemsize
         self.ready: StreamEvent | None = None
-        self.is_local = self.supports_zero_copy and not self.transport.sends
-
-    def _extra_nbytes(self) -> int:
-        """Returns the staging that `stage` needs besides the transport's."""
-        return self.chunk.numel() * self.dtype.itemsize if self._is_staged_apart else 0
-
-    @property
-    def _is_staged_apart(self) -> bool:
-        """True if what is sent is a copy that must not lie in the transport's staging."""
-        return self._is_cast and not self.transport.gathers_in_place
 
     def refresh(self, name: str, version: object) -> None:
         """Brings the chunk of the unit `name` up to date with a version of the parameters."""
 
     def stage(self, slot: Slot, staging: Chunks) -> torch.Tensor:
-        """Returns the chunk, or a copy of it in `dtype`. Streams: the copy is made on the current
-        one.
-        """
-        if not self._is_cast:
-            return self.chunk
-        return self._room(slot, staging).copy_(self.chunk, non_blocking=True)
+        """Returns the chunk to send: a copy of the shard in `dtype`, in this rank's part of
+        `staging`, or the shard itself, which the copy-out casts if nothing is sent.
 
-    def _room(self, slot: Slot, staging: Chunks) -> torch.Tensor:
-        """Returns where a copy of the chunk goes."""
-        if not self._is_staged_apart:
-            return staging.parts[self.transport.rank]
-        return slot.take(self.dtype, 1, self.chunk.numel()).whole
+        Streams: the copy is made on the current one.
+        """
+        if self.chunk.dtype == self.dtype or self.staged_chunks == 0:
+            return self.chunk
+        return staging.parts[self.transport.rank].copy_(self.chunk, non_blocking=True)
 
     def table(self, layout: ShardLayout) -> torch.Tensor:
         """Returns the table with which `ops.unpack` reads what was gathered."""
@@ -102,6 +89,48 @@ class AllGatherInput:
     def memory(self) -> Iterator[tuple[str, torch.UntypedStorage]]:
         """Yields what is kept besides the shard, with its owner."""
         return iter(())
+
+
+class ZeroCopyGather:
+    """The all-gathers from a shard straight into the unsharded parameters; see
+    `sharding/zero_copy.py`.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        layout: ShardLayout,
+        shard: torch.Tensor,
+        unsharded: torch.Tensor,
+    ) -> None:
+        self._layout, self._shard, self._unsharded = layout, shard, unsharded
+        self._own_places: torch.Tensor | None = None
+        self._tags = [MessageTag(f"all-gather of {name}") for name in names]
+        pieces = [layout.pieces[i] for i in layout.zero_copy]
+        self._sent = [shard.narrow(0, p.shard_offset, p.shard_numel) for p in pieces]
+        whole = (unsharded.narrow(0, p.unsharded_offset, p.numel) for p in pieces)
+        self._places = [
+            Chunks(flat, flat.split(p.shard_numel)) for p, flat in zip(pieces, whole, strict=True)
+        ]
+
+    def messages(self, rank: int) -> list[tuple[torch.Tensor, Chunks, MessageTag]]:
+        """Returns what `rank` sends, where it is received (1-D, in rank order), and the tag of each
+        parameter.
+
+        Streams: on the current one, this rank's own pieces are first cast to their places.
+        """
+        sent = self._sent
+        if self._shard.dtype != self._unsharded.dtype:
+            if self._own_places is None:
+                self._own_places = own_places(self._layout, rank)
+            ops.unpack(
+                self._shard,
+                self._unsharded,
+                self._own_places,
+                chunk_numel=self._shard.numel(),
+            )
+            sent = [places.parts[rank] for places in self._places]
+        return list(zip(sent, self._places, self._tags, strict=True))
 
 
 class AllGather:
@@ -139,27 +168,28 @@ class AllGather:
             slot = self._slot = source.ring.acquire(source.staging_nbytes)
             slot.holder = self
             slot.start_writing(stream)
-            staging = slot.take(source.dtype, transport.gather_chunks, source.chunk.numel())
-            self._staging = staging
-            messages = [(source.stage(slot, staging), staging, source.tag)]
+            staging = slot.take(source.dtype, source.staged_chunks, source.chunk.numel())
+            sent = source.stage(slot, staging)
+            self._gathered = staging.whole if transport.gather_chunks else sent
+            messages = [(sent, staging, source.tag)]
             if zero_copy is not None:
-                messages += zero_copy.messages(transport)
+                messages += zero_copy.messages(transport.rank)
             with transport.together(messages):
                 self._works = [transport.all_gather(*each) for each in messages]
             slot.finish_writing(stream)
 
-    def wait(self, stream: Stream) -> list[torch.Tensor]:
-        """Ends the collective; returns the chunks of all ranks in order, for `stream` to read until
-        `release`: side by side in one tensor, if the transport brought all of them.
+    def wait(self, stream: Stream) -> torch.Tensor:
+        """Ends the collective; returns the chunks of all ranks in order, side by side (1-D), for
+        `stream` to read until `release`.
 
         Raises:
             CollectiveError: it failed.
         """
-        chunks, *_ = [work.wait() for work in self._works]
+        for work in self._works:
+            work.wait()
         self._works = []
         self._slot.start_reading(stream)
-        staging = self._staging
-        return [staging.whole] if len(staging.parts) == len(chunks) else chunks
+        return self._gathered
 
     def release(self, stream: Stream) -> None:
         """Says that what `stream` has been given so far is the last to read the chunks."""
@@ -167,20 +197,3 @@ class AllGather:
         if self._works or not self.source.ring.keeps:
             # If it failed, some may be on their way.
             self._slot.give_back(is_written=bool(self._works))
-
-
-class LocalAllGather(AllGather):
-    """Nothing is launched or staged where there is one rank: its parameters are read where they
-    live.
-    """
-
-    def __init__(self, source: AllGatherInput) -> None:
-        self.source, self.streams, self.is_zero_copy = source, source.comm_ctx.streams, False
-
-    def wait(self, stream: Stream) -> list[torch.Tensor]:
-        """See `AllGather`."""
-        self.source.comm_ctx.parameters_ready.wait(stream)
-        return [self.source.chunk]
-
-    def release(self, stream: Stream) -> None:
-        """See `AllGather`."""

@@ -1,27 +1,27 @@
 """Parameters that travel in one collective, and where they are.
 
-| state | modules register | unsharded memory | all-gather in flight |
-| --- | --- | --- | --- |
-| `SHARDED` | sharded parameters | freed | no |
-| `UNSHARDING` | sharded parameters | freed | yes |
-| `UNSHARDED` | unsharded parameters | allocated | no |
-| `KEPT` | sharded parameters | allocated | no |
-| `KEPT_UNSHARDING` | sharded parameters | allocated | no, none is needed |
-| `SHARDED_POST_FORWARD` | parameters over fewer ranks | freed | no |
-| `UNSHARDING_POST_FORWARD` | parameters over fewer ranks | freed | yes |
+| state | modules register | all-gather in flight |
+| --- | --- | --- |
+| `SHARDED` | sharded parameters | no |
+| `UNSHARDING` | sharded parameters | yes, unless `is_filled` |
+| `UNSHARDED` | unsharded parameters | no |
 
-A sharded parameter is an `nn.Parameter(DTensor)` over a view of the group's shard, an unsharded one
-a plain `nn.Parameter` over its flat buffer; each is one object for the life of the model. `KEPT` is
-for ZeRO stages 1 and 2, and for what is left unsharded by an evaluation, or by a backward whose
-graph may read parameters again: clipping and optimizers look at what modules register. The states
-after it for `reshard_after_forward` as an int (`features/post_forward.py`).
+`unshard` goes one line down, and `wait_for_unshard` the next; `reshard` goes back to the first from
+either. A sharded parameter is an `nn.Parameter(DTensor)` over a view of the group's shard, an
+unsharded one a plain `nn.Parameter` over its flat buffer; each is one object for the life of the
+model.
+
+The buffer's memory is there, and `is_filled`, while parameters are unsharded. It stays filled for
+ZeRO stages 1 and 2, and for what is left unsharded by an evaluation, or by a backward whose graph
+may read parameters again. Modules register sharded parameters then, which clipping and optimizers
+look for, and `unshard` has nothing to gather.
 """
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import chain
@@ -34,7 +34,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from shardgrad.engine.all_gather import AllGather, AllGatherInput, LocalAllGather
+from shardgrad.engine.all_gather import AllGather, AllGatherInput
 from shardgrad.engine.comm_context import CollectiveConfig, CommContext, SecondStep
 from shardgrad.engine.param import FSDPParam, Registration, local_of, mark_sharded
 from shardgrad.engine.spans import NO_SPAN, profiler, span
@@ -62,44 +62,12 @@ _SHARDED_PARAM, _UNSHARDED_PARAM = attrgetter("sharded"), attrgetter("unsharded"
 class ParamState(Enum):
     """Where the parameters of a group are; see the module docstring."""
 
-    # In C; that of Enum is a function in Python, called at each transition.
-    __hash__ = object.__hash__
     SHARDED = auto()
     UNSHARDING = auto()
     UNSHARDED = auto()
-    KEPT = auto()
-    KEPT_UNSHARDING = auto()
-    SHARDED_POST_FORWARD = auto()
-    UNSHARDING_POST_FORWARD = auto()
 
 
-SHARDED, UNSHARDING, UNSHARDED, KEPT, KEPT_UNSHARDING, *_POST_FORWARD = ParamState
-SHARDED_POST_FORWARD, UNSHARDING_POST_FORWARD = _POST_FORWARD
-
-# All transitions there are, each with the method that makes it.
-TRANSITIONS = {
-    (SHARDED, UNSHARDING): "unshard",
-    (SHARDED_POST_FORWARD, UNSHARDING_POST_FORWARD): "unshard",
-    (KEPT, KEPT_UNSHARDING): "unshard",
-    (UNSHARDING, UNSHARDED): "wait_for_unshard",
-    (UNSHARDING_POST_FORWARD, UNSHARDED): "wait_for_unshard",
-    (KEPT_UNSHARDING, UNSHARDED): "wait_for_unshard",
-    (UNSHARDING, SHARDED): "cancel_unshard; wait_for_unshard, if the all-gather failed",
-    (UNSHARDING_POST_FORWARD, SHARDED_POST_FORWARD): "the same",
-    (KEPT_UNSHARDING, KEPT): "cancel_unshard",
-    (UNSHARDED, SHARDED): "reshard",
-    (UNSHARDED, KEPT): "reshard; show_sharded",
-    (UNSHARDED, SHARDED_POST_FORWARD): "reshard_after_forward",
-    (KEPT, SHARDED): "reshard(drop_kept=True)",
-    (SHARDED_POST_FORWARD, SHARDED): "reshard",
-}
-
-_AFTER_UNSHARD = {
-    SHARDED: UNSHARDING,
-    SHARDED_POST_FORWARD: UNSHARDING_POST_FORWARD,
-    KEPT: KEPT_UNSHARDING,
-}
-_AFTER_CANCEL = {after: before for before, after in _AFTER_UNSHARD.items()}
+SHARDED, UNSHARDING, UNSHARDED = ParamState
 
 # By the id of a group's parameter; the group keeps it alive.
 _groups: weakref.WeakValueDictionary[int, ParamGroup] = weakref.WeakValueDictionary()
@@ -147,6 +115,7 @@ class ParamGroup:
             use.
         steps_taken: how often an optimizer has moved the parameters; see
             `checks/optimizer_hooks.py`.
+        is_filled: the unsharded memory has the values of the shard that was gathered last.
         keeps_memory: a reshard does not free the unsharded memory.
         alignment: elements that offsets in chunks are multiples of.
     """
@@ -167,6 +136,7 @@ class ParamGroup:
             _groups[id(p)] = self
         self.holds_dtensors = any(p.sharding.came_as_dtensor for p in self.params)
         self.state = SHARDED
+        self.is_filled = False
         self.collectives = CollectiveConfig()
         self.keeps_memory = False
         self.steps_taken = 0
@@ -379,14 +349,15 @@ class ParamGroup:
 
     # -- unshard
 
-    def _move(self, to: ParamState) -> None:
-        """Changes the state; a transition that is not listed is a fault of the engine."""
-        if (self.state, to) not in TRANSITIONS:
-            raise RuntimeError(
-                f"the parameters of unit {self.name or 'root'!r} cannot go from {self.state} to "
-                f"{to}"
-            )
-        self.state = to
+    @property
+    def registers_sharded(self) -> bool:
+        """True if modules register the sharded parameters."""
+        return self.state is not UNSHARDED
+
+    @property
+    def has_gathered(self) -> bool:
+        """True if something that was gathered, or is on its way, is still there."""
+        return self.is_filled or self.state is not SHARDED
 
     def unshard(self, comm_ctx: CommContext) -> None:
         """Starts the all-gather, unless the parameters are unsharded or on their way.
@@ -394,26 +365,21 @@ class ParamGroup:
         Streams: on the gather stream, after parameters were last written. Capture: safe after the
         first call.
         """
-        after = _AFTER_UNSHARD.get(self.state)
-        if after is None:
+        if self.state is not SHARDED:
             return
-        # What was kept is still there, and current: `reshard_if_stale` has looked.
-        if after is not KEPT_UNSHARDING:
+        if not self.is_filled:
             version = self._version()
-            if version not in (self._gathered_version, self._taken_version):
-                self._move_versions()
+            is_new = version not in (self._gathered_version, self._taken_version)
+            if is_new and self._unsharded is not None:
+                # The next values are others, as after an optimizer step on the unsharded
+                # parameters: layers that keep something made of a weight look at its version, and
+                # autograd refuses a backward that saved it before.
+                unsharded = list(map(_UNSHARDED_PARAM, self.params))
+                increment_version(unsharded)
+                self._unsharded_versions = _versions(unsharded)
             self._all_gather = self._launch(comm_ctx, version)
             self._gathered_version = version
-        self._move(after)
-
-    def _move_versions(self) -> None:
-        """Says that the next values of the unsharded parameters are others, as an optimizer step
-        on them would: layers that keep something made of a weight look at its version, and autograd
-        refuses a backward that saved it before.
-        """
-        if self._unsharded is not None:
-            increment_version(list(map(_UNSHARDED_PARAM, self.params)))
-            self._unsharded_versions = tuple(before + 1 for before in self._unsharded_versions)
+        self.state = UNSHARDING
 
     def _launch(self, comm_ctx: CommContext, version: tuple[int, int]) -> AllGather:
         """Starts the all-gather of the shard."""
@@ -421,8 +387,6 @@ class ParamGroup:
             self._inputs = self._make_inputs(comm_ctx)
         source = self._inputs[-1]
         source.refresh(self.name, version)
-        if source.is_local and self.is_flat:
-            return LocalAllGather(source)
         if len(self._inputs) == 1:
             return AllGather(source, self.name, self.wait_for_unshard)
         unsharded = self._unsharded_params(comm_ctx.streams)
@@ -449,43 +413,35 @@ class ParamGroup:
         Raises:
             CollectiveError: the all-gather failed.
         """
-        state = self.state
-        if self._all_gather is not None:
-            self._copy_out(self._all_gather)
-        elif self._unsharded is not None and (state is UNSHARDED or state is KEPT_UNSHARDING):
+        gather, self._all_gather = self._all_gather, None
+        if gather is not None:
+            self._copy_out(gather)
+        elif self._unsharded is not None and self.state is not SHARDED:
             self._unsharded.wait()  # another stream may have copied them out
-        if state in _AFTER_CANCEL:
+        if self.state is UNSHARDING:
             # Modules register the unsharded parameters only now: an exception before leaves the
             # sharded ones, which checkpoints and optimizers look for.
-            self._move(UNSHARDED)
+            self.state = UNSHARDED
             self.registration.change(_UNSHARDED_PARAM)
 
     def _copy_out(self, gather: AllGather) -> None:
-        self._all_gather = None
         stream = gather.streams.current()
         with span("all_gather_copy_out", self.name) if profiler._is_profiler_enabled else NO_SPAN:
             try:
                 self._fill(gather.wait(stream), gather)
+                self.is_filled = True
             except BaseException:
                 # Messages may still be on their way into it.
                 self.keeps_memory |= gather.is_zero_copy
-                self._move(_AFTER_CANCEL[self.state])
+                self.state = SHARDED
                 raise
             finally:
                 gather.release(stream)
 
-    def _fill(self, gathered: Sequence[torch.Tensor], gather: AllGather) -> None:
+    def _fill(self, gathered: torch.Tensor, gather: AllGather) -> None:
         """Copies the chunks of all ranks into the unsharded parameters, on the current stream."""
         layout = self.layout.packed if gather.is_zero_copy else self.layout
-        self._copy_parameters(gathered, gather, layout)
-
-    def _copy_parameters(
-        self, gathered: Sequence[torch.Tensor], gather: AllGather, layout: ShardLayout
-    ) -> None:
-        source = gather.source
-        self._unsharded_params(gather.streams).fill(
-            gathered, layout, source.table(layout), source.chunk.numel()
-        )
+        self._unsharded_params(gather.streams).fill(gathered, layout, gather.source)
 
     def _unsharded_params(self, streams: Streams) -> UnshardedParams:
         """Returns the unsharded parameters' memory and objects, made at the first call."""
@@ -509,10 +465,10 @@ class ParamGroup:
 
     def cancel_unshard(self) -> None:
         """Drops an all-gather that nothing will use; waits until its memory is ours again."""
-        if self.state not in _AFTER_CANCEL:
+        if self.state is not UNSHARDING:
             return
         gather, self._all_gather = self._all_gather, None
-        self._move(_AFTER_CANCEL[self.state])
+        self.state = SHARDED
         if gather is not None:
             # The gather has read the shard, which the program may write next.
             gather.wait(gather.streams.current())
@@ -536,19 +492,21 @@ class ParamGroup:
 
         Streams: storage returns to the allocator on the stream it was allocated on.
         """
-        if self.state in _AFTER_CANCEL:
-            self.cancel_unshard()
+        self.cancel_unshard()
         if drop_kept:
             for source in self._inputs:
                 source.forget()
-        keeps = self.stage.keeps_unsharded and not drop_kept
-        if self.state is SHARDED or (self.state is KEPT and keeps):
-            return
-        self.take_writes()
-        if not keeps:
+        if self.state is UNSHARDED:
+            self.show_sharded()
+        if self.is_filled and (drop_kept or not self.stage.keeps_unsharded):
             self._free()
-        self._move(KEPT if keeps else SHARDED)
-        self.registration.change(_SHARDED_PARAM)
+
+    def show_sharded(self) -> None:
+        """Registers the sharded parameters, and keeps the unsharded memory for the next use."""
+        if self.state is UNSHARDED:
+            self.take_writes()
+            self.state = SHARDED
+            self.registration.change(_SHARDED_PARAM)
 
     @torch.no_grad()
     def take_writes(self) -> None:
@@ -559,10 +517,7 @@ class ParamGroup:
 
         Streams: on the current one, which later all-gathers wait for. Capture: safe.
         """
-        if self.state is not UNSHARDED:
-            return
-        with DisableTorchFunctionSubclass():
-            versions = tuple(map(_VERSION, map(_UNSHARDED_PARAM, self.params)))
+        versions = _versions(map(_UNSHARDED_PARAM, self.params))
         before, self._unsharded_versions = self._unsharded_versions, versions
         if versions == before:
             return
@@ -598,15 +553,9 @@ class ParamGroup:
 
     def _free(self) -> None:
         """Gives the unsharded memory back, after the last use on the current stream."""
+        self.is_filled = False
         if self._unsharded is not None and not self.keeps_memory:
             self._unsharded.free()
-
-    def show_sharded(self) -> None:
-        """Registers the sharded parameters, and keeps the unsharded memory for the next use."""
-        if self.state is UNSHARDED:
-            self.take_writes()
-            self._move(KEPT)
-            self.registration.change(_SHARDED_PARAM)
 
     def reshard_after_forward(self) -> None:
         """Reshards as the group was asked to after forward."""
@@ -619,13 +568,18 @@ class ParamGroup:
         """Reshards if an optimizer step or in-place operation wrote the shard since it was
         gathered.
         """
-        if self.state is not SHARDED and self._version() != self._gathered_version:
+        if self.has_gathered and self._version() != self._gathered_version:
             self.reshard(drop_kept=True)
 
     def _version(self) -> tuple[int, int]:
         """Moves with every optimizer step and every in-place operation on a sharded parameter."""
         with DisableTorchFunctionSubclass():  # DTensors answer three times as fast
             return self.generation, self.steps_taken + sum(map(_VERSION, self._written))
+
+
+def _versions(params: Iterable[torch.Tensor]) -> tuple[int, ...]:
+    with DisableTorchFunctionSubclass():  # DTensors answer three times as fast
+        return tuple(map(_VERSION, params))
 
 
 def _lies_elsewhere(local: torch.Tensor, view: torch.Tensor) -> bool:

@@ -10,16 +10,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardgrad.engine.param import FSDPParam, is_extension, local_of
-from shardgrad.engine.param_group import ParamGroup, ParamState
+from shardgrad.engine.param_group import ParamGroup
 from shardgrad.errors import ExtensionError, ForeignParameterError, MetaParameterError
 
 __all__ = ["adopt", "require_data"]
-
-_NOT_SHARDED = (
-    ParamState.UNSHARDED,
-    ParamState.SHARDED_POST_FORWARD,
-    ParamState.UNSHARDING_POST_FORWARD,
-)
 
 
 def adopt(group: ParamGroup) -> bool:
@@ -35,7 +29,7 @@ def adopt(group: ParamGroup) -> bool:
         ForeignParameterError: a replacement is sharded differently, or dtypes are mixed; nothing
             has changed.
     """
-    if group.state in _NOT_SHARDED or group.registration.holds():
+    if not group.registers_sharded or group.registration.holds():
         return False
     shown = [_shown(p, group) for p in group.params]
     if group.is_flat and any(map(is_extension, shown)):

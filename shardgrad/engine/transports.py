@@ -1,19 +1,20 @@
-"""Moving chunks between ranks: one interface, two ways.
+"""Moving chunks between ranks: one interface, and an implementation for each kind of group.
 
 `StreamTransport` uses the backend's collectives, ordered by streams; `NcclTransport` also groups
 messages. `ExchangeTransport` is for gloo, whose reduce-scatter is an all-reduce inside and sends
 twice the bytes: it uses an all-to-all, and the engine adds up the chunks as it writes gradients
-(docs/design/collectives.md).
+(docs/design/collectives.md). `PairTransport` does the same between two ranks, and `LocalTransport`
+is for a group of one. Nothing else in the engine asks how many ranks there are.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,8 +31,10 @@ from shardgrad.sharding.message_tags import MessageTag, meaning
 __all__ = [
     "CompletedWork",
     "ExchangeTransport",
+    "LocalTransport",
     "MessageTag",
     "NcclTransport",
+    "PairTransport",
     "PendingWork",
     "StreamTransport",
     "Transport",
@@ -49,7 +52,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 class Work(Protocol):
     """A collective under way."""
 
-    def wait(self) -> list[torch.Tensor]:
+    def wait(self) -> Sequence[torch.Tensor]:
         """Returns the chunks, one per source (1-D, equal sizes); call it once.
 
         Streams: ordered by the launching stream; an exchange blocks the host until the data has
@@ -66,8 +69,7 @@ class Transport(ABC):
 
     sends: bool  # False if nothing leaves this rank
     stream_ordered: bool  # results are ordered by the launching stream, so the host need not block
-    gather_chunks: int  # staging chunks that `all_gather` needs
-    gathers_in_place: bool  # this rank's chunk may be its own part of the staging
+    gather_chunks: int  # staging chunks of `all_gather`; 0 if the chunk is all that there is
     receive_chunks: int  # staging chunks that `reduce_scatter` needs besides those it is given
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -78,18 +80,11 @@ class Transport(ABC):
 
     @abstractmethod
     def all_gather(self, chunk: torch.Tensor, staging: Chunks, tag: MessageTag) -> Work:
-        """Gathers the chunks of all ranks into `staging`: `gather_chunks` chunks like `chunk`, see
-        `missing`.
+        """Gathers the chunks of all ranks into `staging`, `gather_chunks` chunks in rank order.
 
-        `chunk` is 1-D with room for the tag at its end; it must not change until the work was
-        waited for.
+        `chunk` is 1-D with room for the tag at its end, and may be this rank's part of `staging`.
+        It must not change until the work was waited for.
         """
-
-    def missing(self, places: Chunks) -> Chunks:
-        """Returns the `gather_chunks` of the places that `all_gather` fills; the caller fills the
-        others.
-        """
-        return places
 
     @abstractmethod
     def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
@@ -108,8 +103,6 @@ class Transport(ABC):
 
     def all_reduce(self, chunk: torch.Tensor, *, what: str) -> Work:
         """Sums `chunk` over the ranks, in place."""
-        if self.size == 1:
-            return CompletedWork([chunk])
         entry = self._log.record(what, chunk)
         work = checked(
             what, self.group, lambda: dist.all_reduce(chunk, group=self.group, async_op=True)
@@ -122,10 +115,10 @@ class CompletedWork:
 
     __slots__ = ("_chunks",)
 
-    def __init__(self, chunks: list[torch.Tensor]) -> None:
+    def __init__(self, chunks: Sequence[torch.Tensor]) -> None:
         self._chunks = chunks
 
-    def wait(self) -> list[torch.Tensor]:
+    def wait(self) -> Sequence[torch.Tensor]:
         """See `Work`."""
         return self._chunks
 
@@ -135,12 +128,12 @@ class PendingWork:
     """Work that a backend's own work ends."""
 
     _work: dist.Work | None
-    _chunks: list[torch.Tensor]
+    _chunks: Sequence[torch.Tensor]
     _entry: Entry
     _log: GroupLog
     _group: dist.ProcessGroup
 
-    def wait(self) -> list[torch.Tensor]:
+    def wait(self) -> Sequence[torch.Tensor]:
         """See `Work`."""
         if self._work is not None:
             checked(
@@ -154,25 +147,49 @@ class _PendingExchange(PendingWork):
     """Work that brings `received`, whose chunks end in tags that the host can read."""
 
     _received: Chunks
+    _senders: Sequence[int]  # of each chunk received, by their ranks in the group
     _tag: MessageTag
 
-    def wait(self) -> list[torch.Tensor]:
-        chunks = super().wait()
-        expected = list(self._tag.digits)
-        received = self._received.ends.tolist() if expected else []
-        for place, digits in enumerate(received):
-            if digits != expected:
-                source = place if len(received) == len(chunks) else 1 - self._group.rank()
-                recorder.waits_in = self._log, self._entry
-                members = dist.get_process_group_ranks(self._group)
-                raise DesyncError(
-                    f"rank {members[source]} is somewhere else: it sent the {meaning(digits)}",
-                    expected=f"the {self._tag.what} from every rank of {members}",
-                    got=f"the {meaning(digits)}",
-                    where=f"rank {dist.get_rank()}",
-                    fix=FIX,
-                )
-        return chunks
+    def wait(self) -> Sequence[torch.Tensor]:
+        super().wait()
+        if self._tag.digits:
+            expected = list(self._tag.digits)
+            for sender, digits in zip(self._senders, self._received.ends.tolist(), strict=True):
+                if digits != expected:
+                    self._refuse(sender, digits)
+        return self._chunks
+
+    def _refuse(self, sender: int, digits: list[float]) -> NoReturn:
+        recorder.waits_in = self._log, self._entry
+        members = dist.get_process_group_ranks(self._group)
+        raise DesyncError(
+            f"rank {members[sender]} is somewhere else: it sent the {meaning(digits)}",
+            expected=f"the {self._tag.what} from every rank of {members}",
+            got=f"the {meaning(digits)}",
+            where=f"rank {dist.get_rank()}",
+            fix=FIX,
+        )
+
+
+class LocalTransport(Transport):
+    """A group of one rank, where what is sent is also what arrives."""
+
+    sends = False
+    stream_ordered = True
+    gather_chunks = 0
+    receive_chunks = 0
+
+    def all_gather(self, chunk: torch.Tensor, staging: Chunks, tag: MessageTag) -> Work:
+        """See `Transport.all_gather`: the chunk is read where it is."""
+        return CompletedWork((chunk,))
+
+    def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
+        """See `Transport.reduce_scatter`."""
+        return CompletedWork(send.parts)
+
+    def all_reduce(self, chunk: torch.Tensor, *, what: str) -> Work:
+        """See `Transport.all_reduce`."""
+        return CompletedWork((chunk,))
 
 
 class StreamTransport(Transport):
@@ -184,7 +201,6 @@ class StreamTransport(Transport):
 
     sends = True
     stream_ordered = True
-    gathers_in_place = True
     receive_chunks = 0
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -195,7 +211,7 @@ class StreamTransport(Transport):
         """See `Transport.all_gather`. Capture: safe once the communicator exists."""
         self._log.record(tag.what, chunk)
         checked(tag.what, self.group, lambda: _all_gather(staging.whole, chunk, group=self.group))
-        return CompletedWork(list(staging.parts))
+        return CompletedWork(staging.parts)
 
     def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
         """See `Transport.reduce_scatter`. In place if there is no room: in this rank's chunk of
@@ -204,7 +220,7 @@ class StreamTransport(Transport):
         own = receive.parts[0] if receive.parts else send.parts[self.rank]
         self._log.record(tag.what, own)
         checked(tag.what, self.group, lambda: _reduce_scatter(own, send.whole, group=self.group))
-        return CompletedWork([own])
+        return CompletedWork((own,))
 
 
 class NcclTransport(StreamTransport):
@@ -216,91 +232,99 @@ class NcclTransport(StreamTransport):
 
 
 class ExchangeTransport(Transport):
-    """Sends chunks straight to the ranks that need them, between two only those; also for a group
-    of one.
-    """
+    """Sends chunks straight to the ranks that need them, which add them up in rank order."""
 
-    gathers_in_place = False
+    sends = True
+    stream_ordered = False
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
-        self.sends = self.size > 1
-        self.stream_ordered = not self.sends
-        self.gather_chunks = self.receive_chunks = {1: 0, 2: 1}.get(self.size, self.size)
+        self.gather_chunks = self.receive_chunks = self.size
         self._digits: dict[tuple[MessageTag, torch.dtype], torch.Tensor] = {}
-
-    def missing(self, places: Chunks) -> Chunks:
-        """See `Transport.missing`: between two ranks, what the other has."""
-        if self.size != 2:
-            return places
-        other = places.parts[1 - self.rank]
-        return Chunks(other, (other,))
 
     def all_gather(self, chunk: torch.Tensor, staging: Chunks, tag: MessageTag) -> Work:
         """See `Transport.all_gather`."""
-        if self.size == 1:
-            return CompletedWork([chunk])
-        entry = self._log.record(tag.what, chunk)
-        if tag.digits:
-            self._write(tag, chunk[-TAG_NUMEL:], staging)
-        if self.size == 2:
-            return self._swap(chunk, chunk, staging, tag, entry)
-        work = checked(
-            tag.what,
-            self.group,
-            lambda: _all_gather(staging.whole, chunk, group=self.group, async_op=True),
-        )
-        return _PendingExchange(
-            work, list(staging.parts), entry, self._log, self.group, staging, tag
-        )
+        call = partial(_all_gather, staging.whole, chunk, group=self.group, async_op=True)
+        self._write(tag, chunk[-TAG_NUMEL:], staging)
+        return self._start(call, chunk, staging.parts, staging, range(self.size), tag)
 
     def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
         """See `Transport.reduce_scatter`. Chunks come back in the order in which gloo's ring adds
         them: from the rank before this one downwards, this rank's own last.
         """
-        if self.size == 1:
-            return CompletedWork([send.parts[0]])
-        entry = self._log.record(tag.what, send.parts[0])
-        if tag.digits:
-            self._write(tag, send.ends, receive)
-        if self.size == 2:
-            return self._swap(send.parts[self.rank], send.parts[1 - self.rank], receive, tag, entry)
-        exchange = partial(
+        call = partial(
             dist.all_to_all_single, receive.whole, send.whole, group=self.group, async_op=True
         )
-        work = checked(tag.what, self.group, exchange)
+        self._write(tag, send.ends, receive)
         chunks = [receive.parts[self.rank - 1 - further] for further in range(self.size)]
-        return _PendingExchange(work, chunks, entry, self._log, self.group, receive, tag)
+        return self._start(call, send.parts[0], chunks, receive, range(self.size), tag)
 
-    def _swap(
+    def _start(
         self,
-        kept: torch.Tensor,
-        given: torch.Tensor,
+        call: Callable[[], dist.Work],
+        sent: torch.Tensor,
+        chunks: Sequence[torch.Tensor],
         received: Chunks,
+        senders: Sequence[int],
         tag: MessageTag,
-        entry: Entry,
     ) -> Work:
-        """Gives the other of two ranks one chunk and takes one."""
-        taken, splits = received.whole, [0, 0]
-        splits[1 - self.rank] = given.numel()
-        chunks = [kept, taken] if self.rank == 0 else [taken, kept]
-        swap = partial(
-            dist.all_to_all_single, taken, given, splits, splits, group=self.group, async_op=True
-        )
-        work = checked(tag.what, self.group, swap)
-        return _PendingExchange(work, chunks, entry, self._log, self.group, received, tag)
+        entry = self._log.record(tag.what, sent)
+        work = checked(tag.what, self.group, call)
+        return _PendingExchange(work, chunks, entry, self._log, self.group, received, senders, tag)
 
     def _write(self, tag: MessageTag, ends: torch.Tensor, received: Chunks) -> None:
         """Writes the tag at the ends of what is sent, and wipes old ones where it arrives.
 
         A message too short to have a tag is then not taken for an earlier one.
         """
+        if not tag.digits:
+            return
         key = tag, ends.dtype
         digits = self._digits.get(key)
         if digits is None:
             digits = self._digits[key] = torch.tensor(tag.digits, dtype=key[1], device=ends.device)
-        ends.copy_(digits)
         received.ends.fill_(-1)
+        ends.copy_(digits)  # last: what is sent may be among what is received
+
+
+class PairTransport(ExchangeTransport):
+    """The same between two ranks, where a chunk goes one way and a chunk comes back."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        self.receive_chunks = 1  # this rank's own stays where it is
+        self._other = 1 - self.rank
+
+    def all_gather(self, chunk: torch.Tensor, staging: Chunks, tag: MessageTag) -> Work:
+        """See `Transport.all_gather`."""
+        own, taken = staging.parts[self.rank], staging.parts[self._other]
+        if chunk is not own:
+            own.copy_(chunk)
+        self._write(tag, own[-TAG_NUMEL:], staging)
+        return self._swap(own, taken, staging.parts, staging, (0, 1), tag)
+
+    def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
+        """See `Transport.reduce_scatter`. A sum of two has one order, whichever comes first."""
+        kept, given = send.parts[self.rank], send.parts[self._other]
+        taken = receive.parts[0]
+        self._write(tag, send.ends, receive)
+        return self._swap(given, taken, (kept, taken), receive, (self._other,), tag)
+
+    def _swap(
+        self,
+        given: torch.Tensor,
+        taken: torch.Tensor,
+        chunks: Sequence[torch.Tensor],
+        received: Chunks,
+        senders: Sequence[int],
+        tag: MessageTag,
+    ) -> Work:
+        splits = [0, 0]
+        splits[self._other] = given.numel()
+        call = partial(
+            dist.all_to_all_single, taken, given, splits, splits, group=self.group, async_op=True
+        )
+        return self._start(call, given, chunks, received, senders, tag)
 
 
 def _backend_for(group: dist.ProcessGroup, device: torch.device) -> str | None:
@@ -320,12 +344,12 @@ def reaches(group: dist.ProcessGroup, device: torch.device) -> bool:
 def transport_for(group: dist.ProcessGroup, device: torch.device) -> Transport:
     """Chooses the transport of a group for tensors on `device`."""
     if group.size() == 1:
-        return ExchangeTransport(group)
+        return LocalTransport(group)
     backend = _backend_for(group, device)
-    if backend == "gloo" and device.type != "cpu":
+    if backend != "gloo":
+        return NcclTransport(group) if backend == "nccl" else StreamTransport(group)
+    if device.type != "cpu":
         raise unsupported(
             f"gloo for tensors on {device.type}", instead="the device's backend, such as nccl"
         )
-    return {"gloo": ExchangeTransport, "nccl": NcclTransport}.get(backend or "", StreamTransport)(
-        group
-    )
+    return PairTransport(group) if group.size() == 2 else ExchangeTransport(group)

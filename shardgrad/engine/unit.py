@@ -481,7 +481,7 @@ class Unit:
         self._waiting_modules.clear()
         self._running.clear()
         for group in self.groups:
-            if group.state is ParamState.SHARDED:
+            if not group.has_gathered:
                 continue
             if self._reshards_after_forward(context):
                 group.reshard_after_forward()

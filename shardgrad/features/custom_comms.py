@@ -205,7 +205,7 @@ class _CommTransport(StreamTransport):
             )
             return work
 
-        return self._started(call, own, list(staging.parts), tag.what)
+        return self._started(call, own, staging.parts, tag.what)
 
     def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
         """See `Transport.reduce_scatter`: always a sum."""
@@ -227,7 +227,7 @@ class _CommTransport(StreamTransport):
         self,
         call: Callable[[], dist.Work | None],
         sent: torch.Tensor,
-        chunks: list[torch.Tensor],
+        chunks: Sequence[torch.Tensor],
         what: str,
     ) -> Work:
         entry = self._log.record(what, sent)

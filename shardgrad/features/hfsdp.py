@@ -77,7 +77,7 @@ class HfsdpInput(AllGatherInput):
         gather = AllGather(self._own, name, _nothing)
         with streams.on(streams.gather), torch.no_grad():
             try:
-                torch.cat(gather.wait(streams.gather), out=self.chunk)
+                self.chunk.copy_(gather.wait(streams.gather))
             finally:
                 gather.release(streams.gather)
             self._filled.record(streams.gather)

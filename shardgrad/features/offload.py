@@ -30,23 +30,19 @@ class OffloadedInput(AllGatherInput):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(chunk, mesh, dtype, tag, comm_ctx, collectives, process_group)
+        # On the device also where nothing is sent, and there first as it is on the host.
+        self.staged_chunks = self.staged_chunks or 1
+        landing = 0 if chunk.dtype == dtype else chunk.numel() * chunk.itemsize
+        self.staging_nbytes = self.staged_chunks * chunk.numel() * dtype.itemsize + landing
         self._read = comm_ctx.streams.event()
-
-    @property
-    def _is_staged_apart(self) -> bool:
-        return not self.transport.gathers_in_place
-
-    def _extra_nbytes(self) -> int:
-        landing = 0 if self.chunk.dtype == self.dtype else self.chunk.numel() * self.chunk.itemsize
-        return super()._extra_nbytes() + landing
 
     def stage(self, slot: Slot, staging: Chunks) -> torch.Tensor:
         """See `AllGatherInput`."""
-        room, chunk = self._room(slot, staging), self.chunk
+        chunk = self.chunk
         if chunk.dtype != self.dtype:
             landing = slot.take(chunk.dtype, 1, chunk.numel()).whole
             chunk = landing.copy_(chunk, non_blocking=True)
-        sent = room.copy_(chunk, non_blocking=True)
+        sent = staging.parts[self.transport.rank].copy_(chunk, non_blocking=True)
         self._read.record(self.comm_ctx.streams.gather)
         return sent
 

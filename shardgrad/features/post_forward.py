@@ -125,6 +125,7 @@ class PostForwardGroup(ParamGroup):
     ) -> None:
         self.mesh_after_forward = mesh_after_forward
         self._smaller: PostForwardInput | None = None
+        self._is_over_fewer = False  # modules register the parameters over fewer ranks
         super().__init__(params, spec)
 
     def _rebuilt(self, params: Sequence[FSDPParam]) -> ParamGroup:
@@ -140,19 +141,36 @@ class PostForwardGroup(ParamGroup):
         if self._smaller is not None:
             yield from self._smaller.memory()
 
+    @property
+    def registers_sharded(self) -> bool:
+        """See `ParamGroup`."""
+        return super().registers_sharded and not self._is_over_fewer
+
+    @property
+    def has_gathered(self) -> bool:
+        """See `ParamGroup`."""
+        return super().has_gathered or self._is_over_fewer
+
     def reshard_after_forward(self) -> None:
         """Reshards to fewer ranks."""
         if self.mesh_after_forward is None:
             self.reshard()
-            return
-        if self.state is not ParamState.UNSHARDED:
-            return
-        smaller = self._smaller_input(self._inputs[0].comm_ctx, self.mesh_after_forward)
-        smaller.fill()
-        self.take_writes()
-        super()._free()
-        self._move(ParamState.SHARDED_POST_FORWARD)
-        smaller.register()
+        elif self.state is ParamState.UNSHARDED:
+            smaller = self._smaller_input(self._inputs[0].comm_ctx, self.mesh_after_forward)
+            smaller.fill()
+            self.reshard()
+            smaller.register()
+            self._is_over_fewer = True
+
+    def reshard(self, *, drop_kept: bool = False) -> None:
+        """See `ParamGroup`."""
+        super().reshard(drop_kept=drop_kept)
+        if self._smaller is not None and self._is_over_fewer:
+            self._is_over_fewer = False
+            self._smaller.follow()
+            self._smaller.free()
+            for p in self.params:
+                p.register(p.sharded)
 
     def reshard_fully_after_forward(self) -> None:
         """See `ParamGroup`."""
@@ -175,21 +193,16 @@ class PostForwardGroup(ParamGroup):
         return self._smaller
 
     def _launch(self, comm_ctx: CommContext, version: tuple[int, int]) -> AllGather:
-        if self.state is ParamState.SHARDED_POST_FORWARD and self._smaller is not None:
+        if self._smaller is not None and self._is_over_fewer:
             self._smaller.follow()
             return AllGather(self._smaller, self.name, self.wait_for_unshard)
         return super()._launch(comm_ctx, version)
 
-    def _fill(self, gathered: Sequence[torch.Tensor], gather: AllGather) -> None:
-        if self.state is ParamState.UNSHARDING_POST_FORWARD and self._smaller is not None:
-            self._copy_parameters(gathered, gather, self._smaller.layout)
-            self._smaller.free()
+    def _fill(self, gathered: torch.Tensor, gather: AllGather) -> None:
+        source = gather.source
+        if isinstance(source, PostForwardInput):
+            self._unsharded_params(gather.streams).fill(gathered, source.layout, source)
+            source.free()
+            self._is_over_fewer = False
         else:
             super()._fill(gathered, gather)
-
-    def _free(self) -> None:
-        super()._free()
-        if self._smaller is not None:
-            if self.state is ParamState.SHARDED_POST_FORWARD:
-                self._smaller.follow()
-            self._smaller.free()

@@ -301,7 +301,7 @@ class ExtensionGroup(ParamGroup):
         self._unsharded = UnshardedMemory(buffers, streams)
 
     @torch.no_grad()
-    def _fill(self, gathered: Sequence[torch.Tensor], gather: AllGather) -> None:
+    def _fill(self, gathered: torch.Tensor, gather: AllGather) -> None:
         memory = self._unsharded
         if memory is None:
             raise RuntimeError(
@@ -309,15 +309,15 @@ class ExtensionGroup(ParamGroup):
             )
         with torch.inference_mode(mode=False):
             memory.allocate()
-            chunks = [each.view(-1, gather.source.chunk.numel()) for each in gathered]
+            chunks = gathered.view(-1, gather.source.chunk.numel())
             into: list[torch.Tensor] = []
             pieces: list[torch.Tensor] = []
             for place in (place for inputs in self._tensors for place in inputs):
                 if place.nbytes:
                     # `.data` has another version counter: a refill is not a change to autograd.
                     whole = place.output.tensor.data.view(_BYTE).view(-1, place.nbytes)
-                    into += whole.split([len(each) for each in chunks])
-                    pieces += [each.narrow(1, place.offset, place.nbytes) for each in chunks]
+                    into.append(whole)
+                    pieces.append(chunks.narrow(1, place.offset, place.nbytes))
             if into:
                 torch._foreach_copy_(into, pieces)
             for p, inputs, metadata in zip(self.params, self._tensors, self._metadata, strict=True):

@@ -16,6 +16,7 @@ In a group of one rank nothing travels, so nothing is rounded. See docs/design/w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -137,7 +138,7 @@ class StreamExchange(StreamTransport):
             self.group,
             lambda: dist.all_to_all_single(receive.whole, send.whole, group=self.group),
         )
-        return CompletedWork(list(receive.parts))
+        return CompletedWork(receive.parts)
 
 
 def exchange_over(comm_ctx: CommContext, group: dist.ProcessGroup) -> Transport:
@@ -170,22 +171,23 @@ class ReplicaExchange(ReplicaAllReduce):
         """See `SecondStep`: what is sent, and what comes."""
         if self._size > 2:
             return _room(2 * self._size * self._part_numel(chunk_numel), self._dtype)
-        return _room(
-            (1 + comm_ctx.transport(self._replicas).gather_chunks) * chunk_numel, self._dtype
-        )
+        return _room(self._size * chunk_numel, self._dtype)
 
     def launch(
         self, summed: torch.Tensor, room: Chunks, tag: MessageTag, comm_ctx: CommContext
     ) -> Work:
         """See `SecondStep`."""
         transport, numel = comm_ctx.transport(self._replicas), summed.numel()
-        part = numel if self._size == 2 else self._part_numel(numel)
         places = room.whole.view(self._dtype)
-        sent = 1 if self._size == 2 else self._size
-        send, receive = _chunks(places[: sent * part], part), _chunks(places[sent * part :], part)
-        ops.sum_chunks([summed], send.whole.narrow(0, 0, numel))
         if self._size == 2:
-            return transport.all_gather(send.whole, receive, tag)
+            both = _chunks(places, numel)
+            own = both.parts[transport.rank]
+            ops.sum_chunks([summed], own)
+            return transport.all_gather(own, both, tag)
+        part = self._part_numel(numel)
+        half = self._size * part
+        send, receive = _chunks(places[:half], part), _chunks(places[half:], part)
+        ops.sum_chunks([summed], send.whole.narrow(0, 0, numel))
         # Parts have no room for tags; the reduce-scatter before this has had one.
         own_tag = MessageTag(tag.what.replace("reduce-scatter", "exchange between replicas"))
         work = exchange_over(comm_ctx, self._replicas).reduce_scatter(send, receive, own_tag)
@@ -203,7 +205,7 @@ class _GatheredSums:
     _transport: Transport
     _tag: MessageTag
 
-    def wait(self) -> list[torch.Tensor]:
+    def wait(self) -> Sequence[torch.Tensor]:
         """See `Work`."""
         ops.sum_chunks(self._exchange.wait(), self._own)
         self._transport.all_gather(self._own, self._room, self._tag).wait()

@@ -40,7 +40,6 @@ __all__ = [
     "Piece",
     "ShardLayout",
     "alignment_numel",
-    "table_of_rank",
 ]
 
 ALIGNMENT_NBYTES = 128
@@ -292,11 +291,3 @@ class ShardLayout:
         copying.
         """
         return [flat.narrow(0, p.unsharded_offset, p.numel).view(p.shape) for p in self.pieces]
-
-
-def table_of_rank(table: torch.Tensor, rank: int) -> torch.Tensor:
-    """Returns the table with which `ops.unpack` writes one rank's pieces, from its chunk alone."""
-    numel, shard_numel, span, shard_offset, unsharded_offset = table.unbind(1)
-    first = (rank * shard_numel).minimum(numel)
-    own = (numel - first).minimum(shard_numel)
-    return torch.stack([own, shard_numel, span, shard_offset, unsharded_offset + first], dim=1)

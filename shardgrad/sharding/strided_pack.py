@@ -22,26 +22,22 @@ __all__ = ["pack_strided", "unpack_strided"]
 
 
 @torch.no_grad()
-def unpack_strided(
-    gathered: Sequence[torch.Tensor], unsharded: torch.Tensor, layout: ShardLayout
-) -> None:
+def unpack_strided(gathered: torch.Tensor, unsharded: torch.Tensor, layout: ShardLayout) -> None:
     """Puts the strided parameters of a layout together.
 
     Args:
-        gathered: 1-D, the chunks of all ranks in order, side by side in one or several tensors;
-            `layout.chunk_numel` elements each.
+        gathered: 1-D, the chunks of all ranks in order, of `layout.chunk_numel` elements each.
         unsharded: 1-D, `layout.unsharded_numel` elements; written, and cast, where these parameters
             lie.
         layout: with `world_size` chunks.
 
     Streams: the current one. Capture: safe; allocates nothing, reads nothing back.
     """
-    chunks = [each.view(-1, layout.chunk_numel) for each in gathered]
+    chunks = gathered.view(-1, layout.chunk_numel)
     for piece in map(layout.pieces.__getitem__, layout.strided):
         param = unsharded.data.narrow(0, piece.unsharded_offset, piece.numel)
         param = param.view(piece.blocks, layout.world_size, -1)
-        for part, each in zip(param.split([len(each) for each in chunks], 1), chunks, strict=True):
-            part.copy_(_pieces(each, piece).transpose(0, 1))
+        param.copy_(_pieces(chunks, piece).transpose(0, 1))
 
 
 @torch.no_grad()

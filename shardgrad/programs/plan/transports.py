@@ -10,7 +10,9 @@ import torch.distributed as dist
 from shardgrad.engine.buffers import Chunks
 from shardgrad.engine.transports import (
     ExchangeTransport,
+    LocalTransport,
     MessageTag,
+    PairTransport,
     StreamTransport,
     Transport,
     Work,
@@ -62,7 +64,7 @@ class _RecordingStreamTransport(StreamTransport):
             return super().all_reduce(chunk, what=what)
 
 
-class _RecordingExchangeTransport(ExchangeTransport):
+class _RecordingExchange(ExchangeTransport):
     """The CPU's transport. Tags cannot be read where nothing arrives."""
 
     def __init__(self, group: dist.ProcessGroup, recorder: Recorder) -> None:
@@ -72,26 +74,29 @@ class _RecordingExchangeTransport(ExchangeTransport):
     def all_gather(self, chunk: torch.Tensor, staging: Chunks, tag: MessageTag) -> Work:
         with self._recorder.labelled(tag.what):
             super().all_gather(chunk, staging, tag)
-        return self._fake_work([chunk] if self.size == 1 else self._arrivals(chunk, staging))
+        return self._fake_work([staging.whole])
 
     def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
         with self._recorder.labelled(tag.what):
             super().reduce_scatter(send, receive, tag)
-        own = send.parts[self.rank]
-        return self._fake_work([own] if self.size == 1 else self._arrivals(own, receive))
+        is_pair = self.receive_chunks < self.size
+        return self._fake_work(
+            [send.parts[self.rank], receive.whole] if is_pair else [receive.whole]
+        )
 
     def all_reduce(self, chunk: torch.Tensor, *, what: str) -> Work:
         with self._recorder.labelled(what):
             super().all_reduce(chunk, what=what)
         return self._fake_work([chunk])
 
-    def _arrivals(self, own: torch.Tensor, room: Chunks) -> list[torch.Tensor]:
-        return [own, room.parts[0]] if self.size == 2 else [room.whole]
-
     def _fake_work(self, chunks: list[torch.Tensor]) -> Work:
         last = len(self._recorder.events) - 1
-        is_under_way = self.size > 1 and isinstance(self._recorder.events[last], Transfer)
+        is_under_way = isinstance(self._recorder.events[last], Transfer)
         return _FakeWork(chunks, self._recorder, last if is_under_way else None)
+
+
+class _RecordingPair(_RecordingExchange, PairTransport):
+    """The same between two ranks."""
 
 
 def recording_transport(
@@ -100,6 +105,9 @@ def recording_transport(
     """Returns the transport of a group on a CPU (`on_host`) or on an accelerator."""
     # The choice of `transport_for`, which depends on the group's backend: the fake one says nothing
     # about it.
-    if on_host or group.size() == 1:
-        return _RecordingExchangeTransport(group, recorder)
+    if group.size() == 1:
+        return LocalTransport(group)
+    if on_host:
+        kind = _RecordingPair if group.size() == 2 else _RecordingExchange
+        return kind(group, recorder)
     return _RecordingStreamTransport(group, recorder)

@@ -56,13 +56,7 @@ AFTER_A_COLLECTIVE = Edge("process group:launch", "process group:wait")
 # backward which is not the last launches at its end, if nothing else comes after its stream: more
 # side streams than the programs of the matrix have. `test_mutation_audit.py` has a program for it.
 ENDS_OF_ONE_RANK = Edge("reduction.py:Reduction._finish", "grad_group.py:GradGroup.launch")
-# Where one rank reads a parameter, after the stream of the outermost forward. Needed only in
-# streams that do not come after that one, which no model of the matrix has.
-# `test_mutation_audit.py` has its program, too.
-READS_OF_ONE_RANK = Edge(
-    "root.py:RootContext.parameters_written", "all_gather.py:LocalAllGather.wait"
-)
-NOT_IN_THE_MATRIX = (ENDS_OF_ONE_RANK, READS_OF_ONE_RANK)
+NOT_IN_THE_MATRIX = (ENDS_OF_ONE_RANK,)
 
 
 def _place(frame: FrameType | None) -> str:
