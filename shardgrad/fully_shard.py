@@ -48,7 +48,7 @@ from shardgrad.module import swap_class
 from shardgrad.ops.library import warn_of_references
 from shardgrad.policies import GradientPolicy, SleepPolicy
 from shardgrad.sharding.byte_params import is_float8, travels_as_bytes
-from shardgrad.sharding.dtensor import require_own_shards
+from shardgrad.sharding.dtensor import require_own_shards, require_shards
 from shardgrad.sharding.mesh import DataParallelMesh, default_mesh
 from shardgrad.sharding.offload import ShardMemory
 from shardgrad.sharding.placement import Place, places_of, travel_together
@@ -416,8 +416,10 @@ def _install_hooks(unit: Unit, managed_modules: Sequence[nn.Module]) -> None:
 
     def to_own_shards(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         unit.reshard()
-        names = (prefix + name for name in module._parameters)
-        require_own_shards((name, state[name]) for name in names if name in state)
+        names = [prefix + name for name, p in module._parameters.items() if isinstance(p, DTensor)]
+        given = [(name, state[name]) for name in names if name in state]
+        require_shards(given)
+        require_own_shards(given)
 
     def take_over(*_: Any, **__: Any) -> None:
         for group in unit.groups:

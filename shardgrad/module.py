@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import difflib
 import sys
 from collections import OrderedDict
@@ -19,7 +18,6 @@ from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.fsdp import UnshardHandle
 from torch.nn.parallel import DistributedDataParallel
 
-from shardgrad.checks.misuse import MIXED_TENSORS, guarded_methods
 from shardgrad.checks.optimizer_hooks import note_cast
 from shardgrad.compat.backward_finalization import finalize, set_is_last_backward, set_manual
 from shardgrad.compat.torch_views import StateView, state_of
@@ -31,7 +29,6 @@ from shardgrad.errors import (
     CustomCommError,
     DeepcopyError,
     EngineError,
-    ForeignParameterError,
     ForwardMethodError,
     OptionError,
     OptionTypeError,
@@ -79,12 +76,12 @@ def swap_class(module: nn.Module) -> None:
     cls = type(module)
     sharded = _sharded_classes.get(cls)
     if sharded is None:
-        guarded = {n: m for n, m in guarded_methods(cls).items() if n not in vars(FSDPModule)}
-        members: dict[str, Any] = {"__deepcopy__": _refuse_deepcopy, **guarded}
         # torch's own class comes last: `isinstance` holds, and index 2 is the original, as Dynamo
         # expects.
         bases = (_laid_out_like(cls), cls, torch_fsdp.FSDPModule)
-        sharded = _sharded_classes[cls] = type(f"FSDP{cls.__name__}", bases, members)
+        sharded = _sharded_classes[cls] = type(
+            f"FSDP{cls.__name__}", bases, {"__deepcopy__": _refuse_deepcopy}
+        )
     module.__class__ = sharded
     # torch's composable DDP leaves modules alone, and refuses them, if they are registered like
     # this.
@@ -538,35 +535,19 @@ class FSDPModule:
 
     # -- what a sharded module does not take part in
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As `nn.Module.load_state_dict`, for a state dict of shards.
+    def __copy__(self) -> nn.Module:
+        """Returns a module of the original class that shares parameters and submodules."""
+        original: Any = type(self).__mro__[self._orig_cls_mro_index]
+        copied: nn.Module = original.__new__(original)
+        copied.__dict__.update(self.__dict__)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuses pickling.
 
         Raises:
-            ForeignParameterError: the state dict has unsharded tensors.
+            PickleError: always.
         """
-        try:
-            return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
-        except RuntimeError as error:
-            if MIXED_TENSORS not in str(error):
-                raise
-            raise ForeignParameterError(
-                "an unsharded state dict was loaded into a sharded model",
-                expected="the DTensors of a sharded model's state_dict()",
-                got="torch.Tensor",
-                where=f"{type(self).__name__}.load_state_dict",
-                fix="from torch.distributed.checkpoint.state_dict import StateDictOptions, "
-                "set_model_state_dict; set_model_state_dict(model, full, "
-                "options=StateDictOptions(full_state_dict=True))",
-            ) from error
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuses pickling; `copy.copy` also comes here.
-
-        Raises:
-            PickleError: for any other caller.
-        """
-        if sys._getframe(1).f_code is copy.copy.__code__:
-            return super().__reduce_ex__(protocol)
         raise PickleError(
             f"a sharded module cannot be pickled: {type(self).__name__}",
             expected="its state dict: each rank has a part of the parameters",

@@ -15,7 +15,14 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from shardgrad.errors import ForeignParameterError
 
-__all__ = ["dtensor_like", "dtensor_over", "dtensor_with", "in_own_storage", "require_own_shards"]
+__all__ = [
+    "dtensor_like",
+    "dtensor_over",
+    "dtensor_with",
+    "in_own_storage",
+    "require_own_shards",
+    "require_shards",
+]
 
 
 def in_own_storage(view: torch.Tensor) -> torch.Tensor:
@@ -107,3 +114,25 @@ def require_own_shards(tensors: Iterable[tuple[str, Any]]) -> None:
             fix="torch.save on every rank, to a file of each; or torch.distributed.checkpoint or "
             "shardgrad.programs.checkpoint, which write one checkpoint together",
         )
+
+
+def require_shards(tensors: Iterable[tuple[str, Any]]) -> None:
+    """Refuses to load what nobody has sharded into sharded parameters.
+
+    Args:
+        tensors: names of sharded parameters, and what a state dict has for them.
+
+    Raises:
+        ForeignParameterError: there is one.
+    """
+    for name, tensor in tensors:
+        if not isinstance(tensor, DTensor):
+            raise ForeignParameterError(
+                "an unsharded state dict was loaded into a sharded model",
+                expected="the DTensors of a sharded model's state_dict()",
+                got=f"{type(tensor).__name__} for {name}",
+                where=f"load_state_dict on rank {dist.get_rank()}",
+                fix="from torch.distributed.checkpoint.state_dict import StateDictOptions, "
+                "set_model_state_dict; set_model_state_dict(model, full, "
+                "options=StateDictOptions(full_state_dict=True))",
+            )

@@ -14,9 +14,8 @@ from tests.mistakes.table import mistake
 
 @mistake(
     typed="`model.loss(x)`",
-    says="UnitBypassedError: Net of unit 'root' was used by its method loss(), which is not "
-    "forward",
-    cure='shardgrad.register_fsdp_forward_method(model, "loss")',
+    says="UnitBypassedError: Linear, an inner module of unit 'root', was called directly",
+    cure='shardgrad.register_fsdp_forward_method(model, "method")',
 )
 def a_method() -> None:
     sharded().loss(batch())

@@ -69,14 +69,11 @@ def a_full_state_dict() -> None:
 
 @mistake(
     typed="`load_state_dict(full, assign=True)`",
-    says="ForeignParameterError: parameter weight was replaced by something its unit cannot take "
-    "over",
-    cure="torch.distributed.tensor.distribute_tensor(full, p.device_mesh, p.placements)",
+    says="ForeignParameterError: an unsharded state dict was loaded into a sharded model",
+    cure="set_model_state_dict(model, full, options=StateDictOptions(full_state_dict=True))",
 )
 def a_full_state_dict_assigned() -> None:
-    model = sharded()
-    model.load_state_dict(net().state_dict(), assign=True)
-    backward(model)
+    sharded().load_state_dict(net().state_dict(), assign=True)
 
 
 @mistake(
