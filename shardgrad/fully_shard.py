@@ -30,10 +30,10 @@ from shardgrad.engine.collect import (
     validate_modules,
 )
 from shardgrad.engine.comm_context import SecondStep
+from shardgrad.engine.hooks import HookedUnit
 from shardgrad.engine.param import CLAIM, FSDPParam, is_extension, mark_sharded
 from shardgrad.engine.param_group import GroupSpec, ParamGroup
 from shardgrad.engine.replaced_params import adopt
-from shardgrad.engine.root import lazy_init
 from shardgrad.engine.unit import Unit, attach_unit
 from shardgrad.errors import OptionError, UnsupportedParameterError, unsupported
 from shardgrad.features.param_dtypes import (
@@ -163,7 +163,7 @@ def fully_shard(
         )
         smaller = _reshard_plan(reshard_after_forward, group_mesh)[1]
         groups.append(_group(params, spec, smaller, type(modules[0]).__name__))
-    unit = Unit(modules, groups, data_mesh, without_override(mp_policy), flag, lazy_init)
+    unit = HookedUnit(modules, groups, data_mesh, without_override(mp_policy), flag)
     note_ignored(collected.managed_modules, ignored)
     unit.require_complete = UnownedParams(unit).refuse
     unit.accept = _accept
@@ -370,7 +370,7 @@ def _reshard_plan(
     return (False, None) if reshard_after_forward == 1 else (True, smaller)
 
 
-def _commit(unit: Unit, collected: Collected, params: Iterable[list[nn.Parameter]]) -> None:
+def _commit(unit: HookedUnit, collected: Collected, params: Iterable[list[nn.Parameter]]) -> None:
     """Makes the changes. Nothing here raises on user input."""
     watch_optimizers(unit.modules)
     watch_ranks(unit.mesh.device)

@@ -22,9 +22,10 @@ from shardgrad.checks.optimizer_hooks import note_cast
 from shardgrad.compat.backward_finalization import finalize, set_is_last_backward, set_manual
 from shardgrad.compat.torch_views import StateView, state_of
 from shardgrad.engine.comm_context import CommContext
+from shardgrad.engine.hooks import HookedUnit, like_forward, outside_graphs
 from shardgrad.engine.replaced_params import adopt
 from shardgrad.engine.root import RootContext, context_of, lazy_init
-from shardgrad.engine.unit import Unit, outside_graphs, unit_of, units_under
+from shardgrad.engine.unit import Unit, unit_of, units_under
 from shardgrad.errors import (
     CustomCommError,
     DeepcopyError,
@@ -132,7 +133,7 @@ class _UnshardHandle(UnshardHandle):
     def wait(self) -> None:
         """Makes the parameters unsharded for the current stream; once is enough."""
         self._unit.held = True
-        self._unit.wait_for_unshard(self._context)
+        self._unit.wait_for_unshard(self._context.comm_ctx)
 
 
 class FSDPModule:
@@ -174,9 +175,10 @@ class FSDPModule:
         """
         unit = self._unit
         context = lazy_init(unit)
+        context.require_awake()
         unit.refresh()
         context.parameters_written()
-        unit.unshard(context)
+        unit.unshard(context.comm_ctx)
         handle = _UnshardHandle(unit, context)
         if async_op:
             return handle
@@ -573,9 +575,9 @@ class FSDPModule:
     # -- inside
 
     @property
-    def _unit(self) -> Unit:
+    def _unit(self) -> HookedUnit:
         unit = unit_of(cast(nn.Module, self))
-        if unit is None:
+        if not isinstance(unit, HookedUnit):
             raise UnsupportedError(
                 f"{type(self).__name__} has lost its unit", fix="call fully_shard again"
             )
@@ -642,7 +644,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
             got=repr(method_name),
             fix=f"one of {difflib.get_close_matches(method_name, dir(module), n=3, cutoff=0.3)}",
         )
-    wrapped = module._unit.like_forward(method)
+    wrapped = like_forward(module._unit, method)
     wrapped.__name__ = wrapped.__qualname__ = method_name
     wrapped.__doc__ = method.__doc__
     module.__dict__[method_name] = wrapped.__get__(module, type(module))

@@ -22,10 +22,10 @@ from torch.distributed._composable.contract import STATE_KEY
 from torch.utils.hooks import RemovableHandle
 
 from shardgrad.compat.backward_finalization import end_backward
+from shardgrad.engine.hooks import HookedUnit
 from shardgrad.engine.param import FSDPParam
 from shardgrad.engine.param_group import ParamGroup
 from shardgrad.engine.root import RootContext, lazy_init
-from shardgrad.engine.unit import Unit
 from shardgrad.errors import unsupported
 
 __all__ = ["StateView", "show_to_torch", "state_of"]
@@ -59,7 +59,7 @@ class _ParamView:
 class _GroupView:
     """What torch calls an `FSDPParamGroup`."""
 
-    def __init__(self, unit: Unit, group: ParamGroup) -> None:
+    def __init__(self, unit: HookedUnit, group: ParamGroup) -> None:
         self._unit = unit
         self._group = group
 
@@ -126,7 +126,8 @@ class _ContextView:
     @property
     def all_states(self) -> list[StateView]:
         """One for each unit, the root first."""
-        return [StateView(unit) for unit in self._context.units]
+        views = (state_of(unit.modules[0]) for unit in self._context.units)
+        return [view for view in views if view is not None]
 
     @property
     def is_last_backward(self) -> bool:
@@ -141,7 +142,7 @@ class StateView:
         unit: the unit.
     """
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self, unit: HookedUnit) -> None:
         self._unit = unit
 
     def _lazy_init(self) -> None:
@@ -218,7 +219,7 @@ class StateView:
 _FUNCTION = getattr(torch_fsdp.fully_shard, "__wrapped__", torch_fsdp.fully_shard)
 
 
-def show_to_torch(unit: Unit) -> None:
+def show_to_torch(unit: HookedUnit) -> None:
     """Makes `torch.distributed.fsdp.fully_shard.state(module)` return a view of the module's
     unit.
     """

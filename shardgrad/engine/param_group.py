@@ -461,7 +461,10 @@ class ParamGroup:
         # Storages are compared by identity: those of fake tensors and of wrapper subclasses have no
         # address.
         storage = tensor.untyped_storage()._cdata
-        return any(b.tensor.untyped_storage()._cdata == storage for b in self._unsharded.buffers)
+        for buffer in self._unsharded.buffers:
+            if buffer.tensor.untyped_storage()._cdata == storage:
+                return True
+        return False
 
     def cancel_unshard(self) -> None:
         """Drops an all-gather that nothing will use; waits until its memory is ours again."""

@@ -90,7 +90,9 @@ class RootContext:
             return args, kwargs
         # Between iterations a program may load weights, freeze layers, or step an optimizer: all of
         # it is looked for once, here, and not by each unit.
-        replaced = [each.refresh() for each in self.units]
+        is_replaced = False
+        for each in self.units:
+            is_replaced |= each.refresh()
         if torch.is_grad_enabled():
             unit.require_complete()
         device = self.comm_ctx.device
@@ -110,7 +112,7 @@ class RootContext:
             self._order.clear()
         self.free_gradients()
         event, self.post_optim_event = self.post_optim_event, None
-        self.parameters_written(None if any(replaced) else event)
+        self.parameters_written(None if is_replaced else event)
         return args, kwargs
 
     def require_awake(self) -> None:
@@ -176,34 +178,44 @@ class RootContext:
             self._written = self.comm_ctx.parameters_ready
             self._read = self.comm_ctx.streams.event()
 
-    def upcoming(self, unit: Unit) -> Unit | None:
-        """Returns the unit to prefetch: the one that followed `unit` in the root's first forward.
+    def upcoming(self, unit: Unit) -> Sequence[Unit]:
+        """Returns the units to prefetch while `unit` runs: what the program has set, or the one
+        that followed in the root's first forward.
 
         A forward that departs from it gets no further prefetch and changes nothing: evaluation
         cannot spoil training's order. Under `participate`, ranks would pair up the wrong
         all-gathers, so there is none.
         """
         if self.keep_unsharded:
-            return None
-        if not self._order_frozen:
-            self._order.append(unit)
-            return None
+            return ()
         order, position = self._order, self._position
-        if position >= len(order) or order[position] is not unit:
+        if not self._order_frozen:
+            order.append(unit)
+            following: Sequence[Unit] = ()
+        elif position < len(order) and order[position] is unit:
+            self._position = position + 1
+            following = order[position + 1 : position + 2]
+        else:
             self._position = len(order)
-            return None
-        self._position = position + 1
-        return order[position + 1] if position + 1 < len(order) else None
+            following = ()
+        return unit.forward_prefetch or following
 
-    def is_needed_next(self, unit: Unit) -> bool:
-        """Returns whether to keep `unit`, the last one of the recorded forward: backward begins
-        with it.
+    def reshards_after_forward(self, unit: Unit) -> bool:
+        """Returns whether to reshard `unit` after its forward.
 
-        Not on a device: the loss is often the peak, and the all-gather overlaps with the head's
-        backward.
+        Unless the program has said so, not the root; nor, on the CPU, the last one of the recorded
+        forward, which backward begins with. On a device the loss is often the peak, and the
+        all-gather overlaps with the head's backward.
         """
-        keeps = self._order_frozen and self.comm_ctx.gather_ring.keeps
-        return keeps and torch.is_grad_enabled() and unit is self._order[-1]
+        if self.keep_unsharded or self.scheduler.reads_again:
+            return False
+        is_next = (
+            self._order_frozen
+            and self.comm_ctx.gather_ring.keeps
+            and torch.is_grad_enabled()
+            and unit is self._order[-1]
+        )
+        return unit.reshards_after_forward(is_kept=unit is self.root or is_next)
 
     def leave_forward(self, unit: Unit) -> None:
         """Closes the forward that `unit` opened; what was prefetched and not used is dropped."""
@@ -213,8 +225,9 @@ class RootContext:
         # The first whole forward of the root decides what is prefetched from now on.
         if unit is self.root and not self.keep_unsharded:
             self._order_frozen = True
+        keeps = self.keep_unsharded
         for each in self.units:
-            each.finish_forward(self)
+            each.finish_forward(reshards=self.reshards_after_forward(each), keeps=keeps)
         self._wait_until_read()
 
     def has_failed_in(self, unit: Unit) -> bool:
@@ -242,8 +255,8 @@ class RootContext:
             return
         last = len(self.units) if unit is None else self.units.index(unit) + 1
         for each in self.units[self._gathered : last]:
-            each.unshard(self)
-            each.wait_for_unshard(self)
+            each.unshard(self.comm_ctx)
+            each.wait_for_unshard(self.comm_ctx)
         self._gathered = max(self._gathered, last)
 
     def gather_in_order(self) -> None:
@@ -258,6 +271,7 @@ class RootContext:
         """Ends any forward, and unshards the units that `gather_through` has not come to."""
         self._forward_root = None
         if self._gathered == 0:
+            self.require_awake()
             for unit in self.units:
                 unit.refresh()
             self.parameters_written()
@@ -269,9 +283,13 @@ class RootContext:
 
     # -- backward
 
-    def before(self, place: int) -> Unit | None:
-        """Returns the unit whose backward is expected after the one at `place`."""
-        return self._backward_order[place - 1] if 0 < place <= len(self._backward_order) else None
+    def before(self, unit: Unit, place: int) -> Sequence[Unit]:
+        """Returns the units to prefetch in the backward of `unit`: what the program has set, or the
+        one that ran before `place` in the forwards.
+        """
+        order = self._backward_order
+        unit.next_backward = order[place - 1] if 0 < place <= len(order) else None
+        return unit.backward_prefetch or ([unit.next_backward] if unit.next_backward else ())
 
     def end_backward(self, *, wait: bool = True) -> None:
         """Ends a backward: frees what is still unsharded, reduces what is left, waits for the
@@ -289,7 +307,7 @@ class RootContext:
             # Parameters are freed before the last groups are reduced: their memory is what these
             # reductions take.
             for unit in self.units:
-                unit.finish_backward()
+                unit.finish_backward(is_read_again=self.scheduler.reads_again)
             self.scheduler.drain(self.grad_groups, wait=wait and self.scheduler.is_last_backward)
             if self.scheduler.is_last_backward:
                 self._backward_order.clear()
@@ -318,7 +336,7 @@ class RootContext:
                 wait_for_device(device)  # autograd joins the streams of a backward only at its end
             for unit in self.units:
                 unit.abandon_forward()
-                unit.finish_backward()
+                unit.finish_backward(is_read_again=self.scheduler.reads_again)
             lost = self.scheduler.abandon_backward(self.grad_groups)
             added = (
                 f" In units {', '.join(lost)} they had been added to what was there, which is None "
@@ -339,7 +357,7 @@ class RootContext:
         self._backward_order.clear()
         for unit in self.units:
             unit.abandon_forward()
-            unit.finish_backward()
+            unit.finish_backward(is_read_again=self.scheduler.reads_again)
         self.scheduler.abort(self.grad_groups)
 
     def quiesce(self) -> None:

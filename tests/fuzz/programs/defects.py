@@ -20,7 +20,7 @@ from shardgrad.engine.grad_group import GradGroup
 from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.param import managed_by
 from shardgrad.engine.root import RootContext
-from shardgrad.engine.unit import Root, Unit
+from shardgrad.engine.unit import Unit
 from shardgrad.optim import selection
 
 Patch = AbstractContextManager[Any]
@@ -48,22 +48,7 @@ def _clipping_misses_unsharded_units() -> Iterator[Patch]:
     evaluation.
     """
 
-    def reshards(self: Unit, context: Root) -> bool:
-        if (
-            context.keep_unsharded
-            or context.scheduler.reads_again
-            or (self.held and torch.is_grad_enabled())
-        ):
-            return False
-        flag = self.reshard_after_forward
-        return (
-            flag
-            if flag is not None
-            else context.root is not self and not context.is_needed_next(self)
-        )
-
     yield mock.patch.object(selection, "fsdp_param_of", managed_by)
-    yield mock.patch.object(Unit, "_reshards_after_forward", reshards)
 
 
 def _frozen_after_forward_is_trained() -> Iterator[Patch]:
@@ -86,7 +71,7 @@ def _order_recorded_under_participate() -> Iterator[Patch]:
     """A forward under `participate`, of other units on each rank, was recorded for prefetching."""
     upcoming, leave = RootContext.upcoming, RootContext.leave_forward
 
-    def record(self: RootContext, unit: Unit) -> Unit | None:
+    def record(self: RootContext, unit: Unit) -> Sequence[Unit]:
         kept, self.keep_unsharded = self.keep_unsharded, False
         try:
             return upcoming(self, unit)

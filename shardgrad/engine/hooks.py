@@ -1,0 +1,340 @@
+"""The hooks of a sharded module, which unshard its parameters before they are needed and reshard
+them afterwards.
+
+| hook | fires, in this order in a step | does |
+| --- | --- | --- |
+| `pre_forward` | before forward | unshard, wait, prefetch the next unit, cast |
+| `post_forward` | after forward | reshard if asked to, watch outputs, cast |
+| `pre_backward` | first gradient of an output | unshard, wait, prefetch the unit before |
+| `collect` | a parameter's gradient is there | in `grad_group.py`: reduce when all are there |
+| `post_backward` | gradients of all inputs are there | reshard, close the group's reduction |
+| `end_backward` | autograd is done | in `root.py` |
+
+Gradients are caught at the parameters, not at the module, so whatever path a loss took, they are
+reduced.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import nn
+from torch._C._dynamo.eval_frame import (
+    _FrameAction,
+    _FrameExecStrategy,
+    get_eval_frame_callback,
+    set_code_exec_strategy,
+)
+from torch.distributed.utils import _apply_to_tensors
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from shardgrad.diagnosis.flight_recorder import recorder
+from shardgrad.engine.root import RootContext, lazy_init
+from shardgrad.engine.spans import NO_SPAN, profiler, span
+from shardgrad.engine.unit import Unit
+from shardgrad.errors import UnsupportedError
+
+__all__ = ["HookedUnit", "like_forward", "outside_graphs"]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+_TENSORS = {torch.Tensor}  # the common arguments, which need no tree
+
+# -1 unless autograd runs a backward on this thread: a forward is then a recomputation, or a hook's.
+_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+
+
+def outside_graphs(hook: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Makes `torch.compile` break its graph at `hook` and run it, and what it calls, as plain
+    Python.
+
+    `torch.compiler.disable` imports Dynamo (over a second and some 100 MB) and costs each hook more
+    than its own decisions, so it is only used where Dynamo is watching the calling thread.
+    """
+    disabled: Callable[_P, _R] | None = None
+
+    @functools.wraps(hook)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        nonlocal disabled
+        if get_eval_frame_callback() is None:
+            return hook(*args, **kwargs)
+        if disabled is None:
+            disabled = torch.compiler.disable(hook, recursive=True)
+        return disabled(*args, **kwargs)
+
+    # For a graph that would inline it.
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    # And where a compiled module runs it as a separate frame: what it calls decides for itself.
+    code = call.__code__  # type: ignore[attr-defined]
+    set_code_exec_strategy(code, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
+    return call
+
+
+@dataclass(slots=True)
+class _Call:
+    """One forward of a unit: its place in the order, and the graph task that its backward has begun
+    in.
+    """
+
+    place: int
+    begun_in: int = -1
+
+
+class HookedUnit(Unit):
+    """A unit whose hooks are registered on its modules.
+
+    Attributes:
+        pre_backward, post_backward: what autograd calls; a tool that watches may wrap them.
+        hooks: handles of the two hooks of each module.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.pre_backward: Callable[..., None] = self._pre_backward
+        self.post_backward: Callable[..., None] = self._post_backward
+        self.hooks = [
+            [
+                module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True),
+                # Also after a forward that has raised: what it has gathered is resharded then.
+                module.register_forward_hook(self.post_forward, always_call=True),
+            ]
+            for module in self.modules
+        ]
+
+    @outside_graphs
+    def pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> _Arguments:
+        """Unshards the parameters, and returns the inputs, cast and watched."""
+        context: RootContext = self.context or lazy_init(self)
+        recorder.unit = self.name
+        recomputing = _graph_task() != -1
+        if not recomputing:
+            args, kwargs = context.enter_forward(self, args, kwargs)
+            self.running.append(module)
+        if context.keep_unsharded:
+            context.gather_through(self)
+        self.unshard(context.comm_ctx)
+        # The next unit's all-gather is launched before this one is waited for, so that it overlaps
+        # with this unit's compute also where waiting blocks the host.
+        if not recomputing and not self.waiting_modules:
+            self.waiting_modules.update(self.modules)
+            for unit in context.upcoming(self):
+                unit.unshard(context.comm_ctx)
+        self.wait_for_unshard(context.comm_ctx)
+        if not context.scheduler.backward_running:  # what the program has frozen inside the forward
+            for grads in self.grad_groups:
+                grads.refresh_trainable()
+        dtype = self.mp_policy.param_dtype
+        if dtype is not None and self.mp_policy.cast_forward_inputs:
+            with (
+                span("cast_forward_inputs", self.name) if profiler._is_profiler_enabled else NO_SPAN
+            ):
+                args, kwargs = _cast(dtype, args), _cast(dtype, kwargs)
+        # Backward may recompute it.
+        if torch.is_grad_enabled() or context.scheduler.enrolment is not None:
+            args, kwargs = self._watch_inputs(context, args, kwargs, counted=not recomputing)
+        return args, kwargs
+
+    def _watch_inputs(
+        self, context: RootContext, args: tuple[Any, ...], kwargs: dict[str, Any], *, counted: bool
+    ) -> _Arguments:
+        """Puts a node under the inputs that need gradients, to learn when their gradients are all
+        there.
+        """
+        for grads in self.grad_groups:
+            if grads.params:
+                context.scheduler.enter(grads)
+        leaves, spec = list(args), None
+        if kwargs or not _TENSORS.issuperset(map(type, args)):
+            leaves, spec = tree_flatten((args, kwargs))
+        found = []
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                found.append(place)
+        if not found:
+            return args, kwargs
+        if counted:
+            self.outstanding += 1
+            for grads in self.grad_groups:
+                grads.waits_for_unit = True
+        inputs = map(leaves.__getitem__, found)
+        aliases = _InputsWatch.apply(self, counted, *inputs)  # type: ignore[no-untyped-call]
+        for place, alias in zip(found, aliases, strict=True):
+            leaves[place] = alias
+        if spec is None:
+            return tuple(leaves), kwargs
+        watched: _Arguments = tree_unflatten(leaves, spec)
+        return watched
+
+    @outside_graphs
+    def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Reshards if asked to, and returns the output, watched and cast."""
+        context: RootContext | None = self.context
+        if context is None:
+            raise RuntimeError(f"post_forward of {self.name} without pre_forward")
+        recomputing = _graph_task() != -1
+        if not recomputing and self.running:  # empty if a registered method has called forward
+            self.running.pop()
+        if output is None and context.has_failed_in(self):
+            return None
+        if not context.scheduler.backward_running:
+            for grads in self.grad_groups:
+                grads.refresh_trainable()
+        if not recomputing and module not in self.running:
+            self.waiting_modules.discard(module)
+            if not self.waiting_modules and context.reshards_after_forward(self):
+                self._refuse_outputs_in_parameters(output)
+                for group in self.groups:
+                    group.reshard_after_forward()
+        if torch.is_grad_enabled():
+            call = _Call(0 if recomputing else context.ran_forward(self))
+            for tensor in _tensors_with_grad(output):
+                tensor.register_hook(functools.partial(self.pre_backward, call))
+        if not recomputing:
+            context.leave_forward(self)
+        dtype = self.mp_policy.output_dtype
+        return output if dtype is None else _cast(dtype, output)
+
+    def _refuse_outputs_in_parameters(self, output: Any) -> None:
+        """Refuses outputs that are views of parameters, whose memory is about to be freed."""
+        tensors = (output,) if isinstance(output, torch.Tensor) else tree_leaves(output)
+        for group in self.groups:
+            if group.stage.keeps_unsharded:
+                continue
+            for tensor in tensors:
+                if isinstance(tensor, torch.Tensor) and group.has_memory_of(tensor):
+                    raise UnsupportedError(
+                        "a unit returns a parameter, or a view of one, whose memory it frees after "
+                        "its forward",
+                        expected="outputs with memory of their own",
+                        got=f"a tensor of shape {tuple(tensor.shape)} in the parameters' memory",
+                        where=f"unit {self.name or 'root'!r}",
+                        fix="return parameter.clone(), or fully_shard(module, "
+                        "reshard_after_forward=False)",
+                    )
+
+    @outside_graphs
+    def _pre_backward(self, call: _Call, grad: torch.Tensor) -> None:
+        """Unshards the parameters before the first gradient enters the unit."""
+        context: RootContext | None = self.context
+        if context is None:
+            raise RuntimeError(f"backward of {self.name} before forward")
+        recorder.unit = self.name
+        if context.keep_unsharded:
+            context.gather_through(None)
+        scheduler = context.scheduler
+        if not scheduler.backward_running:
+            context.require_awake()
+            scheduler.begin_backward(in_autograd=True)
+        task = _graph_task()
+        # The hook runs for each output of the call; a graph that was retained has several
+        # backwards.
+        if begins := call.begun_in != task:
+            call.begun_in = task
+            self.open += 1
+            for grads in self.grad_groups:
+                if grads.params:
+                    scheduler.expect(grads)
+        if not self.unshard_in_backward:
+            return
+        with span("pre_backward", self.name) if profiler._is_profiler_enabled else NO_SPAN:
+            self.unshard(context.comm_ctx)
+            if begins:
+                for unit in context.before(self, call.place):
+                    if unit.unshard_in_backward:
+                        unit.unshard(context.comm_ctx)
+            self.wait_for_unshard(context.comm_ctx)
+
+    def _post_backward(self, *, counted: bool = False) -> None:
+        """All gradients of one call's inputs are there: nothing below needs this unit's
+        parameters.
+        """
+        context: RootContext | None = self.context
+        if context is None:
+            raise RuntimeError(f"post-backward of {self.name} before forward")
+        if counted and self.outstanding:
+            self.outstanding -= 1
+        self.open = max(0, self.open - 1)
+        with span("post_backward", self.name) if profiler._is_profiler_enabled else NO_SPAN:
+            # A unit called several times in a row is about to need its parameters again.
+            again = self.next_backward is self and self.outstanding > 0
+            # Another call's backward may be open on another stream, and a graph that is kept reads
+            # the parameters again.
+            keep = again or self.open > 0 or context.keep_unsharded or context.scheduler.reads_again
+            if self.reshard_after_backward and not keep:
+                # See [Note: Branches that send nothing back] in `grad_collector.py`.
+                streams = context.comm_ctx.streams
+                for grads in self.grad_groups:
+                    grads.collector.order_before(streams.current(), streams)
+                self.reshard()
+            # All calls of this unit are over: no more gradients of its parameters come.
+            if self.outstanding == self.open == 0 and context.scheduler.backward_running:
+                for grads in self.grad_groups:
+                    context.scheduler.close(grads)
+
+
+def like_forward(unit: HookedUnit, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that runs a bound method between `pre_forward` and `post_forward`.
+
+    The method may call forward as often as it likes.
+    """
+
+    def forward_method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = unit.pre_forward(self, args, kwargs)
+        unit.methods_running += 1
+        try:
+            output = method(*args, **kwargs)
+        except Exception:
+            unit.post_forward(self, args, None)
+            raise
+        finally:
+            unit.methods_running -= 1
+        return unit.post_forward(self, args, output)
+
+    return forward_method
+
+
+class _InputsWatch(torch.autograd.Function):
+    """Identity whose backward runs when the gradients of all watched inputs are there."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, unit: Unit, counted: bool, *inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.unit = unit
+        ctx.counted = counted
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        ctx.unit.post_backward(counted=ctx.counted)
+        return (None, None, *grads)
+
+
+def _cast(dtype: torch.dtype, value: Any) -> Any:
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return _apply_to_tensors(cast, value)
+
+
+def _tensors_with_grad(output: Any) -> list[torch.Tensor]:
+    """Returns the tensors in an output that backward may start from."""
+    if isinstance(output, torch.Tensor):
+        return [output] if output.requires_grad else []
+    found: list[torch.Tensor] = []
+
+    def collect(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.requires_grad:
+            found.append(tensor)
+        return tensor
+
+    _apply_to_tensors(collect, output)
+    return found
