@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -17,10 +18,8 @@ from shardgrad.checks.lost_work import refuse_hooks
 from shardgrad.checks.misuse import guard_owner
 from shardgrad.checks.optimizer_hooks import watch_optimizers
 from shardgrad.checks.padding import warn_of_padding
-from shardgrad.checks.same_weights import compare_weights, note_weights, sums_of
 from shardgrad.checks.unowned_params import UnownedParams, note_ignored
 from shardgrad.compat.torch_views import show_to_torch, state_of
-from shardgrad.diagnosis.watchdog import watch_ranks
 from shardgrad.engine.all_gather import AllGatherInput
 from shardgrad.engine.collect import (
     Claim,
@@ -33,7 +32,6 @@ from shardgrad.engine.comm_context import SecondStep
 from shardgrad.engine.hooks import HookedUnit
 from shardgrad.engine.param import CLAIM, FSDPParam, is_extension, mark_sharded
 from shardgrad.engine.param_group import GroupSpec, ParamGroup
-from shardgrad.engine.replaced_params import adopt
 from shardgrad.engine.unit import Unit, attach_unit
 from shardgrad.errors import OptionError, UnsupportedParameterError, unsupported
 from shardgrad.features.param_dtypes import (
@@ -174,7 +172,10 @@ def fully_shard(
 def _accept(units: Sequence[Unit]) -> None:
     """Refuses, at lazy init, units that share parameters, or whose weights differ between ranks."""
     refuse_unresolved_ties(units)
-    compare_weights(units)
+    if any(group.mesh.data_parallel_size > 1 for unit in units for group in unit.groups):
+        from shardgrad.checks.same_weights import compare_weights
+
+        compare_weights(units)
 
 
 # -- where strategies are chosen; a feature is imported by who asks for it
@@ -231,10 +232,15 @@ def _group(
         require_float32_sums(group)
         set_collectives([group], exchanges=True)
     warn_of_padding(group.layout_of(params, with_flags=False), original.itemsize, kind)
-    sums = sums_of(p.sharded for p in params) if spec.mesh.data_parallel_size > 1 else []
-    group.shard_params()
+    if spec.mesh.data_parallel_size > 1:
+        from shardgrad.checks.same_weights import weights_before
+
+        note = weights_before(params)
+        group.shard_params()
+        note()
+    else:
+        group.shard_params()
     keep_grad_dtypes(group)
-    note_weights(params if sums else [], sums)
     return group
 
 
@@ -373,7 +379,10 @@ def _reshard_plan(
 def _commit(unit: HookedUnit, collected: Collected, params: Iterable[list[nn.Parameter]]) -> None:
     """Makes the changes. Nothing here raises on user input."""
     watch_optimizers(unit.modules)
-    watch_ranks(unit.mesh.device)
+    if dist.get_world_size() > 1:
+        from shardgrad.diagnosis.watchdog import watch_ranks
+
+        watch_ranks(unit.mesh.device)
     _take_inherited(collected.inherited)
     for group, originals in zip(unit.groups, params, strict=True):
         for p, original in zip(group.params, originals, strict=True):
@@ -422,6 +431,8 @@ def _install_hooks(unit: Unit, managed_modules: Sequence[nn.Module]) -> None:
         require_own_shards(given)
 
     def take_over(*_: Any, **__: Any) -> None:
+        from shardgrad.engine.replaced_params import adopt
+
         for group in unit.groups:
             adopt(group)
 

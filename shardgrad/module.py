@@ -19,11 +19,9 @@ from torch.distributed.fsdp import UnshardHandle
 from torch.nn.parallel import DistributedDataParallel
 
 from shardgrad.checks.optimizer_hooks import note_cast
-from shardgrad.compat.backward_finalization import finalize, set_is_last_backward, set_manual
 from shardgrad.compat.torch_views import StateView, state_of
 from shardgrad.engine.comm_context import CommContext
 from shardgrad.engine.hooks import HookedUnit, like_forward, outside_graphs
-from shardgrad.engine.replaced_params import adopt
 from shardgrad.engine.root import RootContext, context_of, lazy_init
 from shardgrad.engine.unit import Unit, unit_of, units_under
 from shardgrad.errors import (
@@ -232,6 +230,8 @@ class FSDPModule:
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """False lets the next backward return with reductions still in flight."""
+        from shardgrad.compat.backward_finalization import set_is_last_backward
+
         set_is_last_backward(self._unit, is_last_backward)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
@@ -245,6 +245,8 @@ class FSDPModule:
             RootError: not the root.
             BackwardFinalizationError: a backward runs, or has left gradients that are not reduced.
         """
+        from shardgrad.compat.backward_finalization import set_manual
+
         set_manual(self._unit, enabled)
 
     @outside_graphs
@@ -265,6 +267,8 @@ class FSDPModule:
             BackwardFinalizationError: not in this mode, in a backward, or an earlier call was not
                 waited for.
         """
+        from shardgrad.compat.backward_finalization import finalize
+
         return finalize(self._unit, async_op=async_op)
 
     def set_requires_gradient_sync(
@@ -591,6 +595,8 @@ class FSDPModule:
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """`module.to()` and its kin: moves the shards, then takes the moved storage over."""
+        from shardgrad.engine.replaced_params import adopt
+
         self.reshard()
         groups = self._unit.groups
         dtypes = [group.dtype for group in groups]

@@ -39,7 +39,6 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from shardgrad.checks.capturable_optimizers import refuse_uncapturable_step
 from shardgrad.checks.lost_work import refuse_unreduced, require_own_state
 from shardgrad.checks.unowned_params import warn_of_unowned
 from shardgrad.checks.untrained_params import (
@@ -51,6 +50,7 @@ from shardgrad.diagnosis.thread_stacks import LIMIT, thread_stacks
 from shardgrad.engine.grad_group import grads_of
 from shardgrad.engine.param import managed_by
 from shardgrad.engine.param_group import ParamGroup, group_of
+from shardgrad.engine.streams import is_capturing
 
 __all__ = ["note_cast", "watch_optimizers"]
 
@@ -114,8 +114,11 @@ class _OptimizerHooks:
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         watched = self._look_up(optimizer)
         if watched.groups:
-            refuse_uncapturable_step(optimizer)
             groups = [group for each in watched.groups if (group := each()) is not None]
+            if is_capturing(groups[0].mesh.device if groups else torch.device("cpu")):
+                from shardgrad.checks.capturable_optimizers import refuse_uncapturable_step
+
+                refuse_uncapturable_step(optimizer)
             for group in groups:
                 group.cancel_unshard()
                 group.take_writes()

@@ -11,7 +11,7 @@ or by initialising shards, is not compared; neither are parameters that were on 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +25,7 @@ from shardgrad.engine.param_group import ParamGroup, group_of
 from shardgrad.engine.unit import Unit
 from shardgrad.errors import RankDisagreementError
 
-__all__ = ["compare_weights", "note_weights", "sums_of"]
+__all__ = ["compare_weights", "weights_before"]
 
 _MASK = 2**62 - 1  # a sum and its negative are both int64
 
@@ -56,13 +56,25 @@ _noted: weakref.WeakKeyDictionary[FSDPParam, _Noted] = weakref.WeakKeyDictionary
 
 
 @torch.no_grad()
-def sums_of(originals: Iterable[nn.Parameter]) -> list[torch.Tensor | None]:
-    """Returns for each parameter the sum of its bits, an int64 scalar on its device; None for what
-    has none.
+def weights_before(params: Sequence[FSDPParam]) -> Callable[[], None]:
+    """Sums the bits of parameters that are about to be cut; returns what keeps the sums once they
+    are.
 
     Streams: the current one; the host does not wait.
     """
-    return [_sum(getattr(param, "_local_tensor", param)) for param in originals]
+    originals = [p.sharded for p in params]
+    totals = [_sum(getattr(param, "_local_tensor", param)) for param in originals]
+
+    @torch.no_grad()
+    def note() -> None:
+        for p, total in zip(params, totals, strict=True):
+            if total is not None:
+                local = local_of(p.sharded)
+                _noted[p] = _Noted(
+                    total, p.sharded, p.sharded._version, local, local._version, _sum(local)
+                )
+
+    return note
 
 
 def _sum(values: torch.Tensor) -> torch.Tensor | None:
@@ -77,17 +89,6 @@ def _sum(values: torch.Tensor) -> torch.Tensor | None:
         return octets.sum()
     words = octets.numel() // 8 * 8
     return octets[:words].view(torch.int64).sum() + octets[words:].sum()
-
-
-@torch.no_grad()
-def note_weights(params: Iterable[FSDPParam], sums: Iterable[torch.Tensor | None]) -> None:
-    """Keeps the sums of parameters that have just been cut."""
-    for p, total in zip(params, sums, strict=True):
-        if total is not None:
-            local = local_of(p.sharded)
-            _noted[p] = _Noted(
-                total, p.sharded, p.sharded._version, local, local._version, _sum(local)
-            )
 
 
 @torch.no_grad()

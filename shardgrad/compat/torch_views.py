@@ -21,7 +21,6 @@ from torch import nn
 from torch.distributed._composable.contract import STATE_KEY
 from torch.utils.hooks import RemovableHandle
 
-from shardgrad.compat.backward_finalization import end_backward
 from shardgrad.engine.hooks import HookedUnit
 from shardgrad.engine.param import FSDPParam
 from shardgrad.engine.param_group import ParamGroup
@@ -212,6 +211,8 @@ class StateView:
         """Reduces the pending gradients of earlier micro-batches and waits for them. A
         collective.
         """
+        from shardgrad.compat.backward_finalization import end_backward
+
         end_backward(lazy_init(self._unit))
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from shardgrad.diagnosis.same_lines import require_same_lines
 from shardgrad.engine.unit import Unit
 from shardgrad.sharding.mesh import DataParallelMesh
 from shardgrad.version import __version__, digest_of_sources
@@ -72,6 +71,8 @@ def require_same_model(units: Sequence[Unit]) -> None:
         lines = describe(units, None if mesh == root else mesh)
         for group in (mesh.shard_group, mesh.replicate_group):
             if group is not None and group.size() > 1 and dist.get_backend(group) != "fake":
+                from shardgrad.diagnosis.same_lines import require_same_lines
+
                 # Another version may lay parameters out in another order, in chunks of the same
                 # size, so that nothing fails and every number is wrong.
                 require_same_lines(

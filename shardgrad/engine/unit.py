@@ -20,7 +20,6 @@ from shardgrad.engine.comm_context import CommContext
 from shardgrad.engine.grad_group import GradGroup
 from shardgrad.engine.param import Owner
 from shardgrad.engine.param_group import ParamGroup, ParamState
-from shardgrad.engine.replaced_params import adopt, require_data
 from shardgrad.sharding.mesh import DataParallelMesh
 
 __all__ = ["Guest", "Unit", "attach_unit", "unit_of", "units_under"]
@@ -170,9 +169,10 @@ class Unit:
         """
         replaced, self.outstanding_before = False, self.outstanding
         for group, grads in zip(self.groups, self.grad_groups, strict=True):
-            if not group.registration.holds():
+            if group.shard.is_meta or not group.registration.holds():
+                from shardgrad.engine.replaced_params import adopt, require_data
+
                 replaced |= adopt(group)
-            if group.shard.is_meta:
                 require_data(group)
             group.reshard_if_stale()
             grads.refresh_trainable()

@@ -20,7 +20,6 @@ from shardgrad.engine.streams import Stream, Streams
 from shardgrad.ops.movement import unpack_rows
 from shardgrad.sharding.byte_params import from_bytes, travels_as_bytes
 from shardgrad.sharding.layout import ShardLayout
-from shardgrad.sharding.strided_pack import unpack_strided
 
 __all__ = ["UnshardedMemory", "UnshardedParams"]
 
@@ -107,5 +106,7 @@ class UnshardedParams(UnshardedMemory):
         else:
             ops.unpack(gathered, self._flat, table, chunk_numel=chunk_numel)
         if layout.strided:
+            from shardgrad.sharding.strided_pack import unpack_strided
+
             unpack_strided(gathered, self._flat, layout)
         self._filled.record(self._streams.current())

@@ -11,11 +11,16 @@
 | `norm.py` | `norm_` |
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from shardgrad.ops.library import backend, has_kernels, load_compiled
 from shardgrad.ops.movement import MAX_SUMMANDS, pack, sum_chunks, unpack
-from shardgrad.ops.norm import NORM_SCRATCH_NUMEL, norm_
-from shardgrad.ops.segments import TILE_NUMEL, check_rows, segment_rows
-from shardgrad.ops.update import adam_, sgd_
+
+if TYPE_CHECKING:
+    from shardgrad.ops.norm import NORM_SCRATCH_NUMEL, norm_
+    from shardgrad.ops.segments import TILE_NUMEL, check_rows, segment_rows
+    from shardgrad.ops.update import adam_, sgd_
 
 __all__ = [
     "MAX_SUMMANDS",
@@ -33,4 +38,24 @@ __all__ = [
     "unpack",
 ]
 
-load_compiled()  # last: every op is declared by now
+# Where optimizers and clipping find theirs, which a program with torch's does not import.
+_DEFINED_IN = {
+    "NORM_SCRATCH_NUMEL": "norm",
+    "TILE_NUMEL": "segments",
+    "adam_": "update",
+    "check_rows": "segments",
+    "norm_": "norm",
+    "segment_rows": "segments",
+    "sgd_": "update",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _DEFINED_IN:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_DEFINED_IN[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+load_compiled()
