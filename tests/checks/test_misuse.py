@@ -66,7 +66,7 @@ def forward_of_a_unit(model: WithMethods) -> Any:
 WAYS: dict[Callable[[WithMethods], Any], tuple[str, str]] = {
     inner_module_of_a_unit: ("Linear", "layers.1"),
     inner_module_of_the_root: ("Linear", ""),
-    method_that_calls_modules: ("Embedding", 'register_fsdp_forward_method(model, "method")'),
+    method_that_calls_modules: ("RMSNorm", 'register_fsdp_forward_method(model, "method")'),
     forward_itself: ("norm", "call"),
     forward_of_a_unit: ("LayerNorm", "layers.1"),
 }
