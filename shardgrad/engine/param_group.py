@@ -520,6 +520,8 @@ class ParamGroup:
 
         Streams: on the current one, which later all-gathers wait for. Capture: safe.
         """
+        if self.state is not UNSHARDED:
+            return
         versions = _versions(map(_UNSHARDED_PARAM, self.params))
         before, self._unsharded_versions = self._unsharded_versions, versions
         if versions == before:
