@@ -23,8 +23,8 @@ from shardgrad.engine.grad_group import GradGroup, grads_of
 from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.param_group import ParamGroup
 from shardgrad.engine.unit import unit_of
-from shardgrad.programs.testing import RecordedStreams
 from shardgrad.sharding.offload import ShardMemory
+from tests.support.recorded_streams import RecordedStreams
 
 
 class _Copies(TorchDispatchMode):

@@ -24,7 +24,7 @@ from shardgrad.engine.buffers import Slot, SlotRing
 from shardgrad.engine.grad_collector import GradCollector
 from shardgrad.engine.grad_group import GradGroup
 from shardgrad.engine.transports import ExchangeTransport
-from shardgrad.programs.testing import RecordedStreams
+from tests.support.recorded_streams import RecordedStreams
 
 _IS_LOCAL = GradGroup._is_local
 

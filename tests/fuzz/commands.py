@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import gzip
-import json
 import os
 import shutil
 import warnings
@@ -19,26 +16,22 @@ import click
 from click.testing import CliRunner
 from hypothesis import strategies as st
 
+from shardgrad.programs.audit.audit import _Failed
 from shardgrad.programs.checkpoint import Series
 from shardgrad.programs.cli import main
 from shardgrad.programs.function_named import function_named
 from shardgrad.programs.plan.models import PLAN_PRESETS
 from shardgrad.programs.plan.planning import make_plan
 from shardgrad.programs.plan.request import Request
-from shardgrad.programs.testing.audit import _Failed
 from shardgrad.programs.train.config import TrainConfig
 from shardgrad.programs.train.corpus import load_corpus
 from shardgrad.programs.train.failure import TrainingError
 from shardgrad.programs.train.rank import Job, Report
 from tests.fuzz.checkpoints import samples
 from tests.fuzz.inputs import (
-    CHANGES,
     EDITS,
-    ODD,
     ODD_TEXTS,
-    PLAUSIBLE,
     Target,
-    changed,
     edited,
     scratch,
 )
@@ -62,7 +55,6 @@ PATHS = st.one_of(
     st.sampled_from(
         ["run/config.json", "settings.toml", "settings.json", "text", "/dev/zero", "x" * 300]
     ),
-    st.sampled_from(["trace.json", "trace.json.gz"]),
     WORDS,
 )
 OVERRIDES = st.one_of(
@@ -193,8 +185,6 @@ def _workplace() -> Path:
     (folder / "settings.toml").write_text("steps = 3\nranks = 2\n")
     (folder / "settings.json").write_text('{"batch-size": 2, "preset": "tiny"}')
     os.mkfifo(folder / "pipe")
-    (folder / "trace.json").write_text(json.dumps(TRACES[0]))
-    (folder / "trace.json.gz").write_bytes(gzip.compress(json.dumps(TRACES[1]).encode()))
     for run in (folder / "run", folder / "runs" / "first"):
         (run / "checkpoints").mkdir(parents=True)
         (run / "config.json").write_text(TrainConfig(ranks=2, run_dir=str(run)).to_json())
@@ -248,7 +238,7 @@ def call(words: list[str], variables: dict[str, str]) -> str:
         )
         stack.enter_context(mock.patch("shardgrad.programs.cli.doctor._issues", return_value=[]))
         stack.enter_context(
-            mock.patch("shardgrad.programs.testing.audit._run", return_value=[_LEFT_OUT])
+            mock.patch("shardgrad.programs.audit.audit._run", return_value=[_LEFT_OUT])
         )
         stack.enter_context(mock.patch("shardgrad.programs.plan.planning.make_plan", _made_sense))
         stack.enter_context(mock.patch("shardgrad.programs.plan.search.search", _made_sense))
@@ -310,102 +300,6 @@ def feed_damaged(case: tuple[tuple[str, ...], str, int, list[tuple[int, str, byt
     return outcome
 
 
-# -- traces
-
-
-def _event(name: str, category: str, ts: float, dur: float, **arguments: Any) -> dict[str, Any]:
-    times = {"ph": "X", "name": name, "cat": category, "ts": ts, "dur": dur}
-    return {**times, "pid": 0, "tid": 0, "args": arguments}
-
-
-# As torch's profiler writes them: of a device, and of a CPU.
-TRACES: tuple[Any, ...] = (
-    {
-        "traceEvents": [
-            _event("ProfilerStep#3", "user_annotation", 0.0, 400.0),
-            _event("cudaLaunchKernel", "cuda_runtime", 0.0, 5.0, correlation=1),
-            _event("cudaEventRecord", "cuda_runtime", 10.0, 5.0, correlation=2),
-            _event("cudaStreamWaitEvent", "cuda_runtime", 15.0, 5.0, correlation=3),
-            _event("cudaLaunchKernel", "cuda_runtime", 20.0, 5.0, correlation=4),
-            _event("cudaStreamSynchronize", "cuda_runtime", 30.0, 200.0, correlation=5),
-            _event(
-                "ncclDevKernel_AllGather",
-                "kernel",
-                10.0,
-                100.0,
-                stream=20,
-                correlation=1,
-                dtype="Float",
-            ),
-            _event("gemm", "kernel", 112.0, 50.0, stream=7, correlation=4),
-            _event(
-                *("Stream Wait Event", "cuda_sync", 15.0, 0.0),
-                **{"stream": 7, "correlation": 3, "wait_on_stream": 20},
-                **{"wait_on_cuda_event_record_corr_id": 2},
-            ),
-        ]
-    },
-    {
-        "traceEvents": [
-            _event("FSDP::all_gather [/a]", "user_annotation", 0.0, 90.0),
-            _event("c10d::allgather_", "cpu_op", 10.0, 50.0),
-            _event("aten::mm", "cpu_op", 95.5, 50.0),
-        ]
-    },
-)
-_FIELDS = st.sampled_from(
-    [
-        *(
-            "name",
-            "cat",
-            "ph",
-            "ts",
-            "dur",
-            "tid",
-            "args",
-            "stream",
-            "correlation",
-            "link",
-            "kind",
-            "dtype",
-        ),
-        "wait_on_stream",
-    ]
-)
-FED_TRACES = st.tuples(
-    st.integers(0, len(TRACES) - 1),
-    st.one_of(
-        CHANGES.map(lambda changes: ("json", changes)),
-        EDITS.map(lambda edits: ("gzip", edits)),
-        st.lists(st.tuples(st.integers(0, 30), _FIELDS, st.one_of(PLAUSIBLE, ODD)), max_size=4).map(
-            lambda fields: ("fields", fields)
-        ),
-    ),
-)
-
-
-def feed_trace(case: tuple[int, tuple[str, list[Any]]]) -> str:
-    """A trace of which events, or bytes of its compressed file, are others, explained."""
-    number, (kind, differences) = case
-    trace, path = copy.deepcopy(TRACES[number]), scratch() / "trace.json"
-    if kind == "gzip":
-        path = scratch() / "trace.json.gz"
-        path.write_bytes(edited(gzip.compress(json.dumps(trace).encode(), mtime=0), differences))
-    elif kind == "json":
-        path.write_text(json.dumps(changed(trace, differences)), encoding="utf-8")
-    else:
-        events = trace["traceEvents"]
-        for place, name, value in differences:
-            event = events[place % len(events)]
-            (event if name in event or not isinstance(event["args"], dict) else event["args"])[
-                name
-            ] = value
-        path.write_text(json.dumps(trace), encoding="utf-8")
-    outcome = call(["explain", str(path)], {})
-    assert call(["explain", str(path), "--json"], {}) == outcome
-    return outcome
-
-
 # -- plans
 
 SIZES = st.one_of(st.integers(1, 64), st.sampled_from([2**10, 2**16, 2**20, 2**22, 2**24]))
@@ -452,6 +346,5 @@ TARGETS = {
         for words, _ in commands(main)
     },
     "commands on a damaged checkpoint": Target(DAMAGED, feed_damaged),
-    "trace": Target(FED_TRACES, feed_trace),
     "requests of a plan": Target(REQUESTS, feed_request),
 }

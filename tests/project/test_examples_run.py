@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import re
 import tempfile
@@ -36,24 +35,17 @@ UNSHARDED = (
     "send_fewer_bytes",
 )
 SHARDED = (
-    *("accumulate_gradients", "check_your_streams", "checkpoints", "explain_a_step"),
+    *("accumulate_gradients", "checkpoints"),
     *("migrate_to_graphed_step", "optimize_and_clip", "ranks_without_a_batch", "read_an_error"),
 )
 WHOLE = (
     *("audit_a_program", "plan_a_run", "reinforcement_learning", "tied_weights"),
     *("use_muon", "use_a_framework"),
 )
-# Blocks that cannot run here, by page and number, and why.
-NOT_HERE = {
-    ("check_your_streams", 1): "a stream of CUDA",
-}
-
-
 # Sections that need other surroundings than the rest of their page.
 SECTIONS = {
     "accumulate_gradients": ("optimize_and_clip", "Accumulate gradients"),
     "audit_a_program": ("check_a_program", "Audit a program"),
-    "check_your_streams": ("check_a_program", "Check your streams"),
     "compile": ("other_parallelism", "torch.compile"),
     "from_deepspeed": ("from_another_engine", "DeepSpeed ZeRO"),
     "tied_weights": ("other_parallelism", "Tied weights"),
@@ -159,8 +151,6 @@ def after(page: str, number: int, names: dict[str, Any]) -> None:
     elif page == "optimize_and_clip" and number == 1:  # the next block reads what a program saved
         saved = {"optimizer": get_optimizer_state_dict(names["model"], names["optimizer"])}
         dcp.save(saved, checkpoint_id=names["folder"])
-    elif page == "explain_a_step":
-        assert json.loads(Path("trace.json").read_text(encoding="utf-8"))["traceEvents"]
     elif page == "compile":
         names["model"](tokens()).mean().backward()
     elif page == "migrate_to_graphed_step" and number == 1:
@@ -191,8 +181,6 @@ def test_the_examples_of_a_page_run(page: str) -> None:
         dist.broadcast_object_list(folder)
         names = surroundings(page, folder[0])
         for number, block in enumerate(blocks(f"how_to/{page}")):
-            if (page, number) in NOT_HERE:
-                continue
             # What a program has in these places is its own.
             code = re.sub(r"^(model = )?\.\.\..*$", "pass", block, flags=re.MULTILINE)
             exec(compile(code, f"{page}.md, block {number}", "exec"), names)

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from benchmarks.records import RESULTS, append, environment, make_record
-from shardgrad.programs.testing import audit
+from shardgrad.programs.audit import audit
 from tests.silent.engines import ENGINES
 from tests.silent.judge import LIMIT_S, RANKS, TOLERANCE, judged, run
 from tests.silent.table import AUDITS, CASES, PAGE, newest_records, written

@@ -22,7 +22,6 @@ from typing import Any
 import pytest
 
 import shardgrad
-from shardgrad.programs.explain import read_trace
 from tests.support.processes import FairClock, communicate
 from tests.support.programs import Program
 
@@ -152,8 +151,10 @@ def test_a_loss_is_the_mean_since_the_last_line_and_a_profile_and_a_sample_come_
     for step, mean in means.items():
         assert mean == pytest.approx(sum(each[step - n] for n in range(3)) / 3, rel=1e-5)
     assert "The model writes:" in output
-    kinds = {op.kind for op in read_trace(tmp_path / "trace.json")}
-    assert {"compute", "all-gather", "reduce-scatter"} <= kinds
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {str(event.get("name")) for event in events}
+    assert any(name.startswith("FSDP::all_gather") for name in names)
+    assert any(name.startswith("FSDP::post_backward_reduce") for name in names)
 
 
 def test_a_run_leaves_its_settings_surroundings_metrics_and_checkpoints(two_ranks: Path) -> None:

@@ -27,10 +27,6 @@ _COMMANDS = {
         "train": ("train", "Train a language model on bytes."),
     },
     "After a run": {
-        "explain": (
-            "explain",
-            "Say where a step's time goes, and what changes would save.",
-        ),
         "checkpoint": (
             "checkpoint",
             "Verify, inspect and export checkpoints.",

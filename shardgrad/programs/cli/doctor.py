@@ -105,7 +105,7 @@ def _audit(target: str, ranks: int, steps: int) -> NoReturn:
     from shardgrad.programs.function_named import function_named
 
     function_named(target, flag="--audit")  # before PyTorch is imported, which takes seconds
-    from shardgrad.programs.testing.audit import audit
+    from shardgrad.programs.audit.audit import audit
 
     found = audit(target, ranks=ranks, steps=steps)
     click.echo(escaped(found))

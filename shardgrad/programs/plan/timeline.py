@@ -8,10 +8,9 @@ exchanges that it does not wait for overlap.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from shardgrad.programs.explain import exposed
 from shardgrad.programs.plan.cost import CostModel
 from shardgrad.programs.plan.recording import Event, Kernel, Marked, Transfer
 
@@ -44,8 +43,7 @@ class Timeline:
         step_s: seconds from the first launch to the last end.
         host_s: seconds until the host has launched everything.
         compute_s: seconds in which the compute stream is busy.
-        exposed_s: seconds in which a collective runs and the compute stream is idle, as in
-            `shardgrad explain`.
+        exposed_s: seconds in which a collective runs and the compute stream is idle.
         transfers_s: sum of the durations of all collectives in seconds.
     """
 
@@ -78,7 +76,17 @@ def play(events: Sequence[Event], cost: CostModel) -> Timeline:
     busy = [(span.begin_s, span.end_s) for span in spans if span.lane == "compute"]
     moved = [(s.begin_s, s.end_s) for s in spans if s.lane not in ("compute", "copies")]
     compute_s, transfers_s = (sum(end - begin for begin, end in each) for each in (busy, moved))
-    return Timeline(spans, step_s, clock.host_s, compute_s, exposed(moved, busy), transfers_s)
+    exposed_s = _covered_s([*busy, *moved]) - _covered_s(busy)
+    return Timeline(spans, step_s, clock.host_s, compute_s, exposed_s, transfers_s)
+
+
+def _covered_s(intervals: Iterable[tuple[float, float]]) -> float:
+    """Returns the seconds that lie in one of the intervals, or in several."""
+    covered_s, until = 0.0, 0.0
+    for begin, end in sorted(intervals):
+        covered_s += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return covered_s
 
 
 class _Clock:

@@ -164,7 +164,7 @@ class TrainConfig:
     )
     profile: int = _setting(
         0,
-        "Profile this step of rank 0 into trace.json of the run folder, for `shardgrad explain`.",
+        "Profile this step of rank 0 into trace.json of the run folder, with torch.profiler.",
         least=0,
     )
     keep: int = _setting(2, "Number of checkpoints to keep.", least=1)

@@ -1,4 +1,4 @@
-"""Profiles one step for `shardgrad explain`."""
+"""Profiles one step."""
 
 from __future__ import annotations
 

@@ -54,8 +54,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim.optimizer import Optimizer
 
 from shardgrad.errors import OptionError
-from shardgrad.programs.function_named import function_named
-from shardgrad.programs.testing.first_difference import (
+from shardgrad.programs.audit.first_difference import (
     Difference,
     Piece,
     Snapshot,
@@ -63,7 +62,8 @@ from shardgrad.programs.testing.first_difference import (
     first_difference,
     last_difference,
 )
-from shardgrad.programs.testing.without_engine import remove_engines
+from shardgrad.programs.audit.without_engine import remove_engines
+from shardgrad.programs.function_named import function_named
 
 __all__ = ["Audit", "audit", "load"]
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardgrad.programs.testing.audit import _left, _rank
-from shardgrad.programs.testing.first_difference import Piece, Trace, first_difference
+from shardgrad.programs.audit.audit import _left, _rank
+from shardgrad.programs.audit.first_difference import Piece, Trace, first_difference
 from tests.support.processes import CONTEXT
 from tests.support.programs import run
 
-PROGRAMS = "tests.testing.audited"
+PROGRAMS = "tests.audit.audited"
 
 
 def audited(name: str, *options: str) -> tuple[int, str]:
