@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from shardgrad.programs.train.huggingface import CausalLM, build_causal_lm
+from benchmarks.hugging_face import CausalLM, build_causal_lm
 from shardgrad.programs.train.model import Transformer, count_parameters, materialise
 from shardgrad.programs.train.presets import PRESETS, TransformerConfig
 
@@ -55,7 +55,7 @@ def on_meta(preset: str, hf: str | None = None) -> LanguageModel:
         hf: a Hugging Face configuration: a `config.json`, or a model type such as gpt2.
     """
     if hf is not None:
-        return build_causal_lm(hf, {}, device=torch.device("meta"), seed=SEED)
+        return build_causal_lm(hf, device=torch.device("meta"), seed=SEED)
     with torch.device("meta"):
         return Transformer(MODELS[preset])
 
@@ -78,7 +78,7 @@ def build_model(
             built-in model that is sharded in this way never exists unsharded.
         seed: of the initial values.
     """
-    model = build_causal_lm(hf, {}, device=device, seed=seed) if hf else on_meta(preset)
+    model = build_causal_lm(hf, device=device, seed=seed) if hf else on_meta(preset)
     for part in (*model.layers, model):
         if isinstance(model, Transformer):
             materialise(model, part, device=device, seed=seed)

@@ -17,7 +17,6 @@ EXTRAS = {
     "matplotlib": "plots",
     "safetensors": "safetensors",
     "tensorboard": "tensorboard",
-    "transformers": "hf",
 }
 
 

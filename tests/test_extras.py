@@ -132,18 +132,6 @@ def test_the_command_line_names_its_extra_in_one_sentence(
     ("package", "arguments", "work", "sentence"),
     [
         (
-            "transformers",
-            ["plan", "--hf", "gpt2"],
-            "shardgrad.programs.plan.planning.make_plan",
-            "--hf needs transformers, which is not installed: pip install 'shardgrad[hf]'",
-        ),
-        (
-            "transformers",
-            ["train", "--hf", "gpt2"],
-            "shardgrad.programs.train.launch.spawn",
-            "--hf needs transformers, which is not installed: pip install 'shardgrad[hf]'",
-        ),
-        (
             "tensorboard",
             ["train", "--tensorboard"],
             "shardgrad.programs.train.launch.spawn",
@@ -159,8 +147,6 @@ def test_the_command_line_names_its_extra_in_one_sentence(
         ),
     ],
     ids=[
-        "transformers, plan",
-        "transformers, run",
         "tensorboard",
         "safetensors",
     ],

@@ -82,7 +82,6 @@ TEXTS = {
     "--audit": FUNCTIONS,
     "--config": PATHS,
     "--data": PATHS,
-    "--hf": PATHS,
     "--mesh": MESHES,
     "--model": FUNCTIONS,
     "--only": st.one_of(st.sampled_from(["model", "w", "groups", "/", "."]), WORDS),
@@ -241,7 +240,6 @@ def call(words: list[str], variables: dict[str, str]) -> str:
             mock.patch("shardgrad.programs.audit.audit._run", return_value=[_LEFT_OUT])
         )
         stack.enter_context(mock.patch("shardgrad.programs.plan.planning.make_plan", _made_sense))
-        stack.enter_context(mock.patch("shardgrad.programs.plan.search.search", _made_sense))
         stack.enter_context(warnings.catch_warnings())
         before = os.getcwd()
         os.chdir(_workplace())

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,15 +14,11 @@ from unittest import mock
 import torch
 from hypothesis import strategies as st
 
-from shardgrad.errors import PartnerUnavailableError
 from shardgrad.graphs import preflight
 from shardgrad.programs.checkpoint import lock
-from shardgrad.programs.plan.models import build_plan_model
-from shardgrad.programs.plan.request import Request
 from shardgrad.programs.train.config import TrainConfig, mesh_shape, read_settings, resumed
 from shardgrad.programs.train.corpus import load_corpus
 from shardgrad.programs.train.failure import TrainingError
-from shardgrad.programs.train.huggingface import read_model_config
 from shardgrad.programs.train.launcher import is_restarted, torchrun_world_size
 from shardgrad.programs.train.parallel import World
 from shardgrad.programs.train.record import RunRecord
@@ -267,62 +262,6 @@ def feed_text(case: tuple[list[str], str, int, float, int]) -> str:
     return "read"
 
 
-# -- a configuration of transformers
-
-
-@cache
-def tiny_llama() -> dict[str, Any]:
-    return {
-        **{"model_type": "llama", "vocab_size": 256, "hidden_size": 16, "intermediate_size": 16},
-        **{
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-            "tie_word_embeddings": True,
-        },
-        **{
-            "rope_theta": 10000.0,
-            "rms_norm_eps": 1e-5,
-            "pad_token_id": 0,
-            "torch_dtype": "float32",
-        },
-        **{
-            "architectures": ["LlamaForCausalLM"],
-            "hidden_act": "silu",
-            "max_position_embeddings": 64,
-        },
-    }
-
-
-def _hf_file(case: list[tuple[list[int], str, Any]] | bytes) -> str:
-    text = case if isinstance(case, bytes) else json.dumps(changed(tiny_llama(), case)).encode()
-    path = scratch() / "hf.json"
-    path.write_bytes(text)
-    return str(path)
-
-
-def feed_hf_config(case: list[tuple[list[int], str, Any]] | bytes) -> str:
-    """A `config.json` given by `--hf`, as far as to transformers' own configuration."""
-    try:
-        read_model_config(_hf_file(case), {})
-    except TrainingError:
-        return "refused"
-    return "read"
-
-
-def feed_hf_model(case: list[tuple[list[int], str, Any]] | bytes) -> str:
-    """A `config.json` given by `--hf`, as far as to the model, without memory."""
-    try:
-        build_plan_model(Request(hf=_hf_file(case)))
-    except (TrainingError, PartnerUnavailableError):
-        return "refused"
-    return "built"
-
-
-HF_FILES = st.one_of(
-    CHANGES, st.binary(max_size=100), st.integers(0, 3000).map(lambda levels: b"[" * levels)
-)
-
 TARGETS = {
     "metrics": Target(EVENTS, feed_metrics),
     "lock": Target(LOCKS, feed_lock),
@@ -334,6 +273,4 @@ TARGETS = {
     "file of settings": Target(SETTINGS_FILES, feed_settings_file),
     "mesh": Target(st.one_of(ODD_TEXTS, st.from_regex(r"[0-9x²]{1,8}")), feed_mesh),
     "text to train on": Target(TEXTS, feed_text),
-    "configuration of transformers": Target(HF_FILES, feed_hf_config),
-    "model of transformers": Target(CHANGES, feed_hf_model),
 }

@@ -27,7 +27,6 @@ from shardgrad.programs.plan.planning import Plan, make_plan, plan_of
 from shardgrad.programs.plan.recording import Event, Kernel, Marked, Transfer, Waited
 from shardgrad.programs.plan.rehearsal import Rehearsal, rehearse
 from shardgrad.programs.plan.request import PLAN_PRESETS, Request, units_of_preset
-from shardgrad.programs.plan.search import search
 from shardgrad.programs.plan.timeline import play
 from shardgrad.programs.train.failure import UsageError
 from shardgrad.programs.train.model import Transformer
@@ -471,31 +470,11 @@ def test_selective_recomputation_is_between_none_and_all() -> None:
 # -- measuring and searching
 
 
-def test_a_search_returns_what_fits_fastest_first_with_options_that_train_so() -> None:
-    request = TINY.but(ranks=4, override={"layers": 1})
-    found = search(request, machine_of("h100", devices_per_node=2), Calibration(), 4 * 64 * 4)
-    assert 1 < len(found) <= 10
-    speeds = [each.tokens_per_s for each in found]
-    assert speeds == sorted(speeds, reverse=True)
-    for each in found:
-        assert each.request.tokens * 4 == 4 * 64 * 4
-        assert each.needed_nbytes <= H100.device.memory_nbytes
-        command = ["train", "--preset", "tiny", *each.options().split(), "--print-config"]
-        assert CliRunner().invoke(main, command).exit_code == 0, command
-    assert {each.request.mesh for each in found} & {None, "2x2"}
-    assert len({each.options() for each in found}) == len(found), "each setting is tried once"
-
-
-def test_tokens_that_the_ranks_cannot_share_are_refused_with_a_number_near() -> None:
-    with pytest.raises(UsageError, match="in multiples of 1024; try 2048"):
-        search(TINY, H100, Calibration(), 2000)
-
-
 # -- the command
 
 
 def run(*arguments: str) -> Result:
-    model = [] if {"--model", "--hf"} & set(arguments) else ["--preset", "tiny"]
+    model = [] if "--model" in arguments else ["--preset", "tiny"]
     return CliRunner().invoke(main, ["plan", *model, "--seq-len", "64", *arguments])
 
 
@@ -515,17 +494,17 @@ def test_the_command_prints_a_plan_for_programs() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--memory-gib", "nan"], "--memory-gib is nan: give a positive number"),
-        (["--memory-gib", "inf"], "--memory-gib is inf: give at most"),
-        (["--memory-gib", "-1"], "--memory-gib is -1.0: give a positive"),
-        (["--node", "0"], "--node is 0: give a positive"),
-        (["--cards", "-3"], "--cards is -3: give a positive"),
-        (["--cards", "0"], "--cards is 0: give a positive"),
-        (["--compute-s", "nan"], "--compute-s is nan: give a positive"),
-        (["--compute-s", "inf"], "--compute-s is inf: give at most"),
-        (["--mfu", "nan"], "--mfu is nan: give a fraction"),
-        (["--ranks", "0"], "--ranks is 0: give a positive"),
-        (["--ranks", "9" * 400], "give at most"),
+        (["--memory-gib", "nan"], "--memory-gib is nan: give a finite number"),
+        (["--memory-gib", "inf"], "--memory-gib is inf: give a finite"),
+        (["--memory-gib", "-1"], "--memory-gib is -1.0: give at least"),
+        (["--node", "0"], "--node is 0: give at least"),
+        (["--cards", "-3"], "--cards is -3: give at least"),
+        (["--cards", "0"], "--cards is 0: give at least"),
+        (["--compute-s", "nan"], "--compute-s is nan: give a finite"),
+        (["--compute-s", "inf"], "--compute-s is inf: give a finite"),
+        (["--mfu", "nan"], "--mfu is nan: give a finite"),
+        (["--ranks", "0"], "--ranks is 0: give at least"),
+        (["--ranks", "9" * 400], "give one of at most 63"),
         (["--batch-size", str(2**62)], "--batch-size is 4611686018427387904: give at most"),
         (["--seq-len", str(2**62)], "--seq-len is 4611686018427387904: give at most"),
         (["--mesh", "9" * 5_000], "is not a mesh"),
@@ -578,7 +557,7 @@ def test_a_model_of_ones_own_is_planned() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--preset", "7b"], "There is no preset '7b'"),
+        (["--preset", "7b"], "--preset can be tiny, small"),
         (["--mesh", "3x4", "--ranks", "8"], "has room for 12 ranks, not 8"),
         (["--mesh", "2x2x2"], "is not a mesh"),
         (["--stage", "hfsdp"], "--mesh 4x16"),
@@ -587,13 +566,12 @@ def test_a_model_of_ones_own_is_planned() -> None:
         (["--reshard-to", "4", "--stage", "2"], "goes with --stage 3"),
         (["--precision", "fp8"], "--precision can be fp32, bf16-mixed, bf16"),
         (["--device", "h10"], "did you mean 'h100'"),
-        (["--network", "carrier-pigeon"], "--network carrier-pigeon is not known here"),
+        (["--network", "carrier-pigeon"], "--network can be ib800"),
         (["--mfu", "40"], "give a fraction of the peak"),
         (["--batch-size", "0"], "--batch-size is 0"),
         (["--ranks", "2000000"], "more than this program plans for"),
         (["--override", "lairs=3"], "did you mean 'layers'"),
         (["--unit", "Atention"], "no module has this name or class"),
-        (["--hf", "nowhere/config.json"], "--hf"),
         (["--model", "nowhere"], "is not module:function"),
         (["--model", "nowhere:build"], "importing nowhere failed"),
         (["--model", "math:build"], "has no function build"),

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from shardgrad.programs.train.failure import UsageError
-from shardgrad.programs.train.huggingface import CausalLM, read_model_config
 from shardgrad.programs.train.model import (
     PRESETS,
     Transformer,
@@ -193,46 +191,3 @@ def test_impossible_shapes_are_refused_in_words(
 def test_single_fields_of_a_preset_can_be_replaced() -> None:
     config = transformer_config("tiny", {"layers": 7, "rope_theta": 500})
     assert (config.layers, config.rope_theta, config.width) == (7, 500.0, PRESETS["tiny"].width)
-
-
-class Causal(nn.Module):
-    """A language model with the interface of those of transformers, and a small list beside its
-    blocks.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.adapters = nn.ModuleList([nn.Linear(1, 1)])
-        self.embedding = nn.Embedding(256, 8)
-        self.decoder = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(8, 8) for _ in range(3))})
-        self.head = nn.Linear(8, 256)
-
-    def forward(self, input_ids: torch.Tensor, *, use_cache: bool) -> SimpleNamespace:
-        assert not use_cache
-        x = self.embedding(input_ids)
-        for block in self.decoder["blocks"]:
-            x = block(x)
-        return SimpleNamespace(logits=self.head(x))
-
-
-def test_a_model_of_another_library_has_its_blocks_and_its_loss_and_each_parameter_once() -> None:
-    inner = Causal()
-    model = CausalLM(inner)
-    assert model.layers is inner.decoder["blocks"]
-    assert [name for name, _ in model.named_parameters()] == [
-        f"model.{name}" for name, _ in inner.named_parameters()
-    ]
-    tokens = torch.randint(256, (2, 5))
-    logits = inner(tokens, use_cache=False).logits
-    assert torch.equal(model(tokens), logits)
-    expected = nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
-    torch.testing.assert_close(model.loss(tokens, tokens), expected)
-
-
-def test_a_field_that_a_configuration_of_transformers_does_not_have_is_named() -> None:
-    pytest.importorskip("transformers")
-    assert read_model_config("gpt2", {"num_hidden_layers": 3}).n_layer == 3
-    with pytest.raises(
-        UsageError, match=r"'gpt2' has no field 'n_layers': did you mean 'n_layer'\?"
-    ):
-        read_model_config("gpt2", {"n_layers": 3})

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardgrad.programs.plan.request import require_range
 from shardgrad.programs.train.failure import UsageError
+from shardgrad.programs.train.settings import check, setting
 
 __all__ = ["Calibration"]
 
@@ -21,12 +21,22 @@ class Calibration:
             (`measuring.py`).
     """
 
-    mfu: float | None = None
-    compute_s: float | None = None
+    mfu: float | None = setting(
+        None,
+        "Measured MFU of forward and backward without communication, to calibrate the predicted "
+        "time.",
+        section="Measurements",
+    )
+    compute_s: float | None = setting(
+        None,
+        "Measured seconds of forward and backward without communication, instead of --mfu.",
+        least=1e-9,
+        most=1e9,
+    )
     scale: float | None = None
 
     def __post_init__(self) -> None:
-        require_range("--compute-s", self.compute_s, 1e9)
+        check(self)
         if self.mfu is not None and not 0 < self.mfu <= 1:
             raise UsageError(f"--mfu is {self.mfu}: give a fraction of the peak, such as 0.4.")
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any
 
-from shardgrad.programs.plan.request import MOST_RANKS, require_range
-from shardgrad.programs.train.failure import UsageError
-from shardgrad.programs.train.presets import suggestion
+from shardgrad.programs.plan.request import MOST_RANKS
+from shardgrad.programs.train.settings import check, setting
 
 __all__ = [
     "DEVICES",
@@ -23,12 +22,11 @@ __all__ = [
     "Device",
     "Link",
     "Machine",
+    "MachineOptions",
     "machine_of",
 ]
 
 GB, GIB = 1e9, 2**30
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -301,50 +299,64 @@ class Machine:
 EAGER_LAUNCH_S = 7e-6
 
 
-def machine_of(
-    device: str,
-    *,
-    devices_per_node: int = 8,
-    link: str | None = None,
-    network: str = "ib400",
-    cards_per_node: int | None = None,
-    memory_gib: float | None = None,
-    is_graphed: bool = False,
-) -> Machine:
+@dataclass(frozen=True)
+class MachineOptions:
+    """A machine as the command line describes it."""
+
+    device: str = setting("h100", "Device type.", choices=DEVICES, section="Machine")
+    memory_gib: float | None = setting(
+        None,
+        "Memory of each device in GiB.  [default: that of the device type]",
+        least=1,
+        most=2.0**30,
+    )
+    devices_per_node: int = setting(
+        8, "Number of devices in a node.", least=1, most=MOST_RANKS, flag="--node"
+    )
+    link: str | None = setting(
+        None,
+        "Link between the devices of a node.  [default: that of the device type]",
+        choices=LINKS,
+    )
+    network: str = setting(
+        "ib400", "Type of the network cards that connect nodes.", choices=NETWORKS
+    )
+    cards_per_node: int | None = setting(
+        None,
+        "Number of network cards in a node.  [default: one per device]",
+        least=1,
+        most=MOST_RANKS,
+        flag="--cards",
+    )
+    is_graphed: bool = setting(
+        False,
+        "Assume that the step is one CUDA graph, without per-operation launches.",
+        flag="--graph",
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+def machine_of(device: str = "h100", **options: Any) -> Machine:
     """Returns the machine that the command line's options describe.
 
     Args:
         device: a key of `DEVICES`.
-        devices_per_node: number of devices in a node.
-        link: a key of `LINKS`; None for the device's default.
-        network: a key of `NETWORKS`.
-        cards_per_node: number of network cards in a node; None for one per device.
-        memory_gib: memory of each device in GiB; None for the device's default.
-        is_graphed: the host launches one graph instead of every operation.
+        **options: other fields of `MachineOptions`.
 
     Raises:
-        UsageError: there is no such device, link or network, or a number is not positive and
-            finite.
+        UsageError: there is no such device, link or network, or a number is beyond its limits.
     """
-    require_range("--node", devices_per_node, MOST_RANKS)
-    require_range("--cards", cards_per_node, MOST_RANKS)
-    require_range("--memory-gib", memory_gib, 2.0**30)
-    chosen = _look_up(device, DEVICES, "--device")
-    if memory_gib is not None:
-        chosen = dataclasses.replace(chosen, memory_nbytes=int(memory_gib * GIB))
-    if chosen.is_synchronous:
-        network = "loopback"
+    chosen = MachineOptions(device, **options)
+    kind = DEVICES[chosen.device]
+    if chosen.memory_gib is not None:
+        kind = dataclasses.replace(kind, memory_nbytes=int(chosen.memory_gib * GIB))
     return Machine(
-        chosen,
-        devices_per_node,
-        _look_up(link or chosen.link, LINKS, "--link"),
-        _look_up(network, NETWORKS, "--network"),
-        cards_per_node or devices_per_node,
-        launch_s=0.0 if is_graphed else EAGER_LAUNCH_S,
+        kind,
+        chosen.devices_per_node,
+        LINKS[chosen.link or kind.link],
+        NETWORKS["loopback" if kind.is_synchronous else chosen.network],
+        chosen.cards_per_node or chosen.devices_per_node,
+        launch_s=0.0 if chosen.is_graphed else EAGER_LAUNCH_S,
     )
-
-
-def _look_up(name: str, known: Mapping[str, _T], flag: str) -> _T:
-    if name not in known:
-        raise UsageError(f"{flag} {name} is not known here: {suggestion(name, list(known))}")
-    return known[name]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, cast
@@ -14,11 +14,10 @@ from torch.overrides import TorchFunctionMode
 from shardgrad.programs.function_named import function_named
 from shardgrad.programs.plan.request import PLAN_PRESETS, Request
 from shardgrad.programs.train.failure import TrainingError, UsageError
-from shardgrad.programs.train.huggingface import build_causal_lm, longest_module_list
 from shardgrad.programs.train.model import Transformer
-from shardgrad.programs.train.presets import Scalar, suggestion, transformer_config
+from shardgrad.programs.train.presets import transformer_config
 
-__all__ = ["PlanModel", "build_plan_model"]
+__all__ = ["PlanModel", "build_plan_model", "longest_module_list"]
 
 # Attributes in which a block keeps its position. transformers has the first.
 _POSITION = ("layer_idx", "layer_id", "layer_number")
@@ -113,21 +112,9 @@ def build_plan_model(request: Request) -> PlanModel:
     """
     if request.model is not None:
         return _user_model(request.model)
-    if request.hf is not None:
-        model = _built(request.hf, lambda: _hugging_face(str(request.hf), request.override))
-        return PlanModel(
-            request.hf, model, f"model.{longest_module_list(model.model)}", _loss_of(model)
-        )
-    name = request.preset
-    if name not in PLAN_PRESETS:
-        raise UsageError(f"There is no preset {name!r}: {suggestion(name, list(PLAN_PRESETS))}")
-    config = transformer_config(name, request.override, presets=PLAN_PRESETS)
-    dense = _built(name, lambda: Transformer(config))
-    return PlanModel(name, dense, "layers", _loss_of(dense))
-
-
-def _hugging_face(source: str, override: Mapping[str, Scalar]) -> Any:
-    return build_causal_lm(source, override, device=torch.device("meta"), seed=0)
+    config = transformer_config(request.preset, request.override, presets=PLAN_PRESETS)
+    dense = _built(request.preset, lambda: Transformer(config))
+    return PlanModel(request.preset, dense, "layers", _loss_of(dense))
 
 
 def _built(name: str, build: Callable[[], Any]) -> Any:
@@ -186,14 +173,24 @@ def _user_model(reference: str) -> PlanModel:
             f"{type(module).__name__} has no loss(tokens, targets): add one, or let {reference} "
             "return the model and a function of (model, batch_size, seq_len) that returns the loss."
         )
-    has_blocks = any(isinstance(part, nn.ModuleList) for part in module.modules())
-    blocks = longest_module_list(module) if has_blocks else ""
     return PlanModel(
         reference,
         module,
-        blocks,
+        longest_module_list(module),
         _loss_of(module) if loss is None else lambda b, s: loss(module, b, s),
     )
+
+
+def longest_module_list(model: nn.Module) -> str:
+    """Returns the path of the module list with the most parameters, which holds the blocks; "" if
+    there is none.
+    """
+    sizes = {
+        name: sum(parameter.numel() for parameter in part.parameters())
+        for name, part in model.named_modules()
+        if isinstance(part, nn.ModuleList)
+    }
+    return max(sizes, key=lambda name: sizes[name], default="")
 
 
 def _loss_of(module: nn.Module) -> Loss:

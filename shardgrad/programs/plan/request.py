@@ -5,22 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from shardgrad.programs.train.config import mesh_shape
 from shardgrad.programs.train.failure import UsageError
 from shardgrad.programs.train.presets import PRESETS, Scalar, TransformerConfig
+from shardgrad.programs.train.settings import check, setting
 
-__all__ = [
-    "MOST_RANKS",
-    "PLAN_PRESETS",
-    "PRECISIONS",
-    "Request",
-    "require_range",
-    "require_share",
-    "require_units",
-    "units_of_preset",
-]
+__all__ = ["MOST_RANKS", "PLAN_PRESETS", "Request", "require_units", "units_of_preset"]
 
 # With a preset for plans only.
 PLAN_PRESETS: Mapping[str, TransformerConfig] = {
@@ -37,9 +29,6 @@ PLAN_PRESETS: Mapping[str, TransformerConfig] = {
     ),
 }
 MOST_RANKS = 2**24
-# Beyond these, torch could not count the elements of an activation.
-_MOST = {"ranks": MOST_RANKS, "batch_size": 2**16, "seq_len": 2**22, "accumulate": 2**20}
-PRECISIONS = ("fp32", "bf16-mixed", "bf16")
 _DTYPES = ("fp32", "bf16")
 
 
@@ -48,68 +37,97 @@ class Request:
     """The training step to plan.
 
     Args:
-        preset: name of a built-in model; ignored if `hf` or `model` is given.
-        hf: Hugging Face configuration, as for `shardgrad train`.
-        model: `module:function`, a function that returns a model.
-        override: fields of the model's configuration to replace.
-        ranks: number of ranks.
-        mesh: "16" to shard over 16 ranks, "4x16" for 4 replicas of 16 shards; None for `ranks`
-            shards.
-        stage: "1", "2", "3" or "hfsdp", as `zero_stage` of `fully_shard`.
-        reshard_to: reshard parameters after forward to groups of this many neighbouring ranks.
-        units: names of classes or modules that `fully_shard` is applied to, besides the blocks.
-        precision: "bf16-mixed" computes in bf16 and keeps fp32 weights; "bf16" keeps bf16 weights
-            too.
-        reduce_dtype: dtype of gradient reductions; None for fp32.
-        gradient_dtype: dtype of stored gradients; None for that of the weights.
-        wire_dtype: dtype that gradients travel in, "bf16"; None for the reduce dtype.
-        activation_checkpointing: "full" recomputes the activations of each block in backward,
-            "selective" all but those that cost most (`train/recompute.py`), "none" none.
-        batch_size: sequences per rank and micro-batch.
-        seq_len: tokens per sequence.
-        accumulate: micro-batches per step.
-        no_sync: accumulate unsharded gradients, and reduce them after the last micro-batch.
-        optimizer: "adamw" or "sgd".
         on_host: plan for CPU ranks with gloo.
         blocks: plan with only so many of the longest run of blocks that are alike; None for all.
     """
 
-    preset: str = "8b"
-    hf: str | None = None
-    model: str | None = None
-    override: Mapping[str, Scalar] = field(default_factory=dict)
-    ranks: int = 8
-    mesh: str | None = None
-    stage: str = "3"
-    reshard_to: int | None = None
-    units: tuple[str, ...] = ()
-    precision: str = "bf16-mixed"
-    reduce_dtype: str | None = None
-    gradient_dtype: str | None = None
-    wire_dtype: str | None = None
-    activation_checkpointing: str = "none"
-    batch_size: int = 1
-    seq_len: int = 8192
-    accumulate: int = 1
-    no_sync: bool = False
-    optimizer: str = "adamw"
+    preset: str = setting(
+        "8b",
+        "Built-in model; 70b is for plans only.",
+        choices=PLAN_PRESETS,
+        section="Model",
+    )
+    model: str | None = setting(
+        None,
+        "Plan the model that a function returns, MODULE:FUNCTION, instead of a built-in one.",
+    )
+    override: dict[str, Scalar] = setting(  # noqa: RUF009  # it calls `field`
+        dict, "Replace one field of the built-in model's configuration; may be repeated."
+    )
+
+    ranks: int = setting(
+        8,
+        "Number of ranks.  [default: the size of --mesh, or 8]",
+        least=1,
+        most=MOST_RANKS,
+        section="Ranks and sharding",
+    )
+    mesh: str | None = setting(
+        None,
+        "Device mesh: 16 shards over 16 ranks; 4x16 is 4 replicas of 16 shards.  [default: shard "
+        "over all]",
+    )
+    stage: str = setting(
+        "3", "ZeRO stage, as `zero_stage` of fully_shard.", choices=("1", "2", "3", "hfsdp")
+    )
+    reshard_to: int | None = setting(
+        None,
+        "Reshard parameters after forward to groups of this many neighbouring ranks, as an int "
+        "reshard_after_forward.",
+        least=1,
+    )
+    units: tuple[str, ...] = setting(
+        (),
+        "Also apply fully_shard to this module (embedding, head), or to the modules of this class "
+        "inside the blocks; may be repeated.",
+        flag="--unit",
+    )
+
+    precision: str = setting(
+        "bf16-mixed",
+        "bf16-mixed computes in bf16 with fp32 weights; bf16 keeps bf16 weights as well.",
+        choices=("fp32", "bf16-mixed", "bf16"),
+        section="Precision and memory",
+    )
+    reduce_dtype: str | None = setting(
+        None, "Dtype of gradient reductions.  [default: fp32]", choices=_DTYPES
+    )
+    gradient_dtype: str | None = setting(
+        None, "Dtype of stored gradients.  [default: that of the weights]", choices=_DTYPES
+    )
+    wire_dtype: str | None = setting(
+        None, "Dtype that gradients travel in.  [default: the reduce dtype]", choices=("bf16",)
+    )
+    activation_checkpointing: str = setting(
+        "none",
+        "Recompute the activations of each block in backward: all, or all but those that cost "
+        "most.",
+        choices=("none", "selective", "full"),
+        bare="full",
+    )
+    optimizer: str = setting("adamw", "Optimizer to plan for.", choices=("adamw", "sgd"))
+
+    # Beyond the limits, torch could not count the elements of an activation.
+    batch_size: int = setting(
+        1, "Sequences per rank in each micro-batch.", least=1, most=2**16, section="Steps"
+    )
+    seq_len: int = setting(8192, "Tokens per sequence.", least=1, most=2**22)
+    accumulate: int = setting(1, "Micro-batches per step.", least=1, most=2**20)
+    no_sync: bool = setting(False, "Reduce gradients only after the last micro-batch.")
+
     on_host: bool = False
     blocks: int | None = None
 
     def __post_init__(self) -> None:
-        for name, most in _MOST.items():
-            require_range("--" + name.replace("_", "-"), getattr(self, name), most)
+        check(self)
         if self.override and self.model is not None:
-            raise UsageError(
-                f"--override is for --preset and --hf: change the function {self.model}."
-            )
+            raise UsageError(f"--override is for --preset: change the function {self.model}.")
         shape = mesh_shape(self.mesh)
         if shape and math.prod(shape) != self.ranks:
             raise UsageError(
                 f"--mesh {self.mesh} has room for {math.prod(shape)} ranks, not {self.ranks}: "
                 "correct one."
             )
-        _check("--stage", self.stage, ("1", "2", "3", "hfsdp"))
         if self.stage == "hfsdp" and self.replicas == 1:
             raise UsageError(
                 "--stage hfsdp shards over two axes: give a mesh with both, such as --mesh 4x16."
@@ -118,23 +136,13 @@ class Request:
             raise UsageError(
                 f"--reshard-to goes with --stage 3 only, not {self.stage}: leave one out."
             )
-        if self.reshard_to is not None and (self.reshard_to < 1 or self.shards % self.reshard_to):
+        if self.reshard_to is not None and self.shards % self.reshard_to:
             raise UsageError(
                 f"--reshard-to {self.reshard_to} does not divide the {self.shards} shards: use a "
                 "divisor."
             )
-        _check("--precision", self.precision, PRECISIONS)
-        _check("--reduce-dtype", self.reduce_dtype, (None, *_DTYPES))
-        _check("--gradient-dtype", self.gradient_dtype, (None, *_DTYPES))
-        _check("--wire-dtype", self.wire_dtype, (None, "bf16"))
         if self.wire_dtype is not None and self.reduce_dtype == "bf16":
             raise UsageError("--wire-dtype goes with sums in fp32: leave --reduce-dtype out.")
-        _check(
-            "--activation-checkpointing",
-            self.activation_checkpointing,
-            ("none", "selective", "full"),
-        )
-        _check("--optimizer", self.optimizer, ("adamw", "sgd"))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -161,20 +169,6 @@ class Request:
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
 
-def require_share(request: Request, tokens_per_step: int) -> int:
-    """Returns how many sequences of a step each rank takes; refuses tokens that the ranks cannot
-    share.
-    """
-    share = request.seq_len * request.ranks
-    if tokens_per_step < share or tokens_per_step % share:
-        near = max(1, round(tokens_per_step / share)) * share
-        raise UsageError(
-            f"--search {tokens_per_step}: {request.ranks} ranks take sequences of "
-            f"{request.seq_len} tokens in multiples of {share}; try {near}."
-        )
-    return tokens_per_step // share
-
-
 def require_units(units: Sequence[str], known: Sequence[str]) -> None:
     """Refuses a unit that the model does not have; `known` are the names of those."""
     for unit in units:
@@ -189,21 +183,3 @@ def units_of_preset(config: TransformerConfig) -> list[str]:
     """Returns what `--unit` can name for a preset, sorted."""
     known = ["Attention", "FeedForward", "Projection", "RMSNorm", "embedding", "head", "norm"]
     return [name for name in known if not (name == "head" and config.tied)]
-
-
-def require_range(flag: str, value: float | None, most: float) -> None:
-    """Refuses a number that is not positive, is not finite, or is larger than `most`; None is the
-    default.
-    """
-    if value is None:
-        return
-    if not value > 0:  # nan included
-        raise UsageError(f"{flag} is {value}: give a positive number.")
-    if value > most:
-        raise UsageError(f"{flag} is {value}: give at most {most}.")
-
-
-def _check(flag: str, value: str | None, allowed: tuple[str | None, ...]) -> None:
-    if value not in allowed:
-        words = ", ".join(each for each in allowed if each)
-        raise UsageError(f"{flag} can be {words}, not {value!r}.")

@@ -24,8 +24,8 @@ from shardgrad.errors import CheckpointError, CheckpointSaveError
 from shardgrad.programs.checkpoint import Saving, Series, load, save, save_async
 from shardgrad.programs.checkpoint.peers import Peers
 from shardgrad.programs.train.failure import CheckpointUnusable, TrainingError, UsageError
+from shardgrad.programs.train.model import Transformer
 from shardgrad.programs.train.parallel import World
-from shardgrad.programs.train.sharding import LanguageModel
 
 # Each rank has its own generator. On another number of ranks, entries are missing or unused.
 _OPTIONAL = ("rng_*",)
@@ -44,7 +44,7 @@ class TrainState:
             data.
     """
 
-    model: LanguageModel
+    model: Transformer
     optimizer: torch.optim.Optimizer
     schedule: LambdaLR
     step: int = 0

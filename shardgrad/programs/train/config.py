@@ -1,6 +1,4 @@
-"""The settings of a run: one frozen dataclass, from which options, file format and validation
-follow.
-"""
+"""The settings of a run: one dataclass, from which options, file format and checks follow."""
 
 from __future__ import annotations
 
@@ -10,184 +8,175 @@ import math
 import os
 import stat
 import tomllib
-import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shardgrad.programs.train.failure import UsageError
-from shardgrad.programs.train.presets import (
-    PRESETS,
-    Scalar,
-    as_float,
-    suggestion,
-    transformer_config,
-)
+from shardgrad.programs.train.presets import PRESETS, Scalar, suggestion, transformer_config
+from shardgrad.programs.train.settings import check, setting
 
 # A resumed run cannot change these: its checkpoint has the tensors of this model.
-MODEL_FIELDS = ("preset", "hf", "override")
-_LARGEST = 2**63 - 1  # of any integer, as torch counts
+MODEL_FIELDS = ("preset", "override")
 _FILE_NBYTES = 2**20  # of a file of settings
 _MESH_DIGITS = 9
-
-
-def _setting(
-    default: Any,
-    words: str,
-    *,
-    choices: tuple[str, ...] = (),
-    least: float | None = None,
-    most: float | None = None,
-    bare: str | None = None,
-) -> Any:
-    """Declares a field with its help text and limits, from which the command line is generated.
-
-    A class as the default is called for each run. `bare` is the value of the option without one.
-    """
-    facts = {"help": words, "choices": choices, "least": least, "most": most, "bare": bare}
-    if isinstance(default, type):
-        return field(default_factory=default, metadata=facts)
-    return field(default=default, metadata=facts)
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     """The settings of a training run. Times are in seconds; `None` selects a default at start."""
 
-    preset: str = _setting("tiny", "Size of the built-in transformer.", choices=tuple(PRESETS))
-    hf: str | None = _setting(
-        None,
-        "Train a Hugging Face causal LM instead: path of a config.json, or a model type such as "
-        "gpt2. Needs transformers.",
+    preset: str = setting(
+        "tiny",
+        "Size of the built-in transformer.",
+        choices=tuple(PRESETS),
+        section="Model and data",
     )
-    override: dict[str, Scalar] = _setting(  # noqa: RUF009  # it calls `field`
+    override: dict[str, Scalar] = setting(  # noqa: RUF009  # it calls `field`
         dict, "Replace one field of the model's configuration; may be repeated."
     )
-    data: str | None = _setting(
+    data: str | None = setting(
         None, "File or folder to train on, read as bytes.  [default: Python's standard library]"
     )
-    data_limit_mib: int = _setting(16, "Read at most this many MiB of the data.", least=1)
-    validation_fraction: float = _setting(
+    data_limit_mib: int = setting(16, "Read at most this many MiB of the data.", least=1)
+    validation_fraction: float = setting(
         0.05,
         "Fraction of the data, taken from its end, that is held out for validation.",
         least=0.001,
         most=0.5,
     )
+    seed: int = setting(0, "Seed of the initial weights and of the order of the data.", least=0)
 
-    ranks: int | None = _setting(
+    ranks: int | None = setting(
         None,
         "Number of ranks to start.  [default: one per accelerator, else 2; under torchrun, its "
         "ranks]",
         least=1,
+        section="Ranks and engine",
     )
-    mesh: str | None = _setting(
+    mesh: str | None = setting(
         None,
         "Device mesh: 4 shards over 4 ranks; 2x2 is HSDP with 2 replicas of 2 shards.  [default: "
         "shard over all ranks]",
     )
-    device: str = _setting(
+    device: str = setting(
         "auto",
         "Device type to train on; auto uses the accelerator if there is one.",
         choices=("auto", "cpu", "accelerator"),
     )
-    engine: str = _setting(
+    engine: str = setting(
         "shardgrad",
         "Engine that shards the model; none trains an unsharded model in one process.",
         choices=("shardgrad", "fsdp2", "none"),
     )
-    precision: str = _setting(
-        "fp32",
-        "Precision; bf16-mixed computes in bf16, and reduces gradients and updates weights in "
-        "fp32.",
-        choices=("fp32", "bf16-mixed"),
-    )
-    stage: str = _setting(
+    stage: str = setting(
         "3",
         "ZeRO stage, as `zero_stage` of fully_shard; hfsdp needs a --mesh of two axes.",
         choices=("1", "2", "3", "hfsdp"),
     )
-    activation_checkpointing: str = _setting(
+    precision: str = setting(
+        "fp32",
+        "Precision; bf16-mixed computes in bf16, and reduces gradients and updates weights in "
+        "fp32.",
+        choices=("fp32", "bf16-mixed"),
+        hints={"fp16": "fp16 would need loss scaling, which this program does not have"},
+    )
+    activation_checkpointing: str = setting(
         "none",
         "Recompute the activations of each block in backward instead of keeping them: full "
         "recomputes all, selective keeps attention and every second matrix product.",
         choices=("none", "selective", "full"),
         bare="full",
     )
-    compile: bool = _setting(False, "Compile each block with torch.compile.")
-    graph: str = _setting(
+    compile: bool = setting(False, "Compile each block with torch.compile.")
+    graph: str = setting(
         "auto",
         "Capture each step as one CUDA graph, with the same results; auto does so with --engine "
         "shardgrad on devices that have graphs.",
         choices=("auto", "on", "off"),
     )
-    timeout: float = _setting(120.0, "Timeout of collectives, in seconds.", least=1, most=1e8)
+    timeout: float = setting(120.0, "Timeout of collectives, in seconds.", least=1, most=1e8)
 
-    steps: int = _setting(400, "Number of optimizer steps.", least=1)
-    batch_size: int = _setting(8, "Sequences per rank in each micro-batch.", least=1, most=2**20)
-    accumulate: int = _setting(
+    steps: int = setting(
+        400,
+        "Number of optimizer steps.",
+        least=1,
+        section="Steps",
+    )
+    batch_size: int = setting(8, "Sequences per rank in each micro-batch.", least=1, most=2**20)
+    accumulate: int = setting(
         1, "Micro-batches per step, whose gradients are accumulated.", least=1
     )
-    sync_every_microbatch: bool = _setting(
+    sync_every_microbatch: bool = setting(
         False,
         "Reduce gradients after every micro-batch, not only after the last: less memory, more "
         "communication.",
     )
-    seq_len: int = _setting(128, "Length of a sequence in bytes.", least=2)
-    seed: int = _setting(0, "Seed of the initial weights and of the order of the data.", least=0)
+    seq_len: int = setting(128, "Length of a sequence in bytes.", least=2)
 
-    optimizer: str = _setting(
-        "adamw", "Optimizer that updates the weights; sgd has momentum.", choices=("adamw", "sgd")
+    optimizer: str = setting(
+        "adamw",
+        "Optimizer that updates the weights; sgd has momentum.",
+        choices=("adamw", "sgd"),
+        section="Optimizer",
     )
-    lr: float = _setting(3e-3, "Peak learning rate.", least=0)
-    warmup_steps: int = _setting(
+    lr: float = setting(3e-3, "Peak learning rate.", least=0)
+    warmup_steps: int = setting(
         40, "Steps over which the learning rate increases linearly to its peak.", least=0
     )
-    final_lr_ratio: float = _setting(
+    final_lr_ratio: float = setting(
         0.1, "Learning rate of the last step, as a fraction of the peak.", least=0, most=1
     )
-    weight_decay: float = _setting(
+    weight_decay: float = setting(
         0.1, "Decoupled weight decay of matrices; norm weights do not decay.", least=0
     )
-    clip: float = _setting(1.0, "Maximum gradient norm; 0 disables clipping.", least=0)
+    clip: float = setting(1.0, "Maximum gradient norm; 0 disables clipping.", least=0)
 
-    log_every: int = _setting(10, "Steps between two lines of metrics.", least=1)
-    eval_every: int = _setting(
+    log_every: int = setting(
+        10,
+        "Steps between two lines of metrics.",
+        least=1,
+        section="Metrics and checks",
+    )
+    eval_every: int = setting(
         100, "Steps between two validations; the last step is always validated.", least=1
     )
-    eval_samples: int = _setting(64, "Number of held-out sequences in a validation.", least=1)
-    checkpoint_every: int = _setting(
-        100, "Steps between two checkpoints; the last step is always saved.", least=1
-    )
-    checkpoint_async: bool = _setting(
-        False, "Write checkpoints in the background, from a copy in host memory."
-    )
-    profile: int = _setting(
+    eval_samples: int = setting(64, "Number of held-out sequences in a validation.", least=1)
+    profile: int = setting(
         0,
         "Profile this step of rank 0 into trace.json of the run folder, with torch.profiler.",
         least=0,
     )
-    keep: int = _setting(2, "Number of checkpoints to keep.", least=1)
-    run_dir: str | None = _setting(None, "Folder of the run.  [default: runs/<time>-<preset>]")
-    tensorboard: bool = _setting(
+    tensorboard: bool = setting(
         False, "Write the metrics for TensorBoard too, into the run folder."
     )
-    sample_bytes: int = _setting(
+    sample_bytes: int = setting(
         60,
         "Length of the text that the trained model writes at the end; 0 for none.",
         least=0,
         most=2**20,
     )
-    plot: bool = _setting(True, "Do not draw the loss curve.")
+    plot: bool = setting(True, "Do not draw the loss curve.")
+
+    run_dir: str | None = setting(
+        None,
+        "Folder of the run.  [default: runs/<time>-<preset>]",
+        section="Run folder and checkpoints",
+    )
+    checkpoint_every: int = setting(
+        100,
+        "Steps between two checkpoints; the last step is always saved.",
+        least=1,
+    )
+    checkpoint_async: bool = setting(
+        False, "Write checkpoints in the background, from a copy in host memory."
+    )
+    keep: int = setting(2, "Number of checkpoints to keep.", least=1)
 
     def __post_init__(self) -> None:
-        kinds = typing.get_type_hints(TrainConfig)
-        for one in dataclasses.fields(self):
-            value = _checked_kind(one.name, getattr(self, one.name), kinds[one.name])
-            _check_limits(one, value)
-            object.__setattr__(self, one.name, value)
-        if self.hf is None:
-            transformer_config(self.preset, self.override)
+        check(self)
+        transformer_config(self.preset, self.override)
         mesh = mesh_shape(self.mesh)
         if self.ranks is not None and mesh and self.ranks != math.prod(mesh):
             raise UsageError(
@@ -353,47 +342,3 @@ def _same_global_batch(saved: TrainConfig, ranks: int) -> dict[str, int]:
         )
     batch_size = max(size for size in range(1, saved.batch_size + 1) if per_rank % size == 0)
     return {"batch_size": batch_size, "accumulate": per_rank // batch_size}
-
-
-def _checked_kind(name: str, value: Any, kind: Any) -> Any:
-    allowed = typing.get_args(kind) if type(None) in typing.get_args(kind) else (kind,)
-    if value is None and type(None) in allowed:
-        return None
-    expected = next(one for one in allowed if one is not type(None))
-    expected = typing.get_origin(expected) or expected
-    if expected is float and type(value) is int:
-        value = as_float(value, _flag(name))
-    if type(value) is not expected:
-        raise UsageError(
-            f"{_flag(name)} needs a value of type {expected.__name__}, not {value!r:.100}."
-        )
-    if expected is str and "\0" in value:  # which no path may have
-        raise UsageError(f"{_flag(name)} has a null character: leave it out.")
-    if expected is float and not math.isfinite(value):
-        raise UsageError(f"{_flag(name)} is {value}: give a finite number.")
-    if expected is int and abs(value) > _LARGEST:
-        raise UsageError(
-            f"{_flag(name)} is a number of {value.bit_length()} bits: give one of at most 63."
-        )
-    return value
-
-
-def _check_limits(one: dataclasses.Field[Any], value: Any) -> None:
-    facts = one.metadata
-    if value is None:
-        return
-    if facts["choices"] and value not in facts["choices"]:
-        hint = ""
-        if one.name == "precision" and value.startswith("fp16"):
-            hint = " (fp16 would need loss scaling, which this program does not have)"
-        raise UsageError(
-            f"{_flag(one.name)} can be {', '.join(facts['choices'])}, not {value!r}{hint}."
-        )
-    if facts["least"] is not None and not value >= facts["least"]:
-        raise UsageError(f"{_flag(one.name)} is {value}: give at least {facts['least']}.")
-    if facts["most"] is not None and not value <= facts["most"]:
-        raise UsageError(f"{_flag(one.name)} is {value}: give at most {facts['most']}.")
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

@@ -132,7 +132,7 @@ def _new_run(given: Mapping[str, Any], world_size: int | None) -> tuple[TrainCon
         raise UsageError(
             f"torchrun started {world_size} ranks, not the {config.ranks} of --ranks: drop --ranks."
         )
-    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{'hf' if config.hf else config.preset}"
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{config.preset}"
     folder = Path(config.run_dir) if config.run_dir is not None else RUNS / name
     # On every rank: torchrun waits half a minute for those that another has left alone. The first
     # one writes the file when all have joined, after this.
@@ -165,11 +165,6 @@ def _old_run(given: Mapping[str, Any], folder: Path, world_size: int | None) -> 
 
 
 def _check_inputs(config: TrainConfig) -> None:
-    if config.hf is not None:
-        require("transformers", feature="--hf")
-        from shardgrad.programs.train.huggingface import require_buildable  # imports PyTorch
-
-        require_buildable(config.hf, config.override)
     if config.tensorboard:
         require("tensorboard", feature="--tensorboard")
     require_text(

@@ -88,7 +88,7 @@ def _train(
         raise UsageError(
             f"The run has already made {state.step} steps: give a larger --steps to continue."
         )
-    title = f"{config.hf or config.preset} on {world.world_size} x {world.device.type}"
+    title = f"{config.preset} on {world.world_size} x {world.device.type}"
     with Display(config.steps, title, leads=world.leads) as display:
         run = Run(config, world, folder, state, corpus, checkpoints, display)
         run.open()

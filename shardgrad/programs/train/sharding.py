@@ -12,20 +12,18 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardgrad.programs.train.config import TrainConfig
 from shardgrad.programs.train.failure import UsageError
-from shardgrad.programs.train.huggingface import CausalLM, build_causal_lm
 from shardgrad.programs.train.model import Transformer, materialise
 from shardgrad.programs.train.presets import transformer_config
 from shardgrad.programs.train.recompute import checkpointed
 
-LanguageModel = Transformer | CausalLM
 ShardModule = Callable[..., Any]
 
 
-def build_model(config: TrainConfig, mesh: DeviceMesh, device: torch.device) -> LanguageModel:
+def build_model(config: TrainConfig, mesh: DeviceMesh, device: torch.device) -> Transformer:
     """Builds the model of `config`, sharded over `mesh`, with initial values that do not depend on
     the mesh.
 
-    A rank never holds all unsharded parameters of the built-in transformer: a block is materialized
+    A rank never holds all unsharded parameters: a block is materialized
     and sharded before the next block is materialized.
 
     Returns:
@@ -39,11 +37,8 @@ def build_model(config: TrainConfig, mesh: DeviceMesh, device: torch.device) -> 
     stage: dict[str, Any] = {}
     if config.stage != "3":
         stage["zero_stage"] = config.stage if config.stage == "hfsdp" else int(config.stage)
-    if config.hf is None:
-        with torch.device("meta"):
-            model: LanguageModel = Transformer(transformer_config(config.preset, config.override))
-    else:
-        model = build_causal_lm(config.hf, config.override, device=device, seed=config.seed)
+    with torch.device("meta"):
+        model = Transformer(transformer_config(config.preset, config.override))
     for name, block in list(model.layers.named_children()):
         materialise(model, block, device=device, seed=config.seed)
         block = checkpointed(block, config.activation_checkpointing)

@@ -1,0 +1,113 @@
+"""Fields of a dataclass that are settings: their help, their limits, and the check of their values.
+
+Values come from the command line, from files and from programs; all are checked here, in one place.
+`shardgrad.programs.cli.options` makes options from them. This module does not import PyTorch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import field
+from difflib import get_close_matches
+from typing import Any
+
+from shardgrad.programs.train.failure import UsageError
+from shardgrad.programs.train.presets import as_float
+
+__all__ = ["check", "flag_of", "setting"]
+
+_LARGEST = 2**63 - 1  # of any integer, as torch counts
+
+
+def setting(
+    default: Any | Callable[[], Any],
+    words: str,
+    *,
+    choices: typing.Iterable[str] = (),
+    least: float | None = None,
+    most: float | None = None,
+    bare: str | None = None,
+    flag: str | None = None,
+    section: str = "",
+    hints: Mapping[str, str] | None = None,
+) -> Any:
+    """Declares a field of a dataclass as a setting.
+
+    Args:
+        default: its value if it is not given; a class is called for each instance.
+        words: help.
+        choices: the texts that it can be; any, if there are none.
+        least: smallest number.
+        most: largest number.
+        bare: the value of the option without one.
+        flag: the option; the field's name with dashes, if it is not given.
+        section: of the help, which begins with this field.
+        hints: by the beginning of a refused value, what the error says of it in parentheses.
+    """
+    facts = {
+        **{"help": words, "choices": tuple(choices), "least": least, "most": most},
+        **{"bare": bare, "flag": flag, "section": section, "hints": hints or {}},
+    }
+    if isinstance(default, type):
+        return field(default_factory=default, metadata=facts)
+    return field(default=default, metadata=facts)
+
+
+def flag_of(one: dataclasses.Field[Any]) -> str:
+    """Returns the option of a setting."""
+    return str(one.metadata.get("flag") or "--" + one.name.replace("_", "-"))
+
+
+def check(settings: Any) -> None:
+    """Checks the values of a dataclass's settings; whole numbers become floats where those are
+    meant.
+
+    Raises:
+        UsageError: a value has another type, is none of the choices, or is beyond a limit.
+    """
+    kinds = typing.get_type_hints(type(settings))
+    for one in dataclasses.fields(settings):
+        if one.metadata:
+            value = _of_kind(flag_of(one), getattr(settings, one.name), kinds[one.name])
+            _check_limits(one, value)
+            object.__setattr__(settings, one.name, value)
+
+
+def _of_kind(flag: str, value: Any, kind: Any) -> Any:
+    allowed = typing.get_args(kind) if type(None) in typing.get_args(kind) else (kind,)
+    if value is None and type(None) in allowed:
+        return None
+    expected = next(one for one in allowed if one is not type(None))
+    expected = typing.get_origin(expected) or expected
+    if expected is float and type(value) is int:
+        value = as_float(value, flag)
+    if type(value) is not expected:
+        raise UsageError(f"{flag} needs a value of type {expected.__name__}, not {value!r:.100}.")
+    if expected is str and "\0" in value:  # which no path may have
+        raise UsageError(f"{flag} has a null character: leave it out.")
+    if expected is float and not math.isfinite(value):
+        raise UsageError(f"{flag} is {value}: give a finite number.")
+    if expected is int and abs(value) > _LARGEST:
+        raise UsageError(
+            f"{flag} is a number of {value.bit_length()} bits: give one of at most 63."
+        )
+    return value
+
+
+def _check_limits(one: dataclasses.Field[Any], value: Any) -> None:
+    facts, flag = one.metadata, flag_of(one)
+    if value is None:
+        return
+    if facts["choices"] and value not in facts["choices"]:
+        alike = get_close_matches(value, facts["choices"], n=1, cutoff=0.75)
+        hint = f": did you mean {alike[0]!r}?" if alike else "."
+        for beginning, words in facts["hints"].items():
+            hint = f" ({words})." if value.startswith(beginning) else hint
+        raise UsageError(f"{flag} can be {', '.join(facts['choices'])}, not {value!r}{hint}")
+    if facts["least"] is not None and not value >= facts["least"]:
+        raise UsageError(f"{flag} is {value}: give at least {facts['least']}.")
+    if facts["most"] is not None and not value <= facts["most"]:
+        raise UsageError(f"{flag} is {value}: give at most {facts['most']}.")
