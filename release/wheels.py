@@ -260,7 +260,7 @@ def try_wheel(
     used = run(python, "-c", USE_OPS)
     if used.strip() != expected:
         sys.exit(f"{wheel.name} uses the {used.strip()} ops, not the {expected} ones.")
-    run(python, "-m", "shardgrad", "doctor", "--preset", "none", "--cpu")
+    run(python, "-m", "shardgrad", "doctor")
     shutil.rmtree(folder)
 
 

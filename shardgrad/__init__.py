@@ -10,7 +10,6 @@ from shardgrad.version import __version__
 
 if TYPE_CHECKING:
     from shardgrad import optim
-    from shardgrad.checks.gradient_report import gradient_report
     from shardgrad.checks.padding import PaddingWarning
     from shardgrad.checks.replica_report import replica_report
     from shardgrad.checks.unowned_params import UnownedParameterWarning
@@ -64,7 +63,6 @@ __all__ = [
     "clip_grad_norm_",
     "export_table",
     "fully_shard",
-    "gradient_report",
     "graphed_step",
     "optim",
     "participate",
@@ -103,7 +101,6 @@ _DEFINED_IN = {
     "clip_grad_norm_": "optim.clip",
     "export_table": "features.export_table",
     "fully_shard": "fully_shard",
-    "gradient_report": "checks.gradient_report",
     "graphed_step": "graphs",
     "participate": "features.participation",
     "patch": "patch",

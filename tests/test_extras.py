@@ -28,7 +28,7 @@ OPTIONAL = (*EXTRAS, "jinja2", "accelerate", "peft")
 TWO_RANKS = """
 import sys
 import torch, torch.distributed as dist
-from shardgrad import clip_grad_norm_, fully_shard, gradient_report, optim, replica_report
+from shardgrad import clip_grad_norm_, fully_shard, optim, replica_report
 
 assert "numpy" not in sys.modules
 store = f"file://{sys.argv[2]}"
@@ -39,7 +39,6 @@ optimizer = optim.AdamW(model.parameters(), lr=0.1)
 model(torch.ones(2, 4)).sum().backward()
 clip_grad_norm_(model, 1.0)
 optimizer.step()
-assert len(gradient_report(model).touched_by) == 2
 assert not replica_report(model, optimizer).differing
 dist.destroy_process_group()
 """

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardgrad.diagnosis.all_gather_object import all_gather_object
 from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.engine.param import FSDPParam, local_of
 from shardgrad.engine.param_group import ParamGroup, group_of
@@ -127,7 +126,7 @@ def _compare(groups: Sequence[ParamGroup], ranks: dist.ProcessGroup, device: tor
     differs = (largest[0] != -largest[1]) & (largest[2] == 0)
     numbers = differs.nonzero().flatten().tolist()
     if numbers:
-        raise _error([params[i].name for i in numbers], int(own[numbers[0]]), ranks)
+        raise _error([params[i].name for i in numbers], own[numbers[0]], ranks)
 
 
 def _is_written(p: FSDPParam, noted: _Noted | None, device: torch.device) -> torch.Tensor:
@@ -138,11 +137,15 @@ def _is_written(p: FSDPParam, noted: _Noted | None, device: torch.device) -> tor
     return (now.to(device) != noted.local_total.to(device)).to(torch.int64)
 
 
-def _error(names: Sequence[str], own: int, ranks: dist.ProcessGroup) -> RankDisagreementError:
+def _error(
+    names: Sequence[str], own: torch.Tensor, ranks: dist.ProcessGroup
+) -> RankDisagreementError:
     parties: dict[int, list[int]] = {}
-    sums: list[int] = all_gather_object(own, ranks)
+    sums = [torch.empty_like(own) for _ in range(ranks.size())]
+    with recorder.group_log(ranks).waiting("checksums of the weights", own):
+        dist.all_gather(sums, own, group=ranks)
     for rank, total in zip(dist.get_process_group_ranks(ranks), sums, strict=True):
-        parties.setdefault(total, []).append(rank)
+        parties.setdefault(int(total), []).append(rank)
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return RankDisagreementError(
         f"ranks had different weights when fully_shard cut them: {names[0]}{more}",

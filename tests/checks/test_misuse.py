@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import shardgrad
-from shardgrad.errors import RootError, UnitBypassedError
+from shardgrad.errors import UnitBypassedError
 from tests.support.parity import (
     SHARDGRAD,
     WIDTH,
@@ -193,8 +193,3 @@ def test_a_unit_that_ran_before_its_root_is_reduced_like_the_others(
     two_ranks: Ranks, together: bool
 ) -> None:
     two_ranks.run(close_to_unsharded, a_unit_before_its_root, together)
-
-
-def test_a_report_on_gradients_of_what_is_no_root_is_refused() -> None:
-    with pytest.raises(RootError, match="gradient_report"):
-        shardgrad.gradient_report(torch.nn.Linear(2, 2))

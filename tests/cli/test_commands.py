@@ -16,9 +16,9 @@ from click.testing import CliRunner
 
 from shardgrad import version
 from shardgrad.__main__ import main as entry
+from shardgrad.graphs import preflight
 from shardgrad.graphs.preflight import Issue
 from shardgrad.patch.__main__ import main as patched
-from shardgrad.programs.cli import doctor as doctor_module
 from shardgrad.programs.cli import main
 from tests.support.processes import run
 
@@ -96,8 +96,8 @@ def test_the_version_comes_with_the_commit(tmp_path: Path, monkeypatch: pytest.M
 def test_doctor_counts_what_prevents_a_graph_and_fails_if_anything_does(
     issues: list[Issue], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor_module, "_issues", lambda *_: issues)
-    done = CliRunner().invoke(main, ["doctor", "--cpu", "--preset", "none"])
+    monkeypatch.setattr(preflight, "environment_issues", lambda *_: issues)
+    done = CliRunner().invoke(main, ["doctor"])
     assert done.exit_code == len(issues)
     assert ("1 issue for a graph" if issues else "No issues for a graph") in done.output
     assert "not in this build of torch" in done.output or torch.version.cuda is not None
@@ -106,11 +106,11 @@ def test_doctor_counts_what_prevents_a_graph_and_fails_if_anything_does(
 def test_doctor_says_that_there_is_no_gpu_where_torch_is_built_for_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(doctor_module, "_issues", lambda *_: [])
+    monkeypatch.setattr(preflight, "environment_issues", lambda *_: [])
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     for is_there, row in ((False, "13.0, and no GPU was found"), (True, "13.0")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda is_there=is_there: is_there)
-        output = CliRunner().invoke(main, ["doctor", "--cpu", "--preset", "none"]).output
+        output = CliRunner().invoke(main, ["doctor"]).output
         (line,) = (line for line in output.splitlines() if line.startswith("CUDA "))
         assert line.split(maxsplit=1)[1].strip() == row
 

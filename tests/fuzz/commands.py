@@ -235,7 +235,9 @@ def call(words: list[str], variables: dict[str, str]) -> str:
         stack.enter_context(
             mock.patch("shardgrad.programs.cli.train.os._exit", side_effect=SystemExit)
         )
-        stack.enter_context(mock.patch("shardgrad.programs.cli.doctor._issues", return_value=[]))
+        stack.enter_context(
+            mock.patch("shardgrad.graphs.preflight.environment_issues", return_value=[])
+        )
         stack.enter_context(
             mock.patch("shardgrad.programs.audit.audit._run", return_value=[_LEFT_OUT])
         )

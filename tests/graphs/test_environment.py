@@ -143,26 +143,17 @@ def test_a_process_group_without_a_collective_behind_it_is_named(
 # -- shardgrad doctor
 
 
-def test_the_doctor_finds_nothing_wrong_with_the_training_program() -> None:
-    done = CliRunner().invoke(main, ["doctor", "--cpu"])
+def test_the_doctor_finds_nothing_wrong_with_this_machine() -> None:
+    done = CliRunner().invoke(main, ["doctor"])
     assert done.exit_code == 0, done.output
     assert torch.__version__ in done.output
-    assert done.output.endswith(
-        "No issues for a graph in this environment, and in a training step of preset tiny on cpu.\n"
-    )
-    assert not dist.is_initialized()
+    assert done.output.endswith("No issues for a graph in this environment.\n")
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 def test_the_doctor_names_an_issue_and_exits_with_1() -> None:
     with torch.autograd.detect_anomaly():
-        done = CliRunner().invoke(main, ["doctor", "--cpu", "--preset", "none"])
+        done = CliRunner().invoke(main, ["doctor"])
     assert done.exit_code == 1
     assert "issue (anomaly mode): anomaly detection is on" in done.output
     assert "1 issue for a graph" in done.output
-
-
-def test_the_doctor_refuses_a_preset_that_is_not_there() -> None:
-    done = CliRunner().invoke(main, ["doctor", "--preset", "huge"])
-    assert done.exit_code == 2
-    assert "'huge'" in done.output

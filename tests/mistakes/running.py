@@ -196,15 +196,6 @@ def reset_of_a_block() -> None:
 
 
 @mistake(
-    typed="`gradient_report(model)` before a backward",
-    says="RootError: gradient_report() needs a root that has run",
-    cure="call it after loss.backward()",
-)
-def a_report_too_early() -> None:
-    shardgrad.gradient_report(sharded())
-
-
-@mistake(
     typed="`with participate(model.blocks[0]):`",
     says="ParticipationError: participate() needs the root",
     cure="with shardgrad.participate(root):",

@@ -16,7 +16,7 @@ _COMMANDS = {
     "Before a run": {
         "doctor": (
             "doctor",
-            "Print versions and devices; check that a step can be captured.",
+            "Print versions and devices; check a machine, or a program.",
         ),
         "plan": (
             "plan",
