@@ -236,9 +236,6 @@ def call(words: list[str], variables: dict[str, str]) -> str:
             mock.patch("shardgrad.programs.cli.train.os._exit", side_effect=SystemExit)
         )
         stack.enter_context(
-            mock.patch("shardgrad.graphs.preflight.environment_issues", return_value=[])
-        )
-        stack.enter_context(
             mock.patch("shardgrad.programs.audit.audit._run", return_value=[_LEFT_OUT])
         )
         stack.enter_context(mock.patch("shardgrad.programs.plan.planning.make_plan", _made_sense))
