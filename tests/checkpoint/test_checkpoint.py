@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from shardgrad import checkpoint
 from shardgrad.errors import CheckpointError, CheckpointSaveError
 from shardgrad.programs.checkpoint import folder as folders
-from shardgrad.programs.checkpoint.text import listed, printable
+from shardgrad.programs.text import listed, printable
 
 ROWS, LARGE = 15, 1500  # of the first tensor; a large one has several blocks
 DATA, METADATA, MANIFEST = "__0_0.distcp", ".metadata", "manifest.json"

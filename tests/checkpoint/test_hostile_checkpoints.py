@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 
 from shardgrad import checkpoint
 from shardgrad.errors import CheckpointError
-from shardgrad.programs.checkpoint.text import printable
+from shardgrad.programs.text import printable
 from tests.support.processes import FairClock
 
 

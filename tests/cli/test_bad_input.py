@@ -75,7 +75,7 @@ LINES = [
     *(
         "checkpoint verify started",
         "checkpoint verify missing",
-        "checkpoint inspect text",
+        "checkpoint verify text",
         "checkpoint export missing out",
     ),
 ]

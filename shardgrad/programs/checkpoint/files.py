@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from shardgrad.errors import CheckpointError
-from shardgrad.programs.checkpoint.text import printable
+from shardgrad.programs.text import printable
 
 __all__ = [
     "content_of",

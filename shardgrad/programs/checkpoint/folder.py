@@ -16,7 +16,7 @@ from shardgrad.errors import CheckpointError, CheckpointSaveError, OptionError
 from shardgrad.programs.checkpoint.files import content_of, replace_synced, sync
 from shardgrad.programs.checkpoint.lock import FileLock
 from shardgrad.programs.checkpoint.metadata import METADATA
-from shardgrad.programs.checkpoint.text import printable
+from shardgrad.programs.text import printable
 
 __all__ = ["Publication", "Series"]
 

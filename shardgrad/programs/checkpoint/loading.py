@@ -26,7 +26,7 @@ from shardgrad.programs.checkpoint.files import damaged
 from shardgrad.programs.checkpoint.metadata import METADATA, read_metadata
 from shardgrad.programs.checkpoint.peers import Peers
 from shardgrad.programs.checkpoint.state import flatten, rebuild
-from shardgrad.programs.checkpoint.text import listed, printable
+from shardgrad.programs.text import listed, printable
 
 __all__ = ["load"]
 

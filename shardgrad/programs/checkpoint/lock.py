@@ -20,7 +20,7 @@ from pathlib import Path
 
 from shardgrad.errors import CheckpointSaveError
 from shardgrad.programs.checkpoint.files import make_folder
-from shardgrad.programs.checkpoint.text import printable
+from shardgrad.programs.text import printable
 
 __all__ = ["FileLock"]
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 from shardgrad.errors import CheckpointError, CheckpointSaveError, CheckpointVersionError
 from shardgrad.programs.checkpoint.files import content_of, damaged, open_plain, write_synced
-from shardgrad.programs.checkpoint.text import printable
+from shardgrad.programs.text import printable
 
 __all__ = ["MANIFEST", "Manifest", "SummingFiles", "check", "read", "verify", "write"]
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from shardgrad.programs.checkpoint.files import content_of, damaged
 from shardgrad.programs.checkpoint.manifest import Manifest, is_name
-from shardgrad.programs.checkpoint.text import printable
+from shardgrad.programs.text import printable
 
 __all__ = ["METADATA", "read_metadata", "require_whole"]
 

@@ -19,7 +19,7 @@ from shardgrad.errors import (
     ShardgradError,
 )
 from shardgrad.extras import require
-from shardgrad.programs.checkpoint.text import printable
+from shardgrad.programs.text import printable
 
 __all__ = ["Peers"]
 

@@ -21,7 +21,7 @@ from shardgrad.programs.checkpoint.loading import load
 from shardgrad.programs.checkpoint.manifest import verify
 from shardgrad.programs.checkpoint.metadata import read_metadata
 from shardgrad.programs.checkpoint.peers import Peers
-from shardgrad.programs.checkpoint.text import listed, printable
+from shardgrad.programs.text import listed, printable
 
 __all__ = ["FILE_NBYTES", "export_checkpoint", "export_safetensors"]
 

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from shardgrad.errors import CheckpointError
-from shardgrad.programs.checkpoint.text import printable
+from shardgrad.programs.text import printable
 
 __all__ = ["flatten", "rebuild"]
 

@@ -29,7 +29,7 @@ _COMMANDS = {
     "After a run": {
         "checkpoint": (
             "checkpoint",
-            "Verify, inspect and export checkpoints.",
+            "Verify and export checkpoints.",
         ),
     },
 }

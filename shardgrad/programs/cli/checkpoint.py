@@ -1,4 +1,4 @@
-"""`shardgrad checkpoint`: verify, inspect and export checkpoints."""
+"""`shardgrad checkpoint`: verify and export checkpoints."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import os
 import tempfile
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
 import click
 
 from shardgrad.programs.cli.command import Command
+from shardgrad.programs.text import printable
 
 # Names in a folder that has a checkpoint, or had one that was interrupted.
 _PARTS = (".metadata", "manifest.json", "latest", "checkpoints", "step_*", "*.distcp")
@@ -55,7 +55,7 @@ _PATH = click.argument(
 
 @click.group()
 def checkpoint() -> None:
-    """Verify, inspect and export checkpoints in the format of torch.distributed.checkpoint.
+    """Verify and export checkpoints in the format of torch.distributed.checkpoint.
 
     PATH is a checkpoint, or a run folder, of which the newest checkpoint is used. No code in a
     checkpoint is executed. The exit status is 1 if a checkpoint is damaged or cannot be written.
@@ -67,48 +67,14 @@ def checkpoint() -> None:
 def verify(path: Path) -> None:
     """Read every byte of a checkpoint and compare it with its checksums."""
     from shardgrad.programs.checkpoint import verify as compare
+    from shardgrad.programs.train.display import nice_nbytes
 
     folder = _checkpoint_in(path)
-    files = compare(folder)
-    size = _size(sum(nbytes for nbytes, _ in files.values()))
+    sizes = [nbytes for nbytes, _ in compare(folder).values()]
     click.echo(
-        f"{_shown(folder)} is complete and undamaged: {_counted(len(files), 'file')}, {size}."
+        f"{printable(folder)} is complete and undamaged: {len(sizes)} files, "
+        f"{nice_nbytes(sum(sizes))}."
     )
-
-
-@checkpoint.command(cls=Command, examples=["shardgrad checkpoint inspect runs/first --all"])
-@_PATH
-@click.option("--all", "everything", is_flag=True, help="List every tensor and every value.")
-def inspect(path: Path, everything: bool) -> None:
-    """Print a summary of a checkpoint's contents, without reading a tensor."""
-    from shardgrad.programs.checkpoint import load, read_metadata
-
-    folder = _checkpoint_in(path)
-    tensors: dict[str, Any] = {}
-    values: dict[str, Any] = {}
-    groups: dict[str, list[Any]] = {}
-    for name, entry in sorted(read_metadata(folder).state_dict_metadata.items()):
-        if hasattr(entry, "chunks"):
-            tensors[name] = entry
-            groups.setdefault(name.partition(".")[0], []).append(entry)
-        else:
-            values[name] = None
-    click.echo(f"{_shown(folder)}")
-    for group, entries in groups.items():
-        numel = sum(entry.size.numel() for entry in entries)
-        size = _size(sum(entry.size.numel() * entry.properties.dtype.itemsize for entry in entries))
-        click.echo(
-            f"  {_shown(group)}: {_counted(len(entries), 'tensor')}, {numel:,} elements, {size}"
-        )
-    click.echo(f"  {_counted(len(values), 'value')} that are not tensors")
-    if everything:
-        for name, entry in tensors.items():
-            shape = "x".join(map(str, entry.size)) or "scalar"
-            parts = _counted(len(entry.chunks), "part")
-            dtype = str(entry.properties.dtype).removeprefix("torch.")
-            click.echo(f"{_shown(name)}  {dtype} {shape}  {parts}")
-        for name, value in load(values, folder, optional=("*",), verify=False).items():
-            click.echo(f"{_shown(name)} = {_shown(repr(value))}")
 
 
 @checkpoint.command(
@@ -127,7 +93,7 @@ def export(path: Path, target: Path, only: str) -> None:
     from shardgrad.programs.checkpoint import export_checkpoint
 
     export_checkpoint(_checkpoint_in(path), target, only=only)
-    click.echo(f"{_shown(target)} is written.")
+    click.echo(f"{printable(target)} is written.")
 
 
 def _checkpoint_in(path: Path) -> Path:
@@ -141,22 +107,3 @@ def _checkpoint_in(path: Path) -> Path:
         if newest is not None:
             return newest
     return path
-
-
-def _shown(text: object) -> str:
-    from shardgrad.programs.checkpoint.text import printable
-
-    return printable(text)
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
-def _size(nbytes: int) -> str:
-    size, unit = float(nbytes), "bytes"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{size:.3g} {unit}"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from shardgrad.programs.cli.command import Command, given
-from shardgrad.programs.cli.reporting import escaped
+from shardgrad.programs.text import escaped
 
 if TYPE_CHECKING:
     import torch

@@ -14,9 +14,10 @@ from typing import NoReturn
 import click
 
 from shardgrad.errors import OptionError, PartnerUnavailableError, ShardgradError
+from shardgrad.programs.text import escaped
 from shardgrad.programs.train.failure import TrainingError
 
-__all__ = ["escaped", "reported"]
+__all__ = ["reported"]
 
 
 @contextmanager
@@ -40,15 +41,6 @@ def reported(program: str, *, debug: bool = False) -> Iterator[None]:
         if debug:
             traceback.print_exc()
         _exit(f"{program}: {_sentence(error)}", _status(error))
-
-
-def escaped(text: object) -> str:
-    """Returns text with control characters escaped, so that names from files cannot steer the
-    terminal.
-    """
-    return "".join(
-        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(text)
-    )
 
 
 def _sentence(error: Exception) -> str:

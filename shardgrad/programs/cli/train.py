@@ -12,7 +12,7 @@ import click
 
 from shardgrad.programs.cli.command import Command, is_debug
 from shardgrad.programs.cli.options import given_for, options_of, sections_of
-from shardgrad.programs.cli.reporting import escaped
+from shardgrad.programs.text import escaped
 from shardgrad.programs.train.config import TrainConfig, read_settings
 
 _NEWEST = ""  # the value of --resume without a folder

@@ -10,7 +10,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from shardgrad.programs.checkpoint.text import escaped
+from shardgrad.programs.text import escaped
 from shardgrad.programs.train.record import StepMetrics
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from shardgrad.programs.checkpoint.text import escaped
+from shardgrad.programs.text import escaped
 from shardgrad.programs.train.failure import TrainingError
 from shardgrad.programs.train.presets import BYTE_VALUES
 
