@@ -11,7 +11,7 @@ SHELL := /bin/bash
 .PHONY: train test test-cuda test-torch drills mutants lint types docs bench figures wheels clean
 
 TORCH := torch==2.13.0
-BUILD_TOOLS := 'setuptools>=77'
+BUILD_TOOLS := 'pip>=25.1' 'setuptools>=77'  # pip: for dependency groups
 ARGS :=
 
 # The first interpreter on PATH that is new enough; empty if there is none.
@@ -108,9 +108,10 @@ clean:
 	$(PIP) --no-build-isolation --editable '.[cli,plots]' '$(TORCH)'
 	touch .venv/program
 
+GROUPS := $(addprefix --group ,bench test lint docs clients)
 .venv/installed: .venv/program
 	@echo "shardgrad: installing what tests, checks and pages need"
-	$(PIP) --no-build-isolation --editable '.[cli,bench,plots,test,lint,docs,clients]' '$(TORCH)'
+	$(PIP) --no-build-isolation --editable '.[cli,plots]' $(GROUPS) '$(TORCH)'
 	touch .venv/installed
 
 # The ops that .venv has compiled serve every version.

@@ -109,9 +109,9 @@ def main() -> None:
 
 
 def tools_wanted() -> list[str]:
-    """Returns what the extra `release` installs, and what builds."""
+    """Returns what the group `release` installs, and what builds."""
     text = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    return [*text["project"]["optional-dependencies"]["release"], *text["build-system"]["requires"]]
+    return [*text["dependency-groups"]["release"], *text["build-system"]["requires"]]
 
 
 def folder_of_torch() -> str:

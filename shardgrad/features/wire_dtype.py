@@ -11,7 +11,7 @@ addition. What waits on a rank, for a later micro-batch or for other replicas, i
     two axes:  round, exchange -> sum -> round, exchange over the other axis -> sum -> gradient
     shard
 
-In a group of one rank nothing travels, so nothing is rounded. See docs/design/wire_dtype.md.
+In a group of one rank nothing travels, so nothing is rounded. See docs/design/collectives.md.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ again.
 
 Every gradient has a storage that no other one has, so reference counts tell, in a few passes in C
 over however many there are, and a program that keeps none pays nothing else. Alternatives:
-docs/design/kept_gradients.md.
+docs/design/gradients.md.
 """
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn import functional
 
 import shardgrad
 from shardgrad.programs.train.model import Transformer, materialise
@@ -98,12 +97,7 @@ def tokens() -> torch.Tensor:
 
 def surroundings(page: str, folder: str) -> dict[str, Any]:
     """Returns what a page takes for granted."""
-    names: dict[str, Any] = {
-        "torch": torch,
-        "shardgrad": shardgrad,
-        "F": functional,
-        "folder": folder,
-    }
+    names: dict[str, Any] = {"folder": folder}
     if page in UNSHARDED:
         names["model"] = built(ScalarModel if page == "from_deepspeed" else Model)
         names |= {"mesh": init_device_mesh("cpu", (2,)), "batches": [tokens() for _ in range(8)]}
