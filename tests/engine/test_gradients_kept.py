@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import shardgrad
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 SIZE = 6
 Shard = Callable[[nn.Module], nn.Module]
@@ -53,12 +54,16 @@ def set_sync(model: Any, sync: bool) -> None:
 
 
 def averaged(model: nn.Module) -> dict[str, Tensor | None]:
+    """Returns the mean over the ranks; a rank without a gradient counts as zeros, if another has
+    one.
+    """
     gradients: dict[str, Tensor | None] = {}
     for name, param in model.named_parameters():
-        gradients[name] = param.grad
-        if param.grad is not None:
-            dist.all_reduce(param.grad)
-            param.grad /= dist.get_world_size()
+        total = torch.zeros_like(param) if param.grad is None else param.grad.clone()
+        having = torch.tensor(float(param.grad is not None))
+        dist.all_reduce(total)
+        dist.all_reduce(having)
+        gradients[name] = total.detach() / dist.get_world_size() if having else None
     return gradients
 
 
@@ -220,6 +225,25 @@ def calls_experts_twice_in_an_older_graph(shard: Shard) -> nn.Module:
     return model
 
 
+def freezes_what_another_rank_has_used(shard: Shard) -> nn.Module:
+    """The gradient of the first micro-batch waits on that rank alone; then the others train."""
+    model = mlp()
+    chooses = ChoosesByRank()
+    chooses.uses_both = False
+    model.insert(2, chooses)
+    shard(chooses)
+    shard(model)
+    set_sync(model, False)
+    model(batch()).square().mean().backward()
+    chooses.experts[1].requires_grad_(False)
+    set_sync(model, True)
+    model(batch(1)).square().mean().backward()
+    chooses.experts[1].requires_grad_(True)
+    chooses.uses_both = True
+    model(batch(2)).square().mean().backward()
+    return model
+
+
 class GatedOnOneRank(nn.Module):
     """Recomputes what is inside; of its own parameters, one rank may not use all."""
 
@@ -363,17 +387,22 @@ class SkipsALayer(nn.Module):
         return x
 
 
-def reduces_later_what_the_last_micro_batch_does_not_use(shard: Shard) -> nn.Module:
+def reduces_later_what_the_last_micro_batch_does_not_use(
+    shard: Shard, in_flight: bool = False
+) -> nn.Module:
+    """Sums of replicas wait for the second backward; with the reductions of the first in flight."""
     model = SkipsALayer()
     for layer in model.layers:
         shard(layer)
     shard(model)
     if isinstance(model, shardgrad.FSDPModule):
         model.set_requires_all_reduce(False)
+        model.set_is_last_backward(not in_flight)
     model(batch()).square().mean().backward()
     model.runs_all = False
     if isinstance(model, shardgrad.FSDPModule):
         model.set_requires_all_reduce(True)
+        model.set_is_last_backward(True)
     model(batch(1)).square().mean().backward()
     return model
 
@@ -462,6 +491,7 @@ PROGRAMS = [
     recomputes_inside_a_unit_of_which_one_rank_uses_all,
     fails_inside_itself_and_goes_on,
     freezes_between_micro_batches,
+    freezes_what_another_rank_has_used,
     unfreezes_between_micro_batches,
     freezes_between_forward_and_backward,
     freezes_what_it_has_written_a_gradient_of,
@@ -500,17 +530,15 @@ def test_what_waits_whole_until_the_last_micro_batch_is_kept(
     two_ranks.run(gradients_are_plain_torch, program, zero_stage=1)
 
 
-def replicated_gradients_are_plain_torch(program: Program) -> None:
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    gradients_are_plain_torch(program, mesh=mesh)
-
-
+@pytest.mark.parametrize("in_flight", [False, True])
+@pytest.mark.parametrize("replicas", [2, 4])
+@on_ranks(4)
 def test_a_partial_sum_of_a_unit_is_reduced_though_the_last_micro_batch_did_not_use_it(
-    two_ranks: Ranks,
+    replicas: int, in_flight: bool
 ) -> None:
-    two_ranks.run(
-        replicated_gradients_are_plain_torch, reduces_later_what_the_last_micro_batch_does_not_use
-    )
+    mesh = init_device_mesh("cpu", (replicas, 4 // replicas), mesh_dim_names=("replicate", "shard"))
+    program = partial(reduces_later_what_the_last_micro_batch_does_not_use, in_flight=in_flight)
+    gradients_are_plain_torch(program, mesh=mesh)
 
 
 def frozen_with_a_reduction_in_flight() -> None:
