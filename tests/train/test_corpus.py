@@ -68,6 +68,9 @@ def test_a_missing_path_and_too_short_a_text_are_refused_in_words(tmp_path: Path
     short.write_bytes(b"x" * 80)  # 8 held out, and a sequence of 8 needs 9
     with pytest.raises(UsageError, match="too few for sequences of 8"):
         corpus_of(short)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="is a pipe or a device"):
+        corpus_of(tmp_path / "pipe")
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from shardgrad.programs.checkpoint.manifest import _SummingStream
 from shardgrad.programs.train.display import Display, nice_nbytes, nice_seconds
 from shardgrad.programs.train.record import StepMetrics
 
@@ -57,3 +60,14 @@ def test_only_the_first_rank_prints(capsys: pytest.CaptureFixture[str]) -> None:
         display.note("words")
         display.progress(METRICS)
     assert capsys.readouterr().out == ""
+
+
+def test_a_full_disk_is_named_with_what_could_not_be_written() -> None:
+    full = Path("/dev/full").open("w")  # noqa: SIM115
+    display = Display(10, "", console=Console(file=full))
+    with pytest.raises(OSError, match="'standard output'"), display:
+        display.note("a line")
+    with suppress(OSError):
+        full.close()
+    with _SummingStream("/dev/full", "wb") as stream, pytest.raises(OSError, match="'/dev/full'"):
+        stream.write(b"x")

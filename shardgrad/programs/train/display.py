@@ -4,6 +4,7 @@ rank 0.
 
 from __future__ import annotations
 
+from contextlib import nullcontext, suppress
 from types import TracebackType
 from typing import Self
 
@@ -49,7 +50,9 @@ class Display:
         trace: TracebackType | None,
     ) -> None:
         self._bar.live.transient = kind is not None  # what comes next would leave half of the bar
-        self._bar.stop()
+        # What cannot be written then has been said already.
+        with suppress(OSError) if kind is not None else nullcontext():
+            self._bar.stop()
 
     def note(self, text: str) -> None:
         """Prints a line, above the bar."""
@@ -57,8 +60,9 @@ class Display:
             self._console.print(
                 escaped(text), markup=False, emoji=False, highlight=False, soft_wrap=True
             )
-        except OSError:
+        except OSError as error:
             if self._bar.disable:
+                error.filename = "standard output"
                 raise
             # A terminal has hung up; the signal that asks for a stop is on its way.
 

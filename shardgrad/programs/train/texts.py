@@ -32,7 +32,7 @@ def files_of(path: str | None) -> list[Path]:
             None for the `*.py` files of Python's standard library.
 
     Raises:
-        UsageError: there is nothing at `path`.
+        UsageError: there is nothing at `path`, or a pipe.
         OSError: it cannot be looked at.
     """
     root = Path(sysconfig.get_paths()["stdlib"]) if path is None else Path(path)
@@ -40,6 +40,11 @@ def files_of(path: str | None) -> list[Path]:
         raise UsageError(
             f"There is no file or folder at {path}: correct --data, or leave it out of a new run "
             "to train on the source of Python's standard library."
+        )
+    if not root.is_file() and not root.is_dir():
+        raise UsageError(
+            f"{path} is a pipe or a device, which cannot be read on every rank: save the text to a "
+            "file, and give that to --data."
         )
     return (
         [root] if root.is_file() else list(_files_under(root, suffix=".py" if path is None else ""))
