@@ -5,9 +5,10 @@ there.
 from __future__ import annotations
 
 import copy
-import re
 import subprocess
 import sys
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 import shardgrad
-from shardgrad import GradientPolicy
+from shardgrad import GradientPolicy, integrations
 from shardgrad.engine import streams
 from shardgrad.errors import (
     CaptureError,
@@ -27,12 +28,11 @@ from shardgrad.errors import (
     PartnerUnavailableError,
     UnsupportedError,
 )
-from shardgrad.integrations import transformer_engine
-from shardgrad.integrations.transformer_engine import FusedAdam
+from shardgrad.integrations.fused_adam import BoundOptimizer
 from tests.support.parity import FSDP2, assert_same_bits
 from tests.support.partners import HYPER, Plane, descend, partner, plane, weights
 from tests.support.ranks import Ranks
-from tests.support.stand_ins import te_fused_adam
+from tests.support.stand_ins import apex_fused_adam, te_fused_adam
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -48,9 +48,10 @@ def one_rank(worlds: dict[int, Ranks]) -> Ranks:
 def test_shardgrad_imports_neither_integrations_nor_partners() -> None:
     code = (
         "import sys, shardgrad; found = [m for m in sys.modules if "
-        "m.startswith(('shardgrad.integrations', 'transformer_engine'))]; assert "
-        "not found, found; import shardgrad.integrations.transformer_engine; "
-        "assert 'transformer_engine' not in sys.modules"
+        "m.startswith(('shardgrad.integrations', 'transformer_engine', 'apex', 'amp_C'))]; assert "
+        "not found, found; import shardgrad.integrations.apex, "
+        "shardgrad.integrations.transformer_engine; assert 'transformer_engine' not in sys.modules "
+        "and 'apex' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -66,36 +67,66 @@ def test_shardgrad_imports_neither_integrations_nor_partners() -> None:
     ],
 )
 def test_a_broken_transformer_engine_says_why(error: Exception) -> None:
-    words = f"cannot be used: importing it raised {type(error).__name__}: {error}"
-    with (
-        te_fused_adam.installed(broken=error),
-        pytest.raises(PartnerUnavailableError, match=re.escape(words)) as raised,
-    ):
-        FusedAdam([nn.Parameter(torch.ones(1))])
+    with te_fused_adam.installed(broken=error):
+        words = integrations.availability()["transformer_engine"]
+        assert type(error).__name__ in words
+        assert str(error) in words
+        with pytest.raises(PartnerUnavailableError, match="cannot be used") as raised:
+            integrations.transformer_engine.FusedAdam([nn.Parameter(torch.ones(1))])
     assert isinstance(raised.value, ImportError)
 
 
-@pytest.mark.parametrize("version", ["2.18.0", "2.20.0.dev0", "unknown"])
-def test_a_release_with_gaps_is_refused(version: str) -> None:
-    with (
-        partner(version) as fused_adam,
-        pytest.raises(PartnerUnavailableError, match=f"{version} is older than 2.20"),
-    ):
-        fused_adam([nn.Parameter(torch.ones(1))])
+@pytest.mark.parametrize("version", ["2.5.0", "2.6.0.dev0"])
+def test_a_release_before_2_6_is_refused(version: str) -> None:
+    with te_fused_adam.installed(version):
+        assert "older than 2.6" in integrations.availability()["transformer_engine"]
+
+
+def test_a_module_without_the_optimizer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with te_fused_adam.installed():
+        module = sys.modules["transformer_engine.pytorch.optimizers"]
+        monkeypatch.setattr(module, "FusedAdam", nn.Linear)
+        words = integrations.availability()["transformer_engine"]
+        assert "no optimizer called FusedAdam" in words
+
+
+def test_another_project_called_apex_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    with apex_fused_adam.installed(stranger=True):
+        assert "not NVIDIA's" in integrations.availability()["apex"]
+    with apex_fused_adam.installed(with_extension=False):
+        assert "without its CUDA extension" in integrations.availability()["apex"]
+    with apex_fused_adam.installed():
+        assert integrations.availability()["apex"] == "apex' FusedAdam"
+        monkeypatch.delattr(sys.modules["amp_C"], "multi_tensor_adam_capturable")
+        words = integrations.availability()["apex"]
+        assert "amp_C has no multi_tensor_adam_capturable" in words
+
+
+def test_usable_partners_are_named_with_their_version() -> None:
+    with te_fused_adam.installed("2.18.0"):
+        assert (
+            integrations.availability()["transformer_engine"]
+            == "TransformerEngine's FusedAdam 2.18.0"
+        )
+
+
+def test_an_unknown_integration_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="deepspeed"):
+        _ = integrations.deepspeed
 
 
 # -- options and parameters
 
 
 def _refuses(
-    kwargs: dict[str, Any], dtypes: list[torch.dtype], error: type[Exception], words: str
+    name: str, kwargs: dict[str, Any], dtypes: list[torch.dtype], error: type[Exception], words: str
 ) -> None:
     policy = kwargs.pop("policy", None)
     options = {} if policy is None else {"gradient_policy": policy}
     models = [plane((4,), dtype=dtype, **options) for dtype in dtypes]
     params = [param for model in models for param in model.parameters()]
     before = [p.detach().to_local().clone() for p in params]
-    with partner() as fused_adam, pytest.raises(error, match=words) as raised:
+    with partner(name) as fused_adam, pytest.raises(error, match=words) as raised:
         fused_adam(params, **HYPER, **kwargs)
     if issubclass(error, shardgrad.ShardgradError):
         assert raised.value.expected
@@ -103,42 +134,77 @@ def _refuses(
     assert all(torch.equal(p.detach().to_local(), b) for p, b in zip(params, before, strict=True))
 
 
-DECOUPLED = GradientPolicy(decoupled=True)
-REFUSED: list[tuple[dict[str, Any], list[torch.dtype], type[Exception], str]] = [
-    ({"use_decoupled_grad": True}, [FP32], OptionError, "would read param.decoupled_grad"),
+FLOAT32_GRADIENTS, DECOUPLED = GradientPolicy(dtype=FP32), GradientPolicy(decoupled=True)
+TE, TE_18 = "te 2.17.1", "te 2.18.0"
+MASTERS = {"capturable": True, "master_weights": True}
+REFUSED: list[tuple[str, dict[str, Any], list[torch.dtype], type[Exception], str]] = [
+    (TE, {"use_decoupled_grad": True}, [FP32], OptionError, "would read param.decoupled_grad"),
     (
+        TE,
         {"use_decoupled_grad": False, "policy": DECOUPLED},
         [FP32],
         OptionError,
         "would read param.grad",
     ),
     # What the constructor refuses is refused in its words.
-    ({"amsgrad": True}, [FP32], OptionError, "AMSGrad"),
-    ({"nonsense": 1}, [FP32], OptionError, "nonsense"),
+    (TE, {"amsgrad": True}, [FP32], OptionError, "AMSGrad"),
+    (TE, {"nonsense": 1}, [FP32], OptionError, "nonsense"),
+    ("apex", {"use_decoupled_grad": True}, [FP32], OptionError, "use_decoupled_grad"),
     # The rest it would get wrong without a word, or in the middle of a step.
-    ({"set_grad_none": True}, [FP32], UnsupportedError, "set_grad_none"),
-    ({"store_param_remainders": True}, [BF16], OptionError, "without float32 master weights"),
-    ({}, [FP16, BF16], OptimizerParameterError, "parameters of one dtype"),
-    ({}, [torch.float64], OptimizerParameterError, "no kernel for this dtype"),
+    (TE, {"set_grad_none": True}, [FP32], UnsupportedError, "set_grad_none"),
+    (TE, {"store_param_remainders": True}, [BF16], OptionError, "without float32 master weights"),
+    (
+        TE_18,
+        {"capturable": True, "policy": FLOAT32_GRADIENTS},
+        [BF16],
+        OptimizerParameterError,
+        "before 2.20",
+    ),
+    (
+        "te 2.20.0.dev0",
+        {"capturable": True, "policy": FLOAT32_GRADIENTS},
+        [BF16],
+        OptimizerParameterError,
+        "before 2.20",
+    ),
+    (TE, {}, [FP16, BF16], OptimizerParameterError, "parameters of one dtype"),
+    (TE, {}, [torch.float64], OptimizerParameterError, "no kernel for this dtype"),
+    ("apex", {"policy": DECOUPLED}, [FP32], OptionError, "would read param.grad"),
+    (
+        "apex",
+        {"policy": FLOAT32_GRADIENTS},
+        [BF16],
+        OptimizerParameterError,
+        "read the parameter as if",
+    ),
+    ("apex", MASTERS, [BF16], OptimizerParameterError, "without ever"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "dtypes", "error", "words"), REFUSED, ids=[each[3] for each in REFUSED]
+    ("name", "kwargs", "dtypes", "error", "words"),
+    REFUSED,
+    ids=[f"{r[0]}: {r[4]}" for r in REFUSED],
 )
 def test_refused_before_anything_is_built(
     one_rank: Ranks,
+    name: str,
     kwargs: dict[str, Any],
     dtypes: list[torch.dtype],
     error: type[Exception],
     words: str,
 ) -> None:
-    one_rank.run(_refuses, kwargs, dtypes, error, words)
+    one_rank.run(_refuses, name, kwargs, dtypes, error, words)
+
+
+def test_a_rate_below_zero_is_refused() -> None:
+    with partner(TE) as fused_adam, pytest.raises(OptionError, match="outside its range"):
+        fused_adam([nn.Parameter(torch.ones(1))], lr=-1.0)
 
 
 def _mixed_gradients() -> None:
     first, second = plane(dtype=BF16), plane(dtype=BF16, gradient_policy=GradientPolicy(dtype=FP32))
-    with partner() as fused_adam:
+    with partner(TE) as fused_adam:
         with pytest.raises(OptimizerParameterError, match="gradients of one dtype"):
             fused_adam([*first.parameters(), *second.parameters()])
         fused_adam([{"params": first.parameters()}, {"params": second.parameters()}])
@@ -149,7 +215,7 @@ def test_gradients_of_two_dtypes_in_a_group_are_refused(one_rank: Ranks) -> None
 
 
 def _wrong_places() -> None:
-    with partner() as fused_adam:
+    with partner(TE) as fused_adam:
         with pytest.raises(OptimizerParameterError, match="meta device"):
             fused_adam([nn.Parameter(torch.empty(3, device="meta"))])
         with pytest.raises(OptimizerParameterError, match="another engine"):
@@ -161,7 +227,12 @@ def _wrong_places() -> None:
         te_fused_adam.installed(),
         pytest.raises(OptimizerParameterError, match="run on cuda only"),
     ):
-        FusedAdam(model)
+        integrations.transformer_engine.FusedAdam(model)
+    with (
+        apex_fused_adam.installed(),
+        pytest.raises(OptimizerParameterError, match="run on cuda only"),
+    ):
+        integrations.apex.FusedAdam(model)
 
 
 def test_parameters_it_cannot_reach_are_refused(one_rank: Ranks) -> None:
@@ -171,8 +242,8 @@ def test_parameters_it_cannot_reach_are_refused(one_rank: Ranks) -> None:
 # -- later
 
 
-def _later() -> None:
-    with partner() as fused_adam:
+def _later(name: str) -> None:
+    with partner(name) as fused_adam:
         model = plane()
         optimizer = fused_adam(model, **HYPER)
         with pytest.raises(UnsupportedError, match="add_param_group"):
@@ -198,12 +269,13 @@ def _later() -> None:
         assert_same_bits(weights(model), before)
 
 
-def test_what_comes_later_and_does_not_fit_is_refused(one_rank: Ranks) -> None:
-    one_rank.run(_later)
+@pytest.mark.parametrize("name", ["te 2.17.1", "apex"])
+def test_what_comes_later_and_does_not_fit_is_refused(one_rank: Ranks, name: str) -> None:
+    one_rank.run(_later, name)
 
 
 def _replaced() -> None:
-    with partner() as fused_adam:
+    with partner(TE) as fused_adam:
         model = plane()
         optimizer = fused_adam(model, **HYPER)
         model.weights[0] = nn.Parameter(model.weights[0].detach())  # over the same memory
@@ -238,19 +310,46 @@ def test_parameters_that_moved_are_noticed_at_the_step(one_rank: Ranks) -> None:
 
 
 def _first_step_in_a_graph() -> None:
-    with partner() as make:
+    from shardgrad.integrations import fused_adam
+
+    with partner(TE) as make:
         model = plane(dtype=BF16)
         optimizer = make(model, **HYPER, capturable=True, master_weights=True)
         model(0).backward()
-        ask, transformer_engine.is_capturing = transformer_engine.is_capturing, lambda device: True
+        ask, fused_adam.is_capturing = fused_adam.is_capturing, lambda device: True
         try:
             with pytest.raises(CaptureError, match="master weights"):
                 optimizer.step()
         finally:
-            transformer_engine.is_capturing = ask
-        assert transformer_engine.is_capturing is streams.is_capturing
+            fused_adam.is_capturing = ask
+        assert fused_adam.is_capturing is streams.is_capturing
         optimizer.step()
 
 
 def test_a_first_step_with_masters_is_not_captured(one_rank: Ranks) -> None:
     one_rank.run(_first_step_in_a_graph)
+
+
+@pytest.mark.parametrize(
+    ("device", "numel", "words"),
+    [("meta", 1, "cannot update parameter weight"), ("cpu", 2**31, "2147483648 elements")],
+)
+def test_parameters_that_a_launch_would_get_wrong_are_refused(
+    device: str, numel: int, words: str
+) -> None:
+    """They are on another device, or longer than 32 bits can count."""
+    local = torch.empty(1, device=device).expand(numel)
+    alias: Any = SimpleNamespace(name="weight", local=local, memory=local, grad_dtype=FP32)
+    kind: Any = SimpleNamespace(
+        name="apex", device_types=("cpu", "meta"), _device=torch.device("cpu")
+    )
+    kind.refuse = partial(BoundOptimizer.refuse, kind)
+
+    def check() -> None:
+        BoundOptimizer._require_kernel(kind, alias)
+        BoundOptimizer.require_countable(kind, alias)
+
+    with pytest.raises(OptimizerParameterError, match=words):
+        check()
+    alias.memory = alias.local = torch.empty(1)
+    check()

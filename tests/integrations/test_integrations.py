@@ -1,6 +1,7 @@
-"""TransformerEngine's FusedAdam on our parameters: the same numbers.
+"""TransformerEngine's and apex' FusedAdam on our parameters: same numbers, or an error in words.
 
-A stand-in has its contract; the real package runs where it is installed.
+The stand-ins have the contract of each release, gaps included; the real packages run where they are
+installed.
 """
 
 from __future__ import annotations
@@ -12,12 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcp
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer
 
 import shardgrad
 from shardgrad import GradientPolicy
-from shardgrad.integrations.transformer_engine import FusedAdam
 from tests.support.parity import (
     FSDP2,
     SHARDGRAD,
@@ -39,7 +39,10 @@ from tests.support.partners import (
     weights,
 )
 from tests.support.ranks import Ranks
-from tests.support.stand_ins import te_fused_adam
+from tests.support.stand_ins.te_fused_adam import fused_adam_of
+
+PARTNERS = ["te 2.10.0", "te 2.17.1", "te 2.18.0", "te 2.20.0", "apex"]
+BOTH = ["te 2.17.1", "apex"]
 
 
 @pytest.fixture
@@ -50,15 +53,15 @@ def one_rank(worlds: dict[int, Ranks]) -> Ranks:
 # -- the same numbers
 
 
-def _train(engine: Engine, capturable: bool, small: bool, **options: Any) -> Tensors:
+def _train(engine: Engine, name: str, capturable: bool, small: bool, **options: Any) -> Tensors:
     """Trains; FSDP2 has the latest TransformerEngine on its DTensors, which is how that is used."""
     if small:
         model: nn.Module = engine.fully_shard(many_small(), **options)
     else:
         model = engine.shard_tower(tower(), **options)
-    with partner() as fused_adam:
+    with partner(name) as fused_adam:
         if engine is FSDP2:
-            fused_adam = te_fused_adam.FusedAdam
+            fused_adam = fused_adam_of((2, 20))
         optimizer = fused_adam(model.parameters(), **HYPER, capturable=capturable)
         history: Tensors = {}
         for step in range(3):
@@ -70,39 +73,43 @@ def _train(engine: Engine, capturable: bool, small: bool, **options: Any) -> Ten
         return {**history, **engine.snapshot(model)}
 
 
-def _trains_as_under_fsdp2(capturable: bool) -> None:
+def _trains_as_under_fsdp2(name: str, capturable: bool) -> None:
     for small, options in ((False, {}), (True, {}), (False, {"reshard_after_forward": False})):
-        args = (capturable, small)
+        args = (name, capturable, small)
         assert_same_bits(_train(SHARDGRAD, *args, **options), _train(FSDP2, *args, **options))
 
 
 @pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize("name", PARTNERS)
 def test_a_partner_trains_as_transformer_engine_does_under_fsdp2(
-    two_ranks: Ranks, capturable: bool
+    two_ranks: Ranks, name: str, capturable: bool
 ) -> None:
-    two_ranks.run(_trains_as_under_fsdp2, capturable)
+    two_ranks.run(_trains_as_under_fsdp2, name, capturable)
 
 
-def _agrees_with_our_adamw() -> None:
+def _agrees_with_our_adamw(name: str) -> None:
     for capturable in (False, True):
         ours, theirs = plane(), plane()
         descend(ours, shardgrad.optim.AdamW(ours.parameters(), **HYPER))
-        with partner() as fused_adam:
+        with partner(name) as fused_adam:
             descend(theirs, fused_adam(theirs, **HYPER, capturable=capturable))
         assert_rounded_alike(weights(ours), weights(theirs))
         assert not torch.equal(weights(ours)["weights.0"], Plane().weights[0])
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_partner_agrees_with_our_adamw(worlds: dict[int, Ranks], world_size: int) -> None:
-    worlds[world_size].run(_agrees_with_our_adamw)
+@pytest.mark.parametrize("name", BOTH)
+def test_a_partner_agrees_with_our_adamw(
+    worlds: dict[int, Ranks], world_size: int, name: str
+) -> None:
+    worlds[world_size].run(_agrees_with_our_adamw, name)
 
 
-def _masters_agree(dtype: torch.dtype, capturable: bool) -> None:
+def _masters_agree(name: str, dtype: torch.dtype, capturable: bool) -> None:
     ours, theirs = plane(dtype=dtype), plane(dtype=dtype)
     optimizer = shardgrad.optim.AdamW(ours.parameters(), **HYPER, master="float32")
     descend(ours, optimizer)
-    with partner() as fused_adam:
+    with partner(name) as fused_adam:
         bound = fused_adam(theirs, **HYPER, capturable=capturable, master_weights=True)
         descend(theirs, bound)
     mine = {key.replace(".master", ".master_param"): t for key, t in state(optimizer).items()}
@@ -113,33 +120,49 @@ def _masters_agree(dtype: torch.dtype, capturable: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "capturable"),
-    [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, False)],
+    ("name", "dtype", "capturable"),
+    [
+        ("te 2.17.1", torch.bfloat16, False),
+        ("te 2.17.1", torch.bfloat16, True),
+        ("te 2.10.0", torch.float16, False),
+        ("apex", torch.float16, True),
+    ],
 )
 def test_master_weights_are_those_of_our_adamw(
-    two_ranks: Ranks, dtype: torch.dtype, capturable: bool
+    two_ranks: Ranks, name: str, dtype: torch.dtype, capturable: bool
 ) -> None:
-    two_ranks.run(_masters_agree, dtype, capturable)
+    two_ranks.run(_masters_agree, name, dtype, capturable)
 
 
-def _an_empty_shard_stops_nobody() -> None:
+def _an_empty_shard_stops_nobody(name: str) -> None:
     model = plane()
     assert (model.weights[3].to_local().numel() == 0) == (dist.get_rank() == 1)
+    if (
+        dist.get_rank() == 1 and name == "te 2.17.1"
+    ):  # what the release does when it is left to itself
+        locals_ = [nn.Parameter(p.detach().to_local().clone()) for p in model.weights]
+        before = [p.detach().clone() for p in locals_]
+        alone = fused_adam_of((2, 17))(locals_, **HYPER)
+        for param in locals_:
+            param.grad = torch.ones_like(param)
+        alone.step()
+        assert all(torch.equal(p, b) for p, b in zip(locals_, before, strict=True))
     rows = [p.detach().to_local().clone() for p in model.weights]
-    with partner() as fused_adam:
+    with partner(name) as fused_adam:
         optimizer = fused_adam(model, **HYPER)
         descend(model, optimizer, range(1))
     for param, before_step in zip(model.weights, rows, strict=True):
         assert (param.detach().to_local() != before_step).all()  # on every rank, every element
 
 
-def test_a_group_that_ends_with_an_empty_shard_is_trained(two_ranks: Ranks) -> None:
-    two_ranks.run(_an_empty_shard_stops_nobody)
+@pytest.mark.parametrize("name", PARTNERS)
+def test_a_group_that_ends_with_an_empty_shard_is_trained(two_ranks: Ranks, name: str) -> None:
+    two_ranks.run(_an_empty_shard_stops_nobody, name)
 
 
-def _a_group_without_elements_counts(capturable: bool) -> list[int]:
+def _a_group_without_elements_counts(name: str, capturable: bool) -> list[int]:
     model = plane()
-    with partner() as fused_adam:
+    with partner(name) as fused_adam:
         groups = [{"params": list(model.weights[:3])}, {"params": [model.weights[3]], "lr": 1e-3}]
         optimizer = fused_adam(groups, **HYPER, capturable=capturable)
         descend(model, optimizer)
@@ -150,15 +173,16 @@ def _a_group_without_elements_counts(capturable: bool) -> list[int]:
 
 
 @pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize("name", BOTH)
 def test_a_group_without_elements_on_a_rank_counts_steps_there(
-    two_ranks: Ranks, capturable: bool
+    two_ranks: Ranks, name: str, capturable: bool
 ) -> None:
-    assert two_ranks.run(_a_group_without_elements_counts, capturable) == [[3, 3], [3, 3]]
+    assert two_ranks.run(_a_group_without_elements_counts, name, capturable) == [[3, 3], [3, 3]]
 
 
-def _unused_parameters_stay() -> None:
+def _unused_parameters_stay(name: str) -> None:
     model = plane()
-    with partner() as fused_adam:
+    with partner(name) as fused_adam:
         optimizer = fused_adam(model, **HYPER)
         before = weights(model)
         model(0).backward()
@@ -168,11 +192,12 @@ def _unused_parameters_stay() -> None:
     assert [torch.equal(after[key], before[key]) for key in before] == [False, True, False, False]
 
 
-def test_a_parameter_without_gradient_neither_moves_nor_decays(two_ranks: Ranks) -> None:
-    two_ranks.run(_unused_parameters_stay)
+@pytest.mark.parametrize("name", BOTH)
+def test_a_parameter_without_gradient_neither_moves_nor_decays(two_ranks: Ranks, name: str) -> None:
+    two_ranks.run(_unused_parameters_stay, name)
 
 
-def _schedules(capturable: bool) -> None:
+def _schedules(name: str, capturable: bool) -> None:
     def trained(fused: Any, **options: Any) -> Tensors:
         model = plane()
         optimizer = fused(model.parameters(), **HYPER, **options)
@@ -182,14 +207,15 @@ def _schedules(capturable: bool) -> None:
             schedule.step()
         return weights(model)
 
-    with partner() as fused_adam:
+    with partner(name) as fused_adam:
         theirs = trained(fused_adam, capturable=capturable)
     assert_rounded_alike(trained(shardgrad.optim.AdamW), theirs)
 
 
 @pytest.mark.parametrize("capturable", [False, True])
-def test_a_schedule_reaches_the_partner(two_ranks: Ranks, capturable: bool) -> None:
-    two_ranks.run(_schedules, capturable)
+@pytest.mark.parametrize("name", BOTH)
+def test_a_schedule_reaches_the_partner(two_ranks: Ranks, name: str, capturable: bool) -> None:
+    two_ranks.run(_schedules, name, capturable)
 
 
 class _Mixed(nn.Module):
@@ -206,7 +232,7 @@ class _Mixed(nn.Module):
 
 def _plain_parameters_are_trained_too(decoupled: bool) -> None:
     model = _Mixed(gradient_policy=GradientPolicy(decoupled=decoupled))
-    with partner() as fused_adam:
+    with partner("te 2.17.1") as fused_adam:
         optimizer = fused_adam(model, **HYPER)
         before = weights(model)
         descend(model, optimizer)
@@ -226,28 +252,28 @@ def test_a_parameter_that_no_unit_shards_is_trained_beside_the_others(
 # -- gradients: where they are, and their scale
 
 
-def _gradients_of_another_dtype(capturable: bool, decoupled: bool) -> None:
+def _gradients_of_another_dtype(version: str, capturable: bool, decoupled: bool) -> None:
     policy = GradientPolicy(dtype=torch.float32, decoupled=decoupled)
     ours = plane(dtype=torch.bfloat16, gradient_policy=policy)
     theirs = plane(dtype=torch.bfloat16, gradient_policy=policy)
     descend(ours, shardgrad.optim.AdamW(ours.parameters(), **HYPER, master="float32"))
-    with partner() as fused_adam:
+    with partner(f"te {version}") as fused_adam:
         optimizer = fused_adam(theirs, **HYPER, capturable=capturable, master_weights=True)
         descend(theirs, optimizer)
     assert_rounded_alike(weights(ours), weights(theirs), dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("decoupled", [False, True])
-@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize(("version", "capturable"), [("2.17.1", False), ("2.20.0", True)])
 def test_float32_gradients_of_bfloat16_weights(
-    two_ranks: Ranks, capturable: bool, decoupled: bool
+    two_ranks: Ranks, version: str, capturable: bool, decoupled: bool
 ) -> None:
-    two_ranks.run(_gradients_of_another_dtype, capturable, decoupled)
+    two_ranks.run(_gradients_of_another_dtype, version, capturable, decoupled)
 
 
-def _clipped(scaled: bool, capturable: bool) -> Tensors:
+def _clipped(name: str, scaled: bool, capturable: bool) -> Tensors:
     model = plane()
-    with partner() as fused_adam:
+    with partner(name) as fused_adam:
         optimizer = fused_adam(model, **HYPER, capturable=capturable)
         for step in range(2):
             model(step).backward()
@@ -263,25 +289,26 @@ def _clipped(scaled: bool, capturable: bool) -> Tensors:
     return weights(model)
 
 
-def _factors_are_paid(capturable: bool) -> None:
-    assert_same_bits(_clipped(True, capturable), _clipped(False, capturable))
+def _factors_are_paid(name: str, capturable: bool) -> None:
+    assert_same_bits(_clipped(name, True, capturable), _clipped(name, False, capturable))
 
 
 @pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize("name", BOTH)
 def test_a_clipping_factor_is_paid_before_a_kernel_reads_the_address(
-    two_ranks: Ranks, capturable: bool
+    two_ranks: Ranks, name: str, capturable: bool
 ) -> None:
-    two_ranks.run(_factors_are_paid, capturable)
+    two_ranks.run(_factors_are_paid, name, capturable)
 
 
-def _skips_together(scaler_kind: str) -> None:
+def _skips_together(name: str, scaler_kind: str) -> None:
     model = plane()
     scaler: Any = None
     if scaler_kind == "torch":
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     elif scaler_kind == "ours":
         scaler = shardgrad.GradScaler(init_scale=4.0)
-    with partner() as fused_adam:
+    with partner(name) as fused_adam:
         optimizer = fused_adam(model, **HYPER, capturable=True)
         before = weights(model)
         loss = model(0)
@@ -316,16 +343,19 @@ def _slope(step: int, rank: int) -> Tensor:
 
 
 @pytest.mark.parametrize("scaler", ["none", "torch", "ours"])
-def test_an_infinity_on_one_rank_makes_all_ranks_skip(two_ranks: Ranks, scaler: str) -> None:
-    two_ranks.run(_skips_together, scaler)
+@pytest.mark.parametrize("name", BOTH)
+def test_an_infinity_on_one_rank_makes_all_ranks_skip(
+    two_ranks: Ranks, name: str, scaler: str
+) -> None:
+    two_ranks.run(_skips_together, name, scaler)
 
 
 # -- state
 
 
-def _resume(options: dict[str, Any], dtype: torch.dtype) -> None:
+def _resume(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
     straight, first, second = (plane(dtype=dtype) for _ in range(3))
-    with partner() as fused_adam:
+    with partner(name) as fused_adam:
         descend(straight, fused_adam(straight, **HYPER, **options), range(4))
         saving = fused_adam(first, **HYPER, **options)
         descend(first, saving, range(2))
@@ -351,30 +381,34 @@ def _resume(options: dict[str, Any], dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "options"),
+    ("name", "dtype", "options"),
     [
-        (torch.float32, {"capturable": True}),
-        (torch.bfloat16, {"master_weights": True}),
-        (torch.bfloat16, {"master_weights": True, "store_param_remainders": True}),
+        ("te 2.10.0", torch.float32, {}),
+        ("te 2.17.1", torch.float32, {"capturable": True}),
+        ("te 2.18.0", torch.bfloat16, {"master_weights": True}),
+        ("te 2.18.0", torch.bfloat16, {"master_weights": True, "store_param_remainders": True}),
         (
+            "te 2.18.0",
             torch.bfloat16,
             {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16},
         ),
-        (torch.float32, {"exp_avg_dtype": torch.float16}),
+        ("te 2.18.0", torch.float32, {"exp_avg_dtype": torch.float16}),
+        ("apex", torch.float32, {}),
+        ("apex", torch.float16, {"capturable": True, "master_weights": True}),
     ],
 )
 def test_training_goes_on_bit_for_bit_from_a_state_dict(
-    two_ranks: Ranks, dtype: torch.dtype, options: dict[str, Any]
+    two_ranks: Ranks, name: str, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
-    two_ranks.run(_resume, options, dtype)
+    two_ranks.run(_resume, name, options, dtype)
 
 
 def _loads_from(source: str) -> None:
     ours, theirs = plane(), FSDP2.fully_shard(Plane())
-    make = te_fused_adam.FusedAdam if source == "te" else torch.optim.AdamW
+    make = fused_adam_of((2, 20)) if source == "te" else torch.optim.AdamW
     other = make(theirs.parameters(), **HYPER)
     descend(theirs, other, range(2))
-    with partner() as fused_adam:
+    with partner("te 2.17.1") as fused_adam:
         optimizer = fused_adam(ours, **HYPER)
         with torch.no_grad():
             for into, value in zip(ours.parameters(), theirs.parameters(), strict=True):
@@ -393,9 +427,9 @@ def test_state_comes_from_fsdp2_and_goes_back(two_ranks: Ranks, source: str) -> 
     two_ranks.run(_loads_from, source)
 
 
-def _checkpoint() -> None:
+def _checkpoint(name: str) -> None:
     first, second = plane(), plane()
-    with partner() as fused_adam:
+    with partner(name) as fused_adam:
         saving = fused_adam(first, **HYPER)
         descend(first, saving, range(2))
         saved = dcp.get_optimizer_state_dict(first, saving)
@@ -408,13 +442,14 @@ def _checkpoint() -> None:
         assert loading.state_dict()["param_groups"] == saving.state_dict()["param_groups"]
 
 
-def test_distributed_checkpoints_hold_the_state(two_ranks: Ranks) -> None:
-    two_ranks.run(_checkpoint)
+@pytest.mark.parametrize("name", BOTH)
+def test_distributed_checkpoints_hold_the_state(two_ranks: Ranks, name: str) -> None:
+    two_ranks.run(_checkpoint, name)
 
 
-def _masters_follow_loaded_weights(dtype: torch.dtype) -> None:
+def _masters_follow_loaded_weights(name: str, dtype: torch.dtype) -> None:
     model = plane(dtype=dtype)
-    with partner() as fused_adam:
+    with partner(name) as fused_adam:
         optimizer = fused_adam(model, **HYPER, master_weights=True, capturable=True)
         with torch.no_grad():
             for param in model.parameters():
@@ -423,15 +458,17 @@ def _masters_follow_loaded_weights(dtype: torch.dtype) -> None:
     assert all((w.float() - 7).abs().max() < 0.1 for w in weights(model).values())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("te 2.17.1", torch.bfloat16), ("apex", torch.float16)]
+)
 def test_weights_loaded_after_the_optimizer_was_built_are_not_undone(
-    one_rank: Ranks, dtype: torch.dtype
+    one_rank: Ranks, name: str, dtype: torch.dtype
 ) -> None:
-    one_rank.run(_masters_follow_loaded_weights, dtype)
+    one_rank.run(_masters_follow_loaded_weights, name, dtype)
 
 
 def _useless_masters_are_not_saved() -> None:
-    with partner() as fused_adam:
+    with partner("te 2.17.1") as fused_adam:
         model = plane()
         optimizer = fused_adam(model, **HYPER, master_weights=True)
         assert all(
@@ -448,17 +485,27 @@ def test_master_copies_that_nothing_updates_are_not_saved(one_rank: Ranks) -> No
 
 
 @pytest.mark.gpu
-def test_the_installed_package_agrees_with_our_adamw(one_rank: Ranks) -> None:
-    pytest.importorskip("transformer_engine.pytorch.optimizers")
-    if not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
-    one_rank.run(_installed_package)
+@pytest.mark.parametrize("name", ["transformer_engine", "apex"])
+def test_the_installed_package_agrees_with_our_adamw(one_rank: Ranks, name: str) -> None:
+    from shardgrad import integrations
+
+    words = integrations.availability()[name]
+    if not torch.cuda.is_available() or "FusedAdam" not in words:
+        pytest.skip(f"needs a GPU and the package: {words}")
+    one_rank.run(_installed_package, name)
 
 
-def _installed_package() -> None:
+def _installed_package(name: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from shardgrad import integrations
+
     mesh = init_device_mesh("cuda", (1,))
     for capturable in (False, True):
         ours, theirs = plane(mesh=mesh), plane(mesh=mesh)
         descend(ours, shardgrad.optim.AdamW(ours.parameters(), **HYPER))
-        descend(theirs, FusedAdam(theirs, **HYPER, capturable=capturable))
+        optimizer: Optimizer = getattr(integrations, name).FusedAdam(
+            theirs, **HYPER, capturable=capturable
+        )
+        descend(theirs, optimizer)
         assert_rounded_alike(weights(ours), weights(theirs))

@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 import shardgrad
-from shardgrad.integrations.transformer_engine import FusedAdam
+from shardgrad import integrations
 from tests.support.parity import Tensors
-from tests.support.stand_ins import te_fused_adam
+from tests.support.stand_ins import apex_fused_adam, te_fused_adam
 
 # Adam's step hardly depends on the scale of a gradient; with a large epsilon it does.
 HYPER = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-2, "weight_decay": 0.1}
@@ -48,14 +48,19 @@ def plane(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, **option
 
 
 @contextmanager
-def partner(version: str = "2.20.0") -> Iterator[Callable[..., Any]]:
-    """Yields our FusedAdam, with a stand-in for TransformerEngine that runs on the CPU."""
-    before, FusedAdam.device_types = FusedAdam.device_types, ("cpu",)
+def partner(name: str) -> Iterator[Callable[..., Any]]:
+    """Yields our FusedAdam for "te 2.17.1" or "apex", with a stand-in installed that runs on the
+    CPU.
+    """
+    kind, _, version = name.partition(" ")
+    module: Any = integrations.transformer_engine if kind == "te" else integrations.apex
+    installed = te_fused_adam.installed(version) if kind == "te" else apex_fused_adam.installed()
+    before, module.FusedAdam.device_types = module.FusedAdam.device_types, ("cpu",)
     try:
-        with te_fused_adam.installed(version):
-            yield FusedAdam
+        with installed:
+            yield module.FusedAdam
     finally:
-        FusedAdam.device_types = before
+        module.FusedAdam.device_types = before
 
 
 def descend(model: nn.Module, optimizer: Optimizer, steps: range = range(3)) -> None:

@@ -1,4 +1,4 @@
-"""A multi-tensor Adam launch, with the conditions that the CUDA ones have."""
+"""A multi-tensor Adam launch, with the conditions and the gaps that the CUDA ones have."""
 
 from __future__ import annotations
 
@@ -11,8 +11,13 @@ from torch.distributed.tensor import DTensor
 Lists = Sequence[Sequence[Tensor]]
 
 
-def launch(lists: Lists) -> Lists:
-    """Checks what every launch checks, and returns what it works on: tensors with elements."""
+def launch(lists: Lists, *, takes_empty: bool) -> Lists:
+    """Checks what every launch checks, and returns what it works on.
+
+    A launch is issued when the last chunk of the last tensor is reached. Without `takes_empty`, an
+    empty last tensor has no chunk, so nothing is issued at all: the silent skip of
+    TransformerEngine #3207.
+    """
     for tensors in lists:
         if len(tensors) != len(lists[0]):
             raise RuntimeError("tensor lists differ in length")
@@ -21,8 +26,10 @@ def launch(lists: Lists) -> Lists:
                 raise RuntimeError("a DTensor has no address")
             if not tensor.is_contiguous() or tensor.numel() != first.numel():
                 raise RuntimeError("a tensor is not contiguous, or has another size")
-    keep = [i for i, tensor in enumerate(lists[0]) if tensor.numel()]
-    return [[tensors[i] for i in keep] for tensors in lists]
+    if takes_empty:
+        keep = [i for i, tensor in enumerate(lists[0]) if tensor.numel()]
+        return [[tensors[i] for i in keep] for tensors in lists]
+    return [[] for _ in lists] if lists[0][-1].numel() == 0 else lists
 
 
 def require_one_dtype(tensors: Sequence[Tensor], dtype: torch.dtype) -> None:

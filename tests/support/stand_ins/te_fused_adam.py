@@ -1,8 +1,9 @@
-"""TransformerEngine's FusedAdam as its documentation and its checks describe it.
+"""TransformerEngine's FusedAdam as its documentation and its checks describe it, release by
+release.
 
 Signature, attribute names, states, refusals and order of events are those of
-`transformer_engine/pytorch/optimizers/fused_adam.py`, commit d0067d0d, written anew in plain torch.
-FP8 is left out.
+`transformer_engine/pytorch/optimizers/fused_adam.py`, tags v2.4 to v2.18 and commit d0067d0d,
+written anew in plain torch. FP8 is left out.
 """
 
 from __future__ import annotations
@@ -23,7 +24,18 @@ from tests.support.stand_ins import kernels
 HALVES = (torch.float16, torch.bfloat16)
 
 
-class FusedAdam(Optimizer):
+def fused_adam_of(version: tuple[int, int]) -> type[Optimizer]:
+    """Returns the optimizer class of a release."""
+
+    class FusedAdam(_FusedAdam):
+        release = version
+
+    return FusedAdam
+
+
+class _FusedAdam(Optimizer):
+    release = (2, 18)
+
     def __init__(
         self,
         params: Any,
@@ -127,6 +139,8 @@ class FusedAdam(Optimizer):
     def step(self, closure: Any = None, grad_scaler: Any = None) -> Any:
         loss = None if closure is None else closure()
         for group in self.param_groups:
+            if not group["params"] and self.release < (2, 20):
+                continue
             self._count(group)
             if group["params"]:
                 self._step_group(group, grad_scaler)
@@ -182,13 +196,15 @@ class FusedAdam(Optimizer):
         grads, params = lists[0], lists[1]
         kernels.require_one_dtype(grads, grads[0].dtype)
         kernels.require_one_dtype(params, params[0].dtype)
+        if self.capturable and self.release < (2, 20):
+            kernels.require_one_dtype(params, grads[0].dtype)
         remainders = len(lists) == 5 and lists[4][0].dtype == torch.int16
         if remainders:
             coarse, lists[4] = (
                 lists[4],
                 [_whole(p, r) for p, r in zip(params, lists[4], strict=True)],
             )
-        lists = list(kernels.launch(lists))
+        lists = list(kernels.launch(lists, takes_empty=self.release >= (2, 18)))
         kernels.adam(
             lists,
             group["lr"],
@@ -231,7 +247,7 @@ def _split(param: Tensor, remainder: Tensor, master: Tensor) -> None:
 
 @contextmanager
 def installed(
-    version: str = "2.20.0", *, broken: Exception | None = None
+    version: str = "2.18.0", *, broken: Exception | None = None
 ) -> Iterator[type[Optimizer]]:
     """Makes `import transformer_engine` find a stand-in of this version, or fail with `broken`."""
     names = (
@@ -240,10 +256,11 @@ def installed(
         "transformer_engine.pytorch.optimizers",
     )
     before = {name: sys.modules.get(name) for name in names}
+    major, minor = version.split(".")[:2]
     modules: list[Any] = [ModuleType(name) for name in names]
     modules[0].__version__ = version
     modules[0].__path__ = modules[1].__path__ = []
-    modules[2].FusedAdam = FusedAdam
+    modules[2].FusedAdam = fused_adam_of((int(major), int(minor)))
     if broken is not None:
         modules[2] = _Broken(names[2], broken)
     sys.modules.update(zip(names, modules, strict=True))
