@@ -69,7 +69,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
     gradient_policy: GradientPolicy = GradientPolicy(),
-    zero_stage: Literal[1, 2, 3, "hfsdp"] = 3,
+    zero_stage: Literal[1, 2, 3, "auto", "hfsdp"] = 3,
 ) -> _ModulesT:
     """Shards a module's parameters, gradients and optimizer states over the ranks of a mesh, in
     place.
@@ -101,8 +101,9 @@ def fully_shard(
             travel; not in FSDP2.
         zero_stage: 3 shards parameters, gradients and optimizer states; 2 keeps parameters
             unsharded from one optimizer step to the next; 1 also sums unsharded gradients until the
-            last backward (`set_is_last_backward`); "hfsdp" shards everything over both axes of an
-            HSDP mesh. Not in FSDP2.
+            last backward (`set_is_last_backward`); "auto" keeps as many units unsharded as memory
+            is left for after the first step; "hfsdp" shards everything over both axes of an HSDP
+            mesh. Not in FSDP2.
 
     Returns:
         The module or list it got. Its class is now `FSDP<Original>`, its parameters are DTensors.
@@ -164,6 +165,10 @@ def fully_shard(
     unit = HookedUnit(modules, groups, data_mesh, without_override(mp_policy), flag)
     note_ignored(collected.managed_modules, ignored)
     unit.require_complete = UnownedParams(unit).refuse
+    if stage.decides:
+        from shardgrad.features.zero_stage_auto import StageAuto
+
+        unit.require_complete = StageAuto(unit, unit.require_complete)
     unit.accept = _accept
     _commit(unit, collected, grouped)
     return module

@@ -35,11 +35,14 @@ class Stage:
             nothing.
         over_both_axes: an HSDP mesh shards over its outer axis too; see [Note: Two levels] in
         `features/hfsdp.py`.
+        decides: whether to keep them unsharded is decided after the first step; see [Note: Stage
+        auto] in `features/zero_stage_auto.py`.
     """
 
     keeps_unsharded: bool = False
     sums_unsharded: bool = False
     over_both_axes: bool = False
+    decides: bool = False
 
     @classmethod
     def of(cls, name: Any, reshard_after_forward: Any) -> Stage:
@@ -48,16 +51,17 @@ class Stage:
         Raises:
             OptionError: no such stage, or one that contradicts `reshard_after_forward`.
         """
-        if isinstance(name, bool) or name not in (1, 2, 3, "hfsdp"):
+        if isinstance(name, bool) or name not in (1, 2, 3, "auto", "hfsdp"):
             raise OptionError(
                 f"there is no zero_stage={name!r}",
-                expected='1, 2, 3 or "hfsdp"',
+                expected='1, 2, 3, "auto" or "hfsdp"',
                 got=repr(name),
                 fix="zero_stage=3, which is fully sharded",
             )
-        if name in (1, 2) and reshard_after_forward not in (None, False):
+        if name in (1, 2, "auto") and reshard_after_forward not in (None, False):
             raise OptionError(
-                f"zero_stage={name} keeps parameters whole, which reshard_after_forward would free",
+                f"zero_stage={name!r} keeps parameters whole, which reshard_after_forward would "
+                "free",
                 expected="reshard_after_forward=None or False",
                 got=repr(reshard_after_forward),
                 fix="zero_stage=3",
@@ -71,5 +75,8 @@ class Stage:
                 fix="reshard_after_forward=True",
             )
         return cls(
-            keeps_unsharded=name in (1, 2), sums_unsharded=name == 1, over_both_axes=name == "hfsdp"
+            keeps_unsharded=name in (1, 2),
+            sums_unsharded=name == 1,
+            over_both_axes=name == "hfsdp",
+            decides=name == "auto",
         )

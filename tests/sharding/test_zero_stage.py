@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from shardgrad.engine.grad_group import grads_of
 from shardgrad.engine.param_group import ParamGroup
 from shardgrad.engine.transports import Transport, _PendingExchange
 from shardgrad.engine.unit import units_under
+from shardgrad.features import zero_stage_auto
+from shardgrad.features.zero_stage_auto import stay_unsharded
 from tests.support.parity import (
     GATHERED,
     SHARDGRAD,
@@ -149,6 +152,26 @@ def hybrid_traffic_is_as_documented() -> None:
     # Outer: a chunk a step, and one a reduction. Inner: two chunks in each of four gathers, two
     # reductions.
     assert received == {("gather", 2): (1 + 4 * 2) * shards, ("reduce", 2): (2 + 2 * 2) * gradients}
+
+
+def units_stay_as_long_as_every_rank_has_room() -> None:
+    """One rank has room for two blocks, the other for one: both keep the first block."""
+    [group] = units_under(SHARDGRAD.shard_tower(tower()))[1].groups
+    room = (1 + dist.get_rank()) * group.layout.unsharded_numel * 4
+    found: dict[int | str, tuple[Tensors, int]] = {}
+    for stage in (3, "auto"):
+        model = SHARDGRAD.shard_tower(tower(), zero_stage=stage)
+        optim = make_optimizer("adamw", model)
+        with mock.patch.object(zero_stage_auto, "_room", return_value=room):
+            step_once(model, optim, 1, 0)
+            assert stay_unsharded(model) == []
+            step_once(model, optim, 1, 1)
+        with counted() as received:
+            step_once(model, optim, 1, 2)
+        found[stage] = SHARDGRAD.snapshot(model), received["gather", 2]
+    assert stay_unsharded(model) == [units_under(model)[1].name]
+    assert_same_bits(found["auto"][0], found[3][0])
+    assert found[3][1] - found["auto"][1] == group.layout.chunk_numel * 4  # one gather of a chunk
 
 
 # -- memory
@@ -286,3 +309,7 @@ def test_sharding_over_both_axes_trains_bit_for_bit_like_hsdp(
 
 def test_the_outer_axis_carries_little(four_ranks: Ranks) -> None:
     four_ranks.run(hybrid_traffic_is_as_documented)
+
+
+def test_auto_keeps_units_unsharded_as_long_as_every_rank_has_room(two_ranks: Ranks) -> None:
+    two_ranks.run(units_stay_as_long_as_every_rank_has_room)

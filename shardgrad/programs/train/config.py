@@ -73,7 +73,7 @@ class TrainConfig:
     stage: str = setting(
         "3",
         "ZeRO stage, as `zero_stage` of fully_shard; hfsdp needs a --mesh of two axes.",
-        choices=("1", "2", "3", "hfsdp"),
+        choices=("1", "2", "3", "auto", "hfsdp"),
     )
     precision: str = setting(
         "fp32",

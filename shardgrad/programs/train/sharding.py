@@ -36,7 +36,7 @@ def build_model(config: TrainConfig, mesh: DeviceMesh, device: torch.device) -> 
     policy = precision_policy(config.precision)
     stage: dict[str, Any] = {}
     if config.stage != "3":
-        stage["zero_stage"] = config.stage if config.stage == "hfsdp" else int(config.stage)
+        stage["zero_stage"] = int(config.stage) if config.stage.isdigit() else config.stage
     with torch.device("meta"):
         model = Transformer(transformer_config(config.preset, config.override))
     for name, block in list(model.layers.named_children()):

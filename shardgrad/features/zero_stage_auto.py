@@ -1,0 +1,98 @@
+"""`zero_stage="auto"`: as many units stay unsharded as memory is left for.
+
+[Note: Stage auto]
+A unit that stays unsharded from its forward to the optimizer's step is gathered once in a step
+instead of twice. What a step needs depends on the program's batches and activations, so the first
+step runs as stage 3 does, and is the measure: the first forward after an optimizer step looks at
+what the device has free, all ranks take the least of what any has found, and units are kept, in
+construction order, until that is used up. Sizes are the same on all ranks, so the units are too.
+From then on a kept unit is one of stage 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardgrad.diagnosis.flight_recorder import recorder
+from shardgrad.engine.streams import is_capturing
+from shardgrad.engine.unit import Unit, units_under
+
+__all__ = ["StageAuto", "stay_unsharded"]
+
+_MARGIN = 0.12  # of the device, for fragmentation and what NCCL takes later, as in plans
+
+
+def stay_unsharded(model: nn.Module) -> list[str]:
+    """Returns the names of the units under a module that are kept unsharded by their stage."""
+    return [
+        unit.name
+        for unit in units_under(model)
+        if all(group.stage.keeps_unsharded for group in unit.groups)
+    ]
+
+
+class StageAuto:
+    """Called before each outermost forward of a unit with gradients, until it has decided."""
+
+    def __init__(self, unit: Unit, require_complete: Callable[[], None]) -> None:
+        self._unit = unit
+        self._require_complete = require_complete
+        self._allocated_before: int | None = None  # the first forward
+
+    def __call__(self) -> None:
+        """Decides, a collective then, if an optimizer has taken a step.
+
+        Streams: the current one; the host waits for it. Capture: nothing is decided in one.
+        """
+        self._require_complete()
+        unit, device = self._unit, self._unit.mesh.device
+        if is_capturing(device):
+            return
+        allocated = 0 if device.type == "cpu" else torch.accelerator.memory_allocated(device)
+        if self._allocated_before is None:
+            self._allocated_before = allocated
+        elif any(group.steps_taken for each in _units(unit) for group in each.groups):
+            unit.require_complete = self._require_complete
+            _keep(unit, _least(_room(device, allocated - self._allocated_before), unit))
+
+
+def _units(root: Unit) -> list[Unit]:
+    return [unit for module in root.modules for unit in units_under(module)]
+
+
+def _room(device: torch.device, grown_nbytes: int) -> int:
+    """Returns the bytes that units may keep: what a step has left free, without a margin, and
+    without what grew since that step began, such as the states of its optimizer. None on the CPU,
+    where nobody knows what other programs will take.
+    """
+    if device.type == "cpu":
+        return 0
+    free, total = torch.accelerator.get_memory_info(device)
+    return free - round(_MARGIN * total) - grown_nbytes
+
+
+def _least(nbytes: int, root: Unit) -> int:
+    """Returns the least of what the ranks of the root's mesh have."""
+    least = torch.tensor([nbytes], dtype=torch.int64, device=root.mesh.device)
+    for group in (root.mesh.shard_group, root.mesh.replicate_group):
+        if group is not None and group.size() > 1:
+            with recorder.group_log(group).waiting("memory that is left", least):
+                dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
+    return int(least.item())
+
+
+def _keep(root: Unit, room_nbytes: int) -> None:
+    """Makes units that fit ones of stage 2, but the root, whose parameters backward needs first."""
+    for unit in _units(root):
+        groups = unit.groups
+        nbytes = sum(g.layout.unsharded_numel * g.gather_dtype.itemsize for g in groups)
+        is_asked = all(group.stage.decides and group.mesh == root.mesh for group in groups)
+        if unit is not root and is_asked and nbytes <= room_nbytes:
+            room_nbytes -= nbytes
+            for group in groups:
+                group.stage = replace(group.stage, keeps_unsharded=True)
