@@ -31,6 +31,8 @@ BENCHMARKS = {
     "traffic?",
     "counts": "What does a step launch, send, wait for, allocate and hold? Needs `.venv-cuda`, and "
     "no GPU.",
+    "scale": "What does a rank cost its host in worlds of 8 to 16,384 ranks? Needs `.venv-cuda`, "
+    "and no GPU.",
     "reading": "What does a reader hold: size, imports, calls and files of a step, private names?",
     "construction": "How long does `fully_shard` take on a deep model?",
     "kernels": "How near to a plain copy of as many bytes are the ops?",

@@ -64,7 +64,7 @@ _KINDS = {
 class Rank0:
     """An engine on rank 0 of a world whose other ranks do not exist."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, store: dist.Store | None = None) -> None:
         name, task = worker.argument
         if not inspection.installed():
             raise RuntimeError(
@@ -73,9 +73,10 @@ class Rank0:
         device = torch.device("cuda", 0)
         torch.set_num_threads(1)
         torch.cuda.set_device(device)
-        store = dist.HashStore()
-        dist.init_process_group("cpu:fake,cuda:nccl", store=store, rank=0, world_size=task.ranks)
-        _agree()
+        os.environ["SHARDGRAD_WATCHDOG"] = "0"  # nobody is there to be asked
+        dist.init_process_group(
+            "cpu:fake,cuda:nccl", store=store or dist.HashStore(), rank=0, world_size=task.ranks
+        )
         self._trained = _ENGINES[name](task, device)
         self._data = cycle(
             micro_batches(task, 0, facts_of(task.preset, task.hf).vocab_size, device)
@@ -118,11 +119,6 @@ class Rank0:
 
     def _step(self) -> None:
         self._trained.step(next(self._data))
-
-
-def _agree() -> None:
-    """Asks no rank that does not exist what it waits for."""
-    os.environ["SHARDGRAD_WATCHDOG"] = "0"
 
 
 def _calls() -> Counter[str]:
