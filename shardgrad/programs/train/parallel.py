@@ -25,6 +25,9 @@ from shardgrad.programs.train.launcher import available_cores
 
 # Without progress; after that a rank answers others. Shorter than a timeout that ends the run.
 _QUIET_S = 0.5
+# In a larger world a gloo group connects two ranks when one first sends to the other. If all
+# connected at the start, every rank would read every other's address from the one store.
+_FULL_MESH_RANKS = 256
 
 
 @dataclass(frozen=True)
@@ -102,8 +105,17 @@ def join(config: TrainConfig, *, init_method: str) -> World:
         torch.accelerator.set_device_index(device.index)
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
     limit = timedelta(seconds=config.timeout)
+    if world_size > _FULL_MESH_RANKS:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     dist.init_process_group(
-        backend, init_method=init_method, rank=rank, world_size=world_size, timeout=limit
+        backend,
+        init_method=init_method,
+        rank=rank,
+        world_size=world_size,
+        timeout=limit,
+        # NCCL's communicator exists from the start then, and a mesh splits it: one call for each
+        # axis, instead of a group for each of its lines.
+        device_id=None if device.type == "cpu" else device,
     )
     return World(rank, world_size, device, dist.new_group(backend="gloo", timeout=limit))
 
