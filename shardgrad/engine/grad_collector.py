@@ -237,29 +237,6 @@ class GradPacker:
         collector.let_go(streams)
         return flags, sent_alone
 
-    def move(self, chunks: torch.Tensor, into: torch.Tensor, old: GradPacker) -> None:
-        """Copies 1-D chunks that `old` packed, of the same group, to this one's places; the rest is
-        zero.
-
-        Streams: on the current one.
-        """
-        theirs, ours = (
-            chunks.view(-1, old.layout.chunk_numel),
-            into.view(-1, self.layout.chunk_numel),
-        )
-        ours.zero_()
-        index = {id(p): i for i, p in enumerate(self.params)}
-        for i, p in enumerate(old.params):
-            place = index.get(id(p))
-            if place is None:
-                continue
-            piece, there = self.layout.pieces[place], old.layout.pieces[i]
-            ours.narrow(1, piece.shard_offset, piece.span).copy_(
-                theirs.narrow(1, there.shard_offset, there.span)
-            )
-            flag = theirs.narrow(1, old.layout.tail_offset + i, 1)
-            ours.narrow(1, self.layout.tail_offset + place, 1).copy_(flag)
-
     def _contiguous(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         """Returns this rank's part of each gradient as the pack reads it; an empty tensor where
         none is.

@@ -105,8 +105,10 @@ class Scheduler(Protocol):
     def arrived(self, grads: GradGroup) -> None:
         """Takes note of the first gradient of a backward, and of the last one of a group."""
 
-    def join(self) -> None:
-        """Completes every reduction in flight."""
+    left: list[GradShard]  # that groups have left for others, until their memory may be freed
+
+    def finish(self, grads: GradGroup) -> None:
+        """Reduces what waits in a group, and completes every reduction in flight."""
 
 
 # Messages (first element of a chunk, send, receive, tag), and where they lie.
@@ -160,14 +162,11 @@ class GradGroup:
         self._has_sent_sum = False  # in the last reduction
         self._packer: GradPacker | None = None
         self._shard: GradShard | None = None
-        # Of other places. Their gradients may still be bound, and are read where a reduction takes
-        # them over.
-        self.former_shards: list[GradShard] = []
         self._route: _Route | None = None
         self._trainable: tuple[bool, ...] = ()
         # What sharded and unsharded parameters had in common last.
         self._agreed: tuple[bool, ...] = ()
-        self._holds_places = False  # of parameters that do not require grad
+        self._holds_frozen = False  # `params` has some that do not require grad
         self._generation = -1  # of the group, when parameters got their places
         self._hooked: object = None
         self.unsharded: list[nn.Parameter] = []  # those of `params`, once they exist
@@ -179,76 +178,71 @@ class GradGroup:
     # -- what trains
 
     def refresh_trainable(self, *, anyway: bool = False) -> None:
-        """Notes which parameters require grad, sharded or unsharded; called while no backward runs.
+        """Gives the parameters that require grad their places; called while no backward runs.
 
-        What a program changes on either is meant for both. A parameter that ceases to require grad
-        keeps its place while it has a gradient, gradients wait or a backward is expected, so that
-        none is lost.
-
-        Streams: what waits is moved, if it has to be, on the stream that reductions end on.
+        A parameter that ceases to require grad keeps its place while it has a gradient or a
+        backward is expected. Where places change, what waits is reduced first: it was packed for
+        the places of before.
         """
-        params = self.group.params
-        is_same = self._generation == self.group.generation and not anyway
-        if is_same and not (self._holds_places and self._is_open):
-            with DisableTorchFunctionSubclass():  # parameters answer three times as fast
-                now = tuple(map(_REQUIRES_GRAD, self._both))
-            if now == self._trainable or now == self._trainable * 2:
-                return
-        # What differs from what both had in common was set by the program since: it goes from the
-        # unsharded parameter to the sharded one, and then the other way.
-        known = self._agreed if self._generation == self.group.generation else ()
-        for p, was in zip(params, known, strict=False):
-            if p.unsharded is not None and p.unsharded.requires_grad != was:
-                p.sharded.requires_grad_(not was)
-        for p in params:
-            if p.unsharded is not None and p.unsharded.requires_grad != p.sharded.requires_grad:
-                p.unsharded.requires_grad_(p.sharded.requires_grad)
-        self._trainable = self._agreed = tuple(p.sharded.requires_grad for p in params)
+        is_new = self._generation != self.group.generation
+        if is_new:
+            self._replace_shard()
+        self.carry_requires_grad()
+        is_same = self._trainable == self._agreed and not anyway
+        # A frozen parameter keeps its place for the sake of a gradient that may be gone by now.
+        if is_same and not (self._holds_frozen and self.state is GradState.IDLE):
+            return
         if self.scheduler is not None:
-            # what is in flight has the places of now, and will be gradients there
-            self.scheduler.join()
-        attribute, kept = (
-            self.group.gradient_policy.attribute,
-            set(() if self._is_open else self.params),
-        )
-        kept |= {p for p in params if getattr(p.sharded, attribute, None) is not None}
+            self.scheduler.finish(self)
+        params, attribute = self.group.params, self.group.gradient_policy.attribute
+        kept = {p for p in params if getattr(p.sharded, attribute, None) is not None}
         kept |= {p for p in params if p.unsharded is not None and p.unsharded.grad is not None}
+        if self.state is not GradState.IDLE:
+            kept.update(self.params)
         placed = [p for p in params if p.sharded.requires_grad or p in kept]
-        self._holds_places = len(placed) != sum(self._trainable)
-        if self._packer is None or not is_same or placed != self.params:
-            before = self.params
+        if is_new or placed != self.params:
+            if placed and not is_new and is_capturing(self.group.mesh.device):
+                self._refuse_in_capture(placed)
             self._place(placed)
-            if known and placed and is_capturing(self.group.mesh.device):
-                # After the places have changed, for the eager steps to come.
-                self._refuse_in_capture(before)
         else:
             self._hook()  # those that have begun to require grad again
+        self._trainable = self._agreed
+        self._holds_frozen = len(placed) != sum(self._trainable)
+
+    def _replace_shard(self) -> None:
+        """Leaves the gradient shard of parameters that were replaced."""
+        self._agreed = self._trainable = ()
+        self._generation = self.group.generation
+        self._leave_shard()
+        if self._packer is not None and self._packer.dtype != self.group.reduce_dtype:
+            self.forget()
 
     def carry_requires_grad(self) -> None:
-        """Applies to the sharded parameters what the program has set on the unsharded ones; before
-        a reshard.
+        """Carries what the program has set on a sharded or an unsharded parameter to the other.
 
-        Later it would be unknown which came last: this, or what the program sets on the sharded
-        ones then.
+        Before a reshard as well: later it would be unknown which was set last.
         """
-        with DisableTorchFunctionSubclass():
-            if tuple(map(_REQUIRES_GRAD, self._both)) in (self._agreed, self._agreed * 2):
-                return
-        if self._generation == self.group.generation:
-            agreed = list(self._agreed)
-            for place, p in enumerate(self.group.params):
-                if p.unsharded is not None and p.unsharded.requires_grad != agreed[place]:
-                    agreed[place] = p.unsharded.requires_grad
-                    p.sharded.requires_grad_(agreed[place])
-            self._agreed = tuple(agreed)
+        with DisableTorchFunctionSubclass():  # parameters answer three times as fast
+            now = tuple(map(_REQUIRES_GRAD, self._both))
+        if now in (self._agreed, self._agreed * 2):
+            return
+        # The unsharded parameter wins where it differs from what both had in common.
+        for p, was in zip(self.group.params, self._agreed, strict=False):
+            if p.unsharded is not None and p.unsharded.requires_grad != was:
+                p.sharded.requires_grad_(not was)
+        for p in self.group.params:
+            if p.unsharded is not None and p.unsharded.requires_grad != p.sharded.requires_grad:
+                p.unsharded.requires_grad_(p.sharded.requires_grad)
+        self._agreed = tuple(p.sharded.requires_grad for p in self.group.params)
 
-    def _refuse_in_capture(self, before: list[FSDPParam]) -> NoReturn:
+    def _refuse_in_capture(self, placed: list[FSDPParam]) -> NoReturn:
         """Refuses other places than before in a capture: tables of them come from the host."""
-        changed = [p.name for p in self.group.params if (p in before) != (p in self.params)]
+        before = self.params
+        changed = [p.name for p in self.group.params if (p in before) != (p in placed)]
         raise CaptureError(
             "requires_grad changed inside a graphed step, of parameters without a gradient",
             expected="the same parameters that train or have a gradient, all through the step",
-            got=f"{len(self.params)} of them in unit {self.group.name or 'root'!r}, and "
+            got=f"{len(placed)} of them in unit {self.group.name or 'root'!r}, and "
             f"{len(before)} before",
             where=f"parameter {changed[0]}"
             + (f" and {len(changed) - 1} more" if len(changed) > 1 else ""),
@@ -256,64 +250,30 @@ class GradGroup:
             "between calls",
         )
 
-    @property
-    def _is_open(self) -> bool:
-        """True if places among the gradients may go: nothing waits, and no backward is expected."""
-        return (
-            self.waiting is Waiting.NOTHING
-            and not self.partial.is_live
-            and self.state is GradState.IDLE
-        )
-
     def _place(self, placed: list[FSDPParam]) -> None:
-        """Gives parameters their places among the gradients; what waits goes along."""
-        old, group = self._packer, self.group
-        new = GradPacker(group, placed, group.layout_of(placed, with_flags=True), self._second)
-        # Sums of micro-batches keep the order of the layout that packed them, so they are copied
-        # to the new places. Where nothing waits there is nothing to copy.
-        if old is None or self._is_open or old.dtype != new.dtype:
-            self.forget()
-        else:
-            self._move_waiting(old, new)
-        was_touched = dict(zip(map(id, self.params), self.touched, strict=True))
-        self.touched = tuple(was_touched.get(id(p), False) for p in placed)
+        """Gives parameters their places among the gradients; nothing waits.
+
+        Gradients of before keep their memory for as long as they are bound, and are copied to
+        their new places where a reduction adds to them.
+        """
+        group = self.group
+        self.forget()
+        self.partial.tensor = None
         self.params = placed
-        self._packer = new
+        self.touched = (False,) * len(placed)
+        layout = group.layout_of(placed, with_flags=True)
+        self._packer = GradPacker(group, placed, layout, self._second)
         self._route = None
-        self._generation = group.generation
-        if self._shard is not None and self._shard.has_memory:
-            self.former_shards.append(self._shard)
-        self._shard = None
+        self._leave_shard()
         self._zero_copy_tags = [MessageTag(f"reduce-scatter of {p.name}") for p in placed]
         self._hook()
 
-    def _move_waiting(self, old: GradPacker, new: GradPacker) -> None:
-        """Moves what waits on this rank from its old places to the new ones."""
-        if self.scheduler is None:
-            return  # no backward has come by
-        comm_ctx, mesh, dtype = self.scheduler.comm_ctx, self.group.mesh, self.group.reduce_dtype
-        stream, ranks = self._route_under(comm_ctx).end, mesh.shard_size
-        with comm_ctx.streams.on(stream), torch.no_grad():
-            if self._sum is not None and self.waiting is Waiting.SUM:
-                before, self._sum = self._sum, Slot(comm_ctx.streams, mesh.device)
-                before.start_reading(stream)
-                self._sum.reserve(ranks * new.layout.chunk_numel * dtype.itemsize)
-                self._sum.start_writing(stream)
-                before.reserve(0)
-                moved = before.take(dtype, ranks, old.layout.chunk_numel)
-                new.move(
-                    moved.whole, self._sum.take(dtype, ranks, new.layout.chunk_numel).whole, old
-                )
-                self._sum.finish_writing(stream)
-                before.release(stream)
-                before.give_back()
-            if self.partial.tensor is not None and self.partial.is_live:
-                partial = self.partial.tensor
-                chunks = partial.numel() // old.layout.chunk_numel
-                self.partial.tensor = partial.new_empty(chunks * new.layout.chunk_numel)
-                new.move(partial, self.partial.tensor, old)
-            else:
-                self.partial.tensor = None
+    def _leave_shard(self) -> None:
+        """Leaves the gradient shard to the gradients that are bound."""
+        if self._shard is not None and self._shard.has_memory and self.scheduler is not None:
+            self._shard.leave()
+            self.scheduler.left.append(self._shard)
+        self._shard = None
 
     @property
     def layout(self) -> ShardLayout | None:
@@ -552,8 +512,9 @@ class GradGroup:
             before *= 2
         return before, factor / before
 
-    def launch(self, comm_ctx: CommContext) -> Reduction:
-        """Packs what has been collected and starts the reduce-scatter.
+    def launch(self, comm_ctx: CommContext, *, all_reduces: bool) -> Reduction:
+        """Packs what has been collected and starts the reduce-scatter; without `all_reduces`,
+        HSDP stops after it and keeps a partial sum.
 
         Streams: the pack runs on the pack stream, after the slot is free and after every foreign
         producer; the collective runs on the reduce stream, after every writer of the slot; a second
@@ -572,7 +533,7 @@ class GradGroup:
             end = self.collector.pack_stream
             route.done.wait(end)
         shard = None  # without the second step, only a partial sum is left
-        if self.requires_all_reduce or self._second is None:
+        if all_reduces or self._second is None:
             shard = self.require_shard()
             if not shard.has_memory:
                 # The pack stream is that of backward: freed activations, which the allocator keeps

@@ -130,8 +130,7 @@ class GradShard:
         if self.memory is not GradMemory.NONE:
             return
         numel, device = self._layout.chunk_numel, self._nothing.device
-        if device.type not in ("cpu", "meta"):
-            self.stream = torch.accelerator.current_stream(device)
+        self.stream = self.current_stream()
         stays = self._home.is_offloaded or self._home.is_virtual
         may_go = self.stream is not None and not stays
         if self.flat.numel():
@@ -190,6 +189,19 @@ class GradShard:
         else:
             self.flat.untyped_storage().resize_(0)
         self.memory = GradMemory.NONE
+
+    def leave(self) -> None:
+        """Leaves the memory to whoever holds a gradient in it.
+
+        Streams: it may be read on the current one from now on.
+        """
+        self._record(self.current_stream())
+
+    def current_stream(self) -> Stream:
+        """Returns the stream that is current on the memory's device; None on the CPU."""
+        device = self._nothing.device
+        is_host = device.type in ("cpu", "meta")
+        return None if is_host else torch.accelerator.current_stream(device)
 
     def _record(self, reader: Stream) -> None:
         """Tells the allocator that the program, which keeps the memory, reads it on `reader`."""
@@ -252,8 +264,7 @@ class GradShard:
             self.free(reader)
         else:
             self._record(reader)
-            if self.stream is not None:
-                self.stream = torch.accelerator.current_stream(self.flat.device)
+            self.stream = self.current_stream()
             self.objects.leave(places)
             self._take(self._home.zeros(self.flat.numel(), self.flat.dtype).copy_(self.flat))
             self.objects.place(self.flat)
@@ -461,8 +472,8 @@ class GradShard:
         if not is_capturing(device):
             # Gradients may have changed places, in this model or between two: what is written over
             # may be what another parameter has been given.
-            reader = None if device.type == "cpu" else torch.accelerator.current_stream(device)
-            self._part_with(self.objects.held([place for place, _ in foreign]), reader)
+            held = self.objects.held([place for place, _ in foreign])
+            self._part_with(held, self.current_stream())
         for place, grad in foreign:
             self.zeroed.discard(place)
             with torch.no_grad():

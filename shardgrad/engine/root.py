@@ -132,22 +132,19 @@ class RootContext:
         Capture: safe; memory that is there is kept at its address, and none is freed.
         """
         free: list[GradShard] = []
-        replaced: list[GradShard] = []
         for grads in self.grad_groups:
             shard = grads.shard
             if shard is not None and shard.memory is GradMemory.HELD:
                 shard.fix_in_capture()
-                free.append(shard)
-            for former in grads.former_shards:
-                if not (former.objects.is_any_bound() or is_capturing(former.flat.device)):
-                    replaced.append(former)
-        free = [shard for shard in (*free, *replaced) if shard.may_be_freed]
-        if not (free or replaced) or self.scheduler.is_any_in_flight:
+                if shard.may_be_freed:
+                    free.append(shard)
+        left = self.scheduler.left
+        if not (free or left) or self.scheduler.is_any_in_flight:
             return
         streams, event = self.comm_ctx.streams, self.post_optim_event
         reader = streams.current()
         # Memory on the host has no stream.
-        for stream in {shard.stream for shard in (*free, *replaced)} - {None}:
+        for stream in {shard.stream for shard in (*free, *left)} - {None}:
             if event is not None:
                 streams.event_of(event).wait(stream)
             if stream != reader:
@@ -155,8 +152,7 @@ class RootContext:
                 self._read.wait(stream)
         for shard in free:
             shard.free(reader)
-        for grads in self.grad_groups if replaced else ():
-            grads.former_shards = [shard for shard in grads.former_shards if shard not in replaced]
+        left.clear()  # gradients that are bound keep their memory
 
     def parameters_written(self, event: torch.Event | None = None) -> None:
         """Makes later all-gathers start after `event`, or else after the current stream."""

@@ -17,6 +17,7 @@ import torch
 
 from shardgrad.engine.comm_context import CommContext
 from shardgrad.engine.grad_group import TRANSITIONS, GradGroup, GradState, Waiting
+from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.reduction import Reduction
 
 __all__ = ["ReductionScheduler"]
@@ -72,6 +73,7 @@ class ReductionScheduler:
         self._queue: list[GradGroup] = []  # the last is reduced first
         self._earlier: list[Reduction] = []  # in flight, of backwards that are complete
         self._launched: list[tuple[GradGroup, Reduction]] = []  # by the backward that is running
+        self.left: list[GradShard] = []  # that groups have left for others
         self.enrolment: Enrolment | None = None  # None: a backward reduces the groups that entered
 
     def enter(self, grads: GradGroup) -> None:
@@ -167,7 +169,7 @@ class ReductionScheduler:
         if grads.state is not GradState.READY:  # backward is over: no more gradients come
             _move(grads, GradState.READY)
         if self._reduces_now(grads):
-            reduction = grads.launch(self.comm_ctx)
+            reduction = grads.launch(self.comm_ctx, all_reduces=grads.requires_all_reduce)
             self._launched.append((grads, reduction))
             _move(grads, GradState.SENT)
             if len(self._launched) > 1:
@@ -235,11 +237,23 @@ class ReductionScheduler:
         for ring in self.comm_ctx.rings:
             ring.rewind(stream)
 
+    def finish(self, grads: GradGroup) -> None:
+        """Reduces what waits in a group, and completes every reduction in flight.
+
+        Called where all ranks change the group's places: what waits was packed for those of before.
+        """
+        # A forward calls, which may be an evaluation in inference mode.
+        with torch.inference_mode(mode=False), torch.no_grad():
+            if grads.waiting is not Waiting.NOTHING or grads.partial.is_live:
+                self._earlier.append(grads.launch(self.comm_ctx, all_reduces=True))
+            self.join()
+
     def inherit(self, other: ReductionScheduler) -> None:
         """Takes over the groups that entered under another root, and are under this one now."""
         self._entered += [grads for grads in other._entered if grads.scheduler is self]
         other._entered = [grads for grads in other._entered if grads.scheduler is not self]
         self._earlier += other._earlier
+        self.left += other.left
         # A graph that was made under the other root may read parameters of this one again.
         self.reads_again |= other.reads_again
         self._keeps_graph |= other._keeps_graph

@@ -20,6 +20,7 @@ from shardgrad.engine.grad_group import GradGroup
 from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.param import managed_by
 from shardgrad.engine.root import RootContext
+from shardgrad.engine.scheduler import ReductionScheduler
 from shardgrad.engine.unit import Unit
 from shardgrad.optim import selection
 
@@ -102,7 +103,12 @@ def _freezing_drops_what_waits() -> Iterator[Patch]:
     """A parameter that was frozen lost its place at once, and what waited on this rank was
     dropped.
     """
-    yield mock.patch.object(GradGroup, "_is_open", property(lambda self: True))
+
+    def drop(self: ReductionScheduler, grads: GradGroup) -> None:
+        self.join()
+        grads.forget()
+
+    yield mock.patch.object(ReductionScheduler, "finish", drop)
 
 
 def _ties_in_the_order_of_a_set() -> Iterator[Patch]:
