@@ -33,7 +33,6 @@ from shardgrad.engine.streams import Stream, is_capturing
 from shardgrad.engine.unit import units_under
 from shardgrad.errors import CaptureError
 from shardgrad.graphs.capturable import Capturable, CaptureAgain, adapt
-from shardgrad.graphs.carried import CarriedScalars
 from shardgrad.optim.flat import FlatOptimizer
 from shardgrad.optim.grad_scaler import GradScaler
 from shardgrad.sharding.gradient_objects import counts_if_none_is_kept, counts_of
@@ -70,7 +69,6 @@ class ModuleState(Capturable):
         self._module = module
         self._modules = list(module.modules())
         self._units = units_under(module)
-        self._carried = CarriedScalars()
         self._reader: Stream = None
         self._is_any_kept = True  # as far as is known
         # Before the capture that runs; None outside. See [Note: Gradients in a graph's pool].
@@ -97,9 +95,7 @@ class ModuleState(Capturable):
         self._buffers = list(self._module.buffers())
         self._registration = Registration(params)
         shards = map(_GRAD_SHARD, self._grad_groups)
-        self._gradients = _GradFacts(
-            [shard for shard in shards if shard is not None], self._carried
-        )
+        self._gradients = _GradFacts([shard for shard in shards if shard is not None])
 
     def _follow(self) -> None:
         """Collects again if that would start from other objects."""
@@ -172,7 +168,6 @@ class ModuleState(Capturable):
         for context in self._contexts:
             context.quiesce()
             context.comm_ctx.streams.forget_events()
-        self._gradients.carry_verdicts()
         if self._with_memory is not None:
             self._free_memory_of_graph(self._with_memory)
 
@@ -358,10 +353,9 @@ class _GradFacts:
 
     Args:
         shards: of one model.
-        carried: where graphs read and leave whether gradients are finite.
     """
 
-    def __init__(self, shards: Sequence[GradShard], carried: CarriedScalars) -> None:
+    def __init__(self, shards: Sequence[GradShard]) -> None:
         self._shards = list(shards)
         self._params: dict[str, list[nn.Parameter]] = {}
         for shard in self._shards:
@@ -369,7 +363,6 @@ class _GradFacts:
         self._objects = [shard.objects for shard in self._shards]
         self._merged: list[dict[int, int]] = []
         self._own: dict[int, int] = {}
-        self._carried = carried
         self._unkept = counts_if_none_is_kept(self._objects, [()] * len(self._objects))
 
     def is_any_kept(self) -> bool:
@@ -395,7 +388,8 @@ class _GradFacts:
     def read(self) -> Hashable:
         """Returns what the host decides by: which gradients are bound, and known to be there.
 
-        Tensors that the program has assigned are taken over first, and verdicts are carried.
+        Tensors that the program has assigned are taken over first. Verdicts, of which those of
+        gradients that are None are forgotten, are compared by their addresses.
         """
         self._follow_objects()
         bound = self._bound()
@@ -403,25 +397,13 @@ class _GradFacts:
             for shard in self._shards:
                 shard.settle(range(shard.count))
             bound = self._bound()
-        verdicts = self.carry_verdicts()
-        flagged = tuple(chain.from_iterable(map(_FLAGGED, self._shards)))
-        return bound, verdicts, flagged, tuple(map(_MOVES, self._shards))
-
-    def carry_verdicts(self) -> Hashable:
-        """Moves verdicts to where graphs read them; see `CarriedScalars`.
-
-        Gradients that are None have none. Returns which verdicts there are.
-        """
-        verdicts = self.verdicts()
-        if any(map(is_not, verdicts, repeat(None))):
+        if any(map(is_not, self.verdicts(), repeat(None))):
             for shard in self._shards:
                 if shard.objects.are_absent():
                     shard.nonfinite = None
-            verdicts = self.verdicts()
-        carried = self._carried.carry(verdicts)
-        for shard, verdict in zip(self._shards, carried, strict=True):
-            shard.nonfinite = verdict
-        return self._carried.pattern
+        verdicts = tuple(map(id, self.verdicts()))
+        flagged = tuple(chain.from_iterable(map(_FLAGGED, self._shards)))
+        return bound, verdicts, flagged, tuple(map(_MOVES, self._shards))
 
     def verdicts(self) -> list[torch.Tensor | None]:
         """Returns `nonfinite` of each shard."""
@@ -469,16 +451,10 @@ class GradScalerState(Capturable):
 
     def __init__(self, scaler: GradScaler) -> None:
         self._scaler = scaler
-        self._carried = CarriedScalars()
 
     def guards(self) -> Hashable:
         """See `Capturable`."""
-        self._scaler.verdicts = self._carried.carry(self._scaler.verdicts)
-        return self._scaler.guards(), self._carried.pattern
-
-    def quiesce(self) -> None:
-        """See `Capturable`."""
-        self._scaler.verdicts = self._carried.carry(self._scaler.verdicts)
+        return self._scaler.guards()
 
     def snapshot(self) -> Callable[[], None]:
         """See `Capturable`."""

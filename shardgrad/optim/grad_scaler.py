@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -73,6 +73,10 @@ class GradScaler:
         self._initial = (init_scale, 0)
         self._state: _ScalerState | None = None
         self._found: weakref.WeakKeyDictionary[Optimizer, torch.Tensor | None] = (
+            weakref.WeakKeyDictionary()
+        )
+        # Each optimizer's verdict has one address: `update` may be in another graph than `step`.
+        self._verdicts: weakref.WeakKeyDictionary[Optimizer, torch.Tensor] = (
             weakref.WeakKeyDictionary()
         )
 
@@ -145,7 +149,7 @@ class GradScaler:
             )
         if optimizer not in self._found:
             self.unscale_(optimizer)
-        found = self._found[optimizer] = _verdict(optimizer)
+        found = self._found[optimizer] = self._judge(optimizer)
         if isinstance(optimizer, FlatOptimizer):
             optimizer.found_inf = found  # type: ignore[attr-defined]
             try:
@@ -153,6 +157,14 @@ class GradScaler:
             finally:
                 del optimizer.found_inf  # type: ignore[attr-defined]
         return None if found.item() else optimizer.step(**kwargs)
+
+    @torch.no_grad()
+    def _judge(self, optimizer: Optimizer) -> torch.Tensor:
+        """Returns the optimizer's float32 scalar, above zero if its gradients are not finite."""
+        found = _verdict(optimizer)
+        if optimizer not in self._verdicts:
+            self._verdicts[optimizer] = torch.empty_like(found)
+        return self._verdicts[optimizer].copy_(found)
 
     @torch.no_grad()
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
@@ -216,21 +228,11 @@ class GradScaler:
 
     def guards(self) -> Hashable:
         """Returns the host state that decides a step: settings, and optimizers unscaled since
-        `update`.
+        `update`, with whether they have stepped.
         """
         settings = self._enabled, self._growth_factor, self._backoff_factor, self._growth_interval
-        return settings, self._state is None, tuple(map(id, self._found))
-
-    @property
-    def verdicts(self) -> list[torch.Tensor | None]:
-        """For each optimizer since the last `update`: None after `unscale_`, after `step` its
-        verdict.
-        """
-        return list(self._found.values())
-
-    @verdicts.setter
-    def verdicts(self, verdicts: Iterable[torch.Tensor | None]) -> None:
-        self._found.update(zip(list(self._found), verdicts, strict=True))
+        found = tuple((id(each), verdict is None) for each, verdict in self._found.items())
+        return settings, self._state is None, found
 
     def snapshot(self) -> Callable[[], None]:
         """Returns a function that restores the present host state."""

@@ -8,7 +8,7 @@ Sums are float64 and their order is fixed, so a norm is the same bits from run t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from functools import lru_cache
 from weakref import WeakKeyDictionary
 
@@ -48,7 +48,7 @@ def norm_of(
         (norm, nonfinite), device scalars, the same on every rank. `norm` is float64 if a gradient
         is, else float32. `nonfinite` is float32, above zero if any element, or the norm, is an
         infinity or a NaN. The shards remember `nonfinite`; a norm over some gradients of a shard
-        leaves what is known of the others.
+        leaves what is known of the others. The next norm of the same gradients overwrites it.
 
     Streams: the current stream; collectives are joined by it.
     Capture: safe once the process group has been used.
@@ -70,6 +70,10 @@ def norm_of(
     total, count = _over_ranks(parts, norm_type).unbind()
     norm = total if norm_type == 0 or math.isinf(norm_type) else total.pow(1.0 / norm_type)
     nonfinite = ((count > 0) | ~torch.isfinite(norm)).float()
+    if gradients.selections:
+        key = tuple((id(selection.shard), selection.places) for selection in gradients.selections)
+        first = gradients.selections[0].shard
+        nonfinite = _verdict_of(first, key, nonfinite.device).copy_(nonfinite)
     for selection in gradients.selections:
         _remember(selection, nonfinite)
     known = [selection.shard.flat for selection in gradients.selections] + gradients.plain
@@ -86,6 +90,22 @@ def find_nonfinite(params: Iterable[torch.Tensor], device: torch.device) -> torc
     return norm_of(select(params), math.inf, device)[1]
 
 
+# By the shard that a norm begins with, and its selections; or by None what several norms found.
+_verdicts: WeakKeyDictionary[GradShard, dict[Hashable, torch.Tensor]] = WeakKeyDictionary()
+
+
+def _verdict_of(shard: GradShard, key: Hashable, device: torch.device) -> torch.Tensor:
+    """Returns the scalar in which it is kept whether gradients are finite.
+
+    It has one address, since a graph may read what another one, or eager code, has written.
+    """
+    known = _verdicts.setdefault(shard, {})
+    if key not in known:
+        with torch.inference_mode(mode=False):
+            known[key] = torch.zeros((), dtype=torch.float32, device=device)
+    return known[key]
+
+
 # Which gradients of a shard its verdict is of.
 _judged: WeakKeyDictionary[GradShard, frozenset[int]] = WeakKeyDictionary()
 
@@ -95,7 +115,8 @@ def _remember(selection: Selection, nonfinite: torch.Tensor) -> None:
     shard, places = selection.shard, frozenset(selection.places)
     before = _judged.get(shard, frozenset())
     if shard.nonfinite is not None and not before <= places:
-        nonfinite, places = torch.maximum(shard.nonfinite, nonfinite), places | before
+        own = _verdict_of(shard, None, nonfinite.device)
+        nonfinite, places = torch.maximum(shard.nonfinite, nonfinite, out=own), places | before
     shard.nonfinite, shard.zeroed, _judged[shard] = nonfinite, set(), places
 
 
