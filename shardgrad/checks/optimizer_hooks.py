@@ -124,7 +124,7 @@ class _OptimizerHooks:
                 group.take_writes()
                 shard = grads_of(group).shard
                 if shard is not None:
-                    shard.fix_in_capture()
+                    shard.look(is_captured=is_capturing(shard.flat.device))
             refuse_unreduced(optimizer, groups)
             if watched.state_id != id(optimizer.state):  # loaded
                 watched.state_id = id(optimizer.state)

@@ -30,6 +30,7 @@ class CommContext:
         parameters_ready: where the parameters were last written; all-gathers start after it.
         gather_ring: staging for all-gathers; grows to the prefetch depth in use.
         reduce_ring: staging for reductions; two in flight, the third completes the first.
+        is_captured: a graph is being captured; see `RootContext`.
         rings: these, and those whose memory a program provides.
     """
 
@@ -44,6 +45,7 @@ class CommContext:
             vars(self).update(vars(like))
         else:
             self.device = device
+            self.is_captured = False
             self.streams = streams_for(device) if streams is None else streams
             self.gather_ring = SlotRing(self.streams, device, depth=2, elastic=True)
             self.reduce_ring = SlotRing(self.streams, device, depth=2, elastic=False)

@@ -29,7 +29,7 @@ from shardgrad.engine.param import FSDPParam
 from shardgrad.engine.param_group import ParamGroup
 from shardgrad.engine.reduction import AllReduceHook, PartialSum, Reduction, ReductionMemory
 from shardgrad.engine.spans import NO_SPAN, profiler, span
-from shardgrad.engine.streams import Stream, StreamEvent, Streams, is_capturing
+from shardgrad.engine.streams import Stream, StreamEvent, Streams
 from shardgrad.engine.transports import MessageTag, Transport
 from shardgrad.errors import CaptureError
 from shardgrad.policies import REDUCES_IN_GRAD_DTYPE
@@ -201,7 +201,8 @@ class GradGroup:
             kept.update(self.params)
         placed = [p for p in params if p.sharded.requires_grad or p in kept]
         if is_new or placed != self.params:
-            if placed and not is_new and is_capturing(self.group.mesh.device):
+            is_captured = self.scheduler is not None and self.scheduler.comm_ctx.is_captured
+            if placed and is_captured and not is_new:
                 self._refuse_in_capture(placed)
             self._place(placed)
         else:
@@ -535,6 +536,7 @@ class GradGroup:
         shard = None  # without the second step, only a partial sum is left
         if all_reduces or self._second is None:
             shard = self.require_shard()
+            shard.look(is_captured=comm_ctx.is_captured)
             if not shard.has_memory:
                 # The pack stream is that of backward: freed activations, which the allocator keeps
                 # for each stream, become gradients without more memory.

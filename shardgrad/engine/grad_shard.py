@@ -38,7 +38,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardgrad.engine.param import FSDPParam
-from shardgrad.engine.streams import Stream, StreamEvent, Streams, is_capturing
+from shardgrad.engine.streams import Stream, StreamEvent, Streams
 from shardgrad.errors import ForeignParameterError
 from shardgrad.policies import GradientPolicy
 from shardgrad.sharding.gradient_objects import Bound, GradientObjects, keep_for_current_stream
@@ -90,6 +90,7 @@ class GradShard:
         self.stream: Stream = None  # that memory is allocated on, now or next; None on the CPU
         # How often memory that graphs know was left to the program; they are of no use then.
         self.moves = 0
+        self.is_captured = False  # a graph is being captured; see `look`
         self._allocated: StreamEvent | None = None
         self._nothing = home.zeros(0, dtype)
         self._take(self._nothing)
@@ -124,15 +125,14 @@ class GradShard:
     def allocate(self, *, zeroed: bool = True) -> None:
         """Gets memory, if there is none; it is zeroed, or else the caller writes all of it.
 
-        Streams: allocated for the current one, and zeroed there. Capture: safe; a capture's memory
-        is FIXED.
+        Streams: allocated for the current one, and zeroed there. Capture: safe after `look`.
         """
         if self.memory is not GradMemory.NONE:
             return
-        numel, device = self._layout.chunk_numel, self._nothing.device
+        numel = self._layout.chunk_numel
         self.stream = self.current_stream()
         stays = self._home.is_offloaded or self._home.is_virtual
-        may_go = self.stream is not None and not stays
+        may_go = self.stream is not None and not (stays or self.is_captured)
         if self.flat.numel():
             self.flat.untyped_storage().resize_(self.flat.nbytes)
             if zeroed:
@@ -143,7 +143,7 @@ class GradShard:
             self._take(self._nothing.new_empty(numel))
         self.objects.place(self.flat)
         self._own_uses = self._uses()
-        self.memory = GradMemory.HELD if may_go and not is_capturing(device) else GradMemory.FIXED
+        self.memory = GradMemory.HELD if may_go else GradMemory.FIXED
 
     def fix(self) -> None:
         """Keeps memory at its address from now on, allocated if there is none: a graph will know
@@ -152,12 +152,14 @@ class GradShard:
         self.allocate()
         self.memory = GradMemory.FIXED
 
-    def fix_in_capture(self) -> None:
-        """Keeps memory, if there is any, at its address if a capture is in progress on its
-        device.
+    def look(self, *, is_captured: bool) -> None:
+        """Notes whether what follows is captured: a graph that meets memory knows its address.
+
+        Called where a forward opens, a reduction starts, or an optimizer looks at the gradients.
         """
-        if self.memory is GradMemory.HELD and is_capturing(self.flat.device):
-            self.fix()
+        self.is_captured = is_captured
+        if is_captured and self.memory is GradMemory.HELD:
+            self.memory = GradMemory.FIXED
 
     @property
     def has_memory(self) -> bool:
@@ -233,9 +235,7 @@ class GradShard:
         for i, live in enumerate(self.settle(range(len(self.params)))):
             if not live:
                 self.view(i).zero_()
-        if any(p._post_accumulate_grad_hooks for p in self.params) and not is_capturing(
-            self.flat.device
-        ):
+        if not self.is_captured and any(p._post_accumulate_grad_hooks for p in self.params):
             self._flags_before = self.flags.clone()
         return True
 
@@ -246,7 +246,7 @@ class GradShard:
         """
         if not self.has_memory:
             return
-        if is_capturing(self.flat.device):
+        if self.is_captured:
             self.objects.note_overwritten()
         else:
             self._part_with(self.objects.kept(), reader)
@@ -326,7 +326,7 @@ class GradShard:
             self._bind((self.flags != before).tolist())
             return
         self.flagged = list(touched)
-        if not all(touched) and is_capturing(self.flat.device):
+        if not all(touched) and self.is_captured:
             self.flagged = list(self._seen.get(touched, [True] * len(touched)))
         elif not all(touched):
             self._told = self._bring_flags(streams)
@@ -468,8 +468,7 @@ class GradShard:
         """Copies assigned gradients into the shard, and binds the shard's own in their place."""
         self.allocate()
         self.nonfinite = None
-        device = self.flat.device
-        if not is_capturing(device):
+        if not self.is_captured:
             # Gradients may have changed places, in this model or between two: what is written over
             # may be what another parameter has been given.
             held = self.objects.held([place for place, _ in foreign])

@@ -18,7 +18,6 @@ from torch import nn
 from torch.distributed.utils import _to_kwargs
 
 from shardgrad.engine.comm_context import CommContext
-from shardgrad.engine.grad_shard import GradMemory, GradShard
 from shardgrad.engine.same_model import require_same_model
 from shardgrad.engine.scheduler import ReductionScheduler
 from shardgrad.engine.spans import NO_SPAN, profiler, span
@@ -52,7 +51,6 @@ class RootContext:
         self.post_optim_event: torch.Event | None = None
         self._written = comm_ctx.parameters_ready
         self._read = comm_ctx.streams.event()  # gradients
-        self._is_captured = False  # the latest forward
         self._forward_root: Unit | None = None
         self._handled: BaseException | None = None  # by the program, when that forward began
         self._order: list[Unit] = []
@@ -84,10 +82,14 @@ class RootContext:
         has_failed = self._forward_root is unit and not opens_again and not unit.runs_in_itself
         if unit is self.root and self._forward_root not in (None, unit):
             has_failed = True  # that unit was run by itself: the root is inside of none
-        if self.scheduler.backward_running or has_failed:
-            self.recover()
-        if self._forward_root is not None and not opens_again:
+        is_cut_short = self.scheduler.backward_running or has_failed
+        if not (self._forward_root is None or opens_again or is_cut_short):
             return args, kwargs
+        if self._crosses_border():  # by torch.cuda.graph; graphed_step quiesces itself
+            self.comm_ctx.streams.forget_events()
+            self.quiesce()
+        if is_cut_short:
+            self.recover()
         # Between iterations a program may load weights, freeze layers, or step an optimizer: all of
         # it is looked for once, here, and not by each unit.
         is_replaced = False
@@ -97,11 +99,6 @@ class RootContext:
             unit.require_complete()
         device = self.comm_ctx.device
         if device.type != "cpu":
-            # By torch.cuda.graph, if not by graphed_step.
-            if is_capturing(device) != self._is_captured:
-                self._is_captured = not self._is_captured
-                self.comm_ctx.streams.forget_events()
-                self.quiesce()
             with span("inputs_to_device", unit.name) if profiler._is_profiler_enabled else NO_SPAN:
                 (args,), (kwargs,) = _to_kwargs(args, kwargs, device, False)
         self._forward_root, self._position, self._order_before = unit, 0, len(self._backward_order)
@@ -114,6 +111,20 @@ class RootContext:
         event, self.post_optim_event = self.post_optim_event, None
         self.parameters_written(None if is_replaced else event)
         return args, kwargs
+
+    def _crosses_border(self) -> bool:
+        """Notes whether what follows is captured; returns whether that has changed.
+
+        The one place that decides whether the memory of the root's gradients is known to a graph.
+        """
+        before, self.comm_ctx.is_captured = (
+            self.comm_ctx.is_captured,
+            is_capturing(self.comm_ctx.device),
+        )
+        for grads in self.grad_groups:
+            if grads.shard is not None:
+                grads.shard.look(is_captured=self.comm_ctx.is_captured)
+        return self.comm_ctx.is_captured != before
 
     def require_awake(self) -> None:
         """Refuses to use shards whose memory is given back.
@@ -131,13 +142,8 @@ class RootContext:
         Streams: those that it was allocated on wait for the current one, and for the optimizer's.
         Capture: safe; memory that is there is kept at its address, and none is freed.
         """
-        free: list[GradShard] = []
-        for grads in self.grad_groups:
-            shard = grads.shard
-            if shard is not None and shard.memory is GradMemory.HELD:
-                shard.fix_in_capture()
-                if shard.may_be_freed:
-                    free.append(shard)
+        shards = [grads.shard for grads in self.grad_groups if grads.shard is not None]
+        free = [shard for shard in shards if shard.may_be_freed]
         left = self.scheduler.left
         if not (free or left) or self.scheduler.is_any_in_flight:
             return
@@ -328,7 +334,7 @@ class RootContext:
         else:
             self._backward_order.clear()
             device = self.comm_ctx.device
-            if device.type not in ("cpu", "meta") and not is_capturing(device):
+            if device.type not in ("cpu", "meta") and not self.comm_ctx.is_captured:
                 wait_for_device(device)  # autograd joins the streams of a backward only at its end
             for unit in self.units:
                 unit.abandon_forward()
@@ -348,6 +354,7 @@ class RootContext:
 
     def abort(self) -> None:
         """Drops all that is under way: a capture failed, and nothing in it has run."""
+        self._crosses_border()
         self._forward_root = None
         self.keep_unsharded = False
         self._backward_order.clear()
@@ -361,6 +368,7 @@ class RootContext:
 
         Streams: the current stream waits for what was in flight. Capture: safe.
         """
+        self._crosses_border()
         if self._forward_root is not None or self.scheduler.backward_running:
             self.recover()
         self.scheduler.join()

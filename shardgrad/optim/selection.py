@@ -12,6 +12,7 @@ from shardgrad.engine.grad_group import grads_of
 from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.param import FSDPParam, fsdp_param_of
 from shardgrad.engine.param_group import ParamGroup, group_of
+from shardgrad.engine.streams import is_capturing
 
 __all__ = ["Gradients", "Selection", "gradients_of", "plain_gradient", "select"]
 
@@ -77,8 +78,8 @@ def gradients_of(group: ParamGroup, params: Iterable[torch.Tensor]) -> GradShard
     if shard.count < len(group.params) and any(shard.place_of(param) is None for param in written):
         grads.refresh_trainable(anyway=True)
         shard = grads.require_shard()
+    shard.look(is_captured=is_capturing(shard.flat.device))
     shard.allocate()
-    shard.fix_in_capture()
     return shard
 
 
