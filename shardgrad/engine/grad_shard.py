@@ -51,8 +51,6 @@ __all__ = ["GradMemory", "GradShard", "HostState"]
 # Per parameter, what is bound; `nonfinite`; per parameter, what the flag says.
 HostState = tuple[tuple[Bound, ...], torch.Tensor | None, tuple[bool, ...]]
 
-_uses_of: Callable[[int], int] = torch._C._storage_Use_Count  # of the address of a StorageImpl
-
 
 class GradMemory(Enum):
     """Whether a shard has memory. See [Note: Memory of gradients]."""
@@ -94,7 +92,6 @@ class GradShard:
         self._allocated: StreamEvent | None = None
         self._nothing = home.zeros(0, dtype)
         self._take(self._nothing)
-        self._own_uses = 0  # `_uses` when nothing but the shard has the storage
         self.touched: tuple[bool, ...] = ()  # on this rank, in the last reduction; empty before it
         # Float32 device scalar, above zero if an infinity or a NaN was found; None if nothing has
         # looked.
@@ -120,7 +117,6 @@ class GradShard:
         numel, count = (layout.tail_offset, len(layout.pieces)) if flat.numel() else (0, 0)
         self.values = flat.narrow(0, 0, numel)  # the gradients; zero between them
         self.flags = flat.narrow(0, numel, count)  # [Note: Live flags]
-        self._views: list[torch.Tensor] | None = None
 
     def allocate(self, *, zeroed: bool = True) -> None:
         """Gets memory, if there is none; it is zeroed, or else the caller writes all of it.
@@ -142,7 +138,6 @@ class GradShard:
         else:
             self._take(self._nothing.new_empty(numel))
         self.objects.place(self.flat)
-        self._own_uses = self._uses()
         self.memory = GradMemory.HELD if may_go else GradMemory.FIXED
 
     def fix(self) -> None:
@@ -183,7 +178,7 @@ class GradShard:
         self.flagged = [False] * self.count
         self.zeroed.clear()
         kept = self.objects.kept()
-        if kept or self._uses() != self._own_uses:
+        if kept:
             self._record(reader)
             self.objects.leave(kept)
             self.objects.take_away()
@@ -209,12 +204,6 @@ class GradShard:
         """Tells the allocator that the program, which keeps the memory, reads it on `reader`."""
         if reader is not None and self.flat.device.type != "cpu":
             self.flat.record_stream(reader)
-
-    def _uses(self) -> int:
-        """Returns how many tensors and others share the storage, except `_views`, made when asked
-        for.
-        """
-        return _uses_of(self.flat.untyped_storage()._cdata) - len(self._views or ())
 
     # -- before and after a reduction
 
@@ -255,11 +244,8 @@ class GradShard:
         """Makes the memory of these places one that the program holds nothing of."""
         if not places:
             return
-        is_known = self.memory is GradMemory.FIXED and self.stream is not None
-        if is_known and not self.objects.are_viewed(places):
-            self.objects.move_out(places, reader)  # graphs go on with the address
-            return
-        self.moves += is_known
+        # On a device, fixed memory is that which graphs know.
+        self.moves += self.memory is GradMemory.FIXED and self.stream is not None
         if self.objects.are_absent():
             self.free(reader)
         else:
@@ -268,7 +254,6 @@ class GradShard:
             self.objects.leave(places)
             self._take(self._home.zeros(self.flat.numel(), self.flat.dtype).copy_(self.flat))
             self.objects.place(self.flat)
-            self._own_uses = self._uses()
 
     def reduce_into(
         self,
@@ -396,9 +381,7 @@ class GradShard:
 
     def view(self, place: int) -> torch.Tensor:
         """Returns a parameter's part of `flat`, in the local shape."""
-        if self._views is None:
-            self._views = self._layout.local_views(self.flat, self.mesh.shard_rank)
-        return self._views[place]
+        return self.objects.views[place]
 
     @property
     def numel(self) -> int:
@@ -471,8 +454,8 @@ class GradShard:
         if not self.is_captured:
             # Gradients may have changed places, in this model or between two: what is written over
             # may be what another parameter has been given.
-            held = self.objects.held([place for place, _ in foreign])
-            self._part_with(held, self.current_stream())
+            places = {place for place, _ in foreign}.intersection(self.objects.held())
+            self._part_with(sorted(places), self.current_stream())
         for place, grad in foreign:
             self.zeroed.discard(place)
             with torch.no_grad():

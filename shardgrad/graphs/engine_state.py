@@ -35,7 +35,6 @@ from shardgrad.errors import CaptureError
 from shardgrad.graphs.capturable import Capturable, CaptureAgain, adapt
 from shardgrad.optim.flat import FlatOptimizer
 from shardgrad.optim.grad_scaler import GradScaler
-from shardgrad.sharding.gradient_objects import counts_if_none_is_kept, counts_of
 
 __all__ = ["FlatOptimizerState", "GradScalerState", "ModuleState"]
 
@@ -70,7 +69,6 @@ class ModuleState(Capturable):
         self._modules = list(module.modules())
         self._units = units_under(module)
         self._reader: Stream = None
-        self._is_any_kept = True  # as far as is known
         # Before the capture that runs; None outside. See [Note: Gradients in a graph's pool].
         self._with_memory: set[GradShard] | None = None
         self._touched: torch.Tensor | None = None  # number, from a graph that has freed the flags
@@ -221,8 +219,8 @@ class ModuleState(Capturable):
         self._join_post_optim_events()
         if list(map(_GRAD_SHARD, self._grad_groups)) != self._collected_from[1]:
             self._follow()
-        self._reader, self._is_any_kept = reader, self._gradients.is_any_kept()
-        for shard in self._shards() if self._is_any_kept else ():
+        self._reader = reader
+        for shard in self._shards():
             shard.part_with_kept(reader)
         for context in self._contexts:
             context.free_gradients()
@@ -239,12 +237,16 @@ class ModuleState(Capturable):
         """See `Capturable`."""
         self.at_eager_border()  # a capture that begins with gradients knows their addresses as well
         self._with_memory = {shard for shard in self._shards() if shard.has_memory}
-        found = [shard.objects.before_replays() for shard in self._shards()]
+        found = [(shard, shard.objects.begin_capture()) for shard in self._shards()]
 
-        def move_overwritten() -> bool:
-            return not self._is_any_kept or all(move(self._reader) for move in found)
+        def overwrites_nothing_held() -> bool:
+            return not any(
+                {*overwritten}.intersection(shard.objects.held())
+                for shard, overwritten in found
+                if overwritten and shard.has_memory
+            )
 
-        return move_overwritten
+        return overwrites_nothing_held
 
     def _shards(self) -> list[GradShard]:
         return [grads.shard for grads in self._grad_groups if grads.shard is not None]
@@ -363,21 +365,6 @@ class _GradFacts:
         self._objects = [shard.objects for shard in self._shards]
         self._merged: list[dict[int, int]] = []
         self._own: dict[int, int] = {}
-        self._unkept = counts_if_none_is_kept(self._objects, [()] * len(self._objects))
-
-    def is_any_kept(self) -> bool:
-        """Returns whether the program holds a gradient besides those that are bound, in one pass
-        for all.
-
-        See [Note: Kept gradients] in `sharding/gradient_objects.py`.
-        """
-        counts = counts_of(self._objects)
-        # As in a steady step, which begins with no gradient bound either.
-        if counts == self._unkept:
-            return False
-        return counts != counts_if_none_is_kept(
-            self._objects, [each.bound() for each in self._objects]
-        )
 
     def _follow_objects(self) -> None:
         """Looks up again what objects are, if some of them were replaced."""

@@ -5,10 +5,8 @@ In plain torch, `g = p.grad; p.grad = None` and another backward leave `g` as it
 makes a new tensor. Here it may write to the same memory. So before memory whose gradient is None is
 written or freed, the engine looks whether the program still holds anything over it: the gradient
 itself, or something else with its storage. If so, the program keeps this memory, and the group goes
-on with other memory and new objects. Memory that a graph knows cannot be exchanged under it: there,
-the gradient that the program holds moves to a copy, and a new object takes its place. Views cannot
-be moved; where there are some, the group takes other memory after all, and graphs are captured
-again.
+on with other memory and new objects in those places. A graph that knows the memory is of no use
+then, and is captured again.
 
 Every gradient has a storage that no other one has, so reference counts tell, in a few passes in C
 over however many there are, and a program that keeps none pays nothing else. Alternatives:
@@ -19,8 +17,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from itertools import chain, repeat
-from math import prod
+from itertools import repeat
 from operator import attrgetter, is_, is_not, ne
 from typing import Protocol, cast
 
@@ -29,7 +26,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardgrad.policies import GradientPolicy
-from shardgrad.sharding.dtensor import dtensor_like
+from shardgrad.sharding.dtensor import dtensor_like, in_own_storage
 from shardgrad.sharding.layout import ShardLayout
 
 __all__ = [
@@ -37,8 +34,6 @@ __all__ = [
     "PLAIN",
     "Bound",
     "GradientObjects",
-    "counts_if_none_is_kept",
-    "counts_of",
     "keep_for_current_stream",
 ]
 
@@ -47,9 +42,7 @@ ABSENT, PLAIN = 0, 1
 # One of these, or a tensor that the program has assigned.
 Bound = int | torch.Tensor
 
-Stream = torch.Stream | None
 _uses_of: Callable[[int], int] = torch._C._storage_Use_Count
-_WATCHED, _STORAGES = attrgetter("_watched"), attrgetter("_storages")
 
 
 def keep_for_current_stream(tensor: torch.Tensor) -> None:
@@ -58,28 +51,6 @@ def keep_for_current_stream(tensor: torch.Tensor) -> None:
     """
     if tensor.device.type != "cpu":
         tensor.record_stream(torch.accelerator.current_stream(tensor.device))
-
-
-def counts_of(objects: Sequence[GradientObjects]) -> list[list[int]]:
-    """Returns how often what several shards watch is referred to: tensors of all, then storages of
-    all.
-    """
-    watched = chain.from_iterable(map(_WATCHED, objects))
-    storages = chain.from_iterable(map(_STORAGES, objects))
-    return [list(map(sys.getrefcount, watched)), list(map(_uses_of, storages))]
-
-
-def counts_if_none_is_kept(
-    objects: Sequence[GradientObjects], bound: Sequence[Sequence[Bound]]
-) -> list[list[int]]:
-    """Returns what `counts_of` returns while the program holds nothing but what is `bound`."""
-    expected = [
-        each.counts_if_none_is_kept(what) for each, what in zip(objects, bound, strict=True)
-    ]
-    ends = [2 * len(each.plain) for each in objects]
-    tensors = (counts[:end] for counts, end in zip(expected, ends, strict=True))
-    storages = (counts[end:] for counts, end in zip(expected, ends, strict=True))
-    return [list(chain.from_iterable(tensors)), list(chain.from_iterable(storages))]
 
 
 def _references_when_bound() -> int:
@@ -92,8 +63,7 @@ def _references_when_bound() -> int:
     return sys.getrefcount(grad) - before
 
 
-class _Named(Protocol):
-    name: str
+class _Managed(Protocol):
     sharded: nn.Parameter
 
 
@@ -103,7 +73,7 @@ class GradientObjects:
     They exist without memory; `place` gives it to them.
 
     Args:
-        params: what has a name and a sharded parameter.
+        params: what has a sharded parameter.
         layout: of the memory.
         rank: whose pieces they are.
         nothing: without elements; in the dtype and on the device of the memory.
@@ -111,68 +81,48 @@ class GradientObjects:
 
     Attributes:
         plain: the gradients.
+        views: of the memory, for each parameter, in its local shape; none without memory.
         own: what an object is, by its `id`: ABSENT or PLAIN. Another dict once they change.
-        overwritten: places whose gradients are None where the capture that runs, or ran last,
-            reduces them.
     """
 
     def __init__(
         self,
-        params: Sequence[_Named],
+        params: Sequence[_Managed],
         layout: ShardLayout,
         rank: int,
         nothing: torch.Tensor,
         policy: GradientPolicy,
     ) -> None:
         self._params = [p.sharded for p in params]
-        self._names = [p.name for p in params]
         self._layout = layout
         self._rank = rank
         self._nothing = nothing
-        self._memory: torch.UntypedStorage | None = None
         self._placed: tuple[int, int] | None = None  # storage and address
+        self.views: list[torch.Tensor] = []
         self.attribute = policy.attribute
         self._read = attrgetter(policy.attribute)
         self._references_when_bound = 1 if policy.decoupled else _references_when_bound()
         # Tensors of the meta device, and fake ones, have the storage of the flat memory.
         self._is_watched = bool(self._params) and nothing.untyped_storage().device.type != "meta"
-        shapes = [piece.local_shape(rank) for piece in layout.pieces]
-        strides = [torch.empty(shape, device="meta").stride() for shape in shapes]
-        begins = [piece.shard_offset * nothing.itemsize for piece in layout.pieces]
-        ends = [
-            at + prod(shape) * nothing.itemsize for at, shape in zip(begins, shapes, strict=True)
-        ]
-        self._places = list(zip(begins, ends, shapes, strides, strict=True))
-        self.plain: list[DTensor] = []
-        self._locals: list[torch.Tensor] = []
-        for place in range(len(self._params)):
-            plain, local = self._make(place)
-            self.plain.append(plain)
-            self._locals.append(local)
-            del plain, local  # references are counted next
-        self._storages = [local.untyped_storage()._cdata for local in self._locals]
-        self._watch()
+        self._locals = [nothing] * len(params)
+        self.plain = [cast(DTensor, param) for param in self._params]
+        self.leave(range(len(params)))
         # While nothing else refers to them; later objects have the same.
         self._unkept = self._counts()
-        self.overwritten: list[int] = []
+        self._overwritten: list[int] = []
         for param in self._params:
             if policy.decoupled:
                 setattr(param, self.attribute, getattr(param, self.attribute, None))
             elif param.dtype != nothing.dtype:
                 param.grad_dtype = nothing.dtype
 
-    def _make(self, place: int) -> tuple[DTensor, torch.Tensor]:
-        """Returns a new gradient for a place, and its local tensor."""
-        local = self._nothing.new_empty(0)
-        if self._memory is not None:
-            self._point(local, place, self._memory)
-        return dtensor_like(local, cast(DTensor, self._params[place])), local
-
     def leave(self, places: Sequence[int]) -> None:
-        """Leaves the gradients of these places to the program, and makes new ones."""
+        """Leaves the gradients of these places to the program, and makes new ones, without
+        memory.
+        """
         for place in places:
-            self.plain[place], self._locals[place] = self._make(place)
-            self._storages[place] = self._locals[place].untyped_storage()._cdata
+            local = self._locals[place] = self._nothing.new_empty(0)
+            self.plain[place] = dtensor_like(local, cast(DTensor, self._params[place]))
         self._watch()
 
     # -- memory
@@ -183,40 +133,31 @@ class GradientObjects:
 
         Memory that was gone and is back at its address costs nothing.
         """
-        memory = self._memory = flat.untyped_storage()
-        before, self._placed = (
-            self._placed,
-            (memory._cdata, memory.data_ptr() if self._is_watched else 0),
-        )
-        if self._placed == before:
-            return
-        if self._is_watched:
-            for place, local in enumerate(self._locals):
-                self._point(local, place, memory)
-        else:
-            for place, view in enumerate(self._layout.local_views(flat, self._rank)):
-                self._locals[place] = self.plain[place]._local_tensor = view.data
-            self._watch()
-        self._storages = [local.untyped_storage()._cdata for local in self._locals]
+        memory = flat.untyped_storage()
+        placed = memory._cdata, memory.data_ptr() if self._is_watched else 0
+        if self._placed != placed:
+            self.views = self._layout.local_views(flat, self._rank)
+            self._point(self.views)
+            self._placed = placed
 
     def take_away(self) -> None:
         """Lets go of the memory, which another may keep, until they are placed again."""
-        self._memory = self._placed = None
-        for place, local in enumerate(self._locals):
-            if self._is_watched:
-                local.set_()  # type: ignore[call-overload]  # to nothing
-            else:
-                self._locals[place] = self.plain[place]._local_tensor = self._nothing
-        self._storages = [local.untyped_storage()._cdata for local in self._locals]
+        self._placed, self.views = None, []
+        self._point([self._nothing] * len(self.plain))
 
-    def _point(self, local: torch.Tensor, place: int, memory: torch.UntypedStorage) -> None:
-        begin, end, shape, stride = self._places[place]
-        local.set_(memory[begin:end], 0, shape, stride)
+    def _point(self, views: Sequence[torch.Tensor]) -> None:
+        for place, view in enumerate(views):
+            if self._is_watched:
+                self._locals[place].set_(in_own_storage(view))  # type: ignore[call-overload]
+            else:
+                self._locals[place] = self.plain[place]._local_tensor = view.data
+        self._watch()
 
     def _watch(self) -> None:
         self.own = {id(None): ABSENT}
         self.own.update((id(grad), PLAIN) for grad in self.plain)
         self._watched: list[torch.Tensor] = [*self.plain, *self._locals]
+        self._storages = [local.untyped_storage()._cdata for local in self._locals]
 
     # -- what is bound
 
@@ -231,10 +172,6 @@ class GradientObjects:
     def are_bound(self) -> bool:
         """Returns whether every parameter has its gradient of these."""
         return all(map(is_, map(self._read, self._params), self.plain))
-
-    def is_any_bound(self) -> bool:
-        """Returns whether a gradient of these is bound to its parameter."""
-        return any(what is PLAIN for what in self.bound())
 
     def bound(self) -> tuple[Bound, ...]:
         """Returns what the gradients of the parameters are."""
@@ -257,94 +194,32 @@ class GradientObjects:
     # -- what the program keeps
 
     def _counts(self) -> list[int]:
-        """Returns how often gradients, then local tensors and storages are
-        referred to.
-        """
+        """Returns how often gradients, then local tensors and storages are referred to."""
         return [*map(sys.getrefcount, self._watched), *map(_uses_of, self._storages)]
 
-    def counts_if_none_is_kept(self, bound: Sequence[Bound]) -> list[int]:
-        """Returns the counts that there are while the program holds nothing but what is bound."""
-        expected = list(self._unkept)
-        for place, what in enumerate(bound):
+    def held(self) -> list[int]:
+        """Returns the places of which the program holds more than the gradient that is bound."""
+        counts, size = self._counts(), len(self.plain)
+        if counts == self._unkept or not self._is_watched:
+            return []
+        for place, what in enumerate(self.bound()):
             if what is PLAIN:
-                expected[place] += self._references_when_bound
-        return expected
-
-    def _kept(self, counts: Sequence[int], expected: Sequence[int]) -> list[int]:
-        """Returns the places of which the program holds more than is expected."""
-        differ, size = list(map(ne, counts, expected)), len(self.plain)
+                counts[place] -= self._references_when_bound
+        differ = list(map(ne, counts, self._unkept))
         return [place for place in range(size) if any(differ[place::size])]
 
     def kept(self) -> list[int]:
         """Returns the places whose gradients are None, but held by the program."""
-        if not any(map(is_, map(self._read, self._params), repeat(None))):
+        gradients = self.gradients()
+        if not any(map(is_, gradients, repeat(None))):
             return []
-        counts = self._counts()
-        if counts == self._unkept or not self._is_watched:
-            return []
-        bound = self.bound()
-        kept = self._kept(counts, self.counts_if_none_is_kept(bound))
-        return [place for place in kept if bound[place] is ABSENT]
+        return [place for place in self.held() if gradients[place] is None]
 
-    def held(self, places: Sequence[int]) -> list[int]:
-        """Returns those of the places whose gradients, bound elsewhere if at all, are held."""
-        counts = self._counts()
-        if counts == self._unkept or not self._is_watched:
-            return []
-        return sorted({*self._kept(counts, self.counts_if_none_is_kept(self.bound()))} & {*places})
+    def begin_capture(self) -> list[int]:
+        """Returns a list to which the capture that begins adds what each replay overwrites."""
+        self._overwritten = []
+        return self._overwritten
 
     def note_overwritten(self) -> None:
         """In a capture, takes note of the gradients that each of its replays will overwrite."""
-        self.overwritten += [place for place, what in enumerate(self.bound()) if what is ABSENT]
-
-    def before_replays(self) -> Callable[[Stream], bool]:
-        """Returns what moves, before each replay, gradients that the capture about to begin
-        overwrites.
-
-        What is bound is the same before each of them. It takes the reader that `move_out` takes,
-        and returns False if there must be no replay: the program keeps views of some.
-        """
-        overwritten: list[int] = []
-        self.overwritten = overwritten
-        bound = self.bound()
-        expected = self.counts_if_none_is_kept(bound)
-
-        def move_overwritten(reader: Stream) -> bool:
-            if not (overwritten and self._is_watched):
-                return True
-            counts = self._counts()
-            if counts == expected:
-                return True
-            places = sorted({*self._kept(counts, expected)} & {*overwritten})
-            if self.are_viewed(places):
-                return False
-            self.move_out(places, reader)
-            return True
-
-        return move_overwritten
-
-    def are_viewed(self, places: Sequence[int]) -> bool:
-        """Returns whether anything but gradients and their local tensors shares their memory."""
-        unkept = self._unkept[2 * len(self.plain) :]
-        return any(_uses_of(self._storages[place]) > unkept[place] for place in places)
-
-    def move_out(self, places: Sequence[int], reader: Stream) -> None:
-        """Moves gradients that the program keeps to copies: a graph knows their memory.
-
-        New ones over the old addresses take their place, also where they are bound.
-
-        Args:
-            places: of the gradients.
-            reader: the stream on which the program reads; None on the CPU.
-
-        Streams: the copies are made on the current stream, where the gradients have to be final.
-        Capture: not safe.
-        """
-        bound, kept = self.bound(), [self._locals[place] for place in places]
-        self.leave(places)
-        for place, local in zip(places, kept, strict=True):
-            copy = local.clone()
-            if reader is not None:
-                copy.record_stream(reader)
-            local.set_(copy.untyped_storage(), 0, copy.shape, copy.stride())
-            self.bind(place, bound[place])
+        self._overwritten += [place for place, what in enumerate(self.bound()) if what is ABSENT]

@@ -128,7 +128,7 @@ def keeping_gradients(
             held.append(model[0].second.weight.grad.to_local())
         if zeroes == "outside":
             optimizer.zero_grad()
-    if not views:  # which need other memory in each step
+    if zeroes in ("in place", "never"):  # the others need other memory in each step
         require_replays(step, 1, 4)
     return seen + [(h.to_local() if isinstance(h, DTensor) else h).cpu() for h in held]
 
