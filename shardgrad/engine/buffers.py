@@ -237,6 +237,12 @@ class SlotRing:
         slot.reserve(nbytes)
         return slot
 
+    def take(self, *sizes: tuple[torch.dtype, int, int]) -> tuple[Slot, list[Chunks]]:
+        """Returns the next slot and, for each dtype, count and length, its pieces in it."""
+        nbytes = sum(dtype.itemsize * count * numel for dtype, count, numel in sizes)
+        slot = self.acquire(nbytes)
+        return slot, [slot.take(*size) for size in sizes]
+
     def _next(self) -> Slot:
         if len(self.slots) >= self.depth:
             for slot in self._turns:

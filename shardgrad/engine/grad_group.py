@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Iterator
 from enum import Enum, auto
 from functools import partial
-from math import prod
 from operator import attrgetter, or_
 from typing import Any, NamedTuple, NoReturn, Protocol
 
@@ -27,7 +26,7 @@ from shardgrad.engine.grad_collector import GradCollector, GradPacker
 from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.param import FSDPParam
 from shardgrad.engine.param_group import ParamGroup
-from shardgrad.engine.reduction import AllReduceHook, PartialSum, Reduction, ReductionMemory
+from shardgrad.engine.reduction import OVERFLOWING, PartialSum, Reduction, ReductionMemory
 from shardgrad.engine.spans import NO_SPAN, profiler, span
 from shardgrad.engine.streams import Stream, StreamEvent, Streams
 from shardgrad.engine.transports import MessageTag, Transport
@@ -36,9 +35,6 @@ from shardgrad.policies import REDUCES_IN_GRAD_DTYPE
 from shardgrad.sharding.layout import ShardLayout
 
 __all__ = ["SWITCHES", "TRANSITIONS", "GradGroup", "GradState", "Scheduler", "Waiting", "grads_of"]
-
-# Sums of many ranks overflow in these, so they are divided before and after.
-_OVERFLOWING = (torch.float16,)
 
 # By the group's id; the GradGroup keeps the group alive.
 _of: weakref.WeakValueDictionary[int, GradGroup] = weakref.WeakValueDictionary()
@@ -79,14 +75,6 @@ class Waiting(Enum):
     SUM = auto()  # the sum of unreduced gradients
 
 
-class Sends(Enum):
-    """What a reduction sends."""
-
-    MESSAGE = auto()  # all gradients, packed
-    WHOLE = auto()  # zero-copy gradients from where they are, and the others packed
-    NOTHING = auto()  # one rank reduces alone: the end packs into the gradient shard
-
-
 class Scheduler(Protocol):
     """What a group's gradients ask of the order of reductions."""
 
@@ -111,8 +99,8 @@ class Scheduler(Protocol):
         """Reduces what waits in a group, and completes every reduction in flight."""
 
 
-# Messages (first element of a chunk, send, receive, tag), and where they lie.
-_Packed = tuple[list[tuple[int, Chunks, Chunks, MessageTag]], ReductionMemory]
+# The first element of a chunk that it brings, what is sent, room for what comes, and the tag.
+_Message = tuple[int, Chunks, Chunks, MessageTag]
 
 
 class _Route(NamedTuple):
@@ -126,7 +114,8 @@ class _Route(NamedTuple):
     room: tuple[int, int]  # of the second step
     end: Stream  # that reductions end on: the next reduce-scatter does not wait for a second step
     done: StreamEvent  # recorded at the end of each reduction
-    sends: Sends  # where nothing waits
+    is_local: bool  # nothing is sent: the end packs into the gradient shard
+    is_whole: bool  # zero-copy gradients are sent from where they are
 
 
 _NOTHING = torch.empty(0)
@@ -225,7 +214,7 @@ class GradGroup:
         """
         with DisableTorchFunctionSubclass():  # parameters answer three times as fast
             now = tuple(map(_REQUIRES_GRAD, self._both))
-        if now in (self._agreed, self._agreed * 2):
+        if self._agreed and now in (self._agreed, self._agreed * 2):
             return
         # The unsharded parameter wins where it differs from what both had in common.
         for p, was in zip(self.group.params, self._agreed, strict=False):
@@ -478,14 +467,22 @@ class GradGroup:
             end, room = streams.reduce, (0, 0)
             if self._second is not None:
                 end, room = streams.second, self._second.room(comm_ctx, layout.chunk_numel)
-            divisors, sends = self._divisors(), Sends.MESSAGE
-            if divisors[0] == 1 and group.collectives.reduces_plainly:
-                if self._is_local(transport):
-                    sends = Sends.NOTHING
-                elif layout.zero_copy and group.wire_dtype == group.gather_dtype:
-                    sends = Sends.WHOLE
+            before, after = self._divisors()
+            # Gradients that autograd made can be read as they are, without a message of our own.
+            reads = before == 1 and group.collectives.reduces_plainly
+            is_local = reads and self._is_local(transport)
+            is_whole = reads and not is_local and group.wire_dtype == group.gather_dtype
             self._route = _Route(
-                made_for, transport, ring, *divisors, room, end, streams.event(), sends
+                made_for,
+                transport,
+                ring,
+                before,
+                after,
+                room,
+                end,
+                streams.event(),
+                is_local,
+                is_whole and bool(layout.zero_copy),
             )
         return self._route
 
@@ -506,7 +503,7 @@ class GradGroup:
         bf16 divide once, where there is least to divide.
         """
         factor = self.divide_factor or float(self.group.mesh.data_parallel_size)
-        if self.group.reduce_dtype not in _OVERFLOWING:
+        if self.group.reduce_dtype not in OVERFLOWING:
             return 1.0, factor
         before = 1.0
         while factor % before == 0 and factor / before > before:
@@ -527,8 +524,9 @@ class GradGroup:
         self._collect_written(streams)
         route = self._route_under(comm_ctx)
         transport, end = route.transport, route.end
-        sends = route.sends if self.waiting is Waiting.NOTHING else Sends.MESSAGE
-        if sends is Sends.NOTHING:
+        is_local = route.is_local and self.waiting is Waiting.NOTHING
+        messages: list[_Message] = []
+        if is_local:
             # The pack writes the gradient shard itself. It comes after the former reduction, which
             # may have ended on another pack stream.
             end = self.collector.pack_stream
@@ -542,12 +540,10 @@ class GradGroup:
                 # for each stream, become gradients without more memory.
                 shard.stream = self.collector.pack_stream
         with streams.on(self.collector.pack_stream):  # slots are allocated for it
-            if sends is Sends.MESSAGE:
-                messages, memory = self._pack_message(route, comm_ctx, shard)
-            elif sends is Sends.WHOLE:
-                messages, memory = self._pack_zero_copy(route, comm_ctx)
+            if is_local:
+                memory = self._pack_later(comm_ctx)
             else:
-                messages, memory = [], self._pack_later(comm_ctx)
+                messages, memory = self._pack_messages(route, comm_ctx, shard)
         stream, reader = streams.reduce, streams.current()
         with (
             span("post_backward_reduce", group.name) if profiler._is_profiler_enabled else NO_SPAN,
@@ -570,7 +566,7 @@ class GradGroup:
                 partial=self.partial,
                 second=self._second,
                 tag=group.reduce_tag,
-                hook=self._all_reduce_hook() if group.collectives.hook is not None else None,
+                collectives=group.collectives,
                 comm_ctx=comm_ctx,
                 end=end,
                 done=route.done,
@@ -599,92 +595,78 @@ class GradGroup:
         self.waiting = Waiting.NOTHING
         return reduction
 
-    def _all_reduce_hook(self) -> AllReduceHook:
-        collectives = self.group.collectives
-        # It sees the average, unless the average is taken last.
-        is_before = collectives.only_sums or self.group.reduce_dtype in _OVERFLOWING
-        return AllReduceHook(collectives.hook, collectives.hook_stream, is_before)
-
-    def _pack_message(
+    def _pack_messages(
         self, route: _Route, comm_ctx: CommContext, shard: GradShard | None
-    ) -> _Packed:
-        """Packs everything into one message."""
-        group, streams, transport = self.group, comm_ctx.streams, route.transport
-        chunk_numel, dtype, ranks = self.packer.layout.chunk_numel, group.wire_dtype, transport.size
-        # On a mesh of two dims the first step leaves what the ranks of the other dim hold together.
-        numel = chunk_numel * group.mesh.shard_size // ranks
+    ) -> tuple[list[_Message], ReductionMemory]:
+        """Packs the gradients into a message, except those that are sent from where they are."""
+        group, streams, transport, layout = (
+            self.group,
+            comm_ctx.streams,
+            route.transport,
+            self.packer.layout,
+        )
         summed = self._sum if self.waiting is Waiting.SUM else None
         if summed is not None:
             # What has arrived since is added first, so that one message brings all of it.
             self.accumulate(comm_ctx)
+        is_whole = route.is_whole and summed is None
+        # On a mesh of two dims the first step leaves what the ranks of the other dim hold together.
+        ranks, received = transport.size, transport.receive_chunks
+        chunk_numel = layout.chunk_numel * group.mesh.shard_size // ranks
+        alone = [layout.pieces[i] for i in layout.zero_copy if is_whole]
+        places = [(p.shard_offset, p.shard_numel) for p in alone]
+        skipped = layout.packed_offset if is_whole else 0
+        places.insert(0, (skipped, chunk_numel - skipped))
         # On the wire gradients may be narrower than their sum; then the sum needs other memory.
-        is_cast = dtype != group.reduce_dtype
-        has_own = is_cast and (self._second is not None or group.collectives.hook is not None)
-        staging_dtype = None if shard is None or not shard.needs_staging else group.gradient_dtype
-        sent = ranks if summed is None or is_cast else 0
-        nbytes = (sent + transport.receive_chunks) * numel * dtype.itemsize
-        nbytes += (has_own * numel + prod(route.room)) * group.reduce_dtype.itemsize
-        nbytes += 0 if staging_dtype is None else chunk_numel * staging_dtype.itemsize
-        slot = route.ring.acquire(nbytes)
-        slots = [slot] if summed is None else [slot, summed]
+        wire, sums = group.wire_dtype, group.reduce_dtype
+        is_cast = wire != sums
+        in_place = summed is not None and not is_cast
+        is_read_again = self._second is not None or group.collectives.hook is not None
+        has_own = is_whole or (is_cast and is_read_again)
+        is_staged = shard is not None and shard.needs_staging
+        slot, (send, own, room, staging, *receive) = route.ring.take(
+            (wire, 0 if in_place else ranks, chunk_numel - skipped),
+            (sums, int(has_own), chunk_numel),
+            (sums, *route.room),
+            (group.gradient_dtype, int(is_staged), layout.chunk_numel),
+            *((wire, received, numel) for _, numel in places),
+        )
+        lent: list[torch.Tensor] = []
         if summed is None:
-            send = slot.take(dtype, ranks, numel)
-            self._pack(slot, send.whole, streams, route.before)
+            lent = self._pack(slot, send.whole, streams, route.before, zero_copy=is_whole)
         elif is_cast:
-            send, stream = slot.take(dtype, ranks, numel), self.collector.pack_stream
+            stream = self.collector.pack_stream
             slot.start_writing(stream)
             summed.start_reading(stream)
             ops.sum_chunks([self._chunks_of(summed).whole], send.whole)
             slot.finish_writing(stream)
-        else:  # sent from where it is
+        else:
             slot.start_writing(streams.reduce)
             summed.reserve(0)
-            send = summed.take(dtype, ranks, numel)
-        receive = slot.take(dtype, transport.receive_chunks, numel)
-        own = (
-            slot.take(group.reduce_dtype, 1, numel).whole if has_own else send.parts[transport.rank]
+            send = summed.take(sums, ranks, chunk_numel)
+        if is_whole and not received:
+            # A transport that needs no room adds up in this rank's chunk, and only reads.
+            parts = [own.whole.narrow(0, *place) for place in places]
+            receive = [Chunks(part, (part,)) for part in parts]
+        sent = [send]
+        for gradient, (_, numel) in zip(lent, places[1:], strict=True):
+            sent.append(Chunks(gradient, gradient.split(numel)))
+        tags = [group.reduce_tag, *(self._zero_copy_tags[i] for i in layout.zero_copy if is_whole)]
+        begins = [begin for begin, _ in places]
+        messages = list(zip(begins, sent, receive, tags, strict=True))
+        memory = ReductionMemory(
+            [slot] if summed is None else [slot, summed],
+            own.whole if has_own else send.parts[transport.rank],
+            room,
+            staging.whole if is_staged else None,
         )
-        room = slot.take(group.reduce_dtype, *route.room)
-        staging = None if staging_dtype is None else slot.take(staging_dtype, 1, chunk_numel).whole
-        return [(0, send, receive, group.reduce_tag)], ReductionMemory(slots, own, room, staging)
+        return messages, memory
 
     def _pack_later(self, comm_ctx: CommContext) -> ReductionMemory:
         """Leaves it to the end, which packs into the gradient shard: there is nothing to send."""
         self.touched = tuple(map(or_, self.touched, self.collector.flags))
         write = partial(self._pack, None, streams=comm_ctx.streams)
         return ReductionMemory([], _NOTHING, _NO_ROOM, None, write)
-
-    def _pack_zero_copy(self, route: _Route, comm_ctx: CommContext) -> _Packed:
-        """Packs what is not zero-copy; the other gradients are sent from where they are."""
-        layout, dtype, received = (
-            self.packer.layout,
-            self.group.wire_dtype,
-            route.transport.receive_chunks,
-        )
-        packed_numel, ranks = layout.packed.chunk_numel, route.transport.size
-        summed_in = self.group.reduce_dtype
-        nbytes = (ranks * packed_numel + received * layout.chunk_numel) * dtype.itemsize
-        slot = route.ring.acquire(
-            nbytes + (layout.chunk_numel + prod(route.room)) * summed_in.itemsize
-        )
-        packed = slot.take(dtype, ranks, packed_numel)
-        own = slot.take(summed_in, 1, layout.chunk_numel).whole
-        gradients = self._pack(slot, packed.whole, comm_ctx.streams, route.before, zero_copy=True)
-
-        def room(begin: int, numel: int) -> Chunks:
-            if received:
-                return slot.take(dtype, received, numel)
-            # A transport that needs no room adds up in this rank's chunk, and only reads.
-            part = own.narrow(0, begin, numel)
-            return Chunks(part, (part,))
-
-        begin = layout.packed_offset
-        messages = [(begin, packed, room(begin, packed_numel), self.group.reduce_tag)]
-        for i, gradient in zip(layout.zero_copy, gradients, strict=True):
-            begin, numel = layout.pieces[i].shard_offset, layout.pieces[i].shard_numel
-            send = Chunks(gradient, gradient.split(numel))
-            messages.append((begin, send, room(begin, numel), self._zero_copy_tags[i]))
-        return messages, ReductionMemory([slot], own, slot.take(summed_in, *route.room), None)
 
     def abandon_backward(self) -> bool:
         """Drops what a failed backward has not sent; returns whether what earlier ones left goes

@@ -10,26 +10,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from shardgrad import ops
 from shardgrad.engine.buffers import Chunks, Slot
-from shardgrad.engine.comm_context import CommContext, SecondStep
+from shardgrad.engine.comm_context import CollectiveConfig, CommContext, SecondStep
 from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.streams import Stream, StreamEvent, Streams
 from shardgrad.engine.transports import MessageTag, Work
 from shardgrad.errors import CollectiveError
 
 __all__ = [
-    "AllReduceHook",
+    "OVERFLOWING",
     "PartialSum",
     "PendingSum",
     "Reduction",
     "ReductionMemory",
     "SecondStep",
 ]
+
+# Sums of many ranks overflow in these, so they are divided before and after.
+OVERFLOWING = (torch.float16,)
 
 
 @dataclass(eq=False)
@@ -90,15 +93,6 @@ class ReductionMemory(NamedTuple):
     write: Callable[..., object] | None = None  # what writes the gradient shard, if nothing is sent
 
 
-@dataclass(frozen=True)
-class AllReduceHook:
-    """A program's hook on reduced gradients."""
-
-    call: Callable[[torch.Tensor], Any]  # gets the chunk, without what is behind the gradients
-    stream: Stream  # where it is called; None for where reductions run
-    is_before_division: bool  # it sees the sum and not the average
-
-
 @dataclass(eq=False, kw_only=True)
 class Reduction:
     """A launched reduction: what it reads, where its result goes, and how to end it."""
@@ -112,7 +106,7 @@ class Reduction:
     partial: PartialSum
     second: SecondStep | None
     tag: MessageTag
-    hook: AllReduceHook | None
+    collectives: CollectiveConfig  # whose hook is called with the result
     comm_ctx: CommContext
     end: Stream  # that it ends on
     done: StreamEvent  # of the group; recorded at the end
@@ -163,31 +157,33 @@ class Reduction:
         write, divisor = self.memory.write, self.divisor
         if write is None:
             pending = self._pending or self._received()
-            if self.hook is not None:
-                pending, divisor = self._through_hook(self.hook, pending, shard.numel, streams)
+            if self.collectives.hook is not None:
+                pending, divisor = self._through_hook(pending, shard.numel, streams)
             write = pending.write
         shard.reduce_into(write, divisor, self.memory.staging, streams)
         shard.bind(self.touched, streams)
 
     def _through_hook(
-        self, hook: AllReduceHook, pending: PendingSum, numel: int, streams: Streams
+        self, pending: PendingSum, numel: int, streams: Streams
     ) -> tuple[PendingSum, float]:
         """Shows the result to the program's hook; returns the sum to go on with, and its
         divisor.
         """
         out = self.memory.own if self.second is None else self.second.result(self.memory.own)
-        pending.write(out, divisor=1.0 if hook.is_before_division else self.divisor)
+        # The hook sees the average, unless the program wants the sum, or a sum of many ranks would
+        # overflow without the division that comes last.
+        is_sum = self.collectives.only_sums or out.dtype in OVERFLOWING
+        now, later = (1.0, self.divisor) if is_sum else (self.divisor, 1.0)
+        pending.write(out, divisor=now)
         current = streams.current()
-        place = hook.stream or current
+        place = self.collectives.hook_stream or current
         self.done.record(current)
         self.done.wait(place)
         with streams.on(place), torch.no_grad():
-            hook.call(out.narrow(0, 0, numel))
+            self.collectives.hook(out.narrow(0, 0, numel))
         self.done.record(place)
         self.done.wait(current)
-        return PendingSum(
-            [(0, out.numel(), [out])]
-        ), self.divisor if hook.is_before_division else 1.0
+        return PendingSum([(0, out.numel(), [out])]), later
 
     def join(self, stream: Stream) -> None:
         """Completes, and makes `stream` wait for the gradients, or the host if they come to it."""

@@ -143,8 +143,8 @@ class RootContext:
         Capture: safe; memory that is there is kept at its address, and none is freed.
         """
         shards = [grads.shard for grads in self.grad_groups if grads.shard is not None]
-        free = [shard for shard in shards if shard.may_be_freed]
         left = self.scheduler.left
+        free = [shard for shard in (*shards, *left) if shard.may_be_freed]
         if not (free or left) or self.scheduler.is_any_in_flight:
             return
         streams, event = self.comm_ctx.streams, self.post_optim_event
