@@ -32,7 +32,6 @@ from shardgrad.engine.streams import Stream, StreamEvent, Streams
 from shardgrad.engine.transports import MessageTag, Transport
 from shardgrad.errors import CaptureError
 from shardgrad.policies import REDUCES_IN_GRAD_DTYPE
-from shardgrad.sharding.layout import ShardLayout
 
 __all__ = ["SWITCHES", "TRANSITIONS", "GradGroup", "GradState", "Scheduler", "Waiting", "grads_of"]
 
@@ -149,7 +148,6 @@ class GradGroup:
         self._sum: Slot | None = None
         self.touched: tuple[bool, ...] = ()  # what `_sum` has gradients of
         self._has_sent_sum = False  # in the last reduction
-        self._packer: GradPacker | None = None
         self._shard: GradShard | None = None
         self._route: _Route | None = None
         self._trainable: tuple[bool, ...] = ()
@@ -162,6 +160,7 @@ class GradGroup:
         self._both: list[nn.Parameter] = []  # all of the group's, sharded and then unsharded
         self._zero_copy_tags: list[MessageTag] = []
         self._second = None if group.spec.second_step is None else group.spec.second_step()
+        self.packer = self._packer_of([])
         _of[id(group)] = self
 
     # -- what trains
@@ -204,7 +203,7 @@ class GradGroup:
         self._agreed = self._trainable = ()
         self._generation = self.group.generation
         self._leave_shard()
-        if self._packer is not None and self._packer.dtype != self.group.reduce_dtype:
+        if self.packer.dtype != self.group.reduce_dtype:
             self.forget()
 
     def carry_requires_grad(self) -> None:
@@ -246,17 +245,19 @@ class GradGroup:
         Gradients of before keep their memory for as long as they are bound, and are copied to
         their new places where a reduction adds to them.
         """
-        group = self.group
         self.forget()
         self.partial.tensor = None
         self.params = placed
         self.touched = (False,) * len(placed)
-        layout = group.layout_of(placed, with_flags=True)
-        self._packer = GradPacker(group, placed, layout, self._second)
+        self.packer = self._packer_of(placed)
         self._route = None
         self._leave_shard()
         self._zero_copy_tags = [MessageTag(f"reduce-scatter of {p.name}") for p in placed]
         self._hook()
+
+    def _packer_of(self, params: list[FSDPParam]) -> GradPacker:
+        layout = self.group.layout_of(params, with_flags=True)
+        return GradPacker(self.group, params, layout, self._second)
 
     def _leave_shard(self) -> None:
         """Leaves the gradient shard to the gradients that are bound."""
@@ -264,20 +265,6 @@ class GradGroup:
             self._shard.leave()
             self.scheduler.left.append(self._shard)
         self._shard = None
-
-    @property
-    def layout(self) -> ShardLayout | None:
-        """The trainable parameters' places in a chunk, with a tail; None before
-        `refresh_trainable`.
-        """
-        return None if self._packer is None else self._packer.layout
-
-    @property
-    def packer(self) -> GradPacker:
-        """What packs the trainable parameters' gradients."""
-        if self._packer is None:
-            raise RuntimeError(f"unit {self.group.name or 'root'!r} was never unsharded")
-        return self._packer
 
     def unsharded_for(self, stream: Stream) -> None:
         """Takes note that the parameters were unsharded for `stream`; hooks them if they are new
@@ -370,7 +357,7 @@ class GradGroup:
             yield "unreduced gradients", storage
         if self.partial.live is not None:
             yield "unreduced gradients", self.partial.live.untyped_storage()
-        for tail in self._packer.tails.values() if self._packer is not None else ():
+        for tail in self.packer.tails.values():
             yield "tails", tail.untyped_storage()
 
     def forget(self) -> None:

@@ -294,9 +294,7 @@ class ModuleState(Capturable):
         """See `Capturable`. A parameter that is frozen or thawed gives its group other places and
         packers.
         """
-        return [
-            (grads.shard, grads.packer) for grads in self._grad_groups if grads.layout is not None
-        ]
+        return [(grads.shard, grads.packer) for grads in self._grad_groups]
 
     def replayed(self) -> None:
         """See `Capturable`. Parameters that are kept unsharded are stale now, as after an optimizer
