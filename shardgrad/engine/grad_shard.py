@@ -126,7 +126,7 @@ class GradShard:
         if self.memory is not GradMemory.NONE:
             return
         numel = self._layout.chunk_numel
-        self.stream = self.current_stream()
+        self.stream = self.current_stream() or self.stream  # none on the host
         stays = self._home.is_offloaded or self._home.is_virtual
         may_go = self.stream is not None and not (stays or self.is_captured)
         if self.flat.numel():
@@ -250,7 +250,7 @@ class GradShard:
             self.free(reader)
         else:
             self._record(reader)
-            self.stream = self.current_stream()
+            self.stream = self.current_stream() or self.stream  # none on the host
             self.objects.leave(places)
             self._take(self._home.zeros(self.flat.numel(), self.flat.dtype).copy_(self.flat))
             self.objects.place(self.flat)
