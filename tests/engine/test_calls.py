@@ -30,7 +30,7 @@ from tests.support.parity import (
     token_loss,
     tower,
 )
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 Loop = Callable[[Engine, nn.Module, int], None]
 
@@ -414,7 +414,8 @@ def test_one_encoder_under_two_roots_equals_an_unsharded_run(
     two_ranks.run(close_to_unsharded, train_two_tasks, together=together)
 
 
-def a_computed_parameter() -> None:
+@on_ranks(2)
+def test_a_parameter_that_an_operation_has_made_is_refused() -> None:
     model = stack(5, 7, 3)
     shardgrad.fully_shard(model[0])
     shardgrad.fully_shard(model)
@@ -432,11 +433,12 @@ def a_computed_parameter() -> None:
         assert torch.equal(param.full_tensor(), was)
 
 
-def test_a_parameter_that_an_operation_has_made_is_refused(two_ranks: Ranks) -> None:
-    two_ranks.run(a_computed_parameter)
-
-
-def tensors_for_parameters(*, runs_first: bool, are_leaves: bool) -> None:
+@pytest.mark.parametrize("runs_first", [False, True])
+@pytest.mark.parametrize("are_leaves", [False, True])
+@on_ranks(2)
+def test_tensors_that_functional_call_puts_in_the_place_of_parameters_get_their_gradients(
+    *, runs_first: bool, are_leaves: bool
+) -> None:
     """Meta-learning: the loss after a step that is differentiated itself."""
     plain, model = stack(5, 7, 3), stack(5, 7, 3)
     units = [shardgrad.fully_shard(model[0]), shardgrad.fully_shard(model)]
@@ -454,14 +456,6 @@ def tensors_for_parameters(*, runs_first: bool, are_leaves: bool) -> None:
         found.append([loss.detach(), *torch.autograd.grad(loss, list(leaves.values()))])
     for expected, got in zip(*found, strict=True):
         torch.testing.assert_close(got, expected)
-
-
-@pytest.mark.parametrize("runs_first", [False, True])
-@pytest.mark.parametrize("are_leaves", [False, True])
-def test_tensors_that_functional_call_puts_in_the_place_of_parameters_get_their_gradients(
-    two_ranks: Ranks, runs_first: bool, are_leaves: bool
-) -> None:
-    two_ranks.run(tensors_for_parameters, runs_first=runs_first, are_leaves=are_leaves)
 
 
 def by_loading(model: nn.Module, average: Tensors, x: Tensor) -> Tensor:
@@ -545,7 +539,8 @@ def test_weights_that_are_put_back_after_an_evaluation_are_those_of_before(
     two_ranks.run(close_to_unsharded, train_with_an_average, swap)
 
 
-def inputs_get_their_gradients() -> None:
+@on_ranks(2)
+def test_inputs_that_require_grad_get_this_ranks_gradient() -> None:
     model = stack(5, 7, 3)
     plain = stack(5, 7, 3)
     SHARDGRAD.fully_shard(model[0])
@@ -554,10 +549,6 @@ def inputs_get_their_gradients() -> None:
     model(x).square().sum().backward()
     plain(y).square().sum().backward()
     assert torch.equal(x.grad, y.grad)
-
-
-def test_inputs_that_require_grad_get_this_ranks_gradient(two_ranks: Ranks) -> None:
-    two_ranks.run(inputs_get_their_gradients)
 
 
 # -- methods that call forward
@@ -604,23 +595,17 @@ def test_a_registered_method_may_call_forward_while_gradients_wait(two_ranks: Ra
     two_ranks.run(same_bits_as_fsdp2, generating_between_micro_batches)
 
 
-def generating_changes_nothing() -> None:
+@on_ranks(2)
+def test_a_registered_method_that_calls_forward_changes_no_gradient() -> None:
     with_it = generating_between_micro_batches(SHARDGRAD)
     assert_same_bits(with_it, generating_between_micro_batches(SHARDGRAD, generates=False))
 
 
-def test_a_registered_method_that_calls_forward_changes_no_gradient(two_ranks: Ranks) -> None:
-    two_ranks.run(generating_changes_nothing)
-
-
-def an_optimizer_over_whole_parameters() -> None:
+@on_ranks(2)
+def test_an_optimizer_built_while_the_root_is_whole_is_refused() -> None:
     model = SHARDGRAD.shard_tower(tower())
     model(SHARDGRAD.tokens(0)[0])  # leaves the root whole
     optimizer = make_optimizer("adamw", model)
     token_loss(model, SHARDGRAD.tokens(0)).backward()
     with pytest.raises(OptimizerParameterError, match="unsharded parameters"):
         optimizer.step()
-
-
-def test_an_optimizer_built_while_the_root_is_whole_is_refused(two_ranks: Ranks) -> None:
-    two_ranks.run(an_optimizer_over_whole_parameters)

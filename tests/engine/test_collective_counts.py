@@ -26,7 +26,7 @@ from tests.support.parity import (
     tower,
     watching_collectives,
 )
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 
 def spans_of(engine: Engine, change: Callable[[Any], None], **options: Any) -> Counter[str]:
@@ -192,7 +192,8 @@ def test_micro_batches_on_replicas_communicate_as_often_as_under_fsdp2(
 # -- one rank
 
 
-def one_rank_is_plain_training() -> None:
+@on_ranks(2)
+def test_one_rank_sends_nothing() -> None:
     calls: Counter[str] = Counter()
     with watching_collectives(lambda name, chunk: calls.update([name])):
         token_loss(SHARDGRAD.shard_tower(tower()), SHARDGRAD.tokens(0)).backward()
@@ -211,7 +212,3 @@ def one_rank_is_plain_training() -> None:
     model.reshard()
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours.to_local(), theirs)
-
-
-def test_one_rank_sends_nothing(two_ranks: Ranks) -> None:
-    two_ranks.run(one_rank_is_plain_training)

@@ -34,7 +34,7 @@ from tests.support.parity import (
     tower,
     watching_collectives,
 )
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 from tests.support.traps import Trap, TrapInBackward
 
 
@@ -90,7 +90,9 @@ def a_failed_step_changes_nothing(
     )
 
 
-def a_failed_first_step_changes_nothing(where: str) -> None:
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@on_ranks(2)
+def test_a_failed_first_step_leaves_nothing_behind(where: str) -> None:
     runs = []
     for fails in (True, False):
         model = trapped_tower(1, None)
@@ -105,7 +107,8 @@ def a_failed_first_step_changes_nothing(where: str) -> None:
     assert_same_bits(*runs)
 
 
-def a_failed_backward_leaves_no_sum_that_replicas_would_exchange() -> None:
+@on_ranks(2)
+def test_sums_that_replicas_have_not_exchanged_are_dropped_with_a_failed_backward() -> None:
     runs = []
     for fails in (True, False):
         model = trapped_tower(0, None, mesh=hsdp_mesh(2, 1))
@@ -121,7 +124,8 @@ def a_failed_backward_leaves_no_sum_that_replicas_would_exchange() -> None:
     assert_same_bits(*runs)
 
 
-def weights_written_after_a_failed_forward_are_used() -> None:
+@on_ranks(2)
+def test_a_forward_after_a_failed_one_computes_with_the_weights_of_then() -> None:
     runs = []
     for where in ("forward", None):
         model = trapped_tower(2, False)
@@ -137,10 +141,6 @@ def weights_written_after_a_failed_forward_are_used() -> None:
         token_loss(model, SHARDGRAD.tokens(0)).backward()
         runs.append(SHARDGRAD.snapshot(model))
     assert_same_bits(*runs)
-
-
-def test_a_forward_after_a_failed_one_computes_with_the_weights_of_then(two_ranks: Ranks) -> None:
-    two_ranks.run(weights_written_after_a_failed_forward_are_used)
 
 
 @pytest.mark.parametrize("reset", [False, True], ids=["by_itself", "reset_iter_state"])
@@ -159,18 +159,10 @@ def test_a_failure_with_whole_parameters_leaves_nothing_behind(
     two_ranks.run(a_failed_step_changes_nothing, where, 1, False, False)
 
 
+@pytest.mark.parametrize("whole", [True, False], ids=["of_the_model", "of_a_unit_by_itself"])
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_a_failed_first_step_leaves_nothing_behind(two_ranks: Ranks, where: str) -> None:
-    two_ranks.run(a_failed_first_step_changes_nothing, where)
-
-
-def test_sums_that_replicas_have_not_exchanged_are_dropped_with_a_failed_backward(
-    two_ranks: Ranks,
-) -> None:
-    two_ranks.run(a_failed_backward_leaves_no_sum_that_replicas_would_exchange)
-
-
-def collectives_after_a_failed_step(where: str, whole: bool) -> None:
+@on_ranks(2)
+def test_the_step_after_a_failed_one_communicates_like_any_other(where: str, whole: bool) -> None:
     """All that the failed step has unsharded is gathered again, and nothing ahead that only it
     would need.
 
@@ -205,14 +197,6 @@ def collectives_after_a_failed_step(where: str, whole: bool) -> None:
     assert seen[3] == seen[1] or not whole
 
 
-@pytest.mark.parametrize("whole", [True, False], ids=["of_the_model", "of_a_unit_by_itself"])
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_the_step_after_a_failed_one_communicates_like_any_other(
-    two_ranks: Ranks, where: str, whole: bool
-) -> None:
-    two_ranks.run(collectives_after_a_failed_step, where, whole)
-
-
 def begun_in_a_backward(fails_in_between: bool) -> list[tuple[str, int]]:
     """Returns the collectives of the backward of a forward after which, perhaps, another one
     fails.
@@ -233,14 +217,9 @@ def begun_in_a_backward(fails_in_between: bool) -> list[tuple[str, int]]:
     return begun
 
 
-def a_failed_forward_leaves_the_order_of_an_earlier_one() -> None:
+@on_ranks(2)
+def test_a_forward_that_fails_before_the_backward_of_another_leaves_its_order() -> None:
     assert begun_in_a_backward(True) == begun_in_a_backward(False)
-
-
-def test_a_forward_that_fails_before_the_backward_of_another_leaves_its_order(
-    two_ranks: Ranks,
-) -> None:
-    two_ranks.run(a_failed_forward_leaves_the_order_of_an_earlier_one)
 
 
 # -- disagreement

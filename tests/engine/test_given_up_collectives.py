@@ -20,7 +20,7 @@ from shardgrad.engine.reduction import PartialSum, Reduction, ReductionMemory
 from shardgrad.engine.transports import MessageTag, PendingWork
 from shardgrad.errors import CollectiveError
 from tests.support.parity import SHARDGRAD
-from tests.support.ranks import Ranks
+from tests.support.ranks import on_ranks
 
 FEW, MANY = 100, 200  # features: room for the one is not enough for the other
 NUMEL = 5000
@@ -45,7 +45,8 @@ def are_sevens(tensors: Sequence[Tensor]) -> bool:
     return all(bool((tensor == 7).all()) for tensor in tensors)
 
 
-def an_all_gather_is_given_up() -> None:
+@on_ranks(2)
+def test_what_an_all_gather_that_was_given_up_brings_is_written_to_its_old_memory() -> None:
     group = dist.new_group(backend="gloo")
     store, go_on = dist.distributed_c10d._get_default_store(), f"{group.group_name}: go on"
     mesh = DeviceMesh.from_group(group, "cpu")
@@ -77,7 +78,11 @@ def an_all_gather_is_given_up() -> None:
     assert torch.equal(few.weight, right[0])
 
 
-def a_reduction_is_given_up(reason: type[BaseException]) -> None:
+@pytest.mark.parametrize("reason", [CollectiveError, KeyboardInterrupt])
+@on_ranks(2)
+def test_what_an_abandoned_reduction_brings_is_written_to_its_old_memory(
+    reason: type[BaseException],
+) -> None:
     group = dist.new_group(backend="gloo")
     store, go_on = dist.distributed_c10d._get_default_store(), f"{group.group_name}: go on"
     comm_ctx, tag = CommContext(torch.device("cpu")), MessageTag.of("reduce-scatter of few", 2)
@@ -120,16 +125,3 @@ def a_reduction_is_given_up(reason: type[BaseException]) -> None:
     assert work._work is not None
     work._work.wait()
     assert are_sevens(kept)
-
-
-def test_what_an_all_gather_that_was_given_up_brings_is_written_to_its_old_memory(
-    two_ranks: Ranks,
-) -> None:
-    two_ranks.run(an_all_gather_is_given_up)
-
-
-@pytest.mark.parametrize("reason", [CollectiveError, KeyboardInterrupt])
-def test_what_an_abandoned_reduction_brings_is_written_to_its_old_memory(
-    two_ranks: Ranks, reason: type[BaseException]
-) -> None:
-    two_ranks.run(a_reduction_is_given_up, reason)

@@ -27,10 +27,12 @@ from tests.support.parity import (
     token_loss,
     tower,
 )
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 
-def gradients_keep_their_object_and_address(set_to_none: bool) -> None:
+@pytest.mark.parametrize("set_to_none", [True, False], ids=["grad_none", "grad_zero"])
+@on_ranks(2)
+def test_gradients_keep_their_object_and_address_over_steps(set_to_none: bool) -> None:
     model = SHARDGRAD.shard_tower(tower())
     optim = make_optimizer("adamw", model)
     first: dict[str, tuple[weakref.ref[Any], int]] = {}
@@ -70,7 +72,8 @@ def gradients_keep_their_object_under_a_watch() -> int:
     return others
 
 
-def hooks_run_once_for_each_gradient() -> None:
+@on_ranks(2)
+def test_a_hook_runs_only_after_a_reduction_that_brought_a_gradient() -> None:
     model = SHARDGRAD.shard_tower(tower())
     calls: list[Tensor] = []
     model.head.weight.register_post_accumulate_grad_hook(calls.append)
@@ -80,10 +83,6 @@ def hooks_run_once_for_each_gradient() -> None:
     assert len(calls) == 1
     token_loss(model, SHARDGRAD.tokens(1)).backward()
     assert len(calls) == 2
-
-
-def test_a_hook_runs_only_after_a_reduction_that_brought_a_gradient(two_ranks: Ranks) -> None:
-    two_ranks.run(hooks_run_once_for_each_gradient)
 
 
 class Partly(nn.Module):
@@ -141,7 +140,8 @@ def train_with_foreign_gradients(engine: Engine) -> Tensors:
     return engine.snapshot(model)
 
 
-def foreign_gradients_move_into_the_shard() -> None:
+@on_ranks(2)
+def test_an_assigned_gradient_moves_to_the_fixed_address_and_a_kept_one_stays() -> None:
     model = SHARDGRAD.fully_shard(stack(5, 7, 3))
     weight = model[0].weight
     x = SHARDGRAD.inputs(0, 5)
@@ -158,7 +158,9 @@ def foreign_gradients_move_into_the_shard() -> None:
     assert torch.equal(weight.grad.to_local(), before + once)
 
 
-def gradients_have_the_policys_dtype(decoupled: bool) -> None:
+@pytest.mark.parametrize("decoupled", [False, True], ids=["grad", "decoupled_grad"])
+@on_ranks(2)
+def test_reduced_gradients_have_the_dtype_and_the_name_of_the_policy(decoupled: bool) -> None:
     model = stack(5, 7, 3).to(torch.bfloat16)
     policy = shardgrad.GradientPolicy(dtype=torch.float32, decoupled=decoupled)
     shardgrad.fully_shard(model, gradient_policy=policy)
@@ -180,7 +182,11 @@ def gradients_have_the_policys_dtype(decoupled: bool) -> None:
         assert torch.equal(grad.full_tensor(), right)
 
 
-def warm_steps_build_nothing(reshard_after_forward: bool) -> None:
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@on_ranks(2)
+def test_a_warm_step_builds_no_dtensor_and_allocates_no_gradient_memory(
+    reshard_after_forward: bool,
+) -> None:
     """Counts the DTensors a step builds, and the addresses its gradients use, after warm-up."""
     model = SHARDGRAD.shard_tower(tower(), reshard_after_forward=reshard_after_forward)
     for step in range(2):
@@ -218,13 +224,6 @@ def warm_steps_build_nothing(reshard_after_forward: bool) -> None:
     assert addresses() == before
 
 
-@pytest.mark.parametrize("set_to_none", [True, False], ids=["grad_none", "grad_zero"])
-def test_gradients_keep_their_object_and_address_over_steps(
-    two_ranks: Ranks, set_to_none: bool
-) -> None:
-    two_ranks.run(gradients_keep_their_object_and_address, set_to_none)
-
-
 def test_to_look_at_a_thread_does_not_keep_its_gradients(two_ranks: Ranks) -> None:
     """Frames did: a function's variables outlived its end, and the gradients seemed to be the
     program's.
@@ -246,23 +245,3 @@ def test_a_partly_used_unit_equals_an_unsharded_run(two_ranks: Ranks) -> None:
 
 def test_foreign_gradients_accumulate_bit_for_bit_like_fsdp2(two_ranks: Ranks) -> None:
     two_ranks.run(same_bits_as_fsdp2, train_with_foreign_gradients)
-
-
-def test_an_assigned_gradient_moves_to_the_fixed_address_and_a_kept_one_stays(
-    two_ranks: Ranks,
-) -> None:
-    two_ranks.run(foreign_gradients_move_into_the_shard)
-
-
-@pytest.mark.parametrize("decoupled", [False, True], ids=["grad", "decoupled_grad"])
-def test_reduced_gradients_have_the_dtype_and_the_name_of_the_policy(
-    two_ranks: Ranks, decoupled: bool
-) -> None:
-    two_ranks.run(gradients_have_the_policys_dtype, decoupled)
-
-
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_a_warm_step_builds_no_dtensor_and_allocates_no_gradient_memory(
-    two_ranks: Ranks, reshard_after_forward: bool
-) -> None:
-    two_ranks.run(warm_steps_build_nothing, reshard_after_forward)

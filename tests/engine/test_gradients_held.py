@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import shardgrad
-from tests.support.ranks import Ranks
+from tests.support.ranks import on_ranks
 
 SIZE = 6
 Hold = Callable[[Any], Any]
@@ -93,17 +93,15 @@ def what_is_held_stays(hold: Hold, clips: bool, ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("clips", [False, True], ids=["", "clipped"])
 @pytest.mark.parametrize("held", HOLDS)
+@on_ranks(2)
 def test_what_a_program_keeps_of_a_gradient_outlives_the_next_ones(
-    two_ranks: Ranks, held: str, clips: bool, ranks: int
+    held: str, clips: bool, ranks: int
 ) -> None:
-    two_ranks.run(_run_held, held, clips, ranks)
-
-
-def _run_held(held: str, clips: bool, ranks: int) -> None:
     what_is_held_stays(HOLDS[held], clips, ranks)
 
 
-def per_task_gradients_are_those_of_plain_torch() -> None:
+@on_ranks(2)
+def test_gradients_of_several_tasks_are_those_of_plain_torch() -> None:
     def gradients(model: nn.Module) -> list[list[Tensor]]:
         tasks = []
         for number in range(3):
@@ -120,11 +118,8 @@ def per_task_gradients_are_those_of_plain_torch() -> None:
             torch.testing.assert_close(got, expected)
 
 
-def test_gradients_of_several_tasks_are_those_of_plain_torch(two_ranks: Ranks) -> None:
-    two_ranks.run(per_task_gradients_are_those_of_plain_torch)
-
-
-def a_kept_gradient_follows_what_is_added_to_it() -> None:
+@on_ranks(2)
+def test_what_is_added_to_a_gradient_is_seen_in_it_as_in_plain_torch() -> None:
     model = sharded()
     backward(model, 0)
     held = model[0].weight.grad
@@ -136,11 +131,8 @@ def a_kept_gradient_follows_what_is_added_to_it() -> None:
     assert not value(held).any()
 
 
-def test_what_is_added_to_a_gradient_is_seen_in_it_as_in_plain_torch(two_ranks: Ranks) -> None:
-    two_ranks.run(a_kept_gradient_follows_what_is_added_to_it)
-
-
-def a_kept_gradient_can_be_put_back() -> None:
+@on_ranks(2)
+def test_a_kept_gradient_can_be_put_back_and_is_what_the_optimizer_sees() -> None:
     model = sharded()
     weight: Any = model[0].weight
     backward(model, 0)
@@ -157,11 +149,8 @@ def a_kept_gradient_can_be_put_back() -> None:
     assert not torch.equal(first, second)
 
 
-def test_a_kept_gradient_can_be_put_back_and_is_what_the_optimizer_sees(two_ranks: Ranks) -> None:
-    two_ranks.run(a_kept_gradient_can_be_put_back)
-
-
-def a_gradient_kept_of_one_parameter_alone() -> None:
+@on_ranks(2)
+def test_one_gradient_is_kept_and_others_accumulate() -> None:
     model = sharded()
     weight, bias = model[0].weight, model[0].bias
     backward(model, 0)
@@ -174,11 +163,8 @@ def a_gradient_kept_of_one_parameter_alone() -> None:
     torch.testing.assert_close(value(bias.grad), 2 * total)
 
 
-def test_one_gradient_is_kept_and_others_accumulate(two_ranks: Ranks) -> None:
-    two_ranks.run(a_gradient_kept_of_one_parameter_alone)
-
-
-def nothing_is_copied_for_who_keeps_nothing() -> None:
+@on_ranks(2)
+def test_a_step_that_keeps_nothing_has_the_same_gradient_objects_every_time() -> None:
     model = sharded()
     optimizer = torch.optim.AdamW(model.parameters())
     ids = None
@@ -195,13 +181,8 @@ def nothing_is_copied_for_who_keeps_nothing() -> None:
         assert norm > 0
 
 
-def test_a_step_that_keeps_nothing_has_the_same_gradient_objects_every_time(
-    two_ranks: Ranks,
-) -> None:
-    two_ranks.run(nothing_is_copied_for_who_keeps_nothing)
-
-
-def an_autograd_graph_over_a_gradient() -> None:
+@on_ranks(2)
+def test_a_graph_over_a_gradient_goes_backward_after_the_next_one() -> None:
     model = sharded()
     backward(model, 0)
     grads: Any = [layer.weight.grad.to_local() for layer in model]  # type: ignore[union-attr]
@@ -220,11 +201,8 @@ def an_autograd_graph_over_a_gradient() -> None:
     torch.testing.assert_close(rows.grad, columns)
 
 
-def test_a_graph_over_a_gradient_goes_backward_after_the_next_one(two_ranks: Ranks) -> None:
-    two_ranks.run(an_autograd_graph_over_a_gradient)
-
-
-def memory_goes_with_what_was_kept() -> None:
+@on_ranks(2)
+def test_copies_of_what_was_kept_go_with_it() -> None:
     model = sharded()
     backward(model, 0)
     gc.collect()
@@ -238,7 +216,3 @@ def memory_goes_with_what_was_kept() -> None:
             del held
     gc.collect()
     assert sum(issubclass(type(each), Tensor) for each in gc.get_objects()) == before
-
-
-def test_copies_of_what_was_kept_go_with_it(two_ranks: Ranks) -> None:
-    two_ranks.run(memory_goes_with_what_was_kept)

@@ -541,7 +541,8 @@ def test_a_partial_sum_of_a_unit_is_reduced_though_the_last_micro_batch_did_not_
     gradients_are_plain_torch(program, mesh=mesh)
 
 
-def frozen_with_a_reduction_in_flight() -> None:
+@on_ranks(2)
+def test_a_parameter_frozen_while_its_gradient_is_in_flight_is_stepped() -> None:
     """Without `set_is_last_backward(True)`, reductions go on after a backward."""
     model: Any = shard_each(shardgrad.fully_shard, mlp())
     optim = shardgrad.optim.SGD(model.parameters(), lr=0.1)
@@ -559,14 +560,16 @@ def frozen_with_a_reduction_in_flight() -> None:
     torch.testing.assert_close(weight, mlp()[0].weight - 0.1 * gradient, rtol=1e-12, atol=1e-14)
 
 
-def test_a_parameter_frozen_while_its_gradient_is_in_flight_is_stepped(two_ranks: Ranks) -> None:
-    two_ranks.run(frozen_with_a_reduction_in_flight)
-
-
 # -- a backward that does not come to its end
 
 
-def only_the_half_written_go(earlier_syncs: bool, failing_syncs: bool) -> None:
+@pytest.mark.parametrize(
+    ("earlier_syncs", "failing_syncs"), [(True, True), (False, False), (False, True)]
+)
+@on_ranks(2)
+def test_a_failed_backward_drops_with_a_warning_what_it_has_begun_to_write(
+    earlier_syncs: bool, failing_syncs: bool
+) -> None:
     """Without sync each gradient is added to a sum as soon as it is there; over gloo reductions end
     later.
 
@@ -610,12 +613,3 @@ def only_the_half_written_go(earlier_syncs: bool, failing_syncs: bool) -> None:
         torch.testing.assert_close(
             gradient, expected[(0, 2) if kept else (2,)][name], rtol=1e-12, atol=1e-14
         )
-
-
-@pytest.mark.parametrize(
-    ("earlier_syncs", "failing_syncs"), [(True, True), (False, False), (False, True)]
-)
-def test_a_failed_backward_drops_with_a_warning_what_it_has_begun_to_write(
-    two_ranks: Ranks, earlier_syncs: bool, failing_syncs: bool
-) -> None:
-    two_ranks.run(only_the_half_written_go, earlier_syncs, failing_syncs)

@@ -26,7 +26,7 @@ from tests.support.parity import (
     tower,
     watching_collectives,
 )
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 FP16 = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
@@ -226,14 +226,6 @@ def dtypes_on_the_wire(
     return gathered, reduced
 
 
-def travels_as_under_fsdp2(policy: MixedPrecisionPolicy) -> None:
-    param = policy.param_dtype or torch.float32
-    default = torch.float32 if REDUCES_IN_GRAD_DTYPE else param
-    expected = ({param}, {policy.reduce_dtype or default})
-    assert dtypes_on_the_wire(FSDP2, policy) == expected
-    assert dtypes_on_the_wire(SHARDGRAD, policy) == expected
-
-
 @pytest.mark.parametrize(
     "policy",
     [
@@ -245,13 +237,19 @@ def travels_as_under_fsdp2(policy: MixedPrecisionPolicy) -> None:
     ],
     ids=["float32", "bf16 and fp32", "bf16", "fp16", "fp32 and bf16"],
 )
+@on_ranks(2)
 def test_parameters_and_gradients_travel_in_the_dtypes_of_the_policy(
-    two_ranks: Ranks, policy: MixedPrecisionPolicy
+    policy: MixedPrecisionPolicy,
 ) -> None:
-    two_ranks.run(travels_as_under_fsdp2, policy)
+    param = policy.param_dtype or torch.float32
+    default = torch.float32 if REDUCES_IN_GRAD_DTYPE else param
+    expected = ({param}, {policy.reduce_dtype or default})
+    assert dtypes_on_the_wire(FSDP2, policy) == expected
+    assert dtypes_on_the_wire(SHARDGRAD, policy) == expected
 
 
-def small_addends_survive() -> None:
+@on_ranks(2)
+def test_a_reduction_in_float32_keeps_what_bfloat16_would_lose() -> None:
     """256 on one rank and 1 on the other: bfloat16 has no 257."""
     model = nn.Linear(1, 1, bias=False)
     shardgrad.fully_shard(model, mp_policy=BF16)
@@ -260,7 +258,3 @@ def small_addends_survive() -> None:
     grad = model.weight.grad.full_tensor()
     assert grad.dtype is torch.float32
     assert grad.item() == 257 / 2
-
-
-def test_a_reduction_in_float32_keeps_what_bfloat16_would_lose(two_ranks: Ranks) -> None:
-    two_ranks.run(small_addends_survive)

@@ -23,7 +23,7 @@ from tests.support.parity import (
     tower,
     train,
 )
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 
 def tied_tower() -> nn.Module:
@@ -64,7 +64,8 @@ def train_tied_in_a_list(engine: Engine) -> Tensors:
     return train(engine, engine.fully_shard(model))
 
 
-def the_root_owns_what_its_units_share() -> None:
+@on_ranks(2)
+def test_the_root_owns_a_parameter_that_two_of_its_units_share() -> None:
     model = tied_tower()
     for inner in (model.embedding, model.head):
         SHARDGRAD.fully_shard(inner)
@@ -78,7 +79,8 @@ def the_root_owns_what_its_units_share() -> None:
     assert model.embedding.weight is model.head.weight
 
 
-def siblings_without_an_ancestor_are_refused() -> None:
+@on_ranks(2)
+def test_sibling_units_that_share_a_parameter_without_an_ancestor_are_refused() -> None:
     embedding, head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
     head.weight = embedding.weight
     model = nn.Sequential(embedding, head)
@@ -100,7 +102,11 @@ def tied_units(engine: Engine) -> nn.Sequential:
     return model
 
 
-def a_tied_unit_called_by_itself_is_refused(trained_before: bool) -> None:
+@pytest.mark.parametrize("trained_before", [False, True], ids=["first", "after_a_step"])
+@on_ranks(2)
+def test_a_unit_whose_tied_weight_the_root_owns_is_not_called_by_itself(
+    trained_before: bool,
+) -> None:
     model, x = tied_units(SHARDGRAD), SHARDGRAD.inputs(0, WIDTH)
     if trained_before:
         model(x).sum().backward()
@@ -128,7 +134,8 @@ def use_a_tied_unit_by_itself(engine: Engine) -> Tensors:
     return engine.snapshot(model)
 
 
-def tied_parameters_in_state_dicts_after_an_evaluation() -> None:
+@on_ranks(2)
+def test_state_dicts_after_an_evaluation_hold_and_take_shards_of_tied_parameters() -> None:
     model, x = tied_units(SHARDGRAD), SHARDGRAD.inputs(0, WIDTH)
     with torch.no_grad():
         model(x)
@@ -237,30 +244,7 @@ def test_shared_parameters_equal_an_unsharded_run(two_ranks: Ranks, program: obj
     two_ranks.run(close_to_unsharded, program)
 
 
-def test_the_root_owns_a_parameter_that_two_of_its_units_share(two_ranks: Ranks) -> None:
-    two_ranks.run(the_root_owns_what_its_units_share)
-
-
-def test_sibling_units_that_share_a_parameter_without_an_ancestor_are_refused(
-    two_ranks: Ranks,
-) -> None:
-    two_ranks.run(siblings_without_an_ancestor_are_refused)
-
-
-@pytest.mark.parametrize("trained_before", [False, True], ids=["first", "after_a_step"])
-def test_a_unit_whose_tied_weight_the_root_owns_is_not_called_by_itself(
-    two_ranks: Ranks, trained_before: bool
-) -> None:
-    two_ranks.run(a_tied_unit_called_by_itself_is_refused, trained_before)
-
-
 def test_a_unit_whose_tied_weight_was_unsharded_before_may_be_called_by_itself(
     two_ranks: Ranks,
 ) -> None:
     two_ranks.run(close_to_unsharded, use_a_tied_unit_by_itself)
-
-
-def test_state_dicts_after_an_evaluation_hold_and_take_shards_of_tied_parameters(
-    two_ranks: Ranks,
-) -> None:
-    two_ranks.run(tied_parameters_in_state_dicts_after_an_evaluation)

@@ -30,7 +30,7 @@ from tests.support.parity import (
     train,
     watching_collectives,
 )
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 
 def train_half_frozen(engine: Engine) -> Tensors:
@@ -158,7 +158,8 @@ def frozen_with_a_gradient(engine: Engine) -> Tensors:
     return engine.snapshot(model)
 
 
-def frozen_parameters_have_no_gradient() -> None:
+@on_ranks(2)
+def test_a_frozen_parameter_never_gets_a_gradient() -> None:
     model = tower()
     model.layers[0].up.requires_grad_(False)
     SHARDGRAD.shard_tower(model)
@@ -223,10 +224,6 @@ def test_several_dtypes_in_one_unit_equal_an_unsharded_run(two_ranks: Ranks) -> 
     two_ranks.run(close_to_unsharded, train_two_dtypes, tolerance=1e-4)
 
 
-def test_a_frozen_parameter_never_gets_a_gradient(two_ranks: Ranks) -> None:
-    two_ranks.run(frozen_parameters_have_no_gradient)
-
-
 def thawed_after_resharding(engine: Engine, how: str, reshards: bool | None) -> Tensors:
     """Frozen while modules show unsharded parameters, and thawed when they show the sharded ones
     again.
@@ -245,18 +242,13 @@ def thawed_after_resharding(engine: Engine, how: str, reshards: bool | None) -> 
     return engine.snapshot(model)
 
 
-def is_thawed(how: str, reshards: bool | None) -> None:
+@pytest.mark.parametrize("how", ["backward", "reshard"])
+@pytest.mark.parametrize("reshards", [None, False, True])
+@on_ranks(2)
+def test_what_was_frozen_unsharded_can_be_thawed_sharded(how: str, reshards: bool | None) -> None:
     with float64():
         ours = thawed_after_resharding(GATHERED, how, reshards)
         assert_close(ours, thawed_after_resharding(UNSHARDED, how, None))
-
-
-@pytest.mark.parametrize("how", ["backward", "reshard"])
-@pytest.mark.parametrize("reshards", [None, False, True])
-def test_what_was_frozen_unsharded_can_be_thawed_sharded(
-    two_ranks: Ranks, how: str, reshards: bool | None
-) -> None:
-    two_ranks.run(is_thawed, how, reshards)
 
 
 def says_so_at_every_turn(words: list[tuple[bool, bool]]) -> list[list[bool]]:

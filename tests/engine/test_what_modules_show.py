@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 import shardgrad
 from shardgrad.errors import UnsupportedError
-from tests.support.ranks import Ranks
+from tests.support.ranks import on_ranks
 
 
 def mlp() -> nn.Sequential:
@@ -67,19 +67,14 @@ def clipped_step(model: nn.Module, program: Callable[[nn.Module], None]) -> list
     return [full(norm), *map(full, params)]
 
 
-def clips_as_plain_torch(program: Callable[[nn.Module], None]) -> None:
-    torch.testing.assert_close(clipped_step(sharded(mlp()), program), clipped_step(mlp(), program))
-
-
 @pytest.mark.parametrize(
     "program",
     [evaluation_that_fails, backward_that_makes_a_graph, metric_that_makes_a_graph],
     ids=lambda each: each.__name__,
 )
-def test_torchs_clipping_finds_every_gradient(
-    two_ranks: Ranks, program: Callable[[nn.Module], None]
-) -> None:
-    two_ranks.run(clips_as_plain_torch, program)
+@on_ranks(2)
+def test_torchs_clipping_finds_every_gradient(program: Callable[[nn.Module], None]) -> None:
+    torch.testing.assert_close(clipped_step(sharded(mlp()), program), clipped_step(mlp(), program))
 
 
 def changed_after_evaluations(model: nn.Module, *, asks_again: bool) -> list[Tensor]:
@@ -98,18 +93,15 @@ def changed_after_evaluations(model: nn.Module, *, asks_again: bool) -> list[Ten
     return losses
 
 
-def changes_after_an_evaluation_are_used(asks_again: bool) -> None:
+@pytest.mark.parametrize("asks_again", [False, True], ids=["listed_before", "asked_again"])
+@on_ranks(2)
+def test_parameters_changed_after_an_evaluation_are_those_of_the_next_forward(
+    asks_again: bool,
+) -> None:
     torch.testing.assert_close(
         changed_after_evaluations(sharded(mlp()), asks_again=asks_again),
         changed_after_evaluations(mlp(), asks_again=asks_again),
     )
-
-
-@pytest.mark.parametrize("asks_again", [False, True], ids=["listed_before", "asked_again"])
-def test_parameters_changed_after_an_evaluation_are_those_of_the_next_forward(
-    two_ranks: Ranks, asks_again: bool
-) -> None:
-    two_ranks.run(changes_after_an_evaluation_are_used, asks_again)
 
 
 class Encoder(nn.Module):
@@ -127,7 +119,8 @@ class Encoder(nn.Module):
         return self.head(self.features(x))
 
 
-def a_method_inside_forward_does_not_end_it() -> None:
+@on_ranks(2)
+def test_a_registered_method_may_run_inside_of_forward() -> None:
     plain, model = Encoder(), Encoder()
     shardgrad.fully_shard(model.body)
     shardgrad.fully_shard(model)
@@ -135,10 +128,6 @@ def a_method_inside_forward_does_not_end_it() -> None:
     model(X).square().mean().backward()
     with torch.no_grad():
         torch.testing.assert_close(model(X), plain(X))
-
-
-def test_a_registered_method_may_run_inside_of_forward(two_ranks: Ranks) -> None:
-    two_ranks.run(a_method_inside_forward_does_not_end_it)
 
 
 class Queries(nn.Module):
@@ -150,7 +139,8 @@ class Queries(nn.Module):
         return self.queries.unsqueeze(0)
 
 
-def a_view_of_a_parameter_is_refused() -> None:
+@on_ranks(2)
+def test_a_unit_that_returns_a_view_of_its_parameter_is_refused_in_forward() -> None:
     model = Queries()
     shardgrad.fully_shard(model, reshard_after_forward=True)
     for mode in (torch.enable_grad(), torch.no_grad()):
@@ -160,9 +150,3 @@ def a_view_of_a_parameter_is_refused() -> None:
     shardgrad.fully_shard(kept, reshard_after_forward=False)
     kept().sum().backward()
     torch.testing.assert_close(full(kept.queries.grad), torch.ones(3, 6).double())
-
-
-def test_a_unit_that_returns_a_view_of_its_parameter_is_refused_in_forward(
-    two_ranks: Ranks,
-) -> None:
-    two_ranks.run(a_view_of_a_parameter_is_refused)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardgrad
 from shardgrad.errors import LostWorkWarning
-from tests.support.ranks import Ranks
+from tests.support.ranks import on_ranks
 
 SIZE = 5
 
@@ -56,19 +56,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def written_in_forward(kind: type[nn.Sequential], options: dict[str, Any], flat: bool) -> None:
-    plain, model = pair(kind, **options)
-    ours = shardgrad.optim.SGD if flat else torch.optim.SGD
-    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
-    optimizer = ours(model.parameters(), lr=0.1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", LostWorkWarning)
-        for _ in range(3):
-            train(plain, theirs)
-            train(model, optimizer)
-            same(plain, model)
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -82,13 +69,25 @@ def written_in_forward(kind: type[nn.Sequential], options: dict[str, Any], flat:
 )
 @pytest.mark.parametrize("flat", [False, True], ids=["torch", "flat"])
 @pytest.mark.parametrize("kind", [nn.Sequential, Recomputed], ids=["", "recomputed"])
+@on_ranks(4)
 def test_a_forward_that_normalizes_its_weight_trains_as_in_plain_torch(
-    four_ranks: Ranks, kind: type[nn.Sequential], options: dict[str, Any], flat: bool
+    kind: type[nn.Sequential], options: dict[str, Any], flat: bool
 ) -> None:
-    four_ranks.run(written_in_forward, kind, options, flat)
+    plain, model = pair(kind, **options)
+    ours = shardgrad.optim.SGD if flat else torch.optim.SGD
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    optimizer = ours(model.parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LostWorkWarning)
+        for _ in range(3):
+            train(plain, theirs)
+            train(model, optimizer)
+            same(plain, model)
 
 
-def written_by_a_unit_that_ran_before_its_root(grad: bool) -> None:
+@pytest.mark.parametrize("grad", [False, True], ids=["without gradients", ""])
+@on_ranks(2)
+def test_what_a_unit_writes_that_ran_before_its_root_is_kept(grad: bool) -> None:
     plain, model = pair()
     theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -105,12 +104,8 @@ def written_by_a_unit_that_ran_before_its_root(grad: bool) -> None:
         same(plain, model)
 
 
-@pytest.mark.parametrize("grad", [False, True], ids=["without gradients", ""])
-def test_what_a_unit_writes_that_ran_before_its_root_is_kept(two_ranks: Ranks, grad: bool) -> None:
-    two_ranks.run(written_by_a_unit_that_ran_before_its_root, grad)
-
-
-def swapped_for_an_evaluation() -> None:
+@on_ranks(2)
+def test_weights_are_swapped_while_whole_for_an_evaluation_and_put_back() -> None:
     plain, model = pair()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
@@ -143,11 +138,8 @@ def swapped_for_an_evaluation() -> None:
     same(plain, model)
 
 
-def test_weights_are_swapped_while_whole_for_an_evaluation_and_put_back(two_ranks: Ranks) -> None:
-    two_ranks.run(swapped_for_an_evaluation)
-
-
-def edited_and_saved() -> None:
+@on_ranks(2)
+def test_rows_edited_while_whole_are_saved() -> None:
     plain, model = pair()
     model[0].unshard()
     with torch.no_grad():
@@ -157,11 +149,8 @@ def edited_and_saved() -> None:
     torch.testing.assert_close(saved.full_tensor(), plain[0].weight.detach())
 
 
-def test_rows_edited_while_whole_are_saved(two_ranks: Ranks) -> None:
-    two_ranks.run(edited_and_saved)
-
-
-def edited_in_low_precision() -> None:
+@on_ranks(2)
+def test_a_write_that_would_round_the_shard_is_told_and_not_taken() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = shardgrad.fully_shard(nn.Linear(SIZE, SIZE), mp_policy=policy)
     before = model.weight.full_tensor().clone()
@@ -173,11 +162,8 @@ def edited_in_low_precision() -> None:
     assert torch.equal(model.weight.full_tensor(), before)
 
 
-def test_a_write_that_would_round_the_shard_is_told_and_not_taken(two_ranks: Ranks) -> None:
-    two_ranks.run(edited_in_low_precision)
-
-
-def stepped_and_edited() -> None:
+@on_ranks(2)
+def test_of_two_writes_that_of_the_shard_stays() -> None:
     """The shard was written since it was gathered: what is newer wins, and the other is told."""
     _, model = pair()
     model[2].unshard()
@@ -195,11 +181,8 @@ def stepped_and_edited() -> None:
     assert expected.any()
 
 
-def test_of_two_writes_that_of_the_shard_stays(two_ranks: Ranks) -> None:
-    two_ranks.run(stepped_and_edited)
-
-
-def versions() -> None:
+@on_ranks(2)
+def test_a_weights_version_moves_when_an_optimizer_step_has_changed_it() -> None:
     _, model = pair()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen = []
@@ -213,11 +196,8 @@ def versions() -> None:
     assert training < evaluation == again == next_training
 
 
-def test_a_weights_version_moves_when_an_optimizer_step_has_changed_it(two_ranks: Ranks) -> None:
-    two_ranks.run(versions)
-
-
-def stepped_before_backward() -> None:
+@on_ranks(2)
+def test_a_backward_after_a_step_that_changed_its_weights_is_refused_as_in_plain_torch() -> None:
     plain = nn.Sequential(nn.Linear(SIZE, 7), nn.Tanh(), nn.Linear(7, SIZE)).double()
     for model in (copy.deepcopy(plain), shardgrad.fully_shard(plain)):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -227,9 +207,3 @@ def stepped_before_backward() -> None:
         optimizer.step()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             other.square().mean().backward()
-
-
-def test_a_backward_after_a_step_that_changed_its_weights_is_refused_as_in_plain_torch(
-    two_ranks: Ranks,
-) -> None:
-    two_ranks.run(stepped_before_backward)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from shardgrad.errors import UnsupportedParameterError
 from tests.support.parity import BYTE_DTYPES, FSDP2, SHARDGRAD, Engine, Tensors, assert_same_bits
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 
 class Quantised(nn.Module):
@@ -57,7 +57,9 @@ def train_beside(engine: Engine, dtype: torch.dtype, options: dict[str, Any]) ->
     return found
 
 
-def trains_beside(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", BYTE_DTYPES, ids=str)
+@on_ranks(2)
+def test_parameters_of_other_dtypes_train_bit_for_bit_like_fsdp2(dtype: torch.dtype) -> None:
     for options in ({}, {"reshard_after_forward": False}):
         assert_same_bits(
             train_beside(SHARDGRAD, dtype, options), train_beside(FSDP2, dtype, options)
@@ -80,7 +82,8 @@ def from_meta(dtype: torch.dtype) -> None:
     assert torch.equal(model(x), whole(x))
 
 
-def refuses_what_trains_or_is_cast() -> None:
+@on_ranks(2)
+def test_float8_that_would_train_or_be_cast_is_refused() -> None:
     trains = nn.Linear(3, 3)
     trains.weight = nn.Parameter(torch.ones(3, 3).to(torch.float8_e4m3fn))
     with pytest.raises(
@@ -94,16 +97,5 @@ def refuses_what_trains_or_is_cast() -> None:
     SHARDGRAD.fully_shard(trains)
 
 
-@pytest.mark.parametrize("dtype", BYTE_DTYPES, ids=str)
-def test_parameters_of_other_dtypes_train_bit_for_bit_like_fsdp2(
-    two_ranks: Ranks, dtype: Any
-) -> None:
-    two_ranks.run(trains_beside, dtype)
-
-
 def test_a_meta_model_with_other_dtypes_can_be_filled(two_ranks: Ranks) -> None:
     two_ranks.run(from_meta, torch.int8)
-
-
-def test_float8_that_would_train_or_be_cast_is_refused(two_ranks: Ranks) -> None:
-    two_ranks.run(refuses_what_trains_or_is_cast)

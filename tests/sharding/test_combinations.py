@@ -22,7 +22,7 @@ from shardgrad.features.tensor_extensions import require_extension
 from shardgrad.sharding.offload import ShardMemory
 from tests.support import tensor_extensions, tensor_parallel
 from tests.support.parity import BYTE_DTYPES, SHARDGRAD, Tensors, assert_same_bits, hsdp_mesh, stack
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 from tests.support.tensor_extensions import Narrowed
 
 
@@ -76,7 +76,9 @@ def test_stages_and_homes_change_no_bit_of_any_kind_of_parameter(
     two_ranks.run(equals_stage_3, kind, 2, options)
 
 
-def carry_columns(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", BYTE_DTYPES, ids=str)
+@on_ranks(2)
+def test_bytes_that_are_only_carried_are_cut_along_any_dim(dtype: torch.dtype) -> None:
     """Seven rows by six columns of bytes, cut by columns, are put together as they were."""
     values = torch.arange(42).reshape(7, 6).to(dtype)
     model = nn.Module()
@@ -91,13 +93,6 @@ def carry_columns(dtype: torch.dtype) -> None:
     model.reshard()
     first = 3 * dist.get_rank()
     assert torch.equal(model.table.to_local().float(), values[:, first : first + 3].float())
-
-
-@pytest.mark.parametrize("dtype", BYTE_DTYPES, ids=str)
-def test_bytes_that_are_only_carried_are_cut_along_any_dim(
-    two_ranks: Ranks, dtype: torch.dtype
-) -> None:
-    two_ranks.run(carry_columns, dtype)
 
 
 # -- refused
@@ -127,15 +122,6 @@ def _of_named_axes() -> dict[str, Any]:
     return {"module": module, "mesh": mesh, "dp_mesh_dims": dims}
 
 
-def refuse_two_levels(arguments: Callable[[], dict[str, Any]], named: str) -> None:
-    options = {"mesh": hsdp_mesh(1, 2), **arguments()}
-    module = options.pop("module")
-    kinds = {name: type(param) for name, param in module.named_parameters()}
-    with pytest.raises(UnsupportedError, match=named):
-        fully_shard(module, zero_stage="hfsdp", **options)
-    assert {name: type(param) for name, param in module.named_parameters()} == kinds
-
-
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -148,10 +134,16 @@ def refuse_two_levels(arguments: Callable[[], dict[str, Any]], named: str) -> No
     ],
     ids=["last_dim", "dtensors", "extensions", "named_axes"],
 )
+@on_ranks(2)
 def test_sharding_over_both_axes_names_what_it_does_not_cut(
-    two_ranks: Ranks, arguments: Callable[[], dict[str, Any]], named: str
+    arguments: Callable[[], dict[str, Any]], named: str
 ) -> None:
-    two_ranks.run(refuse_two_levels, arguments, named)
+    options = {"mesh": hsdp_mesh(1, 2), **arguments()}
+    module = options.pop("module")
+    kinds = {name: type(param) for name, param in module.named_parameters()}
+    with pytest.raises(UnsupportedError, match=named):
+        fully_shard(module, zero_stage="hfsdp", **options)
+    assert {name: type(param) for name, param in module.named_parameters()} == kinds
 
 
 def test_an_extension_is_not_moved_off_its_device() -> None:

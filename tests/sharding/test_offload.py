@@ -19,7 +19,7 @@ from tests.support.parity import (
     tower,
     train,
 )
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -50,7 +50,8 @@ def load_piece_by_piece(engine: Engine) -> Tensors:
     return found | {f"{name} at the end": value for name, value in state.items()}
 
 
-def clips_and_updates_flat() -> None:
+@on_ranks(2)
+def test_clipping_and_flat_optimizers_work_on_the_host() -> None:
     """The fused optimizer and norm find shards and states on the host."""
 
     def run(**options: Any) -> Tensors:
@@ -86,7 +87,3 @@ def test_training_with_shards_on_the_host_is_bit_for_bit_like_fsdp2(
 
 def test_a_meta_model_filled_piece_by_piece_on_the_host_trains_like_fsdp2(two_ranks: Ranks) -> None:
     two_ranks.run(same_bits_as_fsdp2, load_piece_by_piece)
-
-
-def test_clipping_and_flat_optimizers_work_on_the_host(two_ranks: Ranks) -> None:
-    two_ranks.run(clips_and_updates_flat)

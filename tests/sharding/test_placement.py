@@ -31,7 +31,7 @@ from tests.support.parity import (
     same_bits_as_fsdp2,
     stack,
 )
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -182,15 +182,12 @@ def faces_of(engine: Engine) -> dict[str, Any]:
     return faces
 
 
-def faces_agree() -> None:
+@on_ranks(2)
+def test_faces_are_those_of_fsdp2_and_contiguous() -> None:
     ours = faces_of(SHARDGRAD)
     assert ours == faces_of(FSDP2)
     assert ours["cube"][0] == (Shard(2),)
     assert ours["out.bias"][0] == (Shard(0),)
-
-
-def test_faces_are_those_of_fsdp2_and_contiguous(two_ranks: Ranks) -> None:
-    two_ranks.run(faces_agree)
 
 
 # -- our own optimizers, clipping and state
@@ -219,18 +216,16 @@ def full(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).float()
 
 
-def flat_optimizers_agree_with_torch() -> None:
+@on_ranks(2)
+def test_flat_optimizers_and_clipping_see_every_element_of_any_dim() -> None:
     ours = train_with(shardgrad.optim, shardgrad.clip_grad_norm_, "AdamW")
     theirs = train_with(torch.optim, nn.utils.clip_grad_norm_, "AdamW")
     for name, right in theirs.items():
         torch.testing.assert_close(ours[name], right, rtol=1e-5, atol=1e-6, msg=name)
 
 
-def test_flat_optimizers_and_clipping_see_every_element_of_any_dim(two_ranks: Ranks) -> None:
-    two_ranks.run(flat_optimizers_agree_with_torch)
-
-
-def assign_then_train() -> None:
+@on_ranks(2)
+def test_replacements_cut_along_another_dim_are_taken_over() -> None:
     """Loads replacements into a model cut along the last dim, and goes on with them."""
     donor, model = cube(), cube()
     with torch.no_grad():
@@ -247,10 +242,6 @@ def assign_then_train() -> None:
     model.load_state_dict(state, assign=True)
     x = SHARDGRAD.inputs(0, 4)
     assert torch.equal(model(x), donor(x))
-
-
-def test_replacements_cut_along_another_dim_are_taken_over(two_ranks: Ranks) -> None:
-    two_ranks.run(assign_then_train)
 
 
 # -- meshes of their own
@@ -320,7 +311,8 @@ def test_experts_on_a_mesh_of_their_own_train_like_under_fsdp2(
     four_ranks.run(mixtures_agree, **options)
 
 
-def clip_a_mixture() -> None:
+@on_ranks(4)
+def test_a_norm_over_several_meshes_counts_each_element_once() -> None:
     """The norm over two meshes is the one over all elements, each counted once."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
@@ -330,10 +322,6 @@ def clip_a_mixture() -> None:
         layer(torch.ones(2, 8)).square().sum().backward()
     expected = torch.stack([p.grad.full_tensor().norm() for p in model.parameters()]).norm()
     torch.testing.assert_close(shardgrad.clip_grad_norm_(model, 1e9), expected)
-
-
-def test_a_norm_over_several_meshes_counts_each_element_once(four_ranks: Ranks) -> None:
-    four_ranks.run(clip_a_mixture)
 
 
 # -- refusals
@@ -356,7 +344,9 @@ REFUSED: dict[str, tuple[Answer, type[Exception], type[Exception], str]] = {
 }  # fmt: skip
 
 
-def refuse(case: str) -> None:
+@pytest.mark.parametrize("case", list(REFUSED))
+@on_ranks(2)
+def test_answers_that_cannot_be_followed_are_refused(case: str) -> None:
     answer, error, builtin, says = REFUSED[case]
     model = stack(5, 7)
     before = dict(model.named_parameters())
@@ -368,17 +358,9 @@ def refuse(case: str) -> None:
     assert type(model) is nn.Sequential
 
 
-@pytest.mark.parametrize("case", list(REFUSED))
-def test_answers_that_cannot_be_followed_are_refused(two_ranks: Ranks, case: str) -> None:
-    two_ranks.run(refuse, case)
-
-
-def muon_refuses() -> None:
+@on_ranks(2)
+def test_muon_refuses_matrices_cut_along_columns() -> None:
     model = stack(8, 16)
     shardgrad.fully_shard(model, shard_placement_fn=lambda param: Shard(param.ndim - 1))
     with pytest.raises(errors.OptimizerParameterError, match="whose rows are cut"):
         shardgrad.optim.Muon([model[0].weight])
-
-
-def test_muon_refuses_matrices_cut_along_columns(two_ranks: Ranks) -> None:
-    two_ranks.run(muon_refuses)

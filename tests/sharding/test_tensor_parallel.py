@@ -29,7 +29,7 @@ from tests.support.parity import (
     float64,
     same_bits_as_fsdp2,
 )
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 from tests.support.tensor_parallel import (
     WIDTH,
     build,
@@ -63,11 +63,8 @@ def test_two_by_two_ranks_train_bit_for_bit_like_fsdp2(
 
 
 @pytest.mark.parametrize("shape", [(4, 1), (1, 4), (2, 2, 1), (2, 1, 2)], ids=str)
-def test_every_shape_of_mesh_trains_like_fsdp2(four_ranks: Ranks, shape: tuple[int, ...]) -> None:
-    four_ranks.run(close_to_fsdp2, shape)
-
-
-def close_to_fsdp2(shape: tuple[int, ...]) -> None:
+@on_ranks(4)
+def test_every_shape_of_mesh_trains_like_fsdp2(shape: tuple[int, ...]) -> None:
     """In float64: gloo adds up four ranks in another order than we do."""
     with float64():
         assert_close(train(SHARDGRAD, shape, hidden=12), train(FSDP2, shape, hidden=12))
@@ -142,7 +139,8 @@ def test_placements_meshes_and_state_are_those_of_fsdp2(
     four_ranks.run(faces_agree, shape, **options)
 
 
-def originals_come_back() -> None:
+@on_ranks(4)
+def test_full_tensors_are_the_originals() -> None:
     model = build(SHARDGRAD, (2, 2), hidden=6)
     plain = mlps(6)
     state = model.state_dict()
@@ -153,11 +151,11 @@ def originals_come_back() -> None:
     assert str(model.get_parameter("0.up.weight").placements[0]).startswith("_S(0, 2)")
 
 
-def test_full_tensors_are_the_originals(four_ranks: Ranks) -> None:
-    four_ranks.run(originals_come_back)
-
-
-def state_travels(saver: Engine, loader: Engine) -> None:
+@pytest.mark.parametrize(
+    ("saver", "loader"), [(FSDP2, SHARDGRAD), (SHARDGRAD, FSDP2)], ids=["to_us", "back"]
+)
+@on_ranks(4)
+def test_state_of_either_engine_loads_into_the_other(saver: Engine, loader: Engine) -> None:
     """What one engine saved, the other loads and goes on with, to the same bits."""
     mesh = grid(2, 2)
     first, second = build(saver, (2, 2)), build(loader, (2, 2))
@@ -177,15 +175,6 @@ def state_travels(saver: Engine, loader: Engine) -> None:
         model(x).sum().backward()
         each.step()
     assert torch.equal(first(x), second(x))
-
-
-@pytest.mark.parametrize(
-    ("saver", "loader"), [(FSDP2, SHARDGRAD), (SHARDGRAD, FSDP2)], ids=["to_us", "back"]
-)
-def test_state_of_either_engine_loads_into_the_other(
-    four_ranks: Ranks, saver: Engine, loader: Engine
-) -> None:
-    four_ranks.run(state_travels, saver, loader)
 
 
 # -- our own optimizers and clipping
@@ -222,7 +211,8 @@ def test_norms_count_each_element_once_over_both_axes(four_ranks: Ranks, norm_ty
     four_ranks.run(flat_optimizers_agree_with_torch, norm_type)
 
 
-def scaler_skips_everywhere() -> None:
+@on_ranks(4)
+def test_an_infinity_on_one_rank_makes_all_skip() -> None:
     """An infinity on one tensor-parallel rank makes every rank skip."""
     model = build(SHARDGRAD, (2, 2))
     optim = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
@@ -236,10 +226,6 @@ def scaler_skips_everywhere() -> None:
     for name, value in SHARDGRAD.snapshot(model).items():
         if not name.endswith("grad"):
             assert torch.equal(value, before[name]), name
-
-
-def test_an_infinity_on_one_rank_makes_all_skip(four_ranks: Ranks) -> None:
-    four_ranks.run(scaler_skips_everywhere)
 
 
 # -- dp_mesh_dims
@@ -304,12 +290,6 @@ def train_on_full_mesh(engine: Engine, shape: tuple[int, ...], dims: dict[str, A
     return found
 
 
-def full_mesh_agrees(shape: tuple[int, ...], dims: dict[str, Any]) -> None:
-    with float64():
-        ours, theirs = (train_on_full_mesh(engine, shape, dims) for engine in (SHARDGRAD, FSDP2))
-        assert_close(ours, theirs)
-
-
 @needs_dims
 @pytest.mark.parametrize(
     ("shape", "dims"),
@@ -324,16 +304,20 @@ def full_mesh_agrees(shape: tuple[int, ...], dims: dict[str, Any]) -> None:
     ],
     ids=str,
 )
+@on_ranks(4)
 def test_parameters_on_a_full_mesh_train_like_under_fsdp2(
-    four_ranks: Ranks, shape: tuple[int, ...], dims: dict[str, Any]
+    shape: tuple[int, ...], dims: dict[str, Any]
 ) -> None:
-    four_ranks.run(full_mesh_agrees, shape, dims)
+    with float64():
+        ours, theirs = (train_on_full_mesh(engine, shape, dims) for engine in (SHARDGRAD, FSDP2))
+        assert_close(ours, theirs)
 
 
 # -- refusals
 
 
-def refuse() -> None:
+@on_ranks(4)
+def test_what_cannot_be_done_with_dtensors_is_refused() -> None:
     mesh = grid(2, 2)
     model = parallelize(mlps(), mesh["tp"])
     with pytest.raises(errors.UnsupportedError, match="reshard_after_forward as an int"):
@@ -349,11 +333,9 @@ def refuse() -> None:
         shardgrad.optim.Muon([sharded.get_parameter("0.up.weight")])
 
 
-def test_what_cannot_be_done_with_dtensors_is_refused(four_ranks: Ranks) -> None:
-    four_ranks.run(refuse)
-
-
-def refuse_full_mesh() -> None:
+@needs_dims
+@on_ranks(4)
+def test_a_full_mesh_that_cannot_be_used_is_refused() -> None:
     mesh = full_mesh((2, 2))
     dims = fsdp.DataParallelMeshDims(shard="b")
     with pytest.raises(ValueError, match="At least one"):
@@ -372,8 +354,3 @@ def refuse_full_mesh() -> None:
         shardgrad.fully_shard(on_full_mesh(other, ("x",)), mesh=mesh, dp_mesh_dims=dims)
     with pytest.raises(errors.OptionError, match="must be a DataParallelMeshDims"):
         shardgrad.fully_shard(Pair(), mesh=mesh, dp_mesh_dims="b")
-
-
-@needs_dims
-def test_a_full_mesh_that_cannot_be_used_is_refused(four_ranks: Ranks) -> None:
-    four_ranks.run(refuse_full_mesh)

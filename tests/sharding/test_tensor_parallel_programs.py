@@ -43,7 +43,7 @@ from tests.support.parity import (
     float64,
     same_bits_as_fsdp2,
 )
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 WIDTH, HEADS, LENGTH, ROWS = 8, 2, 4, 2
 
@@ -210,7 +210,12 @@ def whole(model: nn.Module, optim: torch.optim.Optimizer | None = None) -> Tenso
 # -- training
 
 
-def a_transformer_equals_the_plain_one(shape: tuple[int, ...], recomputed: bool) -> None:
+@pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("shape", [(2, 2), (2, 1, 2)], ids=["2d", "3d"])
+@on_ranks(4)
+def test_a_transformer_over_both_axes_equals_the_plain_one(
+    shape: tuple[int, ...], recomputed: bool
+) -> None:
     """Losses, gradients and parameters, in float64."""
     mesh = mesh_of(*shape)
     part, parts = part_of(mesh)
@@ -237,14 +242,6 @@ def a_transformer_equals_the_plain_one(shape: tuple[int, ...], recomputed: bool)
         assert_close(
             whole(model), {name: p.detach() for name, p in plain.named_parameters()}, tolerance=1e-8
         )
-
-
-@pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("shape", [(2, 2), (2, 1, 2)], ids=["2d", "3d"])
-def test_a_transformer_over_both_axes_equals_the_plain_one(
-    four_ranks: Ranks, shape: tuple[int, ...], recomputed: bool
-) -> None:
-    four_ranks.run(a_transformer_equals_the_plain_one, shape, recomputed)
 
 
 def train_odd_sizes(engine: Engine) -> Tensors:
@@ -324,7 +321,8 @@ def test_a_checkpoint_with_sharding_loads_without_it_and_back(
     four_ranks.run(changes_its_axes, source, target, str(tmp_path))
 
 
-def full_state_is_broadcast() -> None:
+@on_ranks(4)
+def test_a_full_state_on_rank_0_reaches_both_axes() -> None:
     """What rank 0 holds whole, as a checkpoint of a plain run is, goes to all ranks of both
     axes.
     """
@@ -338,7 +336,3 @@ def full_state_is_broadcast() -> None:
     set_model_state_dict(other, saved[0], options=options)
     set_optimizer_state_dict(other, other_optim, saved[1], options=options)
     assert_same_bits(whole(other, other_optim), whole(model, optim))
-
-
-def test_a_full_state_on_rank_0_reaches_both_axes(four_ranks: Ranks) -> None:
-    four_ranks.run(full_state_is_broadcast)

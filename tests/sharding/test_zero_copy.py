@@ -28,7 +28,7 @@ from tests.support.parity import (
     stack,
     watching_collectives,
 )
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 SIZES = (64, 128, 64)
 BF16 = torch.bfloat16
@@ -114,18 +114,16 @@ def fully_in(dtype: torch.dtype) -> Tensors:
     return train_stack(SHARDGRAD, steps=1, mp_policy=policy)
 
 
-def both_ways(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@on_ranks(2)
+def test_low_precision_is_what_it_is_when_packed(dtype: torch.dtype) -> None:
     ours = fully_in(dtype)
     with patch(f"{__name__}.weights_direct", nullcontext):
         assert_same_bits(ours, fully_in(dtype))
 
 
-@pytest.mark.parametrize("dtype", [BF16, torch.float16])
-def test_low_precision_is_what_it_is_when_packed(two_ranks: Ranks, dtype: torch.dtype) -> None:
-    two_ranks.run(both_ways, dtype)
-
-
-def gradients_where_one_rank_has_none() -> None:
+@on_ranks(2)
+def test_a_rank_without_a_gradient_sends_zeros() -> None:
     with weights_direct():
         model = sharded_stack(SHARDGRAD)
         with shardgrad.participate(model):
@@ -135,10 +133,6 @@ def gradients_where_one_rank_has_none() -> None:
         alone(torch.ones(2, SIZES[0])).sum().backward()
         for ours, whole in zip(model.parameters(), alone.parameters(), strict=True):
             assert torch.equal(ours.grad.full_tensor(), whole.grad / 2)
-
-
-def test_a_rank_without_a_gradient_sends_zeros(two_ranks: Ranks) -> None:
-    two_ranks.run(gradients_where_one_rank_has_none)
 
 
 class Sum(nn.Module):
