@@ -74,7 +74,7 @@ class AllGatherInput:
         """
         if self.chunk.dtype == self.dtype or self.staged_chunks == 0:
             return self.chunk
-        return staging.parts[self.transport.rank].copy_(self.chunk, non_blocking=True)
+        return staging.part(self.transport.rank).copy_(self.chunk, non_blocking=True)
 
     def table(self, layout: ShardLayout) -> torch.Tensor:
         """Returns the table with which `ops.unpack` reads what was gathered."""
@@ -109,9 +109,7 @@ class ZeroCopyGather:
         pieces = [layout.pieces[i] for i in layout.zero_copy]
         self._sent = [shard.narrow(0, p.shard_offset, p.shard_numel) for p in pieces]
         whole = (unsharded.narrow(0, p.unsharded_offset, p.numel) for p in pieces)
-        self._places = [
-            Chunks(flat, flat.split(p.shard_numel)) for p, flat in zip(pieces, whole, strict=True)
-        ]
+        self._places = [Chunks(flat, layout.world_size) for flat in whole]
 
     def messages(self, rank: int) -> list[tuple[torch.Tensor, Chunks, MessageTag]]:
         """Returns what `rank` sends, where it is received (1-D, in rank order), and the tag of each
@@ -129,7 +127,7 @@ class ZeroCopyGather:
                 self._own_places,
                 chunk_numel=self._shard.numel(),
             )
-            sent = [places.parts[rank] for places in self._places]
+            sent = [places.part(rank) for places in self._places]
         return list(zip(sent, self._places, self._tags, strict=True))
 
 

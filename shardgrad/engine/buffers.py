@@ -24,7 +24,7 @@ are there at once. On the CPU bytes stay, since the system fills new pages with 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
@@ -52,18 +52,40 @@ class Holder(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """Equal 1-D pieces of one contiguous tensor: all of them (`whole`, 1-D), and a view for
-    each.
+    """`count` equal 1-D pieces of one contiguous tensor, `whole`, 1-D.
+
+    A message of 16,384 ranks has as many pieces, and nearly all who handle it ask for one of them:
+    a view is made when it is asked for, and kept.
     """
 
     whole: torch.Tensor
-    parts: tuple[torch.Tensor, ...]
+    count: int
+    _parts: dict[int, torch.Tensor] = field(default_factory=dict, init=False)
+
+    @property
+    def numel(self) -> int:
+        """Elements of a piece."""
+        return self.whole.numel() // max(self.count, 1)
+
+    def part(self, place: int) -> torch.Tensor:
+        """Returns a piece."""
+        part = self._parts.get(place)
+        if part is None:
+            with torch.inference_mode(mode=False):
+                part = self.whole.narrow(0, place * self.numel, self.numel)
+            self._parts[place] = part
+        return part
+
+    @cached_property
+    def parts(self) -> list[torch.Tensor]:
+        """All pieces, for who reads each by itself."""
+        return [self.part(place) for place in range(self.count)]
 
     @cached_property
     def ends(self) -> torch.Tensor:
-        """The last elements of each, `[parts, TAG_NUMEL]`, where messages have their tags."""
+        """The last elements of each, `[count, TAG_NUMEL]`, where messages have their tags."""
         with torch.inference_mode(mode=False):
-            return self.whole.view(len(self.parts), -1)[:, -TAG_NUMEL:]
+            return self.whole.view(self.count, -1)[:, -TAG_NUMEL:]
 
 
 class Slot:
@@ -141,9 +163,7 @@ class Slot:
                     f"a slot of {self.nbytes} bytes was asked for bytes {begin} to {end}"
                 )
             with torch.inference_mode(mode=False):
-                whole = self._bytes[begin:end].view(dtype)
-                parts = whole.split(numel) if whole.numel() else (whole,) * count  # one operation
-            chunks = self._views[key] = Chunks(whole, parts)
+                chunks = self._views[key] = Chunks(self._bytes[begin:end].view(dtype), count)
         self._taken += chunks.whole.nbytes
         return chunks
 

@@ -118,7 +118,7 @@ class _Route(NamedTuple):
 
 
 _NOTHING = torch.empty(0)
-_NO_ROOM = Chunks(_NOTHING, ())
+_NO_ROOM = Chunks(_NOTHING, 0)
 # What the host decides by between backwards, hashable, read at every replay: settings, and what
 # waits.
 SWITCHES = attrgetter(
@@ -541,7 +541,7 @@ class GradGroup:
                 slot.start_reading(stream)
             with transport.together(messages):
                 works = [
-                    (begin, send.parts[0].numel(), transport.reduce_scatter(send, receive, tag))
+                    (begin, send.numel, transport.reduce_scatter(send, receive, tag))
                     for begin, send, receive, tag in messages
                 ]
             reduction = Reduction(
@@ -633,17 +633,14 @@ class GradGroup:
             send = summed.take(sums, ranks, chunk_numel)
         if is_whole and not received:
             # A transport that needs no room adds up in this rank's chunk, and only reads.
-            parts = [own.whole.narrow(0, *place) for place in places]
-            receive = [Chunks(part, (part,)) for part in parts]
-        sent = [send]
-        for gradient, (_, numel) in zip(lent, places[1:], strict=True):
-            sent.append(Chunks(gradient, gradient.split(numel)))
+            receive = [Chunks(own.whole.narrow(0, *place), 1) for place in places]
+        sent = [send, *(Chunks(gradient, ranks) for gradient in lent)]
         tags = [group.reduce_tag, *(self._zero_copy_tags[i] for i in layout.zero_copy if is_whole)]
         begins = [begin for begin, _ in places]
         messages = list(zip(begins, sent, receive, tags, strict=True))
         memory = ReductionMemory(
             [slot] if summed is None else [slot, summed],
-            own.whole if has_own else send.parts[transport.rank],
+            own.whole if has_own else send.part(transport.rank),
             room,
             staging.whole if is_staged else None,
         )

@@ -53,7 +53,8 @@ class Work(Protocol):
     """A collective under way."""
 
     def wait(self) -> Sequence[torch.Tensor]:
-        """Returns the chunks, one per source (1-D, equal sizes); call it once.
+        """Returns the chunks to be added up, one per source (1-D, equal sizes), or all that were
+        gathered, in one tensor; call it once.
 
         Streams: ordered by the launching stream; an exchange blocks the host until the data has
         arrived.
@@ -211,13 +212,13 @@ class StreamTransport(Transport):
         """See `Transport.all_gather`. Capture: safe once the communicator exists."""
         self._log.record(tag.what, chunk)
         checked(tag.what, self.group, lambda: _all_gather(staging.whole, chunk, group=self.group))
-        return CompletedWork(staging.parts)
+        return CompletedWork((staging.whole,))
 
     def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
         """See `Transport.reduce_scatter`. In place if there is no room: in this rank's chunk of
         `send`.
         """
-        own = receive.parts[0] if receive.parts else send.parts[self.rank]
+        own = receive.part(0) if receive.count else send.part(self.rank)
         self._log.record(tag.what, own)
         checked(tag.what, self.group, lambda: _reduce_scatter(own, send.whole, group=self.group))
         return CompletedWork((own,))
@@ -246,7 +247,7 @@ class ExchangeTransport(Transport):
         """See `Transport.all_gather`."""
         call = partial(_all_gather, staging.whole, chunk, group=self.group, async_op=True)
         self._write(tag, chunk[-TAG_NUMEL:], staging)
-        return self._start(call, chunk, staging.parts, staging, range(self.size), tag)
+        return self._start(call, chunk, (staging.whole,), staging, range(self.size), tag)
 
     def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
         """See `Transport.reduce_scatter`. Chunks come back in the order in which gloo's ring adds
@@ -257,7 +258,7 @@ class ExchangeTransport(Transport):
         )
         self._write(tag, send.ends, receive)
         chunks = [receive.parts[self.rank - 1 - further] for further in range(self.size)]
-        return self._start(call, send.parts[0], chunks, receive, range(self.size), tag)
+        return self._start(call, send.part(0), chunks, receive, range(self.size), tag)
 
     def _start(
         self,
@@ -297,16 +298,16 @@ class PairTransport(ExchangeTransport):
 
     def all_gather(self, chunk: torch.Tensor, staging: Chunks, tag: MessageTag) -> Work:
         """See `Transport.all_gather`."""
-        own, taken = staging.parts[self.rank], staging.parts[self._other]
+        own, taken = staging.part(self.rank), staging.part(self._other)
         if chunk is not own:
             own.copy_(chunk)
         self._write(tag, own[-TAG_NUMEL:], staging)
-        return self._swap(own, taken, staging.parts, staging, (0, 1), tag)
+        return self._swap(own, taken, (staging.whole,), staging, (0, 1), tag)
 
     def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
         """See `Transport.reduce_scatter`. A sum of two has one order, whichever comes first."""
-        kept, given = send.parts[self.rank], send.parts[self._other]
-        taken = receive.parts[0]
+        kept, given = send.part(self.rank), send.part(self._other)
+        taken = receive.part(0)
         self._write(tag, send.ends, receive)
         return self._swap(given, taken, (kept, taken), receive, (self._other,), tag)
 

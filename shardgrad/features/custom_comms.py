@@ -195,7 +195,7 @@ class _CommTransport(StreamTransport):
 
     def all_gather(self, chunk: torch.Tensor, staging: Chunks, tag: MessageTag) -> Work:
         """See `Transport.all_gather`. Capture: as safe as the program's own."""
-        own = staging.parts[self.rank]
+        own = staging.part(self.rank)
         if chunk.data_ptr() != own.data_ptr():
             own.copy_(chunk)  # the protocol's input lies in its output
 
@@ -205,11 +205,11 @@ class _CommTransport(StreamTransport):
             )
             return work
 
-        return self._started(call, own, staging.parts, tag.what)
+        return self._started(call, own, [staging.whole], tag.what)
 
     def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
         """See `Transport.reduce_scatter`: always a sum."""
-        out = receive.parts[0]
+        out = receive.part(0)
 
         def call() -> dist.Work | None:
             work: dist.Work | None = self._comm(

@@ -191,6 +191,4 @@ class OuterReduceScatter:
         Capture: safe after the first call.
         """
         size = self._levels.outer.size()
-        return self._transport(context).reduce_scatter(
-            Chunks(summed, summed.split(summed.numel() // size)), room, tag
-        )
+        return self._transport(context).reduce_scatter(Chunks(summed, size), room, tag)

@@ -42,7 +42,7 @@ class OffloadedInput(AllGatherInput):
         if chunk.dtype != self.dtype:
             landing = slot.take(chunk.dtype, 1, chunk.numel()).whole
             chunk = landing.copy_(chunk, non_blocking=True)
-        sent = staging.parts[self.transport.rank].copy_(chunk, non_blocking=True)
+        sent = staging.part(self.transport.rank).copy_(chunk, non_blocking=True)
         self._read.record(self.comm_ctx.streams.gather)
         return sent
 

@@ -132,7 +132,7 @@ class StreamExchange(StreamTransport):
 
     def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
         """See `Transport.reduce_scatter`: a chunk of each rank, in rank order."""
-        self._log.record(tag.what, send.parts[0])
+        self._log.record(tag.what, send.part(0))
         checked(
             tag.what,
             self.group,
@@ -181,9 +181,9 @@ class ReplicaExchange(ReplicaAllReduce):
         places = room.whole.view(self._dtype)
         if self._size == 2:
             both = _chunks(places, numel)
-            own = both.parts[transport.rank]
+            own = both.part(transport.rank)
             ops.sum_chunks([summed], own)
-            return transport.all_gather(own, both, tag)
+            return _Summands(transport.all_gather(own, both, tag), both)
         part = self._part_numel(numel)
         half = self._size * part
         send, receive = _chunks(places[:half], part), _chunks(places[half:], part)
@@ -191,7 +191,20 @@ class ReplicaExchange(ReplicaAllReduce):
         # Parts have no room for tags; the reduce-scatter before this has had one.
         own_tag = MessageTag(tag.what.replace("reduce-scatter", "exchange between replicas"))
         work = exchange_over(comm_ctx, self._replicas).reduce_scatter(send, receive, own_tag)
-        return _GatheredSums(work, send.parts[transport.rank], receive, numel, transport, own_tag)
+        return _GatheredSums(work, send.part(transport.rank), receive, numel, transport, own_tag)
+
+
+@dataclass(eq=False)
+class _Summands:
+    """An all-gather whose chunks are to be added up, each by itself."""
+
+    _gathered: Work
+    _chunks: Chunks
+
+    def wait(self) -> Sequence[torch.Tensor]:
+        """See `Work`."""
+        self._gathered.wait()
+        return self._chunks.parts
 
 
 @dataclass(eq=False)
@@ -241,4 +254,4 @@ def _room(numel: int, dtype: torch.dtype) -> tuple[int, int]:
 
 
 def _chunks(whole: torch.Tensor, numel: int) -> Chunks:
-    return Chunks(whole, whole.split(numel))
+    return Chunks(whole, whole.numel() // numel)

@@ -68,18 +68,19 @@ def messages_of_a_group_together() -> None:
     sent = [torch.full((count,), 10.0 * rank + count, device="cuda") for count in (2, 3)]
     places = [torch.empty(size, each.numel(), device="cuda") for each in sent]
     messages = [
-        (each, Chunks(place.view(-1), place.unbind()), tag)
+        (each, Chunks(place.view(-1), len(place)), tag)
         for each, place in zip(sent, places, strict=True)
     ]
     before = inspection.calls().get("nccl", 0)
     with transport.together(messages):
         works = [transport.all_gather(*each) for each in messages]
     for work, place, count in zip(works, places, (2, 3), strict=True):
-        assert [chunk.tolist() for chunk in work.wait()] == [
+        [gathered] = work.wait()
+        assert gathered.view(size, count).tolist() == [
             [10.0 * r + count] * count for r in range(size)
         ]
-        assert torch.equal(torch.stack(work.wait()), place)
-    packed = [(chunks, Chunks(each[:0], ()), tag) for each, chunks, _ in messages]
+        assert torch.equal(gathered.view_as(place), place)
+    packed = [(chunks, Chunks(each[:0], 0), tag) for each, chunks, _ in messages]
     with transport.together(packed):
         works = [transport.reduce_scatter(*each) for each in packed]
     for work, count in zip(works, (2, 3), strict=True):

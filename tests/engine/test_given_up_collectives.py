@@ -96,7 +96,7 @@ def test_what_an_abandoned_reduction_brings_is_written_to_its_old_memory(
     if dist.get_rank() == 1:
         work.wait()
         return
-    memory = ReductionMemory([slot], send.parts[0], Chunks(receive.whole, ()), None)
+    memory = ReductionMemory([slot], send.part(0), Chunks(receive.whole, 0), None)
     slot.holder = reduction = Reduction(
         works=[(0, NUMEL, work)],
         memory=memory,

@@ -239,21 +239,6 @@ def played(*events: Event, machine: Machine = H100) -> list[tuple[float, float]]
     return [(span.begin_s, span.end_s) for span in spans]
 
 
-def test_only_many_equal_parts_of_a_flat_tensor_are_one_view() -> None:
-    count = world._MANY_PIECES + 1
-    flat = torch.arange(2.0 * count)
-    with world._one_piece_for_many():
-        parts = flat.split(2)
-        assert len(parts) == count
-        assert len(set(map(id, parts))) == 1
-        assert [len(part) for part in flat.split([2 * count - 3, 3])] == [2 * count - 3, 3]
-        assert [len(part) for part in torch.arange(7).split(2)] == [2, 2, 2, 1]
-        for apart in (torch.arange(2.0 * count + 1).split(2), flat.view(count, 2).split(1)):
-            assert len(set(map(id, apart))) == len(apart)
-            assert torch.equal(torch.cat(apart).flatten()[: 2 * count], flat)
-    assert len(set(map(id, flat.split(2)))) == count
-
-
 def test_a_stream_that_waits_for_nothing_overlaps() -> None:
     (_, gathered), (begun, _) = played(gather(), kernel())
     assert begun == 0.0 < gathered

@@ -97,8 +97,9 @@ def counted() -> Iterator[Counter[tuple[str, int]]]:
     def wait(self: Any) -> list[torch.Tensor]:
         chunks = waited(self)
         kind = "gather" if self._tag.what.startswith("all-gather") else "reduce"
-        # The chunks of all ranks come back; one of them is this rank's own.
-        received[kind, self._group.size()] += (len(chunks) - 1) * chunks[0].nbytes
+        # Room for the chunks of all ranks, or of the other one; this rank's own does not travel.
+        chunk_nbytes = self._received.whole.nbytes // len(self._senders)
+        received[kind, self._group.size()] += (self._group.size() - 1) * chunk_nbytes
         return chunks
 
     def all_reduce(self: Any, chunk: torch.Tensor, *, what: str) -> Any:

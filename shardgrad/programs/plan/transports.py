@@ -51,9 +51,7 @@ class _RecordingStreamTransport(StreamTransport):
 
     def all_gather(self, chunk: torch.Tensor, staging: Chunks, tag: MessageTag) -> Work:
         with self._recorder.labelled(tag.what):
-            super().all_gather(chunk, staging, tag)
-        # All chunks as one tensor, since there may be 16,384 of them.
-        return _FakeWork([staging.whole], self._recorder, None)
+            return super().all_gather(chunk, staging, tag)
 
     def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
         with self._recorder.labelled(tag.what):
@@ -81,7 +79,7 @@ class _RecordingExchange(ExchangeTransport):
             super().reduce_scatter(send, receive, tag)
         is_pair = self.receive_chunks < self.size
         return self._fake_work(
-            [send.parts[self.rank], receive.whole] if is_pair else [receive.whole]
+            [send.part(self.rank), receive.whole] if is_pair else [receive.whole]
         )
 
     def all_reduce(self, chunk: torch.Tensor, *, what: str) -> Work:

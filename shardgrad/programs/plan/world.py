@@ -12,7 +12,7 @@ has changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
@@ -37,7 +37,6 @@ from shardgrad.programs.train.failure import TrainingError, UsageError
 __all__ = ["fake_tensors", "fake_world"]
 
 _MOST_RANKS = 2**20
-_MANY_PIECES = 64
 
 _aten, _prim = torch.ops.aten, torch.ops.prim
 # These allocate memory without launching a kernel.
@@ -109,7 +108,6 @@ def fake_tensors(recorder: Recorder) -> Iterator[None]:
         mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(_Observer(recorder, mode))
         stack.enter_context(_watched_resizes(recorder))
-        stack.enter_context(_one_piece_for_many())
         yield
 
 
@@ -130,27 +128,6 @@ def _watched_resizes(recorder: Recorder) -> Iterator[None]:
         yield
     finally:
         torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
-
-
-@contextmanager
-def _one_piece_for_many() -> Iterator[None]:
-    """Makes `split` of a flat tensor into many parts return views of the first, for up to 2**20
-    ranks.
-    """
-    original: Callable[..., Sequence[torch.Tensor]] = torch.Tensor.split
-
-    def split(tensor: torch.Tensor, size: Any, dim: int = 0) -> Sequence[torch.Tensor]:
-        if tensor.ndim == 1 and not tensor.requires_grad and isinstance(size, int) and size > 0:
-            count, rest = divmod(tensor.numel(), size)
-            if count > _MANY_PIECES and not rest:
-                return (tensor.narrow(0, 0, size),) * count
-        return original(tensor, size, dim)
-
-    torch.Tensor.split = split  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.Tensor.split = original  # type: ignore[method-assign]
 
 
 class _Observer(TorchDispatchMode):
