@@ -2,7 +2,7 @@
 
 python -m benchmarks --help                  what there is
 python -m benchmarks                         training steps of several engines side by side
-python -m benchmarks kernels construction    others, one after the other
+python -m benchmarks kernels reading         others, one after the other
 python -m benchmarks all --smoke             all, in seconds each, to see that they run
 python -m benchmarks training_step --preset small --ranks 4    with options; NAME --help lists them
 torchrun --nnodes 2 ... -m benchmarks training_step            on several machines; srun too
@@ -34,7 +34,6 @@ BENCHMARKS = {
     "scale": "What does a rank cost its host in worlds of 8 to 16,384 ranks? Needs `.venv-cuda`, "
     "and no GPU.",
     "reading": "What does a reader hold: size, imports, calls and files of a step, private names?",
-    "construction": "How long does `fully_shard` take on a deep model?",
     "kernels": "How near to a plain copy of as many bytes are the ops?",
     "send_weights": "How long does a sync of weights to a tensor-parallel receiver take?",
 }

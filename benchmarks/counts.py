@@ -78,9 +78,7 @@ class Rank0:
             "cpu:fake,cuda:nccl", store=store or dist.HashStore(), rank=0, world_size=task.ranks
         )
         self._trained = _ENGINES[name](task, device)
-        self._data = cycle(
-            micro_batches(task, 0, facts_of(task.preset, task.hf).vocab_size, device)
-        )
+        self._data = cycle(micro_batches(task, 0, facts_of(task.preset).vocab_size, device))
 
     def counts(self) -> dict[str, int]:
         """Takes steps, and returns what one of the last asked for, and the peaks of all but the

@@ -91,7 +91,6 @@ def interleaved(
     warmup: int = 1,
     device: str = "cpu",
     barrier: Work = lambda: None,
-    prepare: Mapping[str, Work] | None = None,
 ) -> dict[str, list[Cost]]:
     """Measures works in turns.
 
@@ -102,21 +101,17 @@ def interleaved(
         warmup: repetitions of each work before the first round.
         device: `cpu`, or the type of an accelerator.
         barrier: for works of several ranks.
-        prepare: by name, what is done before a turn without being measured, for works that need it.
 
     Returns:
         The costs by name, one for each round.
     """
-    prepare = prepare or {}
-    for name, work in works.items():
+    for work in works.values():
         for _ in range(warmup):
-            prepare.get(name, lambda: None)()
             work()
     settle()
     costs: dict[str, list[Cost]] = {name: [] for name in works}
     for number in range(rounds):
         for name in in_turn(list(works), number):
-            prepare.get(name, lambda: None)()
             times = repeats if isinstance(repeats, int) else repeats[name]
             costs[name].append(cost_of(works[name], repeats=times, device=device, barrier=barrier))
     return costs

@@ -44,8 +44,6 @@ _PHASES = ("forward", "backward")
 _PACKAGES = {"fsdp2": "torch.distributed.fsdp._fully_shard", "shardgrad": "shardgrad"}
 _FULLY_SHARD = {"fsdp2": "torch.distributed.fsdp", "shardgrad": "shardgrad"}
 _CORE = ("engine", "sharding", "fully_shard.py", "module.py")
-_CAPTURE = ("is_capturing", "is_current_stream_capturing")
-_MAX_COLUMNS = 100
 
 # Run in a process of its own: which of an engine's modules one training step has loaded.
 _STEP = """
@@ -77,27 +75,14 @@ def nodes(tree: ast.AST) -> int:
     return count
 
 
-def size(files: Iterable[Path]) -> dict[str, Any]:
+def size(files: Iterable[Path]) -> dict[str, int]:
     """Returns the size of some files."""
     texts = [file.read_text(encoding="utf-8") for file in files]
-    lines = [line for text in texts for line in text.splitlines()]
-    comments = sum(line.lstrip().startswith("# ") for line in lines)
     return {
         "files": len(texts),
-        "lines": len(lines),
+        "lines": sum(len(text.splitlines()) for text in texts),
         "nodes": sum(nodes(ast.parse(text)) for text in texts),
-        "comment_lines_fraction": comments / len(lines),
-        "long_lines": sum(len(line) > _MAX_COLUMNS for line in lines),
-        "capture_queries": sum(
-            isinstance(node, ast.Call) and _last_name(node.func) in _CAPTURE
-            for text in texts
-            for node in ast.walk(ast.parse(text))
-        ),
     }
-
-
-def _last_name(node: ast.expr) -> str:
-    return getattr(node, "attr", getattr(node, "id", ""))
 
 
 def private_names(folder: Path) -> list[str]:

@@ -210,15 +210,14 @@ def title(record: Record) -> str:
             f"{record['benchmark']}: "
             f"{', '.join(f'{name} {_option(one)}' for name, one in options.items())}"
         )
-    model = config["hf"] or config["preset"]
     ranks = f"{config['ranks']} rank{'s' * (config['ranks'] > 1)}"
     if config["mesh"]:
         ranks = f"mesh {config['mesh']}"
     accumulate = f", {config['accumulate']} micro-batches" if config["accumulate"] > 1 else ""
     clip = f", clipped at {config['clip']:g}" if config["clip"] else ""
     return (
-        f"{model}, {config['precision']}, {ranks}, {config['batch_size']} x {config['seq_len']} "
-        f"tokens each{accumulate}{clip}"
+        f"{config['preset']}, {config['precision']}, {ranks}, "
+        f"{config['batch_size']} x {config['seq_len']} tokens each{accumulate}{clip}"
     )
 
 

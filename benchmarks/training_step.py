@@ -38,11 +38,6 @@ _ALL = "all"
     help="Model; repeatable.  [default: tiny]",
 )
 @option(
-    "--hf",
-    multiple=True,
-    help="A Hugging Face causal LM: a config.json, or a model type; repeatable.",
-)
-@option(
     "--precision",
     "precisions",
     multiple=True,
@@ -103,7 +98,6 @@ _ALL = "all"
 def main(
     run: Run,
     presets: Sequence[str],
-    hf: Sequence[str],
     precisions: Sequence[str],
     ranks: Sequence[int],
     engines: Sequence[str],
@@ -130,9 +124,6 @@ def main(
     length = Length(rounds, steps, warmup, limit_s, answer_s)
     try:
         names = _names(engines)
-        models: list[dict[str, Any]] = [{"preset": one} for one in presets] + [
-            {"hf": one} for one in hf
-        ]
         worlds, hosts = ranks or [prod(mesh_shape(common["mesh"])) if common["mesh"] else 2], 1
         if run.on is not None:
             started, hosts = run.on.launch.world_size, run.on.launch.hosts
@@ -141,14 +132,16 @@ def main(
             worlds = [started]
         tasks = [
             Task(
-                **model,
+                preset,
                 precision=precision,
                 ranks=world,
                 hosts=hosts,
                 device=_device(device),
                 **common,
             )
-            for model, precision, world in product(models or [{}], precisions or ["fp32"], worlds)
+            for preset, precision, world in product(
+                presets or ["tiny"], precisions or ["fp32"], worlds
+            )
         ]
     except TrainingError as error:
         raise click.UsageError(str(error)) from error

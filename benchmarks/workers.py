@@ -15,8 +15,7 @@ import textwrap
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -405,19 +404,3 @@ def on_ranks(
         raise WorkersFailed(failure.traceback or str(failure)) from None
     finally:
         workers.close()
-
-
-@contextmanager
-def one_rank(device: str = "cpu") -> Iterator[None]:
-    """Makes this process a process group of one rank in the block; on a CPU, with one thread."""
-    import torch
-    import torch.distributed as dist
-
-    threads = torch.get_num_threads()
-    with tempfile.TemporaryDirectory() as store:
-        Worker("", None, 0, 1, store, 3600.0, device, keep_heap=False).join()
-        try:
-            yield
-        finally:
-            dist.destroy_process_group()
-            torch.set_num_threads(threads)

@@ -142,17 +142,11 @@ def obstacle(name: str, task: Task) -> str | None:
         return "knows no mesh of replicas and shards"
     if name == HAND_GRAPHED and task.ranks > 1:
         return "is for one rank: use --ranks 1"
-    if name.startswith("deepspeed") and task.precision == "fp16" and task.device == "cpu":
-        return "computes in fp16 on accelerators only"
     return lack_of_memory(name, task)
 
 
-def least_nbytes(name: str, task: Task) -> int | None:
-    """Bytes that all ranks of an engine need at the least, without activations; None if not
-    known.
-    """
-    if task.hf is not None:
-        return None
+def least_nbytes(name: str, task: Task) -> int:
+    """Bytes that all ranks of an engine need at the least, without activations."""
     numel, engine = facts_of(task.preset).numel, ENGINES[name]
     if engine.shards:
         return numel * _STATE_NBYTES * (task.ranks // task.mesh_shape[-1])
@@ -166,7 +160,7 @@ def lack_of_memory(name: str, task: Task) -> str | None:
     A GPU refuses an allocation and its worker tells; a host ends whatever process it likes.
     """
     needed, available = least_nbytes(name, task), proc_nbytes("/proc/meminfo", "MemAvailable")
-    if task.device != "cpu" or needed is None or (needed := needed // task.hosts) <= available:
+    if task.device != "cpu" or (needed := needed // task.hosts) <= available:
         return None
     return (
         f"out of memory: it needs at least {needed / 2**30:.1f} GiB, {available / 2**30:.1f} GiB "

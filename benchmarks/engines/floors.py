@@ -11,7 +11,6 @@ plain graph.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,13 +23,13 @@ from benchmarks.engines.program import (
     LR,
     REDUCE_DTYPE,
     MicroBatch,
-    Step,
     Trained,
     adamw,
     mesh_of,
 )
 from benchmarks.engines.task import Task
-from benchmarks.models import LanguageModel, build_model
+from benchmarks.models import build_model
+from shardgrad.programs.train.model import Transformer
 
 # torch 2.13 gave these two new names; the old ones warn from then on.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -48,8 +47,8 @@ def collectives(task: Task, device: torch.device) -> Trained:
 
 
 def hand_graphed(task: Task, device: torch.device) -> Trained:
-    """A graph without an engine."""
-    graph, step = captured(_plain_step(task, device))
+    """A graph without an engine: of one rank, whose share is all of the model."""
+    graph, step = captured(_Floor(task, device, sends=False, capturable=True).step)
     return Trained(step, lambda: graph.pool_nbytes)
 
 
@@ -60,18 +59,19 @@ class _Floor:
     The share is what a sharding engine would leave to this rank: 1/N of every parameter, in fp32.
     """
 
-    def __init__(self, task: Task, device: torch.device, *, sends: bool) -> None:
+    def __init__(
+        self, task: Task, device: torch.device, *, sends: bool, capturable: bool = False
+    ) -> None:
         mesh = mesh_of(task)
         self._shards, self._mine = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
         self._device, self._clip = device, task.clip
-        self._model = build_model(task.preset, device, hf=task.hf).to(
-            COMPUTE_DTYPES[task.precision]
-        )
+        self._model = build_model(task.preset, device).to(COMPUTE_DTYPES[task.precision])
         self._params = list(self._model.parameters())
         self._rows = [self._share(param.detach()) for param in self._params]
         # In fp32 a share is a view of its parameter, so that updating one updates the other.
         self._shares = [nn.Parameter(rows.float()) for rows in self._rows]
-        self._optimizer = adamw(self._shares)
+        lr = torch.tensor(LR, device=device) if capturable else LR
+        self._optimizer = adamw(self._shares, lr=lr, capturable=capturable)
         self._collectives = _Collectives(self._model, task, mesh) if sends else None
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
@@ -109,7 +109,7 @@ class _Collectives:
     Each is waited for, so an engine that overlaps, or sends less, may beat this.
     """
 
-    def __init__(self, model: LanguageModel, task: Task, mesh: DeviceMesh) -> None:
+    def __init__(self, model: Transformer, task: Task, mesh: DeviceMesh) -> None:
         blocks = [list(block.parameters()) for block in model.layers]
         inner = {param for params in blocks for param in params}
         root = [param for param in model.parameters() if param not in inner]
@@ -153,37 +153,3 @@ class _UnitBuffers:
         _reduce_scatter(self._sum, self._gradients, group=self._shard_group)
         if self._replicas is not None:
             dist.all_reduce(self._sum, group=self._replicas)
-
-
-def _plain_step(task: Task, device: torch.device) -> Step:
-    """A step of a plain model; below fp32, with exact weights and gradients in fp32 beside it."""
-    model = build_model(task.preset, device, hf=task.hf)
-    params: list[Any] = list(model.parameters())
-    exact = params
-    if task.precision != "fp32":
-        exact = [nn.Parameter(param.detach().clone()) for param in params]
-        model.to(COMPUTE_DTYPES[task.precision])
-        for param in exact:
-            param.grad = torch.zeros_like(param)
-    lr = torch.tensor(LR, device=device)
-    optimizer = adamw(exact, lr=lr, capturable=True)
-
-    def step(micro_batches: list[MicroBatch]) -> Tensor:
-        total = torch.zeros((), device=device)
-        for tokens, targets in micro_batches:
-            loss = model.loss(tokens, targets) / len(micro_batches)
-            loss.backward()
-            total += loss.detach()
-        if exact is not params:
-            torch._foreach_copy_([p.grad for p in exact], [p.grad for p in params])
-        if task.clip:
-            nn.utils.clip_grad_norm_(exact, task.clip)
-        optimizer.step()
-        if exact is not params:
-            with torch.no_grad():
-                torch._foreach_copy_(params, exact)
-        for param in params:
-            param.grad = None
-        return total
-
-    return step

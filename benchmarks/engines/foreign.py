@@ -21,7 +21,6 @@ from benchmarks.engines.program import (
     Trained,
     adamw,
     mesh_of,
-    scaler_for,
 )
 from benchmarks.engines.task import Task
 from benchmarks.models import build_model
@@ -30,7 +29,7 @@ from shardgrad.programs.train.model import next_token_loss
 
 def _deepspeed(task: Task, device: torch.device, *, stage: int) -> Trained:
     deepspeed = importlib.import_module("deepspeed")
-    model = build_model(task.preset, device, hf=task.hf)
+    model = build_model(task.preset, device)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": task.batch_size,
         "gradient_accumulation_steps": task.accumulate,
@@ -69,14 +68,14 @@ def megatron(task: Task, device: torch.device) -> Trained:
     policy = importlib.import_module("megatron_fsdp.mixed_precision").MixedPrecisionPolicy
     mesh, flat = mesh_of(task), [placement.Flat()]
     placements = placement.Placements(["shard"], flat, flat, flat)
-    model = build_model(task.preset, device, hf=task.hf).to(COMPUTE_DTYPES[task.precision])
+    model = build_model(task.preset, device).to(COMPUTE_DTYPES[task.precision])
     for part in (*model.layers, model):
         v2.fully_shard(part, mesh, placements, policy(torch.float32, REDUCE_DTYPE, REDUCE_DTYPE))
     params = list(model.parameters())
     optimizer = adamw(params)
     v2.fully_shard_optimizer(optimizer)
     clip = partial(nn.utils.clip_grad_norm_, params)
-    program = Program(model, optimizer, clip, device, task.clip, scaler=scaler_for(task))
+    program = Program(model, optimizer, clip, device, task.clip)
     program.micro_batch = lambda is_last: v2.microbatch(model, is_last)
     return Trained(program.step)
 
@@ -85,7 +84,7 @@ def flex_shard(task: Task, device: torch.device) -> Trained:
     """FlexShard: one call for the model, and a bucket where others wrap a module."""
     flex = importlib.import_module("flex_shard")
     placements = importlib.import_module("flex_shard.custom_placements.shard").per_param_placements
-    model: Any = build_model(task.preset, device, hf=task.hf)
+    model: Any = build_model(task.preset, device)
     policy = flex.MixedPrecisionPolicy(COMPUTE_DTYPES[task.precision], REDUCE_DTYPE)
     bucket = partial(flex.BucketSpec, placement_fn=placements, mesh=mesh_of(task), mp_policy=policy)
     names = {param: name for name, param in model.named_parameters()}
@@ -101,6 +100,6 @@ def flex_shard(task: Task, device: torch.device) -> Trained:
         dist.all_reduce(square)
         nn.utils.clip_grads_with_norm_(params, max_norm, square.sqrt())
 
-    program = Program(model, adamw(params), clip, device, task.clip, scaler=scaler_for(task))
+    program = Program(model, adamw(params), clip, device, task.clip)
     program.micro_batch = lambda is_last: nullcontext() if is_last else model.no_sync()
     return Trained(program.step)

@@ -16,10 +16,9 @@ from shardgrad.programs.train.model import next_token_loss
 
 LR = 1e-3
 REDUCE_DTYPE = torch.float32
-FIRST_SCALE = 2.0**10  # of loss scalers: so that no step of the warm-up is skipped
 DISTINCT_STEPS = 16  # then the data repeats
 
-COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 MicroBatch = tuple[Tensor, Tensor]  # tokens and targets, int64 `[batch, sequence]`
 Step = Callable[[list[MicroBatch]], Tensor]
@@ -51,7 +50,6 @@ class Program:
         clip_norm: 0 for no clipping.
         micro_batch: given whether it is the last, the context of a micro-batch.
         autocast: the context of a forward.
-        scaler: of the loss, with the interface of torch's; None for none.
     """
 
     forward: Callable[[Tensor], Tensor]
@@ -61,7 +59,6 @@ class Program:
     clip_norm: float
     micro_batch: Callable[[bool], AbstractContextManager[Any]] = lambda is_last: nullcontext()
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
-    scaler: Any = None
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """A training step."""
@@ -78,21 +75,15 @@ class Program:
             with self.micro_batch(number == count):
                 with self.autocast():
                     loss = next_token_loss(self.forward(tokens), targets) / count
-                (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+                loss.backward()
             total += loss.detach()
         return total
 
     def update(self) -> None:
         """Clips and steps."""
         if self.clip_norm:
-            if self.scaler is not None:
-                self.scaler.unscale_(self.optimizer)
             self.clip(self.clip_norm)
-        if self.scaler is None:
-            self.optimizer.step()
-        else:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
+        self.optimizer.step()
 
 
 def adamw(params: Any, **options: Any) -> torch.optim.Optimizer:
@@ -104,15 +95,6 @@ def mesh_of(task: Task) -> DeviceMesh:
     """One axis of shards, or an axis of replicas before it."""
     names = ("replicate", "shard")[-len(task.mesh_shape) :]
     return init_device_mesh(task.device, task.mesh_shape, mesh_dim_names=names)
-
-
-def scaler_for(task: Task) -> Any:
-    """Torch's loss scaler in fp16, otherwise None."""
-    return (
-        torch.amp.GradScaler(task.device, init_scale=FIRST_SCALE)
-        if task.precision == "fp16"
-        else None
-    )
 
 
 def micro_batches(

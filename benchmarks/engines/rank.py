@@ -47,7 +47,7 @@ class Rank:
         self._baseline_rss_nbytes = proc_nbytes("/proc/self/status", "VmHWM")
         self._losses: list[Tensor] = []
         self._traffic: dict[str, Traffic] = {}
-        self._facts = facts_of(self._task.preset, self._task.hf)
+        self._facts = facts_of(self._task.preset)
         self._data: Iterator[list[MicroBatch]] = cycle(
             micro_batches(self._task, worker.rank, self._facts.vocab_size, self._device)
         )

@@ -22,7 +22,7 @@ _COSTS = ("wall_s", "cpu_s", "minor_faults", "loopback_nbytes")
 _PACKAGES = ("shardgrad", "torch", "deepspeed", "megatron-fsdp", "flex-shard", "transformers")
 
 # Dense FLOP/s without sparsity, from NVIDIA's data sheets. fp32 is that of CUDA cores, as torch's
-# default is; the other column is bf16 and fp16.
+# default is; the other column is bf16.
 _PUBLISHED: Mapping[str, tuple[float, float]] = {
     "H200": (67e12, 989e12),
     "H100 PCIe": (51e12, 756e12),

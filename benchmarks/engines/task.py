@@ -11,7 +11,7 @@ from shardgrad.programs.train.config import mesh_shape
 from shardgrad.programs.train.failure import UsageError
 from shardgrad.programs.train.presets import suggestion
 
-PRECISIONS = ("fp32", "bf16", "fp16")
+PRECISIONS = ("fp32", "bf16")
 
 
 @dataclass(frozen=True)
@@ -19,9 +19,8 @@ class Task:
     """A training step, the same for all engines.
 
     Attributes:
-        preset: a key of `MODELS`; of no meaning where `hf` is given.
-        hf: a Hugging Face configuration instead: a `config.json`, or a model type such as gpt2.
-        precision: `fp32`; `bf16` and `fp16` compute in it, reduce gradients and update in fp32.
+        preset: a key of `MODELS`.
+        precision: `fp32`; `bf16` computes in it, reduces gradients and updates in fp32.
         ranks: processes that share the work.
         hosts: machines that the ranks are spread over evenly.
         mesh: `2x2` for HSDP; None shards over all ranks.
@@ -35,7 +34,6 @@ class Task:
     """
 
     preset: str = "tiny"
-    hf: str | None = None
     precision: str = "fp32"
     ranks: int = 2
     hosts: int = 1
@@ -96,7 +94,7 @@ def check(task: Task) -> None:
         UsageError: an unknown preset or precision, a mesh that does not hold the ranks, fewer
             GPUs than ranks.
     """
-    if task.hf is None and task.preset not in MODELS:
+    if task.preset not in MODELS:
         raise UsageError(
             f"There is no preset {task.preset!r}: {suggestion(task.preset, list(MODELS))}"
         )

@@ -17,7 +17,6 @@ import shardgrad
 from benchmarks.engines.cuda_graph import captured
 from benchmarks.engines.program import (
     COMPUTE_DTYPES,
-    FIRST_SCALE,
     LR,
     REDUCE_DTYPE,
     MicroBatch,
@@ -25,7 +24,6 @@ from benchmarks.engines.program import (
     Trained,
     adamw,
     mesh_of,
-    scaler_for,
 )
 from benchmarks.engines.task import Task
 from benchmarks.models import build_model
@@ -56,11 +54,9 @@ def _sharded(
             part.compile()
         fully_shard(part, mesh=mesh, mp_policy=policy, **options)
 
-    model = build_model(task.preset, device, hf=task.hf, wrap=wrap)
+    model = build_model(task.preset, device, wrap=wrap)
     is_ours = fully_shard is shardgrad.fully_shard
-    params, scaler = list(model.parameters()), scaler_for(task)
-    if is_ours and scaler is not None:
-        scaler = shardgrad.GradScaler(init_scale=FIRST_SCALE)
+    params = list(model.parameters())
 
     def micro_batch(is_last: bool) -> AbstractContextManager[Any]:
         set_gradient_sync(model, is_last)
@@ -73,7 +69,6 @@ def _sharded(
         device,
         task.clip,
         micro_batch=micro_batch,
-        scaler=scaler,
     )
 
 
@@ -95,8 +90,7 @@ fsdp2_compiled = partial(fsdp2, compiles=True)
 def ours_graphed(task: Task, device: torch.device) -> Trained:
     """A whole step as a graph."""
     program = _sharded(task, device, shardgrad.fully_shard, owns_optimizer=True)
-    used = [program.forward, program.optimizer, *([program.scaler] if program.scaler else [])]
-    step = shardgrad.graphed_step(*used, warmup=_WARMUP)(program.step)
+    step = shardgrad.graphed_step(program.forward, program.optimizer, warmup=_WARMUP)(program.step)
     return Trained(step, lambda: step.pool.nbytes)
 
 
@@ -122,7 +116,7 @@ def fsdp2_graphed(task: Task, device: torch.device) -> Trained:
 
 def ddp(task: Task, device: torch.device) -> Trained:
     """`DistributedDataParallel`; its parameters are not cast, but computed with under autocast."""
-    model = DistributedDataParallel(build_model(task.preset, device, hf=task.hf))
+    model = DistributedDataParallel(build_model(task.preset, device))
     params = list(model.parameters())
     program = Program(
         model,
@@ -131,7 +125,6 @@ def ddp(task: Task, device: torch.device) -> Trained:
         device,
         task.clip,
         micro_batch=lambda is_last: nullcontext() if is_last else model.no_sync(),
-        scaler=scaler_for(task),
     )
     if task.precision != "fp32":
         program.autocast = partial(torch.autocast, task.device, COMPUTE_DTYPES[task.precision])

@@ -57,14 +57,6 @@ def test_kernels(tmp_path: Path) -> None:
             assert_spread(of["ratio_to_copy"])
 
 
-def test_construction(tmp_path: Path) -> None:
-    record = smoke("construction", tmp_path)
-    for name in ("fsdp2", "shardgrad"):
-        assert len(record["samples"][name]["wall_s"]) == record["config"]["rounds"]
-        assert_spread(record["summary"][name]["wall_s"])
-    assert_spread(record["summary"]["shardgrad"]["ratio_to_fsdp2"])
-
-
 def test_reading_counts_both_engines_the_same_way(tmp_path: Path) -> None:
     summary = smoke("reading", tmp_path)["summary"]
     for phase in ("forward", "backward"):

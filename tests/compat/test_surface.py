@@ -16,7 +16,7 @@ import shardgrad
 from shardgrad.errors import UnsupportedError
 from tests.support.surface import rows_of, surface
 
-PAGE = Path(__file__).parents[2] / "docs/reference/fsdp2_surface.md"
+PAGE = Path(__file__).parents[2] / "docs/reference/fsdp2.md"
 
 # What torch has under a leading underscore and other programs call: pipelines, frameworks,
 # nn.Module itself.
@@ -27,6 +27,12 @@ METHODS = sorted(
     for name, value in vars(fsdp.FSDPModule).items()
     if inspect.isfunction(value) and (not name.startswith("_") or name in PRIVATE_BUT_USED)
 )
+
+
+def names_by_version() -> str:
+    """Returns the table of the page, which ends before its next section."""
+    page = PAGE.read_text(encoding="utf-8")
+    return page[page.index("| name |") : page.index("\n## Behaviors")]
 
 
 def parameters(function: Any) -> dict[str, tuple[Any, Any]]:
@@ -84,12 +90,12 @@ def test_names_that_programs_import_are_here() -> None:
 
 def test_the_page_says_what_the_installed_torch_has() -> None:
     version = ".".join(torch.__version__.split(".")[:2])
-    table = PAGE.read_text()[PAGE.read_text().index("| name |") :]
+    table = names_by_version()
     assert rows_of(table, version) == surface(Path(torch.__file__).parent)
 
 
 def test_every_method_of_every_version_is_here() -> None:
-    table = PAGE.read_text()[PAGE.read_text().index("| name |") :]
+    table = names_by_version()
     methods = {
         name.removeprefix("FSDPModule."): parameters
         for version in ("2.11", "2.12", "2.13", "2.14", "2.15")

@@ -139,7 +139,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="what they follow from")
     options = parser.parse_args()
     if options.generated and find_spec("cosmic_ray") is None:
-        parser.error("random mutants need cosmic-ray: pip install -e '.[mutants]'")
+        parser.error("random mutants need cosmic-ray: pip install --group mutants")
     results: list[str] = []
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copy = Path(folder, "shardgrad")

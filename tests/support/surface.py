@@ -2,7 +2,7 @@
 
     python -m tests.support.surface FOLDER [FOLDER ...]
 
-prints the table of docs/reference/fsdp2_surface.md, from folders named after versions that hold
+prints the table of docs/reference/fsdp2.md, from folders named after versions that hold
 torch.
 """
 
