@@ -161,31 +161,6 @@ def test_the_command_line_has_every_setting() -> None:
         assert f"--{flag} " in shown or f"--no-{flag} " in shown, flag
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--data", "/nowhere"], "no file or folder at /nowhere"),
-        (["--no-such-option"], "No such option"),
-        (["--lr", "fast"], "not a valid float"),
-        (["--lr", "-1"], "--lr is -1.0: give at least 0"),
-        (["--override", "layers"], "not KEY=VALUE"),
-        (["--override", "layers=two"], "whole number, not 'two'"),
-        (["--override", "layers=" + "[" * 100_000], "whole number, not '["),
-        (["--override", "norm_eps=1e400"], "norm_eps is inf"),
-        (["--lr", "inf"], "--lr is inf: give a finite number"),
-        (["--lr", "1e400"], "--lr is inf: give a finite number"),
-        (["--timeout", "nan"], "--timeout is nan"),
-        (["--resume", "/nowhere"], "no run in /nowhere"),
-        (["--config", "/nowhere.toml"], "cannot be read"),
-    ],
-)
-def test_a_mistaken_command_gets_a_sentence_and_status_2(arguments: list[str], words: str) -> None:
-    result = CliRunner().invoke(main, ["train", *arguments])
-    assert result.exit_code == 2
-    assert words in result.stderr
-    assert "Traceback" not in result.output
-
-
 def test_flags_win_over_the_file(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text("lr = -5\nsteps = -7\n")

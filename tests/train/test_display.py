@@ -10,34 +10,12 @@ import pytest
 from rich.console import Console
 
 from shardgrad.programs.checkpoint.manifest import _SummingStream
-from shardgrad.programs.train.display import Display, nice_nbytes, nice_seconds
+from shardgrad.programs.train.display import Display
 from shardgrad.programs.train.record import StepMetrics
 
 METRICS = StepMetrics(
     3, 1.25, 1e-3, 0.5, 1234.5, (2**20, 3 * 2**20), elapsed_s=9.0, remaining_s=3723.4
 )
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [(0, "0:00"), (59.6, "1:00"), (123, "2:03"), (3599, "59:59"), (3723, "1:02:03")],
-)
-def test_seconds_are_said_with_minutes_and_hours(seconds: float, words: str) -> None:
-    assert nice_seconds(seconds) == words
-
-
-@pytest.mark.parametrize(
-    ("count", "words"),
-    [
-        (1023, "1023 B"),
-        (1024, "1 KiB"),
-        (3 * 2**20, "3 MiB"),
-        (1.5 * 2**30, "1.50 GiB"),
-        (2**42, "4096.00 GiB"),
-    ],
-)
-def test_bytes_are_said_in_the_unit_that_fits(count: float, words: str) -> None:
-    assert nice_nbytes(count) == words
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])

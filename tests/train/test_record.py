@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -65,38 +63,6 @@ def test_no_flipped_bit_of_the_metrics_keeps_a_run_from_going_on(tmp_path: Path)
     assert warned > len(right)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        b'{"event": "step", "step": "7", "loss": 1.0}',
-        b'{"event": "step", "step": true, "loss": 1.0}',
-        b'{"event": "step", "step": 7, "loss": "low"}',
-        b'{"event": "step", "step": 7, "loss": ' + b"9" * 400 + b"}",
-        b'{"event": "step", "step": ' + b"9" * 5000 + b"}",
-        b'{"event": ["step"], "step": 7}',
-        b'{"event": "step"}',
-        b'{"step": 7}',
-        b"[1, 2]",
-        b"null",
-        b"\xff\xfe",
-        b"\0" * 100,
-        b"[" * 100_000,
-    ],
-)
-def test_a_line_that_is_no_event_is_set_aside_with_a_warning_and_the_others_stay(
-    tmp_path: Path, line: bytes
-) -> None:
-    record = begun(tmp_path)
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(line + b"\n" + path.read_bytes())
-    warning = resume(record)
-    assert warning is not None
-    assert warning.startswith("Warning: 1 line of metrics.jsonl could not be read")
-    assert kinds(record) == ["start", "step", "validation", "checkpoint", "start"]
-    assert (tmp_path / "metrics.jsonl.unreadable").read_bytes().startswith(line)
-    record.draw(unigram_entropy=1.0)
-
-
 def test_a_last_line_that_was_cut_short_is_left_out_without_a_warning(tmp_path: Path) -> None:
     record = begun(tmp_path)
     path = tmp_path / "metrics.jsonl"
@@ -121,16 +87,3 @@ def test_metrics_that_are_no_readable_file_are_set_aside(tmp_path: Path, kind: s
     warning = resume(record)
     assert warning is not None
     assert kinds(record) == ["start"]
-
-
-def test_a_start_without_a_digest_is_an_event_like_others(tmp_path: Path) -> None:
-    record = begun(tmp_path)
-    path = tmp_path / "metrics.jsonl"
-    events: list[dict[str, Any]] = [json.loads(line) for line in path.read_text().splitlines()]
-    del events[0]["digest"]
-    path.write_text("".join(json.dumps(event) + "\n" for event in events))
-    assert resume(record) is None
-    assert [event.get("digest") for event in record.events() if event["event"] == "start"] == [
-        None,
-        "abc",
-    ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardgrad.programs.plan.calibration import Calibration
@@ -231,10 +231,6 @@ def _scales(
 def _peak_flops(request: Request, machine: Machine) -> float:
     """Returns the peak FLOP/s of the device in the dtype that the model computes in."""
     return machine.device.flops["fp32" if request.precision == "fp32" else "bf16"]
-
-
-def _sent_nbytes(transfers: Iterable[Transfer]) -> float:
-    return sum(transfer.sent_nbytes for transfer in transfers)
 
 
 def _traffic(
