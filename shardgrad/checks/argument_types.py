@@ -25,15 +25,6 @@ def refuse_wrong_types(
         OptionTypeError: a dtype is no dtype, the gradient policy no policy, an ignored parameter no
             tensor.
     """
-    for field in ("param_dtype", "reduce_dtype", "output_dtype"):
-        dtype = getattr(mp_policy, field)
-        if dtype is not None and not isinstance(dtype, torch.dtype):
-            raise OptionTypeError(
-                f"MixedPrecisionPolicy.{field} must be a torch.dtype",
-                expected="a torch.dtype, or None",
-                got=repr(dtype),
-                fix=f"MixedPrecisionPolicy({field}=torch.bfloat16)",
-            )
     if not isinstance(gradient_policy, GradientPolicy):
         raise OptionTypeError(
             "gradient_policy must be a GradientPolicy",
@@ -41,15 +32,19 @@ def refuse_wrong_types(
             got=repr(gradient_policy),
             fix="gradient_policy=shardgrad.GradientPolicy(dtype=torch.float32)",
         )
-    for field in ("dtype", "wire_dtype"):
-        dtype = getattr(gradient_policy, field)
-        if dtype is not None and not isinstance(dtype, torch.dtype):
-            raise OptionTypeError(
-                f"GradientPolicy.{field} must be a torch.dtype",
-                expected="a torch.dtype, or None",
-                got=repr(dtype),
-                fix=f"GradientPolicy({field}=torch.bfloat16)",
-            )
+    for policy, fields in (
+        (mp_policy, ("param_dtype", "reduce_dtype", "output_dtype")),
+        (gradient_policy, ("dtype", "wire_dtype")),
+    ):
+        for field in fields:
+            name, dtype = type(policy).__name__, getattr(policy, field)
+            if dtype is not None and not isinstance(dtype, torch.dtype):
+                raise OptionTypeError(
+                    f"{name}.{field} must be a torch.dtype",
+                    expected="a torch.dtype, or None",
+                    got=repr(dtype),
+                    fix=f"{name}({field}=torch.bfloat16)",
+                )
     odd = [each for each in ignored if not isinstance(each, torch.Tensor)]
     if odd:
         raise OptionTypeError(

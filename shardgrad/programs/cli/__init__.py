@@ -12,26 +12,12 @@ from shardgrad.programs.cli.command import LazyGroup
 
 __all__ = ["main"]
 
+# In the order of a run: before it, itself, after it.
 _COMMANDS = {
-    "Before a run": {
-        "doctor": (
-            "doctor",
-            "Print versions and devices; check a machine, or a program.",
-        ),
-        "plan": (
-            "plan",
-            "Predict memory, traffic and time of a training step.",
-        ),
-    },
-    "A run": {
-        "train": ("train", "Train a language model on bytes."),
-    },
-    "After a run": {
-        "checkpoint": (
-            "checkpoint",
-            "Verify and export checkpoints.",
-        ),
-    },
+    "doctor": "Print versions and devices; check a machine, or a program.",
+    "plan": "Predict memory, traffic and time of a training step.",
+    "train": "Train a language model on bytes.",
+    "checkpoint": "Verify and export checkpoints.",
 }
 
 
@@ -46,7 +32,7 @@ def _print_version(ctx: click.Context, _: click.Parameter, value: bool) -> None:
 @click.group(
     name="shardgrad",
     cls=LazyGroup,
-    commands_by_section=_COMMANDS,
+    lines=_COMMANDS,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="\b\nExamples:\n  shardgrad doctor\n  shardgrad plan --preset 8b --ranks 64\n"
     "  shardgrad train --steps 100\n\n`shardgrad COMMAND --help` has more of them.",

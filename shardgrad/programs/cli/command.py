@@ -72,34 +72,24 @@ class LazyGroup(click.Group):
     """A group that imports a subcommand when it is named; `--help` needs none of them.
 
     Args:
-        commands_by_section: for each title, by name: the module of this package whose attribute of
-            the same name is the command, and its line in `--help`.
+        lines: for each command its line in `--help`. It is the attribute of its name in the module
+            of its name in this package.
         **rest: as for `click.Group`.
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        commands_by_section: Mapping[str, Mapping[str, tuple[str, str]]] | None = None,
-        **rest: Any,
-    ) -> None:
+    def __init__(self, *args: Any, lines: Mapping[str, str] | None = None, **rest: Any) -> None:
         super().__init__(*args, **rest)
-        self._sections = commands_by_section or {}
-        self._modules = {
-            name: module for rows in self._sections.values() for name, (module, _) in rows.items()
-        }
+        self._lines = lines or {}
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Returns the names of all commands."""
-        return list(self._modules)
+        return list(self._lines)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Imports and returns a command."""
-        if cmd_name not in self._modules:
+        if cmd_name not in self._lines:
             return None
-        command: click.Command = getattr(
-            import_module(f"{__package__}.{self._modules[cmd_name]}"), cmd_name
-        )
+        command: click.Command = getattr(import_module(f"{__package__}.{cmd_name}"), cmd_name)
         return command
 
     def resolve_command(
@@ -107,15 +97,14 @@ class LazyGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Returns the named command, or refuses the name and suggests one that is spelled alike."""
         alike = get_close_matches(args[0], self.list_commands(ctx), n=1)
-        if alike and args[0] not in self._modules:
+        if alike and args[0] not in self._lines:
             ctx.fail(f"No such command {args[0]!r}. Did you mean {alike[0]!r}?")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes the commands, by sections."""
-        for title, rows in self._sections.items():
-            with formatter.section(title):
-                formatter.write_dl([(name, words) for name, (_, words) in rows.items()])
+        """Writes the commands."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(self._lines.items()))
 
 
 def is_debug(ctx: click.Context) -> bool:

@@ -268,7 +268,7 @@ class Run:
         if not self._world.any(bool(report.differing)):
             return
         words = "; ".join(str(report).splitlines()[:3]) if report.differing else ""
-        told = next(filter(None, self._world.all_gather_text(words)))
+        told = next(filter(None, self._world.gather(words)))
         raise TrainingError(
             f"Replicas have drifted apart, found after step {self._state.step}: {told}. A rank "
             "computes or remembers wrongly (failing memory or device?): resume, without that "

@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,8 @@ from shardgrad.graphs import GraphPool
 from shardgrad.programs.train.config import TrainConfig, mesh_shape
 from shardgrad.programs.train.failure import UsageError
 from shardgrad.programs.train.launcher import available_cores
+
+_Thing = TypeVar("_Thing")
 
 # Without progress; after that a rank answers others. Shorter than a timeout that ends the run.
 _QUIET_S = 0.5
@@ -52,13 +55,12 @@ class World:
         """Whether this rank writes files and prints, which is rank 0."""
         return self.rank == 0
 
-    def gather(self, values: list[float]) -> list[list[float]]:
-        """All-gathers numbers, equally many on every rank; returns one row per rank."""
-        mine = torch.tensor(values, dtype=torch.float64)
-        rows = [torch.empty_like(mine) for _ in range(self.world_size)]
-        with recorder.group_log(self.control).waiting("all-gather of the ranks' numbers", mine):
-            dist.all_gather(rows, mine, group=self.control)
-        return [row.tolist() for row in rows]
+    def gather(self, thing: _Thing) -> list[_Thing]:
+        """Returns every rank's object, in the order of ranks. A collective."""
+        things: list[Any] = [None] * self.world_size
+        with recorder.group_log(self.control).waiting("all-gather of the ranks' reports"):
+            dist.all_gather_object(things, thing, group=self.control)
+        return things
 
     def any(self, flag: bool) -> bool:
         """Returns whether `flag` is true on any rank. A collective."""
@@ -66,20 +68,6 @@ class World:
         with recorder.group_log(self.control).waiting("vote of the ranks", vote):
             dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self.control)
         return bool(vote.item())
-
-    def broadcast_text(self, text: str) -> str:
-        """Returns rank 0's text on every rank. A collective."""
-        box = [text]
-        with recorder.group_log(self.control).waiting("broadcast of a text"):
-            dist.broadcast_object_list(box, src=0, group=self.control)
-        return box[0]
-
-    def all_gather_text(self, text: str) -> list[str]:
-        """Returns every rank's text, in the order of ranks. A collective."""
-        texts = [""] * self.world_size
-        with recorder.group_log(self.control).waiting("all-gather of the ranks' texts"):
-            dist.all_gather_object(texts, text, group=self.control)
-        return texts
 
 
 def join(config: TrainConfig, *, init_method: str) -> World:
@@ -139,7 +127,7 @@ def require_same_settings(world: World, config: TrainConfig, folder: Path, *, re
             f"The ranks have different settings: {error.got}, and {error.expected}. Start all with "
             "the same."
         ) from None
-    return Path(world.broadcast_text(str(folder)))
+    return Path(world.gather(str(folder))[0])
 
 
 def start_watchdog(world: World, *, stall_s: float, on_stall: OnStall) -> Watchdog:
