@@ -17,7 +17,7 @@ from shardgrad.engine.buffers import Chunks, Slot
 from shardgrad.engine.comm_context import CollectiveConfig, CommContext
 from shardgrad.engine.spans import NO_SPAN, profiler, span
 from shardgrad.engine.streams import Stream, StreamEvent
-from shardgrad.engine.transports import MessageTag
+from shardgrad.engine.transports import MessageTag, Work
 from shardgrad.sharding.layout import ShardLayout
 from shardgrad.sharding.mesh import DataParallelMesh
 from shardgrad.sharding.zero_copy import own_places
@@ -172,8 +172,10 @@ class AllGather:
             messages = [(sent, staging, source.tag)]
             if zero_copy is not None:
                 messages += zero_copy.messages(transport.rank)
-            with transport.together(messages):
-                self._works = [transport.all_gather(*each) for each in messages]
+            self._works: list[Work] = []
+            with NO_SPAN if zero_copy is None else transport.together(messages):
+                for each in messages:
+                    self._works.append(transport.all_gather(*each))
             slot.finish_writing(stream)
 
     def wait(self, stream: Stream) -> torch.Tensor:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
@@ -21,8 +22,7 @@ __all__ = ["CollectiveConfig", "CommContext", "Route", "SecondStep"]
 
 
 class CommContext:
-    """Streams, staging and transports of a root and its units; those of `like`, another root's, if
-    given.
+    """Streams, staging and transports of a root and its units.
 
     `streams` replaces the device's, for plans and tests; `transports` replaces `transport_for`.
 
@@ -39,26 +39,30 @@ class CommContext:
         device: torch.device,
         streams: Streams | None = None,
         transports: Callable[[dist.ProcessGroup], Transport] | None = None,
-        like: CommContext | None = None,
     ) -> None:
-        if like is not None:
-            vars(self).update(vars(like))
-        else:
-            self.device = device
-            self.is_captured = False
-            self.streams = streams_for(device) if streams is None else streams
-            self.gather_ring = SlotRing(self.streams, device, depth=2, elastic=True)
-            self.reduce_ring = SlotRing(self.streams, device, depth=2, elastic=False)
-            self.rings = [self.reduce_ring, self.gather_ring]
-            # By group, or a program's by their keys.
-            self._transports: dict[Hashable, Transport] = {}
-            self._special_rings: dict[Hashable, SlotRing] = {}
-            self._choose_transport = transports or partial(transport_for, device=device)
+        self.device = device
+        self.is_captured = False
+        self.streams = streams_for(device) if streams is None else streams
+        self.gather_ring = SlotRing(self.streams, device, depth=2, elastic=True)
+        self.reduce_ring = SlotRing(self.streams, device, depth=2, elastic=False)
+        self.rings = [self.reduce_ring, self.gather_ring]
+        # By group, or a program's by their keys.
+        self._transports: dict[Hashable, Transport] = {}
+        self._special_rings: dict[Hashable, SlotRing] = {}
+        self._choose_transport = transports or partial(transport_for, device=device)
+        self._begin()
+
+    def _begin(self) -> None:
         self.parameters_ready = self.streams.event()
-        if isinstance(
-            self.streams, AcceleratorStreams
-        ):  # a model may be deleted with collectives in flight
+        if isinstance(self.streams, AcceleratorStreams):
+            # A model may be deleted with collectives in flight.
             weakref.finalize(self, self.streams.join).atexit = False
+
+    def for_another_root(self) -> CommContext:
+        """Returns a context that shares everything, but for when parameters were written."""
+        other = copy.copy(self)
+        other._begin()
+        return other
 
     def transport(self, group: dist.ProcessGroup) -> Transport:
         """Returns the transport of `group`, the same object each time."""

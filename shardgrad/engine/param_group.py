@@ -573,7 +573,7 @@ class ParamGroup:
         """Reshards if an optimizer step or in-place operation wrote the shard since it was
         gathered.
         """
-        if self.has_gathered and self._version() != self._gathered_version:
+        if self._version() != self._gathered_version and self.has_gathered:
             self.reshard(drop_kept=True)
 
     def _version(self) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.utils import _to_kwargs
 
 from shardgrad.engine.comm_context import CommContext
+from shardgrad.engine.param_group import ParamState
 from shardgrad.engine.same_model import require_same_model
 from shardgrad.engine.scheduler import ReductionScheduler
 from shardgrad.engine.spans import NO_SPAN, profiler, span
@@ -75,7 +76,8 @@ class RootContext:
         Streams: later all-gathers start after the current stream, where the optimizer wrote the
         parameters.
         """
-        self.require_awake()
+        if self.is_asleep:
+            self.require_awake()
         # A registered method may call forward as often as it likes; any other forward that begins
         # while one of the same unit is open means that the open one was interrupted.
         opens_again = self._forward_root is unit and unit.methods_running > 0
@@ -176,9 +178,9 @@ class RootContext:
         """Shares another root's streams and staging from now on; what is in flight is completed."""
         if self.comm_ctx.streams is not lead.streams:
             self.quiesce()
-            self.comm_ctx = self.scheduler.comm_ctx = CommContext(lead.device, like=lead)
+            self.comm_ctx = self.scheduler.comm_ctx = lead.for_another_root()
             self._written = self.comm_ctx.parameters_ready
-            self._read = self.comm_ctx.streams.event()
+            self._read = lead.streams.event()
 
     def upcoming(self, unit: Unit) -> Sequence[Unit]:
         """Returns the units to prefetch while `unit` runs: what the program has set, or the one
@@ -221,15 +223,23 @@ class RootContext:
 
     def leave_forward(self, unit: Unit) -> None:
         """Closes the forward that `unit` opened; what was prefetched and not used is dropped."""
-        if self._forward_root is not unit or unit.is_running:
+        if self._forward_root is not unit or unit.running:
             return
         self._forward_root = None
         # The first whole forward of the root decides what is prefetched from now on.
         if unit is self.root and not self.keep_unsharded:
             self._order_frozen = True
-        keeps = self.keep_unsharded
         for each in self.units:
-            each.finish_forward(reshards=self.reshards_after_forward(each), keeps=keeps)
+            each.waiting_modules.clear()
+            each.running.clear()
+            for group in each.groups:
+                if group.is_filled or group.state is ParamState.UNSHARDING:
+                    if self.reshards_after_forward(each):
+                        group.reshard_after_forward()
+                    if not self.keep_unsharded:
+                        group.cancel_unshard()
+            if not (torch.is_grad_enabled() or each.held or self.keep_unsharded):
+                each.show_sharded()
         self._wait_until_read()
 
     def has_failed_in(self, unit: Unit) -> bool:
@@ -240,7 +250,7 @@ class RootContext:
         error = sys.exception()
         if error is None or error is self._handled:
             return False
-        if self._forward_root is unit and not unit.is_running:
+        if self._forward_root is unit and not unit.running:
             self.recover()
         return True
 
@@ -417,7 +427,10 @@ def lazy_init(unit: Unit, comm_ctx: CommContext | None = None) -> RootContext:
     _regroup(units)
     require_same_model(units)
     unit.accept(units)
-    context = RootContext(units, comm_ctx or CommContext(unit.mesh.device, like=unit.partner))
+    if comm_ctx is None:
+        partner = unit.partner
+        comm_ctx = partner.for_another_root() if partner else CommContext(unit.mesh.device)
+    context = RootContext(units, comm_ctx)
     context.size_reduce_ring()
     earlier = {known for each in units if (known := context_of(each)) is not None}
     for each in units:

@@ -189,11 +189,6 @@ class Unit:
         return not is_kept if self.reshard_after_forward is None else self.reshard_after_forward
 
     @property
-    def is_running(self) -> bool:
-        """True if a forward, or a registered method, of this unit has not come to its end."""
-        return bool(self.running)
-
-    @property
     def runs_in_itself(self) -> bool:
         """True if a module of this unit calls itself, or a registered method of its own.
 
@@ -209,22 +204,6 @@ class Unit:
                 running += frame.f_locals.get("self") in self.modules
             frame = frame.f_back
         return running > 1
-
-    def finish_forward(self, *, reshards: bool, keeps: bool) -> None:
-        """Drops, after the outermost forward, what was gathered ahead and not run.
-
-        With `keeps`, units are gathered in an order of their own, and nothing is dropped.
-        """
-        self.waiting_modules.clear()
-        self.running.clear()
-        for group in self.groups:
-            if group.has_gathered:
-                if reshards:
-                    group.reshard_after_forward()
-                if not keeps:
-                    group.cancel_unshard()
-        if not (torch.is_grad_enabled() or self.held or keeps):
-            self.show_sharded()
 
     def finish_backward(self, *, is_read_again: bool) -> None:
         """Frees, at the end of a backward, unsharded parameters that are not to be kept."""
