@@ -19,6 +19,7 @@ from typing import Any
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed._composable.contract import STATE_KEY
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.utils.hooks import RemovableHandle
 
 from shardgrad.engine.hooks import HookedUnit
@@ -73,13 +74,23 @@ class _GroupView:
         return self._unit.is_unsharded
 
     @property
-    def post_forward_mesh_info(self) -> object:
+    def mesh_info(self) -> FSDPMeshInfo:
+        """The unit's mesh, from which torch makes what `post_forward_mesh_info` takes."""
+        mesh = self._unit.mesh.mesh
+        if mesh.ndim == 1:
+            return FSDPMeshInfo(mesh, shard_mesh_dim=0)
+        return HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+
+    @property
+    def post_forward_mesh_info(self) -> FSDPMeshInfo | None:
         """None if the parameters stay unsharded after forward; else it may be assigned again."""
-        return None if self._unit.reshard_after_forward is False else self._unit.mesh
+        return None if self._unit.reshard_after_forward is False else self.mesh_info
 
     @post_forward_mesh_info.setter
-    def post_forward_mesh_info(self, mesh_info: object) -> None:
-        if self._unit.is_root or mesh_info is None:
+    def post_forward_mesh_info(self, mesh_info: FSDPMeshInfo | None) -> None:
+        is_kept = self._unit.reshard_after_forward is False
+        # A unit that reshards goes on as it does: perhaps to fewer ranks.
+        if self._unit.is_root or mesh_info is None or is_kept:
             self._unit.set_reshard_after_forward(mesh_info is not None)
 
     @property

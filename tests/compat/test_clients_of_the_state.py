@@ -8,6 +8,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_init import _get_post_forward_mesh_info
 from torch.distributed.tensor import DTensor
 
 import shardgrad
@@ -84,3 +85,19 @@ def test_dinov3_makes_a_root_reshard_after_forward() -> None:
     state._fsdp_param_group.post_forward_mesh_info = None
     model(torch.ones(2, 4))
     assert not isinstance(model[1].weight, DTensor)
+
+
+@on_ranks(2)
+def test_verl_changes_resharding_of_every_unit_by_torchs_own_function() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    shardgrad.fully_shard(model[0])
+    shardgrad.fully_shard(model)
+    for reshard_after_forward in (False, True):
+        for module in (model, model[0]):
+            group = torch.distributed.fsdp.fully_shard.state(module)._fsdp_param_group
+            group.post_forward_mesh_info = _get_post_forward_mesh_info(
+                reshard_after_forward, group.mesh_info
+            )
+        model(torch.ones(2, 4))
+        sharded = {isinstance(param, DTensor) for param in model.parameters()}
+        assert sharded == {reshard_after_forward}
