@@ -1,0 +1,106 @@
+"""The core uses few private names of torch, each for a reason, and a torch that has lost one is
+named.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardgrad
+from benchmarks.reading import private_names
+
+CORE = ("engine", "sharding", "compat")
+
+# What torch has no public name for, and what the core does with it.
+WHY = {
+    "torch._C.DisableTorchFunctionSubclass": "a DTensor's version is read three times as fast",
+    "torch._C._autograd._get_current_graph_task_keep_graph": "a kept graph reads parameters again",
+    "torch._C._current_graph_task_id": "tells a forward from one that backward recomputes",
+    "torch._C._dynamo.eval_frame._FrameAction": "hooks run as plain Python, without an import of "
+    "Dynamo in programs that compile nothing",
+    "torch._C._dynamo.eval_frame._FrameExecStrategy": "the same",
+    "torch._C._dynamo.eval_frame.get_eval_frame_callback": "the same",
+    "torch._C._dynamo.eval_frame.set_code_exec_strategy": "the same",
+    "torch._C._storage_Use_Count": "whether a program keeps memory of gradients",
+    "torch.UntypedStorage._cdata": "whether two tensors share memory, also where it has no address",
+    "torch.autograd.Variable._execution_engine": "a callback at the end of a backward, as FSDP2's",
+    "torch.autograd.profiler._is_profiler_enabled": "spans cost nothing without a profiler",
+    "torch.Tensor._post_accumulate_grad_hooks": "a program's hooks run on reduced gradients",
+    "torch.distributed._composable.contract.REGISTRY_KEY": "torch's composable DDP refuses modules "
+    "that are registered there",
+    "torch.distributed._composable.contract.RegistryItem": "the same",
+    "torch.distributed._composable.contract.STATE_KEY": "where pipeline stages look for the state",
+    "torch.distributed._composable.contract._get_registry": "replicas of composable DDP are left "
+    "alone",
+    "torch.distributed._functional_collectives.AsyncCollectiveTensor": "gradients of tensor "
+    "parallelism may still be under way",
+    "torch.distributed.device_mesh.DeviceMesh._concatenate": "one mesh for the axes of a parameter "
+    "that tensor parallelism has sharded",
+    "torch.distributed.device_mesh.DeviceMesh._flatten": "several data-parallel axes are one",
+    "torch.distributed.distributed_c10d._coalescing_manager": "NCCL groups a unit's messages",
+    "torch.distributed.fsdp._fully_shard._fsdp_common.FSDPMeshInfo": "what torch's tools expect of "
+    "a mesh",
+    "torch.distributed.fsdp._fully_shard._fsdp_common.HSDPMeshInfo": "the same",
+    "torch.distributed.tensor.DTensor._spec": "a DTensor over a piece of flat memory has the "
+    "parameter's",
+    "torch.distributed.tensor._dtensor_spec.DTensorSpec": "the same",
+    "torch.distributed.tensor._dtensor_spec.TensorMeta": "the same",
+    "torch.distributed.tensor.placement_types._StridedShard": "rows that tensor parallelism has "
+    "cut before, in checkpoints as FSDP2 writes them",
+    "torch.distributed.utils._apply_to_tensors": "tensors in inputs and outputs of any structure, "
+    "as FSDP2 finds them",
+    "torch.distributed.utils._to_kwargs": "inputs are moved to the device as FSDP2 does it",
+    "torch.nn.Module._call_impl": "a root that calls itself is told from one that was interrupted",
+    "torch.utils._pytree.tree_flatten": "inputs of any structure are watched",
+    "torch.utils._pytree.tree_leaves": "the same",
+    "torch.utils._pytree.tree_unflatten": "the same",
+}
+
+
+def _resolved(path: str) -> Any:
+    parts = path.split(".")
+    for count in range(len(parts), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:count]))
+        except ImportError:
+            continue
+        for part in parts[count:]:
+            found = getattr(found, part)
+        return found
+    raise ImportError(path)
+
+
+@pytest.mark.parametrize("path", WHY)
+def test_torch_has_every_private_name_that_the_core_uses(path: str) -> None:
+    try:
+        _resolved(path)
+    except (AttributeError, ImportError) as error:
+        pytest.fail(f"torch has no {path} any more, for which the core says: {WHY[path]} ({error})")
+
+
+def _text_of_the_core() -> str:
+    package = Path(shardgrad.__file__).parent
+    folders = [file for part in CORE for file in (package / part).rglob("*.py")]
+    files = [*folders, package / "module.py", package / "fully_shard.py"]
+    return "\n".join(file.read_text(encoding="utf-8") for file in files)
+
+
+def test_every_private_name_of_the_core_has_a_reason() -> None:
+    text = _text_of_the_core()
+    known = {part for path in WHY for part in (path, *path.split("."))}
+    used = {
+        name
+        for name in private_names(Path(shardgrad.__file__).parent)
+        if re.search(rf"\b{name.rpartition('.')[2]}\b", text)
+    }
+    assert used - known <= {"_getframe"}  # which is Python's
+
+
+def test_no_reason_is_left_for_a_name_that_is_gone() -> None:
+    text = _text_of_the_core()
+    assert not [path for path in WHY if path.rpartition(".")[2] not in text]
