@@ -7,11 +7,14 @@ this kind (`sharding/virtual_memory.py`).
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NoReturn, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardgrad.engine.root import RootContext, lazy_init
 from shardgrad.engine.unit import unit_of
@@ -29,8 +32,8 @@ class _Optimizer(Protocol):
         """Takes it again."""
 
 
-# What sleeps: hooks that refuse to read it, and its memory.
-_asleep: WeakKeyDictionary[RootContext, tuple[list[Any], list[torch.Tensor]]]
+# What sleeps: what allows to read it again, and its memory.
+_asleep: WeakKeyDictionary[RootContext, tuple[list[Callable[[], Any]], list[torch.Tensor]]]
 _asleep = WeakKeyDictionary()
 
 
@@ -87,7 +90,7 @@ def sleep(model: nn.Module, optimizer: _Optimizer | None = None, *, level: int =
         give_back(memory, keep=level == 2)
         flat = [gradient.flat for gradient in gradients if is_virtual(gradient.flat)]
         give_back(flat, keep=False)
-        _asleep[context] = _refuse_state_dicts(model), memory + flat
+        _asleep[context] = _refuse_reads(model), memory + flat
         context.is_asleep = True
 
 
@@ -101,9 +104,9 @@ def wake(model: nn.Module, optimizer: _Optimizer | None = None) -> None:
     Streams: filled on the current one. Capture: not safe.
     """
     context = _context(model)
-    hooks, memory = _asleep.pop(context, ([], []))
-    for hook in hooks:
-        hook.remove()
+    undo, memory = _asleep.pop(context, ([], []))
+    for each in undo:
+        each()
     bring_back(memory)
     context.is_asleep = False
     if optimizer is not None:
@@ -122,14 +125,21 @@ def _context(model: nn.Module) -> RootContext:
     return lazy_init(unit)
 
 
-def _refuse_state_dicts(model: nn.Module) -> list[Any]:
-    """Makes a state dict an error, which would save zeros, or load what `wake` writes over."""
+def _refuse_reads(model: nn.Module) -> list[Callable[[], Any]]:
+    """Makes errors of a state dict, which would save zeros or load what `wake` writes over, and of
+    a weight that is asked for its values. Returns what undoes each.
+    """
 
-    def refuse(*_: Any, **__: Any) -> None:
+    def refuse(*_: Any, **__: Any) -> NoReturn:
         raise AsleepError.of(type(model).__name__)
 
-    hooks: list[Any] = []
+    undo: list[Callable[[], Any]] = []
     for module in model.modules():
-        hooks.append(module.register_state_dict_pre_hook(refuse))
-        hooks.append(module.register_load_state_dict_pre_hook(refuse))
-    return hooks
+        undo.append(module.register_state_dict_pre_hook(refuse).remove)
+        undo.append(module.register_load_state_dict_pre_hook(refuse).remove)
+    for param in model.parameters():
+        if isinstance(param, DTensor):
+            for method in ("full_tensor", "to_local", "redistribute"):
+                setattr(param, method, refuse)
+                undo.append(partial(delattr, param, method))
+    return undo

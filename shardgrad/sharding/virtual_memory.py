@@ -137,10 +137,13 @@ _DEVICE, _PINNED, _READ_WRITE, _DLPACK_CUDA, _UNSIGNED = 1, 1, 3, 2, 1
 # Of memory that a tensor lies in, by address: what DLPack reads, and the size of the range.
 _alive: dict[int, tuple[_DLTensor, Any, int]] = {}
 _mapped: set[int] = set()  # addresses of ranges that have memory
+# Addresses and devices of tensors that have ended; inside a capture, they wait for its end.
+_ended: list[tuple[int, int]] = []
 
 
 class _DevicePages(_Pages):
     def __init__(self, nbytes: int, device: torch.device) -> None:
+        _free_ended()
         index = torch.cuda.current_device() if device.index is None else device.index
         location = _Location(_DEVICE, index)
         self._kind = _Allocation(_PINNED, 0, location)
@@ -169,6 +172,7 @@ class _DevicePages(_Pages):
         _mapped.add(self._address)
 
     def give_back(self, keep: bool) -> None:
+        _free_ended()
         self._is_kept = keep
         torch.cuda.synchronize(self.whole.device)  # any stream may have written it
         if keep:
@@ -217,14 +221,21 @@ _new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 
 
 def _free(managed: Any) -> None:
-    address = managed.contents.data
-    _, _, reserved = _alive.pop(address)
-    torch.cuda.synchronize(managed.contents.device_id)
-    size = ctypes.c_size_t(reserved)
-    if address in _mapped:
-        _mapped.remove(address)
-        _library().cuMemUnmap(ctypes.c_uint64(address), size)
-    _library().cuMemAddressFree(ctypes.c_uint64(address), size)
+    _ended.append((managed.contents.data, managed.contents.device_id))
+    if not torch.cuda.is_current_stream_capturing():  # which a wait for the device would break
+        _free_ended()
+
+
+def _free_ended() -> None:
+    while _ended:
+        address, index = _ended.pop()
+        _, _, reserved = _alive.pop(address)
+        torch.cuda.synchronize(index)
+        size = ctypes.c_size_t(reserved)
+        if address in _mapped:
+            _mapped.remove(address)
+            _library().cuMemUnmap(ctypes.c_uint64(address), size)
+        _library().cuMemAddressFree(ctypes.c_uint64(address), size)
 
 
 _deleter = ctypes.CFUNCTYPE(None, ctypes.POINTER(_DLTensor))(_free)

@@ -208,6 +208,8 @@ def test_a_use_while_asleep_is_refused_and_changes_nothing() -> None:
         model.layers[0].state_dict,
         lambda: model.load_state_dict(weights),
         lambda: shardgrad.export_table(model),
+        lambda: next(model.parameters()).full_tensor(),
+        lambda: next(model.parameters()).to_local(),
         lambda: shardgrad.sleep(model, optimizer, level=2),
     )
     for use in uses:

@@ -61,6 +61,22 @@ def test_memory_of_the_device_comes_back_at_its_address() -> None:
     assert used() == before
 
 
+def test_memory_that_ends_in_a_capture_is_given_back_after_it() -> None:
+    device = torch.device("cuda", 0)
+    x, graph = torch.ones(4, device=device), torch.cuda.CUDAGraph()
+    before = used()
+    memory = virtual_zeros(16 * MIB, torch.float32, device)
+    with torch.cuda.graph(graph):
+        x.mul_(2)
+        del memory
+        x.add_(1)
+    graph.replay()
+    assert x.tolist() == [3.0] * 4
+    graph.reset()
+    virtual_zeros(1, torch.float32, device)
+    assert used() - before < 16 * MIB
+
+
 def build() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     layers = [nn.Linear(WIDTH, WIDTH, device="cuda") for _ in range(LAYERS)]
