@@ -226,13 +226,11 @@ class GradGroup:
 
     def _refuse_in_capture(self, placed: list[FSDPParam]) -> NoReturn:
         """Refuses other places than before in a capture: tables of them come from the host."""
-        before = self.params
-        changed = [p.name for p in self.group.params if (p in before) != (p in placed)]
+        changed = [p.name for p in self.group.params if (p in self.params) != (p in placed)]
         raise CaptureError(
             "requires_grad changed inside a graphed step, of parameters without a gradient",
             expected="the same parameters that train or have a gradient, all through the step",
-            got=f"{len(placed)} of them in unit {self.group.name or 'root'!r}, and "
-            f"{len(before)} before",
+            got=f"others in unit {self.group.name or 'root'!r}",
             where=f"parameter {changed[0]}"
             + (f" and {len(changed) - 1} more" if len(changed) > 1 else ""),
             fix="zero_grad() once they train again, or zero_grad(set_to_none=False); or freeze "

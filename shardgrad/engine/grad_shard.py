@@ -1,7 +1,7 @@
 """The gradient shard: one flat buffer per group whose views are the parameters' gradients.
 
 [Note: Gradient binding]
-Each parameter's gradient is one DTensor for the life of the model, over one place of the shard. A
+Each parameter's gradient is one DTensor, over one place of the shard, until the program keeps it. A
 reduction overwrites it if it is None, else adds to it; see [Note: Kept gradients] in
 `gradient_objects.py`. A gradient that is another tensor (assigned by hand, or accumulated by
 autograd through a DTensor operation) is copied into the shard and the binding restored. A parameter
@@ -30,7 +30,7 @@ decide at each replay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, auto
 from operator import gt
 
@@ -48,8 +48,8 @@ from shardgrad.sharding.offload import ShardMemory
 
 __all__ = ["GradMemory", "GradShard", "HostState"]
 
-# Per parameter, what is bound; `nonfinite`; per parameter, what the flag says.
-HostState = tuple[tuple[Bound, ...], torch.Tensor | None, tuple[bool, ...]]
+# Per parameter, what is bound; `nonfinite`, and of which places; per parameter, what the flag says.
+HostState = tuple[tuple[Bound, ...], torch.Tensor | None, frozenset[int], tuple[bool, ...]]
 
 
 class GradMemory(Enum):
@@ -101,7 +101,7 @@ class GradShard:
         # What the flags say, as far as the host has made sure.
         self.flagged = [False] * len(self.params)
         self._seen: dict[tuple[bool, ...], list[bool]] = {}
-        self.zeroed: set[int] = set()  # since the last reduction, or since `nonfinite` was found
+        self.judged: set[int] = set()  # places that `nonfinite` is of
         # A reduction that adds, if parameters have hooks.
         self._flags_before: torch.Tensor | None = None
         # Flags for `decide`, and their arrival.
@@ -174,9 +174,8 @@ class GradShard:
         """
         if self.memory is GradMemory.NONE:
             return
-        self.nonfinite = None
+        self._forget_verdict(range(self.count))
         self.flagged = [False] * self.count
-        self.zeroed.clear()
         kept = self.objects.kept()
         if kept:
             self._record(reader)
@@ -215,13 +214,12 @@ class GradShard:
         current stream.
         """
         self.decide()
-        self.nonfinite = None
-        self.zeroed.clear()
+        self._forget_verdict(range(self.count))
         # The common case after zero_grad(): the reduction overwrites, which saves a pass that
         # zeroes and one that reads.
         if self.objects.are_absent():
             return False
-        for i, live in enumerate(self.settle(range(len(self.params)))):
+        for i, live in enumerate(self.settle()):
             if not live:
                 self.view(i).zero_()
         if not self.is_captured and any(p._post_accumulate_grad_hooks for p in self.params):
@@ -393,7 +391,7 @@ class GradShard:
         """Number of parameters with a place."""
         return len(self.params)
 
-    def settle(self, places: Sequence[int]) -> list[bool]:
+    def settle(self) -> list[bool]:
         """Makes flags and values agree with what is bound; returns which parameters have a
         gradient.
 
@@ -409,11 +407,10 @@ class GradShard:
         # In a steady step every gradient is bound as it was: one pass in C over however many there
         # are.
         own = self.objects
-        if len(places) == self.count and own.are_bound() and all(self.flagged):
+        if own.are_bound() and all(self.flagged):
             return [True] * self.count
-        live, foreign = [], []
-        for i in places:
-            grad = getattr(self.params[i], self.attribute, None)
+        gradients, foreign = own.gradients(), []
+        for i, grad in enumerate(gradients):
             if grad is None:
                 if self.flagged[i]:
                     self.flags[i].zero_()
@@ -423,14 +420,17 @@ class GradShard:
             elif not self.flagged[i]:
                 self.flags[i].fill_(1)
                 self.flagged[i] = True
-            live.append(grad is not None)
         if foreign:
             self._take_over(foreign)
-        if len(live) == self.count and not any(
-            has and i not in self.zeroed for i, has in enumerate(live)
-        ):
-            self.nonfinite = None  # of gradients that are gone
+        live = [grad is not None for grad in gradients]
+        self._forget_verdict(i for i, has in enumerate(live) if not has)
         return live
+
+    def _forget_verdict(self, places: Iterable[int]) -> None:
+        """Forgets whether gradients that are gone, zeroed or written again were finite."""
+        self.judged.difference_update(places)
+        if not self.judged:
+            self.nonfinite = None
 
     def _require_sharded_alike(self, index: int, grad: torch.Tensor) -> DTensor:
         own = self.objects.plain[index]
@@ -450,14 +450,13 @@ class GradShard:
     def _take_over(self, foreign: Sequence[tuple[int, DTensor]]) -> None:
         """Copies assigned gradients into the shard, and binds the shard's own in their place."""
         self.allocate()
-        self.nonfinite = None
+        self._forget_verdict(range(self.count))
         if not self.is_captured:
             # Gradients may have changed places, in this model or between two: what is written over
             # may be what another parameter has been given.
             places = {place for place, _ in foreign}.intersection(self.objects.held())
             self._part_with(sorted(places), self.current_stream())
         for place, grad in foreign:
-            self.zeroed.discard(place)
             with torch.no_grad():
                 self.view(place).copy_(grad.to_local())
                 keep_for_current_stream(grad.to_local())  # it is dropped next
@@ -469,12 +468,12 @@ class GradShard:
 
     def host_state(self) -> HostState:
         """Returns what the host knows of the gradients; their values are in device memory."""
-        return self.objects.bound(), self.nonfinite, tuple(self.flagged)
+        return self.objects.bound(), self.nonfinite, frozenset(self.judged), tuple(self.flagged)
 
     def restore(self, state: HostState) -> None:
         """Makes the host know what it knew when `state` was read; device memory is not touched."""
-        bound, self.nonfinite, flagged = state
-        self.flagged = list(flagged)
+        bound, self.nonfinite, judged, flagged = state
+        self.judged, self.flagged = set(judged), list(flagged)
         self.objects.restore(bound)
 
     def zero(self, places: Sequence[int]) -> None:
@@ -483,10 +482,8 @@ class GradShard:
         A NaN that was found is forgotten once all have been zeroed (an optimizer does it group by
         group).
         """
-        live = self.settle(range(self.count))
+        live = self.settle()
         chosen = [place for place in places if live[place]]
-        self.zeroed.update(chosen)
-        if all(place in self.zeroed for place in range(self.count) if live[place]):
-            self.nonfinite = None
+        self._forget_verdict(chosen)
         for place in chosen:
             self.view(place).zero_()

@@ -50,7 +50,7 @@ _SWITCHES = attrgetter("reshard_after_forward", "reshard_after_backward", "unsha
 _FLAGGED = attrgetter("flagged")
 _MOVES = attrgetter("moves")
 _OWN = attrgetter("own")
-_VERDICT = attrgetter("nonfinite")
+_VERDICT, _JUDGED = attrgetter("nonfinite"), attrgetter("judged")
 _ADDRESS = torch.Tensor.data_ptr
 
 
@@ -363,13 +363,17 @@ class _GradFacts:
         bound = self._bound()
         if None in bound:
             for shard in self._shards:
-                shard.settle(range(shard.count))
+                shard.settle()
             bound = self._bound()
         if any(map(is_not, self.verdicts(), repeat(None))):
             for shard in self._shards:
                 if shard.objects.are_absent():
                     shard.nonfinite = None
-        verdicts = tuple(map(id, self.verdicts()))
+                    shard.judged.clear()
+        verdicts = (
+            tuple(map(id, self.verdicts())),
+            tuple(map(frozenset, map(_JUDGED, self._shards))),
+        )
         flagged = tuple(chain.from_iterable(map(_FLAGGED, self._shards)))
         return bound, verdicts, flagged, tuple(map(_MOVES, self._shards))
 

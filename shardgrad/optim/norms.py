@@ -106,24 +106,20 @@ def _verdict_of(shard: GradShard, key: Hashable, device: torch.device) -> torch.
     return known[key]
 
 
-# Which gradients of a shard its verdict is of.
-_judged: WeakKeyDictionary[GradShard, frozenset[int]] = WeakKeyDictionary()
-
-
 def _remember(selection: Selection, nonfinite: torch.Tensor) -> None:
     """Keeps a verdict with the shard, and what is known of other gradients of the shard."""
-    shard, places = selection.shard, frozenset(selection.places)
-    before = _judged.get(shard, frozenset())
-    if shard.nonfinite is not None and not before <= places:
+    shard = selection.shard
+    if shard.nonfinite is not None and not shard.judged <= {*selection.places}:
         own = _verdict_of(shard, None, nonfinite.device)
-        nonfinite, places = torch.maximum(shard.nonfinite, nonfinite, out=own), places | before
-    shard.nonfinite, shard.zeroed, _judged[shard] = nonfinite, set(), places
+        nonfinite = torch.maximum(shard.nonfinite, nonfinite, out=own)
+    shard.nonfinite = nonfinite
+    shard.judged.update(selection.live)
 
 
 def is_judged(selection: Selection) -> bool:
     """Returns whether a norm has looked at all of these gradients since they came."""
-    known = _judged.get(selection.shard, frozenset())
-    return selection.shard.nonfinite is not None and known.issuperset(selection.live)
+    shard = selection.shard
+    return shard.nonfinite is not None and shard.judged.issuperset(selection.live)
 
 
 def _parts(gradients: Gradients, norm_type: float) -> list[_Part]:

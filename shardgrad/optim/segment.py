@@ -333,7 +333,7 @@ class ShardedSegment(Segment):
         table = self._table
         if table is None or table.shard is not shard:
             table = self._table = self._table_for(shard)
-        live = shard.settle(range(shard.count))  # all: a verdict is on all of the shard
+        live = shard.settle()  # all: a verdict is on all of the shard
         if not any(live[place] for place in table.places):
             return None
         return Launch(

@@ -109,7 +109,7 @@ def select(params: Iterable[torch.Tensor]) -> Gradients:
         shard = gradients_of(group, [managed.sharded for managed in members])
         if shard is None:
             continue
-        live = shard.settle(range(shard.count))
+        live = shard.settle()
         places = [shard.place_of(managed.sharded) for managed in members]
         chosen = tuple(place for place in places if place is not None)
         selections.append(Selection(shard, chosen, tuple(place for place in chosen if live[place])))
