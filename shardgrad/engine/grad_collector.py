@@ -148,6 +148,7 @@ class GradCollector:
         """
         for event in self._foreign.values():
             event.wait(stream)
+        # Several, if a unit was unsharded on one stream and recomputed on another.
         for packed_on in self.pack_streams:
             if packed_on != stream:
                 event = streams.event()
@@ -160,6 +161,8 @@ class GradCollector:
         them.
         """
         self.pack_streams[self.pack_stream] = None
+        # The allocator lends a gradient's memory again on the stream that wrote it, which therefore
+        # has to come after the pack that read it.
         if self._foreign:
             packed = streams.event()
             packed.record(self.pack_stream)

@@ -180,11 +180,15 @@ class GradGroup:
         # A frozen parameter keeps its place for the sake of a gradient that may be gone by now.
         if is_same and not (self._holds_frozen and self.state is GradState.IDLE):
             return
+        # What waits was packed for the places of before, so it is reduced before they change.
         if self.scheduler is not None:
             self.scheduler.finish(self)
+        # A gradient that is there already has to be found by clipping and by the optimizer, also
+        # if its parameter was frozen since.
         params, attribute = self.group.params, self.group.gradient_policy.attribute
         kept = {p for p in params if getattr(p.sharded, attribute, None) is not None}
         kept |= {p for p in params if p.unsharded is not None and p.unsharded.grad is not None}
+        # The backward that is expected may bring gradients of parameters that are thawed by then.
         if self.state is not GradState.IDLE:
             kept.update(self.params)
         placed = [p for p in params if p.sharded.requires_grad or p in kept]
@@ -390,6 +394,7 @@ class GradGroup:
     def accumulate(self, comm_ctx: CommContext) -> None:
         """Adds the collected gradients to this rank's unsharded sum, without communication."""
         self._collect_written(comm_ctx.streams)
+        # The later reduction is due on this rank even if it has no gradient: others may have one.
         if self.waiting is Waiting.NOTHING:
             self.waiting = Waiting.TURN
         if self.collector.count == 0:
@@ -445,6 +450,7 @@ class GradGroup:
         """Returns how the gradients travel, worked out again where something about that was
         changed.
         """
+        # Each step asks for each group, so the answer is kept until one of these is another.
         made_for = comm_ctx, self.group.collectives, self.divide_factor
         if self._route is None or self._route.made_for != made_for:
             group, streams, layout = self.group, comm_ctx.streams, self.packer.layout
@@ -590,6 +596,7 @@ class GradGroup:
             route.transport,
             self.packer.layout,
         )
+        # A sum of micro-batches lies in chunks already, and is sent from where it is.
         summed = self._sum if self.waiting is Waiting.SUM else None
         if summed is not None:
             # What has arrived since is added first, so that one message brings all of it.
@@ -598,6 +605,7 @@ class GradGroup:
         # On a mesh of two dims the first step leaves what the ranks of the other dim hold together.
         ranks, received = transport.size, transport.receive_chunks
         chunk_numel = layout.chunk_numel * group.mesh.shard_size // ranks
+        # Zero-copy gradients are messages of their own, which bring the beginning of the chunk.
         alone = [layout.pieces[i] for i in layout.zero_copy if is_whole]
         places = [(p.shard_offset, p.shard_numel) for p in alone]
         skipped = layout.packed_offset if is_whole else 0
@@ -609,6 +617,7 @@ class GradGroup:
         is_read_again = self._second is not None or group.collectives.hook is not None
         has_own = is_whole or (is_cast and is_read_again)
         is_staged = shard is not None and shard.needs_staging
+        # All of it lies in one slot, in this order, so that a step uses the same addresses again.
         slot, (send, own, room, staging, *receive) = route.ring.take(
             (wire, 0 if in_place else ranks, chunk_numel - skipped),
             (sums, int(has_own), chunk_numel),
@@ -620,12 +629,14 @@ class GradGroup:
         if summed is None:
             lent = self._pack(slot, send.whole, streams, route.before, zero_copy=is_whole)
         elif is_cast:
+            # The sum stays as wide as it was added up; only what travels is narrower.
             stream = self.collector.pack_stream
             slot.start_writing(stream)
             summed.start_reading(stream)
             ops.sum_chunks([self._chunks_of(summed).whole], send.whole)
             slot.finish_writing(stream)
         else:
+            # Nothing is packed: the reduce stream is the first that writes to the slot.
             slot.start_writing(streams.reduce)
             summed.reserve(0)
             send = summed.take(sums, ranks, chunk_numel)
@@ -679,6 +690,8 @@ def _collect(owner: weakref.ref[GradGroup], unsharded: torch.Tensor) -> None:
         raise RuntimeError(
             f"a gradient of unit {grads.group.name or 'root'!r} before a root was known"
         )
+    # The scheduler has to know of the first gradient, with which a backward begins, and of the last
+    # of each group; the calls for all others would cost more than what they do.
     is_last = grads.collector.take(unsharded, grad, scheduler.comm_ctx.streams)
     if is_last or not scheduler.backward_running or scheduler.enrolment is not None:
         scheduler.arrived(grads)

@@ -219,6 +219,7 @@ class GradShard:
         # zeroes and one that reads.
         if self.objects.are_absent():
             return False
+        # The pass adds to all of the memory, and what is None counts as zero.
         for i, live in enumerate(self.settle()):
             if not live:
                 self.view(i).zero_()
@@ -308,6 +309,7 @@ class GradShard:
             self.flagged = self._read(self.flags)
             self._bind((self.flags != before).tolist())
             return
+        # Where this rank has a gradient of every parameter, the others can add none.
         self.flagged = list(touched)
         if not all(touched) and self.is_captured:
             self.flagged = list(self._seen.get(touched, [True] * len(touched)))
@@ -409,6 +411,7 @@ class GradShard:
         own = self.objects
         if own.are_bound() and all(self.flagged):
             return [True] * self.count
+        # All gradients are read before one is written: they may have changed places.
         gradients, foreign = own.gradients(), []
         for i, grad in enumerate(gradients):
             if grad is None:

@@ -132,6 +132,7 @@ class Reduction:
             self.partial.keep(pending, like=self.memory.own)
             self.works = []
             return
+        # The second step sends what the first has left, so that is added up now, on this stream.
         pending.write(self.memory.own)
         self.partial.is_live = False
         result = self.second.result(self.memory.own)
@@ -196,6 +197,7 @@ class Reduction:
         """Ends and drops a reduction of a failed backward; returns if gradients or sums are lost
         with it.
         """
+        # What it has added to gradients or to a partial sum cannot be taken out again.
         is_written = self.is_complete or self._has_started_second
         if is_written:
             self.partial.is_live = False
@@ -203,6 +205,7 @@ class Reduction:
             if self.shard is not None:
                 self.shard.unbind()
             return is_written
+        # The collective is waited for even so: it reads and writes the slots until it ends.
         try:
             for _, _, work in self.works:
                 work.wait()

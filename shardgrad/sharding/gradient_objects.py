@@ -199,6 +199,7 @@ class GradientObjects:
 
     def held(self) -> list[int]:
         """Returns the places of which the program holds more than the gradient that is bound."""
+        # In a steady step the counts are those of the beginning, and nothing else is looked at.
         counts, size = self._counts(), len(self.plain)
         if counts == self._unkept or not self._is_watched:
             return []
@@ -210,6 +211,7 @@ class GradientObjects:
 
     def kept(self) -> list[int]:
         """Returns the places whose gradients are None, but held by the program."""
+        # A gradient that is bound may be held as well: it is added to, and meant to change.
         gradients = self.gradients()
         if not any(map(is_, gradients, repeat(None))):
             return []
