@@ -87,7 +87,7 @@ class RootContext:
         is_cut_short = self.scheduler.backward_running or has_failed
         if not (self._forward_root is None or opens_again or is_cut_short):
             return args, kwargs
-        if self._crosses_border():  # by torch.cuda.graph; graphed_step quiesces itself
+        if self.crosses_border():  # by torch.cuda.graph; graphed_step quiesces itself
             self.comm_ctx.streams.forget_events()
             self.quiesce()
         if is_cut_short:
@@ -114,7 +114,7 @@ class RootContext:
         self.parameters_written(None if is_replaced else event)
         return args, kwargs
 
-    def _crosses_border(self) -> bool:
+    def crosses_border(self) -> bool:
         """Notes whether what follows is captured; returns whether that has changed.
 
         The one place that decides whether the memory of the root's gradients is known to a graph.
@@ -364,7 +364,7 @@ class RootContext:
 
     def abort(self) -> None:
         """Drops all that is under way: a capture failed, and nothing in it has run."""
-        self._crosses_border()
+        self.crosses_border()
         self._forward_root = None
         self.keep_unsharded = False
         self._backward_order.clear()
@@ -378,7 +378,7 @@ class RootContext:
 
         Streams: the current stream waits for what was in flight. Capture: safe.
         """
-        self._crosses_border()
+        self.crosses_border()
         if self._forward_root is not None or self.scheduler.backward_running:
             self.recover()
         self.scheduler.join()

@@ -208,6 +208,7 @@ class ModuleState(Capturable):
     def after_eager_region(self) -> None:
         """See `Capturable`."""
         for context in self._contexts:
+            context.crosses_border()  # the backward that follows opens no forward
             context.parameters_written()
 
     def begin_call(self, reader: Stream) -> None:
