@@ -53,16 +53,19 @@ class Reads(TorchDispatchMode):
         # Collectives do not declare what they write.
         writes = func._schema.is_mutable or func.namespace == "c10d"
         leaves = tree_leaves((args, kwargs))
-        self._line = line_that_runs() or self._line
+        line = line_that_runs()
+        self._line = line or self._line
         numbers = [leaf for leaf in leaves if isinstance(leaf, int | float | complex)]
         self._launched.append((str(func), numbers, self._line))
         given = {_identity(tensor): tensor for tensor in _plain(leaves)}
         for identity in given.keys() - self._made - {0}:
             tensor = given[identity]
-            reference = StorageWeakRef(tensor.untyped_storage())
-            if identity not in self._met:
+            storage = tensor.untyped_storage()
+            reference = StorageWeakRef(storage)
+            # One that cannot be resized may end before the memory that it is a part of.
+            if line and identity not in self._met and storage.resizable():
                 what = f"{tensor.dtype} of shape {tuple(tensor.shape)}".removeprefix("torch.")
-                self._read.append((reference, f"a tensor ({what}) in {self._line}"))
+                self._read.append((reference, f"a tensor ({what}) in {line}"))
             self._met.add(identity)
             if writes:
                 self._written.setdefault(identity, (reference, tensor.device))
