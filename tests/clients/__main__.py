@@ -5,6 +5,7 @@ a record, and writes the page *Clients*.
 from __future__ import annotations
 
 import importlib.metadata
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ RECORDS = RESULTS / "clients.jsonl"
 LIMIT_S = 120.0
 
 _PROGRAMS = "tests.clients.programs"
+_FRAMEWORKS = "tests.clients.frameworks"
 _HF = "transformers"
 
 # What runs, packages it is from, `module:function`, arguments.
@@ -107,18 +109,31 @@ def _clients() -> Iterator[Client]:
         yield f"{package}: {name}", (package, _HF), f"{_PROGRAMS}:optimizer_of", options
     ignite = ("pytorch-ignite", _HF)
     yield "Ignite: Engine", ignite, f"{_PROGRAMS}:ignite_engine", {}
+    for what, package, name in (
+        ("verl: FSDP2 workers", "verl", "with_verl"),
+        ("SkyRL: FSDP2 workers", "skyrl", "with_skyrl"),
+        ("AReaL: FSDP engine", "areal", "with_areal"),
+        ("LLaMA-Factory: FSDP2Engine", "llamafactory", "with_llama_factory"),
+        ("NeMo Automodel: FSDP2", "nemo-automodel", "with_nemo_automodel"),
+        ("axolotl: Accelerate", "axolotl", "with_axolotl"),
+        ("TRL: reference model", "trl", "with_trl"),
+    ):
+        yield what, (package,), f"{_FRAMEWORKS}:{name}", {}
+    for name in ("Muon", "NorMuon"):
+        yield f"dion: {name}", ("dion",), f"{_FRAMEWORKS}:with_dion", {"name": name}
 
 
 @click.command()
 @click.option("--page", "only_page", is_flag=True, help="Run nothing, write the page.")
 @click.option("--only", default="", help="Only clients with this in their name; keeps no record.")
-def main(only_page: bool, only: str) -> None:
+@click.option("--sources", default="", help="A folder with more packages, used only by ranks.")
+def main(only_page: bool, only: str, sources: str) -> None:
     """Run programs of many packages on two CPU ranks, with FSDP2 and with this engine.
 
     What is not installed, is not in the record.
     """
     if not only_page:
-        record = measured([each for each in _clients() if only in each[0]])
+        record = measured([each for each in _clients() if only in each[0]], sources)
         if only:
             return
         append(RESULTS, record)
@@ -126,16 +141,15 @@ def main(only_page: bool, only: str) -> None:
     click.echo(PAGE)
 
 
-def measured(clients: list[Client]) -> dict[str, Any]:
+def measured(clients: list[Client], sources: str = "") -> dict[str, Any]:
     """Returns the record."""
     started, ranks, summary = environment(), Ranks(2), {}
     CONTEXT.set_forkserver_preload(["tests.support.preloaded"])
     for name, packages, program, options in clients:
-        try:
-            versions = {package: importlib.metadata.version(package) for package in packages}
-        except importlib.metadata.PackageNotFoundError:
+        versions = {package: _version(package, sources) for package in packages}
+        if None in versions.values():
             continue
-        found = {"versions": versions} | _judged(ranks, program, options)
+        found = {"versions": versions} | _judged(ranks, program, options, sources)
         click.echo(f"{name}: {found['verdict']} {found.get('error', '')}")
         summary[name] = found
     ranks.stop()
@@ -143,15 +157,21 @@ def measured(clients: list[Client]) -> dict[str, Any]:
     return make_record("clients", environment=started, config=config, samples={}, summary=summary)
 
 
-def _judged(ranks: Ranks, program: str, options: dict[str, Any]) -> dict[str, Any]:
+def _version(package: str, sources: str) -> str | None:
+    found = importlib.metadata.distributions(name=package, path=[*sys.path, sources])
+    return next((each.version for each in found), None)
+
+
+def _judged(ranks: Ranks, program: str, options: dict[str, Any], sources: str) -> dict[str, Any]:
+    arguments = program, options, sources
     try:
-        found: dict[str, Any] = ranks.run(under_both, program, options, timeout_s=LIMIT_S)[0]
+        found: dict[str, Any] = ranks.run(under_both, *arguments, timeout_s=LIMIT_S)[0]
     except RankError as error:
         said = str(error).strip().splitlines()[-1][:300]
     else:
         return found
     try:
-        ranks.run(under_fsdp2, program, options, timeout_s=LIMIT_S)
+        ranks.run(under_fsdp2, *arguments, timeout_s=LIMIT_S)
     except RankError as error:
         return {"verdict": "fails with FSDP2", "error": str(error).strip().splitlines()[-1][:300]}
     return {"verdict": "fails", "error": said}
@@ -198,10 +218,12 @@ gloo: once as they are, and once inside `shardgrad.patch()`. {same} end in the s
 parameters and buffers. Where a result differs, the number is the largest difference of a value, of its norm:
 Accelerate's policy for `bf16` lets FSDP2 round each sum of gradients to bfloat16, and this engine adds in float32
 ([why](../explanation/numerics.md)).
-`python -m tests.clients` does that again with the packages that are installed, and writes this page from its record,
-`benchmarks/results/clients.jsonl`. Programs that FSDP2 does not run are left out, such as the optimizers SOAP, CAME,
-Adan, LAMB, ADOPT and MARS of pytorch_optimizer, which use operators without a sharding rule for
-`DTensor`s. How to run a framework here: [run a framework unchanged](../how_to/use_a_framework.md).
+`python -m tests.clients` does that again with the packages that are installed, or are in a folder named by
+`--sources`, and writes this page from its record, `benchmarks/results/clients.jsonl`. Of frameworks that start
+clusters, the parts that call FSDP2 are run: what shards, loads, clips, offloads and saves. Programs that FSDP2 does
+not run are left out, such as the optimizers SOAP, CAME, Adan, LAMB, ADOPT and MARS of pytorch_optimizer, which use
+operators without a sharding rule for `DTensor`s. How to run a framework here:
+[run a framework unchanged](../how_to/use_a_framework.md).
 
 torch {torch}, commit {commit}, {cpu}.
 """

@@ -7,6 +7,7 @@ and returns its model and what it noted. `tests/clients/__main__.py` lists them.
 from __future__ import annotations
 
 import importlib
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -19,19 +20,17 @@ from tests.support.parity import Tensors
 from tests.support.under_patch import _under_both, shared_folder, whole
 
 
-def under_fsdp2(program: str, options: dict[str, Any]) -> None:
+def under_fsdp2(program: str, options: dict[str, Any], sources: str = "") -> None:
     """Runs a program, named `module:function`, as it is."""
-    module, _, name = program.partition(":")
     torch.manual_seed(0)
-    getattr(importlib.import_module(module), name)(**options)
+    _named(program, sources)(**options)
 
 
-def under_both(program: str, options: dict[str, Any]) -> dict[str, Any]:
+def under_both(program: str, options: dict[str, Any], sources: str = "") -> dict[str, Any]:
     """Runs a program with both engines; returns whether they end in the same bits."""
-    module, _, name = program.partition(":")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        ours, theirs = _under_both(getattr(importlib.import_module(module), name), **options)
+        ours, theirs = _under_both(_named(program, sources), **options)
     is_same = ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in theirs)
     off = 0.0
     for key, expected in theirs.items():
@@ -39,6 +38,13 @@ def under_both(program: str, options: dict[str, Any]) -> dict[str, Any]:
         distance = (ours[key].double() - values).norm() / values.norm().clamp_min(1e-30)
         off = max(off, float(distance))
     return {"verdict": "same bits" if is_same else "differs", "off": off, "values": len(theirs)}
+
+
+def _named(program: str, sources: str) -> Any:
+    if sources and sources not in sys.path:
+        sys.path.append(sources)  # the last, as packages there may bring tests of their own
+    module, _, name = program.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def shard(model: nn.Module, units: list[nn.Module], **options: Any) -> nn.Module:
