@@ -1,0 +1,143 @@
+"""Comparisons in which engines fail: the rest goes on, and every failure is a row with its
+reason.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from benchmarks.engines.catalogue import ENGINES
+from benchmarks.engines.comparison import Disagreement, Outcome, compare, disagreement
+from benchmarks.engines.summary import summarise
+from benchmarks.engines.task import Length, Task
+from benchmarks.noise import verdict
+
+pytestmark = pytest.mark.timeout(300)  # the first comparison waits for an import of torch
+
+FAKES = "tests.benchmarks.fake_engines:FakeEngine"
+LENGTH = Length(rounds=4, steps=1, warmup=5)
+TASK = Task()
+
+
+def compared(*names: str, folder: Path, length: Length = LENGTH, task: Task = TASK) -> Outcome:
+    return compare(task, length, names, folder, lambda words: None, serves=FAKES)
+
+
+def test_an_engine_that_crashes_between_rounds_becomes_a_row_with_its_signal(
+    tmp_path: Path,
+) -> None:
+    outcome = compared("fsdp2", "shardgrad-keep", "shardgrad", folder=tmp_path)
+    assert "rank 1 was ended by SIGSEGV" in outcome.left_out["shardgrad-keep"]
+    assert "round 2" in outcome.left_out["shardgrad-keep"]
+    assert {name: len(of.costs) for name, of in outcome.measured.items()} == {
+        "fsdp2": 4,
+        "shardgrad": 4,
+    }
+
+
+def test_an_engine_that_hangs_is_ended_after_the_time_limit(tmp_path: Path) -> None:
+    short = dataclasses.replace(LENGTH, answer_s=4.0)
+    outcome = compared("fsdp2", "ddp", "shardgrad", folder=tmp_path, length=short)
+    assert outcome.left_out["ddp"] == "rank 0, 1 did not answer within 4 s (turn), round 2"
+    assert set(outcome.measured) == {"fsdp2", "shardgrad"}
+
+
+def test_the_cause_is_told_and_not_what_its_peer_felt(tmp_path: Path) -> None:
+    outcome = compared("fsdp2", "fsdp2-keep", folder=tmp_path)
+    assert outcome.left_out["fsdp2-keep"] == "rank 1: KeyError: 'weight', round 2"
+
+
+def test_an_engine_that_breaks_while_it_is_observed_keeps_its_times(tmp_path: Path) -> None:
+    outcome = compared("fsdp2", "collectives", folder=tmp_path)
+    assert outcome.unobserved == {"collectives": "rank 0 was ended by SIGABRT (observe)"}
+    assert summarise(outcome, TASK)["collectives"]["ratio_to_base"]["median"] == pytest.approx(0.75)
+
+
+def test_an_engine_that_cannot_be_built_and_one_that_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    absent = dataclasses.replace(ENGINES["deepspeed-2"], package="no_such_package")
+    present = dataclasses.replace(ENGINES["deepspeed-3"], package=None)
+    for entry, name in ((absent, "deepspeed-2"), (present, "deepspeed-3")):
+        monkeypatch.setitem(ENGINES, name, entry)  # type: ignore[arg-type]
+    outcome = compared("fsdp2", "deepspeed-2", "deepspeed-3", "hand-graphed", folder=tmp_path)
+    assert outcome.left_out == {
+        "deepspeed-2": "not installed: pip install deepspeed",
+        "deepspeed-3": "rank 0: ValueError: stage 3 does not like this model",
+        "hand-graphed": "needs a CUDA device",
+    }
+    assert set(outcome.measured) == {"fsdp2"}
+
+
+def test_losses_that_differ_keep_an_engine_out(tmp_path: Path) -> None:
+    outcome = compared("fsdp2", "fsdp2-compiled", folder=tmp_path)
+    assert outcome.disagreed == ["fsdp2-compiled"]
+    assert "its loss of step 3 is 1, that of fsdp2 is 0.5" in outcome.left_out["fsdp2-compiled"]
+
+
+def test_an_engine_that_does_not_fit_with_the_others_is_measured_with_the_base_later(
+    tmp_path: Path,
+) -> None:
+    outcome = compared("fsdp2", "shardgrad", "shardgrad-graphed", "compute", folder=tmp_path)
+    assert not outcome.left_out
+    assert outcome.measured["fsdp2"].rounds == [*range(8)]
+    assert (
+        outcome.measured["shardgrad-graphed"].rounds
+        == outcome.measured["compute"].rounds
+        == [4, 5, 6, 7]
+    )
+    summary = summarise(outcome, TASK)
+    # The base slows down from turn to turn; only ratios within a round are told.
+    assert summary["shardgrad"]["ratio_to_base"]["median"] == pytest.approx(0.5)
+    base, later = outcome.measured["fsdp2"].costs[4:], outcome.measured["shardgrad-graphed"].costs
+    expected = sorted(b.wall_s / a.wall_s for a, b in zip(base, later, strict=True))
+    assert summary["shardgrad-graphed"]["ratio_to_base"]["median"] == pytest.approx(
+        sum(expected[1:3]) / 2
+    )
+
+
+def test_quartiles_far_from_the_median_or_a_load_before_mean_that_it_was_not_quiet() -> None:
+    def said(low: float, load: float = 0.2) -> tuple[bool, str]:
+        return verdict(
+            {
+                "environment": {"load_average_1min": 2.0, "load_before": load, "cores": 2},
+                "summary": {"bf16": {"a": {"wall_s": {"median": 1.0, "quartiles": [low, 1.05]}}}},
+            }
+        )
+
+    assert said(0.95) == (
+        True,
+        "The machine was quiet: load 0.2 on 2 cores, and no quartile is further than 5% from its "
+        "median.",
+    )
+    assert said(0.85)[0] is False
+    assert "a quartile of bf16, a is 15% from its median" in said(0.85)[1]
+    assert said(0.95, load=24.0)[0] is False
+    assert "the load was 24.0 on 2 cores before" in said(0.95, load=24.0)[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "ranks", "error", "allowed"),
+    [
+        ("shardgrad", "fp32", 2, 1e-7, False),
+        ("shardgrad", "fp32", 4, 1e-7, True),
+        ("ddp", "fp32", 2, 5e-5, True),
+        ("ddp", "fp32", 2, 2e-4, False),
+        ("shardgrad", "bf16", 2, 0.01, True),
+        ("shardgrad", "bf16", 2, 0.03, False),
+        ("shardgrad", "bf16", 2, float("nan"), False),
+    ],
+)
+def test_how_far_losses_may_differ(
+    name: str, precision: str, ranks: int, error: float, allowed: bool
+) -> None:
+    task = Task(precision=precision, ranks=ranks)
+    losses = [2.0, 1.0 + error]
+    if allowed:
+        assert disagreement(name, losses, [2.0, 1.0], task) == pytest.approx(error)
+    else:
+        with pytest.raises(Disagreement, match="loss of step 1"):
+            disagreement(name, losses, [2.0, 1.0], task)
