@@ -27,7 +27,6 @@ from torch import optim
 from torch.optim.optimizer import Optimizer
 
 from shardgrad.engine.param import managed_by
-from shardgrad.engine.streams import is_capturing
 from shardgrad.errors import CaptureError
 
 __all__ = ["cure", "refuse_uncapturable_step", "why_not_capturable"]
@@ -85,17 +84,14 @@ def _params(optimizer: Optimizer) -> Iterable[torch.Tensor]:
 
 
 def refuse_uncapturable_step(optimizer: Optimizer) -> None:
-    """Refuses a step inside a capture that no graph can repeat; does nothing outside of a capture.
+    """Refuses a step that no graph can repeat.
 
     Args:
-        optimizer: over some parameter of a sharded model, about to step.
+        optimizer: over some parameter of a sharded model, about to step inside a capture.
 
     Raises:
         CaptureError: the step cannot be part of the graph.
     """
-    first = next(iter(_params(optimizer)), None)
-    if first is None or not is_capturing(first.device):
-        return
     managed = next((m for p in _params(optimizer) if (m := managed_by(p)) is not None), None)
     why = None if managed is None else why_not_capturable(optimizer)
     if managed is None or why is None:

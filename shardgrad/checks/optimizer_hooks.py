@@ -115,7 +115,8 @@ class _OptimizerHooks:
         watched = self._look_up(optimizer)
         if watched.groups:
             groups = [group for each in watched.groups if (group := each()) is not None]
-            if is_capturing(groups[0].mesh.device if groups else torch.device("cpu")):
+            is_captured = bool(groups) and is_capturing(groups[0].mesh.device)
+            if is_captured:
                 from shardgrad.checks.capturable_optimizers import refuse_uncapturable_step
 
                 refuse_uncapturable_step(optimizer)
@@ -124,7 +125,7 @@ class _OptimizerHooks:
                 group.take_writes()
                 shard = grads_of(group).shard
                 if shard is not None:
-                    shard.look(is_captured=is_capturing(shard.flat.device))
+                    shard.look(is_captured=is_captured)
             refuse_unreduced(optimizer, groups)
             if watched.state_id != id(optimizer.state):  # loaded
                 watched.state_id = id(optimizer.state)

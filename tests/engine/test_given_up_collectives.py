@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.engine.buffers import Chunks, SlotRing
-from shardgrad.engine.comm_context import CommContext
+from shardgrad.engine.comm_context import CollectiveConfig, CommContext
 from shardgrad.engine.reduction import PartialSum, Reduction, ReductionMemory
 from shardgrad.engine.transports import MessageTag, PendingWork
 from shardgrad.errors import CollectiveError
@@ -106,9 +106,9 @@ def test_what_an_abandoned_reduction_brings_is_written_to_its_old_memory(
         partial=PartialSum(),
         second=None,
         tag=tag,
-        hook=None,
+        collectives=CollectiveConfig(),
         comm_ctx=comm_ctx,
-        end=None,
+        end=comm_ctx.streams.reduce,
         done=comm_ctx.streams.event(),
     )
     if reason is CollectiveError:

@@ -174,9 +174,9 @@ def _noted(
 ) -> None:
     original = getattr(owner, method)
 
-    def note(*args: Any) -> Any:
+    def note(*args: Any, **kwargs: Any) -> Any:
         notes.append(what)
-        return original(*args)
+        return original(*args, **kwargs)
 
     monkeypatch.setattr(owner, method, note)
 

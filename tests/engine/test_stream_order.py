@@ -23,7 +23,7 @@ from shardgrad.engine.all_gather import AllGatherInput
 from shardgrad.engine.buffers import Slot, SlotRing
 from shardgrad.engine.grad_collector import GradCollector
 from shardgrad.engine.grad_group import GradGroup
-from shardgrad.engine.transports import ExchangeTransport
+from shardgrad.engine.transports import LocalTransport
 from tests.support.recorded_streams import RecordedStreams
 
 _IS_LOCAL = GradGroup._is_local
@@ -66,13 +66,13 @@ def streams(
     monkeypatch.setattr(shardgrad.engine.reduction, "ops", recording_ops)
     monkeypatch.setattr(shardgrad.engine.unsharded, "ops", recording_ops)
 
-    scatter = ExchangeTransport.reduce_scatter
+    scatter = LocalTransport.reduce_scatter
 
     def reduce_scatter(self: Any, send: Any, receive: Any, tag: Any) -> Any:
         recorded.access("reduce-scatter reads slot", send.whole, writes=False)
         return scatter(self, send, receive, tag)
 
-    monkeypatch.setattr(ExchangeTransport, "reduce_scatter", reduce_scatter)
+    monkeypatch.setattr(LocalTransport, "reduce_scatter", reduce_scatter)
     # As on several ranks, gradients go through slots.
     monkeypatch.setattr(GradGroup, "_is_local", lambda self, transport: False)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import shardgrad
-from shardgrad.checks import capturable_optimizers
+from shardgrad.checks import optimizer_hooks
 from shardgrad.errors import CaptureError
 from tests.support.parity import (
     FSDP2,
@@ -222,10 +222,7 @@ def _says(kind: type[Optimizer], options: dict[str, Any], words: str | None, war
     closure()
     if warm:
         optimizer.step()
-    ask, capturable_optimizers.is_capturing = (
-        capturable_optimizers.is_capturing,
-        lambda device: True,
-    )
+    ask, optimizer_hooks.is_capturing = optimizer_hooks.is_capturing, lambda device: True
     try:
         if words is None:
             optimizer.step()
@@ -239,7 +236,7 @@ def _says(kind: type[Optimizer], options: dict[str, Any], words: str | None, war
         if kind is not torch.optim.LBFGS:
             other.step()  # not ours: nothing is said
     finally:
-        capturable_optimizers.is_capturing = ask
+        optimizer_hooks.is_capturing = ask
     if words is not None and kind is not torch.optim.Adafactor:  # DTensor has no rule for its step
         optimizer.step(closure)
 

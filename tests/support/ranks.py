@@ -47,6 +47,7 @@ def on_ranks(world_size: int) -> Callable[[Callable[..., None]], Callable[..., N
         signature = inspect.signature(function)
         added = inspect.Parameter("worlds", inspect.Parameter.KEYWORD_ONLY)
         named = [p.replace(kind=p.KEYWORD_ONLY) for p in signature.parameters.values()]
+        test.on_each_rank = function  # type: ignore[attr-defined]
         test.__signature__ = signature.replace(parameters=[*named, added])  # type: ignore[attr-defined]
         return test
 
@@ -94,8 +95,8 @@ def _serve(
         module, name, args, kwargs = task
         try:
             torch.manual_seed(0)
-            function = inspect.unwrap(getattr(importlib.import_module(module), name))
-            result = function(*args, **kwargs)
+            found = getattr(importlib.import_module(module), name)
+            result = getattr(found, "on_each_rank", found)(*args, **kwargs)
             pipe.send((True, result, len(dist.distributed_c10d._world.pg_map)))
         except BaseException:
             pipe.send((False, traceback.format_exc(), 0))
