@@ -25,8 +25,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import repeat
 from operator import is_not
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
+import torch.distributed as dist
 
 from shardgrad import ops
 from shardgrad.engine.buffers import Slot
@@ -39,6 +41,10 @@ from shardgrad.sharding.layout import Piece, ShardLayout
 from shardgrad.sharding.strided_pack import pack_strided
 
 __all__ = ["GradCollector", "GradPacker"]
+
+# What groups that are alike pack behind their parameters, by the ranks that it is for.
+_tails: WeakKeyDictionary[dist.ProcessGroup, WeakValueDictionary[object, torch.Tensor]]
+_tails = WeakKeyDictionary()
 
 
 class GradCollector:
@@ -284,13 +290,18 @@ class GradPacker:
 
     def _tail(self, flags: tuple[bool, ...]) -> torch.Tensor:
         """Returns what is packed behind the parameters, for each rank; one launch with usual
-        gradients.
+        gradients. Groups that are alike share it: it has 128 bytes for each rank.
         """
         tail = self.tails.get(flags)
         if tail is None:
+            mesh, numel = self._mesh, self.layout.tail_numel
             dtype = self._nothing.dtype if self._nothing.is_floating_point() else torch.float32
-            chunk = torch.zeros(self.layout.tail_numel, dtype=dtype)
-            chunk[: len(flags)] = torch.tensor(flags, dtype=dtype)
-            tail = chunk.repeat(self._mesh.shard_size).to(self._mesh.device)
+            shared = _tails.setdefault(mesh.shard_group, WeakValueDictionary())
+            key = flags, numel, dtype, mesh.device
+            tail = shared.get(key)
+            if tail is None:
+                chunk = torch.zeros(numel, dtype=dtype)
+                chunk[: len(flags)] = torch.tensor(flags, dtype=dtype)
+                tail = shared[key] = chunk.repeat(mesh.shard_size).to(mesh.device)
             self.tails[flags] = tail
         return tail
