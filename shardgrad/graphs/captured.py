@@ -18,9 +18,9 @@ import torch
 from torch.optim import Optimizer
 
 from shardgrad.graphs.capturable import Capturable
+from shardgrad.graphs.closed_over import Reads
 from shardgrad.graphs.eager_regions import handle_eager_calls
 from shardgrad.graphs.pool import DeviceGraph, GraphPool
-from shardgrad.graphs.reads import Reads
 from shardgrad.graphs.recomputation import Redraws
 
 __all__ = ["CapturedStep", "SplitGraph"]
@@ -140,7 +140,7 @@ class CapturedStep:
         capturables: of the step.
         guards: theirs, at the beginning of the captured call.
         before_replays: what they returned then.
-        reads: what the captured call read and wrote that was there before.
+        reads: what the captured call read without being given it.
 
     Attributes:
         key, reads: as given.
@@ -177,6 +177,12 @@ class CapturedStep:
     def has_eager_regions(self) -> bool:
         """Whether calls are made between graphs."""
         return self._graph.has_eager_regions
+
+    def is_of(self, key: Hashable) -> bool:
+        """Returns whether a replay is the step with this key, from the memory that is there now."""
+        return self.key == key and all(
+            place.key() == found for place, found in self.reads.places.items()
+        )
 
     def prepare(self) -> bool:
         """Makes ready for a replay; returns False if there must be none."""

@@ -5,13 +5,15 @@ each.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
 __all__ = ["Habits"]
 
 _NEW_KEYS = 7  # calls in a row, each with shapes or numbers that were never seen
+# Calls in a row, each with another tensor where the step reads one that it is not given.
+_REPLACED = 7
 _NEW_GUARDS = 10  # calls in a row, each with host state that was never seen
 
 
@@ -25,7 +27,7 @@ class Habits:
 
     def __init__(self, warn: Callable[..., None]) -> None:
         self._warn = warn
-        self._new_keys = self._new_guards = 0
+        self._new_keys = self._replaced = self._new_guards = 0
         self._key: Hashable = None  # of the last call, as the guards
         self._guards: Hashable = None
 
@@ -56,6 +58,20 @@ class Habits:
                 "shardgrad.optim, which keeps it on the device, or torch's Adam or AdamW with "
                 "capturable=True for a learning rate.",
                 depth=5,
+            )
+
+    def reached_capture(self, moved: Sequence[str]) -> None:
+        """Takes note of a call that would be captured, but for tensors that were replaced before
+        it.
+        """
+        self._replaced = self._replaced + 1 if moved else 0
+        if self._replaced == _REPLACED:
+            self._warn(
+                f"reads {', '.join(moved)}, which it is not given, and the program has put another "
+                f"tensor in its place before each of {_REPLACED} calls in a row, so it is not "
+                "captured and runs eagerly. Pass it as an argument, or write into the tensor that "
+                "is there.",
+                depth=6,
             )
 
     def found_no_graphs(self, device: torch.device) -> None:

@@ -13,14 +13,14 @@ writes to host memory later.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
-from torch.utils._pytree import register_pytree_node, tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from shardgrad.errors import StepInputError
 from shardgrad.graphs.pool import GraphPool
@@ -61,7 +61,7 @@ def flatten_inputs(
     """
     if micro_batches is not None:
         _require_micro_batches([*enumerate(args), *kwargs.items()], micro_batches)
-    leaves, spec = tree_flatten(_opened((args, kwargs)))
+    leaves, spec = _flatten((args, kwargs))
     tensors: list[torch.Tensor] = []
     indices: list[int] = []
     key: list[Hashable] = [spec]
@@ -82,7 +82,7 @@ def flatten_inputs(
         filled = list(leaves)
         for index, tensor in zip(indices, replacements, strict=True):
             filled[index] = tensor
-        args, kwargs = tree_unflatten(filled, spec)
+        args, kwargs = _unflatten(filled, spec)
         return args, kwargs
 
     return Inputs(tensors, tuple(key), rebuild)
@@ -142,46 +142,65 @@ def _comparable(leaf: Any, index: int) -> Hashable:
 # -- trees that torch does not know
 
 
-class _Opened:
-    """A dataclass or a block mask as a tree of its attributes; it is one again when unflattened.
+@dataclass(frozen=True)
+class _Spec:
+    """A tree whose leaves may be trees too: dataclasses and block masks."""
 
-    Attributes:
-        kind: the class.
-        parts: its attributes by name.
-    """
-
-    def __init__(self, kind: type, parts: dict[str, Any]) -> None:
-        self.kind, self.parts = kind, parts
+    outer: TreeSpec
+    inner: tuple[tuple[type, _Spec] | None, ...]
 
 
-def _opened(tree: Any) -> Any:
-    return tree_map(_opened_leaf, tree)
+def _flatten(tree: Any) -> tuple[list[Any], _Spec]:
+    found, outer = tree_flatten(tree)
+    leaves: list[Any] = []
+    inner: list[tuple[type, _Spec] | None] = []
+    for leaf in found:
+        parts = _parts_of(leaf)
+        if parts is None:
+            leaves.append(leaf)
+            inner.append(None)
+        else:
+            below, spec = _flatten(parts)
+            leaves += below
+            inner.append((type(leaf), spec))
+    return leaves, _Spec(outer, tuple(inner))
 
 
-def _opened_leaf(leaf: Any) -> Any:
+def _unflatten(leaves: Sequence[Any], spec: _Spec) -> Any:
+    remaining = list(leaves)
+    found: list[Any] = []
+    for inner in spec.inner:
+        if inner is None:
+            found.append(remaining.pop(0))
+            continue
+        kind, below = inner
+        count = _count(below)
+        found.append(_instance_of(kind, _unflatten(remaining[:count], below)))
+        del remaining[:count]
+    return tree_unflatten(found, spec.outer)
+
+
+def _count(spec: _Spec) -> int:
+    return sum(1 if inner is None else _count(inner[1]) for inner in spec.inner)
+
+
+def _parts_of(leaf: Any) -> Any:
+    """Returns the attributes of a dataclass or block mask; None for a plain leaf."""
     if isinstance(leaf, BlockMask):
-        parts = vars(leaf)
-    elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-        parts = {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)}
-    else:
-        return leaf
-    return _Opened(type(leaf), _opened(dict(parts)))
+        return dict(vars(leaf))
+    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+        return {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)}
+    return None
 
 
-def _closed(parts: Iterable[Any], context: Any) -> Any:
-    """Returns the instance. `__init__` does not run: a copy must not validate again."""
-    kind, names = context
+def _instance_of(kind: Any, parts: Any) -> Any:
+    """Returns an instance with these attributes. `__init__` does not run: a copy must not validate
+    again.
+    """
     instance = object.__new__(kind)
-    for name, value in zip(names, parts, strict=True):
+    for name, value in parts.items():
         object.__setattr__(instance, name, value)
     return instance
-
-
-register_pytree_node(
-    _Opened,
-    lambda opened: (list(opened.parts.values()), (opened.kind, tuple(opened.parts))),
-    _closed,
-)
 
 
 # -- buffers

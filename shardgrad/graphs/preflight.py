@@ -9,11 +9,16 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.optim.optimizer import Optimizer
+from torch.utils import checkpoint
 
+from shardgrad.checks.capturable_optimizers import cure, why_not_capturable
 from shardgrad.errors import CaptureError
 from shardgrad.ops.library import build_command, has_kernels
 
@@ -51,6 +56,12 @@ _SCALER = Issue(
     "torch.amp.GradScaler reads on the host whether to skip the step",
     fix="shardgrad.GradScaler, passed to graphed_step(...) as well",
 )
+_SAVED_STATE = Issue(
+    "random numbers drawn again",
+    "torch.utils.checkpoint saves the state of random numbers, which graphs of this device cannot",
+    fix="torch.utils.checkpoint.checkpoint(..., preserve_rng_state=False), if nothing is drawn "
+    "there",
+)
 # By cudaError_t: those of streams, which CUDA reports where the capture meets them.
 _CUDA_ERRORS: dict[int | None, Issue] = {
     904: Issue(
@@ -78,15 +89,21 @@ def explain(issues: Iterable[Issue]) -> str:
     )
 
 
-def environment_issues(device: torch.device) -> list[Issue]:
-    """Returns the issues that can be known without a step.
+def environment_issues(device: torch.device, optimizers: Sequence[Optimizer]) -> list[Issue]:
+    """Returns the issues that can be known without running a step.
 
     Args:
-        device: of the step. Kernels are looked for, and settings read, on CUDA only.
+        device: of the step. Kernels are looked for, and environment variables read, on CUDA only.
+        optimizers: that the step uses.
 
     Capture: called before a capture; it reads nothing from the device.
     """
-    found = [*_of_kernels(), *_of_environment()] if device.type == "cuda" else []
+    found = [issue for optimizer in optimizers for issue in _of_optimizer(optimizer)]
+    if device.type == "cuda":
+        found += _of_kernels()
+        found += _of_environment()
+    if device.type != "cpu":
+        found += _of_process_groups(device)
     if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
         found.append(
             Issue(
@@ -103,7 +120,19 @@ def cause_of(error: BaseException) -> Issue | None:
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if isinstance(frame.f_locals.get("self"), torch.amp.GradScaler):
             return _SCALER
+        if frame.f_code is checkpoint.get_device_states.__code__:
+            return _SAVED_STATE
     return _CUDA_ERRORS.get(getattr(error, "error_code", None))
+
+
+def _of_optimizer(optimizer: Optimizer) -> Iterator[Issue]:
+    why = why_not_capturable(optimizer)
+    if why is not None:
+        yield Issue(
+            "uncapturable optimizer",
+            f"a step of {type(optimizer).__name__} cannot be recorded: {why}",
+            fix=cure(optimizer),
+        )
 
 
 def _of_kernels() -> Iterator[Issue]:
@@ -163,3 +192,27 @@ def _has_expandable_segments() -> bool:
 
 def _setting(what: str, fix: str) -> Issue:
     return Issue("environment", what, fix=f"{fix}, before Python starts")
+
+
+def _of_process_groups(device: torch.device) -> Iterator[Issue]:
+    """Checks that a communicator exists: the first collective makes it, which a capture forbids."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    backends = [_backend(group, device) for group in dist.distributed_c10d._world.pg_map]
+    states = [
+        backend._is_initialized() for backend in backends if hasattr(backend, "_is_initialized")
+    ]
+    if states and not any(states):
+        yield Issue(
+            "unused process group",
+            f"no collective has run on {device} yet, and the first makes the communicator",
+            fix="one eager step before the capture",
+        )
+
+
+def _backend(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """Returns the backend of a group for a device; None if it has none."""
+    try:
+        return group._get_backend(device)
+    except RuntimeError:
+        return None

@@ -1,20 +1,18 @@
-"""Lines of the program: that which runs, and that which raised, with its module."""
+"""Where in the program an error was raised: the program's line, and the module that was running."""
 
 from __future__ import annotations
 
 import linecache
-import sys
 import sysconfig
 import traceback
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
-from types import CodeType, FrameType
 
 import torch
 from torch import nn
 
-__all__ = ["line_that_raised", "line_that_runs"]
+__all__ = ["is_of_the_program", "line_that_raised"]
 
 _PACKAGE = Path(__file__).parents[1]
 _PROGRAMS = tuple(str(_PACKAGE / name) for name in ("training", "train", "cli"))
@@ -25,21 +23,13 @@ LIBRARIES = [str(Path(torch.__file__).parent), *_GENERATED]
 
 
 @cache
-def _is_of_the_program(file: str) -> bool:
+def is_of_the_program(file: str) -> bool:
     """Returns whether a source file is neither Python's, nor torch's, nor of this package."""
     if file.startswith(tuple(LIBRARIES)) or "torchinductor_" in file:
         return False
     if file.startswith(sysconfig.get_path("stdlib")) and "-packages" not in file:
         return False
     return not file.startswith(str(_PACKAGE)) or file.startswith(_PROGRAMS)
-
-
-def line_that_runs() -> str:
-    """Returns the innermost line of the program that the calling thread runs; "" if it is none."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not _is_of_the_program(frame.f_code.co_filename):
-        frame = frame.f_back
-    return "" if frame is None else _line(frame.f_code, frame.f_lineno)
 
 
 def line_that_raised(error: BaseException, modules: Iterable[nn.Module]) -> str:
@@ -64,11 +54,7 @@ def line_that_raised(error: BaseException, modules: Iterable[nn.Module]) -> str:
         # Every call of a module passes through this function, whatever its class and hooks.
         if code is nn.Module._call_impl.__code__:
             module = names.get(id(frame.f_locals["self"]), module)
-        elif _is_of_the_program(code.co_filename):
-            line = _line(code, number)
+        elif is_of_the_program(code.co_filename):
+            text = linecache.getline(code.co_filename, number).strip()
+            line = f"{code.co_filename}:{number} in {code.co_name}: {text}"
     return ", ".join(filter(None, (module and f"module {module}", line)))
-
-
-def _line(code: CodeType, number: int) -> str:
-    text = linecache.getline(code.co_filename, number).strip()
-    return f"{code.co_filename}:{number} in {code.co_name}: {text}"

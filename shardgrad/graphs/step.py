@@ -11,10 +11,11 @@ Every call is one step of training, whichever way it runs.
 from __future__ import annotations
 
 import functools
+import reprlib
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, NoReturn, ParamSpec, TypeVar
@@ -23,13 +24,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from shardgrad.checks.capturable_optimizers import why_not_capturable
 from shardgrad.engine.streams import Stream, is_capturing, wait_for_device
 from shardgrad.errors import CaptureError, CollectiveError, OptionError, ShardgradError
 from shardgrad.graphs.capturable import Capturable, CaptureAgain, EagerOptimizer, capturable
 from shardgrad.graphs.captured import CapturedStep, SplitGraph
+from shardgrad.graphs.closed_over import Place, Reads
 from shardgrad.graphs.eager_regions import handle_eager_calls
 from shardgrad.graphs.habits import Habits
 from shardgrad.graphs.inputs import InputBuffers, Inputs, flatten_inputs
@@ -45,7 +46,6 @@ from shardgrad.graphs.preflight import (
 )
 from shardgrad.graphs.program_line import line_that_raised
 from shardgrad.graphs.random_state import RandomState
-from shardgrad.graphs.reads import Reads
 from shardgrad.graphs.recomputation import Redraws
 from shardgrad.graphs.status import StatusReader, StepStatus
 from shardgrad.graphs.verify import StepState, compare_runs, listed
@@ -123,8 +123,9 @@ def graphed_step(
     dtypes of the inputs) and equal guards: the host state that decides what a step launches, such
     as which parameters require a gradient, which gradients are there, training mode, and numbers in
     the groups of an optimizer that is not of `shardgrad.optim`. Otherwise the step runs eagerly
-    once and is captured at its next occurrence. A tensor that the function closes over is read
-    where it is (`graphs/reads.py`).
+    once and is captured at its next occurrence. A tensor that the function closes over
+    (`graphs/closed_over.py`) is read where it is; another one in its place is another graph, once
+    it has stayed there for a call.
 
     What a capture cannot hold raises at its line. What it would freeze, such as a number that
     changes from call to call, is found at the first call after the capture: the step is captured
@@ -236,9 +237,12 @@ class GraphedStep(Generic[_P, _R]):
         ]
         self.pool = settings.pool or GraphPool(_device_of(self._capturables))
         self._modules = [each for each in objects if isinstance(each, nn.Module)]
+        self._optimizers = optimizers
         self._kinds: OrderedDict[Hashable, _InputKind] = OrderedDict()
         self._graphs: list[CapturedStep] = []  # the most recently used last
         self._latest_kind: _InputKind | None = None
+        # What captures have read without being given it, and where it was in the last call.
+        self._places: dict[Place, Hashable] = {}
         self._thread_id = threading.get_ident()
         self._closed = False
         self._outputs: Any = None
@@ -283,14 +287,12 @@ class GraphedStep(Generic[_P, _R]):
         captured = self._look_up(key)
         is_new = captured is None and bool(kind.seen) and guards not in kind.seen
         self._habits.guarded(guards, is_new=is_new)
-        if captured is not None and (gone := captured.reads.gone()):
-            self._drop(captured, kind, gone)
-            captured = None
+        moved = self._moved_places()
         try:
             if captured is not None and not captured.is_confirmed and captured.prepare():
                 return self._confirm(captured, kind, guards, caller)
             if captured is None and self._is_due(kind, guards):
-                captured = self._capture_or_refuse(kind, key)
+                captured = self._capture_or_refuse(kind, key, moved)
                 self.captures += captured is not None
             if captured is None or not captured.prepare():
                 return self._run_eagerly(kind, guards, caller)
@@ -323,29 +325,19 @@ class GraphedStep(Generic[_P, _R]):
     def _look_up(self, key: Hashable) -> CapturedStep | None:
         # A list, since hashing thousands of guards is slower than comparing them.
         for captured in reversed(self._graphs):
-            if captured.key == key:
+            if captured.is_of(key):
                 if captured is not self._graphs[-1]:
                     self._graphs.remove(captured)
                     self._graphs.append(captured)
                 return captured
         return None
 
-    def _drop(self, captured: CapturedStep, kind: _InputKind, gone: Sequence[str]) -> None:
-        """Destroys a graph that reads what exists no more; the step is captured anew after an eager
-        call, unless it would be dropped in the next one again.
-        """
-        self._graphs.remove(captured)
-        wait_for_device(self.pool.device)  # the graph may be running
-        captured.reset()
-        del kind.seen[captured.key[1]]
-        if not captured.is_confirmed:
-            self._refuse_kind(
-                kind,
-                f"would be wrong as a graph: it reads {listed(gone)}, which it is not given, and "
-                "which exists no more in the next call",
-                where="",
-                fix="pass it as an argument, or write into the tensor that is there",
-            )
+    def _moved_places(self) -> list[str]:
+        """Returns what the program has replaced since the last call, of what captures have read."""
+        now = {place: place.key() for place in self._places}
+        moved = [place.name for place, key in now.items() if key != self._places[place]]
+        self._places = now
+        return moved
 
     def _replay(self, captured: CapturedStep, kind: _InputKind, caller: Stream) -> Any:
         settings = self._settings
@@ -434,9 +426,12 @@ class GraphedStep(Generic[_P, _R]):
     # -- capturing
 
     def _capture_or_refuse(
-        self, kind: _InputKind, key: tuple[Hashable, Hashable]
+        self, kind: _InputKind, key: tuple[Hashable, Hashable], moved: Sequence[str]
     ) -> CapturedStep | None:
         """Captures a step; None if this call, or all of this kind from now on, run eagerly."""
+        self._habits.reached_capture(moved)
+        if moved:
+            return None
         try:
             if self.pool.device.type == "cuda":
                 refuse_harmful_settings()
@@ -448,6 +443,7 @@ class GraphedStep(Generic[_P, _R]):
         except Exception as error:
             self._refuse_capture(kind, error)
             return None
+        self._places.update(captured.reads.places)
         self._graphs.append(captured)
         self._evict()
         return captured
@@ -464,7 +460,7 @@ class GraphedStep(Generic[_P, _R]):
         state = self._state_before(first)
         self._graphs.remove(first)
         try:
-            again = self._capture_or_refuse(kind, first.key)
+            again = self._capture_or_refuse(kind, first.key, ())
             if again is None:
                 return self._run_eagerly(kind, guards, caller)
             state.restore()
@@ -481,7 +477,7 @@ class GraphedStep(Generic[_P, _R]):
                 again.reset()
                 if self._settings.on_uncapturable == "raise":
                     state.restore()
-                self._refuse_frozen(kind, frozen, first.reads.change_to(again.reads))
+                self._refuse_frozen(kind, frozen, first.reads.numbers, again.reads.numbers)
             return outputs
         finally:
             wait_for_device(self.pool.device)
@@ -504,8 +500,8 @@ class GraphedStep(Generic[_P, _R]):
             self._generators,
             kind.seen[key[1]],
         )
+        reads = Reads(self._function, self._modules)
         args, kwargs = kind.buffers.arguments
-        reads = Reads([*self._state(), *tree_leaves((args, kwargs))])
         try:
             with _stale_streams_overridden(), graph.captured(), reads:
                 outputs = detached(self._function(*args, **kwargs))
@@ -535,7 +531,7 @@ class GraphedStep(Generic[_P, _R]):
             what, where, fix = cause.what, None, cause.fix
         else:  # the device's, which knows what is not permitted and not what led to it
             what, where, fix = f"{type(error).__name__}: {error}".splitlines()[0], None, None
-            issues = explain(environment_issues(self.pool.device))
+            issues = explain(environment_issues(self.pool.device, self._optimizers))
         self._refuse_kind(
             kind,
             f"could not be captured: {what}",
@@ -547,13 +543,24 @@ class GraphedStep(Generic[_P, _R]):
             error=error,
         )
 
-    def _refuse_frozen(self, kind: _InputKind, names: Sequence[str], where: str) -> None:
-        """Says what two captures of the step computed differently."""
+    def _refuse_frozen(
+        self,
+        kind: _InputKind,
+        names: Sequence[str],
+        before: Mapping[str, Any],
+        now: Mapping[str, Any],
+    ) -> None:
+        """Says what two captures of the step computed differently, and which numbers changed."""
+        changed = [
+            f"{name} was {reprlib.repr(value)} and is {reprlib.repr(now[name])}"
+            for name, value in before.items()
+            if name in now and now[name] != value
+        ]
         self._refuse_kind(
             kind,
             "would be wrong as a graph: captured again in the next call, it gives other bits of "
             f"{listed(names)}",
-            where=where,
+            where=f"between the two captures, {listed(changed)}" if changed else "",
             fix="pass what changes from call to call as an argument, a tensor for a number; step "
             "schedules between calls; draw random numbers on the device; pass state that the step "
             "writes to graphed_step(...) as a shardgrad.graphs.Capturable",
@@ -644,6 +651,7 @@ class GraphedStep(Generic[_P, _R]):
         self._graphs.clear()
         self._kinds.clear()
         self._latest_kind = None
+        self._places.clear()
         self.eager_steps = self.captures = self.replays = 0
         graphs_destroyed(self)
         for each in self._capturables:

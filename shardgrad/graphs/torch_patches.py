@@ -13,7 +13,7 @@ from typing import Any
 
 __all__ = ["Patch", "Replacement"]
 
-# A module, the name of a function, and what makes the replacement from the original.
+# Owner (a module or class), attribute, and what makes the replacement from the original.
 Replacement = tuple[Any, str, Callable[[Callable[..., Any]], Callable[..., Any]]]
 
 
@@ -46,13 +46,23 @@ class Patch:
                     self._undo.pop()()
 
 
-def _replace(module: Any, name: str, function: Callable[..., Any]) -> Callable[[], None]:
-    """Assigns a function; returns what undoes it, unless another library has replaced it since."""
-    original = getattr(module, name)
-    setattr(module, name, function)
+def _replace(owner: Any, name: str, function: Callable[..., Any]) -> Callable[[], None]:
+    """Assigns a function; returns what undoes it, unless another library has replaced it in the
+    meantime.
+    """
+    is_inherited = name not in vars(owner)
+    original = getattr(owner, name)
+    try:
+        setattr(owner, name, function)
+    except TypeError:  # a class written in C
+        return lambda: None
 
     def undo() -> None:
-        if getattr(module, name) is function:
-            setattr(module, name, original)
+        if vars(owner).get(name) is not function:
+            return
+        if is_inherited:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)
 
     return undo

@@ -163,7 +163,7 @@ def _same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
     if first.shape != second.shape or first.dtype != second.dtype:
         return False
     one, other = (
-        tensor.detach().contiguous().view(-1).view(torch.uint8).split(_PIECE_NBYTES)
+        local_tensor(tensor).detach().contiguous().view(-1).view(torch.uint8).split(_PIECE_NBYTES)
         for tensor in (first, second)
     )
     return all(torch.equal(x, y.to(x.device)) for x, y in zip(one, other, strict=True))

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from shardgrad.graphs.closed_over import Reads
 from shardgrad.graphs.random_state import RandomState
-from shardgrad.graphs.reads import Reads
 
 CPU = torch.device("cpu")
 
@@ -29,6 +29,6 @@ def test_a_compiled_region_runs_compiled_in_a_capture() -> None:
         return graph.forward
 
     double = torch.compile(lambda x: x.sin() * 2, backend=backend)
-    with Reads([]):
+    with Reads(lambda: None, []):
         assert torch.equal(double(torch.ones(4)), torch.ones(4).sin() * 2)
         assert compiled == [1]

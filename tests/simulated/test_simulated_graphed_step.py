@@ -71,7 +71,6 @@ SETUPS = {
     "both axes": (4, Setup(replicas=2, options={"zero_stage": "hfsdp"})),
     "dropout": (2, Setup(dropout=0.5)),
     "recomputed": (2, Setup(recomputes=True)),
-    "recomputed, as torch does it by default": (2, Setup(recomputes=True, saves_random_state=True)),
     "tied": (2, Setup(tied=True)),
     "frozen": (2, Setup(frozen=True)),
     "narrow on the wire": (2, Setup(options={"gradient_policy": NARROW})),

@@ -61,7 +61,7 @@ def doctor(ctx: click.Context, /, audit: str | None, ranks: int, steps: int) -> 
     for name, value in _facts(device):
         table.add_row(f"[bold]{name}[/bold]", value)
     console.print(table)
-    issues = environment_issues(device)
+    issues = environment_issues(device, [])
     for issue in issues:
         console.print(f"\n[red]issue[/red] ({issue.kind}): ", end="")
         console.print(str(issue), markup=False)

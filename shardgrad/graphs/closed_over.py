@@ -1,0 +1,309 @@
+"""What a step's function closes over: tensors and numbers that it reaches without arguments.
+
+A graph reads such a tensor where it was at the capture. If the program puts another one in its
+place, such as the next batch in a global variable, an eager step reads the new one and a replay the
+old one, and nothing raises. So a capture notes which of these tensors its operations read, and the
+graph is replayed only while they lie where they lay.
+
+Followed from a function of the program are its closure, its default values and the globals that it
+names, and from these the attributes of objects and modules, the elements of lists, tuples and
+dictionaries, and other functions of the program. Not followed are optimizers, what an iterator has
+yet to give, objects of torch but for modules, and parameters and buffers, which belong to a step's
+participants.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from operator import attrgetter, itemgetter
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+from shardgrad.graphs.outputs import local_tensor
+from shardgrad.graphs.program_line import is_of_the_program
+
+__all__ = ["Place", "Reads", "closed_over"]
+
+_DEPTH = 8
+_MOST_PARTS = 1_000  # of one object
+_MOST_OBJECTS = 20_000
+_NUMBERS = (bool, int, float, complex, str)
+_LEAVES = (bytes, torch.dtype, torch.device, type(None), Optimizer)
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+_Get = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A variable, an attribute or an element, in which a function finds a tensor.
+
+    Attributes:
+        name: as the program writes it, such as "batch['targets']" or "self.mask".
+        get: returns what is there now; raises what Python raises if there is nothing.
+    """
+
+    name: str
+    get: Callable[[], Any] = field(compare=False)
+
+    def key(self) -> Hashable:
+        """Returns where the tensor that is there now lies, and how; None if there is no tensor."""
+        try:
+            found = self.get()
+        except (
+            AttributeError,
+            LookupError,
+            TypeError,
+            ValueError,
+        ):  # what the way leads over has changed
+            return None
+        if not isinstance(found, torch.Tensor):
+            return None
+        local = local_tensor(found)
+        return local.data_ptr(), local.shape, local.stride(), local.dtype
+
+
+class Reads(TorchDispatchMode):
+    """Notes what operations inside the block read and write without being given it.
+
+    Args:
+        function: of the step.
+        modules: that the step uses.
+
+    Attributes:
+        places: of tensors that the function closes over and operations read, with `Place.key` at
+            the beginning of the block.
+        numbers: what the function closes over besides tensors, by the names of their places.
+    """
+
+    def __init__(self, function: Callable[..., Any], modules: Iterable[nn.Module]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.places: dict[Place, Hashable] = {}
+        self.numbers: dict[str, Any] = {}
+        self._made: set[int] = set()  # storages of the block's own
+        self._written: dict[int, tuple[StorageWeakRef, torch.device]] = {}
+        self._candidates: dict[int, Place] = {}
+        self._kept: list[torch.Tensor] = []  # so that no other storage gets their identity
+        for place, value in closed_over(function, modules):
+            if isinstance(value, torch.Tensor):
+                for tensor in _plain([value]):
+                    self._candidates.setdefault(_identity(tensor), place)
+                self._kept.append(value)
+            else:
+                self.numbers.setdefault(place.name, value)
+        self._keys = {place: place.key() for place in self._candidates.values()}
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        self._candidates.clear()
+        self._kept.clear()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Keeps compiled regions compiled; torch runs them eagerly under other modes."""
+        return True
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        # Collectives do not declare what they write.
+        writes = func._schema.is_mutable or func.namespace == "c10d"
+        given = set()
+        for tensor in _plain(tree_leaves((args, kwargs))):
+            identity = _identity(tensor)
+            given.add(identity)
+            if identity in self._made:
+                continue
+            if (place := self._candidates.pop(identity, None)) is not None:
+                self.places[place] = self._keys[place]
+            if writes and identity and identity not in self._written:
+                reference = StorageWeakRef(tensor.untyped_storage())
+                self._written[identity] = reference, tensor.device
+        self._made.update({_identity(t) for t in _plain(tree_leaves(result))} - given)
+        return result
+
+    def written(self) -> Iterator[torch.Tensor]:
+        """Yields the memory, as bytes, that was there before the block, was written in it, and is
+        there now.
+        """
+        for reference, device in self._written.values():
+            if reference.expired():
+                continue
+            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            # One that cannot be resized is a part of other memory, as a gradient's of its shard. It
+            # does not tell whether that is still there, and what keeps it would be taken for the
+            # program.
+            if storage is not None and storage.nbytes() and storage.resizable():
+                empty = torch.empty(0, dtype=torch.uint8, device=device)
+                yield empty.set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def _plain(leaves: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yields the tensors among leaves; of wrapper subclasses, the inner ones."""
+    for leaf in leaves:
+        if is_traceable_wrapper_subclass(leaf):
+            yield from _plain(getattr(leaf, name) for name in leaf.__tensor_flatten__()[0])
+        elif isinstance(leaf, torch.Tensor):
+            yield leaf
+
+
+def _identity(tensor: torch.Tensor) -> int:
+    """Returns the identity of a tensor's storage; 0 if it has none, as sparse tensors."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except NotImplementedError:
+        return 0
+
+
+def closed_over(
+    function: Callable[..., Any], modules: Iterable[nn.Module]
+) -> Iterator[tuple[Place, Any]]:
+    """Yields tensors, numbers and strings with their places, those with the shortest way first.
+
+    Capture: safe. Nothing on the device is read.
+    """
+    # A function's variables have names of their own; the attributes of another callable object do
+    # not.
+    first = "" if isinstance(function, FunctionType | MethodType) else "self"
+    roots: list[tuple[str, Any]] = [(first, function), *((type(m).__name__, m) for m in modules)]
+    waiting = deque((Place(name, functools.partial(_same, root)), root, 0) for name, root in roots)
+    seen: set[int] = set()
+    for _ in range(_MOST_OBJECTS):
+        if not waiting:
+            return
+        place, value, depth = waiting.popleft()
+        if isinstance(value, _NUMBERS):
+            yield place, value
+            continue
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            yield place, value
+        elif depth < _DEPTH:
+            # What a module holds is looked up in the module, which stays; other things, from the
+            # beginning.
+            get = functools.partial(_same, value) if isinstance(value, nn.Module) else place.get
+            for name, part_of, part in islice(_parts(value), _MOST_PARTS):
+                if not isinstance(part, _LEAVES):
+                    full = place.name + name if name.startswith((".", "[")) else name or place.name
+                    waiting.append(
+                        (Place(full, functools.partial(_part, get, part_of)), part, depth + 1)
+                    )
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _part(get: Callable[[], Any], part_of: _Get) -> Any:
+    return part_of(get())
+
+
+def _parts(value: Any) -> Iterator[tuple[str, _Get, Any]]:
+    """Yields parts: the name, or what to write behind the object's; how to get it from the
+    object.
+    """
+    if isinstance(value, FunctionType):
+        if is_of_the_program(value.__code__.co_filename):
+            yield from _variables(value)
+    elif isinstance(value, MethodType):
+        yield "self", attrgetter("__self__"), value.__self__
+        yield "", attrgetter("__func__"), value.__func__
+    elif isinstance(value, functools.partial):
+        yield from (
+            (".func", attrgetter("func"), value.func),
+            (".args", attrgetter("args"), value.args),
+        )
+        yield ".keywords", attrgetter("keywords"), value.keywords
+    elif isinstance(value, dict):
+        for key, part in list(value.items()):
+            yield f"[{key!r}]", itemgetter(key), part
+    elif isinstance(value, list | tuple):
+        for index, part in enumerate(value):
+            yield f"[{index}]", itemgetter(index), part
+    elif isinstance(value, nn.Module):
+        plain = [
+            (name, part) for name, part in list(vars(value).items()) if name not in _OF_EVERY_MODULE
+        ]
+        for name, part in (*plain, *value._modules.items()):
+            yield f".{name}", attrgetter(name), part
+        yield "", attrgetter("__class__.forward"), type(value).forward
+    elif not isinstance(value, type | ModuleType) and not _is_torchs_or_ours(type(value)):
+        for name, part in list(getattr(value, "__dict__", {}).items()):
+            yield f".{name}", attrgetter(name), part
+        if callable(value):
+            yield "", attrgetter("__class__.__call__"), type(value).__call__
+
+
+def _variables(function: FunctionType) -> Iterator[tuple[str, _Get, Any]]:
+    for index, (name, cell) in enumerate(
+        zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    ):
+        try:
+            part = cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+        yield name, functools.partial(_content, index), part
+    names = set(_names(function.__code__))
+    for name in names & function.__globals__.keys():
+        part = function.__globals__[name]
+        if isinstance(part, ModuleType):
+            if is_of_the_program(getattr(part, "__file__", None) or ""):
+                for inner in names & vars(part).keys():
+                    yield (
+                        f"{name}.{inner}",
+                        functools.partial(_global, f"{name}.{inner}"),
+                        vars(part)[inner],
+                    )
+        else:
+            yield name, functools.partial(_global, name), part
+    for argument, part in (function.__kwdefaults__ or {}).items():
+        yield argument, functools.partial(_default, argument), part
+    for index, part in enumerate(function.__defaults__ or ()):
+        yield f"default {index}", functools.partial(_default, index), part
+
+
+def _content(index: int, function: Any) -> Any:
+    return function.__closure__[index].cell_contents
+
+
+def _global(name: str, function: Any) -> Any:
+    first, _, rest = name.partition(".")
+    value = function.__globals__[first]
+    return getattr(value, rest) if rest else value
+
+
+def _default(which: str | int, function: Any) -> Any:
+    return (function.__kwdefaults__ if isinstance(which, str) else function.__defaults__)[which]
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Yields the names of globals and attributes in a function, and in those that are defined
+    inside.
+    """
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _is_torchs_or_ours(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in ("torch", "shardgrad")

@@ -1,0 +1,243 @@
+"""What a step reads without being given it, and the line of the program that raised."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardgrad.graphs.closed_over import Place, Reads, closed_over
+from shardgrad.graphs.program_line import line_that_raised
+
+targets = torch.zeros(2)  # of the steps below, as a global variable
+
+
+class Trainer:
+    """A program's own object, with the batch in its attributes."""
+
+    def __init__(self) -> None:
+        self.batch = {"targets": [torch.ones(2), torch.ones(2)]}
+
+    def step(self) -> torch.Tensor:
+        return self.batch["targets"][1] * 2
+
+    __call__ = step
+
+
+class Masked(nn.Module):
+    """A module with a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._mask = torch.ones(2)
+
+    def forward(self) -> torch.Tensor:
+        return self._mask * 2
+
+
+def reads_a_global() -> torch.Tensor:
+    return targets * 2
+
+
+def new_global() -> None:
+    global targets
+    targets = torch.ones(2)
+
+
+def in_a_global() -> tuple[str, Callable[[], Any], Callable[[], Any]]:
+    return "targets", reads_a_global, new_global
+
+
+def in_a_function_that_is_called() -> tuple[str, Callable[[], Any], Callable[[], Any]]:
+    return "targets", lambda: reads_a_global() + 1, new_global
+
+
+def in_a_closure() -> tuple[str, Callable[[], Any], Callable[[], Any]]:
+    mine = torch.ones(2)
+
+    def replace() -> None:
+        nonlocal mine
+        mine = torch.ones(2)
+
+    return "mine", lambda: mine * 2, replace
+
+
+def in_an_object() -> tuple[str, Callable[[], Any], Callable[[], Any]]:
+    trainer = Trainer()
+
+    def replace() -> None:
+        trainer.batch = Trainer().batch
+
+    return "trainer.batch['targets'][1]", lambda: trainer.batch["targets"][1] * 2, replace
+
+
+def in_the_object_of_a_method() -> tuple[str, Callable[[], Any], Callable[[], Any]]:
+    trainer = Trainer()
+
+    def replace() -> None:
+        trainer.batch["targets"][1] = torch.ones(2)
+
+    return "self.batch['targets'][1]", trainer.step, replace
+
+
+def in_a_callable_object() -> tuple[str, Callable[[], Any], Callable[[], Any]]:
+    trainer = Trainer()
+
+    def replace() -> None:
+        trainer.batch["targets"] = [torch.ones(2), torch.ones(2)]
+
+    return "self.batch['targets'][1]", trainer, replace
+
+
+def in_a_module() -> tuple[str, Callable[[], Any], Callable[[], Any]]:
+    model = nn.Sequential(Masked())
+
+    def replace() -> None:
+        model[0]._mask = torch.ones(2)
+
+    return "model.0._mask", lambda: model[0]() + 1, replace
+
+
+def in_a_partial() -> tuple[str, Callable[[], Any], Callable[[], Any]]:
+    held = [torch.ones(2)]
+
+    def replace() -> None:
+        held[0] = torch.ones(2)
+
+    return "self.args[0][0]", functools.partial(lambda given: given[0] * 2, held), replace
+
+
+def read(step: Callable[[], Any]) -> Reads:
+    with Reads(step, []) as reads:
+        step()
+    return reads
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        in_a_global,
+        in_a_function_that_is_called,
+        in_a_closure,
+        in_an_object,
+        in_the_object_of_a_method,
+        in_a_callable_object,
+        in_a_module,
+        in_a_partial,
+    ],
+)
+def test_a_tensor_that_is_replaced_between_steps_is_named_where_the_step_finds_it(
+    case: Callable[[], tuple[str, Callable[[], Any], Callable[[], Any]]],
+) -> None:
+    name, step, replace = case()
+    ((place, before),) = read(step).places.items()
+    assert (place.name, place.key()) == (name, before)
+    replace()
+    ((again, after),) = read(step).places.items()
+    # The place of the first step shows what is there now.
+    assert place == again
+    assert place.key() == after != before
+
+
+def test_a_tensor_that_is_read_or_written_is_found_and_one_made_by_the_step_is_not() -> None:
+    stays, running, made = torch.ones(2), torch.zeros(2), torch.ones(2)
+
+    def step() -> None:
+        nonlocal made
+        made = torch.arange(2.0)
+        running.lerp_(stays * made, 0.1)
+
+    reads = read(step)
+    assert {place.name for place in reads.places} == {"stays", "running"}
+    (written,) = reads.written()
+    assert written.data_ptr() == running.data_ptr()
+
+
+def test_memory_that_is_gone_is_not_among_what_was_written() -> None:
+    held = [torch.ones(2)]
+    reads = read(lambda: held[0].mul_(2))
+    held.clear()
+    assert list(reads.written()) == []
+
+
+def test_what_a_step_keeps_for_the_next_one_is_elsewhere_then() -> None:
+    hidden = torch.zeros(2)
+
+    def step() -> None:
+        nonlocal hidden
+        hidden = torch.tanh(hidden + 1)
+
+    ((place, before),) = read(step).places.items()
+    assert place.name == "hidden"
+    assert place.key() != before
+
+
+def test_a_place_to_which_no_way_leads_any_more_has_no_key() -> None:
+    held: dict[str, Any] = {"a": {"b": torch.ones(2)}}
+    (place,) = read(lambda: held["a"]["b"] * 2).places
+    assert place.key() is not None
+    for gone in ({"b": 3}, {}, None):
+        held["a"] = gone
+        assert place.key() is None
+
+
+def test_numbers_that_a_step_closes_over_have_names() -> None:
+    rate, held = 0.5, {"on": True}
+    numbers = read(lambda: torch.ones(1) * rate if held["on"] else None).numbers
+    assert (numbers["rate"], numbers["held['on']"]) == (0.5, True)
+
+
+def test_large_and_circular_objects_are_looked_through_in_part() -> None:
+    numbers: list[Any] = [torch.ones(1) for _ in range(5_000)]
+    numbers[0] = numbers
+    near = torch.ones(2)
+    found: dict[Place, Any] = dict(closed_over(lambda: (numbers, near), []))
+    assert any(tensor is near for tensor in found.values())
+    assert 500 < len(found) < 1_500
+
+
+# -- the line that raised
+
+
+class Raises(nn.Module):
+    """A layer whose forward, or a hook of whose backward, raises."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.linear, self.where = nn.Linear(2, 2), where
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x)
+        if self.where == "forward":
+            torch.ones(2) + torch.ones(3)
+        y.register_hook(refuse)
+        return y
+
+
+def refuse(grad: torch.Tensor) -> None:
+    raise RuntimeError("refused")
+
+
+@pytest.mark.parametrize(
+    ("where", "expected"),
+    [
+        ("forward", r"module 1, .*test_closed_over\.py:\d+ in forward: torch\.ones\(2\) \+"),
+        ("backward", r".*test_closed_over\.py:\d+ in refuse: raise RuntimeError"),
+    ],
+)
+def test_an_error_is_named_with_the_innermost_line_and_its_module(
+    where: str, expected: str
+) -> None:
+    model = nn.Sequential(nn.Identity(), Raises(where))
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.ones(2)).sum().backward()
+    assert re.match(expected, line_that_raised(caught.value, [model]))
+
+
+def test_an_error_outside_of_the_program_has_no_line() -> None:
+    assert line_that_raised(RuntimeError("made, and not raised"), []) == ""
