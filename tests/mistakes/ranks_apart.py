@@ -243,7 +243,7 @@ def another_path_on_one_rank() -> None:
     typed="an exception on one rank, caught",
     says="CollectiveError: the all-gather of FSDPNet cannot end: Rank 0 failed ",
     on={1: "CollectiveError: the all-gather of FSDPNet cannot end: Rank 0 failed "},
-    cure='shardgrad.register_fsdp_forward_method(model, "loss")',
+    cure='shardgrad.register_fsdp_forward_method(model, "method")',
 )
 def a_caught_exception_on_one_rank() -> None:
     model = sharded()
