@@ -148,6 +148,10 @@ class _Rehearsing:
     def result(self) -> Rehearsal:
         """Runs both steps and returns the record of the second."""
         self._step()
+        for grads in self._context.grad_groups:
+            if grads.shard is not None:
+                # As in a graph; an eager step frees them before forward and needs less.
+                grads.shard.fix()
         recorder = self._recorder
         recorder.start_over()
         start, start_nbytes_by_stream = sum(recorder.live.values()), recorder.nbytes_by_stream()
