@@ -358,5 +358,4 @@ def _device_module(module: ModuleType) -> ModuleType:
     )
     for name, function in functions.items():
         setattr(made, name, function)
-    made._initialized = True  # type: ignore[attr-defined]  # asked by torch.utils.checkpoint
     return made
