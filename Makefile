@@ -83,7 +83,7 @@ figures: .venv/installed .venv-cuda/ready
 		training_step --preset tiny --preset small --ranks 2 --ranks 4 --batch-size 4 --seq-len 64 --rounds 20 --limit-s 300 \
 		training_step --preset tiny --precision bf16 --batch-size 4 --seq-len 64 --rounds 20 --limit-s 300 \
 		send_weights reading
-	$(QUIET); .venv-cuda/bin/python -m benchmarks --out $(FIGURES) counts --ranks 2 --ranks 8 --precision bf16
+	$(QUIET); .venv-cuda/bin/python -m benchmarks --out $(FIGURES) counts --ranks 2 --precision bf16 --rounds 40
 	rm -rf $(FIGURES)/logs $(FIGURES)/report.html
 	.venv/bin/python -m benchmarks readme
 
