@@ -126,7 +126,9 @@ class State:
             )
         if do == "scaled":
             is_there = not (self.program.is_simulated and "torch" in op.how)
-            return self._is_reduced and not self._reenters and is_there
+            # torch's scaler looks at the gradients of its optimizer, ours at all that were clipped.
+            is_seen = not (self._left_out and "inf" in op.how)
+            return self._is_reduced and not self._reenters and is_there and is_seen
         if do == "participate":
             return self._is_reduced and not model.guess
         if do == "freeze" and self._graphs:
