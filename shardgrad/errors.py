@@ -276,7 +276,7 @@ def unsupported(name: str, *, instead: str) -> UnsupportedError:
     """Returns the error for a name of FSDP2's surface that is not offered yet."""
     return UnsupportedError(
         f"shardgrad does not support {name} yet",
-        expected="a call that this version supports: docs/explanation/differences.md",
+        expected="a call that this version supports",
         got=name,
         fix=instead,
     )

@@ -63,7 +63,7 @@ class GradientPolicy:
 
     With a `wire_dtype`, a gradient is rounded to it where this rank packs it for the reduction; not
     at all if autograd has made it in that dtype. Ranks exchange the pieces (an all-to-all), and
-    each adds those of its shard in float32, in rank order; the sum is divided and stored in
+    each adds those of its shard in float32, always in one order; the sum is divided and stored in
     `dtype`. What waits on this rank (micro-batches without synchronization, ZeRO stage 1, HSDP's
     partial sums) is summed in float32, and rounded once when it is sent. Across replicas, or the
     outer axis of `zero_stage="hfsdp"`, the sum over the first axis is rounded and exchanged as

@@ -114,7 +114,7 @@ def _refuse_other_engine(name: str, module: nn.Module, *, is_root: bool) -> None
     elif isinstance(module, FullyShardedDataParallel):
         engine, fix = (
             "FullyShardedDataParallel",
-            "leave out FSDP1: docs/how_to/from_another_engine.md",
+            "fully_shard on each module that FSDP1 would wrap, inner ones first; leave out FSDP1",
         )
     elif isinstance(module, FSDPModule) and unit_of(module) is None:
         engine = "torch's fully_shard"

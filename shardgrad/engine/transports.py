@@ -233,7 +233,7 @@ class NcclTransport(StreamTransport):
 
 
 class ExchangeTransport(Transport):
-    """Sends chunks straight to the ranks that need them, which add them up in rank order."""
+    """Sends chunks straight to the ranks that add them up, in the order of gloo's ring."""
 
     sends = True
     stream_ordered = False

@@ -3,9 +3,9 @@
 
 [Note: Wire dtype]
 Each rank rounds its gradients to the wire dtype where it packs them. An all-to-all brings every
-rank the pieces of its shard, and `ops.sum_chunks` adds them up in float32, in rank order, in the
-pass that divides and writes the gradient shard. A backend's reduce-scatter would round after each
-addition. What waits on a rank, for a later micro-batch or for other replicas, is float32.
+rank the pieces of its shard, and `ops.sum_chunks` adds them up in float32, always in one order, in
+the pass that divides and writes the gradient shard. A backend's reduce-scatter would round after
+each addition. What waits on a rank, for a later micro-batch or for other replicas, is float32.
 
     one axis:  round, exchange -> sum -> gradient shard
     two axes:  round, exchange -> sum -> round, exchange over the other axis -> sum -> gradient

@@ -538,7 +538,7 @@ class GraphedStep(Generic[_P, _R]):
             where="; ".join(filter(None, (where, line))),
             fix=fix
             or "return what the host reads from the step, and read it afterwards; torch.where "
-            "instead of an if; docs/how_to/migrate_to_graphed_step.md#what-to-do",
+            "instead of an if; shardgrad.graphs.outside for what the host does in the middle",
             issues=issues,
             error=error,
         )

@@ -114,7 +114,7 @@ def a_replica_of_shards() -> None:
 @mistake(
     typed="`fully_shard(FullyShardedDataParallel(model))`",
     says="EngineError: the module already belongs to FullyShardedDataParallel",
-    cure="leave out FSDP1: docs/how_to/from_another_engine.md",
+    cure="fully_shard on each module that FSDP1 would wrap, inner ones first",
 )
 def shards_of_fsdp1() -> None:
     backward(fully_shard(fsdp.FullyShardedDataParallel(net(), device_id=torch.device("cpu"))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib.util
 import os
@@ -194,6 +195,23 @@ def test_every_test_that_a_page_names_exists() -> None:
     for page in PAGES:
         for name in re.findall(r"`(test_\w+)`", prose(page)):
             assert f"def {name}(" in tests, f"{named(page)} names {name}"
+
+
+def said_to_users(path: Path) -> list[str]:
+    """Returns the texts of a file that a user may see: all but docstrings, which are help texts of
+    commands alone.
+    """
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    bare = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    constants = [node for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    shown = [node for node in constants if id(node) not in bare or path.parent.name == "cli"]
+    return [node.value for node in shown if isinstance(node.value, str)]
+
+
+def test_errors_and_help_texts_name_no_page_that_a_wheel_lacks() -> None:
+    for path in (ROOT / "shardgrad").rglob("*.py"):
+        for text in said_to_users(path):
+            assert "docs/" not in text, f"{named(path)} says {text!r}"
 
 
 def test_pages_that_code_names_exist() -> None:

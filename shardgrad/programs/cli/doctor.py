@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     "--audit",
     metavar="MODULE:FUNCTION",
     help="Instead, run your own program on several ranks, whatever its engine, and compare what it "
-    "trains with a run without the engine: docs/how_to/check_a_program.md.",
+    "trains with a run without the engine. FUNCTION takes no arguments, trains for a few steps and "
+    "returns the model; or returns model, optimizer and step(index, parts), which is compared with "
+    "one rank.",
 )
 @click.option(
     "--ranks",
@@ -40,8 +42,8 @@ def doctor(ctx: click.Context, /, audit: str | None, ranks: int, steps: int) -> 
     """Print versions and devices, and what of this machine prevents a training step from being
     captured as one graph.
 
-    The exit status is 1 if there are such issues. docs/how_to/migrate_to_graphed_step.md describes
-    how to check the step of your program.
+    The exit status is 1 if there are such issues. Whether the step of your own program can be
+    captured, its first calls under graphed_step say.
     """
     useless = given(ctx, "ranks", "steps") if audit is None else []
     if useless:

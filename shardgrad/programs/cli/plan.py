@@ -33,8 +33,8 @@ def plan(ctx: click.Context, /, as_json: bool, **options: Any) -> None:
     The engine itself runs the step on fake tensors in a fake process group, with a few of the
     blocks that are alike, so that any number of ranks (16,384 and more) and any model size can be
     planned on one CPU, in seconds. Sizes are those of rank 0, which holds at least as much as any
-    other rank. Without a measurement, times are a range. docs/explanation/scaling.md describes the
-    method and its accuracy.
+    other rank. Without a measurement (--mfu, --compute-s), times are a range: that of published
+    runs on the same kind of GPU.
     """
     for names, words in (
         (("preset", "model"), "name a model each"),
