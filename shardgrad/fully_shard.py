@@ -164,11 +164,11 @@ def fully_shard(
         groups.append(_group(params, spec, smaller, type(modules[0]).__name__))
     unit = HookedUnit(modules, groups, data_mesh, without_override(mp_policy), flag)
     note_ignored(collected.managed_modules, ignored)
-    unit.require_complete = UnownedParams(unit).refuse
+    unit.before_outermost_forward = UnownedParams(unit).refuse
     if stage.decides:
         from shardgrad.features.zero_stage_auto import StageAuto
 
-        unit.require_complete = StageAuto(unit, unit.require_complete)
+        unit.before_outermost_forward = StageAuto(unit, unit.before_outermost_forward)
     unit.accept = _accept
     _commit(unit, collected, grouped)
     return module

@@ -30,14 +30,14 @@ class _Handle(GradientReductionHandle):  # type: ignore[misc]
     def __init__(self, context: RootContext | None = None) -> None:
         self._context = context
         if context is not None:
-            self._require_complete = context.root.require_complete
-            context.root.require_complete = _refuse_forward
+            self._before_outermost_forward = context.root.before_outermost_forward
+            context.root.before_outermost_forward = _refuse_forward
 
     def wait(self) -> None:
         """Makes the current stream wait for the gradients; once is enough."""
         context, self._context = self._context, None
         if context is not None:
-            context.root.require_complete = self._require_complete
+            context.root.before_outermost_forward = self._before_outermost_forward
             context.scheduler.join()
 
 
@@ -112,7 +112,7 @@ def finalize(unit: Unit, *, async_op: bool) -> GradientReductionHandle | None:
     if context is None:  # nothing has run
         return _Handle() if async_op else None
     _require_root(unit, context, "finalize_backward")
-    if context.root.require_complete is _refuse_forward:
+    if context.root.before_outermost_forward is _refuse_forward:
         raise BackwardFinalizationError(
             "The previous gradient reduction must be waited on before finalizing backward again",
             expected="wait() on what finalize_backward(async_op=True) returned",

@@ -94,6 +94,9 @@ class Scheduler(Protocol):
 
     left: list[GradShard]  # that groups have left for others, until their memory may be freed
 
+    def join(self) -> None:
+        """Completes every reduction in flight."""
+
     def finish(self, grads: GradGroup) -> None:
         """Reduces what waits in a group, and completes every reduction in flight."""
 
@@ -168,9 +171,9 @@ class GradGroup:
     def refresh_trainable(self, *, anyway: bool = False) -> None:
         """Gives the parameters that require grad their places; called while no backward runs.
 
-        A parameter that ceases to require grad keeps its place while it has a gradient or a
-        backward is expected. Where places change, what waits is reduced first: it was packed for
-        the places of before.
+        A parameter that ceases to require grad keeps its place while it has a gradient, while
+        gradients wait, or while a backward is expected. One that begins to require grad gets a
+        place; what waits is reduced before, because it was packed for the places that there were.
         """
         is_new = self._generation != self.group.generation
         if is_new:
@@ -178,29 +181,39 @@ class GradGroup:
         self.carry_requires_grad()
         is_same = self._trainable == self._agreed and not anyway
         # A frozen parameter keeps its place for the sake of a gradient that may be gone by now.
-        if is_same and not (self._holds_frozen and self.state is GradState.IDLE):
+        if is_same and not (self._holds_frozen and self._may_shrink):
             return
-        # What waits was packed for the places of before, so it is reduced before they change.
         if self.scheduler is not None:
-            self.scheduler.finish(self)
+            self.scheduler.join()  # what is in flight will be gradients at the places of now
         # A gradient that is there already has to be found by clipping and by the optimizer, also
         # if its parameter was frozen since.
         params, attribute = self.group.params, self.group.gradient_policy.attribute
         kept = {p for p in params if getattr(p.sharded, attribute, None) is not None}
         kept |= {p for p in params if p.unsharded is not None and p.unsharded.grad is not None}
-        # The backward that is expected may bring gradients of parameters that are thawed by then.
-        if self.state is not GradState.IDLE:
+        if not self._may_shrink:
             kept.update(self.params)
         placed = [p for p in params if p.sharded.requires_grad or p in kept]
         if is_new or placed != self.params:
-            is_captured = self.scheduler is not None and self.scheduler.comm_ctx.is_captured
-            if placed and is_captured and not is_new:
-                self._refuse_in_capture(placed)
+            if self.scheduler is not None:
+                self.scheduler.finish(self)
+                if placed and self.scheduler.comm_ctx.is_captured and not is_new:
+                    self._refuse_in_capture(placed)
             self._place(placed)
         else:
             self._hook()  # those that have begun to require grad again
         self._trainable = self._agreed
         self._holds_frozen = len(placed) != sum(self._trainable)
+
+    @property
+    def _may_shrink(self) -> bool:
+        """True if places may go: nothing waits, and no backward is expected that may bring
+        gradients, also of parameters that are thawed by then.
+        """
+        return (
+            self.state is GradState.IDLE
+            and self.waiting is Waiting.NOTHING
+            and not self.partial.is_live
+        )
 
     def _replace_shard(self) -> None:
         """Leaves the gradient shard of parameters that were replaced."""

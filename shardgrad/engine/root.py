@@ -98,7 +98,7 @@ class RootContext:
         for each in self.units:
             is_replaced |= each.refresh()
         if torch.is_grad_enabled():
-            unit.require_complete()
+            unit.before_outermost_forward()
         device = self.comm_ctx.device
         if device.type != "cpu":
             with span("inputs_to_device", unit.name) if profiler._is_profiler_enabled else NO_SPAN:

@@ -63,7 +63,7 @@ class Unit:
         methods_running: registered methods that run; a forward inside one is no remainder of one
             that failed.
         held: the program has unsharded them, and waited: a forward with gradients leaves them so.
-        require_complete: called before an outermost forward with gradients; may refuse it.
+        before_outermost_forward: called before an outermost forward with gradients; may refuse it.
         accept: called once ranks have agreed on the model, with all units; a collective; may refuse
             them.
         next_backward: the unit whose backward is expected after the one that runs.
@@ -91,7 +91,7 @@ class Unit:
         self.held = False
         self.context: Any = None
         self.guests: list[Guest] = []
-        self.require_complete: Callable[[], None] = lambda: None
+        self.before_outermost_forward: Callable[[], None] = lambda: None
         self.accept: Callable[[Sequence[Unit]], None] = lambda units: None
         self.groups: list[ParamGroup] = []
         self.grad_groups: list[GradGroup] = []

@@ -39,9 +39,9 @@ def stay_unsharded(model: nn.Module) -> list[str]:
 class StageAuto:
     """Called before each outermost forward of a unit with gradients, until it has decided."""
 
-    def __init__(self, unit: Unit, require_complete: Callable[[], None]) -> None:
+    def __init__(self, unit: Unit, before_outermost_forward: Callable[[], None]) -> None:
         self._unit = unit
-        self._require_complete = require_complete
+        self._before_outermost_forward = before_outermost_forward
         self._allocated_before: int | None = None  # the first forward
 
     def __call__(self) -> None:
@@ -49,7 +49,7 @@ class StageAuto:
 
         Streams: the current one; the host waits for it. Capture: nothing is decided in one.
         """
-        self._require_complete()
+        self._before_outermost_forward()
         unit, device = self._unit, self._unit.mesh.device
         if is_capturing(device):
             return
@@ -57,7 +57,7 @@ class StageAuto:
         if self._allocated_before is None:
             self._allocated_before = allocated
         elif any(group.steps_taken for each in _units(unit) for group in each.groups):
-            unit.require_complete = self._require_complete
+            unit.before_outermost_forward = self._before_outermost_forward
             _keep(unit, _least(_room(device, allocated - self._allocated_before), unit))
 
 
@@ -67,7 +67,7 @@ def _units(root: Unit) -> list[Unit]:
 
 def _room(device: torch.device, grown_nbytes: int) -> int:
     """Returns the bytes that units may keep: what a step has left free, without a margin, and
-    without what grew since that step began, such as the states of its optimizer. None on the CPU,
+    without what grew since that step began, such as the states of its optimizer. 0 on the CPU,
     where nobody knows what other programs will take.
     """
     if device.type == "cpu":

@@ -51,12 +51,25 @@ class Plain(Script):
         self._copies = dict(self.net.named_parameters())
         self._waiting: dict[str, Tensor] = {}
         self.units = list(_owned(self.net).values())[::-1]  # the root first
+        # By unit, the parameters that have had a gradient to wait for, or still have one.
+        self._placed = [{n for n in unit if self._copies[n].requires_grad} for unit in self.units]
+        self._waits = [False] * len(self.units)
         self._sync = [True] * len(self.units)
         self._all_reduce = [True] * len(self.units)
         self._is_last = True
         self.optimizer = self._make_optimizer(torch.optim)
 
     def before_forward(self) -> None:
+        for unit, names in enumerate(self.units):
+            placed = self._placed[unit]
+            trains = {name for name in names if self._copies[name].requires_grad}
+            # A parameter that begins to require grad reduces what waits in its unit.
+            if self._waits[unit] and not trains <= placed:
+                self._average(names)
+                self._waits[unit] = False
+            if not (self.graphs or self._waits[unit]):
+                placed.intersection_update(n for n in names if self.params[n].grad is not None)
+            placed |= trains
         if not self.graphs:
             for name, copy in self._copies.items():
                 copy.data.copy_(self.params[name].detach())
@@ -102,7 +115,8 @@ class Plain(Script):
                 grad = grad.detach().to(self._reduce_dtype)
                 waiting = self._waiting.get(name)
                 self._waiting[name] = grad if waiting is None else waiting + grad
-        reduced = [n for u, names in enumerate(self.units) if self._reduces(u) for n in names]
+        self._waits = [not self._reduces(unit) for unit in range(len(self.units))]
+        reduced = [n for u, names in enumerate(self.units) if not self._waits[u] for n in names]
         if reduced:
             self._average(reduced)
 
