@@ -6,6 +6,7 @@ that an earlier one left, and no wait is needed but for the stream.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import gc
 import threading
@@ -19,6 +20,8 @@ from shardgrad.engine.streams import Stream, is_capturing, wait_for_device, wait
 from shardgrad.errors import CaptureError
 
 __all__ = ["DeviceGraph", "GraphPool"]
+
+_STREAM_NON_BLOCKING = 1  # cudaStreamNonBlocking: the legacy stream does not wait for it
 
 
 class DeviceGraph(Protocol):
@@ -203,9 +206,22 @@ def _capture_stream(device: torch.device, thread: int) -> torch.Stream:
 
     torch keeps cuBLAS workspaces for each stream that matrices were multiplied on, 64 MiB on an
     H100, until the process ends; so there is one stream, and not one for each pool. Another thread
-    has its own, since what it launched on this one would become part of a graph.
+    has its own, since what it launched on this one would become part of a graph. For the same
+    reason CUDA makes it: torch lends its 32 in turn, and a program's 33rd would be this one.
     """
-    return torch.Stream(device)
+    if torch.version.cuda is None:
+        return torch.Stream(device)
+    runtime = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.partition('.')[0]}")
+    stream = ctypes.c_void_p()
+    with torch.cuda.device(device):
+        torch.cuda.check_error(
+            runtime.cudaStreamCreateWithFlags(ctypes.byref(stream), _STREAM_NON_BLOCKING)
+        )
+    found = torch.cuda.ExternalStream(stream.value, device=device)
+    # Streams of torch.cuda and of torch are equal and have other hashes: one kind is used here.
+    return torch.Stream(
+        stream_id=found.stream_id, device_index=found.device_index, device_type=found.device_type
+    )
 
 
 _threads_capturing: dict[torch.device, threading.Thread] = {}
