@@ -30,9 +30,9 @@ _REFERENCES = {
     "pack": movement._pack_reference,
     "unpack": movement._unpack_reference,
     "sum_chunks": movement._sum_chunks_reference,
-    "adam_": update._adam_reference,
-    "sgd_": update._sgd_reference,
-    "norm_": norm._norm_reference,
+    "adam_": update.adam_reference,
+    "sgd_": update.sgd_reference,
+    "norm_": norm.norm_reference,
 }
 
 Call = Callable[..., object]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from torch import nn
 
 from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.engine.param import FSDPParam, local_of
-from shardgrad.engine.param_group import ParamGroup, group_of
+from shardgrad.engine.param_group import ParamGroup
 from shardgrad.engine.unit import Unit
 from shardgrad.errors import RankDisagreementError
 
@@ -29,29 +29,14 @@ __all__ = ["compare_weights", "weights_before"]
 _MASK = 2**62 - 1  # a sum and its negative are both int64
 
 
-@dataclass
-class _Noted:
-    """The sum of a parameter that was just cut, and where its piece was then."""
+class _Sums(NamedTuple):
+    """The sum of a parameter that was just cut, and that of this rank's piece."""
 
-    total: torch.Tensor
-    sharded: nn.Parameter
-    version: int
-    local: torch.Tensor
-    local_version: int
-    local_total: torch.Tensor | None  # collectives write without counting versions
-
-    def is_current(self, p: FSDPParam) -> bool:
-        """Returns whether the piece holds what was cut."""
-        local = local_of(p.sharded)
-        return (
-            p.sharded is self.sharded
-            and p.sharded._version == self.version
-            and (local is not self.local or local._version == self.local_version)
-            and group_of(p).generation == 0
-        )
+    whole: torch.Tensor
+    piece: torch.Tensor
 
 
-_noted: weakref.WeakKeyDictionary[FSDPParam, _Noted] = weakref.WeakKeyDictionary()
+_noted: weakref.WeakKeyDictionary[FSDPParam, _Sums] = weakref.WeakKeyDictionary()
 
 
 @torch.no_grad()
@@ -61,17 +46,14 @@ def weights_before(params: Sequence[FSDPParam]) -> Callable[[], None]:
 
     Streams: the current one; the host does not wait.
     """
-    originals = [p.sharded for p in params]
-    totals = [_sum(getattr(param, "_local_tensor", param)) for param in originals]
+    wholes = [_sum(getattr(p.sharded, "_local_tensor", p.sharded)) for p in params]
 
     @torch.no_grad()
     def note() -> None:
-        for p, total in zip(params, totals, strict=True):
-            if total is not None:
-                local = local_of(p.sharded)
-                _noted[p] = _Noted(
-                    total, p.sharded, p.sharded._version, local, local._version, _sum(local)
-                )
+        for p, whole in zip(params, wholes, strict=True):
+            piece = _sum(local_of(p.sharded))
+            if whole is not None and piece is not None:
+                _noted[p] = _Sums(whole, piece)
 
     return note
 
@@ -112,14 +94,7 @@ def compare_weights(units: Sequence[Unit]) -> None:
 
 def _compare(groups: Sequence[ParamGroup], ranks: dist.ProcessGroup, device: torch.device) -> None:
     params = [p for group in groups for p in group.params]
-    noted = [
-        each if (each := _noted.get(p)) is not None and each.is_current(p) else None for p in params
-    ]
-    zero = torch.zeros((), dtype=torch.int64, device=device)
-    own = torch.stack([zero if each is None else each.total.to(device) & _MASK for each in noted])
-    is_unknown = torch.stack(
-        [_is_written(p, each, device) for p, each in zip(params, noted, strict=True)]
-    )
+    own, is_unknown = torch.stack([_whole_and_unknown(p, device) for p in params]).unbind(1)
     largest = torch.stack([own, -own, is_unknown])
     with recorder.group_log(ranks).waiting("checksums of the weights", largest):
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=ranks)
@@ -129,12 +104,13 @@ def _compare(groups: Sequence[ParamGroup], ranks: dist.ProcessGroup, device: tor
         raise _error([params[i].name for i in numbers], own[numbers[0]], ranks)
 
 
-def _is_written(p: FSDPParam, noted: _Noted | None, device: torch.device) -> torch.Tensor:
-    """Returns 1 if the piece of a parameter does not hold what was cut, else 0; an int64 scalar."""
-    now = None if noted is None else _sum(local_of(p.sharded))
-    if noted is None or now is None or noted.local_total is None:
-        return torch.tensor(noted is None, dtype=torch.int64, device=device)
-    return (now.to(device) != noted.local_total.to(device)).to(torch.int64)
+def _whole_and_unknown(p: FSDPParam, device: torch.device) -> torch.Tensor:
+    """Returns the sum of what was cut, and 1 if it is not known or the piece was written since."""
+    noted, now = _noted.get(p), _sum(local_of(p.sharded))
+    if noted is None or now is None:
+        return torch.tensor([0, 1], dtype=torch.int64, device=device)
+    is_written = now.to(device) != noted.piece.to(device)
+    return torch.stack([noted.whole.to(device) & _MASK, is_written.to(torch.int64)])
 
 
 def _error(

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -32,18 +32,21 @@ _PATH = Path(__file__).parents[1] / "_C.so"
 _is_compiled = False
 
 
-def declare(schema: str, reference: Callable[..., None]) -> None:
-    """Declares an op that returns nothing.
+def declare(schema: str, reference: Callable[..., None]) -> Callable[..., None]:
+    """Declares an op that returns nothing, and returns it.
 
     Args:
         schema: name and arguments; says truly which tensors are written.
-        reference: the implementation in plain torch ops.
+        reference: the implementation in plain torch ops, whose docstring is the op's.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(f"{schema} -> ()")
     # An alias of every device; a kernel registered for one device, as in csrc/, goes before it.
     _LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
     torch.library.register_fake(f"shardgrad::{name}", _fake, lib=_LIBRARY)
+    # Looked up once: that costs more than a small op.
+    op: Callable[..., None] = getattr(torch.ops.shardgrad, name).default
+    return op
 
 
 def _fake(*_: object) -> None:
@@ -57,8 +60,9 @@ def backend() -> Literal["compiled", "reference"]:
 
 def has_kernels(device_type: str) -> bool:
     """Returns whether the ops on devices of a type are compiled kernels, not the references."""
-    key = torch._C._dispatch_key_for_device(device_type)
-    return torch._C._dispatch_has_kernel_for_dispatch_key("shardgrad::pack", key)
+    op: Any = torch.ops.shardgrad.pack.default
+    key = device_type.upper()
+    return key in ("CPU", "CUDA") and bool(op.has_kernel_for_dispatch_key(key))
 
 
 @cache

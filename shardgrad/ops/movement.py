@@ -300,21 +300,16 @@ def _sum_chunks_reference(
     into.copy_(total)
 
 
-declare(
+_pack = declare(
     "pack(Tensor[] grads, Tensor(a!) slot, Tensor table, int chunk_numel, float divisor, bool "
     "accumulate)",
     _pack_reference,
 )
-declare(
+_unpack = declare(
     "unpack(Tensor gathered, Tensor(a!) unsharded, Tensor table, int chunk_numel)",
     _unpack_reference,
 )
-declare(
+_sum_chunks = declare(
     "sum_chunks(Tensor[] chunks, Tensor(a!) out, float divisor, bool accumulate)",
     _sum_chunks_reference,
 )
-
-# Resolved once: looking an overload up costs more than a small op.
-_pack = torch.ops.shardgrad.pack.default
-_unpack = torch.ops.shardgrad.unpack.default
-_sum_chunks = torch.ops.shardgrad.sum_chunks.default

@@ -11,23 +11,23 @@ from shardgrad.ops.checks import check_data, check_memory, check_scalar
 from shardgrad.ops.library import declare
 from shardgrad.ops.segments import check_segment, live_rows
 
-__all__ = ["NORM_SCRATCH_NUMEL", "norm_"]
+__all__ = ["NORM_SCRATCH_NUMEL", "norm_", "norm_reference"]
 
 NORM_SCRATCH_NUMEL = 2 * 1024 + 1
 """Elements of the scratch of `norm_`: an accumulated value for each of 1,024 workers, then a count
 of non-finite elements for each, then a ticket, which is zero between calls."""
 
 
-def norm_(
+@torch.no_grad()
+def norm_reference(
     out: Tensor,
     scratch: Tensor,
     flat: Tensor,
-    *,
     touched: Tensor,
     rows: Tensor,
     tiles: int,
-    norm_type: float = 2.0,
-    scale: Tensor | None = None,
+    norm_type: float,
+    scale: Tensor | None,
 ) -> None:
     """Accumulates what a norm is made of over the live rows of a segment: `sum(|scale * g| **
     norm_type)`.
@@ -65,20 +65,6 @@ def norm_(
     Raises:
         RuntimeError: the arguments disagree.
     """
-    _norm(out, scratch, flat, touched, rows, tiles, norm_type, scale)
-
-
-@torch.no_grad()
-def _norm_reference(
-    out: Tensor,
-    scratch: Tensor,
-    flat: Tensor,
-    touched: Tensor,
-    rows: Tensor,
-    tiles: int,
-    norm_type: float,
-    scale: Tensor | None,
-) -> None:
     _check_norm(out, scratch, norm_type)
     check_data("flat", [flat], out)
     check_scalar("scale", scale, (torch.float32, torch.float64), out)
@@ -118,11 +104,8 @@ def _check_norm(out: Tensor, scratch: Tensor, norm_type: float) -> None:
         raise RuntimeError("norm_type must be a number, got NaN")
 
 
-declare(
+norm_ = declare(
     "norm_(Tensor(a!) out, Tensor(b!) scratch, Tensor flat, Tensor touched, Tensor rows, int "
-    "tiles, float norm_type, Tensor? scale)",
-    _norm_reference,
+    "tiles, float norm_type=2.0, Tensor? scale=None)",
+    norm_reference,
 )
-
-# Resolved once: looking an overload up costs more than a small op.
-_norm = torch.ops.shardgrad.norm_.default

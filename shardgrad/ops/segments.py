@@ -24,7 +24,7 @@ A row is *live* if `touched[flag_index] > 0`. A row that is not live is neither 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -105,10 +105,10 @@ def check_rows(
             expected="int64 [parameters, 7] on the CPU, as segment_rows builds it",
             got=f"{rows.dtype} {list(rows.shape)} on {rows.device}",
         )
-    columns = rows.unbind(1)
-    numel, first_tile = columns[3], columns[6]
-    counts = (numel + TILE_NUMEL - 1).div(TILE_NUMEL, rounding_mode="floor")
-    if not torch.equal(first_tile, counts.cumsum(0) - counts) or tiles != int(counts.sum()):
+    # A column of the table under each name.
+    starts: Any = Row(*rows.unbind(1))  # type: ignore[arg-type]
+    counts = (starts.numel + TILE_NUMEL - 1).div(TILE_NUMEL, rounding_mode="floor")
+    if not torch.equal(starts.first_tile, counts.cumsum(0) - counts) or tiles != int(counts.sum()):
         raise OptionError(
             "the tiles of a segment's table do not add up",
             expected=f"first_tile to count the tiles of {TILE_NUMEL} before each row, and {tiles} "
@@ -116,23 +116,28 @@ def check_rows(
             got=f"{int(counts.sum())} tiles",
             fix="build the table with segment_rows",
         )
-    one = torch.ones_like(numel)
-    _check_column(rows, 0, numel, param_numel, is_written=True)
-    _check_column(rows, 1, numel, grad_numel, is_written=False)
-    _check_column(rows, 2, numel, state_numel, is_written=True)
-    _check_column(rows, 4, one, steps_numel, is_written=True)
-    _check_column(rows, 5, one, touched_numel, is_written=False)
+    numel, one = starts.numel, torch.ones_like(starts.numel)
+    _check_column(rows, "param_offset", starts.param_offset, numel, param_numel, is_written=True)
+    _check_column(rows, "grad_offset", starts.grad_offset, numel, grad_numel)
+    _check_column(rows, "state_offset", starts.state_offset, numel, state_numel, is_written=True)
+    _check_column(rows, "step_index", starts.step_index, one, steps_numel, is_written=True)
+    _check_column(rows, "flag_index", starts.flag_index, one, touched_numel)
 
 
 def _check_column(
-    rows: Tensor, column: int, counts: Tensor, limit: int | None, *, is_written: bool
+    rows: Tensor,
+    name: str,
+    begin: Tensor,
+    counts: Tensor,
+    limit: int | None,
+    *,
+    is_written: bool = False,
 ) -> None:
-    """Checks the ranges [rows[:, column], + counts) against [0, limit), and for overlaps if
+    """Checks the ranges [begin, begin + counts) against [0, limit), and for overlaps if
     `is_written`.
     """
-    if limit is None or rows.shape[0] == 0:
+    if limit is None:
         return
-    begin, name = rows[:, column], Row._fields[column]
     outside = (begin < 0) | (counts < 0) | (begin > limit) | (begin + counts > limit)
     if outside.any():
         first = int(outside.nonzero()[0])

@@ -29,127 +29,7 @@ from shardgrad.ops.library import declare
 from shardgrad.ops.segments import Row, check_segment, live_rows
 from shardgrad.ops.weights import dither_key, load_weight, store_weight
 
-__all__ = ["adam_", "sgd_"]
-
-
-def adam_(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    *,
-    steps: Tensor,
-    ticket: Tensor,
-    touched: Tensor,
-    rows: Tensor,
-    tiles: int,
-    hyper: Tensor,
-    master: Tensor | None = None,
-    scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    decoupled: bool = True,
-    maximize: bool = False,
-    stochastic_rounding: bool = False,
-    seed: int = 0,
-) -> None:
-    """Updates the live rows of a segment by Adam, or AdamW if `decoupled`.
-
-    Args:
-        param: the parameters, 1-D; updated.
-        grad: the gradients, 1-D.
-        exp_avg: first moments, 1-D; updated.
-        exp_avg_sq: second moments, 1-D; updated.
-        steps: float32, 1-D; a live row's becomes `t = steps[step_index] + 1`.
-        ticket: int32, 1 element that is zero before its first use; its own afterwards. Calls whose
-            order is not fixed, on several streams, need one each.
-        touched: 1-D, any of the four dtypes; says which rows are live.
-        rows: the segment's table, on the device.
-        tiles: of the table.
-        hyper: float64, [lr, beta1, beta2, eps, weight_decay].
-        master: float32, as long as the states, for bfloat16 and float16 parameters; or int16, for
-            bfloat16 parameters; or None. Updated. See [Note: Exact weights].
-        scale: float32 or float64, 1 element: what gradients are multiplied by. None is 1.
-        found_inf: float32, 1 element: if it is not 0, nothing at all is changed. None is 0.
-        decoupled: shrink the parameter by `lr * weight_decay`; else add `weight_decay * param` to
-            the gradient.
-        maximize: go the other way.
-        stochastic_rounding: for a bfloat16 parameter without a master; else it changes nothing.
-        seed: of stochastic rounding.
-
-    Streams:
-        Runs on the current stream of the device of `param`.
-
-    Capture:
-        Safe: the compiled kernel allocates nothing, and nothing is read back. (The reference does
-        both.) The addresses are recorded, the numbers behind them are not.
-
-    Raises:
-        RuntimeError: the arguments disagree.
-
-    Source: Kingma and Ba, "Adam", 2015; Loshchilov and Hutter, "Decoupled weight decay
-    regularization", 2019.
-    """
-    _adam(
-        param, grad, exp_avg, exp_avg_sq, master, steps, ticket, touched, rows, tiles, hyper, scale,
-        found_inf, decoupled, maximize, stochastic_rounding, seed,
-    )  # fmt: skip
-
-
-def sgd_(
-    param: Tensor,
-    grad: Tensor,
-    momentum_buffer: Tensor | None = None,
-    *,
-    steps: Tensor,
-    ticket: Tensor,
-    touched: Tensor,
-    rows: Tensor,
-    tiles: int,
-    hyper: Tensor,
-    master: Tensor | None = None,
-    scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    nesterov: bool = False,
-    decoupled: bool = False,
-    maximize: bool = False,
-    stochastic_rounding: bool = False,
-    seed: int = 0,
-) -> None:
-    """Updates the live rows of a segment by stochastic gradient descent, as `torch.optim.SGD` does.
-
-    Args:
-        param: the parameters, 1-D; updated.
-        grad: the gradients, 1-D.
-        momentum_buffer: 1-D; updated. None: no momentum, whatever `hyper` says.
-        steps: as in `adam_`. A row's first step fills its momentum buffer with the gradient.
-        ticket: as in `adam_`.
-        touched: as in `adam_`.
-        rows: as in `adam_`.
-        tiles: of the table.
-        hyper: float64, [lr, momentum, dampening, weight_decay].
-        master: as in `adam_`.
-        scale: as in `adam_`.
-        found_inf: as in `adam_`.
-        nesterov: look ahead; only with a momentum buffer.
-        decoupled: as in `adam_`.
-        maximize: as in `adam_`.
-        stochastic_rounding: as in `adam_`.
-        seed: as in `adam_`.
-
-    Streams:
-        Runs on the current stream of the device of `param`.
-
-    Capture:
-        Safe, as `adam_` is.
-
-    Raises:
-        RuntimeError: the arguments disagree.
-    """
-    _sgd(
-        param, grad, momentum_buffer, master, steps, ticket, touched, rows, tiles, hyper, scale,
-        found_inf,
-        nesterov, decoupled, maximize, stochastic_rounding, seed,
-    )  # fmt: skip
+__all__ = ["adam_", "adam_reference", "sgd_", "sgd_reference"]
 
 
 class _Update(NamedTuple):
@@ -267,12 +147,62 @@ def _seed(param: Tensor, master: Tensor | None, stochastic_rounding: bool, seed:
 
 
 @torch.no_grad()
-def _adam_reference(
-    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, master: Tensor | None, steps:
-    Tensor,
-    ticket: Tensor, touched: Tensor, rows: Tensor, tiles: int, hyper: Tensor, scale: Tensor | None,
-    found_inf: Tensor | None, decoupled: bool, maximize: bool, stochastic_rounding: bool, seed: int,
-) -> None:  # fmt: skip
+def adam_reference(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    master: Tensor | None,
+    steps: Tensor,
+    ticket: Tensor,
+    touched: Tensor,
+    rows: Tensor,
+    tiles: int,
+    hyper: Tensor,
+    scale: Tensor | None,
+    found_inf: Tensor | None,
+    decoupled: bool,
+    maximize: bool,
+    stochastic_rounding: bool,
+    seed: int,
+) -> None:
+    """Updates the live rows of a segment by Adam, or AdamW if `decoupled`.
+
+    Args:
+        param: the parameters, 1-D; updated.
+        grad: the gradients, 1-D.
+        exp_avg: first moments, 1-D; updated.
+        exp_avg_sq: second moments, 1-D; updated.
+        steps: float32, 1-D; a live row's becomes `t = steps[step_index] + 1`.
+        ticket: int32, 1 element that is zero before its first use; its own afterwards. Calls whose
+            order is not fixed, on several streams, need one each.
+        touched: 1-D, any of the four dtypes; says which rows are live.
+        rows: the segment's table, on the device.
+        tiles: of the table.
+        hyper: float64, [lr, beta1, beta2, eps, weight_decay].
+        master: float32, as long as the states, for bfloat16 and float16 parameters; or int16, for
+            bfloat16 parameters; or None. Updated. See [Note: Exact weights].
+        scale: float32 or float64, 1 element: what gradients are multiplied by. None is 1.
+        found_inf: float32, 1 element: if it is not 0, nothing at all is changed. None is 0.
+        decoupled: shrink the parameter by `lr * weight_decay`; else add `weight_decay * param` to
+            the gradient.
+        maximize: go the other way.
+        stochastic_rounding: for a bfloat16 parameter without a master; else it changes nothing.
+        seed: of stochastic rounding.
+
+    Streams:
+        Runs on the current stream of the device of `param`.
+
+    Capture:
+        Safe: the compiled kernel allocates nothing, and nothing is read back. (The reference does
+        both.) The addresses are recorded, the numbers behind them are not.
+
+    Raises:
+        RuntimeError: the arguments disagree.
+
+    Source: Kingma and Ba, "Adam", 2015; Loshchilov and Hutter, "Decoupled weight decay
+    regularization", 2019.
+    """
     noise = _seed(param, master, stochastic_rounding, seed)
     update = _Update(param, grad, (exp_avg, exp_avg_sq), master, steps, touched, rows, scale, noise)
     _check_update(update, ticket, tiles, hyper, 5, found_inf)
@@ -295,14 +225,55 @@ def _adam_reference(
 
 
 @torch.no_grad()
-def _sgd_reference(
-    param: Tensor, grad: Tensor, momentum_buffer: Tensor | None, master: Tensor | None, steps:
-    Tensor,
-    ticket: Tensor, touched: Tensor, rows: Tensor, tiles: int, hyper: Tensor, scale: Tensor | None,
-    found_inf: Tensor | None, nesterov: bool, decoupled: bool, maximize: bool, stochastic_rounding:
-    bool,
+def sgd_reference(
+    param: Tensor,
+    grad: Tensor,
+    momentum_buffer: Tensor | None,
+    master: Tensor | None,
+    steps: Tensor,
+    ticket: Tensor,
+    touched: Tensor,
+    rows: Tensor,
+    tiles: int,
+    hyper: Tensor,
+    scale: Tensor | None,
+    found_inf: Tensor | None,
+    nesterov: bool,
+    decoupled: bool,
+    maximize: bool,
+    stochastic_rounding: bool,
     seed: int,
-) -> None:  # fmt: skip
+) -> None:
+    """Updates the live rows of a segment by stochastic gradient descent, as `torch.optim.SGD` does.
+
+    Args:
+        param: the parameters, 1-D; updated.
+        grad: the gradients, 1-D.
+        momentum_buffer: 1-D; updated. None: no momentum, whatever `hyper` says.
+        steps: as in `adam_`. A row's first step fills its momentum buffer with the gradient.
+        ticket: as in `adam_`.
+        touched: as in `adam_`.
+        rows: as in `adam_`.
+        tiles: of the table.
+        hyper: float64, [lr, momentum, dampening, weight_decay].
+        master: as in `adam_`.
+        scale: as in `adam_`.
+        found_inf: as in `adam_`.
+        nesterov: look ahead; only with a momentum buffer.
+        decoupled: as in `adam_`.
+        maximize: as in `adam_`.
+        stochastic_rounding: as in `adam_`.
+        seed: as in `adam_`.
+
+    Streams:
+        Runs on the current stream of the device of `param`.
+
+    Capture:
+        Safe, as `adam_` is.
+
+    Raises:
+        RuntimeError: the arguments disagree.
+    """
     noise = _seed(param, master, stochastic_rounding, seed)
     states = () if momentum_buffer is None else (momentum_buffer,)
     update = _Update(param, grad, states, master, steps, touched, rows, scale, noise)
@@ -325,20 +296,17 @@ def _sgd_reference(
 
 
 _TAIL = (
-    "Tensor touched, Tensor rows, int tiles, Tensor hyper, Tensor? scale, Tensor? found_inf, "
-    "{flags}bool decoupled, bool maximize, bool stochastic_rounding, int seed)"
+    "Tensor touched, Tensor rows, int tiles, Tensor hyper, Tensor? scale=None, Tensor? "
+    "found_inf=None, {flags}, bool maximize=False, bool stochastic_rounding=False, int seed=0)"
 )
-declare(
+adam_ = declare(
     "adam_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? "
-    "master, Tensor(e!) steps, Tensor(f!) ticket, " + _TAIL.format(flags=""),
-    _adam_reference,
+    "master, Tensor(e!) steps, Tensor(f!) ticket, " + _TAIL.format(flags="bool decoupled=True"),
+    adam_reference,
 )
-declare(
+sgd_ = declare(
     "sgd_(Tensor(a!) param, Tensor grad, Tensor(b!)? momentum_buffer, Tensor(c!)? master, "
-    "Tensor(d!) steps, Tensor(e!) ticket, " + _TAIL.format(flags="bool nesterov, "),
-    _sgd_reference,
+    "Tensor(d!) steps, Tensor(e!) ticket, "
+    + _TAIL.format(flags="bool nesterov=False, bool decoupled=False"),
+    sgd_reference,
 )
-
-# Resolved once: looking an overload up costs more than a small op.
-_adam = torch.ops.shardgrad.adam_.default
-_sgd = torch.ops.shardgrad.sgd_.default

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map
 
 from shardgrad.engine.streams import is_capturing
 from shardgrad.errors import CaptureError, OptionError
@@ -88,10 +88,11 @@ class GradScaler:
         if not self._enabled:
             return outputs
 
-        def scaled(output: torch.Tensor) -> torch.Tensor:
-            return output * self._on(output.device)
+        def scaled(output: Any) -> Any:
+            is_tensor = isinstance(output, torch.Tensor)
+            return output * self._on(output.device) if is_tensor else output
 
-        return tree_map_only(torch.Tensor, scaled, outputs)
+        return tree_map(scaled, outputs)
 
     @torch.no_grad()
     def unscale_(self, optimizer: Optimizer) -> None:

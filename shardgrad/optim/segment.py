@@ -13,7 +13,7 @@ A parameter that no unit shards is a segment alone.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, is_
 from typing import cast
@@ -33,13 +33,10 @@ from shardgrad.sharding.dtensor import dtensor_like, in_own_storage
 
 __all__ = ["Launch", "PlainSegment", "Segment", "ShardedSegment"]
 
-# What identifies a tensor's storage. A DTensor's holds no data, but it is replaced along with it.
-_local_of = attrgetter("_local_tensor")
-_storage_of: Callable[[torch.Tensor], int] = torch._C._storage_id  # type: ignore[attr-defined]
-
 
 class _StorageCheck:
-    """Detects that a program has replaced the data of sharded parameters.
+    """Detects that a program has replaced the data of sharded parameters, which torch allows:
+    `param.data = x`. A DTensor's own storage holds no data, but is replaced along with it.
 
     Args:
         params: sharded parameters.
@@ -47,18 +44,16 @@ class _StorageCheck:
 
     def __init__(self, params: Sequence[torch.Tensor]) -> None:
         self._params = list(params)
-        self._locals = list(map(_local_of, self._params))
-        self._storages = list(map(_storage_of, self._params))
+        self._memory = self._memory_now()
+
+    def _memory_now(self) -> list[object]:
+        storages = map(torch.Tensor.untyped_storage, self._params)
+        return [*map(attrgetter("_local_tensor"), self._params), *storages]
 
     @property
     def is_unchanged(self) -> bool:
-        """False if a local tensor or a storage was replaced, which torch allows: `param.data =
-        x`.
-        """
-        return (
-            all(map(is_, map(_local_of, self._params), self._locals))
-            and list(map(_storage_of, self._params)) == self._storages
-        )
+        """False if a local tensor or a storage is another object than before."""
+        return all(map(is_, self._memory_now(), self._memory))
 
 
 @dataclass(frozen=True)

@@ -104,8 +104,8 @@ def test_a_replay_runs_kernels_with_the_arguments_of_the_capture(order: str) -> 
     with torch.cuda.graph(graph):
         OP.sum_chunks(chunks, out, 4.0, True)
         ops.adam_(
-            s.param, s.grad, s.first, s.second, steps=s.steps, ticket=s.ticket, touched=s.touched,
-            rows=s.rows, tiles=s.tiles, hyper=values,
+            s.param, s.grad, s.first, s.second, s.master, steps=s.steps, ticket=s.ticket,
+            touched=s.touched, rows=s.rows, tiles=s.tiles, hyper=values,
         )  # fmt: skip
     assert not out.any()
     with inspection.order(order):

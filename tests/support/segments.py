@@ -30,15 +30,15 @@ Op = Callable[..., None]
 
 
 def adam_of(backend: str) -> Op:
-    return update._adam_reference if backend == "reference" else torch.ops.shardgrad.adam_.default
+    return update.adam_reference if backend == "reference" else torch.ops.shardgrad.adam_.default
 
 
 def sgd_of(backend: str) -> Op:
-    return update._sgd_reference if backend == "reference" else torch.ops.shardgrad.sgd_.default
+    return update.sgd_reference if backend == "reference" else torch.ops.shardgrad.sgd_.default
 
 
 def norm_of(backend: str) -> Op:
-    return norm._norm_reference if backend == "reference" else torch.ops.shardgrad.norm_.default
+    return norm.norm_reference if backend == "reference" else torch.ops.shardgrad.norm_.default
 
 
 @dataclass(frozen=True)
