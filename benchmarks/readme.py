@@ -73,9 +73,11 @@ def front(records: Sequence[Record]) -> Iterator[str]:
 
 
 def tables(records: Sequence[Record]) -> Iterator[str]:
-    """The same, and a table of each record."""
-    yield from front(records)
+    """A table of each record that README.md has more than one line of."""
+    yield f"Measured at {' and '.join(dict.fromkeys(map(_where, records)))}."
     for record in sorted(records, key=lambda record: str(record["benchmark"])):
+        if record["benchmark"] == "training_step":
+            continue
         table = table_of(record)
         yield from ("", f"### {table.title}", "", table.setting, "")
         yield from markdown(

@@ -193,14 +193,18 @@ def written(record: Mapping[str, Any]) -> str:
             commit=(record["environment"]["git"] or "")[:12],
             cpu=record["environment"]["cpu"],
         ),
-        "| program | versions | result |",
-        "| --- | --- | --- |",
+        "| of | programs | versions | result |",
+        "| --- | --- | --- | --- |",
     ]
+    rows: dict[tuple[str, str, str], list[str]] = {}
     for name, each in found.items():
-        versions = ", ".join(
-            f"{package} {version}" for package, version in each["versions"].items()
-        )
-        lines.append(f"| {name} | {versions} | {_words(each)} |")
+        versions = ", ".join(f"{package} {number}" for package, number in each["versions"].items())
+        of, _, program = name.partition(": ")
+        rows.setdefault((of, versions, _words(each)), []).append(program)
+    lines += [
+        f"| {of} | {'; '.join(programs)} | {versions} | {result} |"
+        for (of, versions, result), programs in rows.items()
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -192,17 +192,27 @@ def _line(name: str, columns: Mapping[str, Mapping[str, Any]]) -> str:
     about = case(name)
     link = f"[{about.title.rstrip('.').replace('|', '/')}](../../tests/silent/cases/{name}.py)"
     reports = ", ".join(f"[{_short(url)}]({url})" for url in about.reports)
-    return _row([link, reports, *(_WORDS[column[name]["verdict"]] for column in columns.values())])
+    return _row(
+        [link, reports, *(_cell(engine, column[name]) for engine, column in columns.items())]
+    )
+
+
+def _cell(engine: str, found: Mapping[str, Any]) -> str:
+    """Returns the verdict; of a refusal here, the error too."""
+    words = _WORDS[found["verdict"]]
+    return (
+        f"{words}: `{found['error']}`"
+        if engine == OURS and found["verdict"] == "refused"
+        else words
+    )
 
 
 def _here(name: str, found: Mapping[str, Any]) -> list[str]:
     """Returns what this engine says, where it says something."""
     title = case(name).title.rstrip(".")
-    if found["verdict"] == "refused":
-        return [f"- {title}: `{found['error']}`."]
     if found["verdict"].endswith("warned"):
         first = next((line for line in found["warned"] if "shardgrad" in line), found["warned"][0])
-        return [f'- {title}: a warning, "{first.removeprefix("shardgrad: ").split(". ")[0]}".']
+        return [f'- {title}: "{first.removeprefix("shardgrad: ").split(". ")[0]}".']
     return []
 
 
@@ -248,13 +258,11 @@ _INTRODUCTION = """\
 # Right where others are wrong
 
 {count} programs that trained something else than their authors thought, or hung, or wrote a file that was
-not the model, with some engine. Each is taken from a report and has at most 40 lines in
-`tests/silent/cases/`. Each runs on two CPU ranks over gloo with every engine. What comes out is compared with
-plain torch, where every rank has the whole model and gradients are averaged by hand. `python -m tests.silent`
-does that again, and writes this page from its record, `benchmarks/results/silent.jsonl`. This project is *never
-silently wrong* in them: a program is right, refused, or waits and says for what. In CI that is a test, and that
-page and record agree is another. Where engines differ otherwise: [differences from FSDP2](differences.md). To look
-for such a mistake in a program of your own, with any engine: [audit it](../how_to/check_a_program.md).
+not the model, with some engine. Each is taken from a report and has at most 40 lines in `tests/silent/cases/`. Each
+runs on two CPU ranks over gloo with every engine, and is compared with plain torch, where every rank has the whole
+model and gradients are averaged by hand. `python -m tests.silent` does that again, and writes this page from its
+record, `benchmarks/results/silent.jsonl`. This project is *never silently wrong* in them, which CI tests. To look for
+such a mistake in a program of your own, with any engine: [audit it](../how_to/check_a_program.md).
 
 | verdict | means |
 |---|---|
@@ -270,9 +278,9 @@ for such a mistake in a program of your own, with any engine: [audit it](../how_
 {counts}
 
 torch {torch}, DeepSpeed {deepspeed}, commit {commit}, {cpu}. FSDP1 has `use_orig_params=True`, DDP
-`find_unused_parameters=True`, DeepSpeed ZeRO stage 3 in float32 without the clipping that is its default. Nothing
-is captured on a CPU; that a graph draws numbers as its step does is tested in `tests/gpu`. A case can be right with
-an engine because what was reported has been fixed since.
+`find_unused_parameters=True`, DeepSpeed ZeRO stage 3 in float32 without clipping. That a graph draws numbers as its step
+does is tested in `tests/gpu`. A case can be right with an engine because what was reported has been fixed since. A
+`RuntimeError` is torch's own.
 """
 
 _WHAT_AUDITS_FIND = """\
@@ -283,7 +291,5 @@ What it says of these programs, where they end (`python -m tests.silent --audit`
 """
 
 _WHAT_HAPPENS_HERE = """\
-## What happens here
-
-Where this project's column is not "right". A `RuntimeError` is torch's own:
+## What warnings say here
 """

@@ -9,7 +9,9 @@ torch.
 from __future__ import annotations
 
 import ast
+import re
 import sys
+import textwrap
 from pathlib import Path
 
 FILES = ("_fully_shard.py", "_fsdp_api.py")
@@ -54,20 +56,30 @@ def _parameters(node: ast.FunctionDef) -> str:
 
 
 def table(surfaces: dict[str, set[Row]]) -> list[str]:
-    """Returns the lines of the table; which versions have what, each in a column."""
+    """Returns the lines of the table, which versions have what, and before it the names that all
+    have, with the same parameters.
+    """
+    rows, common = set().union(*surfaces.values()), set.intersection(*surfaces.values())
+    everywhere = f"In every version: {', '.join(f'`{name}`' for name, _ in sorted(common))}."
     lines = [
+        textwrap.fill(everywhere, 120),
+        "",
         f"| name | parameters | {' | '.join(surfaces)} |",
         f"|---|---|{'---|' * len(surfaces)}",
     ]
-    for row in sorted(set().union(*surfaces.values())):
-        name, parameters = row
-        marks = " | ".join("x" if row in rows else "" for rows in surfaces.values())
+    for name, parameters in sorted(rows - common):
+        marks = " | ".join("x" if (name, parameters) in has else "" for has in surfaces.values())
         lines.append(f"| `{name}` | {f'`{parameters}`' if parameters else ''} | {marks} |")
     return lines
 
 
+def common_of(page: str) -> set[str]:
+    """Returns the names that a page with such a table says that every version has."""
+    return set(re.findall(r"`([\w.]+)`", page.partition("In every version: ")[2].partition("|")[0]))
+
+
 def rows_of(page: str, version: str) -> set[Row]:
-    """Returns what a page with such a table says that a version has."""
+    """Returns what the table of such a page says that a version has."""
     cells = [
         [cell.strip().strip("`") for cell in line.split("|")[1:-1]]
         for line in page.splitlines()
