@@ -70,6 +70,8 @@ if [[ -z $list ]]; then
     out=$(cd "$out" && pwd)
 fi
 
+# A graph of replicas of shards is refused without it.
+export NCCL_LAUNCH_ORDER_IMPLICIT=${NCCL_LAUNCH_ORDER_IMPLICIT:-1}
 readonly TOTAL_S=480
 began_s=$SECONDS
 failed=0

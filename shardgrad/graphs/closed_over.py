@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from operator import attrgetter, itemgetter
@@ -24,6 +25,7 @@ from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
@@ -85,12 +87,14 @@ class Reads(TorchDispatchMode):
         places: of tensors that the function closes over and operations read, with `Place.key` at
             the beginning of the block.
         numbers: what the function closes over besides tensors, by the names of their places.
+        groups: process groups in which operations of the block move tensors of a device.
     """
 
     def __init__(self, function: Callable[..., Any], modules: Iterable[nn.Module]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.places: dict[Place, Hashable] = {}
         self.numbers: dict[str, Any] = {}
+        self.groups: set[dist.ProcessGroup] = set()
         self._made: set[int] = set()  # storages of the block's own
         self._written: dict[int, tuple[StorageWeakRef, torch.device]] = {}
         self._candidates: dict[int, Place] = {}
@@ -126,7 +130,10 @@ class Reads(TorchDispatchMode):
         # Collectives do not declare what they write.
         writes = func._schema.is_mutable or func.namespace == "c10d"
         given = set()
-        for tensor in _plain(tree_leaves((args, kwargs))):
+        leaves = tree_leaves((args, kwargs))
+        if "c10d" in func.namespace:
+            self.groups.update(_groups(leaves))
+        for tensor in _plain(leaves):
             identity = _identity(tensor)
             given.add(identity)
             if identity in self._made:
@@ -153,6 +160,20 @@ class Reads(TorchDispatchMode):
             if storage is not None and storage.nbytes() and storage.resizable():
                 empty = torch.empty(0, dtype=torch.uint8, device=device)
                 yield empty.set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def _groups(leaves: Sequence[Any]) -> Iterator[dist.ProcessGroup]:
+    """Yields the process group among the arguments of a collective on a device."""
+    if all(leaf.device.type == "cpu" for leaf in leaves if isinstance(leaf, torch.Tensor)):
+        return
+    named: dict[str, dist.ProcessGroup]
+    named = {name: group for group, name in dist.distributed_c10d._world.pg_names.items()}
+    for leaf in leaves:
+        if isinstance(leaf, str) and leaf in named:  # of a functional collective
+            yield named[leaf]
+        elif isinstance(leaf, torch.ScriptObject):
+            with suppress(RuntimeError):  # the operation of a sum
+                yield dist.ProcessGroup.unbox(leaf)
 
 
 def _plain(leaves: Iterable[Any]) -> Iterator[torch.Tensor]:

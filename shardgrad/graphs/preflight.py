@@ -22,7 +22,14 @@ from shardgrad.checks.capturable_optimizers import cure, why_not_capturable
 from shardgrad.errors import CaptureError
 from shardgrad.ops.library import build_command, has_kernels
 
-__all__ = ["Issue", "cause_of", "environment_issues", "explain", "refuse_harmful_settings"]
+__all__ = [
+    "Issue",
+    "cause_of",
+    "environment_issues",
+    "explain",
+    "refuse_harmful_settings",
+    "require_launch_order",
+]
 
 _BLOCKING = {
     "CUDA_LAUNCH_BLOCKING": "makes the host wait at every launch, a setting for debugging",
@@ -164,6 +171,26 @@ def refuse_harmful_settings() -> None:
             expected="an allocator with which graphs can be captured",
             got="a capture that was not begun",
             fix=issue.fix,
+        )
+
+
+def require_launch_order(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Refuses a graph in which nothing orders collectives of two communicators.
+
+    Args:
+        groups: whose collectives were captured.
+
+    Raises:
+        CaptureError: there are several, and NCCL does not order them.
+    """
+    names = sorted(group.group_desc for group in groups if group.size() > 1)
+    if len(names) > 1 and os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT", "0") in ("", "0"):
+        raise CaptureError(
+            f"it sends on {len(names)} communicators ({', '.join(names)}), whose collectives have "
+            "no order in a graph, so ranks that start them differently wait for each other",
+            expected="one communicator, or NCCL that orders their launches",
+            got="NCCL_LAUNCH_ORDER_IMPLICIT=0",
+            fix="export NCCL_LAUNCH_ORDER_IMPLICIT=1, before Python starts, on every rank",
         )
 
 

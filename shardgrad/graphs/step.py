@@ -43,6 +43,7 @@ from shardgrad.graphs.preflight import (
     environment_issues,
     explain,
     refuse_harmful_settings,
+    require_launch_order,
 )
 from shardgrad.graphs.program_line import line_that_raised
 from shardgrad.graphs.random_state import RandomState
@@ -505,6 +506,8 @@ class GraphedStep(Generic[_P, _R]):
         try:
             with _stale_streams_overridden(), graph.captured(), reads:
                 outputs = detached(self._function(*args, **kwargs))
+                if self.pool.device.type == "cuda":
+                    require_launch_order(reads.groups)
                 # Of now: gradients may have got memory inside.
                 outputs = apart_from(self._state(), outputs)
         except BaseException:

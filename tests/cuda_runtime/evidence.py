@@ -2,15 +2,17 @@
 
 A replay keeps no order but that of the graph's edges. So that it gives what the eager step gave,
 each collective has to come after every writer of what it sends and before every reader of what it
-receives, all work has to come before the end of the capture, and no node may use memory that was
-handed back.
+receives, collectives of several communicators need an order that is the same on every rank, all
+work has to come before the end of the capture, and no node may use memory that was handed back.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -76,6 +78,7 @@ def evidence(
                 wrong.append(f"{words(nodes[number])} has no order with {what}: {words(node)}")
             writers += writes_sent and other < number
             readers += other > number and _overlap(_ranges(node, written=False), received)
+    wrong += _without_one_order([(nodes[number], before[number], number) for number in collectives])
     wrong += _not_joined(nodes, before)
     wrong += _on_freed_memory(nodes, torch.cuda.memory_snapshot() if segments is None else segments)
     edges = sum(len(node["before"]) for node in nodes)
@@ -100,6 +103,25 @@ def _before(nodes: Sequence[Work]) -> list[int]:
             bits |= found[other] | 1 << other
         found.append(bits)
     return found
+
+
+def _without_one_order(collectives: Sequence[tuple[Work, int, int]]) -> list[str]:
+    """Returns pairs of collectives that two ranks may start in another order: of two communicators,
+    and without an edge. CUDA does not say whose a collective is, the runtime does.
+
+    Args:
+        collectives: each with the set of nodes before it, and its number.
+    """
+    return [
+        f"{words(one)} and {words(other)} are of two communicators and have no order"
+        for (one, _, number), (other, before, _) in combinations(collectives, 2)
+        if _communicator(one) != _communicator(other) and not before >> number & 1
+    ]
+
+
+def _communicator(node: Work) -> str:
+    found = re.match(r"nccl\w+ (\w+) #", node["name"])
+    return found.group(1) if found else ""
 
 
 def _not_joined(nodes: Sequence[Work], before: Sequence[int]) -> list[str]:

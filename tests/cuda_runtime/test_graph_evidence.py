@@ -4,14 +4,16 @@ loose.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import shardgrad
@@ -90,6 +92,54 @@ def test_a_captured_step_orders_every_collective_and_leaves_nothing_loose(
     assert first.writers >= UNITS
     assert first.readers >= first.collectives
     assert all(without), "a collective without its edges has an order all the same"
+
+
+def captured_on_two_communicators() -> tuple[str, list[str], list[str]]:
+    """Returns why a step is refused, and what its graph shows where NCCL orders launches, with and
+    without the edges between collectives.
+    """
+    torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(UNITS))).cuda()
+    for unit in (*model, model):
+        group = dist.new_group([0, 1])
+        shardgrad.fully_shard(unit, mesh=DeviceMesh.from_group(group, "cuda"))
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+
+    @shardgrad.graphed_step(model, optimizer)
+    def step(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    x = torch.randn(4, 64, device="cuda")
+    for _ in range(3):
+        step(x)
+    with pytest.raises(shardgrad.errors.CaptureError) as refusal:
+        step(x)
+    step.reset()
+    with patch.dict(os.environ, NCCL_LAUNCH_ORDER_IMPLICIT="1"):
+        for _ in range(6):
+            step(x)
+    assert step.replays == 3
+    graph = inspection.graph()
+    assert graph is not None
+    found = evidence(graph).wrong
+    collectives = {n for n, node in enumerate(graph["nodes"]) if node["kind"] == "nccl"}
+    for number in collectives:
+        node = graph["nodes"][number]
+        node["before"] = [other for other in node["before"] if other not in collectives]
+    step.close()
+    return str(refusal.value), found, evidence(graph).wrong
+
+
+def test_collectives_of_two_communicators_need_an_order_and_have_it(ranks: Ranks) -> None:
+    for refusal, found, without in ranks.run(captured_on_two_communicators):
+        assert "it sends on 3 communicators" in refusal
+        assert "export NCCL_LAUNCH_ORDER_IMPLICIT=1" in refusal
+        assert found == []
+        assert any("are of two communicators and have no order" in each for each in without)
 
 
 @pytest.fixture

@@ -91,6 +91,8 @@ def join(config: TrainConfig, *, init_method: str) -> World:
         backend = "gloo"
     else:
         torch.accelerator.set_device_index(device.index)
+        # The axes of a mesh may be in one graph (`graphs/preflight.py`); NCCL reads it once.
+        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
     limit = timedelta(seconds=config.timeout)
     if world_size > _FULL_MESH_RANKS:

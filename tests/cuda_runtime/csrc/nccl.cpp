@@ -306,6 +306,23 @@ std::function<Body()> together(std::vector<Op> ops) {
   };
 }
 
+// With NCCL_LAUNCH_ORDER_IMPLICIT the launches of all communicators have one order in a graph, that of their capture.
+// NCCL orders their starts; here one begins when the one before is over.
+cudaError_t launch(hostcuda::Work work, cudaStream_t stream) {
+  const char* implicit = getenv("NCCL_LAUNCH_ORDER_IMPLICIT");
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long capture = 0;
+  if (implicit && atoi(implicit)) cudaStreamGetCaptureInfo(stream, &status, &capture);
+  if (status != cudaStreamCaptureStatusActive) return hostcuda::give(std::move(work), stream);
+  static std::map<unsigned long long, cudaEvent_t> launched;
+  std::lock_guard<std::mutex> lock(mutex);
+  auto [last, is_first] = launched.try_emplace(capture);
+  cudaError_t error = is_first ? cudaEventCreateWithFlags(&last->second, cudaEventDisableTiming)
+                               : cudaStreamWaitEvent(stream, last->second);
+  if (!error) error = hostcuda::give(std::move(work), stream);
+  return error ? error : cudaEventRecord(last->second, stream);
+}
+
 ncclResult_t flush() {
   std::map<std::pair<ncclComm*, cudaStream_t>, std::vector<Op>> merged;
   std::vector<std::pair<ncclComm*, cudaStream_t>> order;
@@ -323,7 +340,7 @@ ncclResult_t flush() {
     }
     work.start = together(std::move(merged[key]));
     work.in_line = key.first;
-    if (hostcuda::give(std::move(work), key.second)) return ncclUnhandledCudaError;
+    if (launch(std::move(work), key.second)) return ncclUnhandledCudaError;
   }
   return ncclSuccess;
 }
