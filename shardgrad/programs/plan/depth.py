@@ -10,7 +10,8 @@ the largest units use depends on the number of blocks between them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from shardgrad.programs.plan.models import build_plan_model
 from shardgrad.programs.plan.rehearsal import Rehearsal, rehearse
@@ -32,9 +33,15 @@ def rehearse_shallow(request: Request) -> list[Rehearsal]:
     return [rehearse(request.but(blocks=kept)) for kept in _depths(depth)]
 
 
-def line(points: Sequence[tuple[int, float]], depth: int) -> float:
-    """Returns the value at a depth of the line through one or two points (depth, value)."""
+def line(points: Sequence[tuple[int, Any]], depth: int) -> Any:
+    """Returns the value at a depth of the line through one or two points (depth, value).
+
+    A value is a number, or numbers by key, of which a missing one is 0.
+    """
     (few, first), (more, last) = points[0], points[-1]
+    if isinstance(first, Mapping):
+        keys = dict.fromkeys([*first, *last])
+        return {key: line([(at, of.get(key, 0)) for at, of in points], depth) for key in keys}
     return first if few == more else first + (last - first) / (more - few) * (depth - few)
 
 

@@ -36,31 +36,32 @@ class Device:
     Attributes:
         name: name on the command line.
         memory_nbytes: memory of the device in bytes.
-        taken_nbytes: memory taken by the driver's context, NCCL's buffers and libraries'
-            workspaces.
-        flops: dense peak FLOP/s by dtype ("fp32", "bf16", ...).
+        flops: dense peak FLOP/s in "fp32", and in "bf16" or another dtype of 16 bits.
         bandwidth: memory bandwidth in bytes per second.
-        matmul_share: fraction of the peak that large matrix products reach.
-        bandwidth_share: fraction of the bandwidth that elementwise kernels reach.
         slowdowns: factors on the durations of forward and backward without a measurement, for the
             fastest, the likely and the slowest program: quantiles of published runs
             (docs/explanation/scaling.md).
-        is_synchronous: True if work is done when a call returns (a CPU): only transfers overlap.
         link: name of the fastest link inside a node.
         source: source of the numbers.
+        taken_nbytes: memory taken by the driver's context, NCCL's buffers and libraries'
+            workspaces.
+        matmul_share: fraction of the peak that large matrix products reach.
+        bandwidth_share: fraction of the bandwidth that elementwise kernels reach.
+        is_synchronous: True if work is done when a call returns (a CPU): only transfers overlap.
     """
 
     name: str
     memory_nbytes: int
-    taken_nbytes: int
     flops: Mapping[str, float]
     bandwidth: float
-    matmul_share: float
-    bandwidth_share: float
     slowdowns: tuple[float, float, float]
-    is_synchronous: bool
     link: str
     source: str
+    taken_nbytes: int = 2 * GIB
+    # Of the peak, what cuBLAS reaches on transformer shapes at full power.
+    matmul_share: float = 0.70
+    bandwidth_share: float = 0.80
+    is_synchronous: bool = False
 
     @property
     def margin_nbytes(self) -> int:
@@ -101,6 +102,9 @@ _PCI_HOPS = _us(1.0, 2.5, 5.7), _us(1.0, 1.9, 4.0)
 _NET_HOPS = _us(2.7, 4.0, 14.0), _us(5.0, 8.5, 14.0)
 # gloo has no protocols; a hop is what one message over loopback took on one core.
 _HOST_HOPS = _us(40.0, 40.0, 40.0), _us(40.0, 40.0, 40.0)
+_LOOPBACK = Link(
+    "loopback", 2 * GB, *_HOST_HOPS, "gloo over loopback, an order of magnitude; measure your own"
+)
 
 LINKS: Mapping[str, Link] = {
     link.name: link
@@ -130,12 +134,7 @@ LINKS: Mapping[str, Link] = {
             f"x16, 24 GB/s: nccl src/graph/topo.h counts 12 for gen 3; {_NCCL}",
         ),
         Link("pcie5", 48 * GB, *_PCI_HOPS, f"x16, twice gen 4; {_NCCL}"),
-        Link(
-            "loopback",
-            2 * GB,
-            *_HOST_HOPS,
-            "gloo over loopback, an order of magnitude; measure your own",
-        ),
+        _LOOPBACK,
     )
 }
 
@@ -159,17 +158,10 @@ NETWORKS: Mapping[str, Link] = {
         _card("eth400", 400, "Ethernet with RoCE"),
         _card("eth100", 100, "Ethernet with RoCE"),
         _card("eth25", 25, "Ethernet"),
-        Link(
-            "loopback",
-            2 * GB,
-            *_HOST_HOPS,
-            "gloo over loopback, an order of magnitude; measure your own",
-        ),
+        _LOOPBACK,
     )
 }
 
-_TENSOR_CORES = 0.70  # of the peak: what cuBLAS reaches on transformer shapes at full power
-_ELEMENTWISE = 0.80
 # Fastest, median and slowest of published runs: `python docs/scaling.py --slowdowns`. H100 stand
 # for what came after them, of which too little is published.
 _AMPERE, _HOPPER = (0.86, 0.99, 1.25), (0.97, 1.22, 1.50)
@@ -181,80 +173,60 @@ DEVICES: Mapping[str, Device] = {
         Device(
             "a100-40",
             40 * GIB,
-            2 * GIB,
-            {"fp32": 19.5e12, "bf16": 312e12, "fp16": 312e12},
+            {"fp32": 19.5e12, "bf16": 312e12},
             1555 * GB,
-            _TENSOR_CORES,
-            _ELEMENTWISE,
             _AMPERE,
-            False,
             "nvlink3",
             "NVIDIA A100 datasheet, SXM 40 GB",
         ),
         Device(
             "a100",
             80 * GIB,
-            2 * GIB,
-            {"fp32": 19.5e12, "bf16": 312e12, "fp16": 312e12},
+            {"fp32": 19.5e12, "bf16": 312e12},
             2039 * GB,
-            _TENSOR_CORES,
-            _ELEMENTWISE,
             _AMPERE,
-            False,
             "nvlink3",
             "NVIDIA A100 datasheet, SXM 80 GB",
         ),
         Device(
             "h100",
             80 * GIB,
-            2 * GIB,
-            {"fp32": 67e12, "bf16": 989e12, "fp16": 989e12},
+            {"fp32": 67e12, "bf16": 989e12},
             3350 * GB,
-            _TENSOR_CORES,
-            _ELEMENTWISE,
             _HOPPER,
-            False,
             "nvlink4",
             "NVIDIA H100 datasheet, SXM",
         ),
         Device(
             "h200",
             141 * 10**9,
-            2 * GIB,
-            {"fp32": 67e12, "bf16": 989e12, "fp16": 989e12},
+            {"fp32": 67e12, "bf16": 989e12},
             4800 * GB,
-            _TENSOR_CORES,
-            _ELEMENTWISE,
             _HOPPER,
-            False,
             "nvlink4",
             "NVIDIA H200 datasheet, SXM",
         ),
         Device(
             "b200",
             180 * 10**9,
-            2 * GIB,
-            {"fp32": 75e12, "bf16": 2250e12, "fp16": 2250e12},
+            {"fp32": 75e12, "bf16": 2250e12},
             7700 * GB,
-            _TENSOR_CORES,
-            _ELEMENTWISE,
             _HOPPER,
-            False,
             "nvlink5",
             "NVIDIA DGX B200 datasheet",
         ),
         Device(
             "cpu",
             16 * GIB,
-            0,
-            {"fp32": 60e9, "bf16": 60e9, "fp16": 60e9},
+            {"fp32": 60e9, "bf16": 60e9},
             8 * GB,
-            1.0,
-            1.0,
             (0.5, 1.0, 2.0),
-            True,
             "loopback",
             "one core, an order of magnitude; measure your own steps: python -m benchmarks",
+            taken_nbytes=0,
+            matmul_share=1.0,
+            bandwidth_share=1.0,
+            is_synchronous=True,
         ),
     )
 }

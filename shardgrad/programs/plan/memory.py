@@ -1,13 +1,14 @@
-"""Memory over one step: allocated bytes after each event, by owner."""
+"""Memory over one step: allocated bytes after each change, by owner."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardgrad.programs.plan.rehearsal import Rehearsal
 
-__all__ = ["MemoryCurve", "Moment", "memory_of"]
+__all__ = ["Memory", "memory_of"]
 
 # The owner of storages that do not outlive the step is named after the phase of their allocation.
 _PASSING = {
@@ -18,67 +19,43 @@ _PASSING = {
 
 
 @dataclass(frozen=True)
-class Moment:
-    """Allocated bytes at one point of the step.
-
-    Attributes:
-        event: number of events before it.
-        nbytes: number of bytes by owner.
-    """
-
-    event: int
-    nbytes: Mapping[str, int]
-
-    @property
-    def total(self) -> int:
-        """Number of bytes of all owners."""
-        return sum(self.nbytes.values())
-
-
-@dataclass(frozen=True)
-class MemoryCurve:
+class Memory:
     """Memory of rank 0 in a steady step.
 
     Attributes:
-        moments: one moment for each event that changed the memory, in order.
-        peak: moment of the largest total.
+        at_peak: number of bytes by owner, when they are most together.
+        at_end: number of bytes by owner, after the step.
         reserved_nbytes: memory that a caching allocator reserves: the sum of the peaks of the
             streams, since it does not reuse memory of one stream on another.
     """
 
-    moments: tuple[Moment, ...]
-    peak: Moment
+    at_peak: Mapping[str, int]
+    at_end: Mapping[str, int]
     reserved_nbytes: int
 
+    @property
+    def peak_nbytes(self) -> int:
+        """Number of bytes at the peak."""
+        return sum(self.at_peak.values())
 
-def memory_of(rehearsal: Rehearsal) -> MemoryCurve:
+
+def memory_of(rehearsal: Rehearsal) -> Memory:
     """Returns the memory over a rehearsed step."""
-    now = dict(rehearsal.resting)
-    start_nbytes_by_stream = dict(rehearsal.start_nbytes_by_stream)
-    peaks = dict(start_nbytes_by_stream)
-    moments = [Moment(0, dict(now))]
-    peak = moments[0]
+    now = defaultdict(int, rehearsal.resting)
+    by_stream = defaultdict(int, rehearsal.start_nbytes_by_stream)
+    peaks, at_peak = dict(by_stream), dict(now)
+    total = peak = sum(now.values())
     passing: dict[int, str] = {}
     for change in rehearsal.changes:
-        owner = rehearsal.owners.get(change.storage)
-        if owner is None:
-            if change.storage not in passing:
-                passing[change.storage] = _PASSING.get(change.phase, "other")
-            owner = passing[change.storage]
-            if change.nbytes < 0:
-                del passing[change.storage]
-        now[owner] = now.get(owner, 0) + change.nbytes
-        start_nbytes_by_stream[change.stream] = (
-            start_nbytes_by_stream.get(change.stream, 0) + change.nbytes
+        owner = rehearsal.owners.get(change.storage) or passing.setdefault(
+            change.storage, _PASSING.get(change.phase, "other")
         )
-        peaks[change.stream] = max(
-            peaks.get(change.stream, 0), start_nbytes_by_stream[change.stream]
-        )
-        moment = Moment(change.event, dict(now))
-        if moments[-1].event == change.event:
-            moments[-1] = moment
-        else:
-            moments.append(moment)
-        if moment.total > peak.total:
-            peak = moment
-    return MemoryCurve(tuple(moments), peak, sum(peaks.values()))
+        if change.nbytes < 0:
+            passing.pop(change.storage, None)
+        now[owner] += change.nbytes
+        by_stream[change.stream] += change.nbytes
+        peaks[change.stream] = max(peaks.get(change.stream, 0), by_stream[change.stream])
+        total += change.nbytes
+        if total > peak:
+            peak, at_peak = total, dict(now)
+    return Memory(at_peak, now, sum(peaks.values()))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from shardgrad.programs.plan.calibration import Calibration
 from shardgrad.programs.plan.cost import CostModel, compute_s, model_flops
@@ -17,6 +20,8 @@ from shardgrad.programs.plan.request import Request
 from shardgrad.programs.plan.timeline import play
 
 __all__ = ["Plan", "Traffic", "make_plan", "plan_of"]
+
+_TIMES = ("step_s", "compute_s", "exposed_s", "transfers_s", "host_s")  # of the likely timeline
 
 
 @dataclass(frozen=True)
@@ -148,72 +153,65 @@ def plan_of(
         calibration: measurements of the whole model.
     """
     first = rehearsals[0]
+    request = first.request.but(blocks=None)
 
-    def total(value: Callable[[Rehearsal], float]) -> float:
-        return line([(one.kept, value(one)) for one in rehearsals], first.blocks)
+    def of_model(values: Callable[[Rehearsal], Mapping[Any, Any]]) -> dict[Any, Any]:
+        found: dict[Any, Any] = line([(one.kept, values(one)) for one in rehearsals], first.blocks)
+        return found
 
-    def totals(value: Callable[[Rehearsal], Mapping[str, int]]) -> dict[str, int]:
-        found = [value(one) for one in rehearsals]
-        owners = dict.fromkeys(owner for sizes in found for owner in sizes)
-        depths = [one.kept for one in rehearsals]
+    plain = CostModel(machine, request.shards)
+    compute = of_model(
+        lambda one: {"flops": model_flops(one.events), "seconds": compute_s(one.events, plain)}
+    )
+    peak_flops = _peak_flops(request, machine)
+    scales = _scales(compute["flops"], compute["seconds"], peak_flops, machine, calibration)
+    costs = [dataclasses.replace(plain, compute_scale=scale) for scale in scales]
+
+    def steps(one: Rehearsal) -> dict[str, float]:
+        fast, likely, slow = (play(one.events, cost) for cost in costs)
         return {
-            owner: round(
-                line(
-                    [(d, each.get(owner, 0)) for d, each in zip(depths, found, strict=True)],
-                    first.blocks,
-                )
-            )
-            for owner in owners
+            "fast_s": fast.step_s,
+            "slow_s": slow.step_s,
+            **{name: getattr(likely, name) for name in _TIMES},
         }
 
-    plain = CostModel(machine, first.request.shards)
-    flops = total(lambda one: model_flops(one.events))
-    scales = _scales(
-        flops,
-        total(lambda one: compute_s(one.events, plain)),
-        _peak_flops(first.request, machine),
-        machine.device.slowdowns,
-        calibration,
+    memories = {one.kept: memory_of(one) for one in rehearsals}
+    sizes = of_model(
+        lambda one: {
+            "units": one.units,
+            "peak": memories[one.kept].peak_nbytes,
+            "reserved": memories[one.kept].reserved_nbytes,
+        }
     )
-    costs = [dataclasses.replace(plain, compute_scale=scale) for scale in scales]
-    likely = {one.kept: play(one.events, costs[1]) for one in rehearsals}
-    curves = {one.kept: memory_of(one) for one in rehearsals}
-    step_s = total(lambda one: likely[one.kept].step_s)
-    ends = step_s, step_s
-    if not calibration.is_measured:
-        fast, slow = (
-            total(lambda one, cost=cost: play(one.events, cost).step_s)  # type: ignore[misc]
-            for cost in (costs[0], costs[2])
-        )
-        ends = fast, slow
+    seconds = of_model(steps)
     return Plan(
-        request=first.request.but(blocks=None),
+        request=request,
         machine=machine,
         name=first.name,
         parameters=first.parameters,
-        units=round(total(lambda one: one.units)),
+        units=round(sizes["units"]),
         blocks=first.blocks,
-        resting=totals(lambda one: one.resting),
-        at_peak=totals(lambda one: curves[one.kept].peak.nbytes),
-        peak_nbytes=round(total(lambda one: curves[one.kept].peak.total)),
-        reserved_nbytes=round(total(lambda one: curves[one.kept].reserved_nbytes)),
-        traffic=_traffic(rehearsals, costs[1], total),
-        model_flops=flops,
-        step_s=step_s,
-        step_range_s=ends,
-        compute_s=total(lambda one: likely[one.kept].compute_s),
-        exposed_s=total(lambda one: likely[one.kept].exposed_s),
-        transfers_s=total(lambda one: likely[one.kept].transfers_s),
-        host_s=total(lambda one: likely[one.kept].host_s),
+        resting=_rounded(of_model(lambda one: one.resting)),
+        at_peak=_rounded(of_model(lambda one: memories[one.kept].at_peak)),
+        peak_nbytes=round(sizes["peak"]),
+        reserved_nbytes=round(sizes["reserved"]),
+        traffic=_traffic(of_model(partial(_moved, cost=costs[1]))),
+        model_flops=compute["flops"],
+        step_range_s=(seconds["fast_s"], seconds["slow_s"]),
         compute_scale=scales[1],
+        **{name: seconds[name] for name in _TIMES},
     )
+
+
+def _rounded(sizes: Mapping[str, float]) -> dict[str, int]:
+    return {owner: round(nbytes) for owner, nbytes in sizes.items()}
 
 
 def _scales(
     flops: float,
     seconds: float,
     peak_flops: float,
-    slowdowns: tuple[float, float, float],
+    machine: Machine,
     calibration: Calibration,
 ) -> tuple[float, float, float]:
     """Returns factors on the roofline: for the fastest, the likely and the slowest step."""
@@ -224,7 +222,7 @@ def _scales(
     elif calibration.compute_s is not None:
         scale = calibration.compute_s / seconds
     else:
-        return slowdowns
+        return machine.device.slowdowns
     return scale, scale, scale
 
 
@@ -233,26 +231,28 @@ def _peak_flops(request: Request, machine: Machine) -> float:
     return machine.device.flops["fp32" if request.precision == "fp32" else "bf16"]
 
 
-def _traffic(
-    rehearsals: Sequence[Rehearsal],
-    cost: CostModel,
-    total: Callable[[Callable[[Rehearsal], float]], float],
-) -> tuple[Traffic, ...]:
-    def kinds(one: Rehearsal) -> dict[tuple[str, str, str], list[Transfer]]:
-        found: dict[tuple[str, str, str], list[Transfer]] = {}
-        for event in one.events:
-            if isinstance(event, Transfer) and event.ranks > 1:
-                key = event.axis, event.kind, cost.links_of(event)
-                found.setdefault(key, []).append(event)
-        return found
+_Row = tuple[str, str, str]  # axis, kind, link
 
-    of = {one.kept: kinds(one) for one in rehearsals}
 
-    def row(key: tuple[str, str, str]) -> Traffic:
-        def sum_of(value: Callable[[Transfer], float]) -> float:
-            return total(lambda one: sum(map(value, of[one.kept].get(key, ()))))
+def _moved(one: Rehearsal, cost: CostModel) -> dict[tuple[_Row, str], float]:
+    """Returns what a rank moves in a step, by the row of the traffic and its column."""
+    found: dict[tuple[_Row, str], float] = defaultdict(int)
+    for event in one.events:
+        if isinstance(event, Transfer) and event.ranks > 1:
+            row = event.axis, event.kind, cost.links_of(event)
+            found[row, "count"] += 1
+            found[row, "sent_nbytes"] += event.sent_nbytes
+            found[row, "busy_s"] += cost.transfer_s(event)
+    return found
 
-        count, sent_nbytes = sum_of(lambda transfer: 1), sum_of(lambda each: each.sent_nbytes)
-        return Traffic(*key, round(count), round(sent_nbytes), sum_of(cost.transfer_s))
 
-    return tuple(map(row, sorted({key for found in of.values() for key in found})))
+def _traffic(moved: Mapping[tuple[_Row, str], float]) -> tuple[Traffic, ...]:
+    return tuple(
+        Traffic(
+            *row,
+            count=round(moved[row, "count"]),
+            sent_nbytes=round(moved[row, "sent_nbytes"]),
+            busy_s=moved[row, "busy_s"],
+        )
+        for row in sorted({row for row, _ in moved})
+    )

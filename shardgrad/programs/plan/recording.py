@@ -69,24 +69,20 @@ class Transfer:
 
     Attributes:
         stream: stream that it was launched on.
-        name: name such as "all-gather of layers.0".
         kind: "all-gather", "reduce-scatter", "all-reduce" or "exchange".
         axis: axis of the mesh: "shard", "replicate", "both" or "neighbours".
         ranks: number of ranks.
         nbytes: size of the unsharded message: the result of an all-gather, or the input of a
             reduction.
         sent_nbytes: number of bytes that this rank sends.
-        is_awaited: True if the host waits for it at once.
     """
 
     stream: str
-    name: str
     kind: str
     axis: str
     ranks: int
     nbytes: int
     sent_nbytes: int
-    is_awaited: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +137,6 @@ class Recorder:
         events: events of the step, in the host's order.
         changes: allocations and releases, in the host's order.
         live: allocated bytes of every existing storage.
-        label: name of the transfers that are launched now.
     """
 
     granularity: int = 1
@@ -151,7 +146,6 @@ class Recorder:
     events: list[Event] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
     live: dict[int, int] = field(default_factory=dict)
-    label: str = ""
     _alive: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = field(default_factory=dict)
     _stream_of: dict[int, str] = field(default_factory=dict)
     _marks: int = 0
@@ -172,15 +166,6 @@ class Recorder:
             yield
         finally:
             self.stream = former
-
-    @contextmanager
-    def labelled(self, label: str) -> Iterator[None]:
-        """Sets the name of the transfers inside the context."""
-        former, self.label = self.label, label
-        try:
-            yield
-        finally:
-            self.label = former
 
     def start_over(self) -> None:
         """Clears the events and changes; existing storages are kept."""

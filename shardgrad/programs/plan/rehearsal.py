@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -47,13 +47,12 @@ class Rehearsal:
         blocks: length of the longest run of the whole model's blocks that are alike.
         kept: how many of them were rehearsed.
         units: number of calls of `fully_shard`.
-        unit_nbytes: bytes of the largest parameter group when unsharded.
         events: events of the step, in the host's order.
         changes: allocations and releases in the step.
         resting: allocated bytes between steps, by owner.
         owners: owner of every storage that outlives the step.
-        start_nbytes: allocated bytes at the start of the step.
-        start_nbytes_by_stream: the same, by the stream of the allocation.
+        start_nbytes_by_stream: allocated bytes at the start of the step, by the stream of the
+            allocation.
     """
 
     request: Request
@@ -62,12 +61,10 @@ class Rehearsal:
     blocks: int
     kept: int
     units: int
-    unit_nbytes: int
     events: tuple[Event, ...]
     changes: tuple[Change, ...]
     resting: Mapping[str, int]
     owners: Mapping[int, str]
-    start_nbytes: int
     start_nbytes_by_stream: Mapping[str, int]
 
 
@@ -93,7 +90,8 @@ def rehearse(request: Request) -> Rehearsal:
 
 def _rehearse(request: Request) -> Rehearsal:
     plan_model = build_plan_model(request)
-    whole = sum(param.numel() for param in plan_model.module.parameters()), len(plan_model.alike())
+    parameters = sum(param.numel() for param in plan_model.module.parameters())
+    blocks = len(plan_model.alike())
     if request.blocks is not None:
         plan_model.keep_alike(request.blocks)
     recorder = Recorder(granularity=_HOST_BLOCK if request.on_host else _CUDA_BLOCK)
@@ -102,7 +100,17 @@ def _rehearse(request: Request) -> Rehearsal:
             recorder.axes[mesh.get_group(axis).group_name] = name
         try:
             with fake_tensors(recorder):
-                return _Rehearsing(request, plan_model, whole, mesh, recorder).result()
+                trainer = _Trainer(request, plan_model, mesh, recorder)
+                trainer.step()
+                for grads in trainer.context.grad_groups:
+                    if grads.shard is not None:
+                        # As in a graph; an eager step frees them before forward and needs less.
+                        grads.shard.fix()
+                recorder.start_over()
+                start_nbytes_by_stream = recorder.nbytes_by_stream()
+                owners = trainer.owners()  # of what the step may free
+                trainer.step()
+                owners |= trainer.owners()  # and of what it made
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise TrainingError(
                 f"{plan_model.name} decides by values which operations to run ({error.func}), and "
@@ -110,22 +118,31 @@ def _rehearse(request: Request) -> Rehearsal:
             ) from error
         except ShardgradError as error:
             raise UsageError(f"{plan_model.name} cannot be sharded like this: {error}") from error
+        resting: dict[str, int] = defaultdict(int)
+        for storage, nbytes in recorder.live.items():
+            resting[owners.get(storage, "other")] += nbytes
+        return Rehearsal(
+            request=request,
+            name=plan_model.name,
+            parameters=parameters,
+            blocks=blocks,
+            kept=len(plan_model.alike()),
+            units=len({group.name for group in groups_of(plan_model.module)}),
+            events=tuple(recorder.events),
+            changes=tuple(recorder.changes),
+            resting=resting,
+            owners=owners,
+            start_nbytes_by_stream=start_nbytes_by_stream,
+        )
 
 
-class _Rehearsing:
+class _Trainer:
     """A sharded model and an optimizer whose operations and collectives are recorded."""
 
     def __init__(
-        self,
-        request: Request,
-        plan_model: PlanModel,
-        whole: tuple[int, int],
-        mesh: DeviceMesh,
-        recorder: Recorder,
+        self, request: Request, plan_model: PlanModel, mesh: DeviceMesh, recorder: Recorder
     ) -> None:
         self._request, self._plan_model, self._recorder = request, plan_model, recorder
-        self._parameters, self._blocks = whole
-        self._kept = len(plan_model.alike())
         self._model: Any = plan_model.module  # an `FSDPModule` from the next line on
         shard_plan_model(plan_model, request, mesh)
         for group in groups_of(self._model):
@@ -137,7 +154,7 @@ class _Rehearsing:
         unit = unit_of(self._model)
         if unit is None:
             raise UsageError(f"{plan_model.name} has no parameters to shard.")
-        self._context = lazy_init(unit, self._runtime)
+        self.context = lazy_init(unit, self._runtime)
         params = [param for param in self._model.parameters() if param.requires_grad]
         self._optimizer: FlatOptimizer = (
             AdamW(params, lr=1e-3)
@@ -145,41 +162,7 @@ class _Rehearsing:
             else SGD(params, lr=1e-3, momentum=0.9)
         )
 
-    def result(self) -> Rehearsal:
-        """Runs both steps and returns the record of the second."""
-        self._step()
-        for grads in self._context.grad_groups:
-            if grads.shard is not None:
-                # As in a graph; an eager step frees them before forward and needs less.
-                grads.shard.fix()
-        recorder = self._recorder
-        recorder.start_over()
-        start, start_nbytes_by_stream = sum(recorder.live.values()), recorder.nbytes_by_stream()
-        owners = self._owners()  # of what the step may free, and in the end of what it made
-        self._step()
-        owners |= self._owners()
-        resting: dict[str, int] = {}
-        for storage, nbytes in recorder.live.items():
-            owner = owners.get(storage, "other")
-            resting[owner] = resting.get(owner, 0) + nbytes
-        groups = groups_of(self._model)
-        return Rehearsal(
-            request=self._request,
-            name=self._plan_model.name,
-            parameters=self._parameters,
-            blocks=self._blocks,
-            kept=self._kept,
-            units=len({group.name for group in groups}),
-            unit_nbytes=max(g.layout.unsharded_numel * g.gather_dtype.itemsize for g in groups),
-            events=tuple(recorder.events),
-            changes=tuple(recorder.changes),
-            resting=resting,
-            owners=owners,
-            start_nbytes=start,
-            start_nbytes_by_stream=start_nbytes_by_stream,
-        )
-
-    def _step(self) -> None:
+    def step(self) -> None:
         """Runs one step as a training loop does."""
         request, recorder = self._request, self._recorder
         for number in range(request.accumulate):
@@ -196,16 +179,13 @@ class _Rehearsing:
         self._optimizer.step()
         self._optimizer.zero_grad()
 
-    def _owners(self) -> dict[int, str]:
+    def owners(self) -> dict[int, str]:
         """Returns the owner of every storage that outlives a step."""
-        keepers: list[Iterable[tuple[str, torch.UntypedStorage]]] = [self._runtime.memory()]
-        for grads in self._context.grad_groups:
-            keepers += [grads.memory(), grads.group.memory()]
-        states = (tensor.untyped_storage() for _, tensor in self._optimizer.buffers())
-        keepers.append(("optimizer state", storage) for storage in states)
-        keepers.append(("buffers", buffer.untyped_storage()) for buffer in self._model.buffers())
-        numbered = (
-            (self._recorder.number_of(storage), owner)
-            for owner, storage in chain.from_iterable(keepers)
-        )
+        keepers = [*self._runtime.memory()]
+        for grads in self.context.grad_groups:
+            keepers += [*grads.memory(), *grads.group.memory()]
+        states = (tensor for _, tensor in self._optimizer.buffers())
+        keepers += [("optimizer state", tensor.untyped_storage()) for tensor in states]
+        keepers += [("buffers", buffer.untyped_storage()) for buffer in self._model.buffers()]
+        numbered = ((self._recorder.number_of(storage), owner) for owner, storage in keepers)
         return {number: owner for number, owner in numbered if number is not None}

@@ -28,7 +28,7 @@ PLAN_PRESETS: Mapping[str, TransformerConfig] = {
         rope_theta=500_000.0,
     ),
 }
-MOST_RANKS = 2**24
+MOST_RANKS = 2**20
 _DTYPES = ("fp32", "bf16")
 
 

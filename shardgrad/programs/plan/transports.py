@@ -1,65 +1,37 @@
-"""The engine's transports in a fake process group: collectives are recorded and transfer no
-data.
-"""
+"""The engine's transports in a fake process group, where nothing is sent."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shardgrad.engine.buffers import Chunks
 from shardgrad.engine.transports import (
     ExchangeTransport,
     LocalTransport,
-    MessageTag,
     PairTransport,
     StreamTransport,
     Transport,
     Work,
 )
-from shardgrad.programs.plan.recording import Recorder, Transfer, Waited
+from shardgrad.programs.plan.recording import Recorder
 
 __all__ = ["recording_transport"]
 
 
-class _FakeWork:
-    """The work of a fake collective, whose results are fake tensors.
+class _LaterWork:
+    """An exchange that the host waits for later than where it starts it, as is recorded."""
 
-    Args:
-        chunks: results, which the engine copies out or sums up.
-        recorder: recorder of the host's wait.
-        awaited: number of the event that the host waits for; None if streams wait.
-    """
-
-    def __init__(self, chunks: list[torch.Tensor], recorder: Recorder, awaited: int | None) -> None:
+    def __init__(self, chunks: Sequence[torch.Tensor], recorder: Recorder) -> None:
         self._chunks = chunks
-        self._recorder = recorder
-        self._awaited = awaited
+        self._events = recorder.events
+        self._wait = recorder.events.pop()
 
-    def wait(self) -> list[torch.Tensor]:
-        if self._awaited is not None:
-            self._recorder.events.append(Waited(self._awaited, None))
+    def wait(self) -> Sequence[torch.Tensor]:
+        self._events.append(self._wait)
         return self._chunks
-
-
-class _RecordingStreamTransport(StreamTransport):
-    """The accelerator's transport."""
-
-    def __init__(self, group: dist.ProcessGroup, recorder: Recorder) -> None:
-        super().__init__(group)
-        self._recorder = recorder
-
-    def all_gather(self, chunk: torch.Tensor, staging: Chunks, tag: MessageTag) -> Work:
-        with self._recorder.labelled(tag.what):
-            return super().all_gather(chunk, staging, tag)
-
-    def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
-        with self._recorder.labelled(tag.what):
-            return super().reduce_scatter(send, receive, tag)
-
-    def all_reduce(self, chunk: torch.Tensor, *, what: str) -> Work:
-        with self._recorder.labelled(what):
-            return super().all_reduce(chunk, what=what)
 
 
 class _RecordingExchange(ExchangeTransport):
@@ -69,28 +41,19 @@ class _RecordingExchange(ExchangeTransport):
         super().__init__(group)
         self._recorder = recorder
 
-    def all_gather(self, chunk: torch.Tensor, staging: Chunks, tag: MessageTag) -> Work:
-        with self._recorder.labelled(tag.what):
-            super().all_gather(chunk, staging, tag)
-        return self._fake_work([staging.whole])
-
-    def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
-        with self._recorder.labelled(tag.what):
-            super().reduce_scatter(send, receive, tag)
-        is_pair = self.receive_chunks < self.size
-        return self._fake_work(
-            [send.part(self.rank), receive.whole] if is_pair else [receive.whole]
-        )
+    def _start(
+        self,
+        call: Callable[[], dist.Work],
+        sent: torch.Tensor,
+        chunks: Sequence[torch.Tensor],
+        *rest: Any,
+    ) -> Work:
+        super()._start(call, sent, chunks, *rest)
+        return _LaterWork(chunks, self._recorder)
 
     def all_reduce(self, chunk: torch.Tensor, *, what: str) -> Work:
-        with self._recorder.labelled(what):
-            super().all_reduce(chunk, what=what)
-        return self._fake_work([chunk])
-
-    def _fake_work(self, chunks: list[torch.Tensor]) -> Work:
-        last = len(self._recorder.events) - 1
-        is_under_way = isinstance(self._recorder.events[last], Transfer)
-        return _FakeWork(chunks, self._recorder, last if is_under_way else None)
+        super().all_reduce(chunk, what=what)
+        return _LaterWork([chunk], self._recorder)
 
 
 class _RecordingPair(_RecordingExchange, PairTransport):
@@ -108,4 +71,4 @@ def recording_transport(
     if on_host:
         kind = _RecordingPair if group.size() == 2 else _RecordingExchange
         return kind(group, recorder)
-    return _RecordingStreamTransport(group, recorder)
+    return StreamTransport(group)

@@ -12,6 +12,7 @@ has changed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
@@ -32,11 +33,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from shardgrad.programs.plan.recording import Kernel, Recorder, Transfer, Waited
-from shardgrad.programs.train.failure import TrainingError, UsageError
+from shardgrad.programs.train.failure import TrainingError
 
 __all__ = ["fake_tensors", "fake_world"]
-
-_MOST_RANKS = 2**20
 
 _aten, _prim = torch.ops.aten, torch.ops.prim
 # These allocate memory without launching a kernel.
@@ -62,12 +61,7 @@ _KINDS = {
     "allreduce_": "all-reduce",
     "alltoall_base_": "exchange",
 }
-_SHORT = {
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float64: "fp32",
-}
+_HALVES = {torch.bfloat16, torch.float16}
 
 
 @contextmanager
@@ -82,18 +76,11 @@ def fake_world(shape: tuple[int, ...]) -> Iterator[DeviceMesh]:
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    ranks = 1
-    for size in shape:
-        ranks *= size
-    if ranks > _MOST_RANKS:
-        raise UsageError(
-            f"A world of {ranks} ranks is more than this program plans for: {_MOST_RANKS}."
-        )
     if dist.is_initialized():
         raise TrainingError(
             "A plan needs a separate process: this one has joined a process group already."
         )
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=math.prod(shape))
     try:
         names = ("shard",) if len(shape) == 1 else ("replicate", "shard")
         yield init_device_mesh("cpu", shape, mesh_dim_names=names)
@@ -206,7 +193,7 @@ class _Observer(TorchDispatchMode):
             func.namespace == "shardgrad" or recorder.stream != "compute",
             flops,
             palm_flops,
-            _SHORT.get(inputs[0].dtype, "fp32") if inputs else "fp32",
+            "bf16" if inputs and inputs[0].dtype in _HALVES else "fp32",
             nbytes,
         )
 
@@ -230,13 +217,10 @@ class _Observer(TorchDispatchMode):
         ):  # two ranks exchange only what the other one needs
             sent = nbytes
         axis = recorder.axes.get(group.group_name, "neighbours")
-        is_awaited = not recorder.label
-        label = recorder.label or f"{kind} of {nbytes} bytes"
-        recorder.events.append(
-            Transfer(recorder.stream, label, kind, axis, ranks, nbytes, sent, is_awaited)
-        )
-        if is_awaited:
-            recorder.events.append(Waited(len(recorder.events) - 1, None))
+        recorder.events += [
+            Transfer(recorder.stream, kind, axis, ranks, nbytes, sent),
+            Waited(len(recorder.events), None),
+        ]
 
 
 def _is_group(arg: Any) -> bool:
