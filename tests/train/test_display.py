@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from shardgrad.programs.checkpoint.manifest import _SummingStream
-from shardgrad.programs.train.display import Display
+from shardgrad.programs.train.display import Display, RunConsole
 from shardgrad.programs.train.record import StepMetrics
 
 METRICS = StepMetrics(
@@ -47,5 +48,10 @@ def test_a_full_disk_is_named_with_what_could_not_be_written() -> None:
         display.note("a line")
     with suppress(OSError):
         full.close()
+    reader, writer = os.pipe()
+    os.close(reader)
+    unread = os.fdopen(writer, "w")
+    with pytest.raises(OSError, match="Broken pipe: 'standard output'"):
+        Display(10, "", console=RunConsole(file=unread)).note("a line")
     with _SummingStream("/dev/full", "wb") as stream, pytest.raises(OSError, match="'/dev/full'"):
         stream.write(b"x")

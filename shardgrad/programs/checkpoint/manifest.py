@@ -70,7 +70,7 @@ class _SummingStream(io.FileIO):
             while written < len(view):
                 written += super().write(view[written:])
         except OSError as error:
-            error.filename = self.name  # which the system leaves out
+            error.filename = os.fspath(self.name)  # which the system leaves out
             self.failure = error
             raise
         return written

@@ -40,6 +40,8 @@ def reported(program: str, *, debug: bool = False) -> Iterator[None]:
     except Exception as error:
         if debug:
             traceback.print_exc()
+        if not _flushed() and isinstance(error, OSError):
+            error.filename = "standard output"  # which the system leaves out
         _exit(f"{program}: {_sentence(error)}", _status(error))
 
 
@@ -63,13 +65,19 @@ def _status(error: Exception) -> int:
     return 2 if isinstance(error, PartnerUnavailableError | OptionError) else 1
 
 
+def _flushed() -> bool:
+    """Writes what is left for standard output, or drops it: it would be tried, and reported, again
+    at the end.
+    """
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return False
+    return True
+
+
 def _exit(message: str, status: int) -> NoReturn:
     for line in message.split("\n"):  # a ShardgradError has several lines
         click.echo(escaped(line), err=True)
-    try:
-        sys.stdout.flush()
-    except (
-        OSError
-    ):  # what could not be written would be tried again, and reported again, at the end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(status)

@@ -4,6 +4,8 @@ rank 0.
 
 from __future__ import annotations
 
+import errno
+import os
 from contextlib import nullcontext, suppress
 from types import TracebackType
 from typing import Self
@@ -13,6 +15,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from shardgrad.programs.text import escaped
 from shardgrad.programs.train.record import StepMetrics
+
+
+class RunConsole(Console):
+    """A console that raises where nothing reads it any more; rich would exit in silence."""
+
+    def on_broken_pipe(self) -> None:
+        """Called by rich.
+
+        Raises:
+            BrokenPipeError: each time.
+        """
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
 class Display:
@@ -29,7 +43,7 @@ class Display:
         self, steps: int, title: str, *, leads: bool = True, console: Console | None = None
     ) -> None:
         self._steps = steps
-        self._console = console or Console(quiet=not leads)
+        self._console = console or RunConsole(quiet=not leads)
         self._bar = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(),

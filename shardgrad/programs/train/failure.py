@@ -63,7 +63,9 @@ def explain(error: BaseException) -> TrainingError:
             f"The disk is full or a quota is used up ({_first_line(reason)}): free some space."
         )
     if isinstance(error, OSError):
-        return TrainingError(f"The operating system refused: {_first_line(error)}.")
+        return TrainingError(
+            f"The operating system refused ({_first_line(error)}): remove the cause."
+        )
     if isinstance(error, DesyncError):
         return PeerLost(f"The ranks are not in step: {_first_line(error)}.")
     text = str(error).lower()
