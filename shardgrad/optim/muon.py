@@ -23,7 +23,7 @@ from shardgrad.engine.transports import reaches
 from shardgrad.errors import CaptureError, OptimizerParameterError, OptionError, unsupported
 from shardgrad.optim.flat import FlatOptimizer, Update
 from shardgrad.optim.hyper import Hyper, at_least_zero
-from shardgrad.optim.muon_bucket import Bucket, BucketPlan, Member, Staging
+from shardgrad.optim.muon_bucket import Bucket, Member, Staging
 from shardgrad.optim.newton_schulz import COEFFICIENTS
 from shardgrad.optim.ownership import buckets
 from shardgrad.optim.precision import Master, Precision
@@ -210,19 +210,19 @@ class Muon(FlatOptimizer):
                 fix="take a step as warm-up; a graph keeps the addresses that it finds",
             )
         members = [Member(update) for update in updates]
-        plans: list[BucketPlan] = []
+        found: list[Bucket] = []
         for _, same in groupby(
             members, key=lambda m: (id(m.options), id(m.process_group), m.segment.device)
         ):
             together = list(same)
             ranges = buckets([member.shapes for member in together], together[0].world_size)
-            plans += [
-                BucketPlan([together[i] for i in indices], self._ns_dtype) for indices in ranges
-            ]
-        grew = self._staging.reserve([need for plan in plans for need in plan.needs()])
+            found += [Bucket([together[i] for i in indices], self._ns_dtype) for indices in ranges]
+        grew = self._staging.reserve(need for bucket in found for need in bucket.needs())
         self._drop_plans(updates, everything=grew or len(self._plans) >= _MOST_PLANS)
-        self._plans[key] = [Bucket(plan, self._staging) for plan in plans]
-        return self._plans[key]
+        for bucket in found:
+            bucket.place(self._staging)
+        self._plans[key] = found
+        return found
 
     def _drop_plans(self, updates: Sequence[Update], *, everything: bool) -> None:
         """Drops plans whose gradients have moved, or all of them; they keep memory alive."""

@@ -11,8 +11,7 @@ other optimizers' parameters; they are copied into buffers of the same form.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -27,7 +26,7 @@ from shardgrad.optim.newton_schulz import newton_schulz
 from shardgrad.optim.ownership import Exchange
 from shardgrad.optim.segment import Launch
 
-__all__ = ["EPS", "LR", "MOMENTUM", "WEIGHT_DECAY", "Bucket", "BucketPlan", "Member", "Staging"]
+__all__ = ["EPS", "LR", "MOMENTUM", "WEIGHT_DECAY", "Bucket", "Member", "Staging"]
 
 # Indices into the group's device mirror, in the order of `Muon.hypers`.
 LR, MOMENTUM, WEIGHT_DECAY, EPS = range(4)
@@ -42,13 +41,11 @@ class Staging:
     def __init__(self) -> None:
         self._buffers: dict[_BufferKey, torch.Tensor] = {}
 
-    def reserve(self, needs: Sequence[tuple[_BufferKey, int]]) -> bool:
+    def reserve(self, needs: Iterable[tuple[_BufferKey, int]]) -> bool:
         """Allocates what is missing; returns True if a buffer was replaced by a larger one."""
-        most: dict[_BufferKey, int] = {}
-        for key, numel in needs:
-            most[key] = max(numel, most.get(key, 0))
         grew = False
-        for key, numel in most.items():
+        # The largest need of a buffer comes first, so that it is allocated once.
+        for key, numel in sorted(needs, key=lambda need: -need[1]):
             old = self._buffers.get(key)
             if old is None or old.numel() < numel:
                 _, dtype, device = key
@@ -59,25 +56,6 @@ class Staging:
     def take(self, key: _BufferKey, numel: int) -> torch.Tensor:
         """Returns the first `numel` elements of a reserved buffer."""
         return self._buffers[key].narrow(0, 0, numel)
-
-
-@dataclass(frozen=True)
-class _MemberBuffers:
-    """The staging of one segment, and its part of the bucket's send buffer.
-
-    Attributes:
-        held: indices of the parameters of which this rank has elements.
-        send: views of the send buffer, one for each of `held`.
-        direction, weight: in blocks.
-        directions, weights: views of them, one for each of `held`.
-    """
-
-    held: list[int]
-    send: list[torch.Tensor]
-    direction: torch.Tensor
-    directions: list[torch.Tensor]
-    weight: torch.Tensor
-    weights: list[torch.Tensor]
 
 
 class Member:
@@ -149,25 +127,22 @@ class Member:
     def _key(self, what: str) -> _BufferKey:
         return what, self.compute, self.segment.device
 
-    def buffers(self, staging: Staging, send: Sequence[torch.Tensor]) -> _MemberBuffers:
-        """Returns the segment's buffers.
+    def place(self, staging: Staging, send: Sequence[torch.Tensor]) -> None:
+        """Takes the segment's buffers.
 
         Args:
             staging: reserved for at least `needs`.
-            send: views of the send buffer, one for each of `shapes`.
+            send: views of the bucket's send buffer, one for each of `shapes`.
         """
         # Pieces of the last ranks may be empty, and foreach refuses lists of empty tensors.
-        held = [i for i in self._trained if self._numels[i]]
-        direction, directions = self._blocks_and_pieces(staging, "direction", held)
-        weight, weights = self._blocks_and_pieces(staging, "weight", held)
-        nonempty = [piece for piece in send if piece.numel()]
-        return _MemberBuffers(held, nonempty, direction, directions, weight, weights)
+        self._held = [i for i in self._trained if self._numels[i]]
+        self._send = [piece for piece in send if piece.numel()]
+        self._direction, self._weight = (staging.take(*need) for need in self.needs())
+        self._directions, self._weights = self._pieces(self._direction), self._pieces(self._weight)
 
-    def _blocks_and_pieces(
-        self, staging: Staging, what: str, held: Sequence[int]
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        flat = staging.take(self._key(what), self.segment.numel)
-        return self._blocks(flat), [flat.narrow(0, self._offsets[i], self._numels[i]) for i in held]
+    def _pieces(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Returns the pieces of the parameters of which this rank has elements."""
+        return [flat.narrow(0, self._offsets[i], self._numels[i]) for i in self._held]
 
     def _blocks(self, flat: torch.Tensor) -> torch.Tensor:
         return flat.view(-1, self._block)
@@ -175,16 +150,13 @@ class Member:
     def _per_block(self, per_param: torch.Tensor) -> torch.Tensor:
         return per_param.index_select(0, self._param_of_block).unsqueeze(1)
 
-    def _views(
-        self, launch: Launch, held: Sequence[int]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Returns this rank's pieces of the parameters and of their gradients, in memory order."""
+    def _params(self, launch: Launch) -> list[torch.Tensor]:
+        """Returns this rank's pieces of the parameters, in memory order."""
         if self._shard is None:
-            # Not cached: the gradient is the program's, and may be gone after `zero_grad`.
-            return [launch.param][: len(held)], [launch.grad][: len(held)]
+            return [launch.param][: len(self._held)]
         if self._cached_params is None or self._cached_params[0] is not launch.param:
             params = []
-            for i in held:
+            for i in self._held:
                 managed = managed_by(self.segment.params[i])
                 if managed is None:
                     raise RuntimeError(f"{self.segment.names[i]} is no longer part of its unit")
@@ -192,27 +164,34 @@ class Member:
                 piece = group.layout.pieces[group.params.index(managed)]
                 params.append(launch.param.narrow(0, piece.shard_offset, self._numels[i]))
             self._cached_params = launch.param, params
-        # Not cached: they would keep memory that is freed between steps.
-        begins = [self._shard.piece(self._places[i]).shard_offset for i in held]
-        grads = [
-            launch.grad.narrow(0, at, self._numels[i]) for i, at in zip(held, begins, strict=True)
+        return self._cached_params[1]
+
+    def _grads(self, launch: Launch) -> list[torch.Tensor]:
+        """Returns their gradients; made anew, as views would keep memory that is freed between
+        steps.
+        """
+        if self._shard is None:
+            return [launch.grad][: len(self._held)]
+        begins = [self._shard.piece(self._places[i]).shard_offset for i in self._held]
+        return [
+            launch.grad.narrow(0, begin, self._numels[i])
+            for i, begin in zip(self._held, begins, strict=True)
         ]
-        return self._cached_params[1], grads
 
     # -- arithmetic
 
-    def step_momentum(self, update: Update, buffers: _MemberBuffers) -> torch.Tensor:
+    def step_momentum(self, update: Update) -> torch.Tensor:
         """Advances the momentum, and writes the direction into the send buffer.
 
         Returns:
             Which blocks change in this step: bool, one row for each block.
         """
-        _, grads = self._views(update.launch, buffers.held)
         live = self._live(update)
         self.segment.steps.add_(live)
         live_blocks = self._per_block(live)
-        direction, buffer = buffers.direction, self._blocks(self.segment.state["momentum_buffer"])
-        _copy(buffers.directions, grads)
+        direction = self._blocks(self._direction)
+        buffer = self._blocks(self.segment.state["momentum_buffer"])
+        _copy(self._directions, self._grads(update.launch))
         if update.scale is not None:
             direction.mul_(update.scale.to(self.compute))
         momentum = update.hyper[MOMENTUM]
@@ -223,31 +202,30 @@ class Member:
             direction.lerp_(buffer.to(self.compute), momentum.to(self.compute))
         else:
             direction.copy_(buffer)
-        _copy(buffers.send, buffers.directions)
+        _copy(self._send, self._directions)
         return live_blocks
 
-    def step_weights(
-        self, update: Update, buffers: _MemberBuffers, live_blocks: torch.Tensor
-    ) -> None:
+    def step_weights(self, update: Update, live_blocks: torch.Tensor) -> None:
         """Applies weight decay and the orthogonalised direction, which has come back in the send
         buffer.
         """
         hyper, state = update.hyper, self.segment.state
-        params, _ = self._views(update.launch, buffers.held)
-        _copy(buffers.directions, buffers.send)
-        _copy(buffers.weights, params)
+        params = self._params(update.launch)
+        _copy(self._directions, self._send)
+        _copy(self._weights, params)
         decay = (1 - hyper[LR] * hyper[WEIGHT_DECAY]).to(self.compute)
         rate = self._per_block(hyper[LR] * self._ratios).to(self.compute)
-        weight = exact = buffers.weight
+        weight = exact = self._blocks(self._weight)
         if "master" in state:
             # The last write of the weight counts, as in [Note: Exact weights] of ops/weights.py.
             master = self._blocks(state["master"])
             exact = torch.where(master.to(self.segment.dtype) == weight, master, weight)
-        moved = (exact * decay).addcmul_(buffers.direction, rate, value=-1)
+        direction = self._blocks(self._direction)
+        moved = (exact * decay).addcmul_(direction, rate, value=-1)
         if "master" in state:
             torch.where(live_blocks, moved, master, out=master)
         torch.where(live_blocks, moved, weight, out=weight)
-        _copy(params, buffers.weights)
+        _copy(params, self._weights)
 
     def _live(self, update: Update) -> torch.Tensor:
         """Returns which parameters change: bool, one for each of the segment's."""
@@ -256,8 +234,8 @@ class Member:
         return live if update.skip is None else live & ~(update.skip > 0)
 
 
-class BucketPlan:
-    """Segments whose matrices are exchanged together, and what the exchange needs.
+class Bucket:
+    """Segments whose matrices are exchanged together; it runs once `place` has given it buffers.
 
     Args:
         members: of one entry of `param_groups`, in one shard group.
@@ -267,49 +245,29 @@ class BucketPlan:
     def __init__(self, members: Sequence[Member], dtype: torch.dtype) -> None:
         self.members = members
         first = members[0]
-        self._device = first.segment.device
-        self._dtype = dtype
+        self._process_group = first.process_group
         shapes = [shape for member in members for shape in member.shapes]
-        self.exchange = Exchange.of(shapes, first.world_size, first.rank)
+        exchange = self._exchange = Exchange.of(shapes, first.world_size, first.rank)
+        device = first.segment.device
+        self._needs: list[tuple[_BufferKey, int]] = [
+            (("send", dtype, device), sum(exchange.sent)),
+            (("receive", dtype, device), sum(exchange.received)),
+            (("matrices", dtype, device), exchange.matrices_numel),
+        ]
 
     def needs(self) -> list[tuple[_BufferKey, int]]:
-        """Returns the staging that a `Bucket` takes."""
-        exchange = self.exchange
-        sizes = {
-            "send": sum(exchange.sent),
-            "receive": sum(exchange.received),
-            "matrices": exchange.matrices_numel,
-        }
-        of_members = [need for member in self.members for need in member.needs()]
-        return [*((self.key(what), numel) for what, numel in sizes.items()), *of_members]
+        """Returns the staging that it takes, which all buckets share."""
+        return [*self._needs, *(need for member in self.members for need in member.needs())]
 
-    def key(self, what: str) -> _BufferKey:
-        """Returns the key of one of the bucket's staging buffers."""
-        return what, self._dtype, self._device
-
-
-class Bucket:
-    """A bucket with its staging.
-
-    Args:
-        plan: of the bucket.
-        staging: reserved for at least `plan.needs()`.
-    """
-
-    def __init__(self, plan: BucketPlan, staging: Staging) -> None:
-        self.members = plan.members
-        self._exchange = exchange = plan.exchange
-        self._process_group = plan.members[0].process_group
-        self._send_buffer = staging.take(plan.key("send"), sum(exchange.sent))
-        self._receive_buffer = staging.take(plan.key("receive"), sum(exchange.received))
-        matrices = staging.take(plan.key("matrices"), exchange.matrices_numel)
-        send = [
-            self._send_buffer.narrow(0, part.offset, part.numel) for part in exchange.send_slices
-        ]
-        self._buffers: list[_MemberBuffers] = []
+    def place(self, staging: Staging) -> None:
+        """Takes its buffers out of `staging`, which is reserved for at least `needs`."""
+        exchange = self._exchange
+        self._send_buffer, self._receive_buffer, matrices = (
+            staging.take(*need) for need in self._needs
+        )
+        send = iter([self._send_buffer.narrow(0, *part) for part in exchange.send_slices])
         for member in self.members:
-            self._buffers.append(member.buffers(staging, send[: len(member.shapes)]))
-            del send[: len(member.shapes)]
+            member.place(staging, [next(send) for _ in member.shapes])
         pieces = exchange.received_pieces
         self._received = [self._receive_buffer.narrow(0, p.receive_offset, p.numel) for p in pieces]
         self._rows = [matrices.narrow(0, p.matrix_offset, p.numel) for p in pieces]
@@ -328,18 +286,14 @@ class Bucket:
             CollectiveError: an exchange failed; the momentum has changed, the parameters of this
                 bucket have not.
         """
-        live_blocks = [
-            member.step_momentum(update, buffers)
-            for member, update, buffers in zip(self.members, updates, self._buffers, strict=True)
-        ]
+        of_members = list(zip(self.members, updates, strict=True))
+        live_blocks = [member.step_momentum(update) for member, update in of_members]
         exchange = self._exchange
         self._all_to_all(self._receive_buffer, self._send_buffer, exchange.received, exchange.sent)
         self._orthogonalise(updates[0])
         self._all_to_all(self._send_buffer, self._receive_buffer, exchange.sent, exchange.received)
-        for member, update, buffers, live in zip(
-            self.members, updates, self._buffers, live_blocks, strict=True
-        ):
-            member.step_weights(update, buffers, live)
+        for (member, update), live in zip(of_members, live_blocks, strict=True):
+            member.step_weights(update, live)
 
     def _orthogonalise(self, update: Update) -> None:
         _copy(self._rows, self._received)

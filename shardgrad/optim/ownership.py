@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from shardgrad.sharding.layout import Piece, ShardLayout
 
@@ -91,28 +92,22 @@ def buckets(segments: Sequence[Sequence[Sequence[int]]], world_size: int) -> lis
     return cut
 
 
-@dataclass(frozen=True)
-class BufferSlice:
+class BufferSlice(NamedTuple):
     """Consecutive elements of a buffer."""
 
     offset: int
     numel: int
 
 
-@dataclass(frozen=True)
-class ReceivedPiece:
+class ReceivedPiece(NamedTuple):
     """A piece that the owner of its matrix receives.
 
     Attributes:
-        matrix: index of the matrix.
-        source: rank that sends it.
         receive_offset: of its first element in the receive buffer.
         matrix_offset: of its first element among the unsharded matrices.
         numel: elements, at least 1.
     """
 
-    matrix: int
-    source: int
     receive_offset: int
     matrix_offset: int
     numel: int
@@ -188,9 +183,7 @@ class Exchange:
                 if part.numel:
                     begin = pieces[matrix].rows(source)[0] * pieces[matrix].shape[1]
                     offset = sum(received_numels) + part.offset
-                    received.append(
-                        ReceivedPiece(matrix, source, offset, places[matrix] + begin, part.numel)
-                    )
+                    received.append(ReceivedPiece(offset, places[matrix] + begin, part.numel))
             received_numels.append(numel)
         return cls(
             tuple(chosen),
