@@ -92,7 +92,7 @@ class Case:
         name: op and dtypes.
         nbytes: read and written, the same for every call.
         calls: `copy`, `reference`, and `compiled` if there is a library; `torch` where torch has
-            the same.
+            the same, once more with the learning rate on the device if that may be there.
     """
 
     name: str
@@ -181,8 +181,14 @@ def _adam(name: str, sizes: Sequence[int], dtype: torch.dtype, master: torch.dty
     nbytes = 2 * written + gradient.nbytes
     if master is not None:  # torch has no kernel for it
         return _case(name, "adam_", args, nbytes)
-    theirs = _fused(torch.optim.AdamW, flat, gradient, sizes)
-    return _case(name, "adam_", args, nbytes, torch=theirs)
+    theirs = {
+        "torch": _fused(torch.optim.AdamW, flat, gradient, sizes),
+        # As in a graph that follows a schedule; ours always reads it there.
+        "torch, lr on the device": _fused(
+            torch.optim.AdamW, flat, gradient, sizes, lr=torch.tensor(1e-3)
+        ),
+    }
+    return _case(name, "adam_", args, nbytes, **theirs)
 
 
 def _sgd(name: str, sizes: Sequence[int]) -> Case:
@@ -208,9 +214,11 @@ def _fused(
     flat: Tensor,
     gradient: Tensor,
     sizes: Sequence[int],
+    *,
+    lr: float | Tensor = 1e-3,
     **options: float,
 ) -> Call:
     params = [torch.nn.Parameter(part.clone()) for part in flat.split(list(sizes))]
     for param, part in zip(params, gradient.split(list(sizes)), strict=True):
         param.grad = part
-    return cls(params, lr=1e-3, weight_decay=0.01, fused=True, **options).step
+    return cls(params, lr=lr, weight_decay=0.01, fused=True, **options).step

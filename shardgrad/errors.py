@@ -125,7 +125,7 @@ class PlacementError(ShardgradError, ValueError, AssertionError):
 
 
 class DeviceError(ShardgradError, ValueError):
-    """Parameters of one call are on several devices, or on one that the mesh does not have."""
+    """Parameters of one call are on several devices, or on one that mesh or kernels lack."""
 
 
 class ParameterClaimedError(ShardgradError, ValueError):

@@ -43,7 +43,7 @@ from shardgrad.features.param_dtypes import (
     without_override,
 )
 from shardgrad.module import swap_class
-from shardgrad.ops.library import warn_of_references
+from shardgrad.ops.library import check_kernels
 from shardgrad.policies import GradientPolicy, SleepPolicy
 from shardgrad.sharding.byte_params import is_float8, travels_as_bytes
 from shardgrad.sharding.dtensor import require_own_shards, require_shards
@@ -131,7 +131,7 @@ def fully_shard(
         if dp_mesh_dims is not None:
             raise unsupported('zero_stage="hfsdp" with dp_mesh_dims', instead="zero_stage=3")
         data_mesh = data_mesh.over_both_axes()
-    warn_of_references(data_mesh.device.type)
+    check_kernels(data_mesh.device.type)
     memory = ShardMemory.of(data_mesh.device, offload_policy)
     collected = collect(modules, ignored, data_mesh)
     names = {param: name for param, (name, _) in collected.params.items()}

@@ -17,18 +17,21 @@ from typing import Any, Literal
 
 import torch
 
+from shardgrad.errors import DeviceError
+
 __all__ = [
     "backend",
     "build_command",
+    "check_kernels",
     "declare",
     "has_kernels",
     "load_compiled",
-    "warn_of_references",
 ]
 
 # The registrations live as long as this object.
 _LIBRARY = torch.library.Library("shardgrad", "DEF")
 _PATH = Path(__file__).parents[1] / "_C.so"
+_OLDEST_CAPABILITY = (8, 0)  # of setup.py's architectures; another build may have more
 _is_compiled = False
 
 
@@ -66,12 +69,17 @@ def has_kernels(device_type: str) -> bool:
 
 
 @cache
-def warn_of_references(device_type: str) -> None:
+def check_kernels(device_type: str) -> None:
     """Warns, once, if a GPU would be made to wait by references.
 
     On the CPU `load_compiled` has warned; for other devices there are no kernels to be had.
+
+    Raises:
+        DeviceError: the GPU is older than those that the kernels were built for.
     """
-    if device_type == "cuda" and torch.cuda.is_available() and not has_kernels(device_type):
+    if device_type != "cuda" or not torch.cuda.is_available():
+        return
+    if not has_kernels(device_type):
         warnings.warn(
             "shardgrad: its kernels for CUDA were not built; the slower Python reference ops are "
             "used. Some wait for the device, so no step with them can be captured. To build the "
@@ -79,6 +87,25 @@ def warn_of_references(device_type: str) -> None:
             RuntimeWarning,
             stacklevel=3,
         )
+        return
+    major, minor = torch.cuda.get_device_capability()
+    if (major, minor) < _OLDEST_CAPABILITY and not _is_launched():
+        raise DeviceError(
+            f"shardgrad's kernels were not built for {torch.cuda.get_device_name()}",
+            expected="a GPU of compute capability 8.0 or newer",
+            got=f"{major}.{minor}",
+            fix=f"build them with nvcc: TORCH_CUDA_ARCH_LIST={major}.{minor} {build_command()}",
+        )
+
+
+def _is_launched() -> bool:
+    """Returns whether the current device has code of a kernel."""
+    one = torch.ones(1, device="cuda")
+    try:
+        torch.ops.shardgrad.sum_chunks([one], one, 1.0, False)
+    except RuntimeError:
+        return False
+    return True
 
 
 def load_compiled() -> None:

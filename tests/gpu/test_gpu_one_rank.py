@@ -120,11 +120,11 @@ def test_only_a_gpu_without_kernels_is_warned_of(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(library, "has_kernels", lambda device_type: False)
-    library.warn_of_references.cache_clear()
+    library.check_kernels.cache_clear()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         fully_shard(build(device), mesh=init_device_mesh(device.type, (1,)))
-    library.warn_of_references.cache_clear()
+    library.check_kernels.cache_clear()
     about = [each for each in told if "kernels for CUDA were not built" in str(each.message)]
     assert len(about) == (device.type == "cuda")
     assert all(each.filename == __file__ for each in about)

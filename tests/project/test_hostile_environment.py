@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 
 import shardgrad
+from shardgrad.errors import DeviceError
 from shardgrad.ops import library
 from shardgrad.programs.train.display import Display
 from shardgrad.programs.train.record import StepMetrics
@@ -40,14 +41,32 @@ def test_a_gpu_without_kernels_is_told_once_with_what_to_type(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(library, "has_kernels", lambda device_type: False)
-    library.warn_of_references.cache_clear()
+    library.check_kernels.cache_clear()
     with pytest.warns(RuntimeWarning, match=r"kernels for CUDA were not built.* type: pip install"):
-        library.warn_of_references("cuda")
+        library.check_kernels("cuda")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for device_type in ("cpu", "cuda"):
-            library.warn_of_references(device_type)
-    library.warn_of_references.cache_clear()
+            library.check_kernels(device_type)
+    library.check_kernels.cache_clear()
+
+
+def test_a_gpu_that_is_older_than_the_kernels_is_refused_before_one_is_launched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in (("is_available", True), ("get_device_name", "Tesla T4")):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    monkeypatch.setattr(library, "has_kernels", lambda device_type: True)
+    for built in (True, False):
+        library.check_kernels.cache_clear()
+        monkeypatch.setattr(library, "_is_launched", lambda built=built: built)
+        if built:  # with TORCH_CUDA_ARCH_LIST
+            library.check_kernels("cuda")
+    with pytest.raises(DeviceError, match="not built for Tesla T4") as caught:
+        library.check_kernels("cuda")
+    assert "TORCH_CUDA_ARCH_LIST=7.5 pip install" in str(caught.value)
+    library.check_kernels.cache_clear()
 
 
 def test_kernels_are_found_where_the_library_has_brought_them() -> None:
