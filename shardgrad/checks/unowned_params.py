@@ -7,13 +7,12 @@ looks once, and again whenever they have changed, through the modules under it, 
 that it runs inside of: they are on the stack.
 
 A module next to the model is not on the stack, but in the same optimizer. That is a warning at its
-first step, and no error: a program may average gradients by itself, which a parameter does not
-tell.
+first step, and no error: the program, or its DDP, may average these gradients, which a parameter
+does not tell.
 """
 
 from __future__ import annotations
 
-import gc
 import sys
 import warnings
 import weakref
@@ -26,7 +25,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.contract import _get_registry
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
@@ -94,11 +92,7 @@ class UnownedParams:
         Raises:
             UnownedParameterError: there are some, and other ranks train theirs.
         """
-        if (
-            self._known is not None
-            and self._known == self._seen()
-            and not any(map(_trains, self._frozen))
-        ):
+        if self._known == self._seen() and not any(map(_trains, self._frozen)):
             return
         if self._unit.mesh.data_parallel_size == 1:
             return
@@ -225,7 +219,7 @@ def warn_of_unowned(optimizer: Optimizer, models: Iterable[nn.Module]) -> bool:
     """Warns of trainable parameters of an optimizer that no unit owns; returns whether there were
     any.
 
-    Not of those that DDP or FSDP1 has, or that `ignored_params` named.
+    Not of those that `ignored_params` named.
 
     Args:
         optimizer: has parameters of a sharded model, too.
@@ -238,7 +232,7 @@ def warn_of_unowned(optimizer: Optimizer, models: Iterable[nn.Module]) -> bool:
         for i, param in enumerate(group["params"])
         if _may_drift(param)
     }
-    for param in chain(_ignored_under(models), _replicated()) if found else ():
+    for param in _ignored_under(models) if found else ():
         found.pop(param, None)
     if found:
         few = [f"{name}, of shape {tuple(param.shape)}" for param, name in list(found.items())[:5]]
@@ -246,9 +240,9 @@ def warn_of_unowned(optimizer: Optimizer, models: Iterable[nn.Module]) -> bool:
         warnings.warn(
             f"shardgrad: {type(optimizer).__name__} trains a sharded model, and {len(found)} "
             f"parameters that no unit owns: {'; '.join(few)}{more}. Every rank trains its own "
-            f"(rank {dist.get_rank()}). Try: shardgrad.fully_shard(module) on the module that has "
-            "them, before the optimizer is built; to train them apart, or if the program averages "
-            "their gradients, name them in ignored_params",
+            f"(rank {dist.get_rank()}), unless DDP or the program averages their gradients. Try: "
+            "shardgrad.fully_shard(module) on the module that has them, before the optimizer is "
+            "built; or name them in ignored_params",
             UnownedParameterWarning,
             stacklevel=6,
         )
@@ -267,12 +261,3 @@ def _ignored_under(models: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
             param = module._parameters.get(name)
             if param is not None:
                 yield param
-
-
-def _replicated() -> Iterator[torch.Tensor]:
-    """Yields what DDP and FSDP1 average: as a parameter does not tell, their instances are searched
-    for.
-    """
-    for each in gc.get_objects():
-        if issubclass(type(each), DistributedDataParallel | FullyShardedDataParallel):
-            yield from each.parameters()

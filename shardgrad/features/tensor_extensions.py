@@ -119,7 +119,7 @@ def _apart(group: ParamGroup, leaving: Sequence[FSDPParam]) -> list[ParamGroup]:
         # Local tensors stay the objects they are, which may carry the methods, in memory that only
         # they use.
         if p.expected_local is not None:
-            p.expected_local.data = p.expected_local.clone()
+            p.expected_local.set_(p.expected_local.clone())  # type: ignore[call-overload]
     extended = ExtensionGroup(leaving, group.spec)
     extended.collectives, extended.keeps_memory = group.collectives, group.keeps_memory
     return [extended] if staying is None else [staying, extended]

@@ -207,10 +207,6 @@ class Segment(ABC):
         """
 
     @abstractmethod
-    def flat_param(self) -> torch.Tensor:
-        """Returns the parameters as the kernel sees them, 1-D."""
-
-    @abstractmethod
     def local_views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Cuts a state buffer into the local tensor of each parameter, in order."""
 
@@ -314,10 +310,6 @@ class ShardedSegment(Segment):
     def rows(self) -> torch.Tensor | None:
         """See `Segment.rows`."""
         return None if self._table is None else self._table.rows
-
-    def flat_param(self) -> torch.Tensor:
-        """See `Segment.flat_param`."""
-        return self._group.shard
 
     def settle(self) -> Launch | None:
         """See `Segment.settle`."""
@@ -475,10 +467,6 @@ class PlainSegment(Segment):
     def has_data(self) -> bool:
         """See `Segment.has_data`."""
         return _local(self.params[0]).device.type != "meta"
-
-    def flat_param(self) -> torch.Tensor:
-        """See `Segment.flat_param`."""
-        return _in_memory_order(_local(self.params[0]).detach())
 
     def settle(self) -> Launch | None:
         """See `Segment.settle`."""
