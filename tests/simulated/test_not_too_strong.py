@@ -154,12 +154,6 @@ def test_the_writer_of_a_slot_does_not_wait_for_the_reduction_of_the_slot_before
     assert not _writers_that_wait_for_the_last_reduction(_last_step(2))
 
 
-def test_the_writer_of_a_slot_waits_for_the_reduction_that_used_it_last() -> None:
-    step = _last_step(2)
-    for k in range(UNITS - 2):  # two slots take turns
-        assert all(step.packs[k + 2].comes_after(launch) for launch in step.reductions[k])
-
-
 def test_backward_of_a_unit_overlaps_the_reduction_of_the_unit_before() -> None:
     assert not _computations_that_wait_for_the_last_reduction(_last_step(2))
 
@@ -177,7 +171,3 @@ def test_a_reduce_scatter_does_not_wait_for_the_all_reduce_over_replicas_of_the_
     assert len(step.scatters) == len(step.all_reduces) == UNITS
     assert not _scatters_that_wait_for_the_last_all_reduce(step)
     assert not _updates_that_do_not_wait_for_a_reduction(step)
-
-
-def test_the_optimizer_comes_after_every_reduction() -> None:
-    assert not _updates_that_do_not_wait_for_a_reduction(_last_step(2))

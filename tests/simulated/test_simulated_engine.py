@@ -17,14 +17,11 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardgrad
-from shardgrad.engine.grad_collector import GradCollector
 from shardgrad.engine.streams import AcceleratorStreams
 from tests.simulated.accelerator.device import NAME, checked
 from tests.simulated.accelerator.virtual_ranks import VirtualRanks, one_at_a_time
 from tests.support.parity import ROWS, VOCABULARY, Tower, tower
 from tests.support.traps import Trap, TrapInBackward
-
-STEPS = 3
 
 
 def _batch(step: int, rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,45 +48,6 @@ def _sharded_tower(replicas: int, **options: Any) -> Tower:
     return shardgrad.fully_shard(model, mesh=mesh, **options)
 
 
-def _train_sharded(replicas: int = 1) -> list[float]:
-    model = _sharded_tower(replicas)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    losses = []
-    for step in range(STEPS):
-        tokens, targets = (t.to(NAME) for t in _batch(step, dist.get_rank(), dist.get_world_size()))
-        loss = _loss(model, tokens, targets)
-        loss.backward()
-        losses.append(loss.detach())  # read after the last step: nothing here makes the host wait
-        optimizer.step()
-        optimizer.zero_grad()
-    return [loss.item() for loss in losses]
-
-
-def _train_on_cpu(world_size: int) -> list[list[float]]:
-    """Returns, for each step, the losses of all ranks' batches under the unsharded model."""
-    model = tower()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    history = []
-    for step in range(STEPS):
-        losses = [_loss(model, *_batch(step, rank, world_size)) for rank in range(world_size)]
-        torch.stack(losses).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        history.append([loss.item() for loss in losses])
-    return history
-
-
-@pytest.mark.parametrize(("world_size", "replicas"), [(1, 1), (2, 1), (4, 2)])
-def test_sharded_training_has_no_hazard_and_the_losses_of_the_cpu(
-    world_size: int, replicas: int
-) -> None:
-    with checked():
-        by_rank = VirtualRanks(world_size).run(_train_sharded, replicas)
-    by_step = torch.tensor(by_rank).T
-    # Sums of gradients are taken in another order: a few roundings of 6e-8 in each of three steps.
-    torch.testing.assert_close(by_step, torch.tensor(_train_on_cpu(world_size)), rtol=3e-6, atol=0)
-
-
 @contextmanager
 def _without(owner: type, method: str) -> Iterator[None]:
     """Makes a method do nothing, on every rank."""
@@ -99,34 +57,6 @@ def _without(owner: type, method: str) -> Iterator[None]:
         yield
     finally:
         setattr(owner, method, original)
-
-
-def _parameters_born_on_a_side_stream() -> None:
-    model = _sharded_tower(1)
-    side = torch.Stream(NAME)
-    tokens, targets = (t.to(NAME) for t in _batch(0, dist.get_rank(), dist.get_world_size()))
-    # The nodes that accumulate gradients are made, and kept, on another stream than forward's.
-    kept = []
-    for module in (*model.layers, model.embedding, model):
-        module.unshard()
-    with side:
-        for param in model.parameters():
-            kept.append(param.expand_as(param).grad_fn.next_functions[0][0])
-            param.register_hook(lambda grad: grad * 2)  # so that the gradient is written there
-    for _ in range(
-        2
-    ):  # in the first, a constant goes to the device, which makes the host wait and orders all
-        _loss(model, tokens, targets).backward()
-    torch.accelerator.synchronize()
-    assert kept
-
-
-def test_gradients_on_a_foreign_stream_are_waited_for() -> None:
-    with checked():
-        VirtualRanks(2).run(_parameters_born_on_a_side_stream)
-    with checked(raises=False) as found, _without(GradCollector, "wait_for_producers"):
-        VirtualRanks(2).run(_parameters_born_on_a_side_stream)
-    assert "shardgrad::pack" in {hazard.later.op for hazard in found}
 
 
 def _deletes_a_model_with_an_all_gather_in_flight() -> None:

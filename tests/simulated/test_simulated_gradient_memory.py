@@ -35,6 +35,7 @@ from tests.simulated.programs.graphed import (
     loss_of,
     require_replays,
     same_on,
+    training_step,
     weights,
 )
 
@@ -162,28 +163,6 @@ def test_steps_clips_and_assignments_without_a_backward_are_as_without_gradients
     ranks: int,
 ) -> None:
     run_checked(ranks, gradients_of_odd_calls)
-
-
-def what_is_kept() -> None:
-    model = build(Setup())
-    held: list[tuple[Tensor, Tensor]] = []
-    for number in range(4):
-        _, loss = at_the_loss(model, batch(number))
-        if number:
-            assert states(model) == {GradMemory.NONE}
-        loss.backward()
-        gradient = model[1].second.weight.grad
-        held.append((gradient, gradient.to_local().clone()))
-        held.append((gradient.to_local()[1:], gradient.to_local()[1:].clone()))
-        model.zero_grad()
-    for gradient, then in held:
-        local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-        assert torch.equal(local, then)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_what_a_program_keeps_of_a_gradient_outlives_its_memory(ranks: int) -> None:
-    run_checked(ranks, what_is_kept)
 
 
 def what_autograd_keeps() -> None:
@@ -396,14 +375,7 @@ def whole_steps(graphed: Callable[..., Any]) -> list[Any]:
     model = build(Setup())
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=0.01)
 
-    @graphed(model, optimizer)
-    def step(x: Tensor) -> Tensor:
-        loss = loss_of(model, x)
-        loss.backward()
-        shardgrad.clip_grad_norm_(model, 0.1)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
+    step = training_step(graphed, model, optimizer, clips=0.1)
 
     seen = []
     for number in range(9):

@@ -4,21 +4,17 @@ of.
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import shardgrad
-from shardgrad import checkpoint as checkpoints
 from tests.simulated.accelerator.device import NAME
 from tests.simulated.accelerator.virtual_ranks import VirtualRanks, one_at_a_time
 from tests.simulated.programs.graphed import (
@@ -26,10 +22,10 @@ from tests.simulated.programs.graphed import (
     Setup,
     batch,
     build,
-    eager,
     loss_of,
     require_replays,
     same_on,
+    training_step,
     weights,
 )
 
@@ -258,39 +254,6 @@ def test_accumulation_is_one_graph_or_a_pair(mode: str) -> None:
     same_on(2, accumulation, mode)
 
 
-def gradients_kept(graphed: Callable[..., Any], outside: str) -> list[Any]:
-    """The program clears gradients, or takes the step, outside of the graph."""
-    model = build(Setup())
-    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
-
-    @graphed(model, optimizer)
-    def step(x: Tensor) -> Tensor:
-        loss = loss_of(model, x)
-        loss.backward()
-        if outside == "zero_grad":
-            optimizer.step()
-        return loss
-
-    seen = []
-    for number in range(7):
-        seen.append(step(batch(number)).item())
-        if outside == "step":
-            shardgrad.clip_grad_norm_(model, 0.5)
-            optimizer.step()
-        grads = [p.grad for p in model[0].first.parameters()]
-        assert all(grad is not None for grad in grads)
-        seen += [grad.to_local().detach().cpu().clone() for grad in grads if grad is not None]
-        if outside == "every other zero_grad" and number % 2:
-            continue
-        optimizer.zero_grad()
-    return seen + weights(model)
-
-
-@pytest.mark.parametrize("outside", ["zero_grad", "step", "every other zero_grad"])
-def test_gradients_are_bound_after_a_replay_as_after_an_eager_step(outside: str) -> None:
-    same_on(2, gradients_kept, outside)
-
-
 def unused_parameters(graphed: Callable[..., Any]) -> list[Any]:
     """A branch that no rank uses, then rank 0 alone, then all: weight decay moves only what is
     touched.
@@ -321,45 +284,11 @@ def test_a_parameter_that_nobody_used_stays_as_it_is_in_a_replay_too() -> None:
     same_on(2, unused_parameters)
 
 
-def two_models(graphed: Callable[..., Any]) -> list[Any]:
-    maker, judge = build(Setup(depth=2)), build(Setup(depth=1))
-    first = shardgrad.optim.AdamW(maker.parameters(), lr=1e-2)
-    second = shardgrad.optim.SGD(judge.parameters(), lr=1e-2)
-
-    @graphed(maker, judge, first, second)
-    def step(x: Tensor) -> tuple[Tensor, Tensor]:
-        made = maker(x)
-        judged = judge(made.detach()).square().mean() - judge(x).mean()
-        judged.backward()
-        second.step()
-        second.zero_grad()
-        fooled = judge(made).square().mean()
-        fooled.backward()
-        first.step()
-        first.zero_grad()
-        second.zero_grad()
-        return judged, fooled
-
-    seen = [value.item() for number in range(7) for value in step(batch(number))]
-    require_replays(step, 1, 4)
-    return seen + weights(maker, judge)
-
-
-def test_two_models_that_take_turns_are_one_graph() -> None:
-    same_on(2, two_models)
-
-
 def training_and_evaluation(graphed: Callable[..., Any]) -> list[Any]:
     model = build(Setup(dropout=0.3))
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
 
-    @graphed(model, optimizer)
-    def train(x: Tensor) -> Tensor:
-        loss = loss_of(model, x)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
+    train = training_step(graphed, model, optimizer)
 
     pool = getattr(train, "pool", None)
 
@@ -455,14 +384,7 @@ def shapes(graphed: Callable[..., Any]) -> list[Any]:
     model = build(Setup())
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
 
-    @graphed(model, optimizer, **({} if graphed is eager else {"max_graphs": 2}))
-    def step(x: Tensor) -> Tensor:
-        loss = loss_of(model, x)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
+    step = training_step(graphed, model, optimizer, max_graphs=2)
     seen = []
     for number, rows in enumerate([4, 4, 4, 4, 2, 2, 2, 4, 2, 6, 6, 4, 6, 2, 4, 2, 2]):
         seen.append(step(batch(number, rows)).item())
@@ -483,14 +405,7 @@ def changes_between(graphed: Callable[..., Any], change: str) -> list[Any]:
     model = build(Setup())
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
 
-    @graphed(model, optimizer)
-    def step(x: Tensor) -> Tensor:
-        loss = loss_of(model, x)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
+    step = training_step(graphed, model, optimizer)
     seen = []
     for number in range(12):
         if number == 6:
@@ -555,11 +470,7 @@ def resharded_after(steps: int) -> None:
     model = build(Setup())
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
 
-    @shardgrad.graphed_step(model, optimizer)
-    def step(x: Tensor) -> None:
-        loss_of(model, x).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    step = training_step(shardgrad.graphed_step, model, optimizer)
 
     for number in range(steps):
         step(batch(number))
@@ -577,40 +488,6 @@ def test_a_replay_ends_what_a_backward_that_made_a_graph_had_kept_unsharded(step
     VirtualRanks(2).run(resharded_after, steps)
 
 
-def goes_back_to_a_checkpoint(graphed: Callable[..., Any], folder: str) -> list[Any]:
-    """A checkpoint loaded while a graph exists is what its next replay starts from."""
-    model = build(Setup())
-    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
-
-    @graphed(model, optimizer)
-    def step(x: Tensor) -> Tensor:
-        loss = loss_of(model, x)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    def state() -> dict[str, Any]:
-        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-
-    seen = []
-    for number in [*range(6), *range(3, 9)]:
-        if len(seen) == 3:
-            checkpoints.save(state(), folder)
-        if len(seen) == 6:
-            loaded = checkpoints.load(state(), folder)
-            model.load_state_dict(loaded["model"])
-            optimizer.load_state_dict(loaded["optimizer"])
-        seen.append(step(batch(number)).item())
-    assert seen[3:6] == seen[6:9]
-    require_replays(step, 1, 9)
-    return seen + weights(model)
-
-
-def test_a_checkpoint_loaded_while_a_graph_exists_is_followed(tmp_path: Path) -> None:
-    same_on(1, goes_back_to_a_checkpoint, str(tmp_path / "c"))
-
-
 # -- torch's optimizers and plain modules
 
 
@@ -621,14 +498,7 @@ def stock_optimizer(graphed: Callable[..., Any]) -> list[Any]:
     model = build(Setup())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
-    @graphed(model, optimizer)
-    def step(x: Tensor) -> Tensor:
-        loss = loss_of(model, x)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
+    step = training_step(graphed, model, optimizer)
     seen = []
     for number in range(12):
         optimizer.param_groups[0]["lr"] = 0.1 if number < 6 else 0.01
@@ -648,9 +518,8 @@ def uncapturable_optimizer(graphed: Callable[..., Any]) -> list[Any]:
     model = build(Setup())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, capturable=False, foreach=False)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-    settings = {} if graphed is eager else {"on_uncapturable": "split", "verify": 1}
 
-    @graphed(model, optimizer, **settings)
+    @graphed(model, optimizer, on_uncapturable="split", verify=1)
     def step(x: Tensor) -> Tensor:
         loss = loss_of(model, x)
         loss.backward()
@@ -712,29 +581,6 @@ def test_a_graph_is_cut_where_the_step_says_that_the_host_reads(where: str) -> N
     same_on(2, logging, where)
 
 
-def compiled(graphed: Callable[..., Any]) -> list[Any]:
-    model = build(Setup())
-    for block in model:
-        block.body = torch.compile(block.body, backend="aot_eager")
-    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
-
-    @graphed(model, optimizer)
-    def step(x: Tensor) -> Tensor:
-        loss = loss_of(model, x)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    seen = [step(batch(number)).item() for number in range(6)]
-    require_replays(step, 1, 3)
-    return seen + weights(model)
-
-
-def test_compiled_regions_are_part_of_the_graph() -> None:
-    same_on(1, compiled)
-
-
 def plain_module(graphed: Callable[..., Any], make: str) -> list[Any]:
     with one_at_a_time():
         torch.manual_seed(0)
@@ -747,15 +593,7 @@ def plain_module(graphed: Callable[..., Any], make: str) -> list[Any]:
         lr = torch.tensor(1e-2, device=NAME)
         optimizer = torch.optim.AdamW(model.parameters(), lr=lr, capturable=True, foreach=False)
 
-    @graphed(model, optimizer)
-    def step(x: Tensor) -> Tensor:
-        loss = loss_of(model, x)
-        loss.backward()
-        shardgrad.clip_grad_norm_(model, 0.3)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
+    step = training_step(graphed, model, optimizer, clips=0.3)
     seen = []
     for number in range(14):
         if make == "torch's" and number < 8:
@@ -770,43 +608,3 @@ def plain_module(graphed: Callable[..., Any], make: str) -> list[Any]:
 @pytest.mark.parametrize("make", ["ours", "torch's"])
 def test_a_module_that_nobody_shards_is_captured_too(make: str) -> None:
     same_on(1, plain_module, make)
-
-
-# -- memory
-
-
-def reserved(graphed: Callable[..., Any]) -> int:
-    """Returns the most that a device had reserved for training a model, in bytes."""
-    gc.collect()
-    module = torch.get_device_module(NAME)
-    module.empty_cache()
-    before = peak = module.memory_reserved()
-    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(8)))
-    for layer in model:
-        shardgrad.fully_shard(layer, mesh=init_device_mesh(NAME, (1,)))
-    shardgrad.fully_shard(model, mesh=init_device_mesh(NAME, (1,)))
-    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
-
-    @graphed(model, optimizer)
-    def step(x: Tensor) -> Tensor:
-        loss = model(x).square().mean()
-        loss.backward()
-        shardgrad.clip_grad_norm_(model, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    # The second capture, in the next call, gets other memory from this device; torch's allocator
-    # gives it that of the first (tests/gpu/test_gpu_graphed_step.py).
-    for number in range(4):
-        step(torch.full((128, 128), float(number)).to(NAME))
-        peak = max(peak, module.memory_reserved())
-    require_replays(step, 1, 1)
-    return peak - before
-
-
-def test_a_graph_reserves_no_more_than_eager_steps() -> None:
-    """The inputs' buffers are all that is added."""
-    [eagerly] = VirtualRanks(1).run(reserved, eager)
-    [graphed] = VirtualRanks(1).run(reserved, shardgrad.graphed_step)
-    assert graphed <= 1.05 * eagerly

@@ -110,33 +110,6 @@ def test_a_replay_follows_schedules_skips_and_equals_eager(name: str) -> None:
     VirtualRanks(2).run(a_replay_equals_eager, name)
 
 
-def an_assignment_takes_effect_at_the_next_replay() -> None:
-    model = build(torch.float32)
-    optim = shardgrad.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
-    graph, side = Graph(), torch.Stream(NAME)
-    side.wait_stream(torch.accelerator.current_stream())
-    with side:
-        model(batch(0, torch.float32)).square().mean().backward()
-        optim.step()
-        saved = optim.state_dict()
-        # As torch's would have it; it is not taken over.
-        saved["param_groups"][0]["capturable"] = False
-        optim.load_state_dict(saved)
-        assert optim.param_groups[0]["capturable"] is True
-        with graph.capture(side):
-            optim.step()
-        for lr, decay, moves in ((0.0, 0.0, False), (0.0, 0.5, False), (1e-2, 0.0, True)):
-            optim.param_groups[0].update(lr=lr, weight_decay=decay)
-            before = model[0].weight.to_local().clone()
-            graph.replay()
-            assert torch.equal(before, model[0].weight.to_local()) != moves
-        assert optim.state[model[0].weight]["step"] == 4
-
-
-def test_an_assignment_takes_effect_at_the_next_replay() -> None:
-    VirtualRanks(2).run(an_assignment_takes_effect_at_the_next_replay)
-
-
 def skips_are_counted_by_replays_alone() -> None:
     """The first verdict that the optimizer ever gets is inside the graph."""
     model = build(torch.float32)

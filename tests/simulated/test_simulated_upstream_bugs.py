@@ -25,7 +25,6 @@ from tests.simulated.programs.upstream_bugs import (
     RefillAwaitsTheFlusher,
     Training,
 )
-from tests.support.late_streams import CASES, Case, differing, train
 
 NBYTES, HALF_NBYTES = 4 * NUMEL, 4 * HALF
 STEPS = 3
@@ -123,15 +122,3 @@ def test_the_engine_does_the_same_work_without_a_hazard_and_right(
         # exact.
         for ours, plain in zip(weights, expected, strict=True):
             assert torch.equal(ours, plain)
-
-
-# -- the matrix of the GPU tests
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_programs_of_the_gpu_tests_have_no_hazard_and_the_unsharded_result(case: Case) -> None:
-    device = torch.device("sim", 0)
-    with checked():
-        (ours,) = VirtualRanks(1).run(train, case, device)
-    if not (case.low_precision or case.clip):
-        assert not differing(ours, train(case, device, sharded=False))

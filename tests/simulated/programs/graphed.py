@@ -98,6 +98,29 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     return (model(x) - x.flip(0)).square().mean()
 
 
+def training_step(
+    graphed: Callable[..., Any],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    clips: float | None = None,
+    **settings: Any,
+) -> Any:
+    """Returns the step that most programs take, which trains on a batch and returns its loss."""
+
+    @graphed(model, optimizer, **settings)
+    def step(x: Tensor) -> Tensor:
+        loss = loss_of(model, x)
+        loss.backward()
+        if clips is not None:
+            shardgrad.clip_grad_norm_(model, clips)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
 def weights(*models: nn.Module) -> list[Tensor]:
     return [p.to_local().detach().cpu() for model in models for p in model.parameters()]
 
