@@ -337,21 +337,6 @@ def test_hooks_on_sharded_parameters_run_once_a_reduction() -> None:
     assert set(counts.values()) == {2}
 
 
-def train_stepping_in_hooks(engine: Engine) -> Tensors:
-    model = engine.shard_tower(tower())
-    optims = {param: torch.optim.AdamW([param], lr=1e-2) for param in model.parameters()}
-
-    def step(param: torch.Tensor) -> None:
-        optims[param].step()
-        optims[param].zero_grad()
-
-    for param in model.parameters():
-        param.register_post_accumulate_grad_hook(step)
-    for i in range(3):
-        token_loss(model, engine.tokens(i)).backward()
-    return engine.snapshot(model)
-
-
 def train_clipped(engine: Engine, norm_type: float) -> Tensors:
     # No empty pieces: torch has no infinity norm of them.
     model = engine.fully_shard(stack(5, 7, 3))
@@ -366,35 +351,6 @@ def train_clipped(engine: Engine, norm_type: float) -> Tensors:
         optim.step()
         optim.zero_grad()
     return found | engine.snapshot(model)
-
-
-def train_scaled(engine: Engine) -> Tensors:
-    model = engine.shard_tower(tower())
-    optim = make_optimizer("sgd", model)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
-    for step in range(4):
-        loss = token_loss(model, engine.tokens(step))
-        if step == 1 and torch.distributed.get_rank() == 0:
-            loss = loss * float("inf")
-        scaler.scale(loss).backward()
-        scaler.unscale_(optim)
-        scaler.step(optim)
-        scaler.update()
-        optim.zero_grad()
-    return engine.snapshot(model) | {"scale": torch.tensor(scaler.get_scale())}
-
-
-def train_compiled(engine: Engine, backend: str, before: bool) -> Tensors:
-    torch._dynamo.reset()
-    model = tower(depth=2)
-    for layer in model.layers:
-        if before:
-            layer.compile(backend=backend)
-        engine.fully_shard(layer)
-        if not before:
-            layer.compile(backend=backend)
-    engine.fully_shard(model)
-    return train(engine, model, steps=2)
 
 
 def train_with_a_registered_method(engine: Engine) -> Tensors:
@@ -465,27 +421,11 @@ def test_while_one_unit_computes_the_next_is_being_gathered_and_the_last_is_shar
     assert seen == {"forward": [False, True], "backward": [False, True]}
 
 
-def test_optimizers_that_step_in_hooks_train_bit_for_bit_like_fsdp2(two_ranks: Ranks) -> None:
-    two_ranks.run(same_bits_as_fsdp2, train_stepping_in_hooks)
-
-
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
 def test_clipping_the_norm_of_gradients_is_bit_for_bit_like_fsdp2(
     two_ranks: Ranks, norm_type: float
 ) -> None:
     two_ranks.run(same_bits_as_fsdp2, train_clipped, norm_type)
-
-
-def test_a_gradient_scaler_skips_the_same_step_as_with_fsdp2(two_ranks: Ranks) -> None:
-    two_ranks.run(same_bits_as_fsdp2, train_scaled)
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("before", [True, False], ids=["before_sharding", "after_sharding"])
-def test_compiled_blocks_train_bit_for_bit_like_fsdp2(
-    two_ranks: Ranks, backend: str, before: bool
-) -> None:
-    two_ranks.run(same_bits_as_fsdp2, train_compiled, backend, before)
 
 
 def test_a_registered_method_trains_bit_for_bit_like_fsdp2(two_ranks: Ranks) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import weakref
 
@@ -14,7 +13,6 @@ from torch.distributed import fsdp
 from torch.distributed.tensor import DTensor, Shard
 
 import shardgrad
-from shardgrad.errors import DeepcopyError
 from tests.support.parity import (
     SHARDGRAD,
     UNSHARDED,
@@ -82,14 +80,6 @@ def test_attributes_of_parameters_survive() -> None:
     model[0].weight.tag = "mine"
     SHARDGRAD.fully_shard(model)
     assert model[0].weight.tag == "mine"
-
-
-@on_ranks(2)
-def test_deepcopy_is_refused() -> None:
-    model = SHARDGRAD.fully_shard(stack(5, 7))
-    with pytest.raises(DeepcopyError, match="FSDP does not support deepcopy") as caught:
-        copy.deepcopy(model)
-    assert isinstance(caught.value, AssertionError)
 
 
 @on_ranks(2)

@@ -102,26 +102,3 @@ def test_shards_that_another_rank_saved_are_refused(
     two_ranks: Ranks, tmp_path: Path, flat: bool
 ) -> None:
     two_ranks.run(saved_by_rank_0, str(tmp_path), flat)
-
-
-def clipped_after_an_evaluation(reshard_after_forward: bool | None) -> tuple[float, float]:
-    norms = []
-    for evaluates in (False, True):
-        torch.manual_seed(1)
-        model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
-        shardgrad.fully_shard(model[0], reshard_after_forward=reshard_after_forward)
-        shardgrad.fully_shard(model, reshard_after_forward=reshard_after_forward)
-        backward(model)
-        if evaluates:
-            with torch.no_grad():
-                model(torch.randn(3, 4))
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor().item())
-    return norms[0], norms[1]
-
-
-@pytest.mark.parametrize("reshard_after_forward", [None, True, False])
-def test_torchs_clipping_finds_all_gradients_after_an_evaluation(
-    two_ranks: Ranks, reshard_after_forward: bool | None
-) -> None:
-    for plain, evaluated in two_ranks.run(clipped_after_an_evaluation, reshard_after_forward):
-        assert plain == evaluated > 0

@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable
 from itertools import chain
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import shardgrad
-from shardgrad.checks import unowned_params
 from tests.support.parity import SHARDGRAD, WIDTH, Engine, Tensors, close_to_unsharded
 from tests.support.ranks import Ranks, on_ranks
 
@@ -155,17 +153,6 @@ def test_an_optimizer_without_sharded_parameters_is_not_warned_of() -> None:
     model, head = parts()
     for module in (model, head):
         assert steps((model, head), torch.optim.SGD(module.parameters(), lr=0.1)) == []
-
-
-@on_ranks(2)
-def test_later_steps_do_not_look_for_unowned_parameters() -> None:
-    modules = parts()
-    optimizer = torch.optim.SGD(modules[0].parameters(), lr=0.1)
-    steps(modules, optimizer, 1)
-    with mock.patch.object(
-        unowned_params, "_may_drift", side_effect=AssertionError("in a later step")
-    ):
-        steps(modules, optimizer)
 
 
 def test_a_head_next_to_the_model_trains_like_unsharded_once_the_line_is_added(

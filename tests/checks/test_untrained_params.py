@@ -12,7 +12,6 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import shardgrad
 from shardgrad import UntrainedParameterWarning
-from shardgrad.errors import OptimizerParameterError
 from shardgrad.policies import GradientPolicy
 from tests.support.parity import SHARDGRAD, stack
 from tests.support.ranks import Ranks
@@ -140,15 +139,6 @@ def groups_without_parameters_or_with_frozen_ones() -> None:
         assert not said(optim.step)
 
 
-def parameters_from_before_sharding() -> None:
-    model = stack(5, 3)
-    optim = torch.optim.AdamW(model.parameters())
-    SHARDGRAD.fully_shard(model)
-    backward(model)
-    with pytest.raises(OptimizerParameterError, match="2 parameters from before fully_shard"):
-        optim.step()
-
-
 def a_skipped_step_is_waited_for() -> None:
     model = SHARDGRAD.fully_shard(stack(5, 3))
     optim = shardgrad.optim.SGD(model.parameters(), lr=0.1)
@@ -171,7 +161,6 @@ def a_skipped_step_is_waited_for() -> None:
         a_pretended_step_is_waited_for,
         a_group_that_is_warmed_up_later_is_not_spoken_of,
         groups_without_parameters_or_with_frozen_ones,
-        parameters_from_before_sharding,
     ],
     ids=lambda case: case.__name__,
 )

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_state_dict,
     set_model_state_dict,
-    set_state_dict,
 )
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -28,7 +23,6 @@ from tests.support.parity import (
     assert_same_bits,
     close_to_unsharded,
     hsdp_mesh,
-    make_optimizer,
     same_bits_as_fsdp2,
     token_loss,
     tower,
@@ -37,23 +31,6 @@ from tests.support.parity import (
 from tests.support.ranks import Ranks, on_ranks
 
 ENGINES = {"shardgrad": SHARDGRAD, "fsdp2": FSDP2}
-
-
-def shared_folder() -> Path:
-    """Returns a new folder that all ranks know."""
-    name = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(name)
-    return Path(name[0])
-
-
-def continue_training(engine: Engine, model: nn.Module, optim: torch.optim.Optimizer) -> Tensors:
-    """Takes two more steps with an optimizer that has state."""
-    for step in (10, 11):
-        optim.zero_grad()
-        loss = model(engine.tokens(step)[0]).square().mean()
-        loss.backward()
-        optim.step()
-    return engine.snapshot(model)
 
 
 def options_of(kind: str) -> dict[str, Any]:
@@ -118,45 +95,6 @@ def test_a_full_state_loads_into_a_plain_model() -> None:
     plain.load_state_dict(full)
     tokens = SHARDGRAD.tokens(5)[0]
     assert torch.equal(plain(tokens), model(tokens))
-
-
-@pytest.mark.parametrize(
-    ("source", "target"),
-    [("shardgrad", "shardgrad"), ("shardgrad", "fsdp2"), ("fsdp2", "shardgrad")],
-)
-@on_ranks(2)
-def test_a_checkpoint_of_one_engine_continues_in_the_other(source: str, target: str) -> None:
-    """Saves model and optimizer of one engine, loads them in another, and both train on alike."""
-    writer, reader = ENGINES[source], ENGINES[target]
-    model = writer.shard_tower(tower())
-    optim = make_optimizer("adamw", model)
-    continue_training(writer, model, optim)
-    folder = shared_folder()
-    saved_model, saved_optim = get_state_dict(model, optim)
-    dcp.save({"model": saved_model, "optim": saved_optim}, checkpoint_id=folder)
-    other = reader.shard_tower(tower(seed=1))
-    other_optim = make_optimizer("adamw", other)
-    state_model, state_optim = get_state_dict(other, other_optim)
-    state = {"model": state_model, "optim": state_optim}
-    dcp.load(state, checkpoint_id=folder)
-    set_state_dict(
-        other, other_optim, model_state_dict=state["model"], optim_state_dict=state["optim"]
-    )
-    assert_same_bits(
-        continue_training(reader, other, other_optim), continue_training(writer, model, optim)
-    )
-
-
-@on_ranks(2)
-def test_a_full_state_on_rank_0_is_broadcast_into_the_shards() -> None:
-    right = tower(seed=3)
-    model = SHARDGRAD.shard_tower(tower(seed=1))
-    full = right.state_dict() if dist.get_rank() == 0 else {}
-    set_model_state_dict(
-        model, full, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    )
-    gathered = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    assert_same_bits(dict(gathered), dict(right.state_dict()))
 
 
 def train_from_a_set_state(engine: Engine, from_rank_0: bool) -> Tensors:

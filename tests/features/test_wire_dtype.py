@@ -18,13 +18,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import shardgrad
 from shardgrad import GradientPolicy
-from shardgrad.engine.grad_group import Waiting
-from shardgrad.engine.unit import units_under
 from shardgrad.errors import (
     CustomCommError,
     OptionError,
     OptionTypeError,
-    RankDisagreementError,
 )
 from shardgrad.features.wire_dtype import refuse_too_many_ranks
 from shardgrad.sharding import zero_copy
@@ -294,20 +291,6 @@ def test_a_hook_sees_the_average_in_float32(replicas: int) -> None:
 
 
 @on_ranks(2)
-def test_what_waits_on_a_rank_is_float32() -> None:
-    case = Case(micro_batches=2, waits="reduce")
-    model = case.shard(tower())
-    for step in range(2):
-        model.set_requires_gradient_sync(step == 1)
-        token_loss(model, SHARDGRAD.tokens(step)).backward()
-        groups = [grads for unit in units_under(model) for grads in unit.grad_groups]
-        buffers = [t for grads in groups for t in grads.buffers().values()]
-        assert {t.dtype for t in buffers} == ({torch.float32} if step == 0 else set())
-        assert {grads.waiting for grads in groups} == {(Waiting.SUM, Waiting.NOTHING)[step]}
-    assert_same_bits(whole_gradients(model), case.expected())
-
-
-@on_ranks(2)
 def test_settings_of_collectives_keep_the_wire_dtype() -> None:
     case = Case()
     model = case.shard(tower())
@@ -318,15 +301,6 @@ def test_settings_of_collectives_keep_the_wire_dtype() -> None:
     case.run(model)
     right = {name: grad / 2 for name, grad in case.expected().items()}  # by 4 and not by 2
     assert_same_bits(whole_gradients(model), right)
-
-
-@on_ranks(2)
-def test_none_is_the_default_and_changes_nothing() -> None:
-    assert_same_bits(trains_to(GradientPolicy(wire_dtype=None)), trains_to(GradientPolicy()))
-    for unit in units_under(SHARDGRAD.shard_tower(tower())):
-        for group in unit.groups:
-            assert group.wire_dtype == group.reduce_dtype
-            assert type(group.collectives).__name__ == "CollectiveConfig", "it costs something"
 
 
 # -- bytes
@@ -353,10 +327,6 @@ def half_the_bytes(replicas: int) -> None:
     print(f"{replicas} x {dist.get_world_size() // replicas} ranks: {wide:,} and {narrow:,} bytes")
     # The tail of a chunk, with flags and tag, has 128 bytes in either dtype.
     assert 0.5 <= narrow / wide < 0.502
-
-
-def test_half_of_the_bytes_of_float32_are_sent(two_ranks: Ranks) -> None:
-    two_ranks.run(half_the_bytes, 1)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -430,11 +400,3 @@ def test_a_reduce_scatter_of_the_program_is_refused() -> None:
     model = SHARDGRAD.fully_shard(stack(4, 4), gradient_policy=WIRE)
     with pytest.raises(CustomCommError, match=r"(?s)wire_dtype.*parameter 0.weight"):
         model.set_custom_reduce_scatter(object())
-
-
-@on_ranks(2)
-def test_ranks_with_different_wire_dtypes_are_told() -> None:
-    policy = (GradientPolicy(), WIRE)[dist.get_rank()]
-    model = SHARDGRAD.fully_shard(stack(4, 4), gradient_policy=policy)
-    with pytest.raises(RankDisagreementError, match="wire_dtype"):
-        model(torch.ones(2, 4))

@@ -260,41 +260,6 @@ def sgd_like(**options: Any) -> tuple[Any, ...]:
     return "sgd", values, ours, torch.optim.SGD, {"lr": 1e-2} | options
 
 
-@pytest.mark.parametrize(
-    ("rule", "values", "ours", "cls", "keywords"),
-    [
-        adam_like(torch.optim.AdamW, weight_decay=0.1),
-        adam_like(torch.optim.AdamW, weight_decay=0.1, maximize=True),
-        adam_like(torch.optim.Adam),
-        adam_like(torch.optim.Adam, weight_decay=0.1, maximize=True),
-        sgd_like(),
-        sgd_like(weight_decay=0.1),
-        sgd_like(momentum=0.9),
-        sgd_like(momentum=0.9, dampening=0.3, weight_decay=0.1, maximize=True),
-        sgd_like(momentum=0.9, nesterov=True, weight_decay=0.1),
-    ],
-    ids=str,
-)
-def test_200_steps_follow_torch_optim(
-    backend: str, rule: str, values: Any, ours: Any, cls: Any, keywords: Any
-) -> None:
-    # In float64 the two differ by the order of operations only: at most some rounding errors in
-    # each step.
-    s = Segment.of((17, 300), param=torch.float64, grad=torch.float64, state=torch.float64, taken=0)
-    theirs = [param.clone().requires_grad_() for param in s.params()]
-    optimizer = cls(theirs, **keywords)
-    for step in range(200):
-        now = s.with_gradients(step)
-        for param, grad in zip(theirs, now.grads(), strict=True):
-            param.grad = grad.clone()
-        optimizer.step()
-        RUN[rule](backend, now, values, **ours)
-    for our, their in zip(s.params(), theirs, strict=True):
-        torch.testing.assert_close(
-            our, their.detach(), rtol=200 * 16 * 2.2e-16, atol=200 * 16 * 2.2e-16
-        )
-
-
 @pytest.mark.parametrize("rule", RUN)
 def test_a_parameter_without_a_gradient_is_left_alone_completely(backend: str, rule: str) -> None:
     for flag in (0.0, -1.0, math.nan):
@@ -446,26 +411,6 @@ def test_stochastic_rounding_keeps_what_is_exact_and_what_is_not_finite(backend:
     s.grad.zero_()
     run_sgd(backend, s, (0.1, 0.0, 0.0, 0.0), momentum=False, stochastic_rounding=True)
     assert_same_bits(s.params()[0], values)
-
-
-@pytest.mark.parametrize("rule", RUN)
-def test_ten_thousand_tiny_parameters_are_one_call(rule: str) -> None:
-    backend = "compiled" if ops.backend() == "compiled" else "reference"
-    sizes = tuple(i % 7 for i in range(10_000 if backend == "compiled" else 500))
-    s, other = Segment.of(sizes), Segment.of(sizes)
-    s.touched[::3] = 0
-    other.touched[::3] = 0
-    RUN[rule](backend, s)
-    RUN[rule]("reference", other)
-    assert_same(s, other)
-
-
-def test_each_parameter_counts_its_own_steps(backend: str) -> None:
-    s = Segment.of((4, 4, 4), taken=0)
-    for step in range(4):
-        s.touched[2] = step % 2
-        run_adam(backend, s.with_gradients(step))
-    assert s.steps.tolist() == [4, 2, 4]
 
 
 @pytest.mark.parametrize(

@@ -85,15 +85,6 @@ def test_an_assignment_reaches_the_device_at_once() -> None:
     assert optim.param_groups[0]["lr"] == 0.75
 
 
-def test_schedules_reach_the_device() -> None:
-    optim = SGD(plain(2, 2).parameters(), lr=1.0, momentum=0.5)
-    schedule = torch.optim.lr_scheduler.StepLR(optim, step_size=1, gamma=0.5)
-    numbers = optim.param_groups[0].on(CPU)
-    optim.step()
-    schedule.step()
-    assert numbers[0] == 0.5
-
-
 def test_a_learning_rate_that_is_a_tensor_is_read_at_every_step() -> None:
     rate = torch.tensor(0.5)
     p = nn.Parameter(torch.ones(3))
@@ -276,17 +267,6 @@ def test_a_closure_is_called_with_gradients_enabled_and_its_loss_returned() -> N
     assert torch.equal(p, torch.full((3,), 0.5))
 
 
-def test_a_group_added_later_has_its_own_numbers() -> None:
-    first, second = plain(2, 2), plain(3, 3)
-    optim = AdamW(first.parameters(), lr=0.5)
-    optim.add_param_group({"params": list(second.parameters()), "lr": 0.25})
-    assert (mirror(optim, 0)[0], mirror(optim, 1)[0]) == (0.5, 0.25)
-    second(torch.ones(1, 3)).sum().backward()
-    before = second[0].weight.detach().clone()
-    optim.step()
-    assert not torch.equal(second[0].weight, before)
-
-
 def test_named_parameters_are_accepted() -> None:
     optim = AdamW(plain(2, 2).named_parameters())
     assert optim.param_groups[0]["param_names"] == ["0.weight", "0.bias"]
@@ -332,12 +312,6 @@ class TestUnderCapture:
             optim.param_groups[0]["lr"] = 0.25
         capturing[0] = False
         assert (mirror(optim), optim.param_groups[0]["lr"]) == (before, 0.5)
-
-    def test_a_learning_rate_on_the_host_is_refused(self, capturing: list[bool]) -> None:
-        meta_rate = torch.tensor(0.5)
-        group = OptimGroup({"lr": meta_rate}, AdamW.hypers[:1], (), lambda old, new: None)
-        capturing[0] = True
-        assert group.on(CPU)[0] == 0.5  # the same device: a copy that replays
 
     def test_what_a_launch_has_as_an_argument_is_fixed_by_a_capture(
         self, capturing: list[bool]

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -32,7 +31,6 @@ from tests.support.parity import (
     assert_close,
     assert_same_bits,
     float64,
-    hsdp_mesh,
     token_loss,
     tower,
 )
@@ -137,20 +135,6 @@ def test_loading_copies_into_the_buffers_that_exist() -> None:
         assert torch.equal(optim.state[param]["exp_avg"].to_local(), saved_avg)
 
 
-@pytest.mark.parametrize(("full", "cpu_offload"), [(False, False), (True, False), (True, True)])
-@on_ranks(2)
-def test_torchs_state_dict_functions_work(full: bool, cpu_offload: bool) -> None:
-    options = StateDictOptions(full_state_dict=full, cpu_offload=cpu_offload)
-    model, optim = build(SHARDGRAD)
-    run(SHARDGRAD, model, optim, range(2))
-    right = whole_state(model, optim)
-    saved = copy.deepcopy(get_optimizer_state_dict(model, optim, options=options))
-    other, other_optim = build(SHARDGRAD)
-    load = StateDictOptions(full_state_dict=full, broadcast_from_rank0=full)
-    set_optimizer_state_dict(other, other_optim, saved, options=load)
-    assert_same_bits(whole_state(other, other_optim), right)
-
-
 def crosses(source: Engine, target: Engine, folder: str | None, flatten: bool) -> None:
     """Through torch's functions, and through a checkpoint if there is a folder; both train on."""
     options = StateDictOptions(flatten_optimizer_state_dict=flatten)
@@ -200,71 +184,6 @@ def test_a_loaded_state_says_nothing_about_how_torch_computes() -> None:
     optim.load_state_dict(saved)
     after = {key: value for key, value in optim.param_groups[0].items() if key != "params"}
     assert after == before | {"lr": 0.5}
-
-
-def save_momentum(folder: str) -> Tensors:
-    model = FSDP2.shard_tower(tower())
-    optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    run(FSDP2, model, optim, range(2))
-    dcp.save({"optimizer": get_optimizer_state_dict(model, optim)}, checkpoint_id=folder)
-    return {
-        name: optim.state[p]["momentum_buffer"].full_tensor()
-        for name, p in model.named_parameters()
-    }
-
-
-def load_momentum(folder: str) -> None:
-    """torch's SGD saves no step counts, so a checkpoint of it has no entry for ours."""
-    right = save_momentum(folder)
-    model = SHARDGRAD.shard_tower(tower())
-    optim = shardgrad.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    state = {"optimizer": get_optimizer_state_dict(model, optim)}
-    dcp.load(state, checkpoint_id=folder, planner=DefaultLoadPlanner(allow_partial_load=True))
-    set_optimizer_state_dict(model, optim, state["optimizer"])
-    loaded = {
-        n: optim.state[p]["momentum_buffer"].full_tensor().clone()
-        for n, p in model.named_parameters()
-    }
-    assert_same_bits(loaded, right)
-    gradients = {}
-    token_loss(model, SHARDGRAD.tokens(2)).backward()
-    for name, param in model.named_parameters():
-        gradients[name] = param.grad.full_tensor().clone()
-    optim.step()
-    for name, param in model.named_parameters():
-        now = optim.state[param]["momentum_buffer"].full_tensor()
-        torch.testing.assert_close(now, 0.9 * right[name] + gradients[name])
-
-
-def test_momentum_of_a_checkpoint_without_step_counts_is_not_taken_for_a_fresh_start(
-    two_ranks: Ranks, tmp_path: Path
-) -> None:
-    two_ranks.run(load_momentum, str(tmp_path))
-
-
-def save_checkpoint(folder: str) -> Tensors:
-    model, optim = build(SHARDGRAD, master="float32")
-    run(SHARDGRAD, model, optim, range(2))
-    dcp.save({"optimizer": get_optimizer_state_dict(model, optim)}, checkpoint_id=folder)
-    return whole_state(model, optim)
-
-
-def load_checkpoint(folder: str, right: Tensors, hybrid: bool) -> None:
-    mesh = {"mesh": hsdp_mesh(2, 2)} if hybrid else {}
-    model = SHARDGRAD.shard_tower(tower(), **mesh)
-    optim = adamw(SHARDGRAD, model)
-    state = {"optimizer": get_optimizer_state_dict(model, optim)}
-    dcp.load(state, checkpoint_id=folder)
-    set_optimizer_state_dict(model, optim, state["optimizer"])
-    assert_same_bits(whole_state(model, optim), right)
-
-
-@pytest.mark.parametrize("hybrid", [False, True])
-def test_a_checkpoint_loads_into_another_world(
-    two_ranks: Ranks, four_ranks: Ranks, tmp_path: Path, hybrid: bool
-) -> None:
-    right = two_ranks.run(save_checkpoint, str(tmp_path))[0]
-    four_ranks.run(load_checkpoint, str(tmp_path), right, hybrid)
 
 
 @on_ranks(2)

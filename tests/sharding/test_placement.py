@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 import shardgrad
-from shardgrad import errors
 from tests.support.parity import (
     FSDP2,
     SHARDGRAD,
@@ -309,58 +308,3 @@ def test_experts_on_a_mesh_of_their_own_train_like_under_fsdp2(
     four_ranks: Ranks, options: dict[str, Any]
 ) -> None:
     four_ranks.run(mixtures_agree, **options)
-
-
-@on_ranks(4)
-def test_a_norm_over_several_meshes_counts_each_element_once() -> None:
-    """The norm over two meshes is the one over all elements, each counted once."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    shardgrad.fully_shard(model[0], mesh=grid()["efsdp"])
-    shardgrad.fully_shard(model[1], mesh=init_device_mesh("cpu", (4,)), shard_placement_fn=last_dim)
-    for layer in model:
-        layer(torch.ones(2, 8)).square().sum().backward()
-    expected = torch.stack([p.grad.full_tensor().norm() for p in model.parameters()]).norm()
-    torch.testing.assert_close(shardgrad.clip_grad_norm_(model, 1e9), expected)
-
-
-# -- refusals
-
-Answer = Callable[[nn.Parameter], Any]
-
-REFUSED: dict[str, tuple[Answer, type[Exception], type[Exception], str]] = {
-    "no_such_dim": (
-        lambda param: Shard(1 if param.ndim == 1 else 0), errors.PlacementError, AssertionError,
-        "Shard dim 1 is invalid for 1D tensor",
-    ),
-    "uneven": (
-        lambda param: Shard(1) if param.ndim > 1 else None, errors.UnsupportedParameterError,
-        NotImplementedError, "FSDP does not support uneven sharding on dim 1",
-    ),
-    "replicate": (
-        lambda param: Replicate(), errors.PlacementError, ValueError, "Invalid shard_placement_fn "
-                                                                      "result"
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", list(REFUSED))
-@on_ranks(2)
-def test_answers_that_cannot_be_followed_are_refused(case: str) -> None:
-    answer, error, builtin, says = REFUSED[case]
-    model = stack(5, 7)
-    before = dict(model.named_parameters())
-    with pytest.raises(error, match=says) as caught:
-        shardgrad.fully_shard(model, shard_placement_fn=answer)
-    assert isinstance(caught.value, builtin)
-    assert "parameter 0." in str(caught.value)
-    assert dict(model.named_parameters()) == before
-    assert type(model) is nn.Sequential
-
-
-@on_ranks(2)
-def test_muon_refuses_matrices_cut_along_columns() -> None:
-    model = stack(8, 16)
-    shardgrad.fully_shard(model, shard_placement_fn=lambda param: Shard(param.ndim - 1))
-    with pytest.raises(errors.OptimizerParameterError, match="whose rows are cut"):
-        shardgrad.optim.Muon([model[0].weight])

@@ -244,32 +244,6 @@ def test_a_transformer_over_both_axes_equals_the_plain_one(
         )
 
 
-def train_odd_sizes(engine: Engine) -> Tensors:
-    """Sizes 3 and 5 on two by two ranks: neither axis divides them."""
-    mesh = mesh_of(2, 2)
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 3))
-    plan = {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel()}
-    parallelize_module(model, mesh["tp"], plan)
-    for layer in (model[0], model[2], model):
-        engine.fully_shard(layer, mesh=mesh["dp"])
-    optim = adamw(model)
-    found: Tensors = {}
-    for step in range(3):
-        generator = torch.Generator().manual_seed(10 * step + mesh["dp"].get_local_rank())
-        loss = model(torch.randn(4, 3, generator=generator)).square().mean()
-        loss.backward()
-        found[f"loss {step}"] = loss.detach()
-        optim.step()
-        if step < 2:
-            optim.zero_grad()
-    return found | engine.snapshot(model)
-
-
-def test_sizes_that_no_axis_divides_train_bit_for_bit_like_fsdp2(four_ranks: Ranks) -> None:
-    four_ranks.run(same_bits_as_fsdp2, train_odd_sizes)
-
-
 def train_from_meta(engine: Engine) -> Tensors:
     mesh = mesh_of(2, 2)
     with torch.device("meta"):

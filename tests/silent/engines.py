@@ -32,6 +32,11 @@ def batch(rank: int, step: int, rows: int = 4, columns: int = 8) -> torch.Tensor
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(1000 * step + rank))
 
 
+def mlp() -> nn.Sequential:
+    """Returns a model for `batch`."""
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
 class Engine:
     """Plain torch: every rank has rank 0's model, and gradients are averaged by hand. It is the
     oracle.
@@ -330,6 +335,28 @@ ENGINES: dict[str, Callable[[str], Engine]] = {
 }
 
 
+def train(
+    engine: Engine,
+    model: nn.Module,
+    loss: Callable[[int], torch.Tensor | None],
+    *,
+    steps: int = 3,
+    optimizer: Any = None,
+    then: Callable[[], object] = lambda: None,
+) -> nn.Module:
+    """Trains as people do, on the loss of each step, and returns the model.
+
+    `then` is called between the backward and the optimizer's step.
+    """
+    optimizer = optimizer or engine.optimizer(model)
+    for step in range(steps):
+        engine.backward(loss(step), model)
+        then()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a tensor as one process would hold it."""
     return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
@@ -344,4 +371,4 @@ def _mesh(shape: tuple[int, int]) -> Any:
     return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
 
 
-__all__ = ["ENGINES", "Engine", "NotOffered", "batch", "copy", "whole"]
+__all__ = ["ENGINES", "Engine", "NotOffered", "batch", "copy", "mlp", "train", "whole"]

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.records import ROOT
 from tests.silent.engines import ENGINES
-from tests.silent.judge import Ending, judged, names, verdict
+from tests.silent.judge import judged, names
 from tests.silent.table import AUDITS, CASES, OURS, PAGE, case, newest_records, written
 
 GOOD = ("right", "refused", "hangs, warned")
@@ -80,41 +80,3 @@ def test_audits_find_every_wrong_program_of_every_engine_and_pass_every_right_on
         for name, found in records[engine]["summary"].items():
             if found["verdict"].startswith(("right", "wrong")):
                 assert audit["summary"][name]["passed"] == (found["verdict"] == "right"), name
-
-
-# -- how verdicts are made
-
-
-def ended(how: str = "returned", **fields: Any) -> Ending:
-    values = {"w": [1.0, 2.0]}
-    return Ending(how, **{"values": values, "truth": values} | fields)
-
-
-@pytest.mark.parametrize(
-    ("endings", "said"),
-    [
-        ([ended(), ended()], "right"),
-        ([ended(), ended(values={"w": [1.0, 2.1]})], "wrong"),
-        ([ended(), ended(values={"w": [1.0]})], "wrong"),
-        ([ended(), ended(values={"w": [1.0, float("nan")]})], "wrong"),
-        ([ended(), ended(values={"w": [1.0, 2.1]}, warned=["careful"])], "wrong, warned"),
-        ([ended(), ended(values={"w": [1.0, 2.1]}, warned=["as always"])], "wrong"),
-        ([ended(), ended("late")], "hangs"),
-        ([ended("late", warned=["rank 1 is late"]), ended("late")], "hangs, warned"),
-        ([ended("late"), ended("raised", error="DesyncError", message="elsewhere")], "refused"),
-        (
-            [ended("raised", error="RuntimeError", message="gloo: Read error"), ended("late")],
-            "backend error",
-        ),
-        (
-            [ended("raised", message="gloo: Read error"), ended("raised", message="a cause")],
-            "refused",
-        ),
-        ([ended("died", error="SIGSEGV"), ended("late")], "crashes"),
-        ([ended("not offered"), ended("not offered")], "not offered"),
-        ([ended(), ended(truth={"w": [1.0, 2.1]})], "no oracle"),
-        ([ended("raised", truth=None), ended("late", truth=None)], "no oracle"),
-    ],
-)
-def test_verdicts_follow_from_how_ranks_end(endings: list[Ending], said: str) -> None:
-    assert verdict(endings, {"as always"})["verdict"] == said

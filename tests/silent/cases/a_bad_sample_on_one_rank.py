@@ -9,7 +9,7 @@ import contextlib
 import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch
+from tests.silent.engines import Engine, batch, train
 
 
 class Check(nn.Module):
@@ -21,14 +21,13 @@ class Check(nn.Module):
 
 def program(engine: Engine, rank: int) -> nn.Module:
     model = engine.wrap(nn.Sequential(nn.Linear(8, 8), Check(), nn.Linear(8, 8)))
-    optimizer = engine.optimizer(model)
-    for step in range(4):
+
+    def loss(step: int) -> torch.Tensor:
         x, loss = batch(rank, step), None
         if rank == 1 and step == 1:
             x[0] = 1e4
         with contextlib.suppress(ValueError):
             loss = model(x).square().mean()
-        engine.backward(loss, model)
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
+        return loss
+
+    return train(engine, model, loss, steps=4)

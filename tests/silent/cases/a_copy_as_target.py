@@ -10,11 +10,11 @@ import copy
 import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch
+from tests.silent.engines import Engine, batch, mlp
 
 
 def program(engine: Engine, rank: int) -> nn.Module:
-    model = engine.wrap(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)))
+    model = engine.wrap(mlp())
     optimizer = engine.optimizer(model)
     target = copy.deepcopy(model).requires_grad_(False)
     for step in range(3):

@@ -7,7 +7,7 @@ Right: each is trained in its turn.
 import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch
+from tests.silent.engines import Engine, batch, train
 
 
 class Gan(nn.Module):
@@ -21,11 +21,10 @@ class Gan(nn.Module):
 
 def program(engine: Engine, rank: int) -> nn.Module:
     model = engine.wrap(Gan())
-    optimizer = engine.optimizer(model)
-    for step in range(4):
+
+    def loss(step: int) -> torch.Tensor:
         engine.inner(model).discriminator.requires_grad_(step % 2 == 1)
         engine.inner(model).generator.requires_grad_(step % 2 == 0)
-        engine.backward(model(batch(rank, step)).square().mean(), model)
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
+        return model(batch(rank, step)).square().mean()
+
+    return train(engine, model, loss, steps=4)

@@ -7,7 +7,7 @@ Right: the second forward counts alone.
 import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch
+from tests.silent.engines import Engine, batch, train
 
 
 class Check(nn.Module):
@@ -19,14 +19,13 @@ class Check(nn.Module):
 
 def program(engine: Engine, rank: int) -> nn.Module:
     model = engine.wrap(nn.Sequential(nn.Linear(8, 8), Check(), nn.Linear(8, 3)))
-    optimizer = engine.optimizer(model)
-    for step in range(3):
+
+    def loss(step: int) -> torch.Tensor:
         x = batch(rank, step, rows=8)
         try:
             loss = model(x).square().mean()
         except RuntimeError:
             loss = model(x[:4]).square().mean()
-        engine.backward(loss, model)
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
+        return loss
+
+    return train(engine, model, loss)

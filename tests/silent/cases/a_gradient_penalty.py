@@ -7,17 +7,16 @@ Right: the penalty's gradients arrive too, averaged.
 import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch
+from tests.silent.engines import Engine, batch, mlp, train
 
 
 def program(engine: Engine, rank: int) -> nn.Module:
-    model = engine.wrap(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)))
-    optimizer = engine.optimizer(model)
-    for step in range(3):
+    model = engine.wrap(mlp())
+
+    def loss(step: int) -> torch.Tensor:
         x = batch(rank, step).requires_grad_()
         score = model(x).sum()
         (slope,) = torch.autograd.grad(score, x, create_graph=True)
-        engine.backward(score + slope.square().sum(), model)
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
+        return score + slope.square().sum()
+
+    return train(engine, model, loss)

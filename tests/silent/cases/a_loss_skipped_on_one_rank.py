@@ -4,19 +4,19 @@ Report: https://github.com/Project-MONAI/monai-physio/pull/137
 Right: the other rank's gradients are averaged with none, or ranks are told that they are apart.
 """
 
+import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch
+from tests.silent.engines import Engine, batch, train
 
 
 def program(engine: Engine, rank: int) -> nn.Module:
     model = engine.wrap(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)))
-    optimizer = engine.optimizer(model)
-    for step in range(4):
+
+    def loss(step: int) -> torch.Tensor | None:
         loss = model(batch(rank, step)).square().mean()
         if rank == 1 and step == 1:
             loss = loss * float("nan")
-        engine.backward(loss if loss.isfinite() else None, model)
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
+        return loss if loss.isfinite() else None
+
+    return train(engine, model, loss, steps=4)

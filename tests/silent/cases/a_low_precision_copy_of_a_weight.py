@@ -7,7 +7,7 @@ Right: every step computes with a copy of the weight as it is then.
 import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch
+from tests.silent.engines import Engine, batch, train
 
 
 class Quantized(nn.Linear):
@@ -22,9 +22,4 @@ class Quantized(nn.Linear):
 
 def program(engine: Engine, rank: int) -> nn.Module:
     model = engine.wrap(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), Quantized(8, 3)))
-    optimizer = engine.optimizer(model)
-    for step in range(3):
-        engine.backward(model(batch(rank, step)).square().mean(), model)
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
+    return train(engine, model, lambda step: model(batch(rank, step)).square().mean())

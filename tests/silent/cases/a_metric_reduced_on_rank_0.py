@@ -7,17 +7,16 @@ Right: the metric does not mix with gradients, and a rank that waits for it says
 import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch
+from tests.silent.engines import Engine, batch, train
 
 
 def program(engine: Engine, rank: int) -> nn.Module:
     model = engine.wrap(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)))
-    optimizer = engine.optimizer(model)
-    for step in range(3):
+
+    def loss(step: int) -> torch.Tensor:
         loss = model(batch(rank, step)).square().mean()
         if rank == 0 and engine.name != "torch":
             torch.distributed.all_reduce(loss.detach().clone())
-        engine.backward(loss, model)
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
+        return loss
+
+    return train(engine, model, loss)

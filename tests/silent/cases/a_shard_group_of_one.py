@@ -6,11 +6,11 @@ Right: gradients are averaged over the replicas.
 
 from torch import nn
 
-from tests.silent.engines import Engine, batch
+from tests.silent.engines import Engine, batch, mlp
 
 
 def program(engine: Engine, rank: int) -> nn.Module:
-    model = engine.wrap(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)), mesh=(2, 1))
+    model = engine.wrap(mlp(), mesh=(2, 1))
     optimizer = engine.optimizer(model)
     for step in range(3):
         for part in range(2):

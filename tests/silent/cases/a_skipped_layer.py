@@ -7,7 +7,7 @@ Right: a layer's gradients are averaged with those of the ranks that ran it, or 
 import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch
+from tests.silent.engines import Engine, batch, train
 
 
 class Net(nn.Module):
@@ -24,9 +24,6 @@ class Net(nn.Module):
 def program(engine: Engine, rank: int) -> nn.Module:
     net = Net()
     model = engine.wrap(net, units=list(net.layers))
-    optimizer = engine.optimizer(model)
-    for step in range(3):
-        engine.backward(model(batch(rank, step), (rank + step) % 3).square().mean(), model)
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
+    return train(
+        engine, model, lambda step: model(batch(rank, step), (rank + step) % 3).square().mean()
+    )

@@ -7,7 +7,7 @@ Right: they are averaged, or refused by name.
 import torch
 from torch import nn
 
-from tests.silent.engines import Engine
+from tests.silent.engines import Engine, train
 
 
 class Net(nn.Module):
@@ -21,10 +21,9 @@ class Net(nn.Module):
 
 def program(engine: Engine, rank: int) -> nn.Module:
     model = engine.wrap(Net())
-    optimizer = engine.optimizer(model)
-    for step in range(3):
+
+    def loss(step: int) -> torch.Tensor:
         tokens = torch.arange(rank + step, rank + step + 3) % 6
-        engine.backward(nn.functional.cross_entropy(model(tokens), tokens), model)
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
+        return nn.functional.cross_entropy(model(tokens), tokens)
+
+    return train(engine, model, loss)

@@ -7,11 +7,11 @@ Right: moments begin again from zero.
 import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch
+from tests.silent.engines import Engine, batch, mlp
 
 
 def program(engine: Engine, rank: int) -> nn.Module:
-    model = engine.wrap(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)))
+    model = engine.wrap(mlp())
     optimizer = engine.optimizer(model, torch.optim.Adam, lr=0.1)
     for step in range(4):
         if step == 2:

@@ -7,7 +7,7 @@ Right: the head is trained, averaged, or the use is refused by name.
 import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch
+from tests.silent.engines import Engine, batch, train
 
 
 class Net(nn.Module):
@@ -21,11 +21,10 @@ class Net(nn.Module):
 
 def program(engine: Engine, rank: int) -> nn.Module:
     model = engine.wrap(Net())
-    optimizer = engine.optimizer(model)
-    for step in range(3):
+
+    def loss(step: int) -> torch.Tensor:
         hidden = model(batch(rank, step))
         logits = hidden @ engine.inner(model).head.weight.t()
-        engine.backward(nn.functional.cross_entropy(logits, torch.arange(4)), model)
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
+        return nn.functional.cross_entropy(logits, torch.arange(4))
+
+    return train(engine, model, loss)

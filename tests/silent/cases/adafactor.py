@@ -7,14 +7,14 @@ Right: the statistics are of the whole parameter, or the optimizer is refused.
 import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch
+from tests.silent.engines import Engine, batch, mlp, train
 
 
 def program(engine: Engine, rank: int) -> nn.Module:
-    model = engine.wrap(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)))
-    optimizer = engine.optimizer(model, torch.optim.Adafactor, lr=0.1)
-    for step in range(3):
-        engine.backward(model(batch(rank, step)).square().mean(), model)
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
+    model = engine.wrap(mlp())
+    return train(
+        engine,
+        model,
+        lambda step: model(batch(rank, step)).square().mean(),
+        optimizer=engine.optimizer(model, torch.optim.Adafactor, lr=0.1),
+    )

@@ -7,7 +7,7 @@ Right: the layer is trained.
 import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch
+from tests.silent.engines import Engine, batch, train
 
 
 class Block(nn.Module):
@@ -32,9 +32,4 @@ class Net(nn.Module):
 
 def program(engine: Engine, rank: int) -> nn.Module:
     model = engine.wrap(Net())
-    optimizer = engine.optimizer(model)
-    for step in range(3):
-        engine.backward(model(batch(rank, step)).square().mean(), model)
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
+    return train(engine, model, lambda step: model(batch(rank, step)).square().mean())

@@ -8,7 +8,7 @@ Right: gradients are averaged.
 import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch
+from tests.silent.engines import Engine, batch, train
 
 
 class Output:
@@ -27,9 +27,4 @@ class Net(nn.Module):
 
 def program(engine: Engine, rank: int) -> nn.Module:
     model = engine.wrap(Net(), units=[])
-    optimizer = engine.optimizer(model)
-    for step in range(3):
-        engine.backward(model(batch(rank, step)).loss, model)
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
+    return train(engine, model, lambda step: model(batch(rank, step)).loss)

@@ -7,7 +7,7 @@ Right: the layer stays as it is.
 import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch
+from tests.silent.engines import Engine, batch, train
 
 
 class Net(nn.Module):
@@ -21,9 +21,9 @@ class Net(nn.Module):
 
 def program(engine: Engine, rank: int) -> nn.Module:
     model = engine.wrap(Net(), units=[])
-    optimizer = engine.optimizer(model, torch.optim.AdamW, lr=0.1, weight_decay=0.5)
-    for step in range(3):
-        engine.backward(model(batch(rank, step)).square().mean(), model)
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
+    return train(
+        engine,
+        model,
+        lambda step: model(batch(rank, step)).square().mean(),
+        optimizer=engine.optimizer(model, torch.optim.AdamW, lr=0.1, weight_decay=0.5),
+    )

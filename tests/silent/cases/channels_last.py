@@ -7,7 +7,7 @@ Right: it is trained, or refused by name.
 import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch
+from tests.silent.engines import Engine, batch, train
 
 
 def program(engine: Engine, rank: int) -> nn.Module:
@@ -15,10 +15,9 @@ def program(engine: Engine, rank: int) -> nn.Module:
         memory_format=torch.channels_last
     )
     model = engine.wrap(net)
-    optimizer = engine.optimizer(model)
-    for step in range(3):
+
+    def loss(step: int) -> torch.Tensor:
         x = batch(rank, step, rows=8, columns=16).view(4, 2, 4, 4)
-        engine.backward(model(x).square().mean(), model)
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
+        return model(x).square().mean()
+
+    return train(engine, model, loss)

@@ -7,11 +7,11 @@ Right: all gradients are clipped by the norm of all.
 import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch
+from tests.silent.engines import Engine, batch, mlp
 
 
 def program(engine: Engine, rank: int) -> nn.Module:
-    net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+    net = mlp()
     model = engine.wrap(net, units=[net[0]])
     optimizer = engine.optimizer(model)
     for step in range(3):

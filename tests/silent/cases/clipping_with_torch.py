@@ -8,15 +8,14 @@ Right: the norm is that of the whole model.
 import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch
+from tests.silent.engines import Engine, batch, mlp, train
 
 
 def program(engine: Engine, rank: int) -> nn.Module:
-    model = engine.wrap(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)))
-    optimizer = engine.optimizer(model)
-    for step in range(3):
-        engine.backward(model(100 * batch(rank, step)).square().sum(), model)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
+    model = engine.wrap(mlp())
+    return train(
+        engine,
+        model,
+        lambda step: model(100 * batch(rank, step)).square().sum(),
+        then=lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5),
+    )

@@ -7,7 +7,7 @@ Right: each expert gets its own gradients, halved.
 import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch
+from tests.silent.engines import Engine, batch, train
 
 
 class Net(nn.Module):
@@ -21,9 +21,6 @@ class Net(nn.Module):
 
 def program(engine: Engine, rank: int) -> nn.Module:
     model = engine.wrap(Net(), units=[])
-    optimizer = engine.optimizer(model)
-    for step in range(3):
-        engine.backward(model(batch(rank, step), (rank + step) % 2).square().mean(), model)
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
+    return train(
+        engine, model, lambda step: model(batch(rank, step), (rank + step) % 2).square().mean()
+    )

@@ -7,7 +7,7 @@ Right: the second derivatives arrive, averaged.
 import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch
+from tests.silent.engines import Engine, batch, train
 
 
 class Potential(nn.Module):
@@ -23,10 +23,4 @@ class Potential(nn.Module):
 def program(engine: Engine, rank: int) -> nn.Module:
     net = Potential()
     model = engine.wrap(net, units=list(net.energy)[::2])
-
-    optimizer = engine.optimizer(model)
-    for step in range(3):
-        engine.backward(model(batch(rank, step)).square().mean(), model)
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
+    return train(engine, model, lambda step: model(batch(rank, step)).square().mean())

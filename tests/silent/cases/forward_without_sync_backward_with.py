@@ -4,18 +4,18 @@ Report: https://github.com/huggingface/accelerate/pull/1726
 Right: the backward averages its gradients.
 """
 
+import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch
+from tests.silent.engines import Engine, batch, mlp, train
 
 
 def program(engine: Engine, rank: int) -> nn.Module:
-    model = engine.wrap(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)))
-    optimizer = engine.optimizer(model)
-    for step in range(3):
+    model = engine.wrap(mlp())
+
+    def loss(step: int) -> torch.Tensor:
         with engine.no_sync(model):
             loss = model(batch(rank, step)).square().mean()
-        engine.backward(loss, model)
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
+        return loss
+
+    return train(engine, model, loss)

@@ -4,18 +4,18 @@ Report: https://github.com/NVIDIA/apex/pull/46
 Right: the rest goes on, averaged.
 """
 
+import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch
+from tests.silent.engines import Engine, batch, mlp, train
 
 
 def program(engine: Engine, rank: int) -> nn.Module:
-    model = engine.wrap(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)))
-    optimizer = engine.optimizer(model)
-    for step in range(4):
+    model = engine.wrap(mlp())
+
+    def loss(step: int) -> torch.Tensor:
         if step == 2:
             engine.inner(model)[0].requires_grad_(False)
-        engine.backward(model(batch(rank, step)).square().mean(), model)
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
+        return model(batch(rank, step)).square().mean()
+
+    return train(engine, model, loss, steps=4)

@@ -7,18 +7,16 @@ Right: they are averaged, or the call is refused.
 import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch
+from tests.silent.engines import Engine, batch, mlp, train
 
 
 def program(engine: Engine, rank: int) -> nn.Module:
-    model = engine.wrap(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)))
-    optimizer = engine.optimizer(model)
-    for step in range(3):
+    model = engine.wrap(mlp())
+
+    def loss(step: int) -> None:
         params = list(model.parameters())
         grads = torch.autograd.grad(model(batch(rank, step)).square().mean(), params)
         for param, grad in zip(params, grads, strict=True):
             param.grad = grad
-        engine.backward(None, model)
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
+
+    return train(engine, model, loss)

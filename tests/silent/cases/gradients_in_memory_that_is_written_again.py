@@ -7,7 +7,7 @@ Right: the gradients of both micro-batches are added, not the last one twice.
 import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch
+from tests.silent.engines import Engine, batch, train
 
 
 class Replayed(torch.autograd.Function):
@@ -30,11 +30,10 @@ class Layer(nn.Linear):
 
 def program(engine: Engine, rank: int) -> nn.Module:
     model = engine.wrap(nn.Sequential(Layer(8, 8, bias=False), nn.Tanh(), nn.Linear(8, 3)))
-    optimizer = engine.optimizer(model)
-    for step in range(3):
+
+    def loss(step: int) -> torch.Tensor:
         with engine.no_sync(model):
             engine.backward(model(batch(rank, step)).square().mean(), model)
-        engine.backward(model(batch(rank, 9 + step)).square().mean(), model)
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
+        return model(batch(rank, 9 + step)).square().mean()
+
+    return train(engine, model, loss)

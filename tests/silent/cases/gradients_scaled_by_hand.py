@@ -6,11 +6,11 @@ Right: the optimizer sees the change.
 
 from torch import nn
 
-from tests.silent.engines import Engine, batch
+from tests.silent.engines import Engine, batch, mlp
 
 
 def program(engine: Engine, rank: int) -> nn.Module:
-    model = engine.wrap(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)))
+    model = engine.wrap(mlp())
     optimizer = engine.optimizer(model)
     for step in range(3):
         engine.backward(model(batch(rank, step)).square().mean(), model)

@@ -7,11 +7,11 @@ Right: the next forward computes with the new weights.
 import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch
+from tests.silent.engines import Engine, batch, mlp
 
 
 def program(engine: Engine, rank: int) -> nn.Module:
-    model = engine.wrap(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)), keep=True)
+    model = engine.wrap(mlp(), keep=True)
     optimizer = engine.optimizer(model)
     for step in range(3):
         engine.backward(model(batch(rank, step)).square().sum(), model)

@@ -7,7 +7,7 @@ Right: layers of one name are averaged, or the difference is named.
 import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch
+from tests.silent.engines import Engine, batch, train
 
 
 class Net(nn.Module):
@@ -24,10 +24,4 @@ class Net(nn.Module):
 def program(engine: Engine, rank: int) -> nn.Module:
     names = ["left", "right"] if rank == 0 else ["right", "left"]  # the order of a set, for example
     model = engine.wrap(Net(names), units=[])
-
-    optimizer = engine.optimizer(model)
-    for step in range(3):
-        engine.backward(model(batch(rank, step)).square().mean(), model)
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
+    return train(engine, model, lambda step: model(batch(rank, step)).square().mean())

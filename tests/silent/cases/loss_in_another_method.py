@@ -7,7 +7,7 @@ Right: gradients are averaged, or the call is refused by name.
 import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch
+from tests.silent.engines import Engine, batch, train
 
 
 class Net(nn.Module):
@@ -22,9 +22,4 @@ class Net(nn.Module):
 
 def program(engine: Engine, rank: int) -> nn.Module:
     model = engine.wrap(Net())
-    optimizer = engine.optimizer(model)
-    for step in range(3):
-        engine.backward(engine.inner(model).compute_loss(batch(rank, step)), model)
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
+    return train(engine, model, lambda step: engine.inner(model).compute_loss(batch(rank, step)))

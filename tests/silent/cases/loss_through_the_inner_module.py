@@ -4,17 +4,17 @@ Report: https://github.com/jingyaogong/minimind/issues/853
 Right: gradients are averaged.
 """
 
+import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch
+from tests.silent.engines import Engine, batch, mlp, train
 
 
 def program(engine: Engine, rank: int) -> nn.Module:
-    model = engine.wrap(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)))
-    optimizer = engine.optimizer(model)
-    for step in range(3):
+    model = engine.wrap(mlp())
+
+    def loss(step: int) -> torch.Tensor:
         policy = engine.inner(model)
-        engine.backward(policy(batch(rank, step)).square().mean(), model)
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
+        return policy(batch(rank, step)).square().mean()
+
+    return train(engine, model, loss)

@@ -8,11 +8,11 @@ import contextlib
 
 from torch import nn
 
-from tests.silent.engines import Engine, batch
+from tests.silent.engines import Engine, batch, mlp
 
 
 def program(engine: Engine, rank: int) -> nn.Module:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+    model = mlp()
     model = engine.wrap(model, mesh=(2, 1))
     optimizer = engine.optimizer(model)
     for step in range(3):

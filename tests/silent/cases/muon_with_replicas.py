@@ -7,15 +7,15 @@ Right: updates are those of whole matrices.
 import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch
+from tests.silent.engines import Engine, batch, train
 
 
 def program(engine: Engine, rank: int) -> nn.Module:
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh(), nn.Linear(8, 4, bias=False))
     model = engine.wrap(model, mesh=(2, 1))
-    optimizer = engine.optimizer(model, torch.optim.Muon, lr=0.1)
-    for step in range(3):
-        engine.backward(model(batch(rank, step)).square().mean(), model)
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
+    return train(
+        engine,
+        model,
+        lambda step: model(batch(rank, step)).square().mean(),
+        optimizer=engine.optimizer(model, torch.optim.Muon, lr=0.1),
+    )

@@ -7,16 +7,16 @@ Right: the model is trained, or the optimizer is named.
 import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch
+from tests.silent.engines import Engine, batch, mlp, train
 
 
 def program(engine: Engine, rank: int) -> nn.Module:
-    net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+    net = mlp()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     model = engine.wrap(net)
-    optimizer = engine.optimizer(model, optimizer)
-    for step in range(3):
-        engine.backward(model(batch(rank, step)).square().mean(), model)
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
+    return train(
+        engine,
+        model,
+        lambda step: model(batch(rank, step)).square().mean(),
+        optimizer=engine.optimizer(model, optimizer),
+    )

@@ -7,7 +7,7 @@ Right: moments and step counts go on from where they were.
 import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch
+from tests.silent.engines import Engine, batch, mlp
 
 
 def moved(optimizer: torch.optim.Optimizer) -> None:
@@ -18,7 +18,7 @@ def moved(optimizer: torch.optim.Optimizer) -> None:
 
 
 def program(engine: Engine, rank: int) -> nn.Module:
-    model = engine.wrap(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)))
+    model = engine.wrap(mlp())
     optimizer = engine.optimizer(model, torch.optim.AdamW, lr=0.1)
     for step in range(4):
         engine.backward(model(batch(rank, step)).square().mean(), model)

@@ -7,11 +7,11 @@ Right: each steps with the averaged gradient.
 import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch
+from tests.silent.engines import Engine, batch, mlp
 
 
 def program(engine: Engine, rank: int) -> nn.Module:
-    model = engine.wrap(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)))
+    model = engine.wrap(mlp())
     engine.optimizer(model)
     optimizers = {param: torch.optim.SGD([param], lr=0.1) for param in model.parameters()}
 

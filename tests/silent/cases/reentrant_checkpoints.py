@@ -8,7 +8,7 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from tests.silent.engines import Engine, batch
+from tests.silent.engines import Engine, batch, train
 
 
 class Net(nn.Module):
@@ -25,10 +25,4 @@ class Net(nn.Module):
 
 def program(engine: Engine, rank: int) -> nn.Module:
     model = engine.wrap(Net())
-
-    optimizer = engine.optimizer(model)
-    for step in range(3):
-        engine.backward(model(batch(rank, step)).square().mean(), model)
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
+    return train(engine, model, lambda step: model(batch(rank, step)).square().mean())

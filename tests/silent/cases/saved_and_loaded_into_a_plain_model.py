@@ -10,11 +10,11 @@ import io
 import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch
+from tests.silent.engines import Engine, batch, mlp
 
 
 def net() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+    return mlp()
 
 
 def program(engine: Engine, rank: int) -> dict[str, torch.Tensor]:

@@ -8,11 +8,11 @@ import contextlib
 
 from torch import nn
 
-from tests.silent.engines import Engine, batch
+from tests.silent.engines import Engine, batch, mlp
 
 
 def program(engine: Engine, rank: int) -> nn.Module:
-    model = engine.wrap(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)))
+    model = engine.wrap(mlp())
     optimizer = engine.optimizer(model)
     for number in range(6):
         with contextlib.nullcontext() if number % 2 == 0 else engine.no_sync(model):

@@ -7,18 +7,17 @@ Right: each generates its text, or ranks are told that they are apart.
 import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch
+from tests.silent.engines import Engine, batch, train
 
 
 def program(engine: Engine, rank: int) -> nn.Module:
     model = engine.wrap(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)))
-    optimizer = engine.optimizer(model)
-    for step in range(3):
+
+    def loss(step: int) -> torch.Tensor:
         with torch.no_grad():
             x = batch(rank, step)
             for _ in range(2 + rank):  # tokens until the end
                 x = model(x)
-        engine.backward(model(x).square().mean(), model)
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
+        return model(x).square().mean()
+
+    return train(engine, model, loss)

@@ -5,13 +5,12 @@ Right: it is the norm of the whole gradient.
 """
 
 import torch
-from torch import nn
 
-from tests.silent.engines import Engine, batch
+from tests.silent.engines import Engine, batch, mlp
 
 
 def program(engine: Engine, rank: int) -> dict[str, float]:
-    model = engine.wrap(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)))
+    model = engine.wrap(mlp())
     engine.optimizer(model)
     engine.backward(model(batch(rank, 0)).square().sum(), model)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)

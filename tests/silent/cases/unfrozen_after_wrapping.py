@@ -4,20 +4,20 @@ Report: https://github.com/Lightning-AI/pytorch-lightning/issues/20340
 Right: from then on it is trained, averaged.
 """
 
+import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch
+from tests.silent.engines import Engine, batch, mlp, train
 
 
 def program(engine: Engine, rank: int) -> nn.Module:
-    net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+    net = mlp()
     net[0].requires_grad_(False)
     model = engine.wrap(net)
-    optimizer = engine.optimizer(model)
-    for step in range(4):
+
+    def loss(step: int) -> torch.Tensor:
         if step == 2:
             engine.inner(model)[0].requires_grad_(True)
-        engine.backward(model(batch(rank, step)).square().mean(), model)
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
+        return model(batch(rank, step)).square().mean()
+
+    return train(engine, model, loss, steps=4)

@@ -7,17 +7,16 @@ Right: the edit stays, or its loss is named.
 import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch
+from tests.silent.engines import Engine, batch, mlp, train
 
 
 def program(engine: Engine, rank: int) -> nn.Module:
-    model = engine.wrap(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)))
-    optimizer = engine.optimizer(model)
-    for step in range(3):
+    model = engine.wrap(mlp())
+
+    def loss(step: int) -> torch.Tensor:
         if step == 1:
             with engine.whole(model), torch.no_grad():
                 engine.inner(model)[0].weight[:4] = 0  # such as rows of new tokens
-        engine.backward(model(batch(rank, step)).square().mean(), model)
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
+        return model(batch(rank, step)).square().mean()
+
+    return train(engine, model, loss)

@@ -7,7 +7,7 @@ Right: the weight stays normalized, or the loss of the write is named.
 import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch
+from tests.silent.engines import Engine, batch, train
 
 
 class Normalized(nn.Linear):
@@ -19,10 +19,4 @@ class Normalized(nn.Linear):
 
 def program(engine: Engine, rank: int) -> nn.Module:
     model = engine.wrap(nn.Sequential(Normalized(8, 8), nn.Tanh(), nn.Linear(8, 3)))
-
-    optimizer = engine.optimizer(model)
-    for step in range(3):
-        engine.backward(model(batch(rank, step)).square().mean(), model)
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
+    return train(engine, model, lambda step: model(batch(rank, step)).square().mean())
