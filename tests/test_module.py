@@ -337,6 +337,21 @@ def test_hooks_on_sharded_parameters_run_once_a_reduction() -> None:
     assert set(counts.values()) == {2}
 
 
+def train_stepping_in_hooks(engine: Engine) -> Tensors:
+    model = engine.shard_tower(tower())
+    optims = {param: torch.optim.AdamW([param], lr=1e-2) for param in model.parameters()}
+
+    def step(param: torch.Tensor) -> None:
+        optims[param].step()
+        optims[param].zero_grad()
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(step)
+    for i in range(3):
+        token_loss(model, engine.tokens(i)).backward()
+    return engine.snapshot(model)
+
+
 def train_clipped(engine: Engine, norm_type: float) -> Tensors:
     # No empty pieces: torch has no infinity norm of them.
     model = engine.fully_shard(stack(5, 7, 3))
@@ -419,6 +434,10 @@ def test_while_one_unit_computes_the_next_is_being_gathered_and_the_last_is_shar
         seen.update(forward=[], backward=[])
         token_loss(model, SHARDGRAD.tokens(step)).backward()
     assert seen == {"forward": [False, True], "backward": [False, True]}
+
+
+def test_optimizers_that_step_in_hooks_train_bit_for_bit_like_fsdp2(two_ranks: Ranks) -> None:
+    two_ranks.run(same_bits_as_fsdp2, train_stepping_in_hooks)
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
