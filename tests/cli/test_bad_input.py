@@ -151,4 +151,4 @@ def test_output_that_cannot_be_written_is_a_sentence() -> None:
     for command in (["train", "--print-config"], ["--help"]):
         status, said = written_to("> /dev/full", *command)
         assert (status, said.count("\n")) == (1, 1), said
-        assert "No space left on device: 'standard output'" in said
+        assert "No space left on device: standard output" in said

@@ -299,7 +299,7 @@ def fails_inside_itself_and_goes_on(shard: Shard) -> nn.Module:
     return model
 
 
-# -- freezing
+# -- freezing and summing
 
 
 def freezes_between_micro_batches(shard: Shard) -> nn.Module:
@@ -331,7 +331,10 @@ def freezes_between_forward_and_backward(shard: Shard) -> nn.Module:
     model = shard_each(shard, mlp())
     loss = model(batch()).square().mean()
     model[1].requires_grad_(False)
+    model[2].weight.requires_grad_(False)
     model[3].weight.requires_grad_(False)
+    loss = loss + model(batch(1)).square().mean()
+    model[2].weight.requires_grad_(True)  # only the first forward has used it
     loss.backward()
     return model
 
@@ -343,6 +346,16 @@ def freezes_what_it_has_written_a_gradient_of(shard: Shard) -> nn.Module:
     (weight.grad,) = torch.autograd.grad(loss, [weight])
     weight.requires_grad_(False)
     model(batch(1)).square().mean().backward()
+    return model
+
+
+def sums_while_a_sum_is_in_flight(shard: Shard) -> nn.Module:
+    model = shard_each(shard, mlp())
+    for number, syncs in enumerate((False, True, False, True)):
+        set_sync(model, syncs)
+        if isinstance(model, shardgrad.FSDPModule):
+            model.set_is_last_backward(number == 3)
+        model(batch(number)).square().mean().backward()
     return model
 
 
@@ -490,6 +503,7 @@ PROGRAMS = [
     calls_experts_twice_in_an_older_graph,
     recomputes_inside_a_unit_of_which_one_rank_uses_all,
     fails_inside_itself_and_goes_on,
+    sums_while_a_sum_is_in_flight,
     freezes_between_micro_batches,
     freezes_what_another_rank_has_used,
     unfreezes_between_micro_batches,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -14,6 +16,7 @@ __all__ = [
     "content_of",
     "damaged",
     "make_folder",
+    "named_in_errors",
     "open_plain",
     "replace_synced",
     "sync",
@@ -21,9 +24,19 @@ __all__ = [
 ]
 
 
+@contextmanager
+def named_in_errors(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Has an `OSError` of the block name a file, which the system does not for writes and syncs."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or os.fspath(path)
+        raise
+
+
 def write_synced(path: Path, text: str) -> None:
     """Writes a new text file and syncs it to the disk."""
-    with path.open("x", encoding="utf-8") as stream:
+    with named_in_errors(path), path.open("x", encoding="utf-8") as stream:
         stream.write(text)
         stream.flush()
         os.fsync(stream.fileno())
@@ -53,7 +66,8 @@ def sync(path: Path) -> None:
     """Syncs a file, or the entries of a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with named_in_errors(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 

@@ -14,7 +14,13 @@ from typing import Any
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from shardgrad.errors import CheckpointError, CheckpointSaveError, CheckpointVersionError
-from shardgrad.programs.checkpoint.files import content_of, damaged, open_plain, write_synced
+from shardgrad.programs.checkpoint.files import (
+    content_of,
+    damaged,
+    named_in_errors,
+    open_plain,
+    write_synced,
+)
 from shardgrad.programs.text import printable
 
 __all__ = ["MANIFEST", "Manifest", "SummingFiles", "check", "read", "verify", "write"]
@@ -39,7 +45,7 @@ class SummingFiles(FileSystem):
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
         """Opens a new file for writing."""
-        with _SummingStream(path, "x") as stream:
+        with named_in_errors(path), _SummingStream(path, "x") as stream:
             try:
                 yield stream
             except RuntimeError as error:
@@ -70,7 +76,6 @@ class _SummingStream(io.FileIO):
             while written < len(view):
                 written += super().write(view[written:])
         except OSError as error:
-            error.filename = os.fspath(self.name)  # which the system leaves out
             self.failure = error
             raise
         return written

@@ -15,7 +15,7 @@ import click
 
 from shardgrad.errors import OptionError, PartnerUnavailableError, ShardgradError
 from shardgrad.programs.text import escaped
-from shardgrad.programs.train.failure import TrainingError
+from shardgrad.programs.train.failure import TrainingError, explain
 
 __all__ = ["reported"]
 
@@ -49,7 +49,7 @@ def _sentence(error: Exception) -> str:
     if isinstance(error, PartnerUnavailableError):
         return f"{error.what}: {error.fix}"
     if isinstance(error, OSError):
-        return f"{error}: free space, or correct the path."
+        return str(explain(error))
     if isinstance(error, TrainingError | ShardgradError):
         return str(error)
     first, _, _ = str(error).partition("\n")

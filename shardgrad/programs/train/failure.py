@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 
 from shardgrad.errors import DesyncError
+from shardgrad.programs.text import printable
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _PEER_WORDS = (
@@ -60,11 +61,12 @@ def explain(error: BaseException) -> TrainingError:
     reason = operating_system_reason(error)
     if reason is not None and reason.errno in _NO_SPACE:
         return DiskFull(
-            f"The disk is full or a quota is used up ({_first_line(reason)}): free some space."
+            f"The disk is full or a quota is used up ({_words_of(reason)}): free some space."
         )
     if isinstance(error, OSError):
         return TrainingError(
-            f"The operating system refused ({_first_line(error)}): remove the cause."
+            f"The operating system refused ({_words_of(error)}): remove the cause, or "
+            "choose another path."
         )
     if isinstance(error, DesyncError):
         return PeerLost(f"The ranks are not in step: {_first_line(error)}.")
@@ -98,6 +100,12 @@ def operating_system_reason(error: BaseException) -> OSError | None:
             return link
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
     return None
+
+
+def _words_of(error: OSError) -> str:
+    if error.strerror is None or error.filename is None:
+        return _first_line(error)
+    return f"{error.strerror}: {printable(error.filename)}"
 
 
 def _first_line(error: BaseException) -> str:

@@ -15,7 +15,12 @@ from typing import Any
 import torch
 
 from shardgrad.errors import CheckpointError
-from shardgrad.programs.checkpoint.files import content_of, make_folder, replace_synced
+from shardgrad.programs.checkpoint.files import (
+    content_of,
+    make_folder,
+    named_in_errors,
+    replace_synced,
+)
 from shardgrad.programs.train.config import TrainConfig
 from shardgrad.programs.train.launcher import available_cores
 from shardgrad.programs.train.parallel import World
@@ -110,7 +115,7 @@ class RunRecord:
 
     def write(self, event: str, **values: Any) -> None:
         """Appends an event to `metrics.jsonl`."""
-        with self._metrics.open("a", encoding="utf-8") as stream:
+        with named_in_errors(self._metrics), self._metrics.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps({"event": event, **values}) + "\n")
         if self._board is not None:
             for name, value in values.items():
