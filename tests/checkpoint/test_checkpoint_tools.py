@@ -102,36 +102,58 @@ def test_nothing_is_exported_onto_other_files_or_below_no_name(saved: Path, tmp_
     assert not (tmp_path / "new").exists()
 
 
+def exported(tensors: dict[str, torch.Tensor], folder: Path, **options: Any) -> Path:
+    """Saves a checkpoint, and exports it into a folder."""
+    checkpoint.save(tensors, folder.with_suffix(".saved"))
+    checkpoint.export_checkpoint(folder.with_suffix(".saved"), folder, **options)
+    return folder
+
+
 def test_safetensors_files_hold_the_model_in_files_of_a_size(tmp_path: Path) -> None:
     load_file = pytest.importorskip("safetensors.torch").load_file
     model = state()["model"] | {"tied": state()["model"]["bias"]}
     model["also tied"] = model["tied"]
-    checkpoint.export_safetensors(model, tmp_path / "one")
-    assert [path.name for path in (tmp_path / "one").iterdir()] == ["model.safetensors"]
-    assert_same(load_file(tmp_path / "one" / "model.safetensors"), model)
-    checkpoint.export_safetensors(model, tmp_path / "many", file_nbytes=2**20)
-    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
+    one = exported(model, tmp_path / "one")
+    assert [path.name for path in one.iterdir()] == ["model.safetensors"]
+    assert_same(load_file(one / "model.safetensors"), model)
+    many = exported(model, tmp_path / "many", file_nbytes=2**20)
+    index = json.loads((many / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == set(model)
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in model.values())
     for name, file in index["weight_map"].items():
-        assert_same(load_file(tmp_path / "many" / file)[name], model[name])
+        assert_same(load_file(many / file)[name], model[name])
     assert len(set(index["weight_map"].values())) == 2
     equal = {f"t{i}": torch.full((256,), float(i)) for i in range(5)}
-    checkpoint.export_safetensors(equal, tmp_path / "equal", file_nbytes=2 * 1024 + 1)
-    files = sorted((tmp_path / "equal").glob("*.safetensors"))
+    files = sorted(
+        exported(equal, tmp_path / "equal", file_nbytes=2 * 1024 + 1).glob("*.safetensors")
+    )
     assert [len(load_file(file)) for file in files] == [2, 2, 1]
 
 
 def test_safetensors_files_are_loaded_like_a_checkpoint(tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
-    checkpoint.export_safetensors(state()["model"], tmp_path / "many", file_nbytes=2**20)
+    many = exported(state()["model"], tmp_path / "many", file_nbytes=2**20)
     loaded = {name: torch.zeros_like(tensor) for name, tensor in state()["model"].items()}
-    checkpoint.load(loaded, tmp_path / "many")
+    checkpoint.load(loaded, many)
     assert_same(loaded, state()["model"])
     loaded["of no file"] = torch.zeros(1)
     with pytest.raises(CheckpointError, match="of no file"):
-        checkpoint.load(loaded, tmp_path / "many")
-    checkpoint.load(loaded, tmp_path / "many", optional=("of no file",))
+        checkpoint.load(loaded, many)
+    checkpoint.load(loaded, many, optional=("of no file",))
+
+
+def test_an_export_that_cannot_be_written_leaves_nothing(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = pytest.importorskip("safetensors.torch")
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(package, "save_file", full)
+    with pytest.raises(CheckpointSaveError, match="No space left"):
+        checkpoint.export_checkpoint(saved, tmp_path / "st")
+    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
 
 
 @pytest.mark.parametrize("content", [b"", b"not weights", b"\xff" * 100])
@@ -157,7 +179,7 @@ def test_without_the_package_safetensors_the_command_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(PartnerUnavailableError, match=r"pip install .shardgrad\[safetensors\]."):
-        checkpoint.export_safetensors(state()["model"], tmp_path / "st")
+        checkpoint.export_checkpoint(saved, tmp_path / "st")
     result = run("export", saved, tmp_path / "st")
     assert result.exit_code == 2
     assert "pip install 'shardgrad[safetensors]'" in result.stderr

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 
 from shardgrad import checkpoint
 from shardgrad.errors import CheckpointError
-from shardgrad.programs.checkpoint.safetensors import export_safetensors
 from shardgrad.programs.train.launch import _step_of_latest
 from tests.fuzz.inputs import CHANGES, EDITS, ODD, ODD_TEXTS, Target, changed, edited, scratch
 
@@ -115,7 +114,8 @@ def _weights() -> Path:
     """Returns a folder of `safetensors` files with an index, to be damaged."""
     folder = scratch() / "safetensors"
     tensors = {name: value for name, value in state(1.0).items() if isinstance(value, torch.Tensor)}
-    export_safetensors(tensors, folder, file_nbytes=50)
+    checkpoint.save(tensors, scratch() / "weights")
+    checkpoint.export_checkpoint(scratch() / "weights", folder, file_nbytes=50)
     return folder
 
 

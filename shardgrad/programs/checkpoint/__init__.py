@@ -9,14 +9,13 @@ from shardgrad.programs.checkpoint.folder import Series
 from shardgrad.programs.checkpoint.loading import load
 from shardgrad.programs.checkpoint.manifest import verify
 from shardgrad.programs.checkpoint.metadata import read_metadata
-from shardgrad.programs.checkpoint.safetensors import export_checkpoint, export_safetensors
+from shardgrad.programs.checkpoint.safetensors import export_checkpoint
 from shardgrad.programs.checkpoint.saving import Saving, save, save_async
 
 __all__ = [
     "Saving",
     "Series",
     "export_checkpoint",
-    "export_safetensors",
     "load",
     "read_metadata",
     "save",

@@ -28,7 +28,7 @@ from shardgrad.programs.checkpoint.peers import Peers
 from shardgrad.programs.checkpoint.state import flatten, rebuild
 from shardgrad.programs.text import listed, printable
 
-__all__ = ["load"]
+__all__ = ["load", "read_tensors"]
 
 _State = TypeVar("_State", bound=Mapping[Any, Any])
 _ZIP = b"PK\x03\x04"
@@ -123,6 +123,14 @@ def load(
             increment_version(leaf)
     loaded: _State = rebuild(state, planner.values)
     return loaded
+
+
+def read_tensors(tensors: dict[str, torch.Tensor], folder: Path, metadata: Metadata) -> None:
+    """Reads entries of a checkpoint into tensors of their shapes, in this process alone."""
+    planner, reader = _Planner(), _Reader(str(folder))
+    planner.set_up_planner(tensors, metadata, True)
+    reader.set_up_storage_reader(metadata, True)
+    reader.read_data(planner.create_local_plan(), planner).wait()
 
 
 @dataclass(frozen=True)
