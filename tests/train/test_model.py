@@ -138,7 +138,7 @@ def test_a_few_steps_learn_a_repeated_text() -> None:
         ({"width": 17}, "does not split into 3 heads"),
         ({"kv_heads": 2}, "do not share 2 kv_heads"),
         ({"vocab_size": 255}, "at least 256"),
-        ({"layers": 0}, "positive number"),
+        ({"layers": 0}, "layers is 0: give at least 1"),
         ({"widht": 16}, "did you mean 'width'"),
         ({"layers": 1.5}, "whole number"),
         ({"tied": 1}, "true or false"),

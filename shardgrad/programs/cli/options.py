@@ -12,7 +12,7 @@ import click
 
 from shardgrad.programs.train.failure import UsageError
 from shardgrad.programs.train.presets import Scalar
-from shardgrad.programs.train.settings import flag_of
+from shardgrad.programs.train.settings import flag_of, kind_of
 
 __all__ = ["given_for", "options_of", "sections_of"]
 
@@ -25,7 +25,7 @@ def _settings_of(*classes: type) -> Iterator[tuple[dataclasses.Field[Any], Any]]
         kinds = typing.get_type_hints(each)
         for one in dataclasses.fields(each):
             if one.metadata:
-                yield one, kinds[one.name]
+                yield one, kind_of(kinds[one.name])
 
 
 def options_of(*classes: type) -> _Decorator:
@@ -61,8 +61,8 @@ def given_for(cls: type, flags: dict[str, Any]) -> dict[str, Any]:
     for one, kind in _settings_of(cls):
         value = flags[one.name]
         if value not in (None, ()):
-            is_table = typing.get_origin(kind) is dict
-            given[one.name] = dict(_key_and_value(each) for each in value) if is_table else value
+            is_table = kind is dict
+            given[one.name] = dict(map(_key_and_value, value)) if is_table else value
     return given
 
 
@@ -73,10 +73,9 @@ def _option(one: dataclasses.Field[Any], kind: Any) -> _Decorator:
         return click.option(
             declaration, one.name, flag_value=not one.default, default=None, help=words
         )
-    if typing.get_origin(kind) is dict:
-        return click.option(flag, one.name, multiple=True, metavar="KEY=VALUE", help=words)
-    if typing.get_origin(kind) is tuple:
-        return click.option(flag, one.name, multiple=True, metavar="NAME", help=words)
+    if kind in (dict, tuple):
+        metavar = "KEY=VALUE" if kind is dict else "NAME"
+        return click.option(flag, one.name, multiple=True, metavar=metavar, help=words)
     if one.default not in (None, dataclasses.MISSING) and "[default" not in words:
         words += f"  [default: {one.default}]"
     choices = one.metadata["choices"]
@@ -90,7 +89,7 @@ def _option(one: dataclasses.Field[Any], kind: Any) -> _Decorator:
     return click.option(
         flag,
         one.name,
-        type=next((part for part in typing.get_args(kind) if part is not type(None)), kind),
+        type=kind,
         default=None,
         **bare,
         # Not click.Choice: values from files are checked as well, in the same words.

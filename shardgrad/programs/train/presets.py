@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from shardgrad.programs.train.failure import UsageError
+from shardgrad.programs.train.settings import check, setting
 
 Scalar = bool | int | float | str
-# Beyond these, building the model would not end, or torch could not count its elements.
-_MOST = {
-    "layers": 10_000,
-    **dict.fromkeys(("width", "heads", "kv_heads", "hidden", "vocab_size"), 2**24),
-}
 BYTE_VALUES = 256
+
+
+def _size(default: Any = dataclasses.MISSING, *, least: int = 1, most: int = 2**24) -> Any:
+    """Declares a size: beyond `most`, building the model would not end, or torch could not count
+    its elements.
+    """
+    return setting(default, "", least=least, most=most)
 
 
 @dataclass(frozen=True)
@@ -41,33 +44,19 @@ class TransformerConfig:
             divided by sqrt(2 * layers).
     """
 
-    width: int
-    layers: int
-    heads: int
-    kv_heads: int
-    hidden: int
-    vocab_size: int = BYTE_VALUES
-    tied: bool = True
-    rope_theta: float = 10_000.0
-    norm_eps: float = 1e-5
-    init_std: float = 0.02
+    width: int = _size()
+    layers: int = _size(most=10_000)
+    heads: int = _size()
+    kv_heads: int = _size()
+    hidden: int = _size()
+    vocab_size: int = _size(BYTE_VALUES, least=BYTE_VALUES)
+    tied: bool = setting(True, "")
+    rope_theta: float = setting(10_000.0, "")
+    norm_eps: float = setting(1e-5, "")
+    init_std: float = setting(0.02, "")
 
     def __post_init__(self) -> None:
-        sizes = ("width", "layers", "heads", "kv_heads", "hidden")
-        for name in sizes:
-            if getattr(self, name) < 1:
-                raise UsageError(
-                    f"The model's {name} is {getattr(self, name)}: give a positive number."
-                )
-        for name, most in _MOST.items():
-            if getattr(self, name) > most:
-                raise UsageError(
-                    f"The model's {name} is {getattr(self, name)}: give at most {most}."
-                )
-        if self.vocab_size < BYTE_VALUES:
-            raise UsageError(
-                f"The model's vocab_size is {self.vocab_size}: bytes need at least {BYTE_VALUES}."
-            )
+        check(self, of="The model's ")
         if self.width % self.heads or (self.width // self.heads) % 2:
             raise UsageError(
                 f"The model's width {self.width} does not split into {self.heads} heads of even "
@@ -123,35 +112,12 @@ def transformer_config(
     Raises:
         UsageError: there is no such field, or a value has another type.
     """
-    base = presets[preset]
-    fields = {field.name: type(getattr(base, field.name)) for field in dataclasses.fields(base)}
-    changes: dict[str, Scalar] = {}
-    for name, value in overrides.items():
+    fields = [field.name for field in dataclasses.fields(TransformerConfig)]
+    for name in overrides:
         if name not in fields:
-            raise UsageError(f"The model has no field {name!r}: {suggestion(name, list(fields))}")
-        kind = fields[name]
-        if kind is float and type(value) is int:
-            value = as_float(value, f"The model's {name}")
-        if type(value) is not kind:
-            raise UsageError(f"The model's {name} needs {_KIND_WORDS[kind]}, not {value!r:.100}.")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise UsageError(f"The model's {name} is {value}: give a finite number.")
-        changes[name] = value
-    # Checked above, field by field.
-    return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
-
-
-_KIND_WORDS = {int: "a whole number", float: "a number", bool: "true or false"}
-
-
-def as_float(number: int, what: str) -> float:
-    """The nearest float; a :class:`UsageError` that names `what` if there is none."""
-    try:
-        return float(number)
-    except OverflowError:
-        raise UsageError(
-            f"{what} is a number of {number.bit_length()} bits: give a smaller one."
-        ) from None
+            raise UsageError(f"The model has no field {name!r}: {suggestion(name, fields)}")
+    # Checked there, field by field.
+    return dataclasses.replace(presets[preset], **overrides)  # type: ignore[arg-type]
 
 
 def suggestion(name: str, known: list[str]) -> str:

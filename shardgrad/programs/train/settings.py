@@ -15,11 +15,14 @@ from difflib import get_close_matches
 from typing import Any
 
 from shardgrad.programs.train.failure import UsageError
-from shardgrad.programs.train.presets import as_float
 
 __all__ = ["check", "flag_of", "setting"]
 
 _LARGEST = 2**63 - 1  # of any integer, as torch counts
+_WORDS: dict[Any, str] = {
+    **{int: "a whole number", float: "a number", bool: "true or false", str: "a text"},
+    **{dict: "names and values", tuple: "a list"},
+}
 
 
 def setting(
@@ -61,53 +64,65 @@ def flag_of(one: dataclasses.Field[Any]) -> str:
     return str(one.metadata.get("flag") or "--" + one.name.replace("_", "-"))
 
 
-def check(settings: Any) -> None:
+def check(settings: Any, *, of: str = "") -> None:
     """Checks the values of a dataclass's settings; whole numbers become floats where those are
     meant.
+
+    Args:
+        settings: the dataclass's instance, which is changed.
+        of: what errors say before a field's name, instead of calling it by its option.
 
     Raises:
         UsageError: a value has another type, is none of the choices, or is beyond a limit.
     """
     kinds = typing.get_type_hints(type(settings))
     for one in dataclasses.fields(settings):
-        if one.metadata:
-            value = _of_kind(flag_of(one), getattr(settings, one.name), kinds[one.name])
-            _check_limits(one, value)
-            object.__setattr__(settings, one.name, value)
+        value = getattr(settings, one.name)
+        if not one.metadata or (value is None and type(None) in typing.get_args(kinds[one.name])):
+            continue
+        what = of + one.name if of else flag_of(one)
+        value = _of_kind(what, value, kind_of(kinds[one.name]))
+        _check_limits(what, one.metadata, value)
+        object.__setattr__(settings, one.name, value)
 
 
-def _of_kind(flag: str, value: Any, kind: Any) -> Any:
-    allowed = typing.get_args(kind) if type(None) in typing.get_args(kind) else (kind,)
-    if value is None and type(None) in allowed:
-        return None
-    expected = next(one for one in allowed if one is not type(None))
-    expected = typing.get_origin(expected) or expected
-    if expected is float and type(value) is int:
-        value = as_float(value, flag)
-    if type(value) is not expected:
-        raise UsageError(f"{flag} needs a value of type {expected.__name__}, not {value!r:.100}.")
-    if expected is str and "\0" in value:  # which no path may have
-        raise UsageError(f"{flag} has a null character: leave it out.")
-    if expected is float and not math.isfinite(value):
-        raise UsageError(f"{flag} is {value}: give a finite number.")
-    if expected is int and abs(value) > _LARGEST:
+def kind_of(hint: Any) -> Any:
+    """Returns the class of a setting's values, besides None."""
+    hint = next(
+        (each for each in typing.get_args(hint) if type(None) in typing.get_args(hint)), hint
+    )
+    return typing.get_origin(hint) or hint
+
+
+def _of_kind(what: str, value: Any, kind: Any) -> Any:
+    if kind is float and type(value) is int:
+        try:
+            value = float(value)
+        except OverflowError:
+            raise UsageError(
+                f"{what} is a number of {value.bit_length()} bits: give a smaller one."
+            ) from None
+    if type(value) is not kind:
+        raise UsageError(f"{what} needs {_WORDS[kind]}, not {value!r:.100}.")
+    if kind is str and "\0" in value:  # which no path may have
+        raise UsageError(f"{what} has a null character: leave it out.")
+    if kind is float and not math.isfinite(value):
+        raise UsageError(f"{what} is {value}: give a finite number.")
+    if kind is int and abs(value) > _LARGEST:
         raise UsageError(
-            f"{flag} is a number of {value.bit_length()} bits: give one of at most 63."
+            f"{what} is a number of {value.bit_length()} bits: give one of at most 63."
         )
     return value
 
 
-def _check_limits(one: dataclasses.Field[Any], value: Any) -> None:
-    facts, flag = one.metadata, flag_of(one)
-    if value is None:
-        return
+def _check_limits(what: str, facts: Mapping[str, Any], value: Any) -> None:
     if facts["choices"] and value not in facts["choices"]:
         alike = get_close_matches(value, facts["choices"], n=1, cutoff=0.75)
         hint = f": did you mean {alike[0]!r}?" if alike else "."
         for beginning, words in facts["hints"].items():
             hint = f" ({words})." if value.startswith(beginning) else hint
-        raise UsageError(f"{flag} can be {', '.join(facts['choices'])}, not {value!r}{hint}")
+        raise UsageError(f"{what} can be {', '.join(facts['choices'])}, not {value!r}{hint}")
     if facts["least"] is not None and not value >= facts["least"]:
-        raise UsageError(f"{flag} is {value}: give at least {facts['least']}.")
+        raise UsageError(f"{what} is {value}: give at least {facts['least']}.")
     if facts["most"] is not None and not value <= facts["most"]:
-        raise UsageError(f"{flag} is {value}: give at most {facts['most']}.")
+        raise UsageError(f"{what} is {value}: give at most {facts['most']}.")
