@@ -7,17 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim.lr_scheduler import LambdaLR
 
 from shardgrad.errors import CheckpointError, CheckpointSaveError
@@ -75,10 +71,6 @@ class Checkpoints:
         self._group: dist.ProcessGroup | None = None
         self._saving: Saving | None = None
 
-    def latest(self) -> Path | None:
-        """Returns the checkpoint that `latest` names, else the newest complete one."""
-        return self._series.latest()
-
     def acquire(self, world: World) -> None:
         """Locks the folder, so that only this run writes into it. A collective.
 
@@ -86,7 +78,9 @@ class Checkpoints:
             UsageError: another process writes there; on every rank.
         """
         try:
-            Peers(world.control).together("lock", self._series.acquire if world.leads else _nothing)
+            Peers(world.control).together(
+                "lock", lambda: self._series.acquire() if world.leads else None
+            )
         except CheckpointSaveError as error:
             if error.__cause__ is not None and not isinstance(error.__cause__, CheckpointSaveError):
                 raise error.__cause__ from None
@@ -109,15 +103,16 @@ class Checkpoints:
         """
         self.finish()
         final = self._series.path_of(state.step)
+        publish = partial(self._series.publish, final)
         with _translated_errors():
             what = _gather_state(state, world)
-            if self._is_async:
-                group = self._own_group(world)
-                self._saving = save_async(
-                    what, final, group=group, then=lambda: self._series.publish(final)
-                )
-            else:
-                save(what, final, group=world.control, then=lambda: self._series.publish(final))
+            if not self._is_async:
+                save(what, final, group=world.control, then=publish)
+                return final
+            if self._group is None and world.world_size > 1:
+                # Once: the steps use `world.control` while a save is under way.
+                self._group = dist.new_group(backend="gloo", timeout=self._timeout)
+            self._saving = save_async(what, final, group=self._group, then=publish)
         return final
 
     def finish(self) -> None:
@@ -137,7 +132,7 @@ class Checkpoints:
         Raises:
             TrainingError: the checkpoint is damaged or does not fit; `state` is unchanged.
         """
-        path = self.latest()
+        path = self._series.latest()
         if path is None:
             raise UsageError(
                 f"There is no checkpoint in {self._folder}: start the run again without --resume."
@@ -160,17 +155,6 @@ class Checkpoints:
         """
         self._series.recover()
 
-    def _own_group(self, world: World) -> dist.ProcessGroup | None:
-        # Created once, by all ranks together: the steps use `world.control` during a background
-        # save.
-        if self._group is None and world.world_size > 1:
-            self._group = dist.new_group(backend="gloo", timeout=self._timeout)
-        return self._group
-
-
-def _nothing() -> None:
-    """What the other ranks do while the first one works."""
-
 
 @contextmanager
 def _translated_errors() -> Iterator[None]:
@@ -192,36 +176,31 @@ def _gather_state(state: TrainState, world: World) -> dict[str, Any]:
     """Returns the state as nested dictionaries of tensors, which are saved from and loaded in
     world.
     """
+    model, optimizer = get_state_dict(state.model, state.optimizer)
+    generators = {"cpu": torch.get_rng_state()}
+    if world.device.type != "cpu":
+        module = torch.get_device_module(world.device)
+        generators[world.device.type] = module.get_rng_state(world.device)
     return {
-        "model": get_model_state_dict(state.model),
-        "optimizer": get_optimizer_state_dict(state.model, state.optimizer),
+        "model": model,
+        "optimizer": optimizer,
         "schedule": state.schedule.state_dict(),
         "progress": {"step": state.step, "samples": state.samples},
-        _rng_key(world): _rng_state(world.device),
+        f"rng_{world.rank}": generators,  # one entry per rank: generators are not sharded
     }
 
 
 def _scatter_state(loaded: dict[str, Any], state: TrainState, world: World) -> None:
-    set_model_state_dict(state.model, loaded["model"])
-    set_optimizer_state_dict(state.model, state.optimizer, loaded["optimizer"])
+    set_state_dict(
+        state.model,
+        state.optimizer,
+        model_state_dict=loaded["model"],
+        optim_state_dict=loaded["optimizer"],
+    )
     state.schedule.load_state_dict(loaded["schedule"])
     state.step, state.samples = loaded["progress"]["step"], loaded["progress"]["samples"]
-    _set_rng_state(loaded[_rng_key(world)], world.device)
-
-
-def _rng_key(world: World) -> str:
-    # One entry per rank: generators are not sharded.
-    return f"rng_{world.rank}"
-
-
-def _rng_state(device: torch.device) -> dict[str, torch.Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    if device.type != "cpu":
-        states[device.type] = torch.get_device_module(device).get_rng_state(device)
-    return states
-
-
-def _set_rng_state(states: dict[str, torch.Tensor], device: torch.device) -> None:
-    torch.set_rng_state(states["cpu"])
-    if device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(states[device.type], device)
+    generators = loaded[f"rng_{world.rank}"]
+    torch.set_rng_state(generators["cpu"])
+    if world.device.type != "cpu":
+        module = torch.get_device_module(world.device)
+        module.set_rng_state(generators[world.device.type], world.device)

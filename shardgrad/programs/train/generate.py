@@ -11,6 +11,8 @@ from shardgrad.programs.train.presets import BYTE_VALUES
 
 __all__ = ["continued", "shown"]
 
+_TEMPERATURE = 0.8
+
 
 @torch.no_grad()
 def continued(
@@ -19,7 +21,6 @@ def continued(
     *,
     count: int,
     window: int,
-    temperature: float,
     seed: int,
     device: torch.device,
 ) -> bytes:
@@ -31,7 +32,6 @@ def continued(
         prompt: at least one byte.
         count: number of bytes to add.
         window: largest number of bytes that the model sees, the last ones.
-        temperature: divides the logits; 0 takes the most likely byte.
         seed: seed of the choice. All ranks choose alike.
         device: device of the model.
 
@@ -40,7 +40,6 @@ def continued(
     """
     generator = torch.Generator().manual_seed(seed)
     text = bytearray(prompt)
-    was_training = model.training
     model.eval()
     for _ in range(count):
         # Always of the same length, so that a compiled model is not compiled again: attention is
@@ -50,12 +49,9 @@ def continued(
         logits: Tensor = model(tokens)[0, len(seen) - 1, :BYTE_VALUES].double().cpu()
         if not logits.isfinite().all():
             raise TrainingError("The model's logits are not finite: take an earlier checkpoint.")
-        if temperature:
-            shares = torch.softmax((logits - logits.max()) / temperature, dim=-1)
-            text.append(int(torch.multinomial(shares, 1, generator=generator)))
-        else:
-            text.append(int(logits.argmax()))
-    model.train(was_training)
+        shares = torch.softmax(logits / _TEMPERATURE, dim=-1)
+        text.append(int(torch.multinomial(shares, 1, generator=generator)))
+    model.train()
     return bytes(text)
 
 

@@ -17,9 +17,7 @@ def available_cores() -> int:
     """Returns the number of cores this process may use; in a container, fewer than the machine
     has.
     """
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def require_room(ranks: int) -> None:

@@ -28,7 +28,7 @@ from shardgrad.programs.train.step import StepResult, TrainStep, validation_loss
 from shardgrad.programs.train.stop import StopRequest
 
 _NEVER = 2**62
-_PROMPT_BYTES, _TEMPERATURE = 40, 0.8  # of the sample at the end
+_PROMPT_BYTES = 40  # of the sample at the end
 
 
 def train(
@@ -55,44 +55,32 @@ def train(
     )
     checkpoints.acquire(world)
     try:
-        _train(config, world, folder, stop, checkpoints, resume=resume)
+        corpus = load_corpus(
+            config.data,
+            limit_nbytes=config.data_limit_mib * 2**20,
+            validation_fraction=config.validation_fraction,
+            seq_len=config.seq_len,
+        )
+        mesh = build_mesh(world, config.mesh, timeout_s=config.timeout)
+        model = build_model(config, mesh, world.device)
+        optimizer = build_optimizer(model, config)
+        state = TrainState(model, optimizer, build_schedule(optimizer, config))
+        # The initial weights are the same on every rank. Numbers drawn later (dropout) must differ
+        # between ranks.
+        torch.manual_seed(config.seed + world.rank)
+        if resume:
+            checkpoints.load(state, world)
+        if state.step >= config.steps:
+            raise UsageError(
+                f"The run has already made {state.step} steps: give a larger --steps to continue."
+            )
+        title = f"{config.preset} on {world.world_size} x {world.device.type}"
+        with Display(config.steps, title, leads=world.leads) as display:
+            run = Run(config, world, folder, state, corpus, checkpoints, display)
+            run.open()
+            run.until_done(stop)
     finally:
         checkpoints.release()
-
-
-def _train(
-    config: TrainConfig,
-    world: World,
-    folder: Path,
-    stop: StopRequest,
-    checkpoints: Checkpoints,
-    *,
-    resume: bool,
-) -> None:
-    corpus = load_corpus(
-        config.data,
-        limit_nbytes=config.data_limit_mib * 2**20,
-        validation_fraction=config.validation_fraction,
-        seq_len=config.seq_len,
-    )
-    mesh = build_mesh(world, config.mesh, timeout_s=config.timeout)
-    model = build_model(config, mesh, world.device)
-    optimizer = build_optimizer(model, config)
-    state = TrainState(model, optimizer, build_schedule(optimizer, config))
-    # The initial weights are the same on every rank. Numbers drawn later (dropout) must differ
-    # between ranks.
-    torch.manual_seed(config.seed + world.rank)
-    if resume:
-        checkpoints.load(state, world)
-    if state.step >= config.steps:
-        raise UsageError(
-            f"The run has already made {state.step} steps: give a larger --steps to continue."
-        )
-    title = f"{config.preset} on {world.world_size} x {world.device.type}"
-    with Display(config.steps, title, leads=world.leads) as display:
-        run = Run(config, world, folder, state, corpus, checkpoints, display)
-        run.open()
-        run.until_done(stop)
 
 
 class Run:
@@ -181,7 +169,8 @@ class Run:
         """Trains, reports, checks, validates and saves until the last step or a request to stop."""
         config, state = self._config, self._state
         while state.step < config.steps:
-            with profiled(self._folder if self._is_profiled() else None, self._world.device):
+            is_profiled = self._record is not None and state.step + 1 == config.profile
+            with profiled(self._folder if is_profiled else None, self._world.device):
                 result = self._step()
             self._watch(result)
             self._display.stepped(state.step)
@@ -198,9 +187,6 @@ class Run:
                 raise Interrupted(f"Stopped as asked after step {state.step}, which is saved.")
         self._checkpoints.finish()
         self._close()
-
-    def _is_profiled(self) -> bool:
-        return self._record is not None and self._state.step + 1 == self._config.profile
 
     def _is_due(self, every: int) -> bool:
         return self._state.step % every == 0 or self._state.step == self._config.steps
@@ -333,7 +319,6 @@ class Run:
             prompt,
             count=config.sample_bytes,
             window=config.seq_len,
-            temperature=_TEMPERATURE,
             seed=config.seed,
             device=self._world.device,
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import resource
-import sys
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -183,12 +182,8 @@ def memory_nbytes(device: torch.device) -> int:
     """
     if device.type != "cpu":
         return torch.accelerator.memory_reserved(device)
-    try:
-        with open("/proc/self/statm", encoding="ascii") as stream:
-            return int(stream.read().split()[1]) * resource.getpagesize()
-    except OSError:  # not Linux: the peak, which macOS counts in bytes and the BSDs in KiB
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
+    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    return int(pages) * resource.getpagesize()
 
 
 def _choose_device(wish: str, local_rank: int) -> torch.device:
