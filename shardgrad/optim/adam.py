@@ -125,8 +125,8 @@ class Adam(FlatOptimizer):
             master=precision.exact(state),
             scale=update.scale,
             found_inf=update.skip,
-            decoupled=update.group["decoupled_weight_decay"],
-            maximize=update.group["maximize"],
+            decoupled=update.segment.options["decoupled_weight_decay"],
+            maximize=update.segment.options["maximize"],
             stochastic_rounding=precision.stochastic_rounding,
             seed=segment.seed(precision.seed),
         )

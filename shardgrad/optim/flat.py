@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, ClassVar, NoReturn
@@ -37,8 +37,7 @@ class Update:
     """One segment of a step under way.
 
     Attributes:
-        segment: with its state.
-        group: the entry of `param_groups`.
+        segment: with its state and options.
         launch: where parameters and gradients are.
         hyper: the group's mirror on the device.
         scale: device scalar that gradients are multiplied by, or None.
@@ -46,7 +45,6 @@ class Update:
     """
 
     segment: Segment
-    group: OptimGroup
     launch: Launch
     hyper: torch.Tensor
     scale: torch.Tensor | None
@@ -91,7 +89,7 @@ class FlatOptimizer(Optimizer):
     def __init__(
         self, params: Any, defaults: dict[str, Any], *, check_finite: bool = False
     ) -> None:
-        self._segments: list[tuple[Segment, int]] = []
+        self._segments: list[Segment] = []
         self._segments_made = 0
         # Each parameter's entry of `state` as it was made: a program may empty or replace the
         # public one.
@@ -117,10 +115,8 @@ class FlatOptimizer(Optimizer):
         group = self._mirrored(plain)
         segments = self._new_segments(group, len(self.param_groups))
         self.param_groups.append(group)
-        for segment in segments:
-            self._segments.append((segment, len(self.param_groups) - 1))
-            if segment.has_data:
-                self._allocate(segment, group)
+        self._segments += segments
+        self._allocate_new()
         self._follow_state()
 
     def _mirrored(self, group: Mapping[str, Any]) -> OptimGroup:
@@ -143,6 +139,7 @@ class FlatOptimizer(Optimizer):
             # To torch: step counts are on the device. It refuses that on the CPU.
             group["capturable"] = True
         for segment in segments:
+            segment.options = group
             segment.number = self._segments_made
             self._segments_made += 1
         return segments
@@ -164,7 +161,7 @@ class FlatOptimizer(Optimizer):
                 sharded.setdefault(group_of(managed), []).append(managed)
         self._refuse_two_engines(group, sharded)
         return [
-            *(ShardedSegment(g, _in_order(g, members)) for g, members in sharded.items()),
+            *(ShardedSegment(g, members) for g, members in sharded.items()),
             *plain,
         ]
 
@@ -236,7 +233,7 @@ class FlatOptimizer(Optimizer):
         self._follow_state()
 
     def _is_capturing(self) -> bool:
-        return any(is_capturing(segment.device) for segment, _ in self._segments)
+        return any(is_capturing(segment.device) for segment in self._segments)
 
     def _follow_groups(self) -> None:
         """Makes segments for the groups there are now; those whose parameters stay together are
@@ -248,25 +245,23 @@ class FlatOptimizer(Optimizer):
             raise self._cannot_update(
                 "of two groups", "it would be updated twice", "one group for each parameter"
             )
-        before = {tuple(map(id, segment.params)): segment for segment, _ in self._segments}
-        segments = [
-            (before.get(tuple(map(id, segment.params)), segment), index)
+        new = [
+            segment
             for index, group in enumerate(groups)
             for segment in self._new_segments(group, index)
         ]
+        before = {tuple(map(id, segment.params)): segment for segment in self._segments}
+        kept = [before.get(tuple(map(id, segment.params)), segment) for segment in new]
+        for segment, like in zip(kept, new, strict=True):
+            segment.options = like.options
         self.param_groups[:] = groups
-        self._segments = segments
-        for segment, index in segments:
-            if segment.has_data and not segment.is_allocated:
-                self._allocate(segment, groups[index])
+        self._segments = kept
+        self._allocate_new()
 
     def _follow_state(self) -> None:
         """Takes over what a program has put into `state`, and zeroes what it has removed."""
         allocated = [
-            param
-            for segment, _ in self._segments
-            if segment.is_allocated
-            for param in segment.params
+            param for segment in self._segments if segment.is_allocated for param in segment.params
         ]
         edited = {}
         for number, param in enumerate(allocated):
@@ -295,8 +290,14 @@ class FlatOptimizer(Optimizer):
             new: what it would have.
         """
 
-    def _allocate(self, segment: Segment, group: OptimGroup) -> None:
-        segment.allocate(self.state_dtypes(segment, group))
+    def _allocate_new(self) -> None:
+        """Makes the state of segments that have none, but for parameters on the meta device."""
+        for segment in self._segments:
+            if segment.has_data and not segment.is_allocated:
+                self._allocate(segment)
+
+    def _allocate(self, segment: Segment) -> None:
+        segment.allocate(self.state_dtypes(segment, segment.options))
         pieces = {name: segment.local_views(flat) for name, flat in segment.state.items()}
         for i, param in enumerate(segment.params):
             entry = {
@@ -333,10 +334,10 @@ class FlatOptimizer(Optimizer):
                 (f"{key} of parameter {index}", value) for key, value in pieces.items()
             )
         self._follow_program()
-        for segment, index in self._segments:
+        for segment in self._segments:
             if not segment.is_allocated:
                 self._require_data(segment)
-                self._allocate(segment, self._group(index))
+        self._allocate_new()
         self._follow_state()
         load_state(
             self.param_groups,  # type: ignore[arg-type]
@@ -366,7 +367,7 @@ class FlatOptimizer(Optimizer):
             return
         states = [
             flat
-            for segment, _ in self._segments
+            for segment in self._segments
             if segment.is_allocated and isinstance(segment, ShardedSegment)
             for flat in segment.state.values()
             if flat.numel()
@@ -438,52 +439,47 @@ class FlatOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._update_all(self._launches())
-        return loss
-
-    def _launches(self) -> list[tuple[Segment, OptimGroup, Launch]]:
-        """Describes the launches of a step. Whatever can be wrong is noticed here."""
-        self._require_here()
-        self._follow_program()
-        launches = []
-        for segment, index in self._segments:
-            launch = segment.settle()
-            if launch is not None:
-                launches.append((segment, self._group(index), launch))
-        late = [(segment, group) for segment, group, _ in launches if not segment.is_allocated]
-        for segment, group in late:
-            self._require_data(segment)
-            self._allocate(segment, group)
-        if late:
-            self._follow_state()
-        return launches
-
-    def _update_all(self, launches: Sequence[tuple[Segment, OptimGroup, Launch]]) -> None:
+        launches = self._launches()
         skip, scale = self._skip(launches), self._inverse_of_loss_scale()
         self.update_all(
             [
-                Update(segment, group, launch, group.on(segment.device), scale, skip)
-                for segment, group, launch in launches
+                Update(segment, launch, segment.options.on(segment.device), scale, skip)
+                for segment, launch in launches
             ]
         )
         if skip is not None:
             self.skipped_steps.add_(skip > 0)
+        return loss
+
+    def _launches(self) -> list[tuple[Segment, Launch]]:
+        """Describes the launches of a step. Whatever can be wrong is noticed here."""
+        self._require_here()
+        self._follow_program()
+        settled = [(segment, segment.settle()) for segment in self._segments]
+        launches = [(segment, launch) for segment, launch in settled if launch is not None]
+        late = [segment for segment, _ in launches if not segment.is_allocated]
+        for segment in late:
+            self._require_data(segment)
+            self._allocate(segment)
+        if late:
+            self._follow_state()
+        return launches
 
     def update_all(self, updates: Sequence[Update]) -> None:
         """Launches the kernels of a step; overridden where segments are not independent."""
         for update in updates:
             self.update(update)
 
-    def _skip(self, launches: Sequence[tuple[Segment, OptimGroup, Launch]]) -> torch.Tensor | None:
+    def _skip(self, launches: Sequence[tuple[Segment, Launch]]) -> torch.Tensor | None:
         """Returns a device scalar, above zero if the gradients are not finite; None if none were
         checked.
         """
         # torch's scaler leaves the number 0 if it met no gradient.
         of_scaler = getattr(self, "found_inf", None)
-        verdicts_there = (of_scaler, *(launch.nonfinite for _, _, launch in launches))
+        verdicts_there = (of_scaler, *(launch.nonfinite for _, launch in launches))
         found = {id(x): x for x in verdicts_there if isinstance(x, torch.Tensor)}
         if not found and self._check_finite and launches:
-            params = [param for segment, _, _ in launches for param in segment.params]
+            params = [param for segment, _ in launches for param in segment.params]
             return find_nonfinite(params, launches[0][0].device)
         verdicts = [verdict.detach().reshape(()).float() for verdict in found.values()]
         return sum(verdicts[1:], verdicts[0]) if verdicts else None
@@ -497,7 +493,7 @@ class FlatOptimizer(Optimizer):
     def skipped_steps(self) -> torch.Tensor:
         """Float32 device scalar, updated in place; reading it on the host waits for the device."""
         if self._skipped is None:
-            device = self._segments[0][0].device if self._segments else torch.device("cpu")
+            device = self._segments[0].device if self._segments else torch.device("cpu")
             self._skipped = torch.zeros((), dtype=torch.float32, device=device)
         return self._skipped
 
@@ -507,7 +503,7 @@ class FlatOptimizer(Optimizer):
         Streams: zeros are written on the current stream. Capture: safe.
         """
         self._follow_program()
-        for segment, _ in self._segments:
+        for segment in self._segments:
             segment.forget_gradients(set_to_none=set_to_none)
 
     # -- for graphs
@@ -518,14 +514,15 @@ class FlatOptimizer(Optimizer):
         """
         self._require_here()
         self._follow_program()
-        segments = tuple((index, segment.guards()) for segment, index in self._segments)
-        groups = tuple(self._group(i).constants() for i in range(len(self.param_groups)))
+        # By its identity: another group in the place of one has other mirrors on the device.
+        segments = tuple((id(segment.options), segment.guards()) for segment in self._segments)
+        groups = tuple(group.constants() for group in self._groups())
         return segments, groups, self._check_finite
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the memory in which state lives, with names."""
         yield "skipped steps", self.skipped_steps
-        for segment, _ in self._segments:
+        for segment in self._segments:
             if segment.is_allocated:
                 yield f"step counts of segment {segment.number}", segment.steps
                 for name, flat in segment.state.items():
@@ -535,28 +532,27 @@ class FlatOptimizer(Optimizer):
         """Returns the tables of launches, on the device; other places of gradients bring other
         tables.
         """
-        return [table for segment, _ in self._segments if (table := segment.rows) is not None]
+        return [table for segment in self._segments if (table := segment.rows) is not None]
 
     def snapshot(self) -> Callable[[], None]:
         """Returns a function that restores the present host state."""
-        captured = [self._group(i).captured for i in range(len(self.param_groups))]
+        captured = [(group, group.captured) for group in self._groups()]
 
         def restore() -> None:
-            for i, flag in enumerate(captured):
-                self._group(i).captured = flag
+            for group, flag in captured:
+                group.captured = flag
 
         return restore
 
     def forget_captures(self) -> None:
         """Allows constants to be assigned again: no graph holds a step of this optimizer."""
-        for i in range(len(self.param_groups)):
-            self._group(i).captured = False
+        for group in self._groups():
+            group.captured = False
 
     # -- inside
 
-    def _group(self, index: int) -> OptimGroup:
-        group: OptimGroup = self.param_groups[index]  # type: ignore[assignment]
-        return group
+    def _groups(self) -> list[OptimGroup]:
+        return self.param_groups  # type: ignore[return-value]
 
     def _require_data(self, segment: Segment) -> None:
         if not segment.has_data:
@@ -565,8 +561,3 @@ class FlatOptimizer(Optimizer):
                 "it is on the meta device",
                 "model.to_empty(device=...) and initialise it first",
             )
-
-
-def _in_order(group: ParamGroup, members: Iterable[FSDPParam]) -> list[FSDPParam]:
-    chosen = {id(managed) for managed in members}
-    return [managed for managed in group.params if id(managed) in chosen]

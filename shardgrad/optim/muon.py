@@ -198,7 +198,9 @@ class Muon(FlatOptimizer):
 
     def _buckets(self, updates: Sequence[Update]) -> list[Bucket]:
         # A table's identity stands for everything it was made from; members keep it alive.
-        key = tuple((id(update.launch.rows), update.group["adjust_lr_fn"]) for update in updates)
+        key = tuple(
+            (id(update.launch.rows), update.segment.options["adjust_lr_fn"]) for update in updates
+        )
         known = self._plans.get(key)
         if known is not None:
             return known
@@ -226,7 +228,7 @@ class Muon(FlatOptimizer):
 
     def _drop_plans(self, updates: Sequence[Update], *, everything: bool) -> None:
         """Drops plans whose gradients have moved, or all of them; they keep memory alive."""
-        if any(self._group(i).captured for i in range(len(self.param_groups))):
+        if any(group.captured for group in self._groups()):
             return  # a graph may still write where its plan lies
         now = {id(update.segment): update.launch.rows for update in updates}
 

@@ -76,7 +76,7 @@ class Member:
 
     def __init__(self, update: Update) -> None:
         segment = self.segment = update.segment
-        self.options = update.group
+        self.options = segment.options
         self.rows = update.launch.rows
         managed = [managed_by(param) for param in segment.params]
         first = managed[0]
@@ -198,7 +198,7 @@ class Member:
         fresh = (1 - momentum).to(self.compute)
         moved = torch.lerp(buffer.to(self.compute), direction, fresh).to(buffer.dtype)
         torch.where(live_blocks, moved, buffer, out=buffer)
-        if update.group["nesterov"]:
+        if update.segment.options["nesterov"]:
             direction.lerp_(buffer.to(self.compute), momentum.to(self.compute))
         else:
             direction.copy_(buffer)
@@ -301,8 +301,8 @@ class Bucket:
             batch.copy_(
                 newton_schulz(
                     batch,
-                    coefficients=update.group["ns_coefficients"],
-                    steps=update.group["ns_steps"],
+                    coefficients=update.segment.options["ns_coefficients"],
+                    steps=update.segment.options["ns_steps"],
                     eps=update.hyper[EPS],
                 )
             )

@@ -13,8 +13,9 @@ A parameter that no unit shards is a segment alone.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from operator import attrgetter, is_
 from typing import cast
 
@@ -28,8 +29,10 @@ from shardgrad.engine.param import FSDPParam, is_replaced
 from shardgrad.engine.param_group import ParamGroup, group_of
 from shardgrad.engine.streams import is_capturing
 from shardgrad.errors import CaptureError, GradientError, OptimizerParameterError
+from shardgrad.optim.hyper import OptimGroup
 from shardgrad.optim.selection import gradients_of, plain_gradient
 from shardgrad.sharding.dtensor import dtensor_like, in_own_storage
+from shardgrad.sharding.layout import Piece
 
 __all__ = ["Launch", "PlainSegment", "Segment", "ShardedSegment"]
 
@@ -79,21 +82,6 @@ class Launch:
     nonfinite: torch.Tensor | None
 
 
-@dataclass(frozen=True)
-class _State:
-    """The state of a segment.
-
-    Attributes:
-        steps: float32, updates per parameter.
-        ticket: int32 scratch of the kernels.
-        flat: buffers by name, each with as many elements as the segment.
-    """
-
-    steps: torch.Tensor
-    ticket: torch.Tensor
-    flat: dict[str, torch.Tensor]
-
-
 class Segment(ABC):
     """Parameters that are updated by one launch, and their state.
 
@@ -107,14 +95,24 @@ class Segment(ABC):
         numel: as given.
         rank: as given.
         number: the optimizer's count of its segments.
+        options: the entry of `param_groups` that it belongs to.
+        is_allocated: True once there is state; only then are there the next three.
+        state: flat buffers by name, each `numel` elements.
+        steps: float32, updates per parameter.
+        ticket: int32 scratch of the kernels.
     """
+
+    state: dict[str, torch.Tensor]
+    steps: torch.Tensor
+    ticket: torch.Tensor
 
     def __init__(self, params: Sequence[nn.Parameter], numel: int, *, rank: int = 0) -> None:
         self.params = list(params)
         self.numel = numel
         self.rank = rank
         self.number = 0
-        self._state: _State | None = None
+        self.options: OptimGroup
+        self.is_allocated = False
 
     @property
     @abstractmethod
@@ -140,36 +138,6 @@ class Segment(ABC):
     def rows(self) -> torch.Tensor | None:
         """The latest launch's table, if others may replace it; see `Launch`."""
         return None
-
-    @property
-    def is_allocated(self) -> bool:
-        """True once there is state."""
-        return self._state is not None
-
-    @property
-    def steps(self) -> torch.Tensor:
-        """Float32, updates per parameter. Only after `allocate`."""
-        return self._require_state().steps
-
-    @property
-    def ticket(self) -> torch.Tensor:
-        """Int32 scratch of the kernels. Only after `allocate`."""
-        return self._require_state().ticket
-
-    @property
-    def state(self) -> dict[str, torch.Tensor]:
-        """Flat buffers by name, each `numel` elements. Only after `allocate`."""
-        return self._require_state().flat
-
-    def _require_state(self) -> _State:
-        if self._state is None:
-            raise RuntimeError(f"the segment of {self.names[0]} has no state yet")
-        return self._state
-
-    @property
-    def state_device(self) -> torch.device | None:
-        """Device of the state; None before `allocate`."""
-        return None if self._state is None else self._state.steps.device
 
     def guards(self) -> Hashable:
         """Returns what decides a launch, apart from addresses that never change. Called at every
@@ -232,12 +200,10 @@ class Segment(ABC):
 
     def allocate(self, dtypes: Mapping[str, torch.dtype]) -> None:
         """Allocates zeroed state buffers, at constant addresses from then on."""
-        device = self.device
-        self._state = _State(
-            steps=torch.zeros(len(self.params), dtype=torch.float32, device=device),
-            ticket=torch.zeros(1, dtype=torch.int32, device=device),
-            flat={name: self.zeros(self.numel, dtype) for name, dtype in dtypes.items()},
-        )
+        self.steps = torch.zeros(len(self.params), dtype=torch.float32, device=self.device)
+        self.ticket = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self.state = {name: self.zeros(self.numel, dtype) for name, dtype in dtypes.items()}
+        self.is_allocated = True
 
 
 @dataclass(frozen=True)
@@ -262,24 +228,25 @@ class ShardedSegment(Segment):
 
     Args:
         group: the group.
-        members: those of its parameters that are updated, in the group's order.
+        members: those of its parameters that are updated.
     """
 
-    def __init__(self, group: ParamGroup, members: Sequence[FSDPParam]) -> None:
-        self._place = {id(managed): i for i, managed in enumerate(group.params)}
-        self._offsets = []
-        offset = 0
-        for managed in members:
-            self._offsets.append(offset)
-            offset += group.layout.pieces[self._place[id(managed)]].span
-        super().__init__(
-            [managed.sharded for managed in members], offset, rank=group.mesh.shard_rank
-        )
+    def __init__(self, group: ParamGroup, members: Iterable[FSDPParam]) -> None:
         self._group = group
-        self._members = list(members)
+        chosen = set(members)
+        self._places = [i for i, managed in enumerate(group.params) if managed in chosen]
+        self._members = [group.params[i] for i in self._places]
+        spans = [piece.span for piece in self._pieces()]
+        self._offsets = [0, *accumulate(spans)][: len(spans)]
+        super().__init__(
+            [managed.sharded for managed in self._members], sum(spans), rank=group.mesh.shard_rank
+        )
         self._generation = group.generation
         self._storage_check = _StorageCheck(self.params)
         self._table: _Table | None = None
+
+    def _pieces(self) -> list[Piece]:
+        return [self._group.layout.pieces[i] for i in self._places]
 
     @property
     def names(self) -> list[str]:
@@ -370,12 +337,11 @@ class ShardedSegment(Segment):
     def _table_for(self, shard: GradShard) -> _Table:
         """Builds the table for a gradient shard. A frozen parameter has no gradient and no row."""
         pieces, places = [], []
-        for i, (managed, offset) in enumerate(zip(self._members, self._offsets, strict=True)):
-            place = shard.place_of(managed.sharded)
+        for i, (piece, offset) in enumerate(zip(self._pieces(), self._offsets, strict=True)):
+            place = shard.place_of(self._members[i].sharded)
             if place is None:
                 continue
-            piece = self._group.layout.pieces[self._place[id(managed)]]
-            numel = piece.local_numel(self._group.mesh.shard_rank)
+            numel = piece.local_numel(self.rank)
             gradient = shard.piece(place).shard_offset
             pieces.append((piece.shard_offset, gradient, offset, numel, i, place))
             places.append(place)
@@ -393,14 +359,10 @@ class ShardedSegment(Segment):
 
     def local_views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """See `Segment.local_views`."""
-        rank = self._group.mesh.shard_rank
-        views = []
-        for managed, offset in zip(self._members, self._offsets, strict=True):
-            piece = self._group.layout.pieces[self._place[id(managed)]]
-            views.append(
-                flat.narrow(0, offset, piece.local_numel(rank)).view(piece.local_shape(rank))
-            )
-        return views
+        return [
+            flat.narrow(0, offset, piece.local_numel(self.rank)).view(piece.local_shape(self.rank))
+            for piece, offset in zip(self._pieces(), self._offsets, strict=True)
+        ]
 
     def face(self, index: int, local: torch.Tensor) -> torch.Tensor:
         """See `Segment.face`."""
@@ -505,7 +467,7 @@ class PlainSegment(Segment):
 
     def _check(self, local: torch.Tensor, grad: torch.Tensor) -> None:
         # State has the memory order and the device that the parameter had.
-        device = self.state_device or local.device
+        device = self.steps.device if self.is_allocated else local.device
         if _form_of(local) != self._form or local.device != device:
             shape, strides, dtype = self._form
             raise OptimizerParameterError(

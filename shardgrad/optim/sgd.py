@@ -130,9 +130,9 @@ class SGD(FlatOptimizer):
             master=precision.exact(segment.state),
             scale=update.scale,
             found_inf=update.skip,
-            nesterov=update.group["nesterov"],
-            decoupled=update.group["decoupled_weight_decay"],
-            maximize=update.group["maximize"],
+            nesterov=update.segment.options["nesterov"],
+            decoupled=update.segment.options["decoupled_weight_decay"],
+            maximize=update.segment.options["maximize"],
             stochastic_rounding=precision.stochastic_rounding,
             seed=segment.seed(precision.seed),
         )
