@@ -63,6 +63,11 @@ def by_three(model: Any) -> None:
         layer.set_gradient_divide_factor(3.0)
 
 
+def hooked(model: Any) -> None:
+    for layer in (model, model[0]):
+        layer.set_all_reduce_hook(lambda chunk: chunk.mul_(3.0))
+
+
 def columns(param: nn.Parameter) -> Shard | None:
     return Shard(1) if param.ndim == 2 else None
 
@@ -82,6 +87,7 @@ def columns(param: nn.Parameter) -> Shard | None:
         },
         {"micro_batches": 3, "sync_each": False},
         {"change": by_three},
+        {"change": hooked},
         {
             "change": by_three,
             "mp_policy": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32),
