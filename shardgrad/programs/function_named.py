@@ -11,8 +11,6 @@ from typing import Any
 
 from shardgrad.errors import OptionError
 
-__all__ = ["function_named"]
-
 
 def function_named(target: str, *, flag: str) -> Callable[[], Any]:
     """Imports a module, from the current directory too, and returns a function of it that takes no

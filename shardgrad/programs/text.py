@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-__all__ = ["escaped", "listed", "printable"]
-
 _LONGEST = 200
 
 

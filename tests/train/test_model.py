@@ -7,15 +7,13 @@ import torch
 
 from shardgrad.programs.train.failure import UsageError
 from shardgrad.programs.train.model import (
-    PRESETS,
     Transformer,
-    TransformerConfig,
     count_parameters,
     materialise,
     rotary_tables,
     rotate,
 )
-from shardgrad.programs.train.presets import transformer_config
+from shardgrad.programs.train.presets import PRESETS, TransformerConfig, transformer_config
 
 SMALL = TransformerConfig(width=16, layers=2, heads=2, kv_heads=2, hidden=24)
 CPU = torch.device("cpu")

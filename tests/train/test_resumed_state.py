@@ -16,9 +16,10 @@ import shardgrad
 from shardgrad.programs.train.checkpoint import Checkpoints, TrainState
 from shardgrad.programs.train.config import TrainConfig
 from shardgrad.programs.train.corpus import Sampler
-from shardgrad.programs.train.model import Transformer, TransformerConfig, materialise
+from shardgrad.programs.train.model import Transformer, materialise
 from shardgrad.programs.train.optimizer import build_optimizer, build_schedule
 from shardgrad.programs.train.parallel import World
+from shardgrad.programs.train.presets import TransformerConfig
 from shardgrad.programs.train.step import TrainStep
 from tests.support.ranks import Ranks
 from tests.support.under_patch import shared_folder

@@ -19,9 +19,10 @@ from shardgrad.programs.train.checkpoint import TrainState
 from shardgrad.programs.train.config import TrainConfig
 from shardgrad.programs.train.corpus import Sampler
 from shardgrad.programs.train.failure import TrainingError
-from shardgrad.programs.train.model import Transformer, TransformerConfig, materialise
+from shardgrad.programs.train.model import Transformer, materialise
 from shardgrad.programs.train.optimizer import build_optimizer, build_schedule
 from shardgrad.programs.train.parallel import World
+from shardgrad.programs.train.presets import TransformerConfig
 from shardgrad.programs.train.step import StepResult, TrainStep, validation_loss
 
 CPU = torch.device("cpu")
@@ -161,8 +162,8 @@ def test_the_setting_decides_who_takes_the_step(settings: dict[str, Any], wanted
 def test_the_first_step_that_is_not_finite_is_remembered(loss: float, norm: float) -> None:
     run = object.__new__(loop.Run)
     run.__dict__.update(
-        _world=alone(),
-        _state=SimpleNamespace(step=0),
+        world=alone(),
+        state=SimpleNamespace(step=0),
         _loss_sum=torch.zeros(()),
         _bad_steps=torch.full((2,), loop._NEVER),
         _unreported_steps=0,
@@ -170,7 +171,7 @@ def test_the_first_step_that_is_not_finite_is_remembered(loss: float, norm: floa
     for step, numbers in enumerate([(1.0, 1.0), (loss, norm), (math.nan, math.nan), (1.0, 1.0)]):
         if step == 1:
             run._require_finite()
-        run._state.step = step + 1
+        run.state.step = step + 1
         run._watch(result(*numbers))
     with pytest.raises(TrainingError, match="finite at step 2") as caught:
         run._require_finite()
@@ -196,12 +197,12 @@ def test_neither_a_validation_nor_a_save_counts_in_the_speed_of_training(
     monkeypatch.setattr(loop.Run, "_require_same_replicas", takes(0.0, None))
     config, run, display = config_of(), object.__new__(loop.Run), mock.Mock()
     run.__dict__.update(
-        _config=config,
-        _world=alone(),
-        _state=SimpleNamespace(step=2, model=None),
-        _corpus=mock.Mock(),
-        _checkpoints=mock.Mock(save=takes(50.0, Path("step_000002"))),
-        _display=display,
+        config=config,
+        world=alone(),
+        state=SimpleNamespace(step=2, model=None),
+        corpus=mock.Mock(),
+        checkpoints=mock.Mock(save=takes(50.0, Path("step_000002"))),
+        display=display,
         _record=None,
         _loss_sum=torch.ones(()),
         _bad_steps=torch.full((2,), loop._NEVER),

@@ -59,8 +59,6 @@ from shardgrad.programs.audit.first_difference import Piece, Run, Snapshot, firs
 from shardgrad.programs.audit.without_engine import remove_engines
 from shardgrad.programs.function_named import function_named
 
-__all__ = ["Audit", "audit"]
-
 Step = Callable[[int, list[int]], object]
 
 _END = "end"  # the only moment of a program that makes its steps by itself

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Difference", "Piece", "Run", "Snapshot", "first_difference"]
-
 
 @dataclass(frozen=True)
 class Piece:

@@ -22,8 +22,6 @@ from torch import nn
 from torch.autograd import Variable
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-__all__ = ["remove_engines"]
-
 _params: dict[nn.Parameter, None] = {}  # of all models, in the order that all ranks wrap them in
 _is_queued = False
 

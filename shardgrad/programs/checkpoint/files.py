@@ -12,17 +12,6 @@ from typing import BinaryIO
 from shardgrad.errors import CheckpointError
 from shardgrad.programs.text import printable
 
-__all__ = [
-    "content_of",
-    "damaged",
-    "make_folder",
-    "named_in_errors",
-    "open_plain",
-    "replace_synced",
-    "sync",
-    "write_synced",
-]
-
 
 @contextmanager
 def named_in_errors(path: str | os.PathLike[str]) -> Iterator[None]:

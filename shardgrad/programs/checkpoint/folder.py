@@ -18,8 +18,6 @@ from shardgrad.programs.checkpoint.lock import FileLock
 from shardgrad.programs.checkpoint.metadata import METADATA
 from shardgrad.programs.text import printable
 
-__all__ = ["Publication", "Series"]
-
 _ASIDE = ".tmp"
 _LOCK = ".lock"  # the name of the lock of a series, and the suffix of that of one checkpoint
 _REPLACED = ".replaced"  # suffix of the old folder while the new one takes its name

@@ -28,8 +28,6 @@ from shardgrad.programs.checkpoint.peers import Peers
 from shardgrad.programs.checkpoint.state import flatten, rebuild
 from shardgrad.programs.text import listed, printable
 
-__all__ = ["load", "read_tensors"]
-
 _State = TypeVar("_State", bound=Mapping[Any, Any])
 _ZIP = b"PK\x03\x04"
 

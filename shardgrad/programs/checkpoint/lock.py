@@ -22,8 +22,6 @@ from shardgrad.errors import CheckpointSaveError
 from shardgrad.programs.checkpoint.files import make_folder
 from shardgrad.programs.text import printable
 
-__all__ = ["FileLock"]
-
 _NOT_SUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 _TAKEN = {errno.EACCES, errno.EAGAIN}
 

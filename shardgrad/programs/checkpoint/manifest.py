@@ -23,8 +23,6 @@ from shardgrad.programs.checkpoint.files import (
 )
 from shardgrad.programs.text import printable
 
-__all__ = ["MANIFEST", "Manifest", "SummingFiles", "check", "read", "verify", "write"]
-
 MANIFEST = "manifest.json"
 Manifest = Mapping[str, tuple[int, int]]  # of each file: number of bytes, CRC-32
 _VERSION = 1

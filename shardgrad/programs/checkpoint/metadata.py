@@ -18,8 +18,6 @@ from shardgrad.programs.checkpoint.files import content_of, damaged
 from shardgrad.programs.checkpoint.manifest import Manifest, is_name
 from shardgrad.programs.text import printable
 
-__all__ = ["METADATA", "read_metadata", "require_whole"]
-
 METADATA = ".metadata"
 _MOST_NBYTES = 2**30
 _CLASSES: dict[tuple[str, str], Any] = {

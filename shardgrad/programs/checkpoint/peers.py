@@ -21,8 +21,6 @@ from shardgrad.errors import (
 from shardgrad.extras import require
 from shardgrad.programs.text import printable
 
-__all__ = ["Peers"]
-
 require("numpy", feature="shardgrad.programs.checkpoint")  # torch's collectives of objects need it
 
 _Result = TypeVar("_Result")

@@ -19,8 +19,6 @@ from shardgrad.programs.checkpoint.manifest import verify
 from shardgrad.programs.checkpoint.metadata import read_metadata
 from shardgrad.programs.text import listed, printable
 
-__all__ = ["FILE_NBYTES", "export_checkpoint"]
-
 FILE_NBYTES = 4 * 2**30
 
 

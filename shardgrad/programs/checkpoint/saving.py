@@ -24,8 +24,6 @@ from shardgrad.programs.checkpoint.metadata import require_whole
 from shardgrad.programs.checkpoint.peers import Peers
 from shardgrad.programs.checkpoint.state import flatten
 
-__all__ = ["Saving", "save", "save_async"]
-
 
 def save(
     state: Mapping[Any, Any],

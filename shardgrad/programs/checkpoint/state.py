@@ -11,8 +11,6 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from shardgrad.errors import CheckpointError
 from shardgrad.programs.text import printable
 
-__all__ = ["flatten", "rebuild"]
-
 
 def flatten(state: Mapping[Any, Any]) -> dict[str, Any]:
     """Returns the leaves of a nested state by their names, which are keys joined by dots.

@@ -10,8 +10,6 @@ import click
 
 from shardgrad.programs.cli.command import LazyGroup
 
-__all__ = ["main"]
-
 # In the order of a run: before it, itself, after it.
 _COMMANDS = {
     "doctor": "Print versions and devices; check a machine, or a program.",

@@ -12,8 +12,6 @@ from click.core import ParameterSource
 
 from shardgrad.programs.cli.reporting import reported
 
-__all__ = ["Command", "LazyGroup", "given", "is_debug"]
-
 _DEBUG = "shardgrad.debug"
 
 

@@ -14,8 +14,6 @@ from shardgrad.programs.train.failure import UsageError
 from shardgrad.programs.train.presets import Scalar
 from shardgrad.programs.train.settings import flag_of, kind_of
 
-__all__ = ["given_for", "options_of", "sections_of"]
-
 _Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 
 

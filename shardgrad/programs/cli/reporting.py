@@ -17,8 +17,6 @@ from shardgrad.errors import OptionError, PartnerUnavailableError, ShardgradErro
 from shardgrad.programs.text import escaped
 from shardgrad.programs.train.failure import TrainingError, explain
 
-__all__ = ["reported"]
-
 
 @contextmanager
 def reported(program: str, *, debug: bool = False) -> Iterator[None]:

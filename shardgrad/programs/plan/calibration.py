@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from shardgrad.programs.train.failure import UsageError
 from shardgrad.programs.train.settings import check, setting
 
-__all__ = ["Calibration"]
-
 
 @dataclass(frozen=True)
 class Calibration:

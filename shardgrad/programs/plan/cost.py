@@ -27,8 +27,6 @@ from dataclasses import dataclass
 from shardgrad.programs.plan.hardware import Machine
 from shardgrad.programs.plan.recording import Event, Kernel, Transfer
 
-__all__ = ["AxisLayout", "CostModel", "compute_s", "model_flops"]
-
 # Of the bandwidth, by NCCL's protocols: LL sends a flag with every word, LL128 one with every 120
 # bytes.
 _PROTOCOL_SHARES = (0.5, 0.92, 1.0)

@@ -17,8 +17,6 @@ from shardgrad.programs.plan.models import build_plan_model
 from shardgrad.programs.plan.rehearsal import Rehearsal, rehearse
 from shardgrad.programs.plan.request import Request
 
-__all__ = ["line", "rehearse_shallow"]
-
 _FEWEST, _APART = 4, 2
 
 

@@ -15,17 +15,6 @@ from typing import Any
 from shardgrad.programs.plan.request import MOST_RANKS
 from shardgrad.programs.train.settings import check, setting
 
-__all__ = [
-    "DEVICES",
-    "LINKS",
-    "NETWORKS",
-    "Device",
-    "Link",
-    "Machine",
-    "MachineOptions",
-    "machine_of",
-]
-
 GB, GIB = 1e9, 2**30
 
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from shardgrad.programs.plan.rehearsal import Rehearsal
 
-__all__ = ["Memory", "memory_of"]
-
 # The owner of storages that do not outlive the step is named after the phase of their allocation.
 _PASSING = {
     "forward": "activations",

@@ -17,8 +17,6 @@ from shardgrad.programs.train.failure import TrainingError, UsageError
 from shardgrad.programs.train.model import Transformer
 from shardgrad.programs.train.presets import transformer_config
 
-__all__ = ["PlanModel", "build_plan_model", "longest_module_list"]
-
 # Attributes in which a block keeps its position. transformers has the first.
 _POSITION = ("layer_idx", "layer_id", "layer_number")
 

@@ -19,8 +19,6 @@ from shardgrad.programs.plan.rehearsal import Rehearsal
 from shardgrad.programs.plan.request import Request
 from shardgrad.programs.plan.timeline import play
 
-__all__ = ["Plan", "Traffic", "make_plan", "plan_of"]
-
 _TIMES = ("step_s", "compute_s", "exposed_s", "transfers_s", "host_s")  # of the likely timeline
 
 

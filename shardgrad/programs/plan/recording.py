@@ -26,17 +26,6 @@ import torch
 
 from shardgrad.engine.streams import Stream, StreamEvent
 
-__all__ = [
-    "Change",
-    "Event",
-    "Kernel",
-    "Marked",
-    "Recorder",
-    "RecordingStreams",
-    "Transfer",
-    "Waited",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Kernel:

@@ -30,8 +30,6 @@ from shardgrad.programs.plan.transports import recording_transport
 from shardgrad.programs.plan.world import fake_tensors, fake_world
 from shardgrad.programs.train.failure import TrainingError, UsageError
 
-__all__ = ["Rehearsal", "rehearse"]
-
 _CUDA_BLOCK = 512  # granularity of the CUDA caching allocator
 _HOST_BLOCK = 64  # the alignment of torch's CPU allocator
 

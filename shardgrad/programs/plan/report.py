@@ -11,8 +11,6 @@ from rich.table import Table
 from shardgrad.programs.plan.planning import Plan
 from shardgrad.programs.train.display import nice_nbytes
 
-__all__ = ["as_json", "show"]
-
 
 def show(plan: Plan, console: Console) -> None:
     """Prints a plan."""
@@ -77,7 +75,7 @@ def _heading(plan: Plan) -> str:
 def _memory(plan: Plan) -> Table:
     resting, peak, device = plan.resting, plan.at_peak, plan.machine.device
     table = Table("memory of a rank", "between steps", "at the peak", box=None, pad_edge=False)
-    for owner in sorted({*resting, *peak}, key=lambda owner: -peak.get(owner, 0)):
+    for owner in sorted(dict.fromkeys((*resting, *peak)), key=lambda owner: -peak.get(owner, 0)):
         if max(resting.get(owner, 0), peak.get(owner, 0)) > 0:
             table.add_row(
                 owner, nice_nbytes(resting.get(owner, 0)), nice_nbytes(peak.get(owner, 0))

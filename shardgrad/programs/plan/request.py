@@ -12,8 +12,6 @@ from shardgrad.programs.train.failure import UsageError
 from shardgrad.programs.train.presets import PRESETS, Scalar, TransformerConfig
 from shardgrad.programs.train.settings import check, setting
 
-__all__ = ["MOST_RANKS", "PLAN_PRESETS", "Request", "require_units", "units_of_preset"]
-
 # With a preset for plans only.
 PLAN_PRESETS: Mapping[str, TransformerConfig] = {
     **PRESETS,

@@ -16,8 +16,6 @@ from shardgrad.programs.plan.models import PlanModel
 from shardgrad.programs.plan.request import Request, require_units
 from shardgrad.programs.train.recompute import checkpointed
 
-__all__ = ["groups_of", "policies_of", "shard_plan_model"]
-
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _WIRE_DTYPES = {None: None, "bf16": torch.bfloat16}
 

@@ -16,8 +16,6 @@ from typing import NamedTuple
 from shardgrad.programs.plan.cost import CostModel
 from shardgrad.programs.plan.recording import Event, Kernel, Marked, Transfer
 
-__all__ = ["Span", "Timeline", "play"]
-
 
 class Span(NamedTuple):
     """The time interval of an operation or a collective.

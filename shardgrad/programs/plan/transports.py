@@ -18,8 +18,6 @@ from shardgrad.engine.transports import (
 )
 from shardgrad.programs.plan.recording import Recorder
 
-__all__ = ["recording_transport"]
-
 
 class _LaterWork:
     """An exchange that the host waits for later than where it starts it, as is recorded."""

@@ -35,8 +35,6 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from shardgrad.programs.plan.recording import Kernel, Recorder, Transfer, Waited
 from shardgrad.programs.train.failure import TrainingError
 
-__all__ = ["fake_tensors", "fake_world"]
-
 _aten, _prim = torch.ops.aten, torch.ops.prim
 # These allocate memory without launching a kernel.
 _NO_KERNEL = {

@@ -86,8 +86,15 @@ class Display:
 
     def progress(self, metrics: StepMetrics) -> None:
         """Prints the metrics on one line."""
-        values = "  ".join(f"{name} {value}" for name, value in _values(metrics))
-        self.note(f"step {metrics.step}/{self._steps}  {values}")
+        # One number where all ranks have the same.
+        memory = "-".join(
+            dict.fromkeys(nice_nbytes(end(metrics.memory_nbytes)) for end in (min, max))
+        )
+        self.note(
+            f"step {metrics.step}/{self._steps}  loss {metrics.loss:.4f}  lr {metrics.lr:.2e}  "
+            f"grad norm {metrics.grad_norm:.3f}  tokens/s {metrics.tokens_per_s:,.0f}  "
+            f"memory/rank {memory}  ETA {nice_seconds(metrics.remaining_s)}"
+        )
 
 
 def nice_nbytes(count: float) -> str:
@@ -104,20 +111,3 @@ def nice_seconds(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-def _values(metrics: StepMetrics) -> list[tuple[str, str]]:
-    low, high = min(metrics.memory_nbytes), max(metrics.memory_nbytes)
-    memory = (
-        nice_nbytes(high)
-        if nice_nbytes(low) == nice_nbytes(high)
-        else f"{nice_nbytes(low)}-{nice_nbytes(high)}"
-    )
-    return [
-        ("loss", f"{metrics.loss:.4f}"),
-        ("lr", f"{metrics.lr:.2e}"),
-        ("grad norm", f"{metrics.grad_norm:.3f}"),
-        ("tokens/s", f"{metrics.tokens_per_s:,.0f}"),
-        ("memory/rank", memory),
-        ("ETA", nice_seconds(metrics.remaining_s)),
-    ]

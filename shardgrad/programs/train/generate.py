@@ -9,8 +9,6 @@ from shardgrad.programs.text import escaped
 from shardgrad.programs.train.failure import TrainingError
 from shardgrad.programs.train.presets import BYTE_VALUES
 
-__all__ = ["continued", "shown"]
-
 _TEMPERATURE = 0.8
 
 

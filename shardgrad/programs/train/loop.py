@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -83,6 +84,7 @@ def train(
         checkpoints.release()
 
 
+@dataclass
 class Run:
     """A run on this rank: its steps, and the reports, checks, validations and checkpoints between
     them.
@@ -97,63 +99,58 @@ class Run:
         display: progress display.
     """
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        world: World,
-        folder: Path,
-        state: TrainState,
-        corpus: Corpus,
-        checkpoints: Checkpoints,
-        display: Display,
-    ) -> None:
-        self._config = config
-        self._world = world
-        self._folder = folder
-        self._state = state
-        self._corpus = corpus
-        self._checkpoints = checkpoints
-        self._display = display
-        self._record = RunRecord(folder, tensorboard=config.tensorboard) if world.leads else None
-        self._loss_sum = torch.zeros((), device=world.device)  # since the last report
+    config: TrainConfig
+    world: World
+    folder: Path
+    state: TrainState
+    corpus: Corpus
+    checkpoints: Checkpoints
+    display: Display
+
+    def __post_init__(self) -> None:
+        config, state, device = self.config, self.state, self.world.device
+        self._record = (
+            RunRecord(self.folder, tensorboard=config.tensorboard) if self.world.leads else None
+        )
+        self._loss_sum = torch.zeros((), device=device)  # since the last report
         # The first steps of this rank whose loss, and whose gradient norm, is not finite. Reading
         # a loss waits for the device, so steps do not read it: `_require_finite` does.
-        self._bad_steps = torch.full((2,), _NEVER, device=world.device)
+        self._bad_steps = torch.full((2,), _NEVER, device=device)
         self._step = TrainStep(
-            state, Sampler(corpus.train, config.seq_len, config.seed), config, world
+            state, Sampler(self.corpus.train, config.seq_len, config.seed), config, self.world
         )
         self._first_step = state.step
-        self._entropy = corpus.unigram_entropy()
+        self._entropy = self.corpus.unigram_entropy()
         self._validation_loss = float("nan")
         self._began_s = self._reported_s = time.perf_counter()
         self._unreported_steps = 0
 
     def open(self) -> None:
         """Writes and prints what is known before the first step."""
-        config, corpus, parameters = self._config, self._corpus, count_parameters(self._state.model)
+        config, corpus, parameters = self.config, self.corpus, count_parameters(self.state.model)
         if self._record is None:
             return
-        self._checkpoints.discard_unfinished()
+        self.checkpoints.discard_unfinished()
         starts = [event for event in self._record.events() if event["event"] == "start"]
         known = {str(event["digest"]) for event in starts if "digest" in event}
         warning = self._record.begin(
             config,
-            self._world,
-            step=self._state.step,
+            self.world,
+            step=self.state.step,
             facts={"parameters": parameters, "digest": corpus.digest, "corpus": corpus.source},
         )
-        ranks = "1 rank" if self._world.world_size == 1 else f"{self._world.world_size} ranks"
-        self._display.note(
-            f"{parameters:,} parameters, {ranks} on {self._world.device.type}, engine "
+        ranks = "1 rank" if self.world.world_size == 1 else f"{self.world.world_size} ranks"
+        self.display.note(
+            f"{parameters:,} parameters, {ranks} on {self.world.device.type}, engine "
             f"{config.engine}; {corpus.nbytes:,} bytes from {corpus.file_count} files of "
-            f"{corpus.source}; run folder {self._folder}"
+            f"{corpus.source}; run folder {self.folder}"
         )
         if warning is not None:
-            self._display.note(warning)
-        if self._state.step:
-            self._display.note(f"Resumed after step {self._state.step}.")
+            self.display.note(warning)
+        if self.state.step:
+            self.display.note(f"Resumed after step {self.state.step}.")
         if known and corpus.digest not in known:
-            self._display.note(
+            self.display.note(
                 "The text is not the one this run started with: training uses the new one."
             )
         if config.plot:
@@ -163,33 +160,33 @@ class Run:
                     "matplotlib", feature="The picture of the loss curve (left out with --no-plot)"
                 )
             except PartnerUnavailableError as error:
-                self._display.note(f"{error.what}: {error.fix}")
+                self.display.note(f"{error.what}: {error.fix}")
 
     def until_done(self, stop: StopRequest) -> None:
         """Trains, reports, checks, validates and saves until the last step or a request to stop."""
-        config, state = self._config, self._state
+        config, state = self.config, self.state
         while state.step < config.steps:
             is_profiled = self._record is not None and state.step + 1 == config.profile
-            with profiled(self._folder if is_profiled else None, self._world.device):
+            with profiled(self.folder if is_profiled else None, self.world.device):
                 result = self._step()
             self._watch(result)
-            self._display.stepped(state.step)
+            self.display.stepped(state.step)
             if self._is_due(config.log_every):
                 self._report(result)
             if self._is_due(config.eval_every):
                 self._validate()
             recorder.enter("vote whether to go on")
-            is_stopping = self._world.any(stop.requested) and state.step < config.steps
+            is_stopping = self.world.any(stop.requested) and state.step < config.steps
             if is_stopping or self._is_due(config.checkpoint_every):
                 self._save()
             if is_stopping:
-                self._checkpoints.finish()
+                self.checkpoints.finish()
                 raise Interrupted(f"Stopped as asked after step {state.step}, which is saved.")
-        self._checkpoints.finish()
+        self.checkpoints.finish()
         self._close()
 
     def _is_due(self, every: int) -> bool:
-        return self._state.step % every == 0 or self._state.step == self._config.steps
+        return self.state.step % every == 0 or self.state.step == self.config.steps
 
     def _report(self, result: StepResult) -> None:
         """Gathers and displays every rank's metrics; the only place where a step waits for the
@@ -201,11 +198,11 @@ class Run:
         self._require_finite()
         mean = float(self._loss_sum) / self._unreported_steps
         self._loss_sum.zero_()
-        rows = self._world.gather([mean, float(memory_nbytes(self._world.device))])
+        rows = self.world.gather([mean, float(memory_nbytes(self.world.device))])
         now_s = time.perf_counter()
-        state, config = self._state, self._config
+        state, config = self.state, self.config
         tokens = (
-            self._unreported_steps * config.global_batch(self._world.world_size) * config.seq_len
+            self._unreported_steps * config.global_batch(self.world.world_size) * config.seq_len
         )
         elapsed_s = now_s - self._began_s
         metrics = StepMetrics(
@@ -219,7 +216,7 @@ class Run:
             remaining_s=elapsed_s / (state.step - self._first_step) * (config.steps - state.step),
         )
         self._reported_s, self._unreported_steps = now_s, 0
-        self._display.progress(metrics)
+        self.display.progress(metrics)
         if self._record is not None:
             self._record.step(metrics)
 
@@ -228,7 +225,7 @@ class Run:
         norm = result.grad_norm
         norm = norm.to_local() if isinstance(norm, DTensor) else norm
         is_finite = torch.stack((result.loss, norm)).isfinite()
-        first = self._bad_steps.clamp(max=self._state.step)
+        first = self._bad_steps.clamp(max=self.state.step)
         self._bad_steps = torch.where(is_finite, self._bad_steps, first)
         self._loss_sum += result.loss
         self._unreported_steps += 1
@@ -237,9 +234,9 @@ class Run:
         """Ends the run if a loss or a gradient was not finite, so that none is saved. A
         collective.
         """
-        rows = self._world.gather(self._bad_steps.tolist())
+        rows = self.world.gather(self._bad_steps.tolist())
         first = min(map(min, rows))
-        if first > self._state.step:
+        if first > self.state.step:
             return
         ranks = [str(rank) for rank, (loss, _) in enumerate(rows) if loss == first]
         what = f"the loss of rank {', '.join(ranks)}" if ranks else "the norm of the gradients"
@@ -250,13 +247,13 @@ class Run:
 
     def _require_same_replicas(self) -> None:
         """Ends the run if replicas of parameters or optimizer state differ. A collective."""
-        report = replica_report(self._state.model, self._state.optimizer)
-        if not self._world.any(bool(report.differing)):
+        report = replica_report(self.state.model, self.state.optimizer)
+        if not self.world.any(bool(report.differing)):
             return
         words = "; ".join(str(report).splitlines()[:3]) if report.differing else ""
-        told = next(filter(None, self._world.gather(words)))
+        told = next(filter(None, self.world.gather(words)))
         raise TrainingError(
-            f"Replicas have drifted apart, found after step {self._state.step}: {told}. A rank "
+            f"Replicas have drifted apart, found after step {self.state.step}: {told}. A rank "
             "computes or remembers wrongly (failing memory or device?): resume, without that "
             "machine if it happens again."
         )
@@ -264,17 +261,15 @@ class Run:
     def _validate(self) -> None:
         recorder.enter("validation")
         began_s = time.perf_counter()
-        loss = validation_loss(
-            self._state.model, self._corpus.validation, self._config, self._world
-        )
+        loss = validation_loss(self.state.model, self.corpus.validation, self.config, self.world)
         self._validation_loss = loss
-        self._display.note(
-            f"step {self._state.step}: validation loss {loss:.4f} nats per byte (byte-unigram "
+        self.display.note(
+            f"step {self.state.step}: validation loss {loss:.4f} nats per byte (byte-unigram "
             f"entropy {self._entropy:.4f})"
         )
         if self._record is not None:
             self._record.write(
-                "validation", step=self._state.step, loss=loss, unigram_entropy=self._entropy
+                "validation", step=self.state.step, loss=loss, unigram_entropy=self._entropy
             )
         self._reported_s += time.perf_counter() - began_s  # not counted in the training speed
 
@@ -283,10 +278,10 @@ class Run:
         began_s = time.perf_counter()
         self._require_finite()
         self._require_same_replicas()
-        path = self._checkpoints.save(self._state, self._world)
+        path = self.checkpoints.save(self.state, self.world)
         seconds = time.perf_counter() - began_s
         if self._record is not None:
-            self._record.write("checkpoint", step=self._state.step, path=str(path), seconds=seconds)
+            self._record.write("checkpoint", step=self.state.step, path=str(path), seconds=seconds)
         self._reported_s += seconds
 
     def _close(self) -> None:
@@ -295,31 +290,31 @@ class Run:
         if self._record is None:
             return
         if sample is not None:
-            self._display.note("The model writes:")
+            self.display.note("The model writes:")
             for line in sample.split("\n"):
-                self._display.note(f"  {line}")
+                self.display.note(f"  {line}")
         elapsed_s = time.perf_counter() - self._began_s
-        if self._config.plot:
+        if self.config.plot:
             self._record.draw(unigram_entropy=self._entropy)
-        self._display.note(
-            f"Done: {self._config.steps} steps, the last {self._config.steps - self._first_step} "
+        self.display.note(
+            f"Done: {self.config.steps} steps, the last {self.config.steps - self._first_step} "
             f"in {nice_seconds(elapsed_s)}. Validation loss {self._validation_loss:.4f} nats per "
-            f"byte; byte-unigram entropy {self._entropy:.4f}. Everything is in {self._folder}"
+            f"byte; byte-unigram entropy {self._entropy:.4f}. Everything is in {self.folder}"
         )
 
     def _sample(self) -> str | None:
         """Returns what the model makes of the beginning of the held-out text. A collective."""
-        config = self._config
+        config = self.config
         if not config.sample_bytes:
             return None
         recorder.enter("sample")
-        prompt = bytes(self._corpus.validation[: min(_PROMPT_BYTES, config.seq_len)].tolist())
+        prompt = bytes(self.corpus.validation[: min(_PROMPT_BYTES, config.seq_len)].tolist())
         text = continued(
-            self._state.model,
+            self.state.model,
             prompt,
             count=config.sample_bytes,
             window=config.seq_len,
             seed=config.seed,
-            device=self._world.device,
+            device=self.world.device,
         )
         return shown(text)

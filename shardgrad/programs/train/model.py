@@ -11,9 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardgrad.programs.train.presets import PRESETS, TransformerConfig
-
-__all__ = ["PRESETS", "Transformer", "TransformerConfig", "count_parameters", "materialise"]
+from shardgrad.programs.train.presets import TransformerConfig
 
 
 class Projection(nn.Linear):
@@ -33,11 +31,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.head_width = (
-            config.heads,
-            config.kv_heads,
-            config.head_width,
-        )
+        self.head_width = config.head_width
         kv_width = config.kv_heads * config.head_width
         self.query = Projection(config.width, config.width, std=config.init_std)
         self.key = Projection(config.width, kv_width, std=config.init_std)
@@ -48,22 +42,18 @@ class Attention(nn.Module):
         """Maps `[batch, sequence, width]` to the same shape; the tables are `[sequence, head_width
         / 2]`.
         """
-        batch, sequence, width = inputs.shape
-        query = (
-            self.query(inputs).view(batch, sequence, self.heads, self.head_width).transpose(1, 2)
-        )
-        key = self.key(inputs).view(batch, sequence, self.kv_heads, self.head_width).transpose(1, 2)
-        value = (
-            self.value(inputs).view(batch, sequence, self.kv_heads, self.head_width).transpose(1, 2)
+        query, key, value = (
+            projection(inputs).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+            for projection in (self.query, self.key, self.value)
         )
         mixed = functional.scaled_dot_product_attention(
             rotate(query, cosine, sine),
             rotate(key, cosine, sine),
             value,
             is_causal=True,
-            enable_gqa=self.kv_heads != self.heads,
+            enable_gqa=key.shape != query.shape,
         )
-        merged: Tensor = self.output(mixed.transpose(1, 2).reshape(batch, sequence, width))
+        merged: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return merged
 
 

@@ -9,8 +9,6 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["profiled"]
-
 
 @contextmanager
 def profiled(folder: Path | None, device: torch.device) -> Iterator[None]:

@@ -14,8 +14,6 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-__all__ = ["RECOMPUTATION", "checkpointed"]
-
 RECOMPUTATION = ("none", "selective", "full")
 
 _aten = torch.ops.aten

@@ -16,8 +16,6 @@ from typing import Any
 
 from shardgrad.programs.train.failure import UsageError
 
-__all__ = ["check", "flag_of", "setting"]
-
 _LARGEST = 2**63 - 1  # of any integer, as torch counts
 _WORDS: dict[Any, str] = {
     **{int: "a whole number", float: "a number", bool: "true or false", str: "a text"},

@@ -11,8 +11,6 @@ from pathlib import Path
 
 from shardgrad.programs.train.failure import UsageError
 
-__all__ = ["files_of", "held_out_nbytes", "require_text", "source_of"]
-
 # Folders of third-party packages, caches and tests.
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
