@@ -67,7 +67,6 @@ class _Watched:
         dtypes: of these groups' parameters.
         state_id: of its state, when that was found to be this rank's own.
         first_step: checks its first step; None if there is nothing to check.
-        is_checked: True once that is done.
         has_warned: of parameters that no unit owns.
     """
 
@@ -75,7 +74,6 @@ class _Watched:
     groups: list[weakref.ref[ParamGroup]]
     dtypes: list[torch.dtype]
     first_step: FirstStepCheck | None
-    is_checked: bool = False
     has_warned: bool = False
     state_id: int = 0
 
@@ -130,7 +128,7 @@ class _OptimizerHooks:
             if watched.state_id != id(optimizer.state):  # loaded
                 watched.state_id = id(optimizer.state)
                 require_own_state(optimizer)
-        if watched.first_step is not None and not watched.is_checked:
+        if watched.first_step is not None:
             watched.first_step.before(optimizer)
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -139,8 +137,8 @@ class _OptimizerHooks:
             group = reference()
             if group is not None:
                 group.steps_taken += 1
-        if watched.first_step is not None and not watched.is_checked:
-            watched.is_checked = watched.first_step.after(optimizer)
+        if watched.first_step is not None:
+            watched.first_step.after(optimizer)
 
     def _look_up(self, optimizer: Optimizer) -> _Watched:
         version = self._version(optimizer)
@@ -166,12 +164,11 @@ class _OptimizerHooks:
         first_step = None if before is None else before.first_step
         if first_step is None and any(map(concerns_unit, params)):
             first_step = FirstStepCheck()
-        is_checked = before is not None and before.is_checked
         has_warned = before is not None and before.has_warned
         if not has_warned and any(group.mesh.data_parallel_size > 1 for group in groups):
             has_warned = warn_of_unowned(optimizer, self._models)
         references = list(map(weakref.ref, groups))
-        return _Watched(version, references, dtypes, first_step, is_checked, has_warned)
+        return _Watched(version, references, dtypes, first_step, has_warned)
 
     def _version(self, optimizer: Optimizer) -> tuple[int, int]:
         """Returns numbers that change when the optimizer gets parameters, or a model is sharded or

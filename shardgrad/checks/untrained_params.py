@@ -110,12 +110,14 @@ def concerns_unit(param: torch.Tensor) -> bool:
 
 class FirstStepCheck:
     """Checks the first step of one optimizer. A step that changes nothing on purpose does not
-    count.
+    count, nor does one inside a capture.
 
-    Capture: `before` and `after` do nothing inside a capture.
+    Attributes:
+        is_over: there was one; later steps are not looked at.
     """
 
     def __init__(self) -> None:
+        self.is_over = False
         self._samples: list[_Sample] = []
         self._without: list[str] = []
 
@@ -128,7 +130,7 @@ class FirstStepCheck:
                 or those from before `fully_shard`.
             GradientError: a parameter has a hook that never runs.
         """
-        if _is_capturing(optimizer):
+        if self.is_over or _is_capturing(optimizer):
             return
         unsharded = sum(map(is_unsharded_param, _params(optimizer)))
         if unsharded:
@@ -170,14 +172,10 @@ class FirstStepCheck:
                 self._without.append(managed.name)
 
     @torch.no_grad()
-    def after(self, optimizer: Optimizer) -> bool:
-        """Compares, and warns of parameters that did not change. Called after a step.
-
-        Returns:
-            False if the next step has to be checked as well.
-        """
-        if _is_capturing(optimizer):
-            return False
+    def after(self, optimizer: Optimizer) -> None:
+        """Compares, and warns of parameters that did not change. Called after a step."""
+        if self.is_over or _is_capturing(optimizer):
+            return
         samples, self._samples = self._samples, []
         verdicts: list[bool] = []
         if samples:
@@ -186,8 +184,9 @@ class FirstStepCheck:
         unchanged = [
             sample.name for sample, verdict in zip(samples, verdicts, strict=True) if verdict
         ]
-        if _changes_nothing(optimizer):
-            return False
+        self.is_over = not _changes_nothing(optimizer)
+        if not self.is_over:
+            return
         if unchanged:
             _warn(
                 optimizer,
@@ -210,7 +209,6 @@ class FirstStepCheck:
                 "is the rule that chose their parameters right, and was nothing frozen by "
                 "accident?",
             )
-        return True
 
 
 def _changes_nothing(optimizer: Optimizer) -> bool:

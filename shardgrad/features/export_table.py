@@ -17,9 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from shardgrad.engine.param import FSDPParam, fsdp_param_of, local_of
 from shardgrad.engine.param_group import group_of
-from shardgrad.engine.root import context_of, lazy_init
-from shardgrad.engine.unit import unit_of
-from shardgrad.errors import MetaParameterError, RootError, UnsupportedParameterError
+from shardgrad.errors import MetaParameterError, UnsupportedParameterError
+from shardgrad.features.root_of import root_of
 
 __all__ = ["ExportedParameter", "export_table"]
 
@@ -68,15 +67,7 @@ def export_table(model: nn.Module) -> dict[str, ExportedParameter]:
         UnsupportedParameterError: one is a tensor subclass, is sharded by others too, or is not
             sharded and not contiguous.
     """
-    unit = unit_of(model)
-    if unit is None or (context_of(unit) is not None and not unit.is_root):
-        raise RootError(
-            "export_table() needs the root",
-            expected="the outermost module that fully_shard was called on",
-            got=type(model).__name__,
-            fix="shardgrad.export_table(root)",
-        )
-    context = lazy_init(unit)
+    context = root_of(model, "export_table")
     context.require_awake()
     for each in context.units:
         if not each.is_unsharded:  # between a forward and its backward nothing changes places

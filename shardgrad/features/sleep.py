@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardgrad.engine.root import RootContext, lazy_init
-from shardgrad.engine.unit import unit_of
-from shardgrad.errors import AsleepError, OptionError, RootError
+from shardgrad.engine.root import RootContext
+from shardgrad.errors import AsleepError, OptionError
+from shardgrad.features.root_of import root_of
 from shardgrad.sharding.virtual_memory import bring_back, give_back, is_virtual
 
 __all__ = ["sleep", "wake"]
@@ -57,7 +57,7 @@ def sleep(model: nn.Module, optimizer: _Optimizer | None = None, *, level: int =
         RootError: not the root.
         AsleepError: it sleeps already.
     """
-    context = _context(model)
+    context = root_of(model, "sleep")
     if level not in (1, 2, 3) or not (optimizer is None or hasattr(optimizer, "offload")):
         raise OptionError(
             "sleep() cannot do this",
@@ -103,7 +103,7 @@ def wake(model: nn.Module, optimizer: _Optimizer | None = None) -> None:
 
     Streams: filled on the current one. Capture: not safe.
     """
-    context = _context(model)
+    context = root_of(model, "wake")
     undo, memory = _asleep.pop(context, ([], []))
     for each in undo:
         each()
@@ -111,18 +111,6 @@ def wake(model: nn.Module, optimizer: _Optimizer | None = None) -> None:
     context.is_asleep = False
     if optimizer is not None:
         optimizer.reload()
-
-
-def _context(model: nn.Module) -> RootContext:
-    unit = unit_of(model)
-    if unit is None or (unit.context is not None and not unit.is_root):
-        raise RootError(
-            "sleep() and wake() need the root",
-            expected="the outermost module that fully_shard was called on",
-            got=type(model).__name__,
-            fix="shardgrad.sleep(root, optimizer)",
-        )
-    return lazy_init(unit)
 
 
 def _refuse_reads(model: nn.Module) -> list[Callable[[], Any]]:

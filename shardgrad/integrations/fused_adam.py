@@ -16,7 +16,6 @@ from typing import Any, ClassVar, NoReturn, cast
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 from torch.torch_version import TorchVersion
 
@@ -30,7 +29,7 @@ from shardgrad.errors import (
     unsupported,
 )
 from shardgrad.integrations.aliases import Alias, bind_gradients, make_alias
-from shardgrad.optim.state import copies_into, misfit
+from shardgrad.optim.state import copies_into, local_tensor, misfit
 
 __all__ = ["MOMENTS", "BoundOptimizer"]
 
@@ -469,8 +468,7 @@ class BoundOptimizer(Optimizer):
         counts = iter([int(values.pop("step")) for values, _ in everything])
         for alias, (values, _) in zip(self._aliases, everything, strict=True):
             for name, value in values.items() if not alias.is_empty else ():
-                local = value.to_local() if isinstance(value, DTensor) else value
-                self.write(alias, name, local)
+                self.write(alias, name, local_tensor(value))
         for group, inner, saved in zip(
             self.param_groups, self.partner.param_groups, saved_groups, strict=True
         ):

@@ -47,7 +47,7 @@ class Adam(FlatOptimizer):
 
     hypers: ClassVar[Sequence[Hyper]] = (
         Hyper("lr", at_least_zero, may_be_tensor=True),
-        Hyper("betas", fractions),
+        Hyper("betas", fractions, count=2),
         Hyper("eps", at_least_zero),
         Hyper("weight_decay", at_least_zero),
     )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 from typing import Any, NoReturn
 
 import torch
@@ -55,11 +56,13 @@ class Hyper:
             expected.
         may_be_tensor: a one-element tensor is copied at every step instead, so that it can change
             by itself.
+        count: of the mirror's numbers.
     """
 
     name: str
     read: Callable[[Any], Sequence[float]]
     may_be_tensor: bool = False
+    count: int = 1
 
     def numbers(self, value: Any) -> Sequence[float] | None:
         """Returns the mirror's numbers, or None if the value is a tensor.
@@ -107,20 +110,18 @@ class OptimGroup(dict[str, Any]):
         self._validate = validate
         self._built_with = dict(values)
         self._hypers = {hyper.name: hyper for hyper in hypers}
-        self._slots: dict[str, int] = {}
+        ends = accumulate(hyper.count for hyper in hypers)
+        self._slots = {h.name: end - h.count for h, end in zip(hypers, ends, strict=True)}
         self._fixed = frozenset(fixed)
         self._mirrors: dict[torch.device, torch.Tensor] = {}
         self.captured = False
-        slot = 0
-        for hyper in hypers:
-            self._slots[hyper.name] = slot
-            slot += len(self._numbers_or_zero(hyper))
+        self._numbers()
         validate(self, self)
 
-    def _numbers_or_zero(self, hyper: Hyper) -> Sequence[float]:
-        """Returns what a mirror starts with; a tensor is copied later."""
-        numbers = hyper.numbers(self[hyper.name])
-        return (0.0,) if numbers is None else numbers
+    def _numbers(self) -> list[float]:
+        """Returns what a mirror starts with; a tensor is copied into it later."""
+        found = [hyper.numbers(self[name]) or (0.0,) for name, hyper in self._hypers.items()]
+        return list(chain.from_iterable(found))
 
     def on(self, device: torch.device) -> torch.Tensor:
         """Returns the mirror on a device: float64, one number per slot.
@@ -136,11 +137,8 @@ class OptimGroup(dict[str, Any]):
         """
         mirror = self._mirrors.get(device)
         if mirror is None:
-            numbers = [
-                number for hyper in self._hypers.values() for number in self._numbers_or_zero(hyper)
-            ]
             mirror = self._mirrors[device] = torch.tensor(
-                numbers, dtype=torch.float64, device=device
+                self._numbers(), dtype=torch.float64, device=device
             )
         capturing = is_capturing(device)
         self.captured |= capturing

@@ -31,6 +31,7 @@ from shardgrad.engine.streams import is_capturing
 from shardgrad.errors import CaptureError, GradientError, OptimizerParameterError
 from shardgrad.optim.hyper import OptimGroup
 from shardgrad.optim.selection import gradients_of, plain_gradient
+from shardgrad.optim.state import local_tensor
 from shardgrad.sharding.dtensor import dtensor_like, in_own_storage
 from shardgrad.sharding.layout import Piece
 
@@ -391,7 +392,7 @@ class PlainSegment(Segment):
     """
 
     def __init__(self, param: nn.Parameter, name: str) -> None:
-        local = _local(param)
+        local = local_tensor(param)
         if not _is_dense(local):
             raise OptimizerParameterError(
                 f"parameter {name} has gaps or overlaps in memory",
@@ -419,7 +420,7 @@ class PlainSegment(Segment):
     @property
     def device(self) -> torch.device:
         """Of the parameter, which may have been on the meta device when the optimizer was built."""
-        return _local(self.params[0]).device
+        return local_tensor(self.params[0]).device
 
     def guards(self) -> Hashable:
         """See `Segment.guards`."""
@@ -428,7 +429,7 @@ class PlainSegment(Segment):
     @property
     def has_data(self) -> bool:
         """See `Segment.has_data`."""
-        return _local(self.params[0]).device.type != "meta"
+        return local_tensor(self.params[0]).device.type != "meta"
 
     def settle(self) -> Launch | None:
         """See `Segment.settle`."""
@@ -437,7 +438,7 @@ class PlainSegment(Segment):
         grad = plain_gradient(param)
         if grad is None:
             return None
-        local, grad = _local(param).detach(), _local(grad).detach()
+        local, grad = local_tensor(param).detach(), local_tensor(grad).detach()
         self._check(local, grad)
         if grad.stride() != local.stride():
             # Memory orders differ: only then is a gradient copied.
@@ -487,7 +488,7 @@ class PlainSegment(Segment):
 
     def local_views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """See `Segment.local_views`."""
-        local = _local(self.params[0])
+        local = local_tensor(self.params[0])
         return [flat.as_strided(local.shape, local.stride())]
 
     def face(self, index: int, local: torch.Tensor) -> torch.Tensor:
@@ -516,10 +517,6 @@ def _form_of(local: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], tor
         tuple(stride if size > 1 else 0 for size, stride in strides),
         local.dtype,
     )
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from shardgrad.engine.grad_group import grads_of
 from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.param import FSDPParam, fsdp_param_of
 from shardgrad.engine.param_group import ParamGroup, group_of
 from shardgrad.engine.streams import is_capturing
+from shardgrad.optim.state import local_tensor
 
 __all__ = ["Gradients", "Selection", "gradients_of", "plain_gradient", "select"]
 
@@ -52,7 +52,7 @@ class Gradients:
 
         Streams: the current stream. Capture: safe.
         """
-        gradients = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in self.plain]
+        gradients = list(map(local_tensor, self.plain))
         for selection in self.selections:
             shard = selection.shard
             # A gradient that is None for now may come back, so a shard is multiplied as a whole, by

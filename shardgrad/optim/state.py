@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from shardgrad.errors import OptimizerStateError
 from shardgrad.optim.hyper import OptimGroup
 
-__all__ = ["copies_into", "load_state", "local_part", "misfit"]
+__all__ = ["copies_into", "load_state", "local_part", "local_tensor", "misfit"]
 
 # A list of copies to make, once everything has been looked at.
 _Copies = list[tuple[torch.Tensor, torch.Tensor]]
@@ -79,7 +79,7 @@ def copies_into(
         elif value is None:
             yield into, torch.zeros((), dtype=into.dtype, device=into.device)
         else:
-            yield _local(into), local_part(into, value, f"{key} of parameter {number}")
+            yield local_tensor(into), local_part(into, value, f"{key} of parameter {number}")
 
 
 def _count(number: int, step: Any, momentum: Any) -> torch.Tensor:
@@ -95,7 +95,7 @@ def _count(number: int, step: Any, momentum: Any) -> torch.Tensor:
         raise misfit(f"step of parameter {number} has another shape", "()", str(tuple(count.shape)))
     count = count.reshape(())
     if isinstance(momentum, torch.Tensor):
-        count = count.maximum(_local(momentum).any().to(count))
+        count = count.maximum(local_tensor(momentum).any().to(count))
     return count
 
 
@@ -129,7 +129,8 @@ def local_part(into: torch.Tensor, value: Any, what: str) -> torch.Tensor:
     return local
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns what this rank has of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -255,6 +255,6 @@ def test_what_cannot_sleep_is_refused() -> None:
         shardgrad.sleep(model, level=4)
     with pytest.raises(OptionError, match=r"(?s)optimizer of shardgrad\.optim.*SGD"):
         shardgrad.sleep(model, torch.optim.SGD(model.parameters()))
-    with pytest.raises(RootError, match=r"(?s)need the root.*Block"):
+    with pytest.raises(RootError, match=r"(?s)needs the root.*Block"):
         shardgrad.sleep(model.layers[0])
     optimizer.step()

@@ -1,0 +1,32 @@
+"""The root that a call outside of forward and backward needs."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from shardgrad.engine.root import RootContext, context_of, lazy_init
+from shardgrad.engine.unit import unit_of
+from shardgrad.errors import RootError
+
+__all__ = ["root_of"]
+
+
+def root_of(model: nn.Module, call: str) -> RootContext:
+    """Returns the context of a root; before its first forward, every rank has to make this call.
+
+    Args:
+        model: the root.
+        call: what needs it, such as "sleep", for the message.
+
+    Raises:
+        RootError: not the root.
+    """
+    unit = unit_of(model)
+    if unit is None or (context_of(unit) is not None and not unit.is_root):
+        raise RootError(
+            f"{call}() needs the root",
+            expected="the outermost module that fully_shard was called on",
+            got=type(model).__name__,
+            fix=f"shardgrad.{call}(root)",
+        )
+    return lazy_init(unit)
