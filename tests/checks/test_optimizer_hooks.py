@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
 import shardgrad
+from shardgrad.errors import OptimizerParameterError
 from tests.support.parity import SHARDGRAD, stack
 from tests.support.ranks import Ranks, on_ranks
 
@@ -50,6 +51,21 @@ def test_hooks_live_and_die_with_sharded_models() -> None:
     del again
     gc.collect()
     assert hooks() == 0
+
+
+@on_ranks(2)
+def test_an_optimizer_is_looked_at_again_after_its_parameters_were_sharded() -> None:
+    """An optimizer that had nothing to do with any model, until its parameters were sharded."""
+    kept = SHARDGRAD.fully_shard(stack(5, 3))  # so that hooks are there from the beginning
+    model = stack(5, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(1, 5)).sum().backward()
+    optimizer.step()
+    SHARDGRAD.fully_shard(model)
+    backward(model)
+    with pytest.raises(OptimizerParameterError, match="before fully_shard"):
+        optimizer.step()
+    assert kept is not None
 
 
 @on_ranks(2)

@@ -162,6 +162,23 @@ def train_set(engine: Engine, setting: Callable[[Tower], None]) -> Tensors:
     return train(engine, model, micro_batches=2)
 
 
+@on_ranks(2)
+def test_settings_of_collectives_are_in_force() -> None:
+    model = SHARDGRAD.shard_tower(tower())
+    separate(model)
+    many_buffers(model)
+    train(SHARDGRAD, model, steps=1)
+    shard_group = unit_of(model).mesh.shard_group
+    layers = [unit_of(layer).groups[0].collectives.reduce_group for layer in model.layers]
+    assert layers[0] is None
+    assert layers[1] is layers[2] is not shard_group
+    ring = unit_of(model).context.comm_ctx.reduce_ring
+    assert ring.depth == 5
+    one_buffer(model)
+    assert ring.depth == 1
+    train(SHARDGRAD, model, steps=1)
+
+
 def train_with_events(engine: Engine) -> Tensors:
     model = engine.shard_tower(tower())
     optim = make_optimizer("adamw", model)

@@ -22,6 +22,7 @@ from shardgrad.errors import (
     CustomCommError,
     OptionError,
     OptionTypeError,
+    RankDisagreementError,
 )
 from shardgrad.features.wire_dtype import refuse_too_many_ranks
 from shardgrad.sharding import zero_copy
@@ -400,3 +401,11 @@ def test_a_reduce_scatter_of_the_program_is_refused() -> None:
     model = SHARDGRAD.fully_shard(stack(4, 4), gradient_policy=WIRE)
     with pytest.raises(CustomCommError, match=r"(?s)wire_dtype.*parameter 0.weight"):
         model.set_custom_reduce_scatter(object())
+
+
+@on_ranks(2)
+def test_ranks_with_different_wire_dtypes_are_told() -> None:
+    policy = (GradientPolicy(), WIRE)[dist.get_rank()]
+    model = SHARDGRAD.fully_shard(stack(4, 4), gradient_policy=policy)
+    with pytest.raises(RankDisagreementError, match="wire_dtype"):
+        model(torch.ones(2, 4))

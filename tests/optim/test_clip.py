@@ -18,6 +18,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import shardgrad
 from shardgrad.errors import GradientError, OptionError
+from shardgrad.optim.norms import _table_of_one
 from tests.support.parity import (
     GATHERED,
     SHARDGRAD,
@@ -71,6 +72,12 @@ def test_the_norm_of_order_zero_counts_elements() -> None:
     model(SHARDGRAD.inputs(0, 5)).sum().backward()
     model[0].bias.grad.zero_()
     assert shardgrad.clip_grad_norm_(model, math.inf, norm_type=0.0) == 15
+
+
+def test_a_table_that_is_kept_is_for_training_even_if_an_evaluation_makes_it() -> None:
+    with torch.inference_mode():
+        rows, _ = _table_of_one(12_345, torch.device("cpu"))
+    assert not rows.is_inference()
 
 
 def test_replicas_are_counted_once(four_ranks: Ranks) -> None:
