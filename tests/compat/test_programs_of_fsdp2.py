@@ -37,20 +37,10 @@ from tests.support.parity import (
     token_loss,
     tower,
     train,
+    train_squares,
     watching_collectives,
 )
 from tests.support.ranks import Ranks, on_ranks
-
-
-def train_stack(engine: Engine, model: nn.Module, steps: int = 3, width: int = 5) -> Tensors:
-    """Trains on squares of the outputs."""
-    optim = make_optimizer("adamw", model)
-    for step in range(steps):
-        optim.zero_grad()
-        model(engine.inputs(step, width)).float().square().mean().backward()
-        optim.step()
-    return engine.snapshot(model)
-
 
 # -- meshes
 
@@ -103,7 +93,7 @@ def train_sharded_while_built(engine: Engine) -> Tensors:
     for _ in range(3):
         layers.append(engine.fully_shard(nn.Linear(5, 5)))
         gc.collect()
-    return train_stack(engine, engine.fully_shard(nn.Sequential(*layers)))
+    return train_squares(engine, engine.fully_shard(nn.Sequential(*layers)), 5)
 
 
 def test_layers_may_be_sharded_as_they_are_built(two_ranks: Ranks) -> None:
@@ -126,14 +116,7 @@ def test_a_list_of_modules_that_contain_units_is_no_root() -> None:
 def train_a_list_without_a_root(engine: Engine) -> Tensors:
     model = stack(5, 7, 3)
     engine.fully_shard([model[0], model[2]])
-    optim = make_optimizer("adamw", model)
-    for step in range(3):
-        x = engine.inputs(step, 5, dtype=torch.get_default_dtype())
-        model(x).square().mean().backward()
-        optim.step()
-        if step < 2:
-            optim.zero_grad()
-    return engine.snapshot(model)
+    return train_squares(engine, model, 5)
 
 
 def test_a_list_of_plain_modules_needs_no_root(two_ranks: Ranks) -> None:
@@ -211,7 +194,7 @@ def train_a_child_several_times(engine: Engine, where: str) -> Tensors:
     model = Twice()
     for inner in (model.first, model.frozen):
         engine.fully_shard(inner)
-    return train_stack(engine, engine.fully_shard(model))
+    return train_squares(engine, engine.fully_shard(model), 5)
 
 
 @pytest.mark.parametrize("where", ["with gradients", "no_grad"])
@@ -226,13 +209,13 @@ def train_without_a_root(engine: Engine) -> Tensors:
     model = stack(5, 7, 3)
     engine.fully_shard(model[0])
     engine.fully_shard(model[2].requires_grad_(False))
-    found = train_stack(engine, model, steps=2)
+    found = train_squares(engine, model, 5, steps=2)
     with torch.no_grad():
         model(engine.inputs(7, 5))
     for layer in (model[0], model[2]):
         layer.reshard()  # roots stay whole after a forward
     model[2].requires_grad_(True)
-    return found | {f"later {k}": v for k, v in train_stack(engine, model, steps=2).items()}
+    return found | {f"later {k}": v for k, v in train_squares(engine, model, 5, steps=2).items()}
 
 
 def test_units_without_a_common_root_are_unfrozen_later(two_ranks: Ranks) -> None:
@@ -343,7 +326,7 @@ def train_through_the_old_path(engine: Engine) -> Tensors:
     assert isinstance(model, FSDPModule)
     assert isinstance(model, shardgrad.FSDPModule) is (engine is SHARDGRAD)
     assert type(model).__name__ == "FSDPSequential"
-    return train_stack(engine, model)
+    return train_squares(engine, model, 5)
 
 
 def test_programs_that_import_from_the_old_path_train_like_under_fsdp2(two_ranks: Ranks) -> None:

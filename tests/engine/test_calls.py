@@ -330,53 +330,6 @@ def test_a_module_that_returns_none_still_trains(two_ranks: Ranks) -> None:
     two_ranks.run(close_to_unsharded, train_silent)
 
 
-def train_one_of_two_outputs(engine: Engine) -> Tensors:
-    torch.manual_seed(0)
-
-    class Fork(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.trunk, self.left, self.right = nn.Linear(5, 7), nn.Linear(7, 3), nn.Linear(7, 3)
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            x = self.trunk(x)
-            return self.left(x), self.right(x)
-
-    model = Fork()
-    for inner in (model.trunk, model.left, model.right):
-        engine.fully_shard(inner)
-    engine.fully_shard(model)
-
-    def loop(engine: Engine, model: nn.Module, step: int) -> None:
-        outputs = model(engine.inputs(step, 5, dtype=model.trunk.weight.dtype))
-        outputs[step % 2].square().mean().backward()
-
-    return train_with(engine, model, loop, steps=4)
-
-
-def test_a_backward_from_one_of_two_outputs_equals_an_unsharded_run(two_ranks: Ranks) -> None:
-    two_ranks.run(close_to_unsharded, train_one_of_two_outputs)
-
-
-def train_a_child_after_the_root(engine: Engine) -> Tensors:
-    model = stack(5, 7, 5)
-    engine.fully_shard(model[0])
-    engine.fully_shard(model[2])
-    engine.fully_shard(model)
-
-    def loop(engine: Engine, model: nn.Module, step: int) -> None:
-        x = engine.inputs(step, 5, dtype=model[0].weight.dtype)
-        (
-            model(x) if step % 2 == 0 else model[2](torch.cat([x, x[:, :2]], 1))
-        ).square().mean().backward()
-
-    return train_with(engine, model, loop, steps=4)
-
-
-def test_a_child_called_alone_after_the_root_equals_an_unsharded_run(two_ranks: Ranks) -> None:
-    two_ranks.run(close_to_unsharded, train_a_child_after_the_root)
-
-
 class Task(nn.Module):
     """A head over an encoder that another task has, too."""
 

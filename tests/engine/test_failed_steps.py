@@ -90,23 +90,6 @@ def a_failed_step_changes_nothing(
     )
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@on_ranks(2)
-def test_a_failed_first_step_leaves_nothing_behind(where: str) -> None:
-    runs = []
-    for fails in (True, False):
-        model = trapped_tower(1, None)
-        if fails:
-            model.layers[1].armed = where
-            with pytest.raises(Trap):
-                token_loss(model, SHARDGRAD.tokens(77)).backward()
-            model.layers[1].armed = None
-        for step in range(2):
-            token_loss(model, SHARDGRAD.tokens(step)).backward()
-        runs.append(SHARDGRAD.snapshot(model))
-    assert_same_bits(*runs)
-
-
 @on_ranks(2)
 def test_sums_that_replicas_have_not_exchanged_are_dropped_with_a_failed_backward() -> None:
     runs = []
@@ -150,13 +133,6 @@ def test_the_step_after_a_failed_one_is_right(
     two_ranks: Ranks, where: str, at: int, reset: bool
 ) -> None:
     two_ranks.run(a_failed_step_changes_nothing, where, at, None, reset)
-
-
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_a_failure_with_whole_parameters_leaves_nothing_behind(
-    two_ranks: Ranks, where: str
-) -> None:
-    two_ranks.run(a_failed_step_changes_nothing, where, 1, False, False)
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["of_the_model", "of_a_unit_by_itself"])

@@ -17,15 +17,14 @@ import shardgrad
 from shardgrad.diagnosis.thread_stacks import thread_stacks
 from tests.support.parity import (
     SHARDGRAD,
-    WIDTH,
     Engine,
     Tensors,
     close_to_unsharded,
     make_optimizer,
-    same_bits_as_fsdp2,
     stack,
     token_loss,
     tower,
+    train_squares,
 )
 from tests.support.ranks import Ranks, on_ranks
 
@@ -72,19 +71,6 @@ def gradients_keep_their_object_under_a_watch() -> int:
     return others
 
 
-@on_ranks(2)
-def test_a_hook_runs_only_after_a_reduction_that_brought_a_gradient() -> None:
-    model = SHARDGRAD.shard_tower(tower())
-    calls: list[Tensor] = []
-    model.head.weight.register_post_accumulate_grad_hook(calls.append)
-    token_loss(model, SHARDGRAD.tokens(0)).backward()
-    hidden = model.layers[0](torch.ones(2, WIDTH)).sum()  # reduces, and gives the head nothing
-    hidden.backward()
-    assert len(calls) == 1
-    token_loss(model, SHARDGRAD.tokens(1)).backward()
-    assert len(calls) == 2
-
-
 class Partly(nn.Module):
     """Uses one of its two layers."""
 
@@ -98,13 +84,7 @@ class Partly(nn.Module):
 
 def train_partly(engine: Engine) -> Tensors:
     torch.manual_seed(0)
-    model = engine.fully_shard(Partly())
-    optim = make_optimizer("adamw", model)
-    for step in range(3):
-        model(engine.inputs(step, 5, dtype=model.used.weight.dtype)).square().mean().backward()
-        optim.step()
-        optim.zero_grad()
-    return engine.snapshot(model)
+    return train_squares(engine, engine.fully_shard(Partly()), 5)
 
 
 def unused_parameters_stay_where_they_are(switch: bool | None) -> None:
@@ -124,20 +104,6 @@ def unused_parameters_stay_where_they_are(switch: bool | None) -> None:
         optim.zero_grad()
     assert torch.equal(model.unused.weight.full_tensor(), before)
     assert model.unused.weight not in optim.state
-
-
-def train_with_foreign_gradients(engine: Engine) -> Tensors:
-    """Replaces gradients by other tensors between the micro-batches of a step."""
-    model = stack(5, 7, 3)
-    engine.fully_shard(model)
-    for step in range(3):
-        model(engine.inputs(step, 5, dtype=model[0].weight.dtype)).square().mean().backward()
-        if step == 0:
-            model[0].weight.grad = model[0].weight.grad * 3
-            model[0].bias.grad = None
-        if step == 1:
-            model[2].weight.grad = torch.zeros_like(model[2].weight) + 1
-    return engine.snapshot(model)
 
 
 @on_ranks(2)
@@ -241,7 +207,3 @@ def test_a_parameter_no_rank_uses_keeps_none_and_does_not_decay(
 
 def test_a_partly_used_unit_equals_an_unsharded_run(two_ranks: Ranks) -> None:
     two_ranks.run(close_to_unsharded, train_partly)
-
-
-def test_foreign_gradients_accumulate_bit_for_bit_like_fsdp2(two_ranks: Ranks) -> None:
-    two_ranks.run(same_bits_as_fsdp2, train_with_foreign_gradients)

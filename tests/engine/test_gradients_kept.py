@@ -99,38 +99,6 @@ def gradients_are_plain_torch(program: Program, **options: Any) -> None:
 # -- a forward that does not come to its end
 
 
-def evaluates_and_fails(shard: Shard) -> nn.Module:
-    model = shard_each(shard, mlp())
-    model(batch()).square().mean().backward()
-    with torch.no_grad():
-        with pytest.raises(RuntimeError):
-            model(batch()[:, :5])
-        model(batch(1))
-    return model
-
-
-def fails_between_micro_batches_without_sync(shard: Shard) -> nn.Module:
-    model = shard_each(shard, mlp())
-    set_sync(model, False)
-    model(batch()).square().mean().backward()
-    with pytest.raises(RuntimeError):
-        model(batch()[:, :5])
-    set_sync(model, True)
-    model(batch(1)).square().mean().backward()
-    return model
-
-
-def fails_between_a_forward_and_its_backward(shard: Shard) -> nn.Module:
-    model = shard_each(shard, mlp())
-    loss = model(batch()).square().mean()
-    with pytest.raises(RuntimeError):
-        model(batch()[:, :5])
-    with torch.no_grad():
-        model(batch(1))
-    loss.backward()
-    return model
-
-
 class Stop(Exception):
     """Raised to leave a forward early."""
 
@@ -148,105 +116,6 @@ def extracts_features_by_an_exception(shard: Shard) -> nn.Module:
         with pytest.raises(Stop):
             model(batch(number))
         features.pop().square().sum().backward()
-    return model
-
-
-class SelfConditioned(nn.Module):
-    """Calls itself for a first guess."""
-
-    def __init__(self, depth: int = 1, with_gradients: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b = nn.Linear(SIZE, SIZE).double(), nn.Linear(SIZE, SIZE).double()
-        self.depth, self.with_gradients = depth, with_gradients
-
-    def forward(self, x: Tensor, depth: int | None = None) -> Tensor:
-        depth = self.depth if depth is None else depth
-        if depth:
-            with torch.set_grad_enabled(self.with_gradients):
-                x = x + self(x, depth - 1)
-        return self.b(torch.tanh(self.a(x)))
-
-
-class UsesThenCallsItself(nn.Module):
-    """Needs its parameters before it calls itself, and so again after the inner call's backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(SIZE, SIZE).double(), nn.Linear(SIZE, SIZE).double()
-
-    def forward(self, x: Tensor, again: bool = True) -> Tensor:
-        x = torch.tanh(self.a(x))
-        return self.b(x + self(x, False) if again else x)
-
-
-def uses_parameters_before_it_calls_itself(shard: Shard) -> nn.Module:
-    model = mlp()
-    model.insert(2, UsesThenCallsItself())  # from the same random numbers on each rank
-    shard(model[2])
-    shard(model)
-    for number in range(2):
-        model(batch(number)).square().mean().backward()
-    return model
-
-
-def retains_the_graph_of_what_calls_itself(shard: Shard) -> nn.Module:
-    model = mlp()
-    model.insert(2, UsesThenCallsItself())
-    shard(model[2])
-    shard(model)
-    loss = model(batch()).square().mean()
-    loss.backward(retain_graph=True)
-    loss.backward()
-    return model
-
-
-class ChoosesByRank(nn.Module):
-    """Uses another expert on each rank, or both."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(SIZE, SIZE).double() for _ in range(2))
-        self.uses_both = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        for expert in self.experts if self.uses_both else [self.experts[dist.get_rank()]]:
-            x = x + torch.tanh(expert(x))
-        return x
-
-
-def calls_experts_twice_in_an_older_graph(shard: Shard) -> nn.Module:
-    model = mlp()
-    chooses = ChoosesByRank()
-    chooses.experts[0].requires_grad_(False)
-    model.insert(2, chooses)
-    model.insert(4, chooses)
-    shard(chooses)
-    shard(model)
-    model(batch()).square().mean().backward()
-    chooses.uses_both = False
-    older = model(batch(1)).square().mean()
-    model(batch(2)).square().mean().backward()
-    older.backward()
-    return model
-
-
-def freezes_what_another_rank_has_used(shard: Shard) -> nn.Module:
-    """The gradient of the first micro-batch waits on that rank alone; then the others train."""
-    model = mlp()
-    chooses = ChoosesByRank()
-    chooses.uses_both = False
-    model.insert(2, chooses)
-    shard(chooses)
-    shard(model)
-    set_sync(model, False)
-    model(batch()).square().mean().backward()
-    chooses.experts[1].requires_grad_(False)
-    set_sync(model, True)
-    model(batch(1)).square().mean().backward()
-    chooses.experts[1].requires_grad_(True)
-    chooses.uses_both = True
-    model(batch(2)).square().mean().backward()
     return model
 
 
@@ -280,31 +149,6 @@ def recomputes_inside_a_unit_of_which_one_rank_uses_all(shard: Shard) -> nn.Modu
     return model
 
 
-def calls_itself(shard: Shard, depth: int, with_gradients: bool) -> nn.Module:
-    model = SelfConditioned(depth, with_gradients)
-    shard(model.a)
-    shard(model)
-    for number in range(2):
-        model(batch(number)).square().sum().backward()
-    return model
-
-
-def self_conditioned(shard: Shard) -> nn.Module:
-    return calls_itself(shard, 1, False)
-
-
-def recursive_with_gradients(shard: Shard) -> nn.Module:
-    return calls_itself(shard, 3, True)
-
-
-def fails_inside_itself_and_goes_on(shard: Shard) -> nn.Module:
-    model = calls_itself(shard, 1, False)
-    with pytest.raises(RuntimeError):
-        model(batch()[:, :5])
-    model(batch(2)).square().sum().backward()
-    return model
-
-
 # -- freezing and summing
 
 
@@ -321,20 +165,6 @@ def freezes_between_micro_batches(shard: Shard) -> nn.Module:
     return model
 
 
-def unfreezes_between_micro_batches(shard: Shard) -> nn.Module:
-    model = mlp()
-    model[0].weight.requires_grad_(False)
-    model[3].bias.requires_grad_(False)
-    shard_each(shard, model)
-    set_sync(model, False)
-    model(batch()).square().sum().backward()
-    model[0].weight.requires_grad_(True)
-    model[3].bias.requires_grad_(True)
-    set_sync(model, True)
-    model(batch(1)).square().sum().backward()
-    return model
-
-
 def freezes_between_forward_and_backward(shard: Shard) -> nn.Module:
     model = shard_each(shard, mlp())
     loss = model(batch()).square().mean()
@@ -344,16 +174,6 @@ def freezes_between_forward_and_backward(shard: Shard) -> nn.Module:
     loss = loss + model(batch(1)).square().mean()
     model[2].weight.requires_grad_(True)  # only the first forward has used it
     loss.backward()
-    return model
-
-
-def freezes_what_it_has_written_a_gradient_of(shard: Shard) -> nn.Module:
-    model = shard_each(shard, mlp())
-    loss = model(batch()).square().mean()
-    weight = model[3].weight  # of the root, whole since the forward
-    (weight.grad,) = torch.autograd.grad(loss, [weight])
-    weight.requires_grad_(False)
-    model(batch(1)).square().mean().backward()
     return model
 
 
@@ -517,24 +337,12 @@ def adds_by_hand_to_what_a_backward_adds(shard: Shard) -> nn.Module:
 
 
 PROGRAMS = [
-    evaluates_and_fails,
-    fails_between_micro_batches_without_sync,
-    fails_between_a_forward_and_its_backward,
     extracts_features_by_an_exception,
-    self_conditioned,
-    recursive_with_gradients,
-    uses_parameters_before_it_calls_itself,
-    retains_the_graph_of_what_calls_itself,
-    calls_experts_twice_in_an_older_graph,
     recomputes_inside_a_unit_of_which_one_rank_uses_all,
-    fails_inside_itself_and_goes_on,
     sums_while_a_sum_is_in_flight,
     runs_a_layer_before_its_root,
     freezes_between_micro_batches,
-    freezes_what_another_rank_has_used,
-    unfreezes_between_micro_batches,
     freezes_between_forward_and_backward,
-    freezes_what_it_has_written_a_gradient_of,
     trains_other_layers_in_each_step,
     freezes_its_own_parameter_in_forward,
 ]
@@ -559,15 +367,8 @@ def test_a_gradient_put_on_an_unsharded_parameter_is_reduced(
     two_ranks.run(gradients_are_plain_torch, program, reshard_after_forward=False)
 
 
-@pytest.mark.parametrize(
-    "program",
-    [freezes_between_micro_batches, unfreezes_between_micro_batches],
-    ids=lambda p: p.__name__,
-)
-def test_what_waits_whole_until_the_last_micro_batch_is_kept(
-    two_ranks: Ranks, program: Program
-) -> None:
-    two_ranks.run(gradients_are_plain_torch, program, zero_stage=1)
+def test_what_waits_whole_until_the_last_micro_batch_is_kept(two_ranks: Ranks) -> None:
+    two_ranks.run(gradients_are_plain_torch, freezes_between_micro_batches, zero_stage=1)
 
 
 @pytest.mark.parametrize("between", ["freezes", "in flight", "thaws"])
@@ -579,25 +380,6 @@ def test_a_partial_sum_of_a_unit_is_reduced_though_the_last_micro_batch_did_not_
     mesh = init_device_mesh("cpu", (replicas, 4 // replicas), mesh_dim_names=("replicate", "shard"))
     program = partial(reduces_later_what_the_last_micro_batch_does_not_use, between=between)
     gradients_are_plain_torch(program, mesh=mesh)
-
-
-@on_ranks(2)
-def test_a_parameter_frozen_while_its_gradient_is_in_flight_is_stepped() -> None:
-    """Without `set_is_last_backward(True)`, reductions go on after a backward."""
-    model: Any = shard_each(shardgrad.fully_shard, mlp())
-    optim = shardgrad.optim.SGD(model.parameters(), lr=0.1)
-    plain = mlp()
-    model.set_is_last_backward(False)
-    model(batch()).square().mean().backward()
-    model[0].weight.requires_grad_(False)
-    model.set_is_last_backward(True)
-    model(batch(1)).square().mean().backward()
-    plain(batch()).square().mean().backward()
-    gradient = averaged(plain)["0.weight"]
-    assert gradient is not None
-    optim.step()
-    weight = model[0].weight.full_tensor()
-    torch.testing.assert_close(weight, mlp()[0].weight - 0.1 * gradient, rtol=1e-12, atol=1e-14)
 
 
 # -- a backward that does not come to its end

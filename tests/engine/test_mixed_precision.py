@@ -24,21 +24,13 @@ from tests.support.parity import (
     stack,
     token_loss,
     tower,
+    train_squares,
     watching_collectives,
 )
 from tests.support.ranks import Ranks, on_ranks
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 FP16 = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
-
-
-def train_on_squares(engine: Engine, model: nn.Module, steps: int = 3) -> Tensors:
-    optim = make_optimizer("adamw", model)
-    for step in range(steps):
-        optim.zero_grad()
-        model(engine.inputs(step, 5)).float().square().mean().backward()
-        optim.step()
-    return engine.snapshot(model)
 
 
 def as_tensors(dtypes: list[torch.dtype]) -> Tensors:
@@ -132,7 +124,7 @@ def train_layered(engine: Engine, name: str, structure: str) -> Tensors:
     for inner, policy in zip((model.first, model.second, model.third), policies, strict=True):
         engine.fully_shard(inner, mp_policy=policy)
     engine.fully_shard(model)
-    found = train_on_squares(engine, model)
+    found = train_squares(engine, model, 5)
     computed = [policy.param_dtype for policy in policies]
     assert model.seen[:6:2] == computed
     assert set(model.seen[1:6:2]) == {torch.int64}, "only floating inputs are cast"
@@ -192,7 +184,7 @@ def train_normed(engine: Engine, policy: MixedPrecisionPolicy, together: bool) -
     model = Normed()
     engine.fully_shard([model.norm, model.head] if together else model.norm, mp_policy=policy)
     engine.fully_shard(model)
-    found = train_on_squares(engine, model)
+    found = train_squares(engine, model, 5)
     assert model.seen[:2] == [policy.param_dtype, policy.param_dtype if together else torch.float32]
     return found | as_tensors(model.seen)
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
-from tests.support.parity import Engine, Tensors, same_bits_as_fsdp2, stack
+from tests.support.parity import Engine, Tensors, same_bits_as_fsdp2, stack, train_squares
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SIZES = (24, 40, 24)
@@ -27,14 +27,6 @@ def one_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def sharded(engine: Engine, sizes: tuple[int, ...] = SIZES, **options: Any) -> nn.Sequential:
-    model = stack(*sizes)
-    for layer in model:
-        if isinstance(layer, nn.Linear):
-            engine.fully_shard(layer, **options)
-    return engine.fully_shard(model, **options)
-
-
 def train(
     engine: Engine,
     *,
@@ -43,19 +35,9 @@ def train(
     change: Callable[[Any], None] = lambda model: None,
     **options: Any,
 ) -> Tensors:
-    model = sharded(engine, **options)
+    model = engine.shard_stack(stack(*SIZES), **options)
     change(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    found: Tensors = {}
-    for step in range(3):
-        for micro in range(micro_batches):
-            engine.sync(model, sync_each or micro == micro_batches - 1)
-            x = engine.inputs(step * micro_batches + micro, SIZES[0])
-            model(x).float().square().mean().backward()
-        found |= {f"step {step}, {name}": value for name, value in engine.snapshot(model).items()}
-        optimizer.step()
-        optimizer.zero_grad()
-    return found
+    return train_squares(engine, model, SIZES[0], micro_batches=micro_batches, sync_each=sync_each)
 
 
 def by_three(model: Any) -> None:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-import shardgrad
 from tests.support.parity import (
     FSDP2,
     GATHERED,
@@ -28,6 +27,7 @@ from tests.support.parity import (
     token_loss,
     tower,
     train,
+    train_squares,
     watching_collectives,
 )
 from tests.support.ranks import Ranks, on_ranks
@@ -79,17 +79,7 @@ def train_lora(engine: Engine) -> Tensors:
     engine.fully_shard(model[0])
     engine.fully_shard(model[2])
     engine.fully_shard(model)
-    return train_stack(engine, model)
-
-
-def train_stack(engine: Engine, model: nn.Module, steps: int = 3) -> Tensors:
-    optim = make_optimizer("adamw", model)
-    for step in range(steps):
-        optim.zero_grad()
-        x = engine.inputs(step, 5, dtype=next(model.parameters()).dtype)
-        model(x).square().mean().backward()
-        optim.step()
-    return engine.snapshot(model)
+    return train_squares(engine, model, 5)
 
 
 def ignored_gradients(engine: Engine) -> Tensors:
@@ -116,7 +106,7 @@ class TwoDtypes(nn.Module):
 
 def train_two_dtypes(engine: Engine) -> Tensors:
     torch.manual_seed(0)
-    return train_stack(engine, engine.fully_shard(TwoDtypes()))
+    return train_squares(engine, engine.fully_shard(TwoDtypes()), 5)
 
 
 def freeze_while_whole(engine: Engine) -> Tensors:
@@ -137,24 +127,6 @@ def freeze_while_whole(engine: Engine) -> Tensors:
         with torch.no_grad():
             model(engine.tokens(10 + step)[0])
         model.head.requires_grad_(step == 0)
-    return engine.snapshot(model)
-
-
-def frozen_with_a_gradient(engine: Engine) -> Tensors:
-    """The optimizer goes on using a gradient that a parameter got before it was frozen, as in plain
-    torch.
-    """
-    model = engine.shard_tower(tower())
-    source = torch.optim if engine.whole_batch else shardgrad.optim
-    optim = source.SGD(model.parameters(), lr=0.1)
-    token_loss(model, engine.tokens(0)).backward()
-    model.layers[0].up.weight.requires_grad_(False)
-    model.head.requires_grad_(False)
-    token_loss(model, engine.tokens(1)).backward()
-    optim.step()
-    optim.zero_grad()
-    token_loss(model, engine.tokens(2)).backward()
-    optim.step()
     return engine.snapshot(model)
 
 
@@ -212,10 +184,6 @@ def test_frozen_and_ignored_parameters_train_bit_for_bit_like_fsdp2(
 )
 def test_freezing_and_unfreezing_equals_an_unsharded_run(two_ranks: Ranks, program: object) -> None:
     two_ranks.run(close_to_unsharded, program)
-
-
-def test_a_gradient_from_before_freezing_is_applied_once(two_ranks: Ranks) -> None:
-    two_ranks.run(close_to_unsharded, frozen_with_a_gradient)
 
 
 def test_several_dtypes_in_one_unit_equal_an_unsharded_run(two_ranks: Ranks) -> None:

@@ -161,22 +161,6 @@ def test_no_unit_is_gathered_before_a_rank_comes_to_it_or_a_later_one() -> None:
     assert are_sharded == [True, True]
 
 
-@on_ranks(2)
-def test_participation_may_alternate_with_ordinary_steps() -> None:
-    whole, model = routed(), sharded_routed()
-    both = ["left", "right"]
-    for step in range(4):
-        if step % 2 == 0:
-            model(batch_of(dist.get_rank(), step), both).backward()
-        else:
-            with shardgrad.participate(model):
-                model(batch_of(dist.get_rank(), step), both).backward()
-        for rank in range(dist.get_world_size()):
-            (whole(batch_of(rank, step), both) / dist.get_world_size()).backward()
-        for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
-            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-5, atol=1e-5)
-
-
 class Repeated(nn.Module):
     """A layer that is called several times, in reentrant checkpoints ("r") or not ("n"), and a
     scale.

@@ -79,6 +79,23 @@ def test_extensions_are_told_mesh_shape_module_and_policy() -> None:
     assert type(weight.grad.to_local()) is Tensor
 
 
+@on_ranks(2)
+def test_the_unsharded_tensor_is_one_object_without_memory_between_uses() -> None:
+    """What autograd saved in forward must be what backward reads: one unsharded tensor, filled
+    again.
+    """
+    model = extended(Narrowed, 6, 8)
+    shardgrad.fully_shard(model)
+    seen = []
+    for _ in range(3):
+        model.unshard()
+        seen.append(model[0].weight)
+        assert seen[-1].shape == (8, 6)
+        model.reshard()
+        assert seen[-1].untyped_storage().nbytes() == 0
+    assert seen[0] is seen[1] is seen[2]
+
+
 def from_meta(engine: Engine, **options: Any) -> Tensors:
     model = extended(Narrowed, 5, 7, on_meta=True)
     engine.fully_shard(model, **options)

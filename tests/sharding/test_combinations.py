@@ -21,7 +21,15 @@ from shardgrad.errors import UnsupportedError
 from shardgrad.features.tensor_extensions import require_extension
 from shardgrad.sharding.offload import ShardMemory
 from tests.support import tensor_extensions, tensor_parallel
-from tests.support.parity import BYTE_DTYPES, SHARDGRAD, Tensors, assert_same_bits, hsdp_mesh, stack
+from tests.support.parity import (
+    BYTE_DTYPES,
+    SHARDGRAD,
+    Tensors,
+    assert_same_bits,
+    hsdp_mesh,
+    stack,
+    train_squares,
+)
 from tests.support.ranks import Ranks, on_ranks
 from tests.support.tensor_extensions import Narrowed
 
@@ -40,24 +48,8 @@ def train(kind: str, micro_batches: int, **options: Any) -> Tensors:
         return tensor_extensions.train(
             SHARDGRAD, Narrowed, (6, 8, 4), micro_batches=micro_batches, sync=False, **options
         )
-    model = stack(6, 8, 4)
-    for layer in model:
-        if isinstance(layer, nn.Linear):
-            SHARDGRAD.fully_shard(layer, shard_placement_fn=last_dim, **options)
-    SHARDGRAD.fully_shard(model, shard_placement_fn=last_dim, **options)
-    optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    found: Tensors = {}
-    for step in range(3):
-        for micro in range(micro_batches):
-            SHARDGRAD.sync(model, micro == micro_batches - 1)
-            loss = model(SHARDGRAD.inputs(step * micro_batches + micro, 6)).square().mean()
-            loss.backward()
-            found[f"loss {step}.{micro}"] = loss.detach()
-        optim.step()
-        if step == 2:
-            found |= SHARDGRAD.snapshot(model)
-        optim.zero_grad()
-    return found
+    model = SHARDGRAD.shard_stack(stack(6, 8, 4), shard_placement_fn=last_dim, **options)
+    return train_squares(SHARDGRAD, model, 6, micro_batches=micro_batches, sync_each=False)
 
 
 def equals_stage_3(kind: str, micro_batches: int, options: dict[str, Any]) -> None:

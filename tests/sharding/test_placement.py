@@ -29,6 +29,7 @@ from tests.support.parity import (
     hsdp_mesh,
     same_bits_as_fsdp2,
     stack,
+    train_squares,
 )
 from tests.support.ranks import Ranks, on_ranks
 
@@ -73,21 +74,8 @@ def train(
         if isinstance(child, nn.Linear | nn.TransformerEncoderLayer):
             engine.fully_shard(child, **options)
     engine.fully_shard(model, **options)
-    optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
     width = next(p.shape[-1] for p in model.parameters() if p.ndim > 1)
-    found: Tensors = {}
-    for step in range(2):
-        for micro in range(micro_batches):
-            engine.sync(model, sync or micro == micro_batches - 1)
-            x = engine.inputs(step * micro_batches + micro, width, dtype=torch.get_default_dtype())
-            loss = model(x).square().mean()
-            loss.backward()
-            found[f"loss {step}.{micro}"] = engine.mean(loss)
-        optim.step()
-        if step == 1:
-            found |= engine.snapshot(model)
-        optim.zero_grad()
-    return found
+    return train_squares(engine, model, width, steps=2, micro_batches=micro_batches, sync_each=sync)
 
 
 def wide() -> nn.Module:

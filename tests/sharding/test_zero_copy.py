@@ -26,6 +26,7 @@ from tests.support.parity import (
     hsdp_mesh,
     same_bits_as_fsdp2,
     stack,
+    train_squares,
     watching_collectives,
 )
 from tests.support.ranks import Ranks, on_ranks
@@ -43,11 +44,7 @@ def weights_direct() -> Iterator[None]:
 
 def sharded_stack(engine: Engine, **options: Any) -> nn.Sequential:
     """Returns two linear layers, each a unit."""
-    model = stack(*SIZES)
-    for layer in model:
-        if isinstance(layer, nn.Linear):
-            engine.fully_shard(layer, **options)
-    return engine.fully_shard(model, **options)
+    return engine.shard_stack(stack(*SIZES), **options)
 
 
 def train_stack(
@@ -59,27 +56,11 @@ def train_stack(
     replicas: int = 1,
     **options: Any,
 ) -> Tensors:
-    if replicas > 1 and engine.name != "unsharded":
+    if replicas > 1 and not engine.whole_batch:
         options["mesh"] = hsdp_mesh(replicas, dist.get_world_size() // replicas)
+    loop = {"steps": steps, "micro_batches": micro_batches, "sync_each": sync_each}
     with weights_direct():
-        model = sharded_stack(engine, **options)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        found: Tensors = {}
-        for step in range(steps):
-            for micro in range(micro_batches):
-                engine.sync(model, sync_each or micro == micro_batches - 1)
-                x = engine.inputs(
-                    step * micro_batches + micro, SIZES[0], dtype=torch.get_default_dtype()
-                )
-                loss = model(x).square().mean() / micro_batches
-                loss.backward()
-            found[f"loss of step {step}"] = engine.mean(loss)
-            if step == steps - 1:
-                found.update(engine.snapshot(model))
-            optimizer.step()
-            optimizer.zero_grad()
-        found.update(engine.snapshot(model))
-    return found
+        return train_squares(engine, sharded_stack(engine, **options), SIZES[0], **loop)
 
 
 # -- numbers

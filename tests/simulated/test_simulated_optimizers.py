@@ -1,8 +1,5 @@
 """Clip, scale and step, captured: a replay follows schedules and skips by itself, bit for bit like
 eager.
-
-Backward runs outside the graph and writes the same addresses, so what is captured is what this
-project's optimizers promise: norm, factor, skip and update, with every number in device memory.
 """
 
 from __future__ import annotations
@@ -14,13 +11,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor
 
 import shardgrad
 from shardgrad.errors import CaptureError
-from tests.simulated.accelerator.device import NAME, Graph, checked
-from tests.simulated.accelerator.virtual_ranks import VirtualRanks, one_at_a_time
+from tests.simulated.accelerator.device import NAME, Graph
+from tests.simulated.accelerator.virtual_ranks import VirtualRanks
+from tests.simulated.programs.graphed import (
+    Setup,
+    batch,
+    build,
+    loss_of,
+    require_replays,
+    same_on,
+    weights,
+)
 
 Optimizer = Callable[[Any], torch.optim.Optimizer]
 
@@ -36,98 +41,60 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "sgd with momentum": lambda p: shardgrad.optim.SGD(p, lr=1e-1, momentum=0.9, nesterov=True),
     "muon": lambda p: shardgrad.optim.Muon(p, lr=1e-2),
 }
-STEPS, WARM_UP, BAD_STEP = 7, 2, 4
+BAD_STEP = 5
 
 
-def build(dtype: torch.dtype) -> nn.Module:
-    mesh = init_device_mesh(NAME, (dist.get_world_size(),))
-    with one_at_a_time():
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(6, 6, bias=False, dtype=dtype) for _ in range(3)))
-    model = model.to(NAME)
-    for layer in model:
-        shardgrad.fully_shard(layer, mesh=mesh)
-    return shardgrad.fully_shard(model, mesh=mesh)
+def train(graphed: Callable[..., Any], name: str) -> list[Any]:
+    dtype = torch.bfloat16 if name.startswith("adam") and " " in name else torch.float32
+    model = build(Setup(dtype=dtype))
+    optim = OPTIMIZERS[name]([p for p in model.parameters() if p.ndim == 2])
+    scaler = shardgrad.GradScaler(init_scale=4.0, growth_interval=2)
 
-
-def batch(step: int, dtype: torch.dtype) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-    return torch.randn(4, 6, generator=generator).to(dtype).to(NAME)
-
-
-def train(
-    make: Optimizer, dtype: torch.dtype, *, captured: bool
-) -> tuple[list[torch.Tensor], float, list[float]]:
-    """Returns the weights, how many steps were skipped, and the norms."""
-    model = build(dtype)
-    optim, scaler = (
-        make(model.parameters()),
-        shardgrad.GradScaler(init_scale=4.0, growth_interval=2),
-    )
-    norm, graph, norms = torch.zeros((), device=NAME), Graph(), []
-
-    def update() -> None:
+    @graphed(model, optim, scaler)
+    def step(x: Tensor) -> Tensor:
+        scaler.scale(loss_of(model, x)).backward()
         scaler.unscale_(optim)
-        norm.copy_(shardgrad.clip_grad_norm_(model, 0.1))
+        norm = shardgrad.clip_grad_norm_(model, 0.1)
         scaler.step(optim)
         scaler.update()
+        model.zero_grad()
+        return norm
 
-    side = torch.Stream(NAME)
-    side.wait_stream(torch.accelerator.current_stream())
-    with side:
-        for step in range(STEPS):
-            optim.param_groups[0]["lr"] = 1e-2 / (step + 1)
-            optim.param_groups[0]["weight_decay"] = 0.01 * step
-            scaler.scale(model(batch(step, dtype)).square().mean()).backward()
-            if step == BAD_STEP and dist.get_rank() == 0:
-                model[0].weight.grad.to_local().fill_(math.inf)
-            if not captured or step < WARM_UP:
-                update()
-            else:
-                if step == WARM_UP:
-                    with graph.capture(side):
-                        update()
-                graph.replay()
-            norms.append(norm.item())
-            optim.zero_grad()
-    weights = [p.to_local().detach().cpu() for p in model.parameters()]
-    return weights, optim.skipped_steps.item(), [*norms, scaler.get_scale()]
-
-
-def a_replay_equals_eager(name: str) -> None:
-    dtype = torch.bfloat16 if name.startswith("adam") and " " in name else torch.float32
-    with checked():
-        eager = train(OPTIMIZERS[name], dtype, captured=False)
-        replayed = train(OPTIMIZERS[name], dtype, captured=True)
-    for right, ours in zip(eager[0], replayed[0], strict=True):
-        assert torch.equal(right, ours)
-    assert eager[1] == replayed[1] == 1.0
-    assert eager[2] == replayed[2]
+    norms = []
+    for number in range(8):
+        optim.param_groups[0].update(lr=1e-2 / (number + 1), weight_decay=0.01 * number)
+        x = batch(number).to(dtype)
+        if number == BAD_STEP and dist.get_rank() == 0:
+            x[0, 0] = math.inf
+        norms.append(step(x).nan_to_num(nan=-1.0, posinf=-1.0).item())
+    require_replays(step, 1, 5)
+    assert optim.skipped_steps.item() == 1
+    return [*norms, scaler.get_scale(), *weights(model)]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_replay_follows_schedules_skips_and_equals_eager(name: str) -> None:
-    VirtualRanks(2).run(a_replay_equals_eager, name)
+    same_on(2, train, name)
 
 
 def skips_are_counted_by_replays_alone() -> None:
     """The first verdict that the optimizer ever gets is inside the graph."""
-    model = build(torch.float32)
+    model = build(Setup())
     optim = shardgrad.optim.AdamW(model.parameters())
     graph, side = Graph(), torch.Stream(NAME)
     side.wait_stream(torch.accelerator.current_stream())
     with side:
-        model(batch(0, torch.float32)).square().mean().backward()
+        loss_of(model, batch(0)).backward()
         optim.step()
         shardgrad.clip_grad_norm_(model, 1.0)
         with graph.capture(side):
             shardgrad.clip_grad_norm_(model, 1.0)
             optim.step()
-        model[0].weight.grad.to_local().fill_(math.nan)
+        model[0].first.weight.grad.to_local().fill_(math.nan)
         for skipped in (1, 2, 3):
             graph.replay()
             assert optim.skipped_steps.item() == skipped
-        assert optim.state[model[0].weight]["step"] == 1
+        assert optim.state[model[0].first.weight]["step"] == 1
 
 
 def test_replays_count_the_steps_they_skip() -> None:
@@ -135,13 +102,13 @@ def test_replays_count_the_steps_they_skip() -> None:
 
 
 def what_cannot_be_captured_is_refused() -> None:
-    model = build(torch.float32)
+    model = build(Setup())
     optim = shardgrad.optim.AdamW(model.parameters())
     stock = torch.optim.AdamW(model.parameters(), capturable=False)
     side = torch.Stream(NAME)
     side.wait_stream(torch.accelerator.current_stream())
     with side:
-        model(batch(0, torch.float32)).square().mean().backward()
+        loss_of(model, batch(0)).backward()
         optim.step()
         for wrong in (lambda: optim.param_groups[0].update(lr=0.5), stock.step):
             graph = Graph()

@@ -138,6 +138,13 @@ class Engine:
             self.fully_shard(inner, **options)
         return self.fully_shard(model, **options)
 
+    def shard_stack(self, model: nn.Sequential, **options: Any) -> nn.Sequential:
+        """Shards every linear layer, and the rest as root."""
+        for layer in model:
+            if isinstance(layer, nn.Linear):
+                self.fully_shard(layer, **options)
+        return self.fully_shard(model, **options)
+
     def sync(self, model: nn.Module, flag: bool) -> None:
         if not self.whole_batch:
             model.set_requires_gradient_sync(flag)
@@ -230,6 +237,7 @@ def train(
     engine: Engine,
     model: nn.Module,
     *,
+    loss: Callable[[int], Tensor] | None = None,
     steps: int = 3,
     optimizer: str = "adamw",
     micro_batches: int = 1,
@@ -237,24 +245,36 @@ def train(
     set_to_none: bool = True,
     first_step: int = 0,
 ) -> Tensors:
-    """Trains on token batches; returns every step's loss, and the last step's parameters and
-    gradients.
+    """Trains on `loss` of a micro-batch's number, by default that of tokens; returns every step's
+    loss, and the last step's parameters and gradients.
     """
+    loss = loss or (lambda number: token_loss(model, engine.tokens(number)))
     optim = make_optimizer(optimizer, model)
     history: Tensors = {}
     for step in range(first_step, first_step + steps):
         total = torch.zeros(())
         for micro in range(micro_batches):
-            engine.sync(model, sync_each or micro == micro_batches - 1)
-            loss = token_loss(model, engine.tokens(step * micro_batches + micro)) / micro_batches
-            loss.backward()
-            total = total + loss.detach()
+            if micro_batches > 1:
+                engine.sync(model, sync_each or micro == micro_batches - 1)
+            part = loss(step * micro_batches + micro) / micro_batches
+            part.backward()
+            total = total + part.detach()
         history[f"loss of step {step}"] = engine.mean(total)
         optim.step()
         if step == first_step + steps - 1:
             history.update(engine.snapshot(model))
         optim.zero_grad(set_to_none=set_to_none)
     return history
+
+
+def train_squares(engine: Engine, model: nn.Module, width: int, **options: Any) -> Tensors:
+    """Trains on the squares of a model's outputs, of random inputs of this width."""
+
+    def loss(number: int) -> Tensor:
+        x = engine.inputs(number, width, dtype=torch.get_default_dtype())
+        return model(x).square().mean()
+
+    return train(engine, model, loss=loss, **options)
 
 
 @contextmanager

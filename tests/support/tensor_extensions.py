@@ -190,11 +190,7 @@ def train(
     sync: bool = True,
     **options: Any,
 ) -> Tensors:
-    model = extended(kind, *sizes)
-    for layer in model:
-        if isinstance(layer, nn.Linear):
-            engine.fully_shard(layer, **options)
-    engine.fully_shard(model, **options)
+    model = engine.shard_stack(extended(kind, *sizes), **options)
     optim = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False, fused=fused)
     found: Tensors = {}
     for step in range(3):

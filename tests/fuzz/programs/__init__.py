@@ -1,5 +1,4 @@
-"""Random training programs, each run by plain torch, by FSDP2 where it can, and by shardgrad, and
-compared.
+"""Random training programs, each run by plain torch and by shardgrad, and compared.
 
 | file | what it is |
 |---|---|
@@ -8,14 +7,12 @@ compared.
 | `generate.py` | draws programs |
 | `net.py` | the model |
 | `plain.py` | plain torch: a copy on each rank, gradients averaged by hand |
-| `sharded.py` | FSDP2 and shardgrad |
-| `compare.py` | one program on one rank under all of them, and what differs |
-| `explained.py` | what FSDP2 cannot do, and differences that are documented |
+| `sharded.py` | shardgrad |
+| `compare.py` | one program on one rank under both, and what differs |
 | `worlds.py` | ranks that live for many programs: processes, or threads with simulated devices |
 | `shrink.py` | makes a program that fails small |
 | `defects.py` | defects that the engine once had, to see that they are found |
-| `record.py` | thousands of programs, and the record of them |
-| `seeds/` | programs that once failed; a test runs them |
+| `seeds/` | programs that are kept; `tests/engine/test_kept_programs.py` runs them |
 
     python -m tests.fuzz.programs --seed 7 --count 200
     python -m tests.fuzz.programs --replay tests/fuzz/programs/seeds/NAME.json

@@ -22,7 +22,6 @@ from tests.fuzz.programs.worlds import Worlds
 @click.option("--replay", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--defect", default="", help="Put an old defect back.")
 @click.option("--most", default=3, show_default=True, help="Failures to make small.")
-@click.option("--fsdp2/--no-fsdp2", default=True)
 def main(
     seed: int,
     only: tuple[int, ...],
@@ -31,7 +30,6 @@ def main(
     replay: Path | None,
     defect: str,
     most: int,
-    fsdp2: bool,
 ) -> None:
     """Runs random programs, or one from a file."""
     if replay is not None:
@@ -41,7 +39,7 @@ def main(
     began = time.perf_counter()
     bad = 0
     failing: list[tuple[Program, Difference]] = []
-    with Worlds(defect, with_fsdp2=fsdp2) as worlds:
+    with Worlds(defect) as worlds:
         for program, outcome in worlds.run_all(programs):
             for found in outcome.differences:
                 bad += 1

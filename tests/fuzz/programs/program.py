@@ -102,7 +102,7 @@ class Optimizer:
     """How parameters are updated.
 
     Attributes:
-        library: "torch" or "shardgrad"; plain torch and FSDP2 use torch's.
+        library: "torch" or "shardgrad"; plain torch uses torch's.
         kind: "sgd", "momentum", "adam", "adamw".
         groups: 1 or 2; the second has the parameters of the last block.
         partial: parameters of the last block are left out; `edit` may add them.

@@ -68,9 +68,6 @@ class Script(ABC):
     def before_forward(self) -> None:  # noqa: B027  (most need nothing)
         """Runs before each outermost forward."""
 
-    def before_update(self) -> None:  # noqa: B027
-        """Runs before sharded parameters or gradients are read or written as a whole."""
-
     def to_device(self, x: Tensor) -> Tensor:
         return x
 
@@ -202,14 +199,12 @@ class Script(ABC):
     # -- gradients
 
     def zero(self, op: Op) -> Seen:
-        self.before_update()
         self.optimizer.zero_grad(set_to_none=op.how != "zeros")
         for param in self._left_out:
             param.grad = None
         return {}
 
     def clip(self, op: Op) -> Seen:
-        self.before_update()
         max_norm = (float("inf"), 1.0, 0.1, 0.01)[op.n % 4]
         if op.how == "torch":
             norm = nn.utils.clip_grad_norm_(list(self.params.values()), max_norm)
@@ -219,7 +214,6 @@ class Script(ABC):
 
     def write(self, op: Op) -> Seen:
         """Writes the gradient of a parameter of the optimizer."""
-        self.before_update()
         param = self._param(op.n)
         if op.how == "none":
             param.grad = None
@@ -245,13 +239,11 @@ class Script(ABC):
     # -- parameters
 
     def step(self, op: Op) -> Seen:
-        self.before_update()
         self.optimizer.step()
         return {}
 
     def poke(self, op: Op) -> Seen:
         """Changes a parameter in place."""
-        self.before_update()
         with torch.no_grad():
             self._param(op.n).mul_(0.9)
         return {}
@@ -271,7 +263,6 @@ class Script(ABC):
         loss, _ = self._loss(Op("train", op.n))
         self.backward_of(scaler.scale(loss))
         seen: Seen = {}
-        self.before_update()
         gradient = self._param(op.n).grad
         is_bad = "inf" in op.how and gradient is not None
         if is_bad:
@@ -321,12 +312,10 @@ class Script(ABC):
     # -- state
 
     def save(self, op: Op) -> Seen:
-        self.before_update()
         self._saved = copied(self.model_state()), copied(self.optimizer.state_dict())
         return {}
 
     def load(self, op: Op) -> Seen:
-        self.before_update()
         model, optimizer = copied(self._saved[0]), copied(self._saved[1])
         self.load_model(model)
         if op.how != "model":

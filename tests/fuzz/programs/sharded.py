@@ -1,4 +1,4 @@
-"""FSDP2 and shardgrad, over gloo or on simulated devices."""
+"""Shardgrad, over gloo or on simulated devices."""
 
 from __future__ import annotations
 
@@ -51,13 +51,12 @@ def zero_copy_as_in(program: Program) -> AbstractContextManager[object]:
 
 
 class Sharded(Script):
-    """A model that one of the two engines shards.
+    """A model that shardgrad shards.
 
     Args:
         program: what to do.
         rank: of this process or thread.
         build: makes the model on the CPU.
-        is_ours: shardgrad, not FSDP2.
         device: "cpu" or "sim".
         call: runs a function in a stream.
     """
@@ -68,13 +67,11 @@ class Sharded(Script):
         rank: int,
         build: Callable[[Plan], Net],
         *,
-        is_ours: bool,
         device: str = "cpu",
         call: Callable[..., Any] | None = None,
     ) -> None:
         super().__init__(program, rank, build)
-        self._is_ours, self._device = is_ours, device
-        self._engine: Any = shardgrad if is_ours else fsdp
+        self._device = device
         self._steps: list[Any] = []
         if call is not None:
             self.plan.call = call
@@ -91,6 +88,7 @@ class Sharded(Script):
         options: dict[str, Any] = {
             "mesh": _mesh(self._device, sharding.mesh, self.program.ranks),
             "reshard_after_forward": sharding.reshard,
+            "zero_stage": sharding.stage,
         }
         if sharding.param_dtype or sharding.reduce_dtype:
             options["mp_policy"] = MixedPrecisionPolicy(
@@ -102,17 +100,15 @@ class Sharded(Script):
             options["shard_placement_fn"] = lambda p: _columns(p, ranks)
         if sharding.offload:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
-        if self._is_ours:
-            options["zero_stage"] = sharding.stage
         if sharding.wire_dtype:
             options["gradient_policy"] = shardgrad.GradientPolicy(
                 wire_dtype=getattr(torch, sharding.wire_dtype)
             )
         for unit in nets.units(self.net):
-            self._engine.fully_shard(unit if len(unit) > 1 else unit[0], **options)
+            shardgrad.fully_shard(unit if len(unit) > 1 else unit[0], **options)
         self.units: list[Any] = [unit[0] for unit in nets.units(self.net)][::-1]  # the root first
         self.params = dict(self.net.named_parameters())
-        is_flat = self._is_ours and self.program.optimizer.library == "shardgrad"
+        is_flat = self.program.optimizer.library == "shardgrad"
         self.optimizer = self._make_optimizer(shardgrad.optim if is_flat else torch.optim)
         self._set_units()
 
@@ -131,7 +127,7 @@ class Sharded(Script):
             for i, block in enumerate(blocks[1:], start=1):
                 block.set_modules_to_backward_prefetch(blocks[max(0, i - 2) : i][::-1])
 
-    # -- what differs between engines
+    # -- what differs from plain torch
 
     def to_device(self, x: Tensor) -> Tensor:
         return x.to(self._device)
@@ -143,20 +139,7 @@ class Sharded(Script):
         return list(torch.autograd.grad(loss, inputs))
 
     def clip_ours(self, params: list[nn.Parameter] | None, max_norm: float) -> Tensor:
-        if self._is_ours:
-            return shardgrad.clip_grad_norm_(self.net if params is None else params, max_norm)
-        norm = nn.utils.clip_grad_norm_(
-            list(self.params.values()) if params is None else params, max_norm
-        )
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-    def before_update(self) -> None:
-        """Reshards under FSDP2, which does not notice writes to shards while parameters are
-        unsharded.
-        """
-        if not self._is_ours:
-            for unit in self.units:
-                unit.reshard()
+        return shardgrad.clip_grad_norm_(self.net if params is None else params, max_norm)
 
     def cut(self, value: Tensor) -> Tensor:
         return (value.to_local() if isinstance(value, DTensor) else value).detach().clone()
@@ -167,7 +150,7 @@ class Sharded(Script):
         self.zero(op)
 
     def make_scaler(self, **options: Any) -> Any:
-        return shardgrad.GradScaler(**options) if self._is_ours else super().make_scaler(**options)
+        return shardgrad.GradScaler(**options)
 
     def scale(self, scaler: Any) -> Any:
         if isinstance(scaler, shardgrad.GradScaler):

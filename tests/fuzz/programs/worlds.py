@@ -9,6 +9,7 @@ import gc
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.fuzz.programs import defects, explained
+from tests.fuzz.programs import defects
 from tests.fuzz.programs import net as nets
 from tests.fuzz.programs.compare import Difference, Outcome, run
 from tests.fuzz.programs.net import Net, Plan
@@ -34,11 +35,10 @@ class Worlds:
 
     Args:
         defect: one of `defects.DEFECTS`, which the engine then has; "" for none.
-        with_fsdp2: compare FSDP2 as well.
     """
 
-    def __init__(self, defect: str = "", *, with_fsdp2: bool = True) -> None:
-        self._options = {"defect": defect, "with_fsdp2": with_fsdp2}
+    def __init__(self, defect: str = "") -> None:
+        self._defect = defect
         self._started: dict[str, Any] = {}
 
     def close(self) -> None:
@@ -75,8 +75,7 @@ class Worlds:
                     for program in rest:
                         yield from self._run(world, [program])
                     return
-                engine = "fsdp2" if self._runs_without_fsdp2(rest[0]) else "shardgrad"
-                found = Difference(engine, -1, "hang", f"hang: {str(error)[-3000:]}")
+                found = Difference(-1, "hang", f"hang: {str(error)[-3000:]}")
                 outcomes = [Outcome([found], is_broken=True)]
             for program, outcome in zip(rest, outcomes, strict=False):
                 yield program, outcome
@@ -84,13 +83,6 @@ class Worlds:
                     with suppress(KeyError):
                         self._started.pop(_key(world)).stop()
             rest = rest[len(outcomes) :]
-
-    def _runs_without_fsdp2(self, program: Program) -> bool:
-        """Returns whether FSDP2 takes part, and without it nothing differs."""
-        if not self._options["with_fsdp2"] or explained.why_not_fsdp2(program):
-            return False
-        with Worlds(str(self._options["defect"]), with_fsdp2=False) as worlds:
-            return not worlds.run(program).differences
 
     def _ask(self, world: str, programs: Sequence[Program]) -> list[Outcome]:
         texts = [program.to_json() for program in programs]
@@ -102,11 +94,11 @@ class Worlds:
             build.build()  # here, because compiling may take longer than a program may
             simulator = self._started.setdefault(_key(world), SimulatorProcess())
             outcomes: list[Outcome] = simulator.run(
-                run_simulated, texts, timeout_s=limit_s, **self._options
+                run_simulated, texts, timeout_s=limit_s, defect=self._defect
             )
             return outcomes
         ranks = self._started.setdefault(world, Ranks(int(world), COLLECTIVE_TIMEOUT_S))
-        return _together(ranks.run(run_on_rank, texts, timeout_s=limit_s, **self._options))
+        return _together(ranks.run(run_on_rank, texts, timeout_s=limit_s, defect=self._defect))
 
 
 def _key(world: str) -> str:
@@ -117,20 +109,16 @@ def _key(world: str) -> str:
 
 
 def _together(by_rank: Sequence[Sequence[Outcome]]) -> list[Outcome]:
-    """Returns one outcome for each program, with the first difference that any rank saw of each
-    engine.
-    """
+    """Returns one outcome for each program, with the first difference that any rank saw."""
     merged = []
     for outcomes in zip(*by_rank, strict=False):
-        first: dict[str, Difference] = {}
-        for rank, outcome in enumerate(outcomes):
-            for found in outcome.differences:
-                known = first.get(found.engine)
-                if known is None or found.place < known.place:
-                    text = f"on rank {rank}: {found.text}"
-                    first[found.engine] = Difference(found.engine, found.place, found.what, text)
-        is_broken = any(outcome.is_broken for outcome in outcomes)
-        merged.append(Outcome(list(first.values()), outcomes[0].explained, is_broken))
+        found = [
+            replace(each, text=f"on rank {rank}: {each.text}")
+            for rank, outcome in enumerate(outcomes)
+            for each in outcome.differences
+        ]
+        first = sorted(found, key=lambda each: each.place)[:1]
+        merged.append(Outcome(first, any(outcome.is_broken for outcome in outcomes)))
     return merged
 
 
@@ -152,7 +140,7 @@ def _build(program: Program, plan: Plan) -> Net:
     return nets.build(program.model, plan, program.seed)
 
 
-def run_on_rank(texts: Sequence[str], *, defect: str, with_fsdp2: bool) -> list[Outcome]:
+def run_on_rank(texts: Sequence[str], *, defect: str) -> list[Outcome]:
     """Runs programs on this rank, up to the first that leaves ranks in different places."""
     agreement = _agreement()
     outcomes = []
@@ -168,7 +156,6 @@ def run_on_rank(texts: Sequence[str], *, defect: str, with_fsdp2: bool) -> list[
                     dist.get_rank(),
                     _sum_over_gloo,
                     lambda plan, program=program: _build(program, plan),
-                    with_fsdp2=with_fsdp2,
                 )
             outcomes.append(outcome)
             broken = torch.tensor([float(outcome.is_broken)])
@@ -200,7 +187,7 @@ class _Sum:
         return total
 
 
-def run_simulated(texts: Sequence[str], *, defect: str, with_fsdp2: bool) -> list[Outcome]:
+def run_simulated(texts: Sequence[str], *, defect: str) -> list[Outcome]:
     """Runs programs on virtual ranks of this process."""
     from tests.simulated.accelerator import device
     from tests.simulated.accelerator.virtual_ranks import VirtualRanks
@@ -217,13 +204,13 @@ def run_simulated(texts: Sequence[str], *, defect: str, with_fsdp2: bool) -> lis
                         timeout_s=4 * COLLECTIVE_TIMEOUT_S,
                     )
                 except RankError as error:
-                    found = Difference("shardgrad", -1, "hang", f"hang: {str(error)[-3000:]}")
+                    found = Difference(-1, "hang", f"hang: {str(error)[-3000:]}")
                     by_rank = [Outcome([found], is_broken=True)]
                 for index in range(program.ranks):
                     torch.accelerator.synchronize(index)
             (outcome,) = _together([[outcome] for outcome in by_rank])
             if hazards and not outcome.is_broken:
-                outcome.differences.append(Difference("shardgrad", -1, "hazard", str(hazards[0])))
+                outcome.differences.append(Difference(-1, "hazard", str(hazards[0])))
             merged.append(outcome)
             if outcome.is_broken:
                 break
@@ -246,4 +233,4 @@ def _on_virtual_rank(program: Program, exchange: _Sum) -> Outcome:
         return streams.call(place, function, *args) if place else function(*args)
 
     rank = device.rank_thread.rank
-    return run(program, rank, exchange, build, device=device.NAME, call=call, with_fsdp2=False)
+    return run(program, rank, exchange, build, device=device.NAME, call=call)
