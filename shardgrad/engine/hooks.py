@@ -178,7 +178,7 @@ class HookedUnit(Unit):
         """Reshards if asked to, and returns the output, watched and cast."""
         context: RootContext | None = self.context
         if context is None:
-            raise RuntimeError(f"post_forward of {self.name} without pre_forward")
+            return output  # `pre_forward` has raised, before there was a root
         recomputing = _graph_task() != -1
         if not recomputing and self.running:  # empty if a registered method has called forward
             self.running.pop()
