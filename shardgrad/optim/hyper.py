@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate, chain, count
 from typing import Any, NoReturn
 
 import torch
@@ -87,6 +87,9 @@ class Hyper:
             ) from None
 
 
+_numbers = count()
+
+
 class OptimGroup(dict[str, Any]):
     """One entry of `optimizer.param_groups`: a dictionary whose hyperparameters are mirrored on the
     device.
@@ -97,6 +100,10 @@ class OptimGroup(dict[str, Any]):
         fixed: keys that a launch has as arguments, so that a captured graph keeps the old value.
         validate: given the values the group was built with and those it would have, refuses what
             does not go together, by an OptionError.
+
+    Attributes:
+        number: of this group, unlike that of any other in the process: its mirrors are its own.
+        captured: a graph has been captured that has its constants.
     """
 
     def __init__(
@@ -107,6 +114,7 @@ class OptimGroup(dict[str, Any]):
         validate: Callable[[Mapping[str, Any], Mapping[str, Any]], None],
     ) -> None:
         super().__init__(values)
+        self.number = next(_numbers)
         self._validate = validate
         self._built_with = dict(values)
         self._hypers = {hyper.name: hyper for hyper in hypers}

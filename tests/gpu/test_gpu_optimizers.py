@@ -119,3 +119,28 @@ def _run(name: str, device: torch.device, *, captured: bool) -> list[torch.Tenso
     torch.cuda.synchronize()
     assert optim.skipped_steps == 1
     return weights(model)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_CUDA, reason="no GPU")
+def test_a_group_in_the_place_of_another_is_not_replayed_with_the_former_rate() -> None:
+    device = torch.device("cuda")
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    found = []
+    for is_graphed in (False, True):
+        model = build(device)
+        optim = OPTIMIZERS["sgd"](model.parameters())
+
+        def step(x: torch.Tensor, model: nn.Module = model, optim: Any = optim) -> None:
+            model(x).square().mean().backward()
+            optim.step()
+            optim.zero_grad()
+
+        call = shardgrad.graphed_step(model, optim)(step) if is_graphed else step
+        for number in range(10):
+            if number in (6, 8):  # after the capture, and again
+                optim.param_groups[0] = {**optim.param_groups[0], "lr": 0.1 / number}
+            call(batch(number, device))
+        found.append(weights(model))
+    dist.destroy_process_group()
+    assert all(map(torch.equal, *found))

@@ -198,3 +198,15 @@ def test_an_edited_optimizer_saves_and_loads() -> None:
     for p in m.parameters():
         assert optim.state[p]["step"] == again.state[p]["step"] == 1
         assert torch.equal(optim.state[p]["exp_avg"], again.state[p]["exp_avg"])
+
+
+def test_another_group_in_the_place_of_one_is_another_step_to_a_graph() -> None:
+    m = model()
+    optim = AdamW(in_two_groups(m))
+    train(m, optim, range(1))
+    seen = [optim.guards(), optim.guards()]
+    assert seen[0] == seen[1]
+    for _ in range(3):
+        optim.param_groups[0] = dict(optim.param_groups[0])
+        seen.append(optim.guards())
+    assert len(set(seen)) == 4
