@@ -78,9 +78,6 @@ def _option(one: dataclasses.Field[Any], kind: Any) -> _Decorator:
         words += f"  [default: {one.default}]"
     choices = one.metadata["choices"]
 
-    def completed(_: click.Context, __: click.Parameter, incomplete: str) -> list[str]:
-        return [choice for choice in choices if choice.startswith(incomplete)]
-
     bare: dict[str, Any] = {}
     if one.metadata["bare"] is not None:
         bare = {"is_flag": False, "flag_value": one.metadata["bare"]}
@@ -93,7 +90,6 @@ def _option(one: dataclasses.Field[Any], kind: Any) -> _Decorator:
         # Not click.Choice: values from files are checked as well, in the same words.
         metavar="|".join(choices) if choices else None,
         help=words,
-        shell_complete=completed if choices else None,
     )
 
 

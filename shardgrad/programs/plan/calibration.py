@@ -38,7 +38,14 @@ class Calibration:
         if self.mfu is not None and not 0 < self.mfu <= 1:
             raise UsageError(f"--mfu is {self.mfu}: give a fraction of the peak, such as 0.4.")
 
-    @property
-    def is_measured(self) -> bool:
-        """Whether there is a measurement."""
-        return not (self.mfu is None and self.compute_s is None and self.scale is None)
+    def factor(self, flops: float, seconds: float, peak_flops: float) -> float | None:
+        """Returns the factor on the roofline's durations; None without a measurement.
+
+        Args:
+            flops: of the model, as PaLM counts them.
+            seconds: of forward and backward by the roofline.
+            peak_flops: of the device, per second.
+        """
+        if self.mfu is not None:
+            return flops / (peak_flops * self.mfu) / seconds
+        return self.scale if self.compute_s is None else self.compute_s / seconds

@@ -162,7 +162,9 @@ def plan_of(
         lambda one: {"flops": model_flops(one.events), "seconds": compute_s(one.events, plain)}
     )
     peak_flops = _peak_flops(request, machine)
-    scales = _scales(compute["flops"], compute["seconds"], peak_flops, machine, calibration)
+    measured = calibration.factor(compute["flops"], compute["seconds"], peak_flops)
+    # For the fastest, the likely and the slowest step.
+    scales = machine.device.slowdowns if measured is None else (measured,) * 3
     costs = [dataclasses.replace(plain, compute_scale=scale) for scale in scales]
 
     def steps(one: Rehearsal) -> dict[str, float]:
@@ -203,25 +205,6 @@ def plan_of(
 
 def _rounded(sizes: Mapping[str, float]) -> dict[str, int]:
     return {owner: round(nbytes) for owner, nbytes in sizes.items()}
-
-
-def _scales(
-    flops: float,
-    seconds: float,
-    peak_flops: float,
-    machine: Machine,
-    calibration: Calibration,
-) -> tuple[float, float, float]:
-    """Returns factors on the roofline: for the fastest, the likely and the slowest step."""
-    if calibration.scale is not None:
-        scale = calibration.scale
-    elif calibration.mfu is not None:
-        scale = flops / (peak_flops * calibration.mfu) / seconds
-    elif calibration.compute_s is not None:
-        scale = calibration.compute_s / seconds
-    else:
-        return machine.device.slowdowns
-    return scale, scale, scale
 
 
 def _peak_flops(request: Request, machine: Machine) -> float:

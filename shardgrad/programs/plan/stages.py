@@ -16,8 +16,7 @@ from shardgrad.programs.plan.models import PlanModel
 from shardgrad.programs.plan.request import Request, require_units
 from shardgrad.programs.train.recompute import checkpointed
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_WIRE_DTYPES = {None: None, "bf16": torch.bfloat16}
+DTYPES: dict[str | None, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def policies_of(request: Request) -> dict[str, Any]:
@@ -26,11 +25,10 @@ def policies_of(request: Request) -> dict[str, Any]:
     mixed = MixedPrecisionPolicy()
     if request.precision != "fp32":
         mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
-    gradient_dtype = None if request.gradient_dtype is None else DTYPES[request.gradient_dtype]
     return {
         "mp_policy": mixed,
         "gradient_policy": GradientPolicy(
-            dtype=gradient_dtype, wire_dtype=_WIRE_DTYPES[request.wire_dtype]
+            dtype=DTYPES.get(request.gradient_dtype), wire_dtype=DTYPES.get(request.wire_dtype)
         ),
         "reshard_after_forward": request.reshard_to,
         "zero_stage": request.stage if request.stage == "hfsdp" else int(request.stage),

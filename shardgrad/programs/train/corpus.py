@@ -5,15 +5,13 @@ sequences.
 from __future__ import annotations
 
 import hashlib
-import os
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from shardgrad.programs.train.failure import UsageError
-from shardgrad.programs.train.texts import files_of, held_out_nbytes, source_of
+from shardgrad.programs.train.texts import held_out_nbytes, parts_of, source_of
 
 
 @dataclass(frozen=True)
@@ -66,29 +64,18 @@ def load_corpus(
         UsageError: there is no text at `path`, or not enough.
     """
     source = source_of(path)
+    text = bytearray()
     try:
-        text, file_count = _read(files_of(path), limit_nbytes)
-    except OSError as error:
-        raise UsageError(
-            f"{error.filename} cannot be read ({error.strerror}): correct --data."
-        ) from error
+        parts = parts_of(path, limit_nbytes)
+        for file, nbytes in parts:
+            with file.open("rb") as stream:
+                text += stream.read(nbytes)
+    except (OSError, ValueError) as error:  # a path that no file can have
+        raise UsageError(f"{path} cannot be read ({error}): correct --data.") from error
     held_out = held_out_nbytes(source, len(text), validation_fraction, seq_len)
     whole = torch.frombuffer(text, dtype=torch.uint8)
     train, validation = whole.split([len(text) - held_out, held_out])
-    return Corpus(train, validation, source, file_count, hashlib.sha256(text).hexdigest())
-
-
-def _read(files: list[Path], limit_nbytes: int) -> tuple[bytearray, int]:
-    text = bytearray()
-    file_count = 0
-    for file in files:
-        if len(text) >= limit_nbytes:
-            break
-        with file.open("rb") as stream:
-            # Its size first: memory is reserved for as much as is asked for.
-            text += stream.read(min(limit_nbytes - len(text), os.fstat(stream.fileno()).st_size))
-        file_count += 1
-    return text, file_count
+    return Corpus(train, validation, source, len(parts), hashlib.sha256(text).hexdigest())
 
 
 @dataclass(frozen=True)

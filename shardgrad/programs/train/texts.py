@@ -22,12 +22,13 @@ def source_of(path: str | None) -> str:
     )
 
 
-def files_of(path: str | None) -> list[Path]:
-    """Returns the files of a text, in their order.
+def parts_of(path: str | None, limit_nbytes: int) -> list[tuple[Path, int]]:
+    """Returns the files of a text in their order, and how many bytes of each are read.
 
     Args:
         path: a file, or a folder whose visible files are read in the order of their relative paths;
             None for the `*.py` files of Python's standard library.
+        limit_nbytes: largest number of bytes to read.
 
     Raises:
         UsageError: there is nothing at `path`, or a pipe.
@@ -44,9 +45,15 @@ def files_of(path: str | None) -> list[Path]:
             f"{path} is a pipe or a device, which cannot be read on every rank: save the text to a "
             "file, and give that to --data."
         )
-    return (
-        [root] if root.is_file() else list(_files_under(root, suffix=".py" if path is None else ""))
-    )
+    files = [root] if root.is_file() else _files_under(root, suffix=".py" if path is None else "")
+    parts, left = [], limit_nbytes
+    for file in files:
+        if not left:
+            break
+        nbytes = min(left, file.stat().st_size)
+        parts.append((file, nbytes))
+        left -= nbytes
+    return parts
 
 
 def require_text(
@@ -55,7 +62,7 @@ def require_text(
     """Refuses a text that is too short, by the sizes of its files.
 
     Args:
-        path: as for `files_of`.
+        path: as for `parts_of`.
         limit_nbytes: largest number of bytes to read.
         validation_fraction: fraction of the bytes, at the end, to hold out.
         seq_len: bytes per sequence.
@@ -63,12 +70,8 @@ def require_text(
     Raises:
         UsageError: there is no text at `path`, or not enough, or it cannot be looked at.
     """
-    nbytes = 0
     try:
-        for file in files_of(path):
-            nbytes = min(limit_nbytes, nbytes + file.stat().st_size)
-            if nbytes == limit_nbytes:
-                break
+        nbytes = sum(nbytes for _, nbytes in parts_of(path, limit_nbytes))
     except (OSError, ValueError) as error:  # a path that no file can have
         raise UsageError(f"{path} cannot be read ({error}): correct --data.") from error
     held_out_nbytes(source_of(path), nbytes, validation_fraction, seq_len)
