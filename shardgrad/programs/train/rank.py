@@ -92,16 +92,15 @@ class Job:
     debug: bool
 
 
-def run_rank(job: Job, *, init_method: str, launcher: int | None = None) -> Report:
+def run_rank(job: Job, *, init_method: str) -> Report:
     """Trains as the rank given by the environment (`RANK`, `WORLD_SIZE`, ...); reports how it
     ended.
 
     Args:
         job: what to run, the same on every rank.
         init_method: as for `init_process_group`.
-        launcher: process whose end is a request to stop; None for the parent.
     """
-    stop = StopRequest(launcher).install()
+    stop = StopRequest().install()
     folder = job.folder
     rank = int(os.environ["RANK"])
     watchdog: Watchdog | None = None

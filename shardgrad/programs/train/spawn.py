@@ -9,6 +9,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -35,22 +36,41 @@ def spawn(job: Job, ranks: int) -> Report:
     Returns:
         The report closest to the cause of a failure, or rank 0's on success.
     """
+    asked_s: float | None = None  # when the ranks were requested to stop
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        """Forwards the first request to the ranks; kills them on a later one."""
+        nonlocal asked_s
+        leave_terminal(number)
+        now_s = time.monotonic()
+        if asked_s is None:
+            asked_s = now_s
+            print(
+                "Stopping after this step; Ctrl-C again stops at once.", file=sys.stderr, flush=True
+            )
+            for child in children:
+                child.process.terminate()
+        elif now_s - asked_s > ECHO_S:
+            for child in children:
+                child.process.kill()
+
     with tempfile.TemporaryDirectory(prefix="shardgrad-") as meeting:
         former = {number: signal.getsignal(number) for number in stop_signals()}
         # Children inherit the ignored Ctrl-C until they install their handler: no tracebacks during
         # imports.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         children = [_start(job, rank, ranks, f"file://{meeting}/store") for rank in range(ranks)]
-        watch = _Watch(job, children)
         for number in former:
-            signal.signal(number, watch.on_signal)
+            signal.signal(number, on_signal)
         try:
-            reports = watch.until_all_ended()
+            reports = [
+                child.report(job, is_stopping=asked_s is not None) for child in _ended(children)
+            ]
         finally:
             for number, handler in former.items():
                 # After a request to stop, the final report is still to be printed: ignore further
                 # requests.
-                signal.signal(number, signal.SIG_IGN if watch.is_stopping else handler)
+                signal.signal(number, handler if asked_s is None else signal.SIG_IGN)
             for child in children:
                 child.process.kill()
                 child.process.join()
@@ -106,7 +126,7 @@ def _start(job: Job, rank: int, ranks: int, init_method: str) -> _Child:
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(
         target=_child_main,
-        args=(job, rank, ranks, init_method, os.getpid(), theirs),
+        args=(job, rank, ranks, init_method, theirs),
         name=f"rank {rank}",
         daemon=True,
     )
@@ -118,13 +138,11 @@ def _start(job: Job, rank: int, ranks: int, init_method: str) -> _Child:
     return _Child(rank, process, ours)
 
 
-def _child_main(
-    job: Job, rank: int, ranks: int, init_method: str, launcher: int, pipe: Connection
-) -> None:
+def _child_main(job: Job, rank: int, ranks: int, init_method: str, pipe: Connection) -> None:
     """Sets the environment as torchrun does, and runs the rank."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    report = run_rank(job, init_method=init_method, launcher=launcher)
+    report = run_rank(job, init_method=init_method)
     with contextlib.suppress(OSError):  # the launcher was killed, and maybe what read its output
         pipe.send(report)
         sys.stdout.flush()
@@ -133,46 +151,16 @@ def _child_main(
     os._exit(report.exit_status)
 
 
-class _Watch:
-    """Waits for the ranks, forwards requests to stop, and ends the wait after a failure."""
-
-    def __init__(self, job: Job, children: list[_Child]) -> None:
-        self._job = job
-        self._children = children
-        self._asked_s: float | None = None
-
-    @property
-    def is_stopping(self) -> bool:
-        """Whether the ranks have been requested to stop."""
-        return self._asked_s is not None
-
-    def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Forwards the first request to the ranks; kills them on a later one."""
-        leave_terminal(number)
-        now_s = time.monotonic()
-        if self._asked_s is None:
-            self._asked_s = now_s
-            print(
-                "Stopping after this step; Ctrl-C again stops at once.", file=sys.stderr, flush=True
-            )
-            for child in self._children:
-                child.process.terminate()
-        elif now_s - self._asked_s > ECHO_S:
-            for child in self._children:
-                child.process.kill()
-
-    def until_all_ended(self) -> list[Report]:
-        """Returns the reports of the ranks that ended by themselves, in that order; never empty."""
-        reports: list[Report] = []
-        running = list(self._children)
-        deadline_s: float | None = None
-        while running and (deadline_s is None or time.monotonic() < deadline_s):
-            wait([child.process.sentinel for child in running], timeout=0.5)
-            for child in [child for child in running if not child.process.is_alive()]:
-                running.remove(child)
-                reports.append(child.report(self._job, is_stopping=self.is_stopping))
-            if deadline_s is None and any(
-                report.exit_status not in _GOOD_ENDS for report in reports
-            ):
+def _ended(children: list[_Child]) -> Iterator[_Child]:
+    """Yields the ranks that end by themselves, in that order, until all have, or until the others
+    have had time to notice a failure.
+    """
+    running = list(children)
+    deadline_s: float | None = None
+    while running and (deadline_s is None or time.monotonic() < deadline_s):
+        wait([child.process.sentinel for child in running], timeout=0.5)
+        for child in [child for child in running if not child.process.is_alive()]:
+            running.remove(child)
+            if deadline_s is None and child.process.exitcode not in _GOOD_ENDS:
                 deadline_s = time.monotonic() + _GRACE_S
-        return reports
+            yield child

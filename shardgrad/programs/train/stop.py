@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import stat
@@ -35,17 +36,16 @@ def stop_signals() -> tuple[signal.Signals, ...]:
 class StopRequest:
     """Records a request to stop this process; a second, later request ends the process at once.
 
-    Args:
-        launcher: the process of `spawn` that has started this one; None for any other parent. Its
-            end is a request, too. It forwards the first request, seconds later on a loaded machine,
-            and kills ranks on a second one, so they do not end themselves.
+    The end of the process that started this one is a request, too. If that is the launcher of
+    `spawn`, it forwards the first request, seconds later on a loaded machine, and kills ranks on a
+    second one, so they do not end themselves.
     """
 
-    def __init__(self, launcher: int | None = None) -> None:
+    def __init__(self) -> None:
         self._first_s: float | None = None
-        self._is_ended_by_launcher = launcher is not None
-        # Which may have ended already.
-        self._parent = os.getppid() if launcher is None else launcher
+        self._launcher = multiprocessing.parent_process()
+        # Which may have ended already, where it is the launcher.
+        self._parent = os.getppid() if self._launcher is None else self._launcher.pid
 
     def install(self) -> StopRequest:
         """Installs the signal handlers; only the main thread may call this."""
@@ -63,5 +63,5 @@ class StopRequest:
         now_s = time.monotonic()
         if self._first_s is None:
             self._first_s = now_s
-        elif now_s - self._first_s > ECHO_S and not self._is_ended_by_launcher:
+        elif now_s - self._first_s > ECHO_S and self._launcher is None:
             os._exit(Interrupted.exit_status)
