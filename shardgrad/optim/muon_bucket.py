@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 
-from shardgrad.engine.grad_group import grads_of
-from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.param import managed_by
 from shardgrad.engine.param_group import group_of
 from shardgrad.errors import CollectiveError
@@ -78,31 +77,23 @@ class Member:
         segment = self.segment = update.segment
         self.options = segment.options
         self.rows = update.launch.rows
-        managed = [managed_by(param) for param in segment.params]
-        first = managed[0]
+        first = managed_by(segment.params[0])
         self.process_group = None if first is None else group_of(first).mesh.shard_group
         self.world_size = 1 if first is None else group_of(first).mesh.shard_size
         self.rank = 0 if first is None else group_of(first).mesh.shard_rank
-        self._shard: GradShard | None = (
-            None if first is None else grads_of(group_of(first)).require_shard()
-        )
-        places = [
-            0 if self._shard is None else self._shard.place_of(param) for param in segment.params
-        ]
-        # Frozen parameters have no gradient.
-        self._trained = [i for i, place in enumerate(places) if place is not None]
-        self.shapes = [_shape_in_memory(segment.params[i]) for i in self._trained]
-        self._cached_params: tuple[torch.Tensor, list[torch.Tensor]] | None = None
-        self._places = [place or 0 for place in places]
+        # Frozen parameters have no row. The last ranks may have rows without elements, and foreach
+        # refuses lists of empty tensors.
+        rows = update.launch.places
+        self.shapes = [_shape_in_memory(segment.params[row.step_index]) for row in rows]
+        self._held = [row for row in rows if row.numel]
+        self._param: torch.Tensor | None = None
         self.compute = torch.float64 if segment.dtype is torch.float64 else torch.float32
 
         # See [Note: Blocks]. Padding of the state belongs to the blocks of some parameter.
         flat = segment.state["momentum_buffer"]
         views = segment.local_views(flat)
-        self._offsets = [view.storage_offset() - flat.storage_offset() for view in views]
-        self._numels = [view.numel() for view in views]
-        ends = [*self._offsets[1:], segment.numel]
-        spans = [end - begin for begin, end in zip(self._offsets, ends, strict=True)]
+        begins = [view.storage_offset() - flat.storage_offset() for view in views]
+        spans = [end - begin for begin, end in pairwise([*begins, segment.numel])]
         self._block = math.gcd(*spans) or 1
         param_of_block = [
             torch.full((span // self._block,), i, device="cpu") for i, span in enumerate(spans)
@@ -111,10 +102,11 @@ class Member:
         self._param_of_block = torch.cat(param_of_block).to(device)
 
         # Constants of each parameter, in device memory.
-        self._flag_index = torch.tensor([place or 0 for place in places], device="cpu").to(device)
-        self._is_trained = torch.tensor([place is not None for place in places], device="cpu").to(
-            device
-        )
+        flags = {row.step_index: row.flag_index for row in rows}
+        flag_index = [flags.get(i, 0) for i in range(len(params))]
+        is_trained = [i in flags for i in range(len(params))]
+        self._flag_index = torch.tensor(flag_index, device="cpu").to(device)
+        self._is_trained = torch.tensor(is_trained, device="cpu").to(device)
         ratios = [_lr_factor(self.options["adjust_lr_fn"], *param.shape) for param in params]
         self._ratios = torch.tensor(ratios, dtype=torch.float64, device="cpu").to(device)
 
@@ -134,15 +126,13 @@ class Member:
             staging: reserved for at least `needs`.
             send: views of the bucket's send buffer, one for each of `shapes`.
         """
-        # Pieces of the last ranks may be empty, and foreach refuses lists of empty tensors.
-        self._held = [i for i in self._trained if self._numels[i]]
         self._send = [piece for piece in send if piece.numel()]
         self._direction, self._weight = (staging.take(*need) for need in self.needs())
         self._directions, self._weights = self._pieces(self._direction), self._pieces(self._weight)
 
     def _pieces(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Returns the pieces of the parameters of which this rank has elements."""
-        return [flat.narrow(0, self._offsets[i], self._numels[i]) for i in self._held]
+        return [flat.narrow(0, row.state_offset, row.numel) for row in self._held]
 
     def _blocks(self, flat: torch.Tensor) -> torch.Tensor:
         return flat.view(-1, self._block)
@@ -152,31 +142,18 @@ class Member:
 
     def _params(self, launch: Launch) -> list[torch.Tensor]:
         """Returns this rank's pieces of the parameters, in memory order."""
-        if self._shard is None:
-            return [launch.param][: len(self._held)]
-        if self._cached_params is None or self._cached_params[0] is not launch.param:
-            params = []
-            for i in self._held:
-                managed = managed_by(self.segment.params[i])
-                if managed is None:
-                    raise RuntimeError(f"{self.segment.names[i]} is no longer part of its unit")
-                group = group_of(managed)
-                piece = group.layout.pieces[group.params.index(managed)]
-                params.append(launch.param.narrow(0, piece.shard_offset, self._numels[i]))
-            self._cached_params = launch.param, params
-        return self._cached_params[1]
+        if self._param is not launch.param:
+            self._param = launch.param
+            self._params_of = [
+                launch.param.narrow(0, row.param_offset, row.numel) for row in self._held
+            ]
+        return self._params_of
 
     def _grads(self, launch: Launch) -> list[torch.Tensor]:
         """Returns their gradients; made anew, as views would keep memory that is freed between
         steps.
         """
-        if self._shard is None:
-            return [launch.grad][: len(self._held)]
-        begins = [self._shard.piece(self._places[i]).shard_offset for i in self._held]
-        return [
-            launch.grad.narrow(0, begin, self._numels[i])
-            for i, begin in zip(self._held, begins, strict=True)
-        ]
+        return [launch.grad.narrow(0, row.grad_offset, row.numel) for row in self._held]
 
     # -- arithmetic
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from shardgrad.sharding.layout import Piece, ShardLayout
@@ -167,28 +168,33 @@ class Exchange:
         """
         pieces = ShardLayout.of(shapes, world_size, alignment=1, with_flags=False).pieces
         chosen = owners(shapes, world_size)
+        owned: list[list[int]] = [[] for _ in range(world_size)]
+        for matrix, owner in enumerate(chosen):
+            owned[owner].append(matrix)
         send_slices: list[BufferSlice] = [BufferSlice(0, 0)] * len(shapes)
-        sent: list[int] = []
-        for owner in range(world_size):
-            message, numel = _message(pieces, chosen, owner, source=rank)
-            for matrix, part in message:
-                send_slices[matrix] = BufferSlice(sum(sent) + part.offset, part.numel)
-            sent.append(numel)
-        batches, places, matrices_numel = _batches(pieces, chosen, rank)
+        sent_ends = [0]
+        for matrices in owned:
+            numels = [pieces[matrix].local_numel(rank) for matrix in matrices]
+            begins, end = _side_by_side(numels, sent_ends[-1])
+            sent_ends.append(end)
+            for matrix, begin, numel in zip(matrices, begins, numels, strict=True):
+                send_slices[matrix] = BufferSlice(begin, numel)
+        batches, places, matrices_numel = _batches(pieces, owned[rank])
         received: list[ReceivedPiece] = []
-        received_numels: list[int] = []
+        received_ends = [0]
         for source in range(world_size):
-            message, numel = _message(pieces, chosen, rank, source=source)
-            for matrix, part in message:
-                if part.numel:
-                    begin = pieces[matrix].rows(source)[0] * pieces[matrix].shape[1]
-                    offset = sum(received_numels) + part.offset
-                    received.append(ReceivedPiece(offset, places[matrix] + begin, part.numel))
-            received_numels.append(numel)
+            numels = [pieces[matrix].local_numel(source) for matrix in owned[rank]]
+            begins, end = _side_by_side(numels, received_ends[-1])
+            received_ends.append(end)
+            for matrix, begin, numel in zip(owned[rank], begins, numels, strict=True):
+                if numel:
+                    row = pieces[matrix].rows(source)[0]
+                    place = places[matrix] + row * pieces[matrix].shape[1]
+                    received.append(ReceivedPiece(begin, place, numel))
         return cls(
             tuple(chosen),
-            tuple(sent),
-            tuple(received_numels),
+            tuple(end - begin for begin, end in pairwise(sent_ends)),
+            tuple(end - begin for begin, end in pairwise(received_ends)),
             tuple(send_slices),
             tuple(received),
             batches,
@@ -196,39 +202,27 @@ class Exchange:
         )
 
 
-def _message(
-    pieces: Sequence[Piece], chosen: Sequence[int], owner: int, *, source: int
-) -> tuple[list[tuple[int, BufferSlice]], int]:
-    """Lays out what one rank sends another: (matrix, slice) in order, and the number of
-    elements.
-    """
-    message, offset = [], 0
-    for matrix, piece in enumerate(pieces):
-        if chosen[matrix] == owner:
-            message.append((matrix, BufferSlice(offset, piece.local_numel(source))))
-            offset += piece.local_numel(source)
-    return message, _aligned(offset)
+def _side_by_side(numels: Sequence[int], begin: int) -> tuple[list[int], int]:
+    """Returns where each of consecutive runs begins, and where the next message may."""
+    *begins, end = accumulate(numels, initial=begin)
+    return begins, -(-end // _ALIGNMENT_NUMEL) * _ALIGNMENT_NUMEL
 
 
 def _batches(
-    pieces: Sequence[Piece], chosen: Sequence[int], rank: int
+    pieces: Sequence[Piece], matrices: Sequence[int]
 ) -> tuple[tuple[Batch, ...], dict[int, int], int]:
     """Lays out the matrices of a rank: batches by shape, where each matrix begins, and the buffer's
     size.
     """
     by_shape: dict[Shape, list[int]] = {}
-    for matrix, piece in enumerate(pieces):
-        if chosen[matrix] == rank:
-            by_shape.setdefault((piece.shape[0], piece.shape[1]), []).append(matrix)
-    batches, places, offset = [], {}, 0
-    for shape, matrices in by_shape.items():
-        batch = Batch(shape, offset, tuple(matrices))
-        for i, matrix in enumerate(matrices):
-            places[matrix] = offset + i * shape[0] * shape[1]
-        batches.append(batch)
-        offset += _aligned(batch.numel)
-    return tuple(batches), places, offset
-
-
-def _aligned(numel: int) -> int:
-    return -(-numel // _ALIGNMENT_NUMEL) * _ALIGNMENT_NUMEL
+    for matrix in matrices:
+        rows, columns = pieces[matrix].shape
+        by_shape.setdefault((rows, columns), []).append(matrix)
+    batches: list[Batch] = []
+    places: dict[int, int] = {}
+    end = 0
+    for shape, alike in by_shape.items():
+        batches.append(Batch(shape, end, tuple(alike)))
+        begins, end = _side_by_side([shape[0] * shape[1]] * len(alike), end)
+        places.update(zip(alike, begins, strict=True))
+    return tuple(batches), places, end

@@ -29,6 +29,7 @@ from shardgrad.engine.param import FSDPParam, is_replaced
 from shardgrad.engine.param_group import ParamGroup, group_of
 from shardgrad.engine.streams import is_capturing
 from shardgrad.errors import CaptureError, GradientError, OptimizerParameterError
+from shardgrad.ops.segments import Row
 from shardgrad.optim.hyper import OptimGroup
 from shardgrad.optim.selection import gradients_of, plain_gradient
 from shardgrad.optim.state import local_tensor
@@ -71,6 +72,7 @@ class Launch:
             above zero.
         rows: int64 table on the device; see `ops.segment_rows`.
         tiles: as `ops.segment_rows` counted them.
+        places: the rows of the table on the host.
         nonfinite: device scalar, above zero if gradients were found not finite; None if none were
             checked.
     """
@@ -80,6 +82,7 @@ class Launch:
     touched: torch.Tensor
     rows: torch.Tensor
     tiles: int
+    places: Sequence[Row]
     nonfinite: torch.Tensor | None
 
 
@@ -213,15 +216,13 @@ class _Table:
 
     Attributes:
         shard: the gradient shard.
-        places: of the segment's parameters in it, without frozen ones.
-        rows: see `Launch`.
-        tiles: see `Launch`.
+        rows, tiles, places: see `Launch`; without frozen parameters.
     """
 
     shard: GradShard
-    places: list[int]
     rows: torch.Tensor
     tiles: int
+    places: Sequence[Row]
 
 
 class ShardedSegment(Segment):
@@ -289,7 +290,7 @@ class ShardedSegment(Segment):
         if table is None or table.shard is not shard:
             table = self._table = self._table_for(shard)
         live = shard.settle()  # all: a verdict is on all of the shard
-        if not any(live[place] for place in table.places):
+        if not any(live[row.flag_index] for row in table.places):
             return None
         return Launch(
             self._group.shard,
@@ -297,6 +298,7 @@ class ShardedSegment(Segment):
             shard.flags,
             table.rows,
             table.tiles,
+            table.places,
             shard.nonfinite,
         )
 
@@ -337,7 +339,7 @@ class ShardedSegment(Segment):
 
     def _table_for(self, shard: GradShard) -> _Table:
         """Builds the table for a gradient shard. A frozen parameter has no gradient and no row."""
-        pieces, places = [], []
+        pieces = []
         for i, (piece, offset) in enumerate(zip(self._pieces(), self._offsets, strict=True)):
             place = shard.place_of(self._members[i].sharded)
             if place is None:
@@ -345,7 +347,6 @@ class ShardedSegment(Segment):
             numel = piece.local_numel(self.rank)
             gradient = shard.piece(place).shard_offset
             pieces.append((piece.shard_offset, gradient, offset, numel, i, place))
-            places.append(place)
         rows, tiles = ops.segment_rows(pieces)
         ops.check_rows(
             rows,
@@ -356,7 +357,7 @@ class ShardedSegment(Segment):
             steps_numel=len(self.params),
             touched_numel=shard.flags.numel(),
         )
-        return _Table(shard, places, self.on_device(rows), tiles)
+        return _Table(shard, self.on_device(rows), tiles, _on_host(rows))
 
     def local_views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """See `Segment.local_views`."""
@@ -405,6 +406,7 @@ class PlainSegment(Segment):
         self._dtype = param.dtype
         self._form = _form_of(local)
         self._host_rows, self._tiles = ops.segment_rows([(0, 0, 0, self.numel, 0, 0)])
+        self._places = _on_host(self._host_rows)
         self._rows_and_flag: tuple[torch.Tensor, torch.Tensor] | None = None  # on the device
 
     @property
@@ -448,7 +450,13 @@ class PlainSegment(Segment):
             self._rows_and_flag = rows, torch.ones(1, dtype=torch.float32, device=local.device)
         rows, flag = self._rows_and_flag
         return Launch(
-            _in_memory_order(local), _in_memory_order(grad), flag, rows, self._tiles, None
+            _in_memory_order(local),
+            _in_memory_order(grad),
+            flag,
+            rows,
+            self._tiles,
+            self._places,
+            None,
         )
 
     def _require_in_use(self) -> None:
@@ -505,6 +513,10 @@ class PlainSegment(Segment):
                 setattr(param, attribute, None)
             elif grad is not None:
                 grad.detach().zero_()
+
+
+def _on_host(rows: torch.Tensor) -> list[Row]:
+    return [Row(*values) for values in rows.tolist()]
 
 
 def _form_of(local: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
