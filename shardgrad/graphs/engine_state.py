@@ -71,7 +71,6 @@ class ModuleState(Capturable):
         self._reader: Stream = None
         # Before the capture that runs; None outside. See [Note: Gradients in a graph's pool].
         self._with_memory: set[GradShard] | None = None
-        self._touched: torch.Tensor | None = None  # number, from a graph that has freed the flags
         self._collect()
 
     def _collect(self) -> None:
@@ -170,17 +169,15 @@ class ModuleState(Capturable):
             self._free_memory_of_graph(self._with_memory)
 
     def _free_memory_of_graph(self, others: set[GradShard]) -> None:
-        """At a border of a graph: frees memory that gradients have got in it; first inside, then
-        outside.
+        """At a border of a graph: frees memory that gradients have got in it. Inside it may be in
+        use, so that is done outside.
         """
         shards = [shard for shard in self._shards() if shard.has_memory and shard not in others]
         if not all(shard.objects.are_absent() for shard in shards):
             raise CaptureAgain(
                 "gradients are there at a border of a graph, and their memory is its own"
             )
-        if shards and is_capturing(shards[0].flat.device):
-            self._touched = self._count_touched()
-        else:
+        if shards and not is_capturing(shards[0].flat.device):
             for shard in shards:
                 shard.part_with_kept(self._reader)
                 shard.free(self._reader)
@@ -216,7 +213,7 @@ class ModuleState(Capturable):
 
     def begin_call(self, reader: Stream) -> None:
         """See `Capturable`, and [Note: Kept gradients] in `sharding/gradient_objects.py`."""
-        self._with_memory = self._touched = None
+        self._with_memory = None
         self._join_post_optim_events()
         if list(map(_GRAD_SHARD, self._grad_groups)) != self._collected_from[1]:
             self._follow()
@@ -231,8 +228,6 @@ class ModuleState(Capturable):
         for shard in self._shards():
             if shard.memory is GradMemory.HELD and not shard.objects.are_absent():
                 shard.fix()
-        # A capture does this too, and must not be the first to launch a kernel: that would load it.
-        self._count_touched()
 
     def before_replays(self) -> Callable[[], bool]:
         """See `Capturable`."""
@@ -256,10 +251,9 @@ class ModuleState(Capturable):
         """See `Capturable`."""
         gradients = [(p, p.grad) for p in self._plain]
         states = [(shard, shard.host_state()) for shard in self._shards()]
-        switches, touched = self._switches(), self._touched
+        switches = self._switches()
 
         def restore() -> None:
-            self._touched = touched
             for param, grad in gradients:
                 if param.grad is not grad:
                     param.grad = grad
@@ -273,23 +267,12 @@ class ModuleState(Capturable):
     def snapshot_unguarded(self) -> Callable[[], None]:
         """See `Capturable`."""
         restore, gradients, verdicts = self.snapshot(), self._gradients, self._gradients.verdicts()
-        touched = self._touched
 
         def restore_pending() -> None:
-            self._touched = touched
             if not all(map(is_, gradients.verdicts(), verdicts)):
                 restore()
 
         return restore_pending
-
-    def reports(self) -> dict[str, torch.Tensor]:
-        """See `Capturable`. A parameter counts as touched if any rank had a gradient for it."""
-        touched = self._touched if self._touched is not None else self._count_touched()
-        return {} if touched is None else {"touched parameters": touched}
-
-    def _count_touched(self) -> torch.Tensor | None:
-        flags = [shard.flags for shard in self._shards() if shard.has_memory]
-        return torch.cat(flags).gt(0).sum() if flags else None
 
     def known_to_graph(self) -> Any:
         """See `Capturable`. A parameter that is frozen or thawed gives its group other places and

@@ -13,18 +13,18 @@ writes to host memory later.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import register_pytree_node, tree_flatten, tree_map, tree_unflatten
 
+from shardgrad.engine.streams import Stream, wait_for_stream
 from shardgrad.errors import StepInputError
 from shardgrad.graphs.pool import GraphPool
-from shardgrad.graphs.staging import HostStaging
 
 __all__ = ["InputBuffers", "Inputs", "flatten_inputs"]
 
@@ -61,7 +61,7 @@ def flatten_inputs(
     """
     if micro_batches is not None:
         _require_micro_batches([*enumerate(args), *kwargs.items()], micro_batches)
-    leaves, spec = _flatten((args, kwargs))
+    leaves, spec = tree_flatten(tree_map(_opened, (args, kwargs)))
     tensors: list[torch.Tensor] = []
     indices: list[int] = []
     key: list[Hashable] = [spec]
@@ -82,7 +82,7 @@ def flatten_inputs(
         filled = list(leaves)
         for index, tensor in zip(indices, replacements, strict=True):
             filled[index] = tensor
-        args, kwargs = _unflatten(filled, spec)
+        args, kwargs = tree_unflatten(filled, spec)
         return args, kwargs
 
     return Inputs(tensors, tuple(key), rebuild)
@@ -142,63 +142,36 @@ def _comparable(leaf: Any, index: int) -> Hashable:
 # -- trees that torch does not know
 
 
-@dataclass(frozen=True)
-class _Spec:
-    """A tree whose leaves may be trees too: dataclasses and block masks."""
+class _Opened:
+    """A dataclass or a block mask, whose attributes may be trees too."""
 
-    outer: TreeSpec
-    inner: tuple[tuple[type, _Spec] | None, ...]
-
-
-def _flatten(tree: Any) -> tuple[list[Any], _Spec]:
-    found, outer = tree_flatten(tree)
-    leaves: list[Any] = []
-    inner: list[tuple[type, _Spec] | None] = []
-    for leaf in found:
-        parts = _parts_of(leaf)
-        if parts is None:
-            leaves.append(leaf)
-            inner.append(None)
-        else:
-            below, spec = _flatten(parts)
-            leaves += below
-            inner.append((type(leaf), spec))
-    return leaves, _Spec(outer, tuple(inner))
+    def __init__(self, kind: type, parts: dict[str, Any]) -> None:
+        self.kind, self.parts = kind, parts
 
 
-def _unflatten(leaves: Sequence[Any], spec: _Spec) -> Any:
-    remaining = list(leaves)
-    found: list[Any] = []
-    for inner in spec.inner:
-        if inner is None:
-            found.append(remaining.pop(0))
-            continue
-        kind, below = inner
-        count = _count(below)
-        found.append(_instance_of(kind, _unflatten(remaining[:count], below)))
-        del remaining[:count]
-    return tree_unflatten(found, spec.outer)
+register_pytree_node(
+    _Opened,
+    lambda opened: (list(opened.parts.values()), (opened.kind, tuple(opened.parts))),
+    lambda values, context: _instance_of(context[0], zip(context[1], values, strict=True)),
+)
 
 
-def _count(spec: _Spec) -> int:
-    return sum(1 if inner is None else _count(inner[1]) for inner in spec.inner)
-
-
-def _parts_of(leaf: Any) -> Any:
-    """Returns the attributes of a dataclass or block mask; None for a plain leaf."""
+def _opened(leaf: Any) -> Any:
     if isinstance(leaf, BlockMask):
-        return dict(vars(leaf))
-    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-        return {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)}
-    return None
+        parts = vars(leaf)
+    elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+        parts = {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)}
+    else:
+        return leaf
+    return _Opened(type(leaf), {name: tree_map(_opened, part) for name, part in parts.items()})
 
 
-def _instance_of(kind: Any, parts: Any) -> Any:
+def _instance_of(kind: Any, parts: Iterable[tuple[str, Any]]) -> Any:
     """Returns an instance with these attributes. `__init__` does not run: a copy must not validate
     again.
     """
     instance = object.__new__(kind)
-    for name, value in parts.items():
+    for name, value in parts:
         object.__setattr__(instance, name, value)
     return instance
 
@@ -220,28 +193,41 @@ class InputBuffers:
 
     def __init__(self, inputs: Inputs, pool: GraphPool) -> None:
         self._pool = pool
+        kind = pool.device.type
+        is_sent = pool.can_capture and any(t.device.type != kind for t in inputs.tensors)
+        self._transfers: Stream = torch.Stream(pool.device) if is_sent else None
         self.buffers = [torch.empty_like(tensor, device=pool.device) for tensor in inputs.tensors]
-        self._from_host = [
-            i for i, t in enumerate(inputs.tensors) if t.device.type != pool.device.type
-        ]
-        self._from_device = [i for i in range(len(self.buffers)) if i not in set(self._from_host)]
-        self._staging = HostStaging([inputs.tensors[i] for i in self._from_host], pool)
         self.arguments = inputs.rebuild(self.buffers)
 
     def load(self, inputs: Inputs) -> None:
         """Copies a call's tensors into the buffers.
 
-        Streams: on the pool's stream, inside `GraphPool.turn`. Host tensors are transferred on
-        another
-            stream, in one copy, while the step before is running.
+        Streams: on the pool's stream, inside `GraphPool.turn`. Host tensors are sent on another
+            stream while the step before is running, and the host does not wait. Pinned ones are
+            sent from where they are, and must not be written before.
         """
+        if not self.buffers:
+            return
+        sources, stream = inputs.tensors, self._pool.stream
         with torch.no_grad():
-            if self._from_device:
-                sources = [inputs.tensors[i] for i in self._from_device]
-                torch._foreach_copy_([self.buffers[i] for i in self._from_device], sources)
+            if stream is not None and self._transfers is not None:
+                with self._transfers:
+                    sources = [self._sent(tensor) for tensor in sources]
+                wait_for_stream(stream, self._transfers)
+            torch._foreach_copy_(self.buffers, sources)
+            if stream is not None:
                 for source in sources:
-                    if self._pool.stream is not None:
-                        source.record_stream(self._pool.stream)
-            if self._from_host:
-                sources = [inputs.tensors[i] for i in self._from_host]
-                self._staging.copy(sources, [self.buffers[i] for i in self._from_host])
+                    source.record_stream(stream)
+
+    def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type == self._pool.device.type:
+            return tensor
+        is_ready = self._pool.device.type != "cuda" or (
+            tensor.is_pinned() and tensor.is_contiguous()
+        )
+        return (tensor if is_ready else _pinned(tensor)).to(self._pool.device, non_blocking=True)
+
+
+def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a copy that CUDA reads while the host goes on."""
+    return torch.empty_like(tensor, pin_memory=True).copy_(tensor)

@@ -13,7 +13,7 @@ from typing import Any
 
 __all__ = ["Patch", "Replacement"]
 
-# Owner (a module or class), attribute, and what makes the replacement from the original.
+# Module, attribute, and what makes the replacement from the original.
 Replacement = tuple[Any, str, Callable[[Callable[..., Any]], Callable[..., Any]]]
 
 
@@ -47,22 +47,14 @@ class Patch:
 
 
 def _replace(owner: Any, name: str, function: Callable[..., Any]) -> Callable[[], None]:
-    """Assigns a function; returns what undoes it, unless another library has replaced it in the
-    meantime.
+    """Assigns a function of a module; returns what undoes it, unless another library has replaced
+    it in the meantime.
     """
-    is_inherited = name not in vars(owner)
     original = getattr(owner, name)
-    try:
-        setattr(owner, name, function)
-    except TypeError:  # a class written in C
-        return lambda: None
+    setattr(owner, name, function)
 
     def undo() -> None:
-        if vars(owner).get(name) is not function:
-            return
-        if is_inherited:
-            delattr(owner, name)
-        else:
+        if getattr(owner, name) is function:
             setattr(owner, name, original)
 
     return undo

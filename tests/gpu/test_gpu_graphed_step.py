@@ -11,6 +11,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,8 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardgrad
 from shardgrad.errors import ReplayMismatchError
-from shardgrad.graphs import GraphedStep, UncapturableStepWarning
-from shardgrad.graphs.staging import HostStaging
+from shardgrad.graphs import GraphedStep, UncapturableStepWarning, inputs
 
 HAS_CUDA = torch.cuda.is_available()
 NEEDS_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not HAS_CUDA, reason="no GPU")]
@@ -272,16 +272,14 @@ def test_pools_of_a_thread_share_a_stream_and_its_cublas_workspace(device: torch
 def test_a_pinned_batch_is_sent_from_where_it_is(device: torch.device, pinned: bool) -> None:
     sources = [torch.arange(6.0).view(2, 3), torch.ones(5, dtype=torch.int64)]
     sources = [source.pin_memory() for source in sources] if pinned else sources
-    targets = [torch.zeros_like(source, device=device) for source in sources]
+    given = inputs.flatten_inputs((sources,), {})
     pool = shardgrad.graphs.GraphPool(device)
-    with pool.turn():
-        staging = HostStaging(sources, pool)
-        for buffer in staging._buffers:
-            buffer.host.fill_(77)
-        staging.copy(sources, targets)
-    assert [torch.equal(t.cpu(), s) for t, s in zip(targets, sources, strict=True)] == [True, True]
-    copied = [not bool((buffer.host == 77).all()) for buffer in staging._buffers]
-    assert any(copied) != pinned
+    copy = inputs._pinned
+    with pool.turn(), patch.object(inputs, "_pinned", side_effect=copy) as copies:
+        sent = inputs.InputBuffers(given, pool)
+        sent.load(given)
+    assert [torch.equal(b.cpu(), s) for b, s in zip(sent.buffers, sources, strict=True)] == [1, 1]
+    assert copies.call_count == (0 if pinned else 2)
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=NEEDS_CUDA)], indirect=True)
