@@ -61,7 +61,9 @@ def flatten_inputs(
     """
     if micro_batches is not None:
         _require_micro_batches([*enumerate(args), *kwargs.items()], micro_batches)
-    leaves, spec = tree_flatten(tree_map(_opened, (args, kwargs)))
+    leaves, spec = tree_flatten((args, kwargs))
+    if any(map(_is_tree, leaves)):
+        leaves, spec = tree_flatten(tree_map(_opened, (args, kwargs)))
     tensors: list[torch.Tensor] = []
     indices: list[int] = []
     key: list[Hashable] = [spec]
@@ -156,14 +158,18 @@ register_pytree_node(
 )
 
 
+def _is_tree(leaf: Any) -> bool:
+    return isinstance(leaf, BlockMask) or (
+        dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)
+    )
+
+
 def _opened(leaf: Any) -> Any:
-    if isinstance(leaf, BlockMask):
-        parts = vars(leaf)
-    elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-        parts = {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)}
-    else:
+    if not _is_tree(leaf):
         return leaf
-    return _Opened(type(leaf), {name: tree_map(_opened, part) for name, part in parts.items()})
+    is_mask = isinstance(leaf, BlockMask)
+    names = vars(leaf) if is_mask else [field.name for field in dataclasses.fields(leaf)]
+    return _Opened(type(leaf), {name: tree_map(_opened, getattr(leaf, name)) for name in names})
 
 
 def _instance_of(kind: Any, parts: Iterable[tuple[str, Any]]) -> Any:

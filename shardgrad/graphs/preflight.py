@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributions import Distribution
 from torch.optim.optimizer import Optimizer
 from torch.utils import checkpoint
 
@@ -69,8 +70,20 @@ _SAVED_STATE = Issue(
     fix="torch.utils.checkpoint.checkpoint(..., preserve_rng_state=False), if nothing is drawn "
     "there",
 )
-# By cudaError_t: those of streams, which CUDA reports where the capture meets them.
+_VALIDATED = Issue(
+    "host read",
+    "torch.distributions validates its arguments on the host",
+    fix="validate_args=False, or torch.distributions.Distribution.set_default_validate_args(False)",
+)
+_HOST_READ = Issue(
+    "host read",
+    "a call reads on the host what the device computes, or waits for it",
+    fix="return what the host reads from the step, and read it afterwards; torch.where instead of "
+    "an if; shardgrad.graphs.outside for what the host does in the middle",
+)
+# By cudaError_t; those of streams CUDA reports where the capture meets them.
 _CUDA_ERRORS: dict[int | None, Issue] = {
+    900: _HOST_READ,
     904: Issue(
         "side stream",
         "work that the step launched on another stream is not waited for in it",
@@ -86,6 +99,12 @@ _CUDA_ERRORS: dict[int | None, Issue] = {
         "the step uses the default stream while another one is captured",
         fix="work on torch.cuda.current_stream(), or on a torch.cuda.Stream() of the program's",
     ),
+}
+# Functions of torch in which an error has one cause.
+_RAISING = {
+    checkpoint.get_device_states.__code__: _SAVED_STATE,
+    Distribution.__init__.__code__: _VALIDATED,
+    Distribution._validate_sample.__code__: _VALIDATED,
 }
 
 
@@ -122,14 +141,16 @@ def environment_issues(device: torch.device, optimizers: Sequence[Optimizer]) ->
     return found
 
 
-def cause_of(error: BaseException) -> Issue | None:
-    """Returns what led to an error inside a capture; None if the error says it itself."""
+def cause_of(error: BaseException) -> Issue:
+    """Returns what led to an error of torch's or of the device's inside a capture."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if isinstance(frame.f_locals.get("self"), torch.amp.GradScaler):
             return _SCALER
-        if frame.f_code is checkpoint.get_device_states.__code__:
-            return _SAVED_STATE
-    return _CUDA_ERRORS.get(getattr(error, "error_code", None))
+        if frame.f_code in _RAISING:
+            return _RAISING[frame.f_code]
+    what = f"{type(error).__name__}: {error}".splitlines()[0]
+    unknown = Issue("", what, fix=_HOST_READ.fix)
+    return _CUDA_ERRORS.get(getattr(error, "error_code", None), unknown)
 
 
 def _of_optimizer(optimizer: Optimizer) -> Iterator[Issue]:

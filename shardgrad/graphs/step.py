@@ -526,22 +526,18 @@ class GraphedStep(Generic[_P, _R]):
 
     def _refuse_capture(self, kind: _InputKind, error: Exception) -> None:
         """Says which line of the program raised inside a capture."""
-        line = line_that_raised(error, self._modules)
-        cause, issues = cause_of(error), ""
         if isinstance(error, ShardgradError):
-            what, where, fix = error.what, error.where, error.fix
-        elif cause is not None:
+            what, where, fix, issues = error.what, error.where, error.fix, ""
+        else:
+            cause = cause_of(error)
             what, where, fix = cause.what, None, cause.fix
-        else:  # the device's, which knows what is not permitted and not what led to it
-            what, where, fix = f"{type(error).__name__}: {error}".splitlines()[0], None, None
             issues = explain(environment_issues(self.pool.device, self._optimizers))
+        line = line_that_raised(error, self._modules)
         self._refuse_kind(
             kind,
             f"could not be captured: {what}",
             where="; ".join(filter(None, (where, line))),
-            fix=fix
-            or "return what the host reads from the step, and read it afterwards; torch.where "
-            "instead of an if; shardgrad.graphs.outside for what the host does in the middle",
+            fix=fix or "docs/how_to/migrate_to_graphed_step.md#what-to-do",
             issues=issues,
             error=error,
         )

@@ -365,13 +365,21 @@ def gan(graphed: Any, device: torch.device) -> Values:
     return [train_step, *seen, *weights(generator, critic)]
 
 
-def policy_update(graphed: Any, device: torch.device, *, stops_inside: bool = False) -> Values:
+def policy_update(
+    graphed: Any,
+    device: torch.device,
+    *,
+    stops_inside: bool = False,
+    uses_distributions: bool = False,
+) -> Values:
     """Several epochs over a rollout, with the log-probabilities of the policy that made it."""
     policy = language_model(device)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2, capturable=True)
 
     def log_probabilities(tokens: Tensor) -> Tensor:
         logits = policy(tokens[:, :-1])[0]
+        if uses_distributions:
+            return torch.distributions.Categorical(logits=logits).log_prob(tokens[:, 1:])
         return logits.log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
 
     @graphed(policy, optimizer)
@@ -443,6 +451,11 @@ REFUSED = {
     "a log in the step": (
         partial(lightning, logs_inside=True),
         r"in update_of: self\.logged = float\(loss\)\n  try:      return what the host reads",
+    ),
+    "a distribution that looks at its arguments": (
+        partial(policy_update, uses_distributions=True),
+        r"torch\.distributions validates its arguments on the host[\s\S]*"
+        r"in log_probabilities: [\s\S]*\n  try:      validate_args=False",
     ),
     "an early stop in the step": (
         partial(policy_update, stops_inside=True),
