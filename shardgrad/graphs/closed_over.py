@@ -88,6 +88,8 @@ class Reads(TorchDispatchMode):
             the beginning of the block.
         numbers: what the function closes over besides tensors, by the names of their places.
         groups: process groups in which operations of the block move tensors of a device.
+        not_given: names of modules whose sharded parameters operations use, and which are not
+            among `modules`.
     """
 
     def __init__(self, function: Callable[..., Any], modules: Iterable[nn.Module]) -> None:
@@ -95,12 +97,19 @@ class Reads(TorchDispatchMode):
         self.places: dict[Place, Hashable] = {}
         self.numbers: dict[str, Any] = {}
         self.groups: set[dist.ProcessGroup] = set()
+        self.not_given: set[str] = set()
+        self._others: dict[int, str] = {}  # modules, by the addresses of their parameters
         self._made: set[int] = set()  # storages of the block's own
         self._written: dict[int, tuple[StorageWeakRef, torch.device]] = {}
         self._candidates: dict[int, Place] = {}
         self._kept: list[torch.Tensor] = []  # so that no other storage gets their identity
+        given = {id(param) for module in modules for param in module.parameters()}
         for place, value in closed_over(function, modules):
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, nn.Module):
+                for param in value.parameters():
+                    if id(param) not in given and _is_part(param):
+                        self._others.setdefault(local_tensor(param).data_ptr(), place.name)
+            elif isinstance(value, torch.Tensor):
                 for tensor in _plain([value]):
                     self._candidates.setdefault(_identity(tensor), place)
                 self._kept.append(value)
@@ -136,6 +145,8 @@ class Reads(TorchDispatchMode):
         for tensor in _plain(leaves):
             identity = _identity(tensor)
             given.add(identity)
+            if self._others and identity and tensor.data_ptr() in self._others:
+                self.not_given.add(self._others[tensor.data_ptr()])
             if identity in self._made:
                 continue
             if (place := self._candidates.pop(identity, None)) is not None:
@@ -185,6 +196,12 @@ def _plain(leaves: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield leaf
 
 
+def _is_part(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor's memory is a part of other memory, as a sharded parameter's is."""
+    local = local_tensor(tensor)
+    return _identity(local) != 0 and not local.untyped_storage().resizable()
+
+
 def _identity(tensor: torch.Tensor) -> int:
     """Returns the identity of a tensor's storage; 0 if it has none, as sparse tensors."""
     try:
@@ -196,7 +213,8 @@ def _identity(tensor: torch.Tensor) -> int:
 def closed_over(
     function: Callable[..., Any], modules: Iterable[nn.Module]
 ) -> Iterator[tuple[Place, Any]]:
-    """Yields tensors, numbers and strings with their places, those with the shortest way first.
+    """Yields tensors, modules, numbers and strings with their places, those with the shortest way
+    first.
 
     Capture: safe. Nothing on the device is read.
     """
@@ -216,9 +234,9 @@ def closed_over(
         if id(value) in seen:
             continue
         seen.add(id(value))
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor | nn.Module):
             yield place, value
-        elif depth < _DEPTH:
+        if depth < _DEPTH and not isinstance(value, torch.Tensor):
             # What a module holds is looked up in the module, which stays; other things, from the
             # beginning.
             get = functools.partial(_same, value) if isinstance(value, nn.Module) else place.get

@@ -29,6 +29,7 @@ __all__ = [
     "environment_issues",
     "explain",
     "refuse_harmful_settings",
+    "require_given",
     "require_launch_order",
 ]
 
@@ -192,6 +193,21 @@ def refuse_harmful_settings() -> None:
             expected="an allocator with which graphs can be captured",
             got="a capture that was not begun",
             fix=issue.fix,
+        )
+
+
+def require_given(names: Iterable[str]) -> None:
+    """Refuses a graph that uses sharded modules whose state it could neither guard nor put back.
+
+    Raises:
+        CaptureError: there are such modules.
+    """
+    for name in sorted(names):
+        raise CaptureError(
+            f"it uses {name}, a sharded module that graphed_step was not given",
+            expected="every sharded module that the step uses",
+            got="one whose state a graph can neither guard nor put back",
+            fix=f"graphed_step(..., {name})",
         )
 
 

@@ -43,6 +43,7 @@ from shardgrad.graphs.preflight import (
     environment_issues,
     explain,
     refuse_harmful_settings,
+    require_given,
     require_launch_order,
 )
 from shardgrad.graphs.program_line import line_that_raised
@@ -136,7 +137,8 @@ def graphed_step(
 
     Args:
         capturables: every module, optimizer and `shardgrad.GradScaler` that the function uses.
-            State of objects that are not given is neither guarded nor restored.
+            State of objects that are not given is neither guarded nor restored; a sharded module
+            that the function uses and that is not given is refused.
         warmup: eager calls before the first capture, at least 1.
         pool: of another graphed step that uses the same models; None for a new one.
         max_graphs: graphs to keep. The least recently used one is dropped.
@@ -506,6 +508,7 @@ class GraphedStep(Generic[_P, _R]):
         try:
             with _stale_streams_overridden(), graph.captured(), reads:
                 outputs = detached(self._function(*args, **kwargs))
+                require_given(reads.not_given)
                 if self.pool.device.type == "cuda":
                     require_launch_order(reads.groups)
                 # Of now: gradients may have got memory inside.
@@ -537,7 +540,7 @@ class GraphedStep(Generic[_P, _R]):
             kind,
             f"could not be captured: {what}",
             where="; ".join(filter(None, (where, line))),
-            fix=fix or "docs/how_to/migrate_to_graphed_step.md#what-to-do",
+            fix=fix or "make the call that raises before or after the step",
             issues=issues,
             error=error,
         )

@@ -554,6 +554,23 @@ def first_update() -> None:
         step(torch.ones(ROWS, WIDTH, device="cuda"))
 
 
+def an_average_that_is_not_given() -> None:
+    model, optimizer = model_and_optimizer()
+    average, _ = model_and_optimizer()
+
+    @shardgrad.graphed_step(model, optimizer)
+    def step(x: Tensor) -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for mean, param in zip(average.parameters(), model.parameters(), strict=True):
+                mean.lerp_(param, 0.1)
+
+    for _ in range(STEPS):
+        step(torch.ones(ROWS, WIDTH, device="cuda"))
+
+
 def in_two_threads() -> None:
     """The second thread comes while the first captures, which goes on."""
     model, optimizer = model_and_optimizer()
@@ -594,6 +611,10 @@ FAR = {
         first_update,
         r"the first step of an optimizer is in a capture[\s\S]*0\.weight, 0\.bias; [\s\S]*"
         r"in step: optimizer\.step\(\)\n  try:      a boolean argument of the step",
+    ),
+    "a sharded module that is not given": (
+        an_average_that_is_not_given,
+        r"it uses average, a sharded module that[\s\S]*graphed_step\(\.\.\., average\)",
     ),
     "two threads": (
         in_two_threads,
