@@ -322,8 +322,9 @@ def _within(seconds: float, work: Callable[[], None]) -> bool:
             done.set()
 
     thread = threading.Thread(target=run, name="shardgrad watchdog asks", daemon=True)
-    thread.start()
-    thread.join(seconds)
+    with suppress(RuntimeError):  # no thread can be had: memory has run out, or a limit is reached
+        thread.start()
+        thread.join(seconds)
     return done.is_set()
 
 

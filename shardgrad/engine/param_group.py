@@ -431,9 +431,7 @@ class ParamGroup:
                 self._fill(gather.wait(stream), gather)
                 self.is_filled = True
             except BaseException:
-                # Messages may still be on their way into it.
-                self.keeps_memory |= gather.is_zero_copy
-                self.state = SHARDED
+                self.state = SHARDED  # its memory stays: messages may still be on their way into it
                 raise
             finally:
                 gather.release(stream)

@@ -175,12 +175,12 @@ def test_the_step_after_a_failed_one_communicates_like_any_other(where: str, who
 
 
 def begun_in_a_backward(fails_in_between: bool) -> list[tuple[str, int]]:
-    """Returns the collectives of the backward of a forward after which, perhaps, another one
+    """Returns the collectives of the backward of two forwards after which, perhaps, another one
     fails.
     """
     model = trapped_tower(1, True)
     token_loss(model, SHARDGRAD.tokens(0)).backward()
-    loss = token_loss(model, SHARDGRAD.tokens(1))
+    loss = token_loss(model, SHARDGRAD.tokens(1)) + token_loss(model, SHARDGRAD.tokens(3))
     if fails_in_between:
         model.layers[1].armed = "forward"
         with pytest.raises(Trap):

@@ -211,6 +211,7 @@ def test_parameters_with_methods_leave_their_group_and_its_memory() -> None:
     local = weight._local_tensor
     put_methods_on(weight)
     model.set_gradient_divide_factor(1.0)
+    model.set_all_reduce_hook(lambda chunk: chunk.mul_(3.0))
     model.unshard()
     assert torch.equal(model[0].weight, whole.to(torch.bfloat16).float())  # they were asked
     model.reshard()
@@ -223,9 +224,9 @@ def test_parameters_with_methods_leave_their_group_and_its_memory() -> None:
     assert local.untyped_storage().nbytes() == local.nbytes  # nobody keeps the former flat shard
     assert bias._local_tensor.data_ptr() == flat.shard.data_ptr()
     model(torch.ones(2, 6)).sum().backward()
-    # Two rows on two ranks: a sum, as set before.
-    assert weight.grad.full_tensor().unique().item() == 4.0
-    assert bias.grad.full_tensor().unique().item() == 4.0
+    # Two rows on two ranks: a sum, as set before, and what the hook makes of it.
+    assert weight.grad.full_tensor().unique().item() == 3 * 4.0
+    assert bias.grad.full_tensor().unique().item() == 3 * 4.0
 
 
 def load_extensions(*, first: bool) -> Tensors:
