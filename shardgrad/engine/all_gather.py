@@ -72,6 +72,8 @@ class AllGatherInput:
 
         Streams: the copy is made on the current one.
         """
+        # Cast on the way into staging, so that the wire carries the narrow dtype; without a cast
+        # the shard is sent from where it is.
         if self.chunk.dtype == self.dtype or self.staged_chunks == 0:
             return self.chunk
         return staging.part(self.transport.rank).copy_(self.chunk, non_blocking=True)
@@ -106,6 +108,7 @@ class ZeroCopyGather:
         self._layout, self._shard, self._unsharded = layout, shard, unsharded
         self._own_places: torch.Tensor | None = None
         self._tags = [MessageTag(f"all-gather of {name}") for name in names]
+        # Views are made here once: addresses of shard and unsharded memory do not change.
         pieces = [layout.pieces[i] for i in layout.zero_copy]
         self._sent = [shard.narrow(0, p.shard_offset, p.shard_numel) for p in pieces]
         whole = (unsharded.narrow(0, p.unsharded_offset, p.numel) for p in pieces)
@@ -121,6 +124,7 @@ class ZeroCopyGather:
         if self._shard.dtype != self._unsharded.dtype:
             if self._own_places is None:
                 self._own_places = own_places(self._layout, rank)
+            # This rank's own pieces are what it sends, so they are cast into place first.
             ops.unpack(
                 self._shard,
                 self._unsharded,
@@ -165,6 +169,7 @@ class AllGather:
                 source.ready.wait(stream)
             slot = self._slot = source.ring.acquire(source.staging_nbytes)
             slot.holder = self
+            # The copy-out that read this slot last may still be at work on its stream.
             slot.start_writing(stream)
             staging = slot.take(source.dtype, source.staged_chunks, source.chunk.numel())
             sent = source.stage(slot, staging)
@@ -174,6 +179,7 @@ class AllGather:
                 messages += zero_copy.messages(transport.rank)
             self._works: list[Work] = []
             with NO_SPAN if zero_copy is None else transport.together(messages):
+                # The large ones go to their places; under NCCL all of them are one launch.
                 for each in messages:
                     self._works.append(transport.all_gather(*each))
             slot.finish_writing(stream)
@@ -188,6 +194,7 @@ class AllGather:
         for work in self._works:
             work.wait()
         self._works = []
+        # The stream of the forward waits for the gather, and the host does not.
         self._slot.start_reading(stream)
         return self._gathered
 

@@ -103,6 +103,8 @@ class Slot:
         self._views: dict[tuple[int, torch.dtype, int, int, int], Chunks] = {}
         self._taken = 0
         self._allocated_on = streams.current()
+        # An event for each stream that has written, not one for the slot: several streams may fill
+        # it (DeepSpeed#8061), and the reader has to wait for all.
         self._ready: dict[Stream, StreamEvent] = {}
         self._writers: list[Stream] = []
         self._free = streams.event()
@@ -154,6 +156,7 @@ class Slot:
         """Returns the next pieces, in every use the same; multiples of 128 bytes, so that all are
         aligned.
         """
+        # Views are made once for each place and shape: a steady step makes none.
         key = (self.nbytes, dtype, count, numel, self._taken)
         chunks = self._views.get(key)
         if chunks is None:
@@ -180,6 +183,7 @@ class Slot:
         """
         event = self._ready.get(stream)
         if event is None:
+            # Kept for the next time: a steady step makes no events.
             event = self._ready[stream] = self._streams.event()
         event.record(stream)
         if stream not in self._writers:
@@ -264,6 +268,8 @@ class SlotRing:
         return slot, [slot.take(*size) for size in sizes]
 
     def _next(self) -> Slot:
+        # In turn, and not whichever is free: a step lends the same slots to the same groups again,
+        # so that captured graphs find the addresses that they know.
         if len(self.slots) >= self.depth:
             for slot in self._turns:
                 if slot.holder is None:
@@ -271,9 +277,11 @@ class SlotRing:
                     return slot
             if not self._elastic:
                 oldest = self._turns.pop(0)
+                # The host may block here: this is what bounds the reductions in flight.
                 if oldest.holder is not None:
                     oldest.holder.complete()
                 return oldest
+        # All are in flight, and what is prefetched may not wait for them.
         slot = Slot(self._streams, self._device, self._allocate)
         self.slots.append(slot)
         return slot
@@ -297,6 +305,7 @@ class SlotRing:
         already.
         """
         for slot in self.slots:
+            # In flight, of a backward that another follows: the turns go on.
             if slot.holder is not None:
                 return
         self._turns, self._largest = list(self.slots), 0
@@ -345,6 +354,8 @@ class RecurringBuffer:
         one.
         """
         storage = self.tensor.untyped_storage()
+        # The allocator lends storage again on the stream that it was allocated for, without a wait,
+        # so that stream has to come after the last use, wherever that was.
         current = self._streams.current()
         if storage.nbytes() and current != self._allocation_stream:
             used = self._streams.event()

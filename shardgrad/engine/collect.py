@@ -81,6 +81,7 @@ def validate_modules(modules: Sequence[nn.Module]) -> None:
             fix="fully_shard(model)",
         )
     for module in modules:
+        # Nobody calls a container, so no hook would ever unshard its parameters.
         is_container = isinstance(module, nn.ModuleList | nn.ModuleDict)
         if is_container and type(module).forward is nn.Module.forward:
             raise ContainerError(
@@ -97,6 +98,7 @@ def validate_modules(modules: Sequence[nn.Module]) -> None:
                 got=f"{type(module).__name__}, which already is one",
                 fix="remove the second fully_shard call",
             )
+        # All that is below, too: no other engine may shard what this one would.
         for name, child in module.named_modules():
             if isinstance(child, _ENGINES):
                 _refuse_other_engine(name, child, is_root=child is module)
@@ -153,6 +155,8 @@ def collect(
                 _refuse_claimed(name, param)
                 require_shardable(name, param)
                 plain.setdefault(param, (name, []))[1].append((module, attribute))
+            # Buffers are moved to the device and not sharded: running statistics are each rank's
+            # own.
             found.buffers.extend(
                 (module, name) for name, b in module._buffers.items() if b is not None
             )
@@ -193,10 +197,14 @@ def _assign(
     claim: Claim | None = param.__dict__.get(CLAIM)
     if claim is None:
         found.params[param] = (name, owners)
+    # A tied parameter goes to the innermost unit that contains all who use it, and is unsharded
+    # while any of them runs.
     elif claim.unit in inner_units:
         found.inherited.append(claim)
         found.params[param] = (name, [*claim.managed.owners, *owners])
     else:
+        # Another unit owns it, and neither contains the other. Their ancestor will take it; if
+        # there is none, the root's first forward says so.
         unit_name = "+".join(type(module).__name__ for module in modules)
         found.guests.append(Guest(name, param, owners, claim.managed.name, unit_name))
 
@@ -205,6 +213,8 @@ def _take_guests(found: Collected, inner_units: Collection[Unit]) -> None:
     """Takes over what two inner units share: the new unit contains both."""
     for unit in inner_units:
         for guest in unit.guests:
+            # What two inner units share is given to the one that contains both, and is unsharded
+            # whenever either runs.
             claim: Claim = guest.param.__dict__[CLAIM]
             if claim.unit not in inner_units:
                 found.guests.append(guest)

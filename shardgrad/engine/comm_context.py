@@ -43,6 +43,9 @@ class CommContext:
         self.device = device
         self.is_captured = False
         self.streams = streams_for(device) if streams is None else streams
+        # A gather has to be launched when its unit comes, so its ring grows with what is
+        # prefetched. A reduction can wait for one of two slots: one travels while the next is
+        # packed.
         self.gather_ring = SlotRing(self.streams, device, depth=2, elastic=True)
         self.reduce_ring = SlotRing(self.streams, device, depth=2, elastic=False)
         self.rings = [self.reduce_ring, self.gather_ring]
@@ -60,6 +63,8 @@ class CommContext:
 
     def for_another_root(self) -> CommContext:
         """Returns a context that shares everything, but for when parameters were written."""
+        # Rings and streams are shared. When parameters were last written is each root's own: their
+        # optimizers step at different times.
         other = copy.copy(self)
         other._begin()
         return other
@@ -76,6 +81,7 @@ class CommContext:
 
     def own_transport(self, key: Hashable, make: Callable[[], Transport]) -> Transport:
         """Returns a program's own transport, made at the first call for `key`."""
+        # One for each group, since it has the group's record of messages, and on gloo its tags.
         if key not in self._transports:
             self._transports[key] = make()
         return self._transports[key]

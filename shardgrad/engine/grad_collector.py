@@ -97,6 +97,8 @@ class GradCollector:
         Raises:
             GradientError: it is sparse.
         """
+        # Autograd would add the next gradient to this one, on whatever stream it runs then. It only
+        # adds where one is bound, so each comes here by itself.
         unsharded.grad = None
         if grad.requires_grad:  # `create_graph=True`: the graph ends where gradients are reduced
             grad = grad.detach()
@@ -136,6 +138,7 @@ class GradCollector:
         """
         for event in self._foreign.values():
             event.wait(stream)
+        # The earlier one may have come on the pack stream, which leaves no event of its own.
         packing = streams.event()
         packing.record(self.pack_stream)
         packing.wait(stream)
@@ -253,6 +256,7 @@ class GradPacker:
         found = []
         for i, grad in enumerate(grads):
             if grad is None:
+                # `ops.pack` writes zeros in its place: other ranks may have a gradient to add to.
                 found.append(self._nothing)
                 continue
             if self._holds_dtensors:
@@ -278,6 +282,7 @@ class GradPacker:
     ) -> None:
         table, chunk_numel = layout.table_with_tail, layout.chunk_numel
         rows = grads
+        # What is cut along an inner dim has gaps, which the table of `ops.pack` cannot say.
         if layout.strided:
             pack_strided(grads, target, layout, divisor=divisor, accumulate=accumulate)
             rows = [grads[i] for i in layout.straight]
@@ -302,6 +307,7 @@ class GradPacker:
             if tail is None:
                 chunk = torch.zeros(numel, dtype=dtype)
                 chunk[: len(flags)] = torch.tensor(flags, dtype=dtype)
+                # One copy from the host for each pattern of flags, of which a training run has few.
                 tail = shared[key] = chunk.repeat(mesh.shard_size).to(mesh.device)
             self.tails[flags] = tail
         return tail

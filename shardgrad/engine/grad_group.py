@@ -294,11 +294,15 @@ class GradGroup:
     def _hook(self) -> None:
         """Has the gradients of the trainable parameters collected."""
         if self.collector.count == 0:
+            # Not while gradients are here: they lie in the order of before.
             self.collector.expect(self.params)
         self._hooked = self.group.params[0].unsharded
         self.unsharded = [p.unsharded for p in self.params if p.unsharded is not None]
         self._both = [p.sharded for p in self.group.params]
         self._both += [p.unsharded for p in self.group.params if p.unsharded is not None]
+        # At the parameter, not at the module, so that the gradient comes here whichever way the
+        # loss has taken. Autograd runs it on the stream of the AccumulateGrad node (pytorch#140044,
+        # DeepSpeed#7965), which the collector notes.
         hook = partial(_collect, weakref.ref(self))
         for unsharded in self.unsharded:
             if unsharded.requires_grad and _HOOKED not in unsharded.__dict__:
@@ -402,6 +406,8 @@ class GradGroup:
         """
         for unsharded in self.unsharded:
             if unsharded.grad is not None:
+                # As Megatron's fused weight gradients and zero-bubble schedules leave them
+                # (pytorch#144530).
                 self.collector.take(unsharded, unsharded.grad, streams, is_written=True)
 
     def accumulate(self, comm_ctx: CommContext) -> None:
@@ -413,6 +419,8 @@ class GradGroup:
         if self.collector.count == 0:
             return
         if self._sum is None:
+            # In chunks, as a message is: once synchronization is on again, the sum is sent from
+            # where it is.
             self._sum = Slot(comm_ctx.streams, self.group.mesh.device)
         slot = self._sum
         if slot.holder is not None:
@@ -426,13 +434,10 @@ class GradGroup:
 
     def _chunks_of(self, slot: Slot) -> Chunks:
         """Returns the chunks of the unsharded sum, one for each rank."""
-        layout, dtype, ranks = (
-            self.packer.layout,
-            self.group.reduce_dtype,
-            self.group.mesh.shard_size,
-        )
-        slot.reserve(ranks * layout.chunk_numel * dtype.itemsize)
-        return slot.take(dtype, ranks, layout.chunk_numel)
+        dtype, ranks = self.group.reduce_dtype, self.group.mesh.shard_size
+        chunk_numel = self.packer.layout.chunk_numel
+        slot.reserve(ranks * chunk_numel * dtype.itemsize)
+        return slot.take(dtype, ranks, chunk_numel)
 
     def _pack(
         self,
@@ -509,6 +514,8 @@ class GradGroup:
         factor = self.divide_factor or float(self.group.mesh.data_parallel_size)
         if self.group.reduce_dtype not in OVERFLOWING:
             return 1.0, factor
+        # Half of the division comes before the sum, which would overflow, and half after it, since
+        # what is divided too early underflows.
         before = 1.0
         while factor % before == 0 and factor / before > before:
             before *= 2
@@ -556,6 +563,7 @@ class GradGroup:
             # Several streams may have filled a slot: the collective waits for every one of them.
             for slot in memory.slots:
                 slot.start_reading(stream)
+            # NCCL makes one launch of them; elsewhere they follow each other.
             with transport.together(messages):
                 works = [
                     (begin, send.numel, transport.reduce_scatter(send, receive, tag))
@@ -595,6 +603,7 @@ class GradGroup:
                     reduction.abandon()
                     raise
         self.touched = (False,) * len(self.touched)
+        # In case this backward fails later: then gradients of earlier ones are lost with it.
         self._has_sent_sum = self.waiting is Waiting.SUM
         self.waiting = Waiting.NOTHING
         return reduction
@@ -603,12 +612,8 @@ class GradGroup:
         self, route: _Route, comm_ctx: CommContext, shard: GradShard | None
     ) -> tuple[list[_Message], ReductionMemory]:
         """Packs the gradients into a message, except those that are sent from where they are."""
-        group, streams, transport, layout = (
-            self.group,
-            comm_ctx.streams,
-            route.transport,
-            self.packer.layout,
-        )
+        group, streams, transport = self.group, comm_ctx.streams, route.transport
+        layout = self.packer.layout
         # A sum of micro-batches lies in chunks already, and is sent from where it is.
         summed = self._sum if self.waiting is Waiting.SUM else None
         if summed is not None:
@@ -679,6 +684,7 @@ class GradGroup:
         with it.
         """
         was_summed = self.state is GradState.SENT and not self.is_reduced
+        # Where this backward was added to earlier ones, its part cannot be taken out again.
         is_mixed = was_summed or (self.is_reduced and self._has_sent_sum)
         self.collector.forget()
         if was_summed:

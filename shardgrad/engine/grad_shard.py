@@ -350,6 +350,7 @@ class GradShard:
             flags, arrived = told
             arrived.wait_on_host()
             self.flagged = self._read(flags)
+            # What this rank had a gradient for is bound already.
             self._bind(list(map(gt, self.flagged, self.touched)))
         self.wait_on_host()
 
@@ -358,6 +359,8 @@ class GradShard:
         touched = [
             here or flag > 0 for here, flag in zip(self.touched, flags.tolist(), strict=True)
         ]
+        # A capture cannot ask the device: it takes the answer of the eager step that had the same
+        # gradients on this rank.
         self._seen[self.touched] = touched
         return touched
 

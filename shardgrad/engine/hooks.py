@@ -57,6 +57,7 @@ def outside_graphs(hook: Callable[_P, _R]) -> Callable[_P, _R]:
     `torch.compiler.disable` imports Dynamo (over a second and some 100 MB) and costs each hook more
     than its own decisions, so it is only used where Dynamo is watching the calling thread.
     """
+    # Made at most once: `torch.compiler.disable` returns a new wrapper each time.
     disabled: Callable[_P, _R] | None = None
 
     @functools.wraps(hook)
@@ -98,6 +99,9 @@ class HookedUnit(Unit):
         super().__init__(*args, **kwargs)
         self.pre_backward: Callable[..., None] = self._pre_backward
         self.post_backward: Callable[..., None] = self._post_backward
+        # Hooks, and no wrapper around the module: names in `state_dict`, `isinstance` and
+        # attributes stay what they were. Ours comes first, so that the program's pre-forward hooks
+        # see unsharded parameters.
         self.hooks = [
             [
                 module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True),
@@ -112,6 +116,8 @@ class HookedUnit(Unit):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> _Arguments:
         """Unshards the parameters, and returns the inputs, cast and watched."""
+        # Which unit is the outermost is not known before one runs, so the first forward of all
+        # makes the root, when every call of `fully_shard` has been made.
         context: RootContext = self.context or lazy_init(self)
         recorder.unit = self.name
         recomputing = _graph_task() != -1
@@ -158,6 +164,7 @@ class HookedUnit(Unit):
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 found.append(place)
+        # No node can say when the gradients are all there: they are once each parameter has one.
         if not found:
             return args, kwargs
         if counted:
@@ -165,6 +172,8 @@ class HookedUnit(Unit):
             for grads in self.grad_groups:
                 grads.waits_for_unit = True
         inputs = map(leaves.__getitem__, found)
+        # One node for all of them: autograd runs its backward once, after the last of their
+        # gradients, and on the stream that forward was on.
         aliases = _InputsWatch.apply(self, counted, *inputs)  # type: ignore[no-untyped-call]
         for place, alias in zip(found, aliases, strict=True):
             leaves[place] = alias
@@ -182,6 +191,7 @@ class HookedUnit(Unit):
         recomputing = _graph_task() != -1
         if not recomputing and self.running:  # empty if a registered method has called forward
             self.running.pop()
+        # `always_call` brings a forward that raised here as well, with None for its output.
         if output is None and context.has_failed_in(self):
             return None
         if not context.scheduler.backward_running:
@@ -194,6 +204,8 @@ class HookedUnit(Unit):
                 for group in self.groups:
                     group.reshard_after_forward()
         if torch.is_grad_enabled():
+            # Any output may be the first whose gradient comes, and some may get none, so each has
+            # the hook. The place in the order says which unit backward comes to next.
             call = _Call(0 if recomputing else context.ran_forward(self))
             for tensor in _tensors_with_grad(output):
                 tensor.register_hook(functools.partial(self.pre_backward, call))
@@ -230,6 +242,7 @@ class HookedUnit(Unit):
         if context.keep_unsharded:
             context.gather_through(None)
         scheduler = context.scheduler
+        # Autograd has no call that says that a backward begins: the first of our hooks does.
         if not scheduler.backward_running:
             context.require_awake()
             scheduler.begin_backward(in_autograd=True)
@@ -242,11 +255,14 @@ class HookedUnit(Unit):
             for grads in self.grad_groups:
                 if grads.params:
                     scheduler.expect(grads)
+        # The program has said that backward needs no parameters of this unit, or that it unshards
+        # them itself.
         if not self.unshard_in_backward:
             return
         with span("pre_backward", self.name) if profiler._is_profiler_enabled else NO_SPAN:
             self.unshard(context.comm_ctx)
             if begins:
+                # The next all-gather is launched before this one is waited for, as in forward.
                 for unit in context.before(self, call.place):
                     if unit.unshard_in_backward:
                         unit.unshard(context.comm_ctx)
@@ -261,6 +277,8 @@ class HookedUnit(Unit):
             raise RuntimeError(f"post-backward of {self.name} before forward")
         if counted and self.outstanding:
             self.outstanding -= 1
+        # Where a tensor left the unit past its outputs, say by an attribute, no pre-backward has
+        # opened the call that ends here.
         self.open = max(0, self.open - 1)
         with span("post_backward", self.name) if profiler._is_profiler_enabled else NO_SPAN:
             # A unit called several times in a row is about to need its parameters again.
@@ -292,6 +310,7 @@ def like_forward(unit: HookedUnit, method: Callable[..., Any]) -> Callable[..., 
         try:
             output = method(*args, **kwargs)
         except Exception:
+            # What `always_call` does for a forward.
             unit.post_forward(self, args, None)
             raise
         finally:

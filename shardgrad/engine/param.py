@@ -80,6 +80,8 @@ class FSDPParam:
     def alias(self, local: torch.Tensor) -> None:
         """Makes `local`, a view of the shard, the local tensor of `sharded`."""
         self.expected_local = in_own_storage(local)
+        # DTensor has no call for this, and a new DTensor would be a parameter that no optimizer
+        # knows.
         self.sharded._local_tensor = self.expected_local  # type: ignore[attr-defined]
 
     def registered(self) -> list[nn.Parameter]:
@@ -137,6 +139,8 @@ class Registration:
 
     def change(self, to: Callable[[FSDPParam], nn.Parameter | None]) -> None:
         """Makes modules register what `to` gives for each parameter."""
+        # Straight into the dicts of parameters, as FSDP2 does: this runs for each parameter at each
+        # unshard and reshard, and `nn.Module.__setattr__` asks many questions.
         places = zip(self._registers, self._attributes, self._managed, strict=True)
         for register, attribute, managed in places:
             register[attribute] = to(managed)

@@ -142,10 +142,7 @@ class ParamGroup:
         self.steps_taken = 0
         self.generation = 0
         # Of the values in unsharded memory, or on their way there.
-        self._gathered_version = (
-            -1,
-            -1,
-        )
+        self._gathered_version = (-1, -1)
         self._all_gather: AllGather | None = None
         self._unsharded: UnshardedMemory | None = None
         # Of the unsharded parameters: moves with what the program writes to them.
@@ -203,6 +200,8 @@ class ParamGroup:
             self.gradient_dtype = self.gradient_policy.dtype or dtype
         wire_dtype = self.gradient_policy.wire_dtype or self.reduce_dtype
         self.wire_dtype = wire_dtype if self.mesh.gather_group.size() > 1 else self.reduce_dtype
+        # One for all dtypes that a chunk may have, so that a parameter has the same offset in the
+        # shard, in what is gathered and in what is reduced.
         self.alignment = alignment_numel(
             [
                 self.shard_dtype,
@@ -216,6 +215,8 @@ class ParamGroup:
     def _allocate(self, *, on_meta: bool = False) -> None:
         """Lays out the parameters and allocates their shard, zeroed: padding stays zero."""
         self.layout = self.layout_of(self.params, with_flags=False)
+        # A model that is built on meta takes memory when it is materialized, and `refill` brings
+        # its values.
         memory = ShardMemory(torch.device("meta")) if on_meta else self.shard_memory
         self.shard = memory.zeros(self.layout.chunk_numel, self.shard_dtype)
         self._forget_derived()
@@ -274,6 +275,8 @@ class ParamGroup:
             p.sharded = p.sharding.sharded_param(
                 p.expected_local, requires_grad=original.requires_grad
             )
+            # What the program has noted on its parameters goes along: marks for weight decay, of
+            # tensor parallelism, of initialization.
             p.sharded.__dict__.update(original.__dict__)
         self._note_params()
 
@@ -316,6 +319,8 @@ class ParamGroup:
         self.generation += 1
         locals_ = [local_of(param) for param in shown]
         self.wait_until_read()
+        # `model.to(dtype)`, or loading weights of another one: what was made for the former dtype
+        # goes.
         if dtype != self.dtype or self.shard.device != self.shard_memory.device:
             self._set_dtypes(dtype)
             for p in self.params:
@@ -367,6 +372,8 @@ class ParamGroup:
         """
         if self.state is not SHARDED:
             return
+        # Filled already if it was left so by stage 1 or 2, by an evaluation, or for a graph that
+        # backward reads again.
         if not self.is_filled:
             version = self._version()
             is_new = version not in (self._gathered_version, self._taken_version)
@@ -389,6 +396,8 @@ class ParamGroup:
         source.refresh(self.name, version)
         if len(self._inputs) == 1:
             return AllGather(source, self.name, self.wait_for_unshard)
+        # What is gathered in place needs its memory before the gather, and not only before the
+        # copy-out.
         unsharded = self._unsharded_params(comm_ctx.streams)
         unsharded.allocate_for(comm_ctx.streams.gather)
         return AllGather(source, self.name, self.wait_for_unshard, unsharded.zero_copy)
@@ -499,6 +508,8 @@ class ParamGroup:
                 source.forget()
         if self.state is UNSHARDED:
             self.show_sharded()
+        # Memory goes by `resize_(0)` of the storage: tensors that autograd has saved stay the same
+        # objects, and are filled again before it reads them.
         if self.is_filled and (drop_kept or not self.stage.keeps_unsharded):
             self._free()
 
@@ -521,11 +532,14 @@ class ParamGroup:
         if self.state is not UNSHARDED:
             return
         versions = _versions(map(_UNSHARDED_PARAM, self.params))
+        # Every in-place operation moves a tensor's version, whoever makes it: in the module's
+        # forward, or between `unshard()` and `reshard()`.
         before, self._unsharded_versions = self._unsharded_versions, versions
         if versions == before:
             return
         moved = zip(self.params, self.layout.pieces, versions, before, strict=True)
         written = [(p, piece) for p, piece, now, then in moved if now != then]
+        # What compute sees in a lower precision cannot give back what the shard has beyond it.
         takes = self.is_flat and self.gather_dtype == self.shard_dtype
         # The shard may have taken an earlier write, as of a forward that is recomputed in backward.
         is_current = self._version() in (self._gathered_version, self._taken_version)
@@ -571,6 +585,7 @@ class ParamGroup:
         """Reshards if an optimizer step or in-place operation wrote the shard since it was
         gathered.
         """
+        # What was left unsharded is older than the optimizer step that the shards have had since.
         if self._version() != self._gathered_version and self.has_gathered:
             self.reshard(drop_kept=True)
 

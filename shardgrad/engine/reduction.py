@@ -120,9 +120,12 @@ class Reduction:
         """
         if self._has_started_second:
             return
+        # The next launch, the end of backward and whoever waits may all come to it.
         self._has_started_second = True
         if self.memory.write is not None:
             return
+        # Chunks are not added up before someone needs the sum in memory: with one step, the kernel
+        # that writes gradients reads them.
         pending = self._pending = self._received()
         if self.second is None:
             return
@@ -191,6 +194,8 @@ class Reduction:
         self.complete()
         self.done.wait(stream)
         if self.shard is not None:
+            # Last, because the host waits there for flags from the device, with everything
+            # launched.
             self.shard.decide()
 
     def abandon(self) -> bool:
@@ -211,6 +216,7 @@ class Reduction:
                 work.wait()
         except BaseException as error:
             for slot in self.memory.slots:
+                # It may still end, and write to the slot, whose memory is therefore not lent again.
                 slot.give_back(is_written=True)
             if not isinstance(error, CollectiveError):  # the next one of the group fails as well
                 raise
@@ -221,10 +227,7 @@ class Reduction:
     def _finish(self) -> None:
         self.is_complete = True
         # They may hold gradients that were sent from where they are.
-        self.works, self._pending = (
-            (),
-            None,
-        )
+        self.works, self._pending = (), None
         for slot in self.memory.slots:
             slot.release(self.end)
         self.done.record(self.end)

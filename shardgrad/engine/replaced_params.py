@@ -29,6 +29,7 @@ def adopt(group: ParamGroup) -> bool:
         ForeignParameterError: a replacement is sharded differently, or dtypes are mixed; nothing
             has changed.
     """
+    # While modules register unsharded parameters, they say nothing about the sharded ones.
     if not group.registers_sharded or group.registration.holds():
         return False
     shown = [_shown(p, group) for p in group.params]
@@ -50,6 +51,7 @@ def adopt(group: ParamGroup) -> bool:
         return False
     if any(param.device.type == "meta" for param in shown):
         return False  # half-loaded; `require_data` names the rest if a forward comes too early
+    # All that may refuse comes before the first value is copied.
     _validate(shown, group)
     group.refill(shown, local_of(shown[0]).dtype)
     return True

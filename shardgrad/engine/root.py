@@ -88,6 +88,7 @@ class RootContext:
         if not (self._forward_root is None or opens_again or is_cut_short):
             return args, kwargs
         if self.crosses_border():  # by torch.cuda.graph; graphed_step quiesces itself
+            # No event of outside can be waited for inside of a capture.
             self.comm_ctx.streams.forget_events()
             self.quiesce()
         if is_cut_short:
@@ -100,6 +101,7 @@ class RootContext:
         if torch.is_grad_enabled():
             unit.before_outermost_forward()
         device = self.comm_ctx.device
+        # As FSDP2's root does: what lies on the host comes along.
         if device.type != "cpu":
             with span("inputs_to_device", unit.name) if profiler._is_profiler_enabled else NO_SPAN:
                 (args,), (kwargs,) = _to_kwargs(args, kwargs, device, False)
@@ -109,7 +111,10 @@ class RootContext:
         self._handled = sys.exception()
         if not self._order_frozen:
             self._order.clear()
+        # Here, since nobody is told of `zero_grad()`: it sets attributes to None.
         self.free_gradients()
+        # FSDP2's `set_post_optim_event`: all-gathers need not wait for what else the current stream
+        # has been given. Values that were just adopted were copied on that stream, so then they do.
         event, self.post_optim_event = self.post_optim_event, None
         self.parameters_written(None if is_replaced else event)
         return args, kwargs
@@ -119,10 +124,8 @@ class RootContext:
 
         The one place that decides whether the memory of the root's gradients is known to a graph.
         """
-        before, self.comm_ctx.is_captured = (
-            self.comm_ctx.is_captured,
-            is_capturing(self.comm_ctx.device),
-        )
+        before = self.comm_ctx.is_captured
+        self.comm_ctx.is_captured = is_capturing(self.comm_ctx.device)
         for grads in self.grad_groups:
             if grads.shard is not None:
                 grads.shard.look(is_captured=self.comm_ctx.is_captured)
@@ -176,8 +179,11 @@ class RootContext:
 
     def use(self, lead: CommContext) -> None:
         """Shares another root's streams and staging from now on; what is in flight is completed."""
+        # What is in flight was sent through the streams and slots that are left here.
         if self.comm_ctx.streams is not lead.streams:
             self.quiesce()
+            # Roots that take turns, as the stages of a pipeline on one rank do, need one set of
+            # staging and one order of collectives.
             self.comm_ctx = self.scheduler.comm_ctx = lead.for_another_root()
             self._written = self.comm_ctx.parameters_ready
             self._read = lead.streams.event()
@@ -194,6 +200,7 @@ class RootContext:
             return ()
         order, position = self._order, self._position
         if not self._order_frozen:
+            # The root's first forward: nothing is prefetched, and the order is noted.
             order.append(unit)
             following: Sequence[Unit] = ()
         elif position < len(order) and order[position] is unit:
@@ -233,11 +240,15 @@ class RootContext:
             each.waiting_modules.clear()
             each.running.clear()
             for group in each.groups:
+                # Left behind by a branch that was skipped, or prefetched for a unit that did not
+                # run.
                 if group.is_filled or group.state is ParamState.UNSHARDING:
                     if self.reshards_after_forward(each):
                         group.reshard_after_forward()
                     if not self.keep_unsharded:
                         group.cancel_unshard()
+            # After an evaluation, modules show sharded parameters, which clipping and optimizers
+            # look for. What was gathered stays for the next forward.
             if not (torch.is_grad_enabled() or each.held or self.keep_unsharded):
                 each.show_sharded()
         self._wait_until_read()
@@ -265,6 +276,8 @@ class RootContext:
         """
         if not self.keep_unsharded:
             return
+        # Ranks run different units, so each gathers all that come before, in the order of
+        # construction: that is the only one which they share.
         last = len(self.units) if unit is None else self.units.index(unit) + 1
         for each in self.units[self._gathered : last]:
             each.unshard(self.comm_ctx)
@@ -321,6 +334,8 @@ class RootContext:
             for unit in self.units:
                 unit.finish_backward(is_read_again=self.scheduler.reads_again)
             self.scheduler.drain(self.grad_groups, wait=wait and self.scheduler.is_last_backward)
+            # A pipeline has forwards of later micro-batches before the backward of this one; their
+            # places in the order are still asked for.
             if self.scheduler.is_last_backward:
                 self._backward_order.clear()
             self._wait_until_read()
@@ -423,6 +438,7 @@ def lazy_init(unit: Unit, comm_ctx: CommContext | None = None) -> RootContext:
         )
     root_module = unit.modules[0]
     units = units_under(root_module) if len(unit.modules) == 1 else [unit]
+    # Names come first, since the errors of all that follows say them.
     _name_everything(root_module, units)
     _regroup(units)
     require_same_model(units)
@@ -437,6 +453,8 @@ def lazy_init(unit: Unit, comm_ctx: CommContext | None = None) -> RootContext:
         each.context = context
         for grads in each.grad_groups:
             grads.scheduler = context.scheduler
+    # An inner unit that ran before its root was known was a root itself, with forwards and
+    # reductions of its own. In the order of names, which is the same on every rank.
     for other in sorted(earlier, key=lambda c: c.root.name):
         context.inherit(other)
     return context

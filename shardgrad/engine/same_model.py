@@ -28,6 +28,8 @@ def describe(units: Sequence[Unit], mesh: DataParallelMesh | None = None) -> lis
     """Returns a line for each fact that all ranks must share, in order; of parameters on `mesh`, if
     given.
     """
+    # Whatever decides what a rank sends, or where something lies in it. Ranks that differ in one of
+    # these facts may train wrong numbers to the end, without an error.
     lines = []
     for unit in units:
         lines.append(
@@ -70,6 +72,8 @@ def require_same_model(units: Sequence[Unit]) -> None:
     for mesh in dict.fromkeys([root, *(group.mesh for unit in units for group in unit.groups)]):
         lines = describe(units, None if mesh == root else mesh)
         for group in (mesh.shard_group, mesh.replicate_group):
+            # Between shards, then between replicas: so every rank of the mesh is compared, and
+            # nobody sends to all. A fake group has no other rank to ask.
             if group is not None and group.size() > 1 and dist.get_backend(group) != "fake":
                 from shardgrad.diagnosis.same_lines import require_same_lines
 
@@ -84,6 +88,7 @@ def require_same_model(units: Sequence[Unit]) -> None:
                 )
                 first_number = require_same_lines(lines, first_number, group)
     groups = [(unit.name, group) for unit in units for group in unit.groups]
+    # Numbers are part of the messages' tags, by which a rank that is somewhere else is noticed.
     for offset, (name, param_group) in enumerate(groups):
         param_group.set_tags(name, first_number + offset)
     numbers.reserved = first_number + len(groups)

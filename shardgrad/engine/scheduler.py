@@ -118,12 +118,16 @@ class ReductionScheduler:
             # be kept.
             self._keeps_graph = torch.is_grad_enabled() or (self.reads_again and _keeps_graph())
             self.reads_again |= self._keeps_graph
+            # Called once all of this backward is done, whatever its loss was made of: reductions do
+            # not depend on a gradient passing through the root's outputs.
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         # Units entered forward in an order that all ranks share, so its reverse is one, too.
         self._queue, self._entered = self._entered, []
         for grads in self._queue:
             _move(grads, GradState.COLLECTING)
         if self.enrolment is not None:
+            # Under `participate` every rank reduces the groups that any rank has run, with a batch
+            # or without.
             self._queue = self.enrolment.begin()
             for grads in self._queue:
                 if grads.state is GradState.IDLE:  # this rank runs no forward of it
@@ -137,6 +141,8 @@ class ReductionScheduler:
             self.begin_backward(in_autograd=True)
         if self.enrolment is not None:
             self.enrolment.note(grads)
+        # Only a unit whose inputs need no gradients ends so; all others say themselves when no more
+        # gradients come.
         if grads.collector.count == len(grads.params) and not grads.waits_for_unit:
             self.close(grads)
 
@@ -156,6 +162,8 @@ class ReductionScheduler:
         The last waits for the end of backward, where its parameters are freed and nothing is left
         to overlap.
         """
+        # In order, whatever is ready behind the head: the sequence of collectives may not follow
+        # the data.
         while len(self._queue) > 1 and self._queue[-1].state is GradState.READY:
             self._reduce(self._queue.pop())
 
@@ -172,6 +180,7 @@ class ReductionScheduler:
             reduction = grads.launch(self.comm_ctx, all_reduces=grads.requires_all_reduce)
             self._launched.append((grads, reduction))
             _move(grads, GradState.SENT)
+            # Gradients that are sent from where they are stay in memory until they are sent.
             if len(self._launched) > 1:
                 self._return_lent(self._launched[-2][1], reduction)
         else:
@@ -215,6 +224,7 @@ class ReductionScheduler:
             if grads.state is not GradState.IDLE:
                 _move(grads, GradState.IDLE)
         self.backward_running = False
+        # Whether they are over is asked by `join`, or by the reduction that needs their slots.
         self._earlier += [reduction for _, reduction in self._launched]
         self._launched = []
         if wait:
@@ -250,6 +260,7 @@ class ReductionScheduler:
 
     def inherit(self, other: ReductionScheduler) -> None:
         """Takes over the groups that entered under another root, and are under this one now."""
+        # Units that the new root does not contain keep the root they had.
         self._entered += [grads for grads in other._entered if grads.scheduler is self]
         other._entered = [grads for grads in other._entered if grads.scheduler is not self]
         self._earlier += other._earlier
@@ -263,6 +274,7 @@ class ReductionScheduler:
         to.
         """
         self.backward_running = self.reads_again = False
+        # Reductions of backwards before this one are whole: they stay in flight.
         launched, self._launched = self._launched, []
         lost = [grads for grads, reduction in launched if reduction.abandon()]
         for grads in groups:

@@ -197,6 +197,8 @@ class AcceleratorStreams:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.era = 0
+        # Of high priority, as FSDP2's are: a collective that starts late holds up all ranks, while
+        # compute that yields a few blocks to it holds up one.
         self.gather: Stream = torch.Stream(device, priority=-1)
         self.reduce: Stream = torch.Stream(device, priority=-1)
         self.second: Stream = torch.Stream(device, priority=-1)

@@ -154,6 +154,7 @@ class _PendingExchange(PendingWork):
     def wait(self) -> Sequence[torch.Tensor]:
         super().wait()
         if self._tag.digits:
+            # The host has waited already, so reading what arrived costs no further wait.
             expected = list(self._tag.digits)
             for sender, digits in zip(self._senders, self._received.ends.tolist(), strict=True):
                 if digits != expected:
@@ -218,6 +219,7 @@ class StreamTransport(Transport):
         """See `Transport.reduce_scatter`. In place if there is no room: in this rank's chunk of
         `send`.
         """
+        # NCCL reduces in place where the result is this rank's part of what it sends.
         own = receive.part(0) if receive.count else send.part(self.rank)
         self._log.record(tag.what, own)
         checked(tag.what, self.group, lambda: _reduce_scatter(own, send.whole, group=self.group))
@@ -245,6 +247,7 @@ class ExchangeTransport(Transport):
 
     def all_gather(self, chunk: torch.Tensor, staging: Chunks, tag: MessageTag) -> Work:
         """See `Transport.all_gather`."""
+        # Asynchronous, so that the host packs and launches while gloo's threads move bytes.
         call = partial(_all_gather, staging.whole, chunk, group=self.group, async_op=True)
         self._write(tag, chunk[-TAG_NUMEL:], staging)
         return self._start(call, chunk, (staging.whole,), staging, range(self.size), tag)
@@ -269,6 +272,7 @@ class ExchangeTransport(Transport):
         senders: Sequence[int],
         tag: MessageTag,
     ) -> Work:
+        # Noted before it starts: a rank that never comes back has to be found in the record.
         entry = self._log.record(tag.what, sent)
         work = checked(tag.what, self.group, call)
         return _PendingExchange(work, chunks, entry, self._log, self.group, received, senders, tag)
@@ -299,6 +303,7 @@ class PairTransport(ExchangeTransport):
     def all_gather(self, chunk: torch.Tensor, staging: Chunks, tag: MessageTag) -> Work:
         """See `Transport.all_gather`."""
         own, taken = staging.part(self.rank), staging.part(self._other)
+        # The copy-out reads all chunks from staging, this rank's own as well.
         if chunk is not own:
             own.copy_(chunk)
         self._write(tag, own[-TAG_NUMEL:], staging)
@@ -320,6 +325,7 @@ class PairTransport(ExchangeTransport):
         senders: Sequence[int],
         tag: MessageTag,
     ) -> Work:
+        # Nothing travels from this rank to itself.
         splits = [0, 0]
         splits[self._other] = given.numel()
         call = partial(
@@ -344,11 +350,14 @@ def reaches(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 def transport_for(group: dist.ProcessGroup, device: torch.device) -> Transport:
     """Chooses the transport of a group for tensors on `device`."""
+    # What one rank sends is what it receives; no backend is asked, not even NCCL, whose launches
+    # would only copy.
     if group.size() == 1:
         return LocalTransport(group)
     backend = _backend_for(group, device)
     if backend != "gloo":
         return NcclTransport(group) if backend == "nccl" else StreamTransport(group)
+    # gloo would take each tensor over the host, in an order that streams know nothing of.
     if device.type != "cpu":
         raise unsupported(
             f"gloo for tensors on {device.type}", instead="the device's backend, such as nccl"

@@ -112,6 +112,8 @@ class Unit:
         """
         self.groups = list(groups)
         earlier, self.grad_groups = self.grad_groups, [GradGroup(group) for group in groups]
+        # Whatever the program has set so far, such as `set_requires_gradient_sync(False)`, holds
+        # for the new groups as well.
         for grads in self.grad_groups if earlier else ():
             grads.follow(earlier[0])
         self._group_of = {owner: g for g in groups for p in g.params for owner, _ in p.owners}
@@ -169,6 +171,9 @@ class Unit:
         """
         replaced, self.outstanding_before = False, self.outstanding
         for group, grads in zip(self.groups, self.grad_groups, strict=True):
+            # A few comparisons in C for each group: a steady step pays little for what rarely
+            # happens, weights that were loaded, replaced or moved. Who adopts them is imported
+            # then.
             if group.shard.is_meta or not group.registration.holds():
                 from shardgrad.engine.replaced_params import adopt, require_data
 
@@ -184,6 +189,7 @@ class Unit:
         Not where the program holds them for a backward. `is_kept` is the root's answer where
         neither the program nor `fully_shard` has given one.
         """
+        # The program has called `unshard()` itself, and reads the parameters after forward too.
         if self.held and torch.is_grad_enabled():
             return False
         return not is_kept if self.reshard_after_forward is None else self.reshard_after_forward
@@ -214,6 +220,8 @@ class Unit:
 
     def abandon_forward(self) -> None:
         """Forgets a forward that failed, and the calls in it: parameters are resharded."""
+        # Calls of the forward that failed get no backward. Those of forwards before it, whose
+        # losses are still held, do.
         self.outstanding = min(self.outstanding, self.outstanding_before)
         self.waiting_modules.clear()
         self.running.clear()
@@ -229,6 +237,7 @@ def unit_of(module: nn.Module) -> Unit | None:
 def attach_unit(unit: Unit) -> None:
     """Makes `unit_of` find it."""
     for module in unit.modules:
+        # Past `__setattr__`, which a module may have its own of.
         module.__dict__[_ATTRIBUTE] = unit
 
 

@@ -86,6 +86,8 @@ class UnshardedParams(UnshardedMemory):
             for p, view in zip(params, layout.unsharded_views(self._flat), strict=True):
                 # `.data` gives the view another version counter.
                 unsharded = p.sharding.unsharded_tensor(from_bytes(view, p.sharded.dtype).data)
+                # Made once: autograd graphs, hooks and the collector know these objects, whose
+                # memory comes and goes.
                 p.unsharded = nn.Parameter(unsharded, requires_grad=p.sharded.requires_grad)
                 mark_unsharded(p.unsharded, p)
             names = [params[i].name for i in layout.zero_copy]
@@ -99,9 +101,12 @@ class UnshardedParams(UnshardedMemory):
 
         Streams: on the current one.
         """
+        # As late as this, if nothing was gathered in place: while its chunks travel, the next unit
+        # takes no memory here.
         self.buffers[0].allocate()
         table, chunk_numel = source.table(layout), source.chunk.numel()
         if self._travel_as_bytes:
+            # Bytes are only carried, in rows, and there is nothing to cast.
             unpack_rows(gathered, self._flat, table.tolist(), chunk_numel)
         else:
             ops.unpack(gathered, self._flat, table, chunk_numel=chunk_numel)
