@@ -21,7 +21,8 @@ import shardgrad
 project = "shardgrad"
 copyright = "shardgrad contributors"
 release = shardgrad.__version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_click"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions += ["sphinx.ext.viewcode", "sphinx_click"]  # a link to the source of each entry
 
 root_doc = "README"
 include_patterns = ["*.md", "benchmarks/README.md", "docs/**.md"]

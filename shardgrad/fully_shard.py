@@ -79,6 +79,13 @@ def fully_shard(
     and mesh. Parameters that tensor or expert parallelism has made DTensors of are sharded further,
     along the axes of `mesh`.
 
+    Inner modules first, the root last, and the optimizer after that:
+
+        for block in model.blocks:
+            shardgrad.fully_shard(block)
+        shardgrad.fully_shard(model)
+        optimizer = shardgrad.optim.AdamW(model.parameters())
+
     Args:
         module: the module, or a list of modules that form one unit.
         mesh: 1-D to shard over it (FSDP); 2-D with axis names to replicate over axis 0 and shard

@@ -139,6 +139,13 @@ class FSDPModule:
 
     A sharded module is an instance of this class, of its original class, and of
     `torch.distributed.fsdp.FSDPModule`.
+
+    For example two micro-batches that are reduced once:
+
+        model.set_requires_gradient_sync(False)
+        model(first).mean().backward()
+        model.set_requires_gradient_sync(True)
+        model(second).mean().backward()
     """
 
     _orig_cls_mro_index = 2
@@ -633,6 +640,11 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Makes a method of a sharded module gather and reshard like forward. A no-op on a plain
     module.
 
+    For example a loss that the model computes by itself:
+
+        shardgrad.register_fsdp_forward_method(model, "compute_loss")
+        model.compute_loss(batch).backward()
+
     Args:
         module: the module.
         method_name: for example "loss" or "generate".
@@ -659,6 +671,10 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
     """Lets several roots share streams, staging memory and transports, as the stages of a pipeline
     may.
+
+    Before the first forward:
+
+        shardgrad.share_comm_ctx([first_stage, last_stage])
 
     Args:
         modules: sharded modules that are roots, or will be. What is in flight under them is

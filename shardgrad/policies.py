@@ -54,6 +54,10 @@ class SleepPolicy(OffloadPolicy):
     """Shards, gradients and states of `shardgrad.optim` lie in memory that can be given back and
     taken again at the same addresses; see `shardgrad.sleep`. Gradients keep theirs from step to
     step.
+
+    It is the offload policy of every unit:
+
+        shardgrad.fully_shard(model, offload_policy=shardgrad.SleepPolicy())
     """
 
 
@@ -69,6 +73,11 @@ class GradientPolicy:
     outer axis of `zero_stage="hfsdp"`, the sum over the first axis is rounded and exchanged as
     well; among more than two replicas, their sum is rounded once more. A group of one rank sends
     nothing and rounds nothing.
+
+    For example gradients that travel in half the bytes:
+
+        policy = shardgrad.GradientPolicy(wire_dtype=torch.bfloat16)
+        shardgrad.fully_shard(model, gradient_policy=policy)
 
     Attributes:
         dtype: dtype of the persistent gradient shard; None means the dtype of the sharded

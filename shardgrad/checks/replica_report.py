@@ -47,6 +47,10 @@ def replica_report(model: nn.Module, optimizer: Optimizer | None = None) -> Repl
     host waits for both. Without replicas nothing is computed, and the report is empty. Two contents
     have the same checksum with a probability of about 2^-32.
 
+    For example:
+
+        print(shardgrad.replica_report(model, optimizer))
+
     Args:
         model: the root. Parameters that a unit shards over another mesh than the root's are left
             out.

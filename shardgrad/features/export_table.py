@@ -57,6 +57,11 @@ def export_table(model: nn.Module) -> dict[str, ExportedParameter]:
     A tied parameter is there once, under the first of its names. Under `master="float32"` of
     `shardgrad.optim` the memory is that of the bf16 weights, so that nothing is cast or copied.
 
+    For example what a transport registers once:
+
+        for name, each in shardgrad.export_table(model).items():
+            register(name, each.data_ptr, each.nbytes)
+
     Args:
         model: the root. Before its first forward every rank has to make this call.
 

@@ -102,6 +102,11 @@ def plan_weights(
 ) -> WeightPlan:
     """Decides which rank sends what to which receiver. Communicates nothing.
 
+    For example a fused weight for two receivers, each of which gets its rows of both parts:
+
+        layout = {"qk.weight": [("q.weight", 0), ("k.weight", 0)]}
+        plan = shardgrad.plan_weights(shardgrad.export_table(model), layout, receivers=[8, 9])
+
     Args:
         table: of `export_table`, on any of the trainers.
         layout: name of a receiver's tensor -> what lies in it, one behind the other along dim 0:
@@ -167,6 +172,10 @@ def send_weights(
 ) -> None:
     """Sends this rank's messages of a plan; returns when its receivers have them.
 
+    On every trainer, after a step:
+
+        shardgrad.send_weights(model, plan)
+
     Args:
         model: the root that `plan` was made for.
         plan: the same on all ranks.
@@ -215,6 +224,11 @@ def receive_weights(
 ) -> None:
     """Receives what a plan has for this rank, into tensors that exist: on a receiver, while all
     trainers call `send_weights`.
+
+    For example:
+
+        tensors = {"qk.weight": generator.qk.weight}
+        shardgrad.receive_weights(tensors, plan)
 
     Args:
         tensors: by their names in the plan's layout; written in place.

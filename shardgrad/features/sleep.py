@@ -44,6 +44,12 @@ def sleep(model: nn.Module, optimizer: _Optimizer | None = None, *, level: int =
     shards and gradients go too, and whatever would use them raises. Level 3 is level 2 without
     keeping the weights: they are zeros after `wake`, to be loaded.
 
+    Between two phases of training:
+
+        shardgrad.sleep(model, optimizer, level=2)
+        generate()
+        shardgrad.wake(model, optimizer)
+
     Args:
         model: the root, of which every unit has `offload_policy=SleepPolicy()`.
         optimizer: of `shardgrad.optim`; None if its states stay.
@@ -96,6 +102,10 @@ def sleep(model: nn.Module, optimizer: _Optimizer | None = None, *, level: int =
 
 def wake(model: nn.Module, optimizer: _Optimizer | None = None) -> None:
     """Takes memory again that `sleep` has given back, at the same addresses.
+
+    For example:
+
+        shardgrad.wake(model, optimizer)
 
     Args:
         model: as for `sleep`.

@@ -38,6 +38,10 @@ def outside(call: Callable[_P, Any], *args: _P.args, **kwargs: _P.kwargs) -> Non
     with the same arguments, and launches the graph after. Tensors among the arguments have the
     values of that replay. In an eager step the call is made at once.
 
+    For example, in the step:
+
+        shardgrad.graphs.outside(lambda value: print("loss", value.item()), loss)
+
     Args:
         call: the function. What it returns is dropped, since a replay does not run the step's
             Python; write results into tensors.

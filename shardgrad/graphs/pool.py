@@ -40,6 +40,12 @@ class GraphPool:
     Steps that use the same model, for example one for training and one for evaluation, share memory
     if they share a pool.
 
+    For example:
+
+        pool = shardgrad.GraphPool()
+        train = shardgrad.graphed_step(model, optimizer, pool=pool)(train_step)
+        evaluate = shardgrad.graphed_step(model, pool=pool)(evaluation)
+
     Args:
         device: of the models and optimizers; None for the current accelerator, or the CPU without
             one.

@@ -135,6 +135,16 @@ def graphed_step(
     as one step. On a device without graphs, such as the CPU, every call runs eagerly, with the same
     rules for inputs and outputs.
 
+    For example:
+
+        @shardgrad.graphed_step(model, optimizer)
+        def step(tokens, targets):
+            loss = model.loss(tokens, targets)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
     Args:
         capturables: every module, optimizer and `shardgrad.GradScaler` that the function uses.
             State of objects that are not given is neither guarded nor restored; a sharded module

@@ -20,6 +20,10 @@ __all__ = ["Adam", "AdamW"]
 class Adam(FlatOptimizer):
     """Adam over flat segments; arguments as in `torch.optim.Adam`, and how exactly to keep things.
 
+    For example, with bfloat16 weights that train as float32 ones:
+
+        optimizer = shardgrad.optim.Adam(model.parameters(), lr=3e-4, master="remainder")
+
     Args:
         params: see `FlatOptimizer`.
         lr: learning rate, a number or a one-element tensor.
@@ -134,6 +138,10 @@ class Adam(FlatOptimizer):
 
 class AdamW(Adam):
     """AdamW over flat segments; arguments as in `torch.optim.AdamW`, and those of `Adam`.
+
+    For example:
+
+        optimizer = shardgrad.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1)
 
     Args:
         params: see `FlatOptimizer`.

@@ -28,6 +28,10 @@ def clip_grad_norm_(
     `shardgrad.optim` skip their next step. (The verdict is kept with the gradient shards: an
     optimizer over a model without units needs `check_finite=True`.)
 
+    Between backward and the step:
+
+        norm = shardgrad.clip_grad_norm_(model, 1.0)
+
     Args:
         parameters: a model, a parameter, or parameters; of any units and meshes, or of none.
         max_norm: the limit; `inf` only measures.

@@ -34,6 +34,13 @@ class GradScaler:
     clipping, `step(optimizer)`, `update()`. The scale, its growth and the decision to skip stay on
     the device.
 
+    For example:
+
+        scaler = shardgrad.GradScaler()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
     Args:
         init_scale: the first scale.
         growth_factor: what the scale is multiplied by after `growth_interval` good steps in a row.

@@ -45,6 +45,11 @@ class Muon(FlatOptimizer):
     inside its shard group, and nothing travels between replicas. A captured step needs one before
     it, with gradients of the same parameters, that builds what the graph will address.
 
+    For example:
+
+        matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
+        optimizer = shardgrad.optim.Muon(matrices, lr=0.02)
+
     Args:
         params: see `FlatOptimizer`; each with two dimensions.
         lr: learning rate, a number or a one-element tensor.

@@ -21,6 +21,10 @@ class SGD(FlatOptimizer):
     """Stochastic gradient descent over flat segments; arguments as in `torch.optim.SGD`, and a few
     more.
 
+    For example:
+
+        optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
     Args:
         params: see `FlatOptimizer`.
         lr: learning rate, a number or a one-element tensor.

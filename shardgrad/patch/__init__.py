@@ -48,6 +48,11 @@ def patch() -> Iterator[None]:
     Patches may be nested. They are not safe while another thread imports modules. Each process has
     to be patched: `torchrun -m shardgrad.patch script.py` patches every rank.
 
+    For example:
+
+        with shardgrad.patch():
+            main()  # calls torch.distributed.fsdp.fully_shard
+
     Streams: none.
     Capture: safe; it touches no device.
     """

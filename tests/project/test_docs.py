@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
+import inspect
 import os
 import re
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import shardgrad
 from benchmarks.__main__ import _RECORDS, BENCHMARKS
 from tests.support.processes import run
 
@@ -90,6 +92,17 @@ def test_examples_import_what_exists(page: Path) -> None:
             for name in re.split(r", *", names.strip()):
                 is_there = hasattr(found, name) or importlib.util.find_spec(f"{module}.{name}")
                 assert is_there, f"{named(page)} imports {module}.{name}"
+
+
+def test_every_function_of_the_interface_has_an_example_that_compiles() -> None:
+    reference = (ROOT / "docs/reference/api.md").read_text(encoding="utf-8")
+    names = re.findall(r"autofunction:: (?:shardgrad\.)?([\w.]+)", reference)
+    assert len(names) >= 15
+    for name in names:
+        function = functools.reduce(getattr, name.split("."), shardgrad)
+        found = re.search(r":\n\n((?: {4,}.*\n|\n)+)", inspect.cleandoc(function.__doc__ or ""))
+        assert found, f"{name} has no example"
+        compile(textwrap.dedent(found[1]), name, "exec")
 
 
 def test_the_readme_is_short() -> None:

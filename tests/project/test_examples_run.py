@@ -106,11 +106,6 @@ def surroundings(page: str, folder: str) -> dict[str, Any]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         if page == "migrate_to_graphed_step":
             optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-3)  # type: ignore[assignment]
-            for name in ("generator", "critic"):
-                names[name] = shardgrad.fully_shard(torch.nn.Linear(8, 8))
-                names[f"{name}_optimizer"] = shardgrad.optim.AdamW(
-                    names[name].parameters(), lr=1e-3
-                )
 
         def step() -> None:
             model.loss(tokens(), tokens()).backward()
@@ -153,9 +148,6 @@ def after(page: str, number: int, names: dict[str, Any]) -> None:
         (padded, targets), _ = names["to_a_multiple_of_128"](tokens(), tokens())
         assert padded.shape == targets.shape == (2, 128)
     elif page == "migrate_to_graphed_step" and number == 4:
-        for _ in range(4):
-            names["step"](torch.randn(2, 8))
-    elif page == "migrate_to_graphed_step" and number == 5:
         for _ in range(4):
             names["step"](tokens(), tokens())
 
@@ -208,11 +200,7 @@ def calls_of(names: dict[str, Any]) -> list[Callable[[], Any]]:
     def listed() -> None:
         assert set(names["step"]([batch() for _ in range(4)])) == {"loss", "norm"}
 
-    def marked() -> None:
-        for number in range(4):
-            names["step"](batch(), last=number == 3)
-
-    return [plain, listed, marked]
+    return [plain, listed]
 
 
 def run_tutorials() -> list[str]:

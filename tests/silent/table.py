@@ -173,15 +173,14 @@ def written(
             counts=_counted(columns),
         )
     ]
+    lines += [
+        _row(["what a program does", "reported", *columns]),
+        _row(["---"] * (len(columns) + 2)),
+    ]
     for topic, cases in _TOPICS.items():
-        lines += [
-            f"## {topic}",
-            "",
-            _row(["what a program does", "reported", *columns]),
-            _row(["---"] * (len(columns) + 2)),
-        ]
+        lines.append(_row([f"**{topic}**", *[""] * (len(columns) + 1)]))
         lines += [_line(name, columns) for name in cases]
-        lines.append("")
+    lines.append("")
     lines += [_WHAT_AUDITS_FIND, *_audits(audits), "", _WHAT_HAPPENS_HERE]
     for topic in _TOPICS.values():
         lines += [line for name in topic for line in _here(name, columns[OURS][name])]
@@ -264,16 +263,9 @@ model and gradients are averaged by hand. `python -m tests.silent` does that aga
 record, `benchmarks/results/silent.jsonl`. This project is *never silently wrong* in them, which CI tests. To look for
 such a mistake in a program of your own, with any engine: [audit it](../how_to/check_a_program.md).
 
-| verdict | means |
-|---|---|
-| right | parameters, or what the program returns, differ by rounding at most |
-| refused | an exception, other than one of the communication backend |
-| **wrong** | other numbers, without a word |
-| wrong, warns | other numbers, and a warning that a program without a mistake does not get |
-| **hangs** | no end and no word within 13 seconds |
-| hangs, warns | waits, and says for what |
-| **backend fails** | gloo's own error, such as a lost connection; over NCCL, a hang |
-| - | the engine does not offer what the program asks for |
+*Wrong* is other numbers, without a word; *wrong, warns* other numbers, and a warning that a program without a mistake does not
+get. *Hangs* is no end and no word within 13 seconds; *hangs, warns* waits, and says for what. *Backend fails* is gloo's own error,
+such as a lost connection; over NCCL, a hang. A refusal is any other exception.
 
 {counts}
 
@@ -281,6 +273,8 @@ torch {torch}, DeepSpeed {deepspeed}, commit {commit}, {cpu}. FSDP1 has `use_ori
 `find_unused_parameters=True`, DeepSpeed ZeRO stage 3 in float32 without clipping. That a graph draws numbers as its step
 does is tested in `tests/gpu`. A case can be right with an engine because what was reported has been fixed since. A
 `RuntimeError` is torch's own.
+
+## The programs
 """
 
 _WHAT_AUDITS_FIND = """\

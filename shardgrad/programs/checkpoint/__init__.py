@@ -1,6 +1,10 @@
 """Checkpoints in the format of `torch.distributed.checkpoint` that appear whole and have checksums.
 
-Needs `pip install 'shardgrad[checkpoint]'`.
+Needs `pip install 'shardgrad[checkpoint]'`. For example:
+
+    state = {"model": model.state_dict(), "step": step}
+    checkpoint.save(state, "runs/mine/step_000100")
+    state = checkpoint.load(state, "runs/mine/step_000100")
 """
 
 from __future__ import annotations
