@@ -117,25 +117,37 @@ def _clients() -> Iterator[Client]:
         ("NeMo Automodel: FSDP2", "nemo-automodel", "with_nemo_automodel"),
         ("axolotl: Accelerate", "axolotl", "with_axolotl"),
         ("TRL: reference model", "trl", "with_trl"),
+        ("prime-rl: trainer", "prime-rl", "with_prime_rl"),
+        ("torchtune: recipes", "torchtune", "with_torchtune"),
+        ("OLMo-core: transformer", "ai2-olmo-core", "with_olmo_core"),
+        ("composer: FSDP2", "mosaicml", "with_composer"),
+        ("VeOmni: FSDP2", "veomni", "with_veomni"),
     ):
         yield what, (package,), f"{_FRAMEWORKS}:{name}", {}
-    for name in ("Muon", "NorMuon"):
+    for name in ("Muon", "NorMuon", "Dion", "Dion2"):
         yield f"dion: {name}", ("dion",), f"{_FRAMEWORKS}:with_dion", {"name": name}
 
 
 @click.command()
 @click.option("--page", "only_page", is_flag=True, help="Run nothing, write the page.")
-@click.option("--only", default="", help="Only clients with this in their name; keeps no record.")
+@click.option(
+    "--only", multiple=True, help="Only clients with this in their name; others stay as they were."
+)
 @click.option("--sources", default="", help="A folder with more packages, used only by ranks.")
-def main(only_page: bool, only: str, sources: str) -> None:
+def main(only_page: bool, only: tuple[str, ...], sources: str) -> None:
     """Run programs of many packages on two CPU ranks, with FSDP2 and with this engine.
 
-    What is not installed, is not in the record.
+    What is not installed, is not in the record. tests/clients/frameworks.py says how a client is
+    written.
     """
     if not only_page:
-        record = measured([each for each in _clients() if only in each[0]], sources)
+        clients = [*_clients()]
+        chosen = [each for each in clients if not only or any(word in each[0] for word in only)]
+        record = measured(chosen, sources)
         if only:
-            return
+            record["summary"] |= _others([*read(RECORDS)][-1], record["summary"])
+            names = [name for name, *_ in clients if name in record["summary"]]
+            record["summary"] = {name: record["summary"][name] for name in names}
         append(RESULTS, record)
     PAGE.write_text(written([*read(RECORDS)][-1]), encoding="utf-8")
     click.echo(PAGE)
@@ -155,6 +167,12 @@ def measured(clients: list[Client], sources: str = "") -> dict[str, Any]:
     ranks.stop()
     config = {"torch": torch.__version__, "ranks": 2}
     return make_record("clients", environment=started, config=config, samples={}, summary=summary)
+
+
+def _others(newest: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what was found before of the programs that were not run, with its commit."""
+    commit = {"commit": newest["environment"]["git"]}
+    return {name: commit | each for name, each in newest["summary"].items() if name not in found}
 
 
 def _version(package: str, sources: str) -> str | None:
@@ -190,7 +208,7 @@ def written(record: Mapping[str, Any]) -> str:
             same=same,
             packages=len({package for each in found.values() for package in each["versions"]}),
             torch=record["config"]["torch"],
-            commit=(record["environment"]["git"] or "")[:12],
+            commit=" and ".join(dict.fromkeys(_commits(record))),
             cpu=record["environment"]["cpu"],
         ),
         "| of | programs | versions | result |",
@@ -208,6 +226,11 @@ def written(record: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _commits(record: Mapping[str, Any]) -> Iterator[str]:
+    for each in record["summary"].values():
+        yield (each.get("commit") or record["environment"]["git"] or "")[:12]
+
+
 def _words(each: Mapping[str, Any]) -> str:
     if each["verdict"] == "differs":
         return f"differs by {each['off']:.1g}"
@@ -221,13 +244,10 @@ _INTRODUCTION = """\
 gloo: once as they are, and once inside `shardgrad.patch()`. {same} end in the same bits: losses, gradient norms, all
 parameters and buffers. Where a result differs, the number is the largest difference of a value, of its norm:
 Accelerate's policy for `bf16` lets FSDP2 round each sum of gradients to bfloat16, and this engine adds in float32
-([why](../explanation/numerics.md)).
-`python -m tests.clients` does that again with the packages that are installed, or are in a folder named by
-`--sources`, and writes this page from its record, `benchmarks/results/clients.jsonl`. Of frameworks that start
-clusters, the parts that call FSDP2 are run: what shards, loads, clips, offloads and saves. Programs that FSDP2 does
-not run are left out, such as the optimizers SOAP, CAME, Adan, LAMB, ADOPT and MARS of pytorch_optimizer, which use
-operators without a sharding rule for `DTensor`s. How to run a framework here:
-[run a framework unchanged](../how_to/use_a_framework.md).
+([why](../explanation/numerics.md)). `python -m tests.clients` does that again with the packages that are installed, or
+are in a folder named by `--sources`, and writes this page from its record, `benchmarks/results/clients.jsonl`. Of
+frameworks that start clusters, the parts that call FSDP2 are run. Programs that FSDP2 does not run are left out. How
+to run a framework here: [run a framework unchanged](../how_to/use_a_framework.md).
 
 torch {torch}, commit {commit}, {cpu}.
 """

@@ -3,16 +3,23 @@ offload and save.
 
 The frameworks themselves start clusters and rollout engines. What is here needs no more than their
 sources: `python -m tests.clients --sources FOLDER`, where `pip install --no-deps --target FOLDER`
-has put them.
+has put them (`--ignore-requires-python` for those that want a newer one).
+
+A client is a function here, and a line in `_clients()` of `__main__.py`. It imports what the
+framework has for FSDP2, by `alone` if the package imports too much, after `absent` for what is not
+installed; builds a tiny model; lets the framework shard it; trains; and returns the model and what
+is to be equal under both engines: losses, norms, saved states.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib.machinery import PathFinder
+from functools import partial
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -20,10 +27,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp.wrap import CustomPolicy
 
-from tests.clients.programs import shard
+from tests.clients.programs import shard, train
 from tests.support.parity import Tensors
 from tests.support.under_patch import shared_folder, whole
 
@@ -50,6 +58,55 @@ def _without_its_imports(name: str) -> None:
         path = sys.modules[package].__path__
 
 
+class _Anything:
+    """Can be a base, a type in an annotation, and a decorator that changes nothing."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def __class_getitem__(cls, item: Any) -> Any:
+        return cls
+
+    def __call__(self, decorated: Any) -> Any:
+        return decorated
+
+
+class _Absent(MetaPathFinder, Loader):
+    """Finds modules of some packages, installed or not: every name in them is a class."""
+
+    def __init__(self, packages: tuple[str, ...]) -> None:
+        self._packages = packages
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        known = any(f"{name}.".startswith(f"{package}.") for package in self._packages)
+        return ModuleSpec(name, self, is_package=True) if known else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        def a_class(name: str) -> type:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return type(name, (_Anything,), {})
+
+        vars(module)["__getattr__"] = a_class
+
+
+@contextmanager
+def absent(*packages: str) -> Iterator[None]:
+    """Lets frameworks import from packages that are not installed, or import too much, classes of
+    no use.
+    """
+    finder = _Absent(packages)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        for name, module in [*sys.modules.items()]:
+            if getattr(module, "__loader__", None) is finder:
+                del sys.modules[name]
+
+
 def trained(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -70,6 +127,21 @@ def trained(
         optimizer.zero_grad()
         notes[f"loss {step}"] = loss.detach()
     return notes
+
+
+def of_the_next_token(model: nn.Module, generator: torch.Generator) -> Tensor:
+    """The loss of a model that returns logits."""
+    tokens = torch.randint(3, 64, (3, 7), generator=generator)
+    return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+
+
+def arguments(mesh: DeviceMesh) -> dict[str, Any]:
+    """What trainers for reinforcement learning pass to `fully_shard`."""
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True
+    )
+    options = {"mp_policy": policy, "offload_policy": None, "reshard_after_forward": True}
+    return {"mesh": mesh, **options}
 
 
 @contextmanager
@@ -99,15 +171,7 @@ def with_verl() -> tuple[nn.Module, Tensors]:
     verl = alone("verl.utils.fsdp_utils")
     model, state = llama_and_its_state()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
-    options = {
-        "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True
-        ),
-        "offload_policy": None,
-        "reshard_after_forward": True,
-        "shard_placement_fn": verl.get_shard_placement_fn(fsdp_size=2),
-    }
+    options = arguments(mesh) | {"shard_placement_fn": verl.get_shard_placement_fn(fsdp_size=2)}
     with cuda_is_the_cpu():
         verl.apply_fsdp2(model, options, {"forward_prefetch": True})
         verl.fsdp2_load_full_state_dict(model, state, mesh, None)
@@ -131,11 +195,7 @@ def with_skyrl() -> tuple[nn.Module, Tensors]:
     sys.modules.setdefault("skyrl.train.config", SimpleNamespace(FSDPConfig=object))
     skyrl = alone("skyrl.backends.skyrl_train.distributed.fsdp_utils", "skyrl.train")
     model, state = llama_and_its_state()
-    policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True
-    )
-    options = {"mp_policy": policy, "offload_policy": None, "reshard_after_forward": True}
-    options["mesh"] = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
+    options = arguments(init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",)))
     skyrl.apply_fsdp2(model, options, SimpleNamespace(wrap_policy={}))
     # It sends buffers that no state has through "cuda"; all ranks have made them here.
     with cuda_is_the_cpu(), mock.patch.object(skyrl, "_sync_non_persistent_buffers"):
@@ -158,15 +218,7 @@ def with_areal() -> tuple[nn.Module, Tensors]:
     optimizers = importlib.import_module("areal.engine.fsdp_utils.optimizer")
     model, state = llama_and_its_state()
     mesh = init_device_mesh("cpu", (2,))
-    options = {
-        "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True
-        ),
-        "offload_policy": None,
-        "reshard_after_forward": True,
-    }
-    areal.apply_fsdp2(model, options, None)
+    areal.apply_fsdp2(model, arguments(mesh), None)
     areal.fsdp2_load_full_state_dict(model, state)
     optimizer = optimizers.AnyPrecisionAdamW(
         model.parameters(),
@@ -181,6 +233,26 @@ def with_areal() -> tuple[nn.Module, Tensors]:
         return found
 
     return model, trained(model, optimizer, clip, steps=3)
+
+
+def with_prime_rl() -> tuple[nn.Module, Tensors]:
+    names = ("distributed", "lora", "models", "parallel_dims", "world")
+    parts = [f"prime_rl.trainer.{name}" for name in names]
+    parts += ["prime_rl.configs", "prime_rl.utils.weights", "prime_rl.utils.utils", "torchtitan"]
+    with absent(*parts):
+        prime = alone("prime_rl.trainer.model")
+    model, _ = llama_and_its_state()
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    config = SimpleNamespace(
+        reduce_dtype="float32",
+        fsdp_cpu_offload=False,
+        reshard_after_forward=True,
+        vlm=None,
+        moe_router_dtype="bfloat16",
+    )
+    dims = SimpleNamespace(ep_enabled=False, dp_replicate_enabled=True, get_mesh=lambda _: mesh)
+    prime.setup_fsdp(model, config, dims)
+    return model, trained(model, adamw(model), steps=3)
 
 
 # -- fine-tuning and pretraining
@@ -267,6 +339,66 @@ def with_trl() -> tuple[nn.Module, Tensors]:
             optimizer.zero_grad()
             notes[f"loss {i}"] = loss.detach()
     return model, notes
+
+
+def with_torchtune() -> tuple[nn.Module, Tensors]:
+    """A decoder of its own, sharded and loaded as its recipes do."""
+    with absent("torchao", "torchdata", "sentencepiece", "tiktoken", "blobfile"):
+        models = importlib.import_module("torchtune.models.llama3")
+        tune = importlib.import_module("torchtune.training")
+    model = models.llama3(
+        vocab_size=64, num_layers=2, num_heads=4, num_kv_heads=2, embed_dim=16, max_seq_len=32,
+        intermediate_dim=24,
+    )  # fmt: skip
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    conditions = [partial(tune.get_shard_conditions, names_to_match=["output"])]
+    tune.shard_model(model, conditions, cpu_offload=False, reshard_after_forward=True)
+    tune.load_from_full_model_state_dict(
+        model, state, torch.device("cpu"), strict=True, cpu_offload=False
+    )
+    notes = train(model, adamw(model), partial(of_the_next_token, model))
+    full = tune.gather_cpu_state_dict(model, True, device=torch.device("cpu"))
+    return model, notes | {f"in the state: {name}": tensor for name, tensor in full.items()}
+
+
+def with_olmo_core() -> tuple[nn.Module, Tensors]:
+    with absent("cached_path", "bettermap", "omegaconf", "olmo_core.io", "olmo_core.data"):
+        olmo = importlib.import_module("olmo_core.nn.transformer")
+    config = olmo.TransformerConfig.llama_like(
+        d_model=16, vocab_size=64, n_layers=2, n_heads=4, fused_ops=False
+    )
+    model = config.build(init_device="cpu")
+    model.apply_fsdp(dp_mesh=init_device_mesh("cpu", (2,)), prefetch_factor=1)
+    model.init_weights(device=torch.device("cpu"), max_seq_len=32)
+    return model, train(model, adamw(model), partial(of_the_next_token, model))
+
+
+def with_composer() -> tuple[nn.Module, Tensors]:
+    """Its sharding by a policy over modules, which it legalizes where weights are tied."""
+    model, _ = llama_and_its_state()  # before Transformers could see that torchvision is absent
+    with absent("torchvision", "cpuinfo", "importlib_metadata", "mcli", "coolname"):
+        fsdp2 = importlib.import_module("composer.distributed.fsdp2")
+        parallelism = importlib.import_module("composer.utils.parallelism")
+        precision = importlib.import_module("composer.core.precision")
+    units = {model, *model.model.layers}
+    config = parallelism.FSDP2Config(device_mesh=init_device_mesh("cpu", (2,)))
+    policy = CustomPolicy(lambda module: module in units)
+    fsdp2.prepare_fully_shard(model, config, precision.Precision.AMP_BF16, policy)
+    return model, trained(model, adamw(model), steps=3)
+
+
+def with_veomni() -> tuple[nn.Module, Tensors]:
+    """Its sharding, from the meta device, and its clipping."""
+    with absent("veomni.models", "veomni.ops", "veomni.lora"):
+        veomni = alone("veomni.distributed.torch_parallelize")
+    model, _ = llama_and_its_state()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+    state = SimpleNamespace(
+        any_extra_parallel_enabled=False, extra_parallel_names=(), fsdp_mesh=mesh, fsdp_group=None
+    )
+    with mock.patch.object(veomni, "get_parallel_state", return_value=state):
+        veomni.parallelize_model_fsdp2(model, init_device="meta")
+    return model, trained(model, adamw(model), lambda _, norm: model.clip_grad_norm_(norm), steps=3)
 
 
 def with_dion(name: str, **options: Any) -> tuple[nn.Module, Tensors]:
