@@ -6,13 +6,11 @@ reason. One that counts steps or makes its state on the host is captured without
 replay repeats that one step. Of an optimizer over sharded parameters, one of three things is known:
 
 * it can be captured: the optimizers of `shardgrad.optim`; any with `capturable=True`; SGD and Muon
-once their
-  momentum exists;
+  once their momentum exists;
 * torch refuses it: Adadelta, Adam, AdamW, Adamax, ASGD, NAdam, RAdam, RMSprop and Rprop without
   `capturable=True`. The error raised here names a parameter as well;
 * it cannot be captured: LBFGS, Adagrad, Adafactor and SparseAdam, which have no `capturable`;
-another
-  library's FusedAdam without it; and SGD with momentum before its first step.
+  another library's FusedAdam without it; and SGD with momentum before its first step.
 
 Hyperparameters that are numbers are constants of a graph, whatever the optimizer; a learning rate
 can be a tensor. Other optimizers are captured: nothing is known about them.

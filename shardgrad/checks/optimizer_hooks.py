@@ -11,13 +11,13 @@ What they do:
 
 * after a step, parameters that a unit keeps unsharded are stale (`ParamGroup.steps_taken`);
 * before a step, all-gathers that a failed forward has left are waited for: they read what the step
-writes; * inside a capture, a step that no graph can repeat is refused (`capturable_optimizers.py`),
-and the memory of
-  gradients is fixed: the graph knows it;
+  writes;
+* inside a capture, a step that no graph can repeat is refused (`capturable_optimizers.py`), and the
+  memory of gradients is fixed: the graph knows it;
 * after `model.half()`, a step whose state has still the former dtype is refused
-(`untrained_params.py`); * the first step of each optimizer is checked for parameters that it does
-not train (`untrained_params.py`),
-  and for those that every rank trains apart (`unowned_params.py`);
+  (`untrained_params.py`);
+* the first step of each optimizer is checked for parameters that it does not train
+  (`untrained_params.py`), and for those that every rank trains apart (`unowned_params.py`);
 * before each step, what the program has written to unsharded parameters is taken over, and work
   that the step would lose is refused (`lost_work.py`).
 """

@@ -3,18 +3,15 @@
 The terms are those of `sharding/layout.py`. The three ops share one contract:
 
 Table: `ShardLayout.table`, an int64 CPU tensor [parameters, 5] with the rows (numel, shard_numel,
-span,
-    shard_offset, unsharded_offset). It stays on the CPU whatever the data is on: launching needs
-    its numbers on the host, and kernels get them by value, so a captured graph depends on no table
-    in device memory.
+    span, shard_offset, unsharded_offset). It stays on the CPU whatever the data is on: launching
+    needs its numbers on the host, and kernels get them by value, so a captured graph depends on no
+    table in device memory.
 
 Dtypes: float32, bfloat16, float16, float64 for every data tensor. Arithmetic runs in float32, or in
-float64
-    if an operand is float64, and is rounded once, to nearest even, where it is stored.
+    float64 if an operand is float64, and is rounded once, to nearest even, where it is stored.
 
 Autograd: none, and no version counter moves. Like FSDP2's, these buffers are views under living
-parameters,
-    and autograd must not take their refilling for a modification by the user.
+    parameters, and autograd must not take their refilling for a modification by the user.
 
 Each op exists twice: the reference here, and the compiled kernel in `csrc/` (see `library.py`).
 """

@@ -3,14 +3,13 @@
 The terms are those of `segments.py` and of [Note: Exact weights] in `weights.py`. Both ops share:
 
 Dtypes: parameters, gradients and states are float32, bfloat16, float16 or float64, independently.
-Arithmetic
-    runs in float32, or in float64 if the parameter is float64; what depends on the step only (bias
-    corrections, `1 - lr * weight_decay`) runs in float64. Each stored number is rounded once. The
-    gradient is read as it is, and never written: no copy in another dtype is made.
+    Arithmetic runs in float32, or in float64 if the parameter is float64; what depends on the step
+    only (bias corrections, `1 - lr * weight_decay`) runs in float64. Each stored number is rounded
+    once. The gradient is read as it is, and never written: no copy in another dtype is made.
 
 Numbers that change from step to step (`hyper`, `steps`, `scale`, `found_inf`, `touched`) are read
-from device
-    memory by the kernel, so a captured graph that holds an update follows a learning-rate schedule.
+from device memory by the kernel, so a captured graph that holds an update follows a learning-rate
+schedule.
 
 Autograd: none, and no version counter moves, as in `movement.py`.
 """

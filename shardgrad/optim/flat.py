@@ -427,8 +427,7 @@ class FlatOptimizer(Optimizer):
         """Updates every parameter that has a gradient.
 
         Streams: runs on the current stream of the parameters' device, which backward has made wait
-        for the
-            gradients; the host waits for nothing.
+            for the gradients; the host waits for nothing.
         Capture: safe once state exists.
 
         Raises:

@@ -132,8 +132,7 @@ class GradScaler:
         verdict.
 
         Streams: unless clipping has looked at the gradients already, one pass over them and one
-        all-reduce of
-            two numbers, on the current stream. A collective.
+            all-reduce of two numbers, on the current stream. A collective.
         Capture: safe with an optimizer of `shardgrad.optim`.
 
         Raises:

@@ -135,8 +135,7 @@ class OptimGroup(dict[str, Any]):
         """Returns the mirror on a device: float64, one number per slot.
 
         Streams: a hyperparameter that is a tensor is copied on the current stream, at each call;
-        the host
-            waits for nothing.
+            the host waits for nothing.
         Capture: safe after the first call.
 
         Raises:

@@ -5,9 +5,9 @@ A bf16 weight has 8 bits of mantissa, and a small update disappears in rounding.
 written in the same pass as the weight itself:
 
 * `master="float32"`: a float32 copy is what is trained, the weight is its rounding (6 bytes a
-parameter); * `master="remainder"`: the 16 bits that the weight lacks of the float32 value (4 bytes,
-bit for bit the same
-  training, except that ties round up);
+  parameter);
+* `master="remainder"`: the 16 bits that the weight lacks of the float32 value (4 bytes, bit for bit
+  the same training, except that ties round up);
 * `stochastic_rounding=True`: no more memory, and right on average.
 """
 
