@@ -15,7 +15,6 @@ from shardgrad.diagnosis.flight_recorder import GroupLog, recorder
 from shardgrad.errors import (
     CheckpointError,
     CheckpointSaveError,
-    CheckpointVersionError,
     ShardgradError,
 )
 from shardgrad.extras import require
@@ -24,10 +23,6 @@ from shardgrad.programs.text import printable
 require("numpy", feature="shardgrad.programs.checkpoint")  # torch's collectives of objects need it
 
 _Result = TypeVar("_Result")
-_ERRORS: dict[str, type[ShardgradError]] = {
-    error.__name__: error
-    for error in (CheckpointError, CheckpointSaveError, CheckpointVersionError)
-}
 
 
 class Peers:
@@ -125,14 +120,12 @@ class Peers:
         (failed,) = self.reduce(what, [mine], dist.ReduceOp.MIN if self.count > 1 else None)
         if failed == self.count:
             return result
-        told = None if cause is None or failed != self.rank else self._words(cause)
-        kind, said, expected, got, where, fix = self.broadcast(what, told, failed)
+        told = None if cause is None else self._told(cause)
+        kind, said = self.broadcast(what, told and (type(told), {**vars(told)}), failed)
         if self._log is not None:
             whose = f"rank {self._log.ranks[failed]}"
-            where = whose if where is None else f"{where}; {whose}"
-        raise _ERRORS[kind](said, expected=expected, got=got, where=where, fix=fix) from (
-            cause if failed == self.rank else None
-        )
+            said["where"] = "; ".join(filter(None, (said["where"], whose)))
+        raise kind(**said) from (cause if failed == self.rank else None)
 
     @contextmanager
     def thread_awaited(self) -> Iterator[None]:
@@ -161,15 +154,14 @@ class Peers:
             log.record(words, None)
             yield
 
-    def _words(self, error: Exception) -> tuple[str | None, ...]:
-        """Returns the attributes of an error, from which other ranks raise it."""
-        told = error
-        if not isinstance(told, CheckpointError | CheckpointSaveError):
-            told = self._error(
-                "a rank could not do its part of the checkpoint",
-                expected="no error",
-                got=printable(f"{type(error).__name__}: {error}"),
-                where=None if self._where is None else printable(self._where),
-                fix="remove the cause, and try again; checkpoints written before are untouched",
-            )
-        return type(told).__name__, told.what, told.expected, told.got, told.where, told.fix
+    def _told(self, error: Exception) -> ShardgradError:
+        """Returns an error as one of ours, whose attributes other ranks raise it from."""
+        if isinstance(error, CheckpointError | CheckpointSaveError):
+            return error
+        return self._error(
+            "a rank could not do its part of the checkpoint",
+            expected="no error",
+            got=printable(f"{type(error).__name__}: {error}"),
+            where=None if self._where is None else printable(self._where),
+            fix="remove the cause, and try again; checkpoints written before are untouched",
+        )
