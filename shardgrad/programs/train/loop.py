@@ -133,7 +133,7 @@ class Run:
         self.checkpoints.discard_unfinished()
         starts = [event for event in self._record.events() if event["event"] == "start"]
         known = {str(event["digest"]) for event in starts if "digest" in event}
-        warning = self._record.begin(
+        self._record.begin(
             config,
             self.world,
             step=self.state.step,
@@ -145,8 +145,6 @@ class Run:
             f"{config.engine}; {corpus.nbytes:,} bytes from {corpus.file_count} files of "
             f"{corpus.source}; run folder {self.folder}"
         )
-        if warning is not None:
-            self.display.note(warning)
         if self.state.step:
             self.display.note(f"Resumed after step {self.state.step}.")
         if known and corpus.digest not in known:

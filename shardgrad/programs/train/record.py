@@ -14,9 +14,7 @@ from typing import Any
 
 import torch
 
-from shardgrad.errors import CheckpointError
 from shardgrad.programs.checkpoint.files import (
-    content_of,
     make_folder,
     named_in_errors,
     replace_synced,
@@ -25,8 +23,6 @@ from shardgrad.programs.train.config import TrainConfig
 from shardgrad.programs.train.launcher import available_cores
 from shardgrad.programs.train.parallel import World
 from shardgrad.version import __version__, commit
-
-_METRICS_NBYTES = 4 * 2**30  # of a file of metrics that is read
 
 
 @dataclass(frozen=True)
@@ -77,41 +73,24 @@ class RunRecord:
             self._board = board.SummaryWriter(str(folder / "tensorboard"))
         self._metrics = folder / "metrics.jsonl"
 
-    def begin(
-        self, config: TrainConfig, world: World, *, step: int, facts: dict[str, Any]
-    ) -> str | None:
+    def begin(self, config: TrainConfig, world: World, *, step: int, facts: dict[str, Any]) -> None:
         """Writes settings and environment, and removes the metrics of steps that will be repeated.
-
-        Metrics that cannot be read are kept under another name.
 
         Args:
             config: resolved settings.
             world: this rank.
             step: number of steps already done; 0 for a new run.
             facts: values about the corpus and the model, for the `start` event.
-
-        Returns:
-            A warning, if lines of the metrics could not be read.
         """
         make_folder(self._folder)
         replace_synced(self._folder / "config.json", config.to_json())
         replace_synced(
             self._folder / "environment.json", json.dumps(_environment(world), indent=2) + "\n"
         )
-        events, unreadable = _read_events(self._metrics)
-        warning = self._set_aside(unreadable) if unreadable else None
-        kept = [event for event in events if event["step"] <= step]
-        replace_synced(self._metrics, "".join(json.dumps(event) + "\n" for event in kept))
+        events = ((line, _event(line)) for line in _lines(self._metrics))
+        kept = (line for line, event in events if event is None or event["step"] <= step)
+        replace_synced(self._metrics, "".join(line + "\n" for line in kept))
         self.write("start", step=step, time=time.strftime("%Y-%m-%dT%H:%M:%S%z"), **facts)
-        return warning
-
-    def _set_aside(self, unreadable: int) -> str:
-        aside = self._metrics.replace(self._metrics.with_name(f"{self._metrics.name}.unreadable"))
-        lines = f"{unreadable} line{'' if unreadable == 1 else 's'}"
-        return (
-            f"Warning: {lines} of {self._metrics.name} could not be read; the file as it was is "
-            f"{aside}."
-        )
 
     def write(self, event: str, **values: Any) -> None:
         """Appends an event to `metrics.jsonl`."""
@@ -131,7 +110,8 @@ class RunRecord:
         """Returns the readable events; each has an `event` and a `step`, and its `loss` is a
         number.
         """
-        return _read_events(self._metrics)[0]
+        events = map(_event, _lines(self._metrics))
+        return [event for event in events if event is not None]
 
     def draw(self, *, unigram_entropy: float) -> Path | None:
         """Draws the loss curve and returns its file; None if matplotlib is not installed."""
@@ -155,22 +135,14 @@ class RunRecord:
         return path
 
 
-def _read_events(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The events in a file, and how many lines are none; a last line cut short by a crash does not
-    count.
-    """
-    if not os.path.lexists(path):
-        return [], 0
-    try:
-        *lines, last = content_of(path, _METRICS_NBYTES).split(b"\n")
-    except CheckpointError:  # no regular file, or a size that no run's metrics have
-        return [], 1
-    events = [_event(line) for line in lines if line.strip()]
-    found = [event for event in (*events, _event(last)) if event is not None]
-    return found, events.count(None)
+def _lines(path: Path) -> list[str]:
+    if not path.is_file():
+        return []
+    return path.read_text(encoding="utf-8", errors="backslashreplace").splitlines()
 
 
-def _event(line: bytes) -> dict[str, Any] | None:
+def _event(line: str) -> dict[str, Any] | None:
+    """Returns the event on a line; None if it cannot be read, as where a crash cut it short."""
     try:
         event = json.loads(line)
         is_whole = isinstance(event["event"], str) and type(event["step"]) is int
