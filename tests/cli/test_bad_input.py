@@ -56,7 +56,7 @@ LINES = [
     *("plan --model build:with_arguments", "plan --model raises:f", "plan --model build:"),
     "plan --preset tiny --model build:number",
     "plan --model build:number --override width=8",
-    *("plan --mfu 0.4 --compute-s 1", "plan --unit Nothing", "plan --preset tiny --unit head"),
+    *("plan --mfu 0.4 --compute-s 1",),
     *("train --run-dir /proc/x", "train --run-dir text/run --ranks 2"),
     *(
         "checkpoint export ran text",

@@ -22,11 +22,11 @@ from shardgrad.programs.plan.calibration import Calibration
 from shardgrad.programs.plan.cost import AxisLayout, CostModel, compute_s, model_flops
 from shardgrad.programs.plan.hardware import Machine, machine_of
 from shardgrad.programs.plan.memory import memory_of
-from shardgrad.programs.plan.models import PlanModel, build_plan_model
+from shardgrad.programs.plan.models import PlanModel
 from shardgrad.programs.plan.planning import Plan, make_plan, plan_of
 from shardgrad.programs.plan.recording import Event, Kernel, Marked, Transfer, Waited
 from shardgrad.programs.plan.rehearsal import Rehearsal, rehearse
-from shardgrad.programs.plan.request import PLAN_PRESETS, Request, units_of_preset
+from shardgrad.programs.plan.request import Request
 from shardgrad.programs.plan.timeline import play
 from shardgrad.programs.train.failure import UsageError
 from shardgrad.programs.train.model import Transformer
@@ -401,12 +401,6 @@ def test_the_line_is_true_where_accumulation_makes_stagings_grow_in_turns() -> N
         assert guess.step_s == pytest.approx(deep.step_s, rel=0.02)
 
 
-def test_what_can_be_a_unit_is_known_without_building_a_preset() -> None:
-    for preset in ("8b", "tiny"):
-        known = units_of_preset(PLAN_PRESETS[preset])
-        assert known == build_plan_model(TINY.but(preset=preset)).possible_units()
-
-
 def test_an_embedding_and_a_head_of_their_own_need_not_be_gathered_together() -> None:
     untied = TINY.but(override={"tied": False, "vocab_size": 8192})
     whole, apart = rehearse(untied), rehearse(untied.but(units=("embedding", "head")))
@@ -518,7 +512,8 @@ def test_a_model_of_ones_own_is_planned() -> None:
         (["--batch-size", "0"], "--batch-size is 0"),
         (["--ranks", "2000000"], "--ranks is 2000000: give at most"),
         (["--override", "lairs=3"], "did you mean 'layers'"),
-        (["--unit", "Atention"], "no module has this name or class"),
+        (["--unit", "Atention"], "no module has this name or class; there are Attention, "),
+        (["--unit", "head"], "FeedForward, Projection, RMSNorm, embedding, norm."),
         (["--model", "nowhere"], "is not module:function"),
         (["--model", "nowhere:build"], "importing nowhere failed"),
         (["--model", "math:build"], "has no function build"),

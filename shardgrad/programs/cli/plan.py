@@ -11,7 +11,7 @@ from shardgrad.programs.cli.command import Command, given
 from shardgrad.programs.cli.options import given_for, options_of, sections_of
 from shardgrad.programs.plan.calibration import Calibration
 from shardgrad.programs.plan.hardware import MachineOptions, machine_of
-from shardgrad.programs.plan.request import PLAN_PRESETS, Request, require_units, units_of_preset
+from shardgrad.programs.plan.request import PLAN_PRESETS, Request
 from shardgrad.programs.train.config import mesh_shape
 from shardgrad.programs.train.presets import transformer_config
 
@@ -54,8 +54,7 @@ def plan(ctx: click.Context, /, as_json: bool, **options: Any) -> None:
 
         function_named(request.model, flag="--model")
     else:
-        config = transformer_config(request.preset, request.override, presets=PLAN_PRESETS)
-        require_units(request.units, units_of_preset(config))
+        transformer_config(request.preset, request.override, presets=PLAN_PRESETS)
 
     import json
     import warnings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardgrad.programs.train.config import mesh_shape
@@ -165,19 +165,3 @@ class Request:
     def but(self, **changes: object) -> Request:
         """Returns the same request with some fields replaced."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
-
-
-def require_units(units: Sequence[str], known: Sequence[str]) -> None:
-    """Refuses a unit that the model does not have; `known` are the names of those."""
-    for unit in units:
-        if unit not in known:
-            raise UsageError(
-                f"--unit {unit}: no module has this name or class; there are "
-                f"{', '.join(known) or 'none'}."
-            )
-
-
-def units_of_preset(config: TransformerConfig) -> list[str]:
-    """Returns what `--unit` can name for a preset, sorted."""
-    known = ["Attention", "FeedForward", "Projection", "RMSNorm", "embedding", "head", "norm"]
-    return [name for name in known if not (name == "head" and config.tied)]

@@ -13,7 +13,8 @@ from shardgrad.engine.param_group import ParamGroup
 from shardgrad.engine.unit import units_under
 from shardgrad.policies import GradientPolicy, MixedPrecisionPolicy
 from shardgrad.programs.plan.models import PlanModel
-from shardgrad.programs.plan.request import Request, require_units
+from shardgrad.programs.plan.request import Request
+from shardgrad.programs.train.failure import UsageError
 from shardgrad.programs.train.recompute import checkpointed
 
 DTYPES: dict[str | None, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -42,7 +43,13 @@ def shard_plan_model(plan_model: PlanModel, request: Request, mesh: DeviceMesh) 
     Raises:
         UsageError: there is no module that was named as a unit.
     """
-    require_units(request.units, plan_model.possible_units())
+    known = plan_model.possible_units()
+    for unit in request.units:
+        if unit not in known:
+            raise UsageError(
+                f"--unit {unit}: no module has this name or class; there are "
+                f"{', '.join(known) or 'none'}."
+            )
     policies = policies_of(request)
     weights = torch.bfloat16 if request.precision == "bf16" else None
     for name, part in reversed([*plan_model.module.named_modules()]):  # a child before its parent

@@ -66,16 +66,10 @@ def prepare(given: Mapping[str, Any], *, resume: Path | None, debug: bool) -> Jo
 
 def start(job: Job) -> Report:
     """Trains, and returns a report of how the run ended."""
-    if torchrun_world_size() is not None:
-        _require_writable(job.folder)
-        return run_rank(job, init_method="env://")
-    try:
-        job.folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, ValueError) as error:  # a path that no folder can have
-        raise UsageError(
-            f"{job.folder} cannot be made ({error}): choose another --run-dir."
-        ) from error
     _require_writable(job.folder)
+    if torchrun_world_size() is not None:
+        return run_rank(job, init_method="env://")
+    job.folder.mkdir(parents=True, exist_ok=True)
     ranks = job.config.ranks or _fitting_ranks(job.config)
     return spawn(
         dataclasses.replace(job, config=dataclasses.replace(job.config, ranks=ranks)), ranks
