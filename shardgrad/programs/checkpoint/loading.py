@@ -77,25 +77,15 @@ def load(
     peers.together("fit", lambda: _require_fit(folder, source.metadata, leaves, optional))
     # Every entry has to be in the state of some rank.
     wanted = [int(name in leaves or _matches(name, optional)) for name in names]
-    op = dist.ReduceOp.MAX if peers.count > 1 else None
-    left = [
-        name
-        for name, found in zip(names, peers.reduce("names", wanted, op), strict=True)
-        if not found
-    ]
+    found = peers.reduce("names", wanted, dist.ReduceOp.MAX)
+    left = [name for name, is_found in zip(names, found, strict=True) if not is_found]
     if left:
         raise _misfit(
             folder, "the checkpoint has unexpected entries", "none", f"also {listed(left)}"
         )
     planner = _Planner()
     reader: Any = (HuggingFaceStorageReader if source.is_safetensors else _Reader)(str(folder))
-
-    def planned() -> LoadPlan:
-        planner.set_up_planner(leaves, source.metadata, peers.leads)
-        reader.set_up_storage_reader(source.metadata, peers.leads)
-        return planner.create_local_plan()
-
-    plan = peers.together("plan", planned)
+    plan = peers.together("plan", lambda: _planned(leaves, source.metadata, planner, reader))
     values = LoadPlan([item for item in plan.items if item.type is LoadItemType.BYTE_IO])
     tensors = LoadPlan([item for item in plan.items if item.type is not LoadItemType.BYTE_IO])
 
@@ -126,9 +116,16 @@ def load(
 def read_tensors(tensors: dict[str, torch.Tensor], folder: Path, metadata: Metadata) -> None:
     """Reads entries of a checkpoint into tensors of their shapes, in this process alone."""
     planner, reader = _Planner(), _Reader(str(folder))
-    planner.set_up_planner(tensors, metadata, True)
-    reader.set_up_storage_reader(metadata, True)
-    reader.read_data(planner.create_local_plan(), planner).wait()
+    reader.read_data(_planned(tensors, metadata, planner, reader), planner).wait()
+
+
+def _planned(
+    leaves: dict[str, Any], metadata: Metadata, planner: _Planner, reader: Any
+) -> LoadPlan:
+    # Who coordinates matters to torch's global plan, which is not made.
+    planner.set_up_planner(leaves, metadata, is_coordinator=False)
+    reader.set_up_storage_reader(metadata, is_coordinator=False)
+    return planner.create_local_plan()
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ class Peers:
         self._error = error
         self._where = where
         self._trains = threading.get_ident()
-        is_joined = dist.is_available() and dist.is_initialized()
+        is_joined = dist.is_initialized()
         self.rank = dist.get_rank(group) if is_joined else 0
         self.count = dist.get_world_size(group) if is_joined else 1
         self._log: GroupLog | None = None
@@ -117,7 +117,7 @@ class Peers:
         except Exception as error:  # any error: the other ranks must not wait for this one
             cause = error
         mine = self.count if cause is None else self.rank
-        (failed,) = self.reduce(what, [mine], dist.ReduceOp.MIN if self.count > 1 else None)
+        (failed,) = self.reduce(what, [mine], dist.ReduceOp.MIN)
         if failed == self.count:
             return result
         told = None if cause is None else self._told(cause)

@@ -267,35 +267,23 @@ def read_text(path: Path) -> str:
     Raises:
         UsageError: the file is something else, or cannot be read.
     """
-    content = read_regular(path, _FILE_NBYTES + 1)
-    if len(content) > _FILE_NBYTES:
-        raise UsageError(
-            f"{path} has more than {_FILE_NBYTES} bytes, as no settings have: correct the path."
-        )
-    try:
-        return content.decode("utf-8")
-    except ValueError as error:
-        raise UsageError(
-            f"{path} cannot be read ({error}): correct the path, or the file."
-        ) from error
-
-
-def read_regular(path: Path, most_nbytes: int) -> bytes:
-    """Reads a regular file, or its first `most_nbytes` bytes.
-
-    Raises:
-        UsageError: the file is something else, or cannot be read.
-    """
     try:
         # Non-blocking, so that opening a named pipe does not wait for a writer.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as stream:
             if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
                 raise UsageError(f"{path} is no regular file: give the path of one.")
-            return stream.read(most_nbytes)
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read ({error.strerror}): correct the path.") from error
-    except ValueError as error:  # a path that no file can have
-        raise UsageError(f"{path} cannot be read ({error}): correct the path.") from error
+            content = stream.read(_FILE_NBYTES + 1)
+        text = content.decode("utf-8")
+    except (OSError, ValueError) as error:  # ValueError: a path that no file can have, or no UTF-8
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(
+            f"{path} cannot be read ({reason}): correct the path, or the file."
+        ) from error
+    if len(content) > _FILE_NBYTES:
+        raise UsageError(
+            f"{path} has more than {_FILE_NBYTES} bytes, as no settings have: correct the path."
+        )
+    return text
 
 
 def resumed(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -216,7 +217,7 @@ class Run:
         self._reported_s, self._unreported_steps = now_s, 0
         self.display.progress(metrics)
         if self._record is not None:
-            self._record.step(metrics)
+            self._record.write("step", **dataclasses.asdict(metrics))
 
     def _watch(self, result: StepResult) -> None:
         """Adds up a step's loss and notes whether it is finite, without waiting for the device."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import platform
@@ -101,10 +100,6 @@ class RunRecord:
                 if name != "step" and type(value) in (int, float):
                     self._board.add_scalar(f"{event}/{name}", value, values["step"])
             self._board.flush()
-
-    def step(self, metrics: StepMetrics) -> None:
-        """Appends a `step` event."""
-        self.write("step", **dataclasses.asdict(metrics))
 
     def events(self) -> list[dict[str, Any]]:
         """Returns the readable events; each has an `event` and a `step`, and its `loss` is a
