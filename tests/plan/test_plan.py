@@ -155,6 +155,14 @@ def test_gradients_in_a_wire_dtype_are_exchanged_in_it(on_host: bool) -> None:
     assert exchanged("bf16") == pytest.approx(wide / 2, rel=0.02)
 
 
+def test_the_host_of_a_cpu_computes_before_it_waits_for_an_exchange() -> None:
+    events = rehearsal_of(wire_dtype=None, on_host=True, mesh="4x4").events
+    waited = {event.mark: at for at, event in enumerate(events) if isinstance(event, Waited)}
+    started = {at for at, event in enumerate(events) if isinstance(event, Transfer)}
+    assert started == waited.keys()
+    assert any(isinstance(event, Kernel) for at in started for event in events[at + 1 : waited[at]])
+
+
 def test_a_wire_dtype_is_refused_beside_sums_in_bf16() -> None:
     with pytest.raises(UsageError, match="leave --reduce-dtype out"):
         TINY.but(wire_dtype="bf16", reduce_dtype="bf16")

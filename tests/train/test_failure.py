@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 
 from shardgrad.errors import CheckpointSaveError
-from shardgrad.programs.train.failure import DiskFull, explain
+from shardgrad.programs.train.failure import explain
 
 
 def told_again(own: Exception) -> Exception:
@@ -29,7 +29,7 @@ def test_an_error_that_is_the_cause_of_its_own_context_is_explained() -> None:
 
 def test_a_full_disk_is_found_behind_what_it_led_to() -> None:
     full = OSError(errno.ENOSPC, "No space left on device")
-    assert isinstance(explain(told_again(full)), DiskFull)
+    assert str(explain(told_again(full))).startswith("The disk is full")
     behind = CheckpointSaveError("a rank could not do its part")
     behind.__cause__ = full
-    assert isinstance(explain(behind), DiskFull)
+    assert str(explain(behind)).startswith("The disk is full")

@@ -42,10 +42,6 @@ class Interrupted(TrainingError):
     exit_status = 130
 
 
-class DiskFull(TrainingError):
-    """A file could not be written: no space, quota exceeded, or larger than permitted."""
-
-
 class PeerLost(TrainingError):
     """Another rank ended or does not answer. A consequence, reported only if no cause is known."""
 
@@ -60,7 +56,7 @@ def explain(error: BaseException) -> TrainingError:
         return Interrupted("Interrupted before the current step was finished.")
     reason = operating_system_reason(error)
     if reason is not None and reason.errno in _NO_SPACE:
-        return DiskFull(
+        return TrainingError(
             f"The disk is full or a quota is used up ({_words_of(reason)}): free some space."
         )
     if isinstance(error, OSError):
