@@ -47,28 +47,31 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _Get = Callable[[Any], Any]
 
 
+# What a way raises that leads nowhere any more.
+_GONE = (AttributeError, LookupError, TypeError, ValueError)
+
+
 @dataclass(frozen=True)
 class Place:
     """A variable, an attribute or an element, in which a function finds a tensor.
 
     Attributes:
         name: as the program writes it, such as "batch['targets']" or "self.mask".
-        get: returns what is there now; raises what Python raises if there is nothing.
+        root: where the way begins: the function, or a module, which stays.
+        way: each step gives a part of what the one before gave.
     """
 
     name: str
-    get: Callable[[], Any] = field(compare=False)
+    root: Any = field(compare=False)
+    way: tuple[_Get, ...] = field(default=(), compare=False)
 
     def key(self) -> Hashable:
         """Returns where the tensor that is there now lies, and how; None if there is no tensor."""
+        found = self.root
         try:
-            found = self.get()
-        except (
-            AttributeError,
-            LookupError,
-            TypeError,
-            ValueError,
-        ):  # what the way leads over has changed
+            for part_of in self.way:
+                found = part_of(found)
+        except _GONE:
             return None
         if not isinstance(found, torch.Tensor):
             return None
@@ -221,8 +224,8 @@ def closed_over(
     # A function's variables have names of their own; the attributes of another callable object do
     # not.
     first = "" if isinstance(function, FunctionType | MethodType) else "self"
-    roots: list[tuple[str, Any]] = [(first, function), *((type(m).__name__, m) for m in modules)]
-    waiting = deque((Place(name, functools.partial(_same, root)), root, 0) for name, root in roots)
+    roots = [(first, function), *((type(module).__name__, module) for module in modules)]
+    waiting = deque((Place(name, root), root, 0) for name, root in roots)
     seen: set[int] = set()
     for _ in range(_MOST_OBJECTS):
         if not waiting:
@@ -236,88 +239,63 @@ def closed_over(
         seen.add(id(value))
         if isinstance(value, torch.Tensor | nn.Module):
             yield place, value
-        if depth < _DEPTH and not isinstance(value, torch.Tensor):
-            # What a module holds is looked up in the module, which stays; other things, from the
-            # beginning.
-            get = functools.partial(_same, value) if isinstance(value, nn.Module) else place.get
-            for name, part_of, part in islice(_parts(value), _MOST_PARTS):
+        if depth == _DEPTH or isinstance(value, torch.Tensor):
+            continue
+        root, way = (value, ()) if isinstance(value, nn.Module) else (place.root, place.way)
+        for name, part_of in islice(_parts(value), _MOST_PARTS):
+            with suppress(*_GONE):  # such as a variable that is not assigned yet
+                part = part_of(value)
                 if not isinstance(part, _LEAVES):
-                    full = place.name + name if name.startswith((".", "[")) else name or place.name
-                    waiting.append(
-                        (Place(full, functools.partial(_part, get, part_of)), part, depth + 1)
-                    )
+                    is_behind = name.startswith((".", "["))
+                    full = place.name + name if is_behind else name or place.name
+                    waiting.append((Place(full, root, (*way, part_of)), part, depth + 1))
 
 
-def _same(value: Any) -> Any:
-    return value
-
-
-def _part(get: Callable[[], Any], part_of: _Get) -> Any:
-    return part_of(get())
-
-
-def _parts(value: Any) -> Iterator[tuple[str, _Get, Any]]:
-    """Yields parts: the name, or what to write behind the object's; how to get it from the
-    object.
-    """
+def _parts(value: Any) -> Iterator[tuple[str, _Get]]:
+    """Yields parts: the name, or what to write behind the object's, and how to get it."""
     if isinstance(value, FunctionType):
         if is_of_the_program(value.__code__.co_filename):
             yield from _variables(value)
     elif isinstance(value, MethodType):
-        yield "self", attrgetter("__self__"), value.__self__
-        yield "", attrgetter("__func__"), value.__func__
+        yield "self", attrgetter("__self__")
+        yield "", attrgetter("__func__")
     elif isinstance(value, functools.partial):
-        yield from (
-            (".func", attrgetter("func"), value.func),
-            (".args", attrgetter("args"), value.args),
-        )
-        yield ".keywords", attrgetter("keywords"), value.keywords
+        yield from _attributes(("func", "args", "keywords"))
     elif isinstance(value, dict):
-        for key, part in list(value.items()):
-            yield f"[{key!r}]", itemgetter(key), part
+        for key in list(value):
+            yield f"[{key!r}]", itemgetter(key)
     elif isinstance(value, list | tuple):
-        for index, part in enumerate(value):
-            yield f"[{index}]", itemgetter(index), part
+        for index in range(len(value)):
+            yield f"[{index}]", itemgetter(index)
     elif isinstance(value, nn.Module):
-        plain = [
-            (name, part) for name, part in list(vars(value).items()) if name not in _OF_EVERY_MODULE
-        ]
-        for name, part in (*plain, *value._modules.items()):
-            yield f".{name}", attrgetter(name), part
-        yield "", attrgetter("__class__.forward"), type(value).forward
+        yield from _attributes([name for name in vars(value) if name not in _OF_EVERY_MODULE])
+        yield from _attributes(list(value._modules))
+        yield "", attrgetter("__class__.forward")
     elif not isinstance(value, type | ModuleType) and not _is_torchs_or_ours(type(value)):
-        for name, part in list(getattr(value, "__dict__", {}).items()):
-            yield f".{name}", attrgetter(name), part
+        yield from _attributes(list(getattr(value, "__dict__", ())))
         if callable(value):
-            yield "", attrgetter("__class__.__call__"), type(value).__call__
+            yield "", attrgetter("__class__.__call__")
 
 
-def _variables(function: FunctionType) -> Iterator[tuple[str, _Get, Any]]:
-    for index, (name, cell) in enumerate(
-        zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    ):
-        try:
-            part = cell.cell_contents
-        except ValueError:  # not assigned yet
-            continue
-        yield name, functools.partial(_content, index), part
+def _attributes(names: Iterable[str]) -> Iterator[tuple[str, _Get]]:
+    return ((f".{name}", attrgetter(name)) for name in names)
+
+
+def _variables(function: FunctionType) -> Iterator[tuple[str, _Get]]:
+    for index, name in enumerate(function.__code__.co_freevars):
+        yield name, functools.partial(_content, index)
     names = set(_names(function.__code__))
     for name in names & function.__globals__.keys():
         part = function.__globals__[name]
-        if isinstance(part, ModuleType):
-            if is_of_the_program(getattr(part, "__file__", None) or ""):
-                for inner in names & vars(part).keys():
-                    yield (
-                        f"{name}.{inner}",
-                        functools.partial(_global, f"{name}.{inner}"),
-                        vars(part)[inner],
-                    )
-        else:
-            yield name, functools.partial(_global, name), part
-    for argument, part in (function.__kwdefaults__ or {}).items():
-        yield argument, functools.partial(_default, argument), part
-    for index, part in enumerate(function.__defaults__ or ()):
-        yield f"default {index}", functools.partial(_default, index), part
+        if not isinstance(part, ModuleType):
+            yield name, functools.partial(_global, name)
+        elif is_of_the_program(getattr(part, "__file__", None) or ""):
+            for inner in names & vars(part).keys():
+                yield f"{name}.{inner}", functools.partial(_global, f"{name}.{inner}")
+    for argument in function.__kwdefaults__ or ():
+        yield argument, functools.partial(_default, argument)
+    for index in range(len(function.__defaults__ or ())):
+        yield f"default {index}", functools.partial(_default, index)
 
 
 def _content(index: int, function: Any) -> Any:
