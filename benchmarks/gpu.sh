@@ -169,7 +169,7 @@ if in_stage 1 && ((nodes == 1)); then
     fi
     part test-eager 50 "${test[@]}" -m "not slow" tests/gpu/test_gpu_one_rank.py tests/gpu/test_gpu_late_streams.py
     part test-rules 30 "${test[@]}" tests/gpu/test_gpu_capture_rules.py
-    part test-captures 60 "${test[@]}" tests/gpu/test_gpu_graphed_step.py tests/gpu/test_gpu_captures_in_turn.py
+    part test-captures 60 "${test[@]}" tests/gpu/test_gpu_refusals.py tests/gpu/test_gpu_graphed_step.py tests/gpu/test_gpu_captures_in_turn.py
     part test-nccl 40 "${test[@]}" tests/gpu/test_gpu_nccl_alone.py
     part test-evidence 30 "${test[@]}" -s tests/gpu/test_gpu_graph_evidence.py
     part test-upstream 20 "${test[@]}" tests/gpu/test_gpu_upstream_bugs.py

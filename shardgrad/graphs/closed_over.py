@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from shardgrad.errors import CaptureError
 from shardgrad.graphs.outputs import local_tensor
 from shardgrad.graphs.program_line import is_of_the_program
 
@@ -85,6 +86,7 @@ class Reads(TorchDispatchMode):
     Args:
         function: of the step.
         modules: that the step uses.
+        generators: of random numbers, that the graph knows besides its device's default one.
 
     Attributes:
         places: of tensors that the function closes over and operations read, with `Place.key` at
@@ -95,8 +97,14 @@ class Reads(TorchDispatchMode):
             among `modules`.
     """
 
-    def __init__(self, function: Callable[..., Any], modules: Iterable[nn.Module]) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        modules: Iterable[nn.Module],
+        generators: Sequence[torch.Generator] = (),
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._generators = generators
         self.places: dict[Place, Hashable] = {}
         self.numbers: dict[str, Any] = {}
         self.groups: set[dist.ProcessGroup] = set()
@@ -138,11 +146,14 @@ class Reads(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        leaves = tree_leaves((args, kwargs))
+        for leaf in leaves:
+            if isinstance(leaf, torch.Generator):
+                self._require_known(leaf)
         result = func(*args, **kwargs)
         # Collectives do not declare what they write.
         writes = func._schema.is_mutable or func.namespace == "c10d"
         given = set()
-        leaves = tree_leaves((args, kwargs))
         if "c10d" in func.namespace:
             self.groups.update(_groups(leaves))
         for tensor in _plain(leaves):
@@ -159,6 +170,16 @@ class Reads(TorchDispatchMode):
                 self._written[identity] = reference, tensor.device
         self._made.update({_identity(t) for t in _plain(tree_leaves(result))} - given)
         return result
+
+    def _require_known(self, generator: torch.Generator) -> None:
+        known = (*torch.cuda.default_generators, *self._generators)
+        if generator.device.type == "cuda" and not any(generator is each for each in known):
+            raise CaptureError(
+                "it draws from a torch.Generator that graphed_step was not given",
+                expected="the device's default generator, or those that were given",
+                got="another one, which a graph cannot advance",
+                fix="graphed_step(..., generator)",
+            )
 
     def written(self) -> Iterator[torch.Tensor]:
         """Yields the memory, as bytes, that was there before the block, was written in it, and is

@@ -513,7 +513,8 @@ class GraphedStep(Generic[_P, _R]):
             self._generators,
             kind.seen[key[1]],
         )
-        reads = Reads(self._function, self._modules)
+        generators = [*self._generators, *kind.seen[key[1]].generators]
+        reads = Reads(self._function, self._modules, generators)
         args, kwargs = kind.buffers.arguments
         try:
             with _stale_streams_overridden(), graph.captured(), reads:

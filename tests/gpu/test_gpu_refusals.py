@@ -1,0 +1,151 @@
+"""What a graphed step refuses before it launches anything, each in its sentence."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardgrad
+from shardgrad.errors import (
+    CaptureError,
+    OptionError,
+    ReplayMismatchError,
+    ShardgradError,
+    StepInputError,
+    StepOutputError,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+    pytest.mark.usefixtures("one_rank"),
+]
+
+
+def doubled(x: Any) -> Any:
+    return x * 2
+
+
+def given(what: Any, **settings: Any) -> Callable[[], object]:
+    """Calls a step with an argument."""
+    return lambda: shardgrad.graphed_step(**settings)(doubled)(what)
+
+
+def decorated(*capturables: Any, **settings: Any) -> Callable[[], object]:
+    return lambda: shardgrad.graphed_step(*capturables, **settings)
+
+
+def after_close() -> None:
+    step = shardgrad.graphed_step()(doubled)
+    step.close()
+    step(torch.ones(2))
+
+
+def in_another_thread() -> None:
+    step, errors = shardgrad.graphed_step()(doubled), []
+
+    def call() -> None:
+        try:
+            step(torch.ones(2))
+        except CaptureError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    raise errors[0]
+
+
+def inside_another_step() -> None:
+    inner = shardgrad.graphed_step()(doubled)
+    shardgrad.graphed_step()(inner)(torch.ones(2))
+
+
+def inside_a_capture() -> None:
+    step, x = shardgrad.graphed_step()(doubled), torch.ones(2, device="cuda")
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+        x = x * 2
+        step(x)
+
+
+def another_program_when_captured() -> None:
+    @shardgrad.graphed_step(warmup=1, verify=1)
+    def step(x: Tensor) -> Tensor:
+        return x * (2 + torch.cuda.is_current_stream_capturing())
+
+    for _ in range(3):
+        step(torch.ones(2))
+
+
+def a_generator_of_its_own() -> None:
+    own = torch.Generator("cuda")
+    step = shardgrad.graphed_step(warmup=1)(
+        lambda x: x * torch.rand(2, device="cuda", generator=own)
+    )
+    for _ in range(2):
+        step(torch.ones(2))
+
+
+WEIGHT = torch.nn.Parameter(torch.ones(2))
+SCHEDULE = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD([WEIGHT], lr=0.1))
+REFUSED: dict[str, tuple[Callable[[], object], type[ShardgradError], str]] = {
+    "no warm-up": (decorated(warmup=0), OptionError, "given warmup=0"),
+    "a policy that there is not": (
+        decorated(on_uncapturable="ignore"),
+        OptionError,
+        "'raise', 'eager' or 'split'",
+    ),
+    "a scaler of torch's": (
+        decorated(torch.amp.GradScaler("cuda")),
+        OptionError,
+        "torch's GradScaler, which reads on the host",
+    ),
+    "a schedule": (decorated(SCHEDULE), OptionError, "step it between calls"),
+    "a function": (decorated(doubled), OptionError, "goes into the second pair of parentheses"),
+    "a number": (decorated(3), OptionError, "graphed_step was given a int"),
+    "an input with a gradient": (given(WEIGHT * 1), StepInputError, "requires a gradient, which"),
+    "a sparse input": (
+        given(torch.eye(2).to_sparse()),
+        StepInputError,
+        r"its layout is torch\.sparse",
+    ),
+    "an input without data": (given(torch.ones(2, device="meta")), StepInputError, "device meta"),
+    "a subclass": (
+        given(torch.ones(2).as_subclass(type("Tagged", (Tensor,), {}))),
+        StepInputError,
+        "it is a Tagged",
+    ),
+    "an object without a hash": (given({1}), StepInputError, "cannot be compared with the next"),
+    "too few micro-batches": (
+        given([torch.ones(2)], accumulate=2),
+        StepInputError,
+        r"accumulate=2[\s\S]*1 of them",
+    ),
+    "an output that is a number": (given(3), StepOutputError, "returned a int"),
+    "a call after close": (after_close, CaptureError, "it was closed"),
+    "a call from another thread": (in_another_thread, CaptureError, "the thread that built it"),
+    "a step in a step": (inside_another_step, CaptureError, r"step\.__wrapped__"),
+    "a step in a capture": (inside_a_capture, CaptureError, r"inside another step or capture"),
+    "another program when captured": (
+        another_program_when_captured,
+        ReplayMismatchError,
+        "a replay and an eager step from the same state differ in output",
+    ),
+    "a generator of its own": (
+        a_generator_of_its_own,
+        CaptureError,
+        r"a torch\.Generator that graphed_step was not given[\s\S]*\(\.\.\., generator\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_a_step_is_refused_in_a_sentence(name: str) -> None:
+    program, kind, sentence = REFUSED[name]
+    with pytest.raises(kind, match=sentence):
+        program()
