@@ -263,9 +263,9 @@ model and gradients are averaged by hand. `python -m tests.silent` does that aga
 record, `benchmarks/results/silent.jsonl`. This project is *never silently wrong* in them, which CI tests. To look for
 such a mistake in a program of your own, with any engine: [audit it](../how_to/check_a_program.md).
 
-*Wrong* is other numbers, without a word; *wrong, warns* other numbers, and a warning that a program without a mistake does not
-get. *Hangs* is no end and no word within 13 seconds; *hangs, warns* waits, and says for what. *Backend fails* is gloo's own error,
-such as a lost connection; over NCCL, a hang. A refusal is any other exception.
+*Wrong* is other numbers, without a word; *wrong, warns* other numbers, and a warning that a program without a mistake
+does not get. *Hangs* is no end and no word within 13 seconds; *hangs, warns* waits, and says for what. *Backend fails* is
+gloo's own error, such as a lost connection; over NCCL, a hang. A refusal is any other exception.
 
 {counts}
 
