@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from operator import attrgetter, is_
+from operator import is_
 from typing import cast
 
 import torch
@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from shardgrad import ops
 from shardgrad.engine.grad_shard import GradShard
-from shardgrad.engine.param import FSDPParam, is_replaced
+from shardgrad.engine.param import FSDPParam, is_replaced, local_of
 from shardgrad.engine.param_group import ParamGroup, group_of
 from shardgrad.engine.streams import is_capturing
 from shardgrad.errors import CaptureError, GradientError, OptimizerParameterError
@@ -37,28 +37,6 @@ from shardgrad.sharding.dtensor import dtensor_like, in_own_storage
 from shardgrad.sharding.layout import Piece
 
 __all__ = ["Launch", "PlainSegment", "Segment", "ShardedSegment"]
-
-
-class _StorageCheck:
-    """Detects that a program has replaced the data of sharded parameters, which torch allows:
-    `param.data = x`. A DTensor's own storage holds no data, but is replaced along with it.
-
-    Args:
-        params: sharded parameters.
-    """
-
-    def __init__(self, params: Sequence[torch.Tensor]) -> None:
-        self._params = list(params)
-        self._memory = self._memory_now()
-
-    def _memory_now(self) -> list[object]:
-        storages = map(torch.Tensor.untyped_storage, self._params)
-        return [*map(attrgetter("_local_tensor"), self._params), *storages]
-
-    @property
-    def is_unchanged(self) -> bool:
-        """False if a local tensor or a storage is another object than before."""
-        return all(map(is_, self._memory_now(), self._memory))
 
 
 @dataclass(frozen=True)
@@ -244,7 +222,7 @@ class ShardedSegment(Segment):
             [managed.sharded for managed in self._members], sum(spans), rank=group.mesh.shard_rank
         )
         self._generation = group.generation
-        self._storage_check = _StorageCheck(self.params)
+        self._memory = self._memory_now()
         self._table: _Table | None = None
 
     def _pieces(self) -> list[Piece]:
@@ -302,6 +280,15 @@ class ShardedSegment(Segment):
             shard.nonfinite,
         )
 
+    def _memory_now(self) -> list[object]:
+        """Returns what other objects take the place of where a program replaces a parameter's data.
+
+        torch allows that: `param.data = x`. A DTensor's own storage holds no data, but is replaced
+        along with it.
+        """
+        storages = map(torch.Tensor.untyped_storage, self.params)
+        return [*map(local_of, self.params), *storages]
+
     def _require_same_params(self) -> None:
         """Refuses parameters that the program replaced, or whose data it replaced."""
         if self._generation != self._group.generation:
@@ -315,9 +302,9 @@ class ShardedSegment(Segment):
                         where=f"unit {self._group.name or 'root'!r}",
                         fix="build the optimizer after the last change of this kind",
                     )
-            self._storage_check = _StorageCheck(self.params)
+            self._memory = self._memory_now()
             self._generation = self._group.generation
-        if self._storage_check.is_unchanged:
+        if all(map(is_, self._memory_now(), self._memory)):
             return
         if any(group_of(managed) is not self._group for managed in self._members):
             raise OptimizerParameterError(

@@ -371,7 +371,7 @@ def test_parameters_of_two_engines_in_one_optimizer_are_refused() -> None:
 
 @on_ranks(2)
 def test_a_replaced_parameter_is_refused_before_anything_changes() -> None:
-    for replace in (_replace_object, _replace_data):
+    for replace in (_replace_object, _replace_local, _assign_data):
         model = SHARDGRAD.fully_shard(stack(5, 4, 3))
         optim = shardgrad.optim.SGD(model.parameters(), lr=0.1)
         model(SHARDGRAD.inputs(0, 5)).sum().backward()
@@ -389,9 +389,14 @@ def _replace_object(model: nn.Module) -> None:
     model.load_state_dict(state, assign=True)
 
 
-def _replace_data(model: nn.Module) -> None:
+def _replace_local(model: nn.Module) -> None:
     weight = model[2].weight
     weight._local_tensor = torch.zeros_like(weight._local_tensor)
+
+
+def _assign_data(model: nn.Module) -> None:
+    """Torch leaves the local tensor of a DTensor as it is, so nothing would be changed."""
+    model[2].weight.data = torch.zeros_like(model[2].weight)
 
 
 @on_ranks(2)
