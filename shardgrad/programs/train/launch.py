@@ -58,6 +58,7 @@ def prepare(given: Mapping[str, Any], *, resume: Path | None, debug: bool) -> Jo
         config, folder = _new_run(given, world_size)
     else:
         config, folder = _old_run(given, resume, world_size), resume
+    _check_inputs(config)
     if world_size is None:
         require_room(config.ranks or 1)
     config = dataclasses.replace(config, run_dir=str(folder))
@@ -70,7 +71,11 @@ def start(job: Job) -> Report:
     if torchrun_world_size() is not None:
         return run_rank(job, init_method="env://")
     job.folder.mkdir(parents=True, exist_ok=True)
-    ranks = job.config.ranks or _fitting_ranks(job.config)
+    ranks = job.config.ranks
+    if ranks is None:
+        from shardgrad.programs.train.parallel import default_ranks  # imports PyTorch
+
+        ranks = default_ranks(job.config)
     return spawn(
         dataclasses.replace(job, config=dataclasses.replace(job.config, ranks=ranks)), ranks
     )
@@ -121,7 +126,6 @@ def newest_run() -> Path:
 
 def _new_run(given: Mapping[str, Any], world_size: int | None) -> tuple[TrainConfig, Path]:
     config = TrainConfig(**given)
-    _check_inputs(config)
     if world_size is not None and config.ranks not in (None, world_size):
         raise UsageError(
             f"torchrun started {world_size} ranks, not the {config.ranks} of --ranks: drop --ranks."
@@ -147,7 +151,6 @@ def _old_run(given: Mapping[str, Any], folder: Path, world_size: int | None) -> 
             f"--resume {folder} goes on in that folder: leave out --run-dir {given['run_dir']}."
         )
     config = resumed(saved, given, world_size=world_size)
-    _check_inputs(config)
     step = _step_of_latest(folder / "checkpoints")
     if step is not None and step >= config.steps:
         raise UsageError(
@@ -167,14 +170,6 @@ def _check_inputs(config: TrainConfig) -> None:
         validation_fraction=config.validation_fraction,
         seq_len=config.seq_len,
     )
-
-
-def _fitting_ranks(config: TrainConfig) -> int:
-    if config.engine == "none":
-        return 1
-    from shardgrad.programs.train.parallel import default_ranks
-
-    return default_ranks(config.device)
 
 
 def _saved_config(folder: Path) -> TrainConfig:

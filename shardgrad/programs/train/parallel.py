@@ -169,9 +169,11 @@ def build_mesh(world: World, text: str | None, *, timeout_s: float) -> DeviceMes
     return DeviceMesh.from_group(groups, world.device.type, ranks, mesh_dim_names=names)
 
 
-def default_ranks(device: str) -> int:
+def default_ranks(config: TrainConfig) -> int:
     """Returns the default number of ranks: one per accelerator, else two if there are two cores."""
-    if device != "cpu" and torch.accelerator.is_available():
+    if config.engine == "none":
+        return 1
+    if config.device != "cpu" and torch.accelerator.is_available():
         return torch.accelerator.device_count()
     return min(2, available_cores())
 
