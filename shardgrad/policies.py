@@ -87,11 +87,16 @@ class GradientPolicy:
         wire_dtype: `torch.bfloat16`, or None, which changes nothing: gradients travel in the
             reduce dtype. `MixedPrecisionPolicy.reduce_dtype` has to be
             float32 with a wire dtype, which None stands for.
+        persistent: keep gradients at one address from the first reduction on, for programs that
+            hold `data_ptr()`: as long as the same parameters require grad, and are not replaced.
+            It costs the gradients' memory at the loss, and a gradient that is kept (`g = p.grad;
+            p.grad = None`) is overwritten by the next reduction.
     """
 
     dtype: torch.dtype | None = None
     decoupled: bool = False
     wire_dtype: torch.dtype | None = None
+    persistent: bool = False
 
     @property
     def attribute(self) -> str:

@@ -17,8 +17,8 @@ assigns, is noted there by `settle` before a kernel looks.
 Where all gradients of a shard are None, its memory would only raise the peak, which is often at the
 loss. So on a device the outermost forward frees it, and the next reduction allocates it again, both
 on the stream that packs. Memory that a graph reads or writes is kept at its address, and so is that
-of the CPU, where new pages cost more. A graph in which gradients are None at both ends has its own:
-see `graphs/engine_state.py`.
+of the CPU, where new pages cost more, and that of a `GradientPolicy(persistent=True)`. A graph in
+which gradients are None at both ends has its own: see `graphs/engine_state.py`.
 
 [Note: Missed parameters]
 The flags say whether another rank had a gradient that this one has missed. They are copied to the
@@ -79,6 +79,7 @@ class GradShard:
         self.params = [p.sharded for p in params]  # the trainable ones, in layout order
         self._layout = layout
         self.attribute = policy.attribute  # of a parameter: what its gradient is bound to
+        self._is_persistent = policy.persistent
         self.mesh = mesh
         self._home = home
         # Not on the mesh's device, where a reduction needs room.
@@ -127,7 +128,7 @@ class GradShard:
             return
         numel = self._layout.chunk_numel
         self.stream = self.current_stream() or self.stream  # none on the host
-        stays = self._home.is_offloaded or self._home.is_virtual
+        stays = self._is_persistent or self._home.is_offloaded or self._home.is_virtual
         may_go = self.stream is not None and not (stays or self.is_captured)
         if self.flat.numel():
             self.flat.untyped_storage().resize_(self.flat.nbytes)
@@ -232,7 +233,7 @@ class GradShard:
 
         In a capture, it is noted what each replay has to part with.
         """
-        if not self.has_memory:
+        if self._is_persistent or not self.has_memory:
             return
         if self.is_captured:
             self.objects.note_overwritten()
@@ -461,6 +462,15 @@ class GradShard:
             # Gradients may have changed places, in this model or between two: what is written over
             # may be what another parameter has been given.
             places = {place for place, _ in foreign}.intersection(self.objects.held())
+            if places and self._is_persistent:
+                raise ForeignParameterError(
+                    "a gradient was assigned where the program keeps the one of before, whose "
+                    "memory GradientPolicy(persistent=True) does not leave to it",
+                    expected="gradients that are changed in place",
+                    got=f"another gradient for {len(places)} parameters",
+                    where=f"a parameter of shape {tuple(self.objects.plain[min(places)].shape)}",
+                    fix="param.grad.copy_(other), or persistent=False",
+                )
             self._part_with(sorted(places), self.current_stream())
         for place, grad in foreign:
             with torch.no_grad():

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import shardgrad
+from shardgrad.errors import ForeignParameterError
 from tests.support.ranks import on_ranks
 
 SIZE = 6
@@ -179,6 +180,34 @@ def test_a_step_that_keeps_nothing_has_the_same_gradient_objects_every_time() ->
         assert ids in (None, now)
         ids = now
         assert norm > 0
+
+
+@on_ranks(2)
+def test_a_persistent_gradient_has_one_address_and_the_values_of_one_that_is_not() -> None:
+    model = sharded(gradient_policy=shardgrad.GradientPolicy(persistent=True))
+    plain = sharded()
+    params = list(model.parameters())
+    found = []
+    for number in range(3):
+        for each in (model, plain):
+            forget(each)
+            backward(each, number)
+        kept, *_ = grads = [param.grad for param in params]
+        for grad, other in zip(grads, plain.parameters(), strict=True):
+            assert torch.equal(value(grad), value(other.grad))
+        found.append([(id(grad), grad.to_local().data_ptr()) for grad in grads])  # type: ignore[union-attr]
+        assert found[-1] == found[0]
+    then = value(kept)
+    forget(model)
+    backward(model, 9)
+    assert not torch.equal(value(kept), then)  # which is what it costs
+    del kept, grads, grad, other
+    params[0].grad = params[0].grad * 2  # type: ignore[operator]
+    shardgrad.clip_grad_norm_(model, 1e9)
+    assert params[0].grad.to_local().data_ptr() == found[0][0][1]  # type: ignore[union-attr]
+    params[0].grad, params[2].grad = params[2].grad, params[0].grad
+    with pytest.raises(ForeignParameterError, match="where the program keeps the one of before"):
+        shardgrad.clip_grad_norm_(model, 1e9)
 
 
 @on_ranks(2)
