@@ -184,6 +184,8 @@ def test_a_run_whose_removed_lock_another_process_took_is_refused(tmp_path: Path
     with elsewhere(lambda: save(Series(tmp_path), 5)) as holder:
         with pytest.raises(CheckpointSaveError, match=f"process {holder} "):
             save(series, 2)
+        series.release()
+        assert (tmp_path / ".lock").exists()  # it is the other one's
         assert names(tmp_path) == ["step_000001", "step_000005"]
 
 

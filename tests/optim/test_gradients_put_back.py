@@ -65,7 +65,17 @@ def clipped_while_all_are_out(model: nn.Module, optim: Any, clip: Clip, _: int) 
     return [full(tensor.detach()) for tensor in (*params, *(param.grad for param in params))]
 
 
-PROGRAMS = [clipped_without_one, clipped_while_all_are_out]
+def given_to_a_frozen_one(model: nn.Module, optim: Any, clip: Clip, hidden: int) -> list[Tensor]:
+    params = list(model.parameters())
+    params[hidden].requires_grad_(False)
+    backward(model)
+    params[hidden].grad = torch.ones_like(params[hidden])
+    norm = clip(params, 0.01)
+    optim(params, lr=LR).step()
+    return [full(tensor.detach()) for tensor in (norm, *params)]
+
+
+PROGRAMS = [clipped_without_one, clipped_while_all_are_out, given_to_a_frozen_one]
 
 
 @pytest.mark.parametrize("hidden", [2, 3, 7])
