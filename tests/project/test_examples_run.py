@@ -15,8 +15,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardgrad
@@ -29,7 +27,6 @@ SIZES = TransformerConfig(width=32, layers=3, heads=2, kv_heads=2, hidden=32)
 # What a page begins with: a model that it shards, a sharded one, or nothing.
 UNSHARDED = (
     "compile",
-    "from_another_engine",
     "from_deepspeed",
     "send_fewer_bytes",
 )
@@ -137,19 +134,13 @@ def after(page: str, number: int, names: dict[str, Any]) -> None:
     elif page == "checkpoints" and number == 0:
         assert names["step"] == 3
         names["folder"] += "/weights"
-    elif page == "optimize_and_clip" and number == 1:  # the next block reads what a program saved
-        saved = {"optimizer": get_optimizer_state_dict(names["model"], names["optimizer"])}
-        dcp.save(saved, checkpoint_id=names["folder"])
     elif page == "compile":
         names["model"](tokens()).mean().backward()
     elif page == "migrate_to_graphed_step" and number == 1:
         names["Average"](names["model"]).update()
-    elif page == "migrate_to_graphed_step" and number == 3:
+    elif page == "migrate_to_graphed_step" and number == 2:
         (padded, targets), _ = names["to_a_multiple_of_128"](tokens(), tokens())
         assert padded.shape == targets.shape == (2, 128)
-    elif page == "migrate_to_graphed_step" and number == 4:
-        for _ in range(4):
-            names["step"](tokens(), tokens())
 
 
 @pytest.mark.parametrize(
