@@ -64,6 +64,7 @@ def test_links_lead_to_files_and_headings_that_exist(page: Path) -> None:
         file, _, anchor = target.partition("#")
         path = (page.parent / file).resolve() if file else page
         assert path.exists(), f"{target} leads nowhere"
+        assert path.suffix != ".md" or path in PAGES, f"{target} is no page of the site"
         assert not anchor or anchor in anchors(path), f"{target}: no such heading"
 
 
