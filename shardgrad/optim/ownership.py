@@ -140,7 +140,6 @@ class Exchange:
     swapped.
 
     Attributes:
-        owners: a rank per matrix.
         sent: elements for each rank, padding included.
         received: elements from each rank.
         send_slices: for each matrix, this rank's piece in the send buffer; it may be empty.
@@ -149,7 +148,6 @@ class Exchange:
         matrices_numel: elements of the buffer of these matrices.
     """
 
-    owners: tuple[int, ...]
     sent: tuple[int, ...]
     received: tuple[int, ...]
     send_slices: tuple[BufferSlice, ...]
@@ -167,9 +165,8 @@ class Exchange:
             rank: this one.
         """
         pieces = ShardLayout.of(shapes, world_size, alignment=1, with_flags=False).pieces
-        chosen = owners(shapes, world_size)
         owned: list[list[int]] = [[] for _ in range(world_size)]
-        for matrix, owner in enumerate(chosen):
+        for matrix, owner in enumerate(owners(shapes, world_size)):
             owned[owner].append(matrix)
         send_slices: list[BufferSlice] = [BufferSlice(0, 0)] * len(shapes)
         sent_ends = [0]
@@ -192,7 +189,6 @@ class Exchange:
                     place = places[matrix] + row * pieces[matrix].shape[1]
                     received.append(ReceivedPiece(begin, place, numel))
         return cls(
-            tuple(chosen),
             tuple(end - begin for begin, end in pairwise(sent_ends)),
             tuple(end - begin for begin, end in pairwise(received_ends)),
             tuple(send_slices),
