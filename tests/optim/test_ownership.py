@@ -32,6 +32,7 @@ def test_no_rank_works_more_than_the_mean_and_one_matrix(
     assert max(load) <= sum(costs) / world_size + max(costs)
 
 
+@few
 @given(st.integers(1, 64), st.integers(1, 5))
 def test_equal_matrices_are_dealt_out_evenly(world_size: int, rounds: int) -> None:
     chosen = owners([(8, 8)] * (world_size * rounds), world_size)
