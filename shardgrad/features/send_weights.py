@@ -10,7 +10,7 @@ gaps in memory, are packed, at most `BATCH_NBYTES` at a time.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import groupby
@@ -66,7 +66,7 @@ class Message(NamedTuple):
     target: str
     placed: Box
     dtype: torch.dtype
-    batch: int
+    batch: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -130,8 +130,6 @@ def plan_weights(
         )
     messages: list[Message] = []
     shapes: dict[str, tuple[int, ...]] = {}
-    in_flight: Counter[int] = Counter()
-    batch = 0
     for target, cuts in layout.items():
         offset, widths = 0, set()
         for cut in (Cut(*each) for each in cuts):
@@ -142,13 +140,7 @@ def plan_weights(
                     sent = _moved(overlap, row.dim, -begin)
                     placed = _moved(_relative(overlap, wanted), 0, offset)
                     which = (sender, receiver, cut.name, sent, target, placed)
-                    message = Message(*which, dtype or row.dtype, batch)
-                    for rank in (sender, receiver):
-                        in_flight[rank] += message.nbytes
-                    if messages and max(in_flight[sender], in_flight[receiver]) > BATCH_NBYTES:
-                        batch += 1
-                        in_flight = Counter(dict.fromkeys((sender, receiver), message.nbytes))
-                    messages.append(message._replace(batch=batch))
+                    messages.append(Message(*which, dtype or row.dtype))
             sizes = [end - begin for begin, end in wanted]
             offset += sizes[0]
             widths.add(tuple(sizes[1:]))
@@ -160,7 +152,23 @@ def plan_weights(
                 fix="cut all of them along the same dim",
             )
         shapes[target] = (offset, *widths.pop()) if row.shape else ()
-    return WeightPlan(tuple(messages), shapes, {name: _pieces(row) for name, row in table.items()})
+    pieces = {name: _pieces(row) for name, row in table.items()}
+    return WeightPlan(tuple(_in_batches(messages)), shapes, pieces)
+
+
+def _in_batches(messages: Iterable[Message]) -> Iterator[Message]:
+    """Yields messages with the numbers of their batches, in none of which too much is on its way
+    from or to a rank; see `BATCH_NBYTES`.
+    """
+    batch, in_flight = 0, Counter[int]()
+    for message in messages:
+        ranks = (message.sender, message.receiver)
+        busiest = max(in_flight[rank] for rank in ranks)
+        if busiest and busiest + message.nbytes > BATCH_NBYTES:
+            batch += 1
+            in_flight.clear()
+        in_flight.update(dict.fromkeys(ranks, message.nbytes))
+        yield message._replace(batch=batch)
 
 
 def send_weights(

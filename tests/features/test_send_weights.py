@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Iterator
@@ -205,6 +206,25 @@ def test_messages_in_flight_are_bounded_without_a_deadlock() -> None:
 
 
 # -- plans, which need no ranks
+
+
+@pytest.mark.parametrize("limit", [1, 100, 10_000])
+def test_no_rank_has_more_in_flight_than_the_limit_or_one_message(
+    monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    monkeypatch.setattr(send_weights, "BATCH_NBYTES", limit)
+    layout = {"q": [("q", 0)], "o": [("o", 1)], "n": [("n", None)]}
+    plan = shardgrad.plan_weights(table_of(2, q=(8, 3), o=(6, 16), n=(5,)), layout, [2, 3])
+    numbers = [message.batch for message in plan.messages]
+    assert numbers == sorted(numbers)
+    for batch, rank in itertools.product(set(numbers), range(4)):
+        own = [
+            message.nbytes
+            for message in plan.messages
+            if message.batch == batch and rank in (message.sender, message.receiver)
+        ]
+        assert len(own) <= 1 or sum(own) <= limit
+    assert (limit < 10_000) == (len(set(numbers)) > 1)
 
 
 def table_of(ranks: int, **shapes: tuple[int, ...]) -> dict[str, ExportedParameter]:
