@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 from benchmarks.models import facts_of
 from tests.benchmarks.test_programs import assert_spread, smoke
 
 MIB = 2**20
+
+
+def test_graphs_of_a_pool_take_turns_in_the_memory_of_the_largest() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.cuda_runtime.pool_bytes", "2"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    rows = [list(map(int, line.split()[-4:])) for line in done.stdout.splitlines()]
+    assert len(rows) == 7
+    assert len({pool for pool, *_ in rows}) == 1
+    for _, reserved, _, eager_peak in rows:
+        assert reserved <= 1.2 * eager_peak  # segments are large beside two layers
 
 
 def test_a_step_needs_no_more_memory_than_fsdp2_and_the_gradients_that_stay(tmp_path: Path) -> None:
