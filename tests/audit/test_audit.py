@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shardgrad.programs.audit.audit import _left, _rank
-from shardgrad.programs.audit.first_difference import Piece, Run, first_difference
+from shardgrad.programs.audit.first_difference import Piece, Trace, first_difference
 from tests.support.processes import CONTEXT
 from tests.support.programs import run
 
@@ -37,32 +37,32 @@ def test_a_right_program_passes(name: str) -> None:
     [
         (
             "past_the_wrapper",
-            ": every rank has its own, and their mean would be right: not averaged",
+            "step 0, gradient of module.0.weight, and 3 more: not averaged: every rank has its own",
         ),
         (
             "summed",
-            "step 0, gradient of 0.weight, and 3 more: it is 2 times the expected one on "
-            "ranks 0 and 1",
+            "step 0, gradient of 0.weight, and 3 more: 2 times too large: summed over the ranks",
         ),
         (
             "seeded_by_rank",
-            "initial value of 0.weight, and 3 more: it is off by ",
+            "initial value of 0.weight, and 3 more: rank 1 begins with other weights: seed every "
+            "rank alike",
         ),
         (
             "only_the_data_of_rank_0",
-            "step 0, gradient of 0.weight, and 3 more: it is off by ",
+            "step 0, gradient of 0.weight, and 3 more: it is the gradient of part 0",
         ),
         (
             "one_step_late",
-            "step 1, gradient of 0.weight, and 3 more: it is off by ",
+            "step 1, gradient of 0.weight, and 3 more: stale: it is the gradient of step 0",
         ),
         (
             "unused_on_rank_1",
-            "step 0, gradient of sometimes.weight, and 1 more: there is none on rank 1",
+            "step 0, gradient of sometimes.weight, and 1 more: rank 1 has no gradient",
         ),
         (
             "forgotten_by_the_optimizer",
-            "step 0, value of module.2.weight, and 1 more: it is off by ",
+            "step 0, value of module.2.weight, and 1 more: gradients agree, and no rank updates it",
         ),
         ("another_model_on_rank_1", "fails on 2: rank"),
     ],
@@ -105,7 +105,7 @@ def test_a_rank_has_the_environment_of_a_launcher(tmp_path: Path) -> None:
     process = CONTEXT.Process(target=_rank, args=(target, 0, 1, 0, [0], str(tmp_path)))
     process.start()
     process.join()
-    assert isinstance(_left(tmp_path, 0, process.exitcode), dict)
+    assert isinstance(_left(tmp_path, 0, process.exitcode), Trace)
 
 
 @pytest.mark.parametrize(
@@ -142,61 +142,76 @@ WEIGHT = torch.arange(1.0, 7.0).view(3, 2)
 GRADIENT = torch.tensor([[1.0, -2.0], [3.0, 0.5], [-1.0, 2.0]])
 
 
-def whole(values: torch.Tensor) -> Piece:
-    return Piece(values, tuple(values.shape), (0,) * values.dim())
+def whole(values: torch.Tensor | None) -> Piece | None:
+    return None if values is None else Piece(values, tuple(values.shape), (0,) * values.dim())
+
+
+def trace(*gradients: torch.Tensor | None, weights: list[torch.Tensor] | None = None) -> Trace:
+    weights = weights or [WEIGHT - (step + 1) * GRADIENT for step in range(len(gradients))]
+    return Trace(
+        {"w": whole(WEIGHT)},
+        [{"w": whole(each)} for each in gradients],
+        [{"w": whole(each)} for each in weights],
+    )
 
 
 def rows(values: torch.Tensor, start: int, stop: int) -> Piece:
     return Piece(values[start:stop], tuple(values.shape), (start, 0))
 
 
-def a_run(gradient: torch.Tensor, value: torch.Tensor = WEIGHT) -> Run:
-    return {
-        "initial value": {"w": whole(WEIGHT)},
-        "step 0, gradient": {"w": whole(gradient)},
-        "step 0, value": {"w": whole(value)},
-    }
-
-
-def said(*ranks: Run) -> str:
-    return str(first_difference(a_run(GRADIENT), ranks))
+def said(reference: Trace, *ranks: Trace) -> str:
+    return str(first_difference(reference, ranks))
 
 
 def test_rounding_is_not_a_difference() -> None:
-    assert first_difference(a_run(GRADIENT), [a_run(GRADIENT * (1 + 1e-6))] * 2) is None
+    assert first_difference(trace(GRADIENT), [trace(GRADIENT * (1 + 1e-6))] * 2) is None
 
 
 def test_a_gradient_that_is_not_finite_anywhere_is_no_difference() -> None:
     broken = GRADIENT / torch.zeros(())
-    assert first_difference(a_run(broken), [a_run(broken)] * 2) is None
-    assert "step 0, gradient of w" in str(first_difference(a_run(GRADIENT), [a_run(broken)] * 2))
+    assert first_difference(trace(broken), [trace(broken)] * 2) is None
 
 
 def test_factors_are_recognized() -> None:
-    for factor, words in ((0.5, "0.5"), (3.5, "3.5"), (0, "0")):
-        wrong = a_run(GRADIENT * factor)
-        assert said(wrong, wrong) == (
-            f"step 0, gradient of w: it is {words} times the expected one on ranks 0 and 1"
-        )
+    assert "2 times too small: averaged once too often" in said(
+        trace(GRADIENT), *[trace(GRADIENT / 2)] * 2
+    )
+    assert "3.5 times the expected one" in said(trace(GRADIENT), *[trace(GRADIENT * 3.5)] * 2)
+    assert "it is zero on all ranks" in said(trace(GRADIENT), *[trace(GRADIENT * 0)] * 2)
 
 
-def test_the_rank_whose_rows_are_wrong_is_named() -> None:
-    ranks: list[Run] = [
-        {"initial value": {"w": rows(WEIGHT, *own)}, "step 0, gradient": {"w": rows(values, *own)}}
-        for own, values in (((0, 2), GRADIENT), ((2, 3), GRADIENT.flip(1)))
-    ]
-    assert "step 0, gradient of w: it is off by 189.74% on rank 1" in said(*ranks)
-
-
-def test_a_rank_without_an_optimizer_step_is_named() -> None:
-    idle: Run = {"initial value": {"w": whole(WEIGHT)}, "step 0, value": {"w": whole(WEIGHT)}}
-    assert said(a_run(GRADIENT), idle) == (
-        "step 0, gradient of all parameters: there was no optimizer step on rank 1"
+def test_a_gradient_that_was_not_set_to_zero_is_recognized() -> None:
+    reference, wrong = trace(GRADIENT, WEIGHT), trace(GRADIENT, WEIGHT + GRADIENT)
+    assert "step 1, gradient of w: it contains the gradient of step 0 too" in said(
+        reference, wrong, wrong
     )
 
 
-def test_values_are_compared_where_gradients_agree() -> None:
-    assert "step 0, value of w: it is off by " in said(a_run(GRADIENT, WEIGHT.flip(0)))
-    different = said(a_run(GRADIENT), a_run(GRADIENT, WEIGHT + 1))
-    assert "step 0, value of w: it is off by " in different
-    assert "and ranks have different values" in different
+def test_the_rank_whose_rows_are_wrong_is_named() -> None:
+    reference = trace(GRADIENT)
+    ranks = [
+        Trace(
+            {"w": rows(WEIGHT, *own)},
+            [{"w": rows(values, *own)}],
+            [{"w": rows(WEIGHT - GRADIENT, *own)}],
+        )
+        for own, values in (((0, 2), GRADIENT), ((2, 3), GRADIENT.flip(1)))
+    ]
+    assert "what rank 1 holds of it is not right, the rest is" in said(reference, *ranks)
+
+
+def test_a_rank_without_an_optimizer_step_is_named() -> None:
+    idle = Trace({"w": whole(WEIGHT)}, [None], [{"w": whole(WEIGHT)}])
+    assert said(trace(GRADIENT), trace(GRADIENT), idle) == (
+        "step 0, update of all parameters: rank 1 made no optimizer step, unlike the run on one "
+        "rank"
+    )
+
+
+def test_updates_are_compared_where_gradients_agree() -> None:
+    reference, twice = trace(GRADIENT), trace(GRADIENT, weights=[WEIGHT - 2 * GRADIENT])
+    assert "gradients agree, and the update of ranks 0 and 1 is 2 times" in said(
+        reference, twice, twice
+    )
+    kept = trace(GRADIENT, weights=[WEIGHT])
+    assert "gradients agree, and rank 1 does not update it" in said(reference, reference, kept)

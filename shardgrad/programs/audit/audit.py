@@ -42,7 +42,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -55,13 +54,19 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim.optimizer import Optimizer
 
 from shardgrad.errors import OptionError
-from shardgrad.programs.audit.first_difference import Piece, Run, Snapshot, first_difference
+from shardgrad.programs.audit.first_difference import (
+    Difference,
+    Piece,
+    Snapshot,
+    Trace,
+    first_difference,
+    last_difference,
+)
 from shardgrad.programs.audit.without_engine import remove_engines
 from shardgrad.programs.function_named import function_named
 
 Step = Callable[[int, list[int]], object]
 
-_END = "end"  # the only moment of a program that makes its steps by itself
 _WRAPPERS = re.compile(r"\b(module|_fsdp_wrapped_module)\.")
 _TIMEOUT_S = 60.0  # of a collective, and of what the other ranks may take once one has ended
 
@@ -71,15 +76,39 @@ class Audit:
     """What an audit found.
 
     Attributes:
-        passed: whether the runs agree.
-        said: the same in a sentence: the first difference, or what a rank raised.
+        ranks: number of ranks.
+        steps: number of steps; 0 if the program made them by itself.
+        parameters: number of parameters compared, or of what the program returned.
+        difference: the first; None if there is none, or ranks failed.
+        failure: what a rank raised, or that none of them made progress; empty if all steps ran.
     """
 
-    passed: bool
-    said: str
+    ranks: int
+    steps: int
+    parameters: int
+    difference: Difference | None = None
+    failure: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the runs agree."""
+        return self.difference is None and not self.failure
 
     def __str__(self) -> str:
-        return self.said
+        if self.failure:
+            return f"The program runs on one rank and fails on {self.ranks}: {self.failure}"
+        if self.difference is not None:
+            what = "depart from one" if self.steps else "do not end as they do without an engine"
+            return f"{self.ranks} ranks {what}. First in {self.difference}."
+        if not self.steps:
+            return (
+                f"{self.ranks} ranks end as they do without an engine: {self.parameters} values "
+                "agree."
+            )
+        return (
+            f"{self.ranks} ranks train as one does: gradients and values of {self.parameters} "
+            f"parameters agree over {self.steps} steps."
+        )
 
 
 def audit(target: str, *, ranks: int = 2, steps: int = 3) -> Audit:
@@ -96,13 +125,12 @@ def audit(target: str, *, ranks: int = 2, steps: int = 3) -> Audit:
         OptionError: the target cannot be loaded, returns something else, or fails without its
             engine or on one rank.
     """
-    function_named(target, flag="--audit")
+    load(target)
     everything = list(range(ranks))
     runs = _run(target, ranks, steps, [[rank] for rank in everything])
-    failed = {rank: run for rank, run in enumerate(runs) if isinstance(run, _Failed)}
-    right = [run for run in runs if not isinstance(run, _Failed)]
-    trains_itself = not failed and _END in right[0]
-    if trains_itself:
+    traces = [run for run in runs if isinstance(run, Trace)]
+    trains_itself = any(trace.returned for trace in traces)
+    if trains_itself and len(traces) == ranks:
         reference = _run(target, ranks, steps, [[rank] for rank in everything], engine=False)[0]
         how, fix = "without its engine", "use what plain tensors and modules have as well"
     else:
@@ -117,21 +145,32 @@ def audit(target: str, *, ranks: int = 2, steps: int = 3) -> Audit:
             where=reference.where,
             fix=reference.fix or fix,
         )
+    failed = [(rank, run) for rank, run in enumerate(runs) if isinstance(run, _Failed)]
     if failed:
-        rank = min(failed, key=lambda each: failed[each].time_s)
-        what = f"rank {rank}, {failed[rank].where}: {failed[rank].message}"
-        return Audit(False, f"The program runs on one rank and fails on {ranks}: {what}")
-    difference = first_difference(reference, right)
-    if difference is not None:
-        what = "do not end as they do without an engine" if trains_itself else "depart from one"
-        return Audit(False, f"{ranks} ranks {what}. First in {difference}.")
-    count = len(next(iter(reference.values())))
+        rank, first = min(failed, key=lambda each: each[1].time_s)
+        return Audit(
+            ranks,
+            steps,
+            len(reference.initial),
+            failure=f"rank {rank}, {first.where}: {first.message}",
+        )
     if trains_itself:
-        what = f"end as they do without an engine: {count} values agree"
-    else:
-        what = "train as one does: gradients and values of "
-        what += f"{count} parameters agree over {steps} steps"
-    return Audit(True, f"{ranks} ranks {what}.")
+        return Audit(ranks, 0, len(reference.returned), last_difference(reference, traces))
+
+    def alone() -> Sequence[Trace]:
+        runs = [_run(target, 1, 1, [[part]])[0] for part in everything]
+        return [run for run in runs if isinstance(run, Trace)]
+
+    return Audit(ranks, steps, len(reference.initial), first_difference(reference, traces, alone))
+
+
+def load(target: str) -> Callable[[], Any]:
+    """Returns the function that `target` names.
+
+    Raises:
+        OptionError: as `function_named`.
+    """
+    return function_named(target, flag="--audit")
 
 
 # -- processes
@@ -152,8 +191,8 @@ _processes: Any = multiprocessing.get_context("spawn")
 
 def _run(
     target: str, world: int, steps: int, parts: Sequence[list[int]], *, engine: bool = True
-) -> list[Run | _Failed]:
-    """Runs the program in `world` new processes; returns what each has left."""
+) -> list[Trace | _Failed]:
+    """Runs the program in `world` new processes; returns what each left."""
     with tempfile.TemporaryDirectory(prefix="shardgrad-audit-") as folder:
         processes = [
             _processes.Process(
@@ -165,10 +204,13 @@ def _run(
         ]
         for process in processes:
             process.start()
-        wait([process.sentinel for process in processes])
-        deadline_s = time.monotonic() + _TIMEOUT_S
-        for process in processes:
-            process.join(max(0.0, deadline_s - time.monotonic()))
+        deadline_s: float | None = None
+        while any(process.is_alive() for process in processes):
+            time.sleep(0.05)
+            if deadline_s is None and any(process.exitcode is not None for process in processes):
+                deadline_s = time.monotonic() + _TIMEOUT_S
+            if deadline_s is not None and time.monotonic() > deadline_s:
+                break
         late = [process.is_alive() for process in processes]
         for process in processes:
             process.kill()
@@ -179,10 +221,10 @@ def _run(
         ]
 
 
-def _left(folder: Path, rank: int, status: int | None) -> Run | _Failed:
+def _left(folder: Path, rank: int, status: int | None) -> Trace | _Failed:
     path = folder / f"{rank}.pt"
     if path.exists():
-        left: Run | _Failed = torch.load(path, weights_only=False)  # our own process wrote it
+        left: Trace | _Failed = torch.load(path, weights_only=False)  # our own process wrote it
         return left
     message = f"the process ended with status {status}"
     if status is None:
@@ -201,8 +243,7 @@ def _rank(
 ) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.environ |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
-    run: Run = {}
-    where = f"{target.rpartition(':')[2]}()"
+    trace, where = Trace(), f"{target.rpartition(':')[2]}()"
     try:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world))
         store = dist.FileStore(f"{folder}/store", world)  # type: ignore[attr-defined]
@@ -218,23 +259,24 @@ def _rank(
         if not engine:
             remove_engines()
         torch.manual_seed(0)
-        built: object = function_named(target, flag="--audit")()
+        built: object = load(target)()
         if isinstance(built, nn.Module | Mapping):
             where = "what the program returned"
-            run[_END] = dict(_returned(built))
+            trace.returned = dict(_returned(built))
         else:
             model, optimizer, step = _checked(built, target)
-
-            def found(*_: Any) -> None:  # of several steps of the optimizer, at the first
-                run.setdefault(f"{where}, gradient", _snapshot(model, gradients=True))
-
-            optimizer.register_step_pre_hook(found)
-            run["initial value"] = _snapshot(model)
+            found: list[Snapshot] = []
+            optimizer.register_step_pre_hook(
+                lambda *_: found.append(_snapshot(model, gradients=True))
+            )
+            trace.initial = _snapshot(model)
             for index in range(steps):
                 where = f"step {index}"
                 step(index, parts)
-                run[f"{where}, value"] = _snapshot(model)
-        left: Run | _Failed = run
+                trace.gradients.append(found[0] if found else None)
+                trace.parameters.append(_snapshot(model))
+                found.clear()
+        left: Trace | _Failed = trace
     except BaseException as error:
         traceback.print_exc()
         what, fix = (
@@ -272,8 +314,12 @@ def _checked(built: Any, target: str) -> tuple[nn.Module, Optimizer, Step]:
         model, optimizer, step = built
         if isinstance(model, nn.Module) and isinstance(optimizer, Optimizer) and callable(step):
             return model, optimizer, step
-    parts = built if isinstance(built, tuple) else (built,)
-    got = f"({', '.join(type(part).__name__ for part in parts)})"
+    kinds = (
+        [type(each).__name__ for each in built]
+        if isinstance(built, tuple)
+        else type(built).__name__
+    )
+    got = f"({', '.join(kinds)})" if isinstance(kinds, list) else kinds
     raise OptionError(
         f"{target} returned {got}",
         expected="(model, optimizer, step): an nn.Module, a torch Optimizer, a function of (index, "
@@ -317,8 +363,11 @@ def _gather(model: nn.Module, until: ExitStack) -> None:
 
 def _snapshot(model: nn.Module, *, gradients: bool = False) -> Snapshot:
     """Copies what this rank holds of parameters, or of their gradients; without a collective."""
-    tensors = {name: param.grad if gradients else param for name, param in model.named_parameters()}
-    return {name: _piece(tensor.detach()) for name, tensor in tensors.items() if tensor is not None}
+    found: Snapshot = {}
+    for name, param in model.named_parameters():
+        tensor = param.grad if gradients else param
+        found[name] = None if tensor is None else _piece(tensor.detach())
+    return found
 
 
 def _piece(tensor: torch.Tensor) -> Piece:

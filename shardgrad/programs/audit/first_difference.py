@@ -1,13 +1,14 @@
-"""Where a program's run on several ranks departs from another run of it, and by how much.
+"""Where a program's run on several ranks departs from its run on one, and why, as far as the
+numbers tell.
 
-A run is a sequence of snapshots: initial values; for each step the gradients, as they are when the
-optimizer steps, and the values behind it; or what the program returned at its end.
+Steps are compared in order; in a step first the gradients, as they are when the optimizer steps,
+then the parameters behind it; in each the parameters in the model's order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -32,9 +33,32 @@ class Piece:
             whole = whole.narrow(dim, start, length)
         return whole
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the rank holds all of it."""
+        return tuple(self.values.shape) == self.shape
 
-Snapshot = dict[str, Piece]  # parameters by name; or gradients, of those that have one
-Run = dict[str, Snapshot]  # by the moment, such as "step 1, gradient", in order
+
+# Of gradients, None where a parameter has none; or of parameters.
+Snapshot = dict[str, Piece | None]
+
+
+@dataclass
+class Trace:
+    """One rank's run.
+
+    Attributes:
+        initial: parameters before the first step.
+        gradients: for each step, those that its optimizer step found; None if it made no optimizer
+            step.
+        parameters: for each step, those behind it.
+        returned: what a program that makes its steps by itself returned, by name.
+    """
+
+    initial: Snapshot = field(default_factory=dict)
+    gradients: list[Snapshot | None] = field(default_factory=list)
+    parameters: list[Snapshot] = field(default_factory=list)
+    returned: Snapshot = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -44,70 +68,92 @@ class Difference:
     Attributes:
         when: such as "step 1, gradient".
         name: of the parameter.
-        how: in a sentence.
-        others: number of other parameters that differ at the same moment.
+        why: what the numbers say about it, in a sentence.
+        others: number of other parameters that differ at the same point.
     """
 
     when: str
     name: str
-    how: str
+    why: str
     others: int = 0
 
     def __str__(self) -> str:
         more = f", and {self.others} more" if self.others else ""
-        return f"{self.when} of {self.name}{more}: {self.how}"
+        return f"{self.when} of {self.name}{more}: {self.why}"
 
 
-def first_difference(reference: Run, ranks: Sequence[Run]) -> Difference | None:
+def first_difference(
+    reference: Trace, ranks: Sequence[Trace], alone: Callable[[], Sequence[Trace]] = lambda: ()
+) -> Difference | None:
     """Returns where `ranks` first depart from `reference`; None if they do not.
 
     Two tensors agree if the norm of their difference is below the root of the dtype's precision
     times the norm of the expected one, that is in half of their digits: sums over ranks have
     another order, and optimizers amplify.
+
+    Args:
+        reference: the run on one rank, over the data of all.
+        ranks: the runs of all ranks.
+        alone: makes runs on one rank, each over the data of one rank only; called if a cause is
+            looked for.
     """
-    for when, expected in reference.items():
-        without = [rank for rank, run in enumerate(ranks) if when not in run]
-        if without:
-            none = f"there was no optimizer step on {_ranks(without)}"
-            return Difference(when, "all parameters", none)
-        own = [run[when] for run in ranks]
-        names = dict.fromkeys([*expected, *(name for snapshot in own for name in snapshot)])
-        differing = [
-            (name, how)
-            for name in names
-            if (how := _how(expected.get(name), [each.get(name) for each in own])) is not None
+    found = _compare(
+        "initial value", reference.initial, [trace.initial for trace in ranks], _why_initial
+    )
+    before, history = reference.initial, list[Snapshot]()
+    for step, (gradients, parameters) in enumerate(
+        zip(reference.gradients, reference.parameters, strict=True)
+    ):
+        if found is not None:
+            return found
+        own = [trace.gradients[step] for trace in ranks]
+        without = [
+            rank for rank, snapshot in enumerate(own) if (snapshot is None) != (gradients is None)
         ]
-        if differing:
-            return Difference(when, *differing[0], others=len(differing) - 1)
-    return None
+        if without:
+            made = "made no optimizer step" if gradients is not None else "made an optimizer step"
+            made = f"{_ranks(without)} {made}, unlike the run on one rank"
+            return Difference(f"step {step}, update", "all parameters", made)
+        if gradients is not None:
+            why = _WhyGradient(step, history, alone, len(ranks))
+            found = _compare(f"step {step}, gradient", gradients, [each or {} for each in own], why)
+            history.append(gradients)
+        if found is None:
+            after = [trace.parameters[step] for trace in ranks]
+            found = _compare(f"step {step}, value", parameters, after, _WhyUpdate(before))
+        before = parameters
+    return found
 
 
-def _how(expected: Piece | None, pieces: Sequence[Piece | None]) -> str | None:
-    """Returns how a parameter differs; None if it does not."""
-    held = {rank: piece for rank, piece in enumerate(pieces) if piece is not None}
-    if expected is None:
-        return f"there is one on {_ranks(held)}, and should be none"
-    if len(held) < len(pieces):
-        return f"there is none on {_ranks(rank for rank in range(len(pieces)) if rank not in held)}"
-    shapes = {piece.shape for piece in held.values()}
-    if shapes != {expected.shape}:
-        return f"it has shape {' and '.join(map(str, sorted(shapes)))} instead of {expected.shape}"
-    compared = {rank: (each.values, each.of(expected.values)) for rank, each in held.items()}
-    wrong = [rank for rank, (got, right) in compared.items() if not _close(got, right)]
-    if not wrong:
+def last_difference(reference: Trace, ranks: Sequence[Trace]) -> Difference | None:
+    """Returns where what `ranks` returned departs from `reference`; None if it does not."""
+    return _compare("end", reference.returned, [trace.returned for trace in ranks], _why_end)
+
+
+# -- comparing
+
+_Why = Callable[[str, Piece | None, Sequence[Piece | None]], str]
+
+
+def _compare(
+    when: str, expected: Snapshot, ranks: Sequence[Snapshot], why: _Why
+) -> Difference | None:
+    names = dict.fromkeys([*expected, *(name for snapshot in ranks for name in snapshot)])
+    differing = []
+    for name in names:
+        pieces = [snapshot.get(name) for snapshot in ranks]
+        if any(not _agree(expected.get(name), piece) for piece in pieces):
+            differing.append((name, pieces))
+    if not differing:
         return None
-    factors = {_factor(*compared[rank]) for rank in wrong}
-    if len(factors) == 1 and None not in factors:
-        return f"it is {factors.pop()} times the expected one on {_ranks(wrong)}"
-    off = max(_off(*compared[rank]) for rank in wrong)
-    how = f"it is off by {off:.2%}"
-    values = [piece.values for piece in held.values()]
-    are_whole = all(piece.values.shape == piece.shape for piece in held.values())
-    if are_whole and any(not _close(each, values[0]) for each in values):
-        if _close(torch.stack(values).mean(0, dtype=torch.double), expected.values):
-            return f"{how}: every rank has its own, and their mean would be right: not averaged"
-        return f"{how}, and ranks have different values, as where gradients are not averaged"
-    return f"{how} on {_ranks(wrong)}" if len(wrong) < len(held) else f"{how}, on all ranks alike"
+    name, pieces = differing[0]
+    return Difference(when, name, why(name, expected.get(name), pieces), len(differing) - 1)
+
+
+def _agree(expected: Piece | None, piece: Piece | None) -> bool:
+    if expected is None or piece is None:
+        return expected is piece
+    return piece.shape == expected.shape and _close(piece.values, piece.of(expected.values))
 
 
 def _close(values: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -115,28 +161,182 @@ def _close(values: torch.Tensor, expected: torch.Tensor) -> bool:
         each.dtype for each in (values, expected) if each.is_floating_point() or each.is_complex()
     ]
     precision = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0) ** 0.5
-    return _off(values, expected) <= float(precision)
-
-
-def _off(values: torch.Tensor, expected: torch.Tensor) -> float:
-    """Returns the norm of the difference as a share of the expected one's; what is not finite in
-    both counts as equal.
-    """
     ours, theirs = values.to(torch.complex128), expected.to(torch.complex128)
     both_broken = (~ours.isfinite()) & (~theirs.isfinite())
     off = (ours - theirs).masked_fill(both_broken, 0).norm()
-    norm = theirs.masked_fill(both_broken, 0).norm()
-    return float(off / norm) if off else 0.0
+    return bool(off <= precision * theirs.masked_fill(both_broken, 0).norm())
 
 
-def _factor(values: torch.Tensor, expected: torch.Tensor) -> str | None:
-    """Returns by which factor a tensor of several elements differs, if that is all."""
-    ours, theirs = values.double(), expected.double()
-    factor = float((ours * theirs).sum() / theirs.square().sum())
-    is_all = values.numel() > 1 and _close(values, (theirs * factor).to(values.dtype))
-    return f"{factor:.3g}" if is_all else None
+def _stitched(pieces: Sequence[Piece]) -> torch.Tensor:
+    """Returns the whole tensor, from pieces of all ranks."""
+    whole = torch.zeros(pieces[0].shape, dtype=pieces[0].values.dtype)
+    for piece in pieces:
+        piece.of(whole).copy_(piece.values)
+    return whole
 
 
-def _ranks(numbers: Iterable[int]) -> str:
-    each = list(map(str, numbers))
-    return f"rank{'s' if len(each) > 1 else ''} {' and '.join(each)}"
+def _ranks(numbers: Sequence[int]) -> str:
+    return f"rank{'s' if len(numbers) > 1 else ''} {' and '.join(map(str, numbers))}"
+
+
+def _wrong(expected: Piece, pieces: Sequence[Piece]) -> list[int]:
+    return [rank for rank, piece in enumerate(pieces) if not _agree(expected, piece)]
+
+
+def _shape_differs(expected: Piece | None, pieces: Sequence[Piece | None]) -> str | None:
+    shapes = {piece.shape for piece in (expected, *pieces) if piece is not None}
+    if len(shapes) <= 1:
+        return None
+    return (
+        f"it has shapes {' and '.join(map(str, sorted(shapes)))}: build() makes another model there"
+    )
+
+
+# -- why
+
+
+def _why_end(name: str, expected: Piece | None, pieces: Sequence[Piece | None]) -> str:
+    held = [piece for piece in pieces if piece is not None]
+    if expected is None or len(held) < len(pieces):
+        return "not every run returns it"
+    if (shapes := {piece.shape for piece in held}) != {expected.shape}:
+        return f"it has shape {' and '.join(map(str, sorted(shapes)))} instead of {expected.shape}"
+    wrong = _wrong(expected, held)
+    values = expected.values.double()
+    off = max(float((held[rank].values.double() - values).norm() / values.norm()) for rank in wrong)
+    how = f"it is off by {off:.2%}"
+    if any(not _close(piece.values, held[0].values) for piece in held):
+        return f"{how}, and ranks have different values, as where gradients are not averaged"
+    return f"{how}, on all ranks alike"
+
+
+def _why_initial(name: str, expected: Piece | None, pieces: Sequence[Piece | None]) -> str:
+    held = [piece for piece in pieces if piece is not None]
+    if expected is None or len(held) < len(pieces):
+        return "not every run has this parameter: build() makes another model there"
+    shapes = _shape_differs(expected, pieces)
+    if shapes:
+        return shapes
+    wrong = _wrong(expected, held)
+    if len(wrong) == len(pieces):
+        return "build() does not make the same weights twice: seed it"
+    return (
+        f"{_ranks(wrong)} begins with other weights: seed every rank alike before the model is "
+        "built"
+    )
+
+
+@dataclass
+class _WhyGradient:
+    step: int
+    history: Sequence[Snapshot]  # expected gradients of earlier steps
+    alone: Callable[[], Sequence[Trace]]
+    world: int
+
+    def __call__(self, name: str, expected: Piece | None, pieces: Sequence[Piece | None]) -> str:
+        missing = [rank for rank, piece in enumerate(pieces) if piece is None]
+        held = [piece for piece in pieces if piece is not None]
+        if expected is None:
+            has = [rank for rank in range(len(pieces)) if rank not in missing]
+            return f"{_ranks(has)} has a gradient, and the run on one rank has none"
+        if not held:
+            return "no rank has a gradient: it is not reduced, or frozen there"
+        if missing:
+            return (
+                f"{_ranks(missing)} has no gradient: those of this parameter are not averaged, and "
+                "its module did not run there"
+            )
+        if (shapes := _shape_differs(expected, pieces)) is not None:
+            return shapes
+        if not held[0].is_whole:
+            return self._of(name, expected.values, _stitched(held)) or self._rows(expected, held)
+        if any(not _close(piece.values, held[0].values) for piece in held):
+            mean = sum(piece.values.double() for piece in held) / len(held)
+            if isinstance(mean, torch.Tensor) and _close(
+                mean.to(expected.values.dtype), expected.values
+            ):
+                return "not averaged: every rank has its own, and their mean would be right"
+            return f"ranks hold different gradients; {_ranks(_wrong(expected, held))} is not right"
+        return (
+            self._of(name, expected.values, held[0].values)
+            or "it is the same on all ranks, and not right"
+        )
+
+    def _of(self, name: str, expected: torch.Tensor, got: torch.Tensor) -> str | None:
+        """Says what a whole gradient is, if it is something known."""
+        if not got.any():
+            return "it is zero on all ranks: the data of no rank came in"
+        scale = float((got.double() * expected.double()).sum() / expected.double().square().sum())
+        if scale and _close(got, expected * scale):
+            if abs(scale / self.world - 1) < 0.01:
+                return f"{self.world} times too large: summed over the ranks, not averaged"
+            if abs(scale * self.world - 1) < 0.01:
+                return (
+                    f"{self.world} times too small: averaged once too often, or only a part of the "
+                    "sum"
+                )
+            return f"{scale:.4g} times the expected one"
+        pieces = [snapshot.get(name) for snapshot in self.history]
+        former = [piece.values for piece in pieces if piece is not None]
+        if former and _close(got, former[-1]):
+            return f"stale: it is the gradient of step {self.step - 1}"
+        if former and _close(got, former[-1] + expected):
+            return f"it contains the gradient of step {self.step - 1} too: not set to zero"
+        if self.step == 0:  # later, the runs on one rank's data have gone another way
+            for rank, trace in enumerate(self.alone()):
+                own = (trace.gradients[0] or {}).get(name)
+                if own is not None and _close(got, own.values):
+                    return (
+                        f"it is the gradient of part {rank} of the data alone: all ranks train on "
+                        "that part, or what the others send is lost"
+                    )
+                if own is not None and _close(got, own.values / self.world):
+                    return (
+                        f"it is the contribution of part {rank} of the data: that of other ranks "
+                        "is lost"
+                    )
+        return None
+
+    def _rows(self, expected: Piece, held: Sequence[Piece]) -> str:
+        wrong = _wrong(expected, held)
+        if len(wrong) < len(held):
+            return f"what {_ranks(wrong)} holds of it is not right, the rest is"
+        return "what every rank holds of it is not right"
+
+
+@dataclass
+class _WhyUpdate:
+    before: Snapshot  # expected parameters before the step
+
+    def __call__(self, name: str, expected: Piece | None, pieces: Sequence[Piece | None]) -> str:
+        held = [piece for piece in pieces if piece is not None]
+        former = self.before.get(name)
+        if expected is None or former is None or len(held) < len(pieces):
+            return "not every run has this parameter after the step"
+        if (shapes := _shape_differs(expected, pieces)) is not None:
+            return shapes
+        wrong = _wrong(expected, held)
+        kept = [rank for rank in wrong if _close(held[rank].values, held[rank].of(former.values))]
+        if kept == list(range(len(pieces))):
+            return (
+                "gradients agree, and no rank updates it: the optimizer does not hold this "
+                "parameter"
+            )
+        if kept:
+            return f"gradients agree, and {_ranks(kept)} does not update it"
+        step = expected.values.double() - former.values.double()
+        scales = set()
+        for rank in wrong:
+            own = held[rank].values.double() - held[rank].of(former.values).double()
+            part = held[rank].of(step)
+            scale = float((own * part).sum() / part.square().sum())
+            scales.add(f"{scale:.3g}" if _close(own.float(), (part * scale).float()) else "")
+        if len(scales) == 1 and "" not in scales:
+            return (
+                f"gradients agree, and the update of {_ranks(wrong)} is {scales.pop()} times the "
+                "expected one"
+            )
+        return (
+            f"gradients agree, and the update of {_ranks(wrong)} does not: its optimizer has other "
+            "settings or state, or weights are written besides"
+        )
