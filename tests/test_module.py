@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -163,6 +165,19 @@ def test_a_unit_unsharded_by_hand_stays_so_from_forward_to_backward() -> None:
     assert is_sharded(held.up)
     token_loss(model, SHARDGRAD.tokens(0))
     assert is_sharded(held.up)
+
+
+@on_ranks(2)
+def test_unsharding_many_units_ahead_waits_for_no_other_rank() -> None:
+    model = SHARDGRAD.shard_tower(tower())
+    token_loss(model, SHARDGRAD.tokens(0)).backward()
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 1:
+        store.wait(["rank 0 has unsharded"], timedelta(seconds=60))
+    handles = [layer.unshard(async_op=True) for layer in model.layers]
+    store.set("rank 0 has unsharded", "")
+    for handle in handles:
+        handle.wait()
 
 
 def train_with_early_unshards(engine: Engine) -> Tensors:

@@ -324,7 +324,7 @@ def puts_weight_gradients_by_hand(shard: Shard) -> nn.Module:
     return model
 
 
-def adds_by_hand_to_what_a_backward_adds(shard: Shard) -> nn.Module:
+def adds_by_hand_to_what_a_backward_adds(shard: Shard, freezes: bool = False) -> nn.Module:
     model = shard_each(shard, mlp())
     if isinstance(model, shardgrad.FSDPModule):
         model.set_reshard_after_backward(False)
@@ -332,8 +332,13 @@ def adds_by_hand_to_what_a_backward_adds(shard: Shard) -> nn.Module:
     weight = model[3].weight
     (gradient,) = torch.autograd.grad(loss, [weight])
     weight.grad = gradient
+    weight.requires_grad_(not freezes)
     model(batch(1)).square().mean().backward()
     return model
+
+
+def freezes_what_it_has_written_a_gradient_of(shard: Shard) -> nn.Module:
+    return adds_by_hand_to_what_a_backward_adds(shard, freezes=True)
 
 
 PROGRAMS = [
@@ -358,7 +363,11 @@ def test_a_program_has_the_gradients_of_plain_torch(
 
 @pytest.mark.parametrize(
     "program",
-    [puts_weight_gradients_by_hand, adds_by_hand_to_what_a_backward_adds],
+    [
+        puts_weight_gradients_by_hand,
+        adds_by_hand_to_what_a_backward_adds,
+        freezes_what_it_has_written_a_gradient_of,
+    ],
     ids=lambda p: p.__name__,
 )
 def test_a_gradient_put_on_an_unsharded_parameter_is_reduced(
