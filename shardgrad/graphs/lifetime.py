@@ -13,7 +13,7 @@ import atexit
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any, Protocol
 
@@ -80,11 +80,8 @@ class _StepsWithGraphs:
                 self.close(dist.group.WORLD)
             destroy(group)
 
-        def make(_: Callable[..., Any]) -> Callable[..., Any]:
-            return destroy_process_group
-
-        yield dist, "destroy_process_group", make
-        yield distributed_c10d, "destroy_process_group", make
+        for module in (dist, distributed_c10d):
+            yield module, "destroy_process_group", lambda _: destroy_process_group
 
 
 _steps = _StepsWithGraphs()

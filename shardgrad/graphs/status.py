@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,33 +33,6 @@ class StepStatus:
     finite: bool
 
 
-@dataclass(frozen=True)
-class _Pending:
-    """A status on its way to the host.
-
-    Attributes:
-        step: as in `StepStatus`.
-        names: of the values; those of the step's outputs come first.
-        outputs: how many are outputs.
-        values: float64, one for each name, on the host once `arrived` is done.
-        arrived: None on the CPU.
-    """
-
-    step: int
-    names: list[str]
-    outputs: int
-    values: torch.Tensor
-    arrived: EagerEvent | None
-
-    def read(self) -> StepStatus | None:
-        """Returns the status, or None if it has not arrived."""
-        if self.arrived is not None and not self.arrived.is_done():
-            return None
-        values = dict(zip(self.names, self.values.tolist(), strict=True))
-        finite = all(abs(values[name]) < float("inf") for name in self.names[: self.outputs])
-        return StepStatus(self.step, values, finite)
-
-
 class StatusReader:
     """Copies a step's scalars to the host, one copy at a time.
 
@@ -70,7 +44,7 @@ class StatusReader:
     def __init__(self, pool: GraphPool, capturables: Sequence[Capturable]) -> None:
         self._pool = pool
         self._capturables = list(capturables)
-        self._pending: _Pending | None = None
+        self._pending: Callable[[], StepStatus | None] | None = None  # None until it has arrived
         self._last: StepStatus | None = None
 
     def poll(self, step: int, outputs: Any) -> StepStatus | None:
@@ -88,27 +62,33 @@ class StatusReader:
         """
         if self._pending is None and step > 0:
             self._pending = self._start(step, outputs)
-        if self._pending is not None and (status := self._pending.read()) is not None:
+        if self._pending is not None and (status := self._pending()) is not None:
             self._last, self._pending = status, None
         return self._last
 
-    def _start(self, step: int, outputs: Any) -> _Pending | None:
+    def _start(self, step: int, outputs: Any) -> Callable[[], StepStatus | None] | None:
         named = scalars(outputs)
-        count = len(named)
+        of_outputs = list(named)
         for each in self._capturables:
             for name, value in each.reports().items():
                 named[name] = named[name] + value if name in named else value
         if not named:
             return None
+        names, stream = list(named), self._pool.stream
+        host = torch.empty(
+            len(names), dtype=torch.float64, pin_memory=self._pool.device.type == "cuda"
+        )
         with self._pool.turn(), torch.no_grad():
-            values = torch.stack(
-                [value.detach().reshape(()).to(torch.float64) for value in named.values()]
-            )
-            if self._pool.stream is None:
-                return _Pending(step, list(named), count, values, None)
-            pin_memory = self._pool.device.type == "cuda"
-            host = torch.empty(len(named), dtype=torch.float64, pin_memory=pin_memory)
-            host.copy_(values, non_blocking=True)
-            arrived = EagerEvent(torch.Event(self._pool.device))
-            arrived.record(self._pool.stream)
-        return _Pending(step, list(named), count, host, arrived)
+            scalar = [value.detach().reshape(()).to(torch.float64) for value in named.values()]
+            host.copy_(torch.stack(scalar), non_blocking=True)
+            arrived = None if stream is None else EagerEvent(torch.Event(self._pool.device))
+            if arrived is not None:
+                arrived.record(stream)
+
+        def read() -> StepStatus | None:
+            if arrived is not None and not arrived.is_done():
+                return None
+            values = dict(zip(names, host.tolist(), strict=True))
+            return StepStatus(step, values, all(math.isfinite(values[name]) for name in of_outputs))
+
+        return read

@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, NoReturn, ParamSpec, TypeVar
+from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -353,23 +353,19 @@ class GraphedStep(Generic[_P, _R]):
         return moved
 
     def _replay(self, captured: CapturedStep, kind: _InputKind, caller: Stream) -> Any:
-        settings = self._settings
-        if self.replays <= settings.verify:
+        def run_eagerly() -> Any:
             args, kwargs = kind.buffers.arguments
-            return compare_runs(
-                self._state_before(captured),
-                captured.replay,
-                lambda: used_on(detached(self._function(*args, **kwargs)), caller),
-                names=("a replay", "an eager step"),
-            )
-        if settings.replay_twice_every and self.replays % settings.replay_twice_every == 0:
-            return compare_runs(
-                self._state_before(captured),
-                captured.replay,
-                captured.replay,
-                names=("a replay", "the same replay"),
-            )
-        return captured.replay()
+            return used_on(detached(self._function(*args, **kwargs)), caller)
+
+        every = self._settings.replay_twice_every
+        if self.replays <= self._settings.verify:
+            again, name = run_eagerly, "an eager step"
+        elif every and self.replays % every == 0:
+            again, name = captured.replay, "the same replay"
+        else:
+            return captured.replay()
+        state = self._state_before(captured)
+        return compare_runs(state, captured.replay, again, names=("a replay", name))
 
     def _state_before(self, captured: CapturedStep) -> StepState:
         """Returns what a step starts from, with all memory that its graph writes."""
@@ -629,19 +625,15 @@ class GraphedStep(Generic[_P, _R]):
 
     def _require_callable_here(self) -> None:
         if self._closed:
-            self._refuse("it was closed", "build another graphed_step")
-        if threading.get_ident() != self._thread_id:
-            self._refuse(
-                "it belongs to the thread that built it",
-                "one graphed_step for each thread, or one thread",
-            )
-        if _thread.step is not None or is_capturing(self.pool.device):
-            self._refuse(
-                "it was called inside another step or capture",
-                "call the undecorated function there: step.__wrapped__",
-            )
-
-    def _refuse(self, why: str, fix: str) -> NoReturn:
+            why, fix = "it was closed", "build another graphed_step"
+        elif threading.get_ident() != self._thread_id:
+            why = "it belongs to the thread that built it"
+            fix = "one graphed_step for each thread, or one thread"
+        elif _thread.step is not None or is_capturing(self.pool.device):
+            why = "it was called inside another step or capture"
+            fix = "call the undecorated function there: step.__wrapped__"
+        else:
+            return
         raise CaptureError(
             f"{self._name} cannot be called: {why}",
             expected="calls one after the other, from the thread that built it, before close()",
