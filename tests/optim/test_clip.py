@@ -374,13 +374,16 @@ def test_what_one_optimizer_zeroes_hides_no_nan_from_another(to_none: bool) -> N
 
 @pytest.mark.parametrize("make", [None, shardgrad.GradScaler, partial(torch.amp.GradScaler, "cpu")])
 @pytest.mark.parametrize("bad", range(4))
-@pytest.mark.parametrize("is_out", [False, True], ids=["", "taken out"])
+@pytest.mark.parametrize("how", ["", "two units", "taken out"])
 @on_ranks(2)
 def test_an_infinity_is_found_whatever_parts_of_its_unit_were_clipped(
-    is_out: bool, bad: int, make: Any
+    how: str, bad: int, make: Any
 ) -> None:
     """The last bias is in no part, or the gradient is out: without a scaler nobody looks at it."""
-    model = SHARDGRAD.fully_shard(stack(5, 4, 3))
+    model = stack(5, 4, 3)
+    if how == "two units":
+        SHARDGRAD.fully_shard(model[0])
+    SHARDGRAD.fully_shard(model)
     params = list(model.parameters())
     optim = shardgrad.optim.SGD(params, lr=0.1)
     scaler = make and make()
@@ -390,11 +393,14 @@ def test_an_infinity_is_found_whatever_parts_of_its_unit_were_clipped(
     if scaler is not None:
         scaler.unscale_(optim)
     grad = params[bad].grad
-    params[bad].grad = None if is_out else grad
-    for part in (params[:2], params[2:] if is_out else params[2:3]):
+    params[bad].grad = None if how == "taken out" else grad
+    for part in (params[:2], params[2:] if how else params[2:3]):
         shardgrad.clip_grad_norm_(part, 1.0)
     params[bad].grad = grad
     before = [p.to_local().clone() for p in params]
     optim.step() if scaler is None else scaler.step(optim)
     moved = any(not torch.equal(p.to_local(), old) for p, old in zip(params, before, strict=True))
-    assert moved == (make is None and (is_out or bad == 3))
+    assert moved == (make is None and (how == "taken out" or (not how and bad == 3)))
+    if scaler is not None:
+        scaler.update()
+        assert scaler.get_scale() == 2.0**15
