@@ -278,12 +278,14 @@ def rounded(replicas: int) -> list[Tensor]:
     pieces.
     """
     ranks = dist.get_world_size()
-    model = nn.Sequential(*(nn.Linear(64, 64, bias=False, dtype=torch.bfloat16) for _ in range(2)))
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False, dtype=torch.bfloat16) for _ in range(3)))
     for layer in model:
         nn.init.ones_(layer.weight)
         shardgrad.fully_shard(layer, mesh=hsdp_mesh(replicas, ranks // replicas))
     shardgrad.fully_shard(model, mesh=hsdp_mesh(replicas, ranks // replicas))
-    optim = shardgrad.optim.SGD(model.parameters(), lr=2.0**-9, stochastic_rounding=True, seed=3)
+    first, second, third = model.parameters()
+    groups = [{"params": [first, second]}, {"params": [third]}]
+    optim = shardgrad.optim.SGD(groups, lr=2.0**-9, stochastic_rounding=True, seed=3)
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     optim.step()
