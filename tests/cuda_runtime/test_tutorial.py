@@ -41,14 +41,9 @@ def test_the_graphs_of_the_tutorial_have_the_numbers_and_counts_that_it_says(
     assert step
     decorated = block_with("@shardgrad.graphed_step(model, optimizer)\ndef step(x):\n    loss")
     graphed = eager.replace(step[0], decorated).removesuffix(LAST_LINE)
-    graphed += block_with("step.eager_steps") + block_with("def step(x, *, last):")
-    graphed += "for number in range(60):\n    step(x, last=number % 4 == 3)\n"
-    graphed += "if rank == 0:\n    print(step.captures)\n" + LAST_LINE
-    *numbers, counted, captures = printed(graphed, tmp_path)
+    graphed += block_with("step.eager_steps") + LAST_LINE
+    *numbers, counted = printed(graphed, tmp_path)
     assert numbers == printed(eager, tmp_path)
     said = re.search(r"^\d+ eager, \d+ captured, \d+ replayed$", PAGE, flags=re.MULTILINE)
     assert said
     assert counted == said[0]
-    said = re.search(r"`step.captures` becomes (\d) and not", PAGE)
-    assert said
-    assert captures == said[1]
