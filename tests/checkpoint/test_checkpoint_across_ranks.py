@@ -34,7 +34,7 @@ from tests.support.parity import (
     tower,
 )
 from tests.support.processes import FairClock
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 ENGINES = {"fsdp2": FSDP2, "shardgrad": SHARDGRAD}
 MIB = 2**20
@@ -189,6 +189,15 @@ def test_what_is_wrong_on_one_rank_is_refused_by_all_in_the_same_words(
     assert ours == theirs
     assert all("rank 1" in words for words in ours)
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+@on_ranks(4)
+def test_a_rank_of_a_smaller_group_is_named_by_its_number_in_the_world() -> None:
+    group = dist.new_group([2, 3])
+    if dist.get_rank() in (2, 3):
+        state = {"y": object() if dist.get_rank() == 3 else 1}
+        with pytest.raises(CheckpointError, match="; rank 3"):
+            checkpoint.save(state, "never written", group=group)
 
 
 def kept_copies_follow_a_load(folder: str, **options: Any) -> None:
