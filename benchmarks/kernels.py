@@ -204,7 +204,7 @@ def _sgd(name: str, sizes: Sequence[int]) -> Case:
 def _norm(name: str, sizes: Sequence[int], dtype: torch.dtype) -> Case:
     flat, out = torch.ones(sum(sizes), dtype=dtype), torch.zeros(2, dtype=torch.float64)
     scratch = torch.zeros(ops.NORM_SCRATCH_NUMEL, dtype=torch.float64)
-    args = (out, scratch, flat, *_segment(sizes)[1], 2.0, None)
+    args = (out, scratch, flat, *_segment(sizes)[1], 2.0)
     theirs = partial(torch.nn.utils.get_total_norm, list(flat.split(list(sizes))))
     return _case(name, "norm_", args, flat.nbytes, torch=theirs)
 

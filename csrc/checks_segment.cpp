@@ -170,7 +170,7 @@ UpdateArguments check_sgd(
 
 NormArguments check_norm(
     const Tensor& out, const Tensor& scratch, const Tensor& flat, const Tensor& touched, const Tensor& rows,
-    int64_t tiles, double norm_type, const MaybeTensor& scale) {
+    int64_t tiles, double norm_type) {
   NormArguments args{};
   const int32_t float64 = aoti_torch_dtype_float64();
   args.out = static_cast<double*>(data_as(out, out, float64, 2, "out", "float64 with 2 elements"));
@@ -181,7 +181,6 @@ NormArguments check_norm(
   args.flat = const_array_of(flat, out, "flat");
   args.segment = segment_of(touched, rows, tiles, out);
   args.norm_type = norm_type;
-  args.scale = scale_of(scale, out);
   return args;
 }
 

@@ -28,8 +28,7 @@ UpdateArguments check_sgd(
 
 NormArguments check_norm(
     const torch::stable::Tensor& out, const torch::stable::Tensor& scratch, const torch::stable::Tensor& flat,
-    const torch::stable::Tensor& touched, const torch::stable::Tensor& rows, int64_t tiles, double norm_type,
-    const MaybeTensor& scale);
+    const torch::stable::Tensor& touched, const torch::stable::Tensor& rows, int64_t tiles, double norm_type);
 
 // The numbers inside the table. Only where the host can read it; elsewhere whoever built it has checked it.
 void check_rows(const UpdateArguments& args);

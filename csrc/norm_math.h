@@ -46,9 +46,4 @@ SHARDGRAD_INLINE double add_element(Norm norm, double norm_type, double so_far, 
 // 1 for infinities and NaNs, which differ from themselves by something other than 0.
 SHARDGRAD_INLINE double is_not_finite(double value) { return value - value != 0 ? 1 : 0; }
 
-// scale >= 0 leaves the sum of powers with scale^p, and the extremes with scale.
-SHARDGRAD_INLINE double apply_scale(Norm norm, double norm_type, double value, double scale) {
-  return value * (is_sum(norm) ? pow(scale, norm_type) : scale);
-}
-
 }  // namespace shardgrad

@@ -88,7 +88,6 @@ struct NormArguments {
   double* out;
   double* scratch;  // a value for each worker, a count for each worker, and the ticket
   double norm_type;
-  Scale scale;
 };
 
 // Index of the row whose tiles hold `tile`: the last one that begins at or before it. Empty rows have the

@@ -124,7 +124,7 @@ void finish_norm(const NormArguments& args) {
     value = join(norm, value, args.scratch[worker]);
     not_finite += args.scratch[kNormWorkers + worker];
   }
-  args.out[0] = apply_scale(norm, args.norm_type, value, args.scale.read());
+  args.out[0] = value;
   args.out[1] = not_finite;
 }
 

@@ -57,8 +57,8 @@ void sgd(
 
 void norm(
     const Tensor& out, const Tensor& scratch, const Tensor& flat, const Tensor& touched, const Tensor& rows,
-    int64_t tiles, double norm_type, const MaybeTensor& scale) {
-  const NormArguments args = check_norm(out, scratch, flat, touched, rows, tiles, norm_type, scale);
+    int64_t tiles, double norm_type) {
+  const NormArguments args = check_norm(out, scratch, flat, touched, rows, tiles, norm_type);
   check_rows(args);
   const int64_t workers = std::min(kNormWorkers, tiles);
   parallel(workers, work_of(args.segment), [&](int64_t begin, int64_t end) {

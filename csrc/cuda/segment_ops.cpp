@@ -37,9 +37,9 @@ void sgd(
 
 void norm(
     const Tensor& out, const Tensor& scratch, const Tensor& flat, const Tensor& touched, const Tensor& rows,
-    int64_t tiles, double norm_type, const MaybeTensor& scale) {
+    int64_t tiles, double norm_type) {
   launch(
-      &shardgrad_cuda_norm, check_norm(out, scratch, flat, touched, rows, tiles, norm_type, scale), out);
+      &shardgrad_cuda_norm, check_norm(out, scratch, flat, touched, rows, tiles, norm_type), out);
 }
 
 }  // namespace

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from shardgrad.ops.checks import check_data, check_memory, check_scalar
+from shardgrad.ops.checks import check_data, check_memory
 from shardgrad.ops.library import declare
 from shardgrad.ops.segments import check_segment, live_rows
 
@@ -27,15 +27,12 @@ def norm_reference(
     rows: Tensor,
     tiles: int,
     norm_type: float,
-    scale: Tensor | None,
 ) -> None:
-    """Accumulates what a norm is made of over the live rows of a segment: `sum(|scale * g| **
-    norm_type)`.
+    """Accumulates what a norm is made of over the live rows of a segment: `sum(|g| ** norm_type)`.
 
     The root is left to the caller, who has other segments and other ranks to add first. For an
-    infinite `norm_type` it is the largest |scale * g| (the smallest for minus infinity), and for 0
-    the number of elements that are not 0. A NaN anywhere makes the result NaN, except in that
-    number.
+    infinite `norm_type` it is the largest |g| (the smallest for minus infinity), and for 0 the
+    number of elements that are not 0. A NaN anywhere makes the result NaN, except in that number.
 
     The sum runs in float64, so float32 gradients cannot overflow it. It is the same bit for bit
     from run to run and for any number of threads: 1,024 workers have their tiles by number, and
@@ -52,8 +49,6 @@ def norm_reference(
         rows: the segment's table, on the device.
         tiles: of the table.
         norm_type: any number.
-        scale: float32 or float64, 1 element, not negative; what gradients are to be multiplied by.
-            Applied once, to the accumulated value.
 
     Streams:
         Runs on the current stream of the device of `out`.
@@ -67,9 +62,7 @@ def norm_reference(
     """
     _check_norm(out, scratch, norm_type)
     check_data("flat", [flat], out)
-    check_scalar("scale", scale, (torch.float32, torch.float64), out)
     check_segment(touched, rows, tiles, out, {"grad_offset": flat.numel()})
-    factor = 1.0 if scale is None else float(scale)
     live = [
         flat.narrow(0, row.grad_offset, row.numel)
         for row in live_rows(touched, rows)
@@ -82,12 +75,10 @@ def norm_reference(
         edge = torch.amax if norm_type > 0 else torch.amin
         parts, start = [edge(size) for size in sizes], 0.0 if norm_type > 0 else math.inf
         total = edge(torch.stack([*parts, torch.full_like(out[0], start)]))
-        total = total * factor
     else:
         total = torch.zeros_like(out[0])
         for size in sizes:
             total += (size != 0).sum() if norm_type == 0 else size.pow(norm_type).sum()
-        total = total * factor**norm_type
     into = out.data.view(-1)
     into[0].copy_(total)
     into[1].fill_(bad)
@@ -106,6 +97,6 @@ def _check_norm(out: Tensor, scratch: Tensor, norm_type: float) -> None:
 
 norm_ = declare(
     "norm_(Tensor(a!) out, Tensor(b!) scratch, Tensor flat, Tensor touched, Tensor rows, int "
-    "tiles, float norm_type=2.0, Tensor? scale=None)",
+    "tiles, float norm_type=2.0)",
     norm_reference,
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -72,20 +71,6 @@ def test_without_live_elements_the_norm_is_that_of_nothing(
     for norm_type in NORM_TYPES:
         expected = math.inf if norm_type == -math.inf else 0.0
         assert run_norm(backend, s, norm_type) == (expected, 0.0)
-
-
-@pytest.mark.parametrize("norm_type", NORM_TYPES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_scale_multiplies_the_gradients(
-    backend: str, norm_type: float, dtype: torch.dtype
-) -> None:
-    s = Segment.of()
-    scaled = replace(s, grad=s.grad.double() * 0.3)
-    scale = torch.tensor(0.3, dtype=torch.float64).to(dtype)
-    value, _ = run_norm(backend, s, norm_type, scale)
-    # float32 knows 0.3 to half an ulp, which the power multiplies.
-    rel = 1e-13 if dtype == torch.float64 else 3 * 2.0**-24
-    assert value == pytest.approx(run_norm(backend, scaled, norm_type)[0], rel=rel)
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
@@ -155,7 +140,7 @@ def example_arguments() -> tuple[Any, ...]:
     s = Segment.of((5, 3000))
     out = torch.zeros(2, dtype=torch.float64)
     scratch = torch.zeros(ops.NORM_SCRATCH_NUMEL, dtype=torch.float64)
-    return out, scratch, s.grad, s.touched, s.rows, s.tiles, 2.0, torch.tensor(0.5)
+    return out, scratch, s.grad, s.touched, s.rows, s.tiles, 2.0
 
 
 def test_the_operator_keeps_torchs_contract() -> None:
@@ -169,11 +154,9 @@ def test_the_operator_keeps_torchs_contract() -> None:
 
 @needs_library
 def test_the_compiled_kernel_allocates_nothing() -> None:
-    out, scratch, flat, touched, rows, tiles, _, scale = example_arguments()
+    out, scratch, flat, touched, rows, tiles, _ = example_arguments()
     with torch.profiler.profile(profile_memory=True) as profile:
-        ops.norm_(
-            out, scratch, flat, touched=touched, rows=rows, tiles=tiles, norm_type=3.0, scale=scale
-        )
+        ops.norm_(out, scratch, flat, touched=touched, rows=rows, tiles=tiles, norm_type=3.0)
     assert any(event.key == "shardgrad::norm_" for event in profile.key_averages())
     assert all(event.cpu_memory_usage == 0 for event in profile.events())
 
@@ -189,7 +172,6 @@ def test_the_compiled_kernel_allocates_nothing() -> None:
         ),
         (lambda a: a.update(flat=torch.zeros(9).int()), "flat must be float32"),
         (lambda a: a.update(norm_type=math.nan), "norm_type must be a number"),
-        (lambda a: a.update(scale=torch.ones(2)), "scale must be float32 or float64"),
     ],
 )
 def test_arguments_that_would_leave_their_memory_are_refused(
@@ -213,7 +195,7 @@ def test_rows_that_would_leave_their_memory_are_refused_where_they_are_on_the_ho
 
 
 def require_refused(backend: str, call: Callable[[dict[str, Any]], None], message: str) -> None:
-    names = ("out", "scratch", "flat", "touched", "rows", "tiles", "norm_type", "scale")
+    names = ("out", "scratch", "flat", "touched", "rows", "tiles", "norm_type")
     arguments: dict[str, Tensor | float] = dict(zip(names, example_arguments(), strict=True))
     call(arguments)
     with pytest.raises(RuntimeError, match=message):

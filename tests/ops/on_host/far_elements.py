@@ -163,9 +163,9 @@ def test_norms_read_rows_and_elements_behind_2_to_31() -> None:
     out = torch.zeros(2, dtype=torch.float64)
     scratch = torch.zeros(ops.NORM_SCRATCH_NUMEL, dtype=torch.float64)
     scratch[-1:].view(torch.int32)[0] = workers - len(blocks)  # the others have found nothing
-    OP.norm_(out, scratch, far.grad, far.touched, far.rows, far.tiles, 1.0, None)
+    OP.norm_(out, scratch, far.grad, far.touched, far.rows, far.tiles, 1.0)
     assert out.tolist() == [torch.inf, 1.0]
     far.touched[2] = small.touched[2] = 0
     scratch[-1:].view(torch.int32)[0] = workers - len(blocks)
-    OP.norm_(out, scratch, far.grad, far.touched, far.rows, far.tiles, 1.0, None)
+    OP.norm_(out, scratch, far.grad, far.touched, far.rows, far.tiles, 1.0)
     assert out[0].item() == pytest.approx(run_norm("reference", small, 1.0)[0], rel=1e-12)
