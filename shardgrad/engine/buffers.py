@@ -6,8 +6,7 @@ Staging memory is reused from group to group, and one stream fills it while anot
 slot itself carries the order, so that a stream never waits for all of another's work:
 
 * a writer waits for *that slot's* `free` event before its first write and records its own `ready`
-event after
-  its last;
+  event after its last;
 * the reader waits for *every* `ready` event, whichever streams they are on, and records `free`.
 
 Tensors read along with a slot, such as a gradient that is sent from where it is, are lent to the
