@@ -423,8 +423,9 @@ class GradGroup:
             # where it is.
             self._sum = Slot(comm_ctx.streams, self.group.mesh.device)
         slot = self._sum
+        # An earlier reduction of the sum may still be in flight, and read it.
         if slot.holder is not None:
-            slot.holder.complete()  # an earlier reduction of the sum is still in flight
+            slot.holder.complete()
         chunks = self._chunks_of(slot)
         divisor = self._route_under(comm_ctx).before
         self._pack(

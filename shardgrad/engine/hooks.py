@@ -120,6 +120,8 @@ class HookedUnit(Unit):
         # makes the root, when every call of `fully_shard` has been made.
         context: RootContext = self.context or lazy_init(self)
         recorder.unit = self.name
+        # Activation checkpointing runs a forward again inside of backward: that one belongs to no
+        # iteration of its own, is not counted, and prefetches nothing.
         recomputing = _graph_task() != -1
         if not recomputing:
             args, kwargs = context.enter_forward(self, args, kwargs)

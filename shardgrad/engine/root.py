@@ -82,12 +82,14 @@ class RootContext:
         # while one of the same unit is open means that the open one was interrupted.
         opens_again = self._forward_root is unit and unit.methods_running > 0
         has_failed = self._forward_root is unit and not opens_again and not unit.runs_in_itself
+        # Another unit's forward is open, and the root is inside of none: that one was cut short.
         if unit is self.root and self._forward_root not in (None, unit):
-            has_failed = True  # that unit was run by itself: the root is inside of none
+            has_failed = True
         is_cut_short = self.scheduler.backward_running or has_failed
         if not (self._forward_root is None or opens_again or is_cut_short):
             return args, kwargs
-        if self.crosses_border():  # by torch.cuda.graph; graphed_step quiesces itself
+        # A program that captures by `torch.cuda.graph` itself; `graphed_step` has quiesced already.
+        if self.crosses_border():
             # No event of outside can be waited for inside of a capture.
             self.comm_ctx.streams.forget_events()
             self.quiesce()

@@ -174,7 +174,8 @@ class ReductionScheduler:
         )
 
     def _reduce(self, grads: GradGroup) -> None:
-        if grads.state is not GradState.READY:  # backward is over: no more gradients come
+        # Not ready by itself, but backward is over: no more gradients come.
+        if grads.state is not GradState.READY:
             _move(grads, GradState.READY)
         if self._reduces_now(grads):
             reduction = grads.launch(self.comm_ctx, all_reduces=grads.requires_all_reduce)
