@@ -234,6 +234,37 @@ class RepeatedFromABox(Repeated):
         return super().forward(box.x)
 
 
+class FromABox(nn.Linear):
+    def forward(self, box: Box) -> Tensor:
+        return super().forward(box.x)
+
+
+class Hidden(Repeated):
+    """Calls its layer, whose inputs nobody sees, in a checkpoint first and then outside of it."""
+
+    def __init__(self) -> None:
+        super().__init__("rn")
+        self.layer = FromABox(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(lambda x: self.layer(Box(x)), torch.tanh(x), use_reentrant=True)
+        return self.layer(Box(torch.tanh(x)))
+
+
+@on_ranks(2)
+def test_a_unit_that_sees_no_inputs_waits_for_a_checkpoint_that_calls_it_too() -> None:
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(5, 5), Hidden())
+    model = deepcopy(whole)
+    SHARDGRAD.fully_shard(model[1].layer)
+    SHARDGRAD.fully_shard(model)
+    with shardgrad.participate(model):
+        if dist.get_rank() == 0:
+            model(batch_of(0)).square().sum().backward()
+    (whole(batch_of(0)).square().sum() / dist.get_world_size()).backward()
+    have_mean_gradients(model, whole)
+
+
 @on_ranks(2)
 def test_gradients_of_a_checkpoint_that_come_after_their_reduction_are_refused() -> None:
     torch.manual_seed(0)
