@@ -94,9 +94,6 @@ class Scheduler(Protocol):
 
     left: list[GradShard]  # that groups have left for others, until their memory may be freed
 
-    def join(self) -> None:
-        """Completes every reduction in flight."""
-
     def finish(self, grads: GradGroup) -> None:
         """Reduces what waits in a group, and completes every reduction in flight."""
 
@@ -183,8 +180,6 @@ class GradGroup:
         # A frozen parameter keeps its place for the sake of a gradient that may be gone by now.
         if is_same and not (self._holds_frozen and self._may_shrink):
             return
-        if self.scheduler is not None:
-            self.scheduler.join()  # what is in flight will be gradients at the places of now
         # A gradient that is there already has to be found by clipping and by the optimizer, also
         # if its parameter was frozen since.
         params, attribute = self.group.params, self.group.gradient_policy.attribute

@@ -295,7 +295,5 @@ class ReductionScheduler:
         self._entered.clear()
         self.enrolment = None
         self.abandon_backward(groups)
-        for grads in groups:
-            grads.forget()
         for ring in self.comm_ctx.rings:
             ring.rewind()
