@@ -341,6 +341,23 @@ def freezes_what_it_has_written_a_gradient_of(shard: Shard) -> nn.Module:
     return adds_by_hand_to_what_a_backward_adds(shard, freezes=True)
 
 
+def scales_gradients_in_hooks(shard: Shard) -> nn.Module:
+    """A hook runs once in each backward that has a gradient of its parameter, and in no other."""
+
+    def doubles(param: Tensor) -> None:
+        assert param.grad is not None
+        param.grad.mul_(2)
+
+    model = shard(mlp())
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(doubles)
+    model(batch(0)).square().mean().backward()
+    later = list(model.children())[2]
+    later.register_forward_pre_hook(lambda module, args: (args[0].detach(),))
+    model(batch(1)).square().mean().backward()
+    return model
+
+
 PROGRAMS = [
     extracts_features_by_an_exception,
     recomputes_inside_a_unit_of_which_one_rank_uses_all,
@@ -350,6 +367,7 @@ PROGRAMS = [
     freezes_between_forward_and_backward,
     trains_other_layers_in_each_step,
     freezes_its_own_parameter_in_forward,
+    scales_gradients_in_hooks,
 ]
 
 
