@@ -87,6 +87,23 @@ def test_inputs_are_copied_or_static_or_choose_a_graph() -> None:
     VirtualRanks(1).run(structures)
 
 
+def trains_on_batches_of_the_host(graphed: Callable[..., Any]) -> list[Any]:
+    model = build(Setup())
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=0.01)
+    step = training_step(graphed, model, optimizer)
+    losses = []
+    for number in range(5):
+        sent = batch(number)
+        # A graphed step sends it, the eager one is given it on the device.
+        losses.append(step(sent if graphed is eager else sent.cpu()).cpu())
+    require_replays(step, captures=1, replays=2)
+    return [*losses, *weights(model)]
+
+
+def test_a_batch_of_the_host_is_read_after_it_has_arrived() -> None:
+    same_on(1, trains_on_batches_of_the_host)
+
+
 def outputs_of_replays(clone: bool) -> None:
     @shardgrad.graphed_step(warmup=1, clone_outputs=clone)
     def step(x: Tensor) -> Tensor:
