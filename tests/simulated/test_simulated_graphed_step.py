@@ -400,6 +400,27 @@ def test_each_shape_has_its_graph_and_the_oldest_is_dropped() -> None:
     same_on(2, shapes)
 
 
+def versions_of_a_weight() -> None:
+    model = build(Setup())
+    step = training_step(
+        shardgrad.graphed_step, model, shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+    )
+    block, seen = model[0], []
+    for number in range(6):
+        step(batch(number))
+        block.unshard()
+        seen.append(block.first.weight._version)
+        block.reshard()
+    assert step.replays > 2
+    assert seen == sorted(set(seen))
+    step.close()
+
+
+def test_a_weights_version_moves_with_a_replay_as_with_an_optimizers_step() -> None:
+    """What a layer keeps of a weight, such as a copy in another precision, is made again then."""
+    VirtualRanks(2).run(versions_of_a_weight)
+
+
 def changes_between(graphed: Callable[..., Any], change: str) -> list[Any]:
     """Something is changed between steps: the graph goes on with it, or another one is captured."""
     model = build(Setup())
