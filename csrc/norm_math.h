@@ -18,8 +18,6 @@ SHARDGRAD_INLINE Norm norm_of(double norm_type) {
   return Norm::kPowers;
 }
 
-SHARDGRAD_INLINE constexpr bool is_sum(Norm norm) { return norm != Norm::kMaximum && norm != Norm::kMinimum; }
-
 SHARDGRAD_INLINE double nothing_yet(Norm norm) { return norm == Norm::kMinimum ? HUGE_VAL : 0; }
 
 // Two accumulated values; a NaN stays one.

@@ -35,6 +35,7 @@ from enum import Enum, auto
 from operator import gt
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shardgrad.engine.param import FSDPParam
@@ -77,6 +78,7 @@ class GradShard:
         home: ShardMemory,
     ) -> None:
         self.params = [p.sharded for p in params]  # the trainable ones, in layout order
+        self._managed = list(params)  # the same
         self._layout = layout
         self.attribute = policy.attribute  # of a parameter: what its gradient is bound to
         self._is_persistent = policy.persistent
@@ -450,9 +452,13 @@ class GradShard:
                 "a gradient was replaced by a tensor that is not sharded like its parameter",
                 expected=f"None, or a DTensor of shape {tuple(own.shape)} with {own.placements}",
                 got=f"{type(grad).__name__} of shape {tuple(grad.shape)}",
+                where=self._name(index),
                 fix="assign None, or change the gradient in place",
             )
         return grad
+
+    def _name(self, place: int) -> str:
+        return f"parameter {self._managed[place].name} on rank {dist.get_rank()}"
 
     def _take_over(self, foreign: Sequence[tuple[int, DTensor]]) -> None:
         """Copies assigned gradients into the shard, and binds the shard's own in their place."""
@@ -468,7 +474,7 @@ class GradShard:
                     "memory GradientPolicy(persistent=True) does not leave to it",
                     expected="gradients that are changed in place",
                     got=f"another gradient for {len(places)} parameters",
-                    where=f"a parameter of shape {tuple(self.objects.plain[min(places)].shape)}",
+                    where=self._name(min(places)),
                     fix="param.grad.copy_(other), or persistent=False",
                 )
             self._part_with(sorted(places), self.current_stream())

@@ -1,0 +1,109 @@
+"""Bytes that a step copies around its collectives, counted where they are written: no more than
+FSDP2's.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardgrad.engine.unsharded import ZeroCopyGather
+from shardgrad.sharding import zero_copy
+from shardgrad.sharding.layout import ALIGNMENT_NBYTES, TAG_NUMEL
+from tests.support.parity import FSDP2, SHARDGRAD, Engine, stack
+from tests.support.ranks import Ranks
+
+GATHER_IN, GATHER_OUT, REDUCE_IN = "into all-gathers", "out of all-gathers", "into reduce-scatters"
+TAGS = "tags of messages"
+
+
+def nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.itemsize
+
+
+class Copies(TorchDispatchMode):
+    """Counts what the packing operations of both engines write, padding included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.name().removesuffix(".default")
+        if name == "shardgrad::unpack":
+            # Before messages are sent: direct parameters' own pieces, into their places.
+            callers = {frame.f_code.co_name for frame, _ in traceback.walk_stack(None)}
+            kind = GATHER_IN if ZeroCopyGather.messages.__name__ in callers else GATHER_OUT
+            self.written[kind] += int(args[2][:, 0].sum()) * args[1].itemsize
+        elif name == "shardgrad::pack":
+            self.written[REDUCE_IN] += nbytes(args[1])
+        elif name == "aten::copy_" and args[0].shape[-1:] == (TAG_NUMEL,):
+            self.written[TAGS] += nbytes(args[0])
+        elif name == "aten::copy_":
+            self.written[GATHER_IN] += nbytes(args[0])
+        elif name == "fsdp::all_gather_copy_in":
+            self.written[GATHER_IN] += sum(map(nbytes, args[0]))
+        elif name == "fsdp::split_with_sizes_copy":
+            self.written[GATHER_OUT] += nbytes(args[0])
+        elif name == "fsdp::chunk_cat":
+            self.written[REDUCE_IN] += nbytes(kwargs["out"] if "out" in kwargs else args[-1])
+        return func(*args, **kwargs)
+
+
+def copies_of_a_step(engine: Engine, sizes: tuple[int, ...]) -> Counter[str]:
+    model = stack(*sizes)
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            engine.fully_shard(layer)
+    engine.fully_shard(model)
+    for step in range(2):
+        with Copies() as copies:
+            model(engine.inputs(step, sizes[0])).sum().backward()
+    return copies.written
+
+
+def both(sizes: tuple[int, ...]) -> tuple[Counter[str], Counter[str]]:
+    return copies_of_a_step(SHARDGRAD, sizes), copies_of_a_step(FSDP2, sizes)
+
+
+def test_a_step_copies_no_more_bytes_than_fsdp2(two_ranks: Ranks) -> None:
+    sizes = (128, 256, 192, 64)
+    ours, theirs = two_ranks.run(both, sizes)[0]
+    print(f"bytes copied on each of 2 ranks by a step of {len(sizes) - 1} units")
+    for kind in (GATHER_IN, GATHER_OUT, REDUCE_IN):
+        print(f"  {kind:<22}{ours[kind]:>12,} here{theirs[kind]:>12,} FSDP2")
+    assert theirs[GATHER_OUT] > 0 < theirs[REDUCE_IN]
+    # Between two ranks over gloo the shard is put beside what comes. NCCL sends the shard itself.
+    assert ours[GATHER_IN] <= theirs[GATHER_IN]
+    # At most two all-gathers of a unit, and a reduction, whose chunks for both ranks have one each.
+    assert 0 < ours[TAGS] <= TAG_NUMEL * 4 * 4 * (len(sizes) - 1)
+    assert ours[GATHER_OUT] <= theirs[GATHER_OUT]
+    # Flags and label, one line for each rank and unit.
+    tails = 2 * ALIGNMENT_NBYTES * (len(sizes) - 1)
+    assert ours[REDUCE_IN] - tails <= theirs[REDUCE_IN]
+    assert ours.total() <= theirs.total()
+
+
+def of_direct_weights(sizes: tuple[int, ...]) -> tuple[Counter[str], Counter[str]]:
+    with patch.object(zero_copy, "ZERO_COPY_NBYTES", 2**12):
+        return both(sizes)
+
+
+def test_a_direct_parameter_is_copied_neither_out_of_an_all_gather_nor_into_a_reduce_scatter(
+    two_ranks: Ranks,
+) -> None:
+    sizes = (128, 256, 192, 64)
+    ours, theirs = two_ranks.run(of_direct_weights, sizes)[0]
+    biases = sum(sizes[1:]) * torch.float32.itemsize
+    # The tail and what fills up a bias, for each rank and unit.
+    lines = 4 * ALIGNMENT_NBYTES * (len(sizes) - 1)
+    assert ours[REDUCE_IN] <= biases + lines
+    assert ours[GATHER_OUT] <= 2 * biases + lines  # in forward and in backward
+    assert ours[GATHER_IN] <= theirs[GATHER_IN]
