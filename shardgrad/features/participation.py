@@ -118,18 +118,20 @@ class _Enrolment:
         return grads not in self._in_parts
 
     def refuse_late(self, grads: GradGroup) -> None:
-        """Refuses gradients of a checkpoint that came after those of the rest of their unit's
-        forward.
+        """Refuses gradients of a checkpoint, or of a call that was not seen to need any, that came
+        after those of the rest of their unit's forward.
         """
         if grads.is_reduced:
             raise ParticipationError(
                 f"unit {grads.group.name or 'root'!r} got more gradients after its reduction, from "
-                "a reentrant checkpoint over modules that the same forward also runs outside of it",
+                "a reentrant checkpoint over modules that the same forward also runs outside of "
+                "it, or from a call whose inputs are hidden in an object",
                 expected="gradients that are complete once: other ranks do not join a second "
                 "reduction",
                 got=f"{grads.collector.count} that came late",
                 where=f"rank {dist.get_rank()}",
-                fix="checkpoint(..., use_reentrant=False)",
+                fix="checkpoint(..., use_reentrant=False); inputs that are tensors, or lists and "
+                "dictionaries of them",
             )
 
     def begin(self) -> list[GradGroup]:

@@ -265,14 +265,34 @@ def test_a_unit_that_sees_no_inputs_waits_for_a_checkpoint_that_calls_it_too() -
     have_mean_gradients(model, whole)
 
 
+class TwiceFromABox(nn.Linear):
+    """Runs its layer first with an input that nobody sees, then with one that everybody does."""
+
+    def forward(self, box: Box | Tensor) -> Tensor:
+        return super().forward(box.x) if isinstance(box, Box) else super().forward(box)
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = TwiceFromABox(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(torch.tanh(self.layer(Box(x))))
+
+
+@pytest.mark.parametrize("by", ["a checkpoint", "a call"])
 @on_ranks(2)
-def test_gradients_of_a_checkpoint_that_come_after_their_reduction_are_refused() -> None:
+def test_gradients_that_come_after_their_reduction_are_refused(by: str) -> None:
     torch.manual_seed(0)
-    whole = nn.Sequential(Boxes(5, 5), RepeatedFromABox("rn"))
+    if by == "a checkpoint":
+        whole = nn.Sequential(Boxes(5, 5), RepeatedFromABox("rn"))
+    else:
+        whole = nn.Sequential(nn.Linear(5, 5), Twice())
     model = deepcopy(whole)
-    SHARDGRAD.fully_shard(model[1])
+    SHARDGRAD.fully_shard(model[1] if by == "a checkpoint" else model[1].layer)
     SHARDGRAD.fully_shard(model)
-    refusal = pytest.raises(ParticipationError, match=r"(?s)unit '1'.*use_reentrant=False")
+    refusal = pytest.raises(ParticipationError, match=r"(?s)unit '1.*use_reentrant=False")
     with refusal if dist.get_rank() == 0 else nullcontext(), shardgrad.participate(model):
         if dist.get_rank() == 0:
             model(batch_of(0)).square().sum().backward()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -82,6 +83,18 @@ def test_a_table_that_is_kept_is_for_training_even_if_an_evaluation_makes_it() -
 
 def test_replicas_are_counted_once(four_ranks: Ranks) -> None:
     four_ranks.run(norms_are_torchs, (2, 2))
+
+
+@on_ranks(2)
+def test_a_norm_is_float64_if_a_gradient_is_sharded_or_not() -> None:
+    for dtypes in product((torch.float32, torch.float64), repeat=2):
+        sharded, plain = (nn.Linear(3, 3, dtype=dtype) for dtype in dtypes)
+        shardgrad.fully_shard(sharded)
+        for layer, dtype in zip((sharded, plain), dtypes, strict=True):
+            layer(torch.ones(2, 3, dtype=dtype)).sum().backward()
+        norm = shardgrad.clip_grad_norm_([*sharded.parameters(), *plain.parameters()], 1.0)
+        assert norm.dtype == max(dtypes, key=lambda dtype: dtype.itemsize)
+        assert norm == pytest.approx(96**0.5)  # of 24 elements that are 2
 
 
 @on_ranks(4)

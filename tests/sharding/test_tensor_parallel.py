@@ -247,14 +247,13 @@ def on_full_mesh(mesh: DeviceMesh, data_axes: tuple[str, ...]) -> Pair:
 
 
 @cache
-def full_mesh(shape: tuple[int, ...]) -> DeviceMesh:
-    return init_device_mesh("cpu", shape, mesh_dim_names=("a", "b", "tp")[3 - len(shape) :])
+def full_mesh(**sizes: int) -> DeviceMesh:
+    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
-def train_on_full_mesh(engine: Engine, shape: tuple[int, ...], dims: dict[str, Any]) -> Tensors:
-    mesh = full_mesh(shape)
-    names = mesh.mesh_dim_names or ()
-    model = on_full_mesh(mesh, names[:-1])
+def train_on_full_mesh(engine: Engine, sizes: dict[str, int], dims: dict[str, Any]) -> Tensors:
+    mesh = full_mesh(**sizes)
+    model = on_full_mesh(mesh, ("a", "b"))
     engine.fully_shard(model, mesh=mesh, dp_mesh_dims=fsdp.DataParallelMeshDims(**dims))
     optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
     found: Tensors = {}
@@ -263,7 +262,9 @@ def train_on_full_mesh(engine: Engine, shape: tuple[int, ...], dims: dict[str, A
         whole = torch.randn(8, WIDTH, generator=generator, dtype=torch.float64).to(
             torch.get_default_dtype()
         )
-        x = distribute_tensor(whole, mesh, [Shard(0)] * (len(names) - 1) + [Replicate()])
+        x = distribute_tensor(
+            whole, mesh, [Replicate() if axis == "tp" else Shard(0) for axis in sizes]
+        )
         loss = model(x).square().mean()
         loss.backward()
         found[f"loss {step}"] = loss.full_tensor().detach()
@@ -280,24 +281,25 @@ def train_on_full_mesh(engine: Engine, shape: tuple[int, ...], dims: dict[str, A
 
 @needs_dims
 @pytest.mark.parametrize(
-    ("shape", "dims"),
+    ("sizes", "dims"),
     [
-        ((2, 2), {"shard": "b"}),
-        ((2, 2), {"replicate": "b"}),
-        ((2, 1, 2), {"shard": "b", "replicate": "a"}),
-        ((1, 2, 2), {"shard": "b", "replicate": "a"}),
-        ((2, 2, 1), {"shard": ("a", "b")}),
-        ((2, 1, 2), {"shard": ("a", "b")}),
-        ((2, 2, 1), {"replicate": ("a", "b")}),
+        ({"b": 2, "tp": 2}, {"shard": "b"}),
+        ({"tp": 2, "b": 2}, {"shard": "b"}),
+        ({"b": 2, "tp": 2}, {"replicate": "b"}),
+        ({"a": 2, "b": 1, "tp": 2}, {"shard": "b", "replicate": "a"}),
+        ({"a": 1, "b": 2, "tp": 2}, {"shard": "b", "replicate": "a"}),
+        ({"a": 2, "b": 2, "tp": 1}, {"shard": ("a", "b")}),
+        ({"a": 2, "b": 1, "tp": 2}, {"shard": ("a", "b")}),
+        ({"a": 2, "b": 2, "tp": 1}, {"replicate": ("a", "b")}),
     ],
     ids=str,
 )
 @on_ranks(4)
 def test_parameters_on_a_full_mesh_train_like_under_fsdp2(
-    shape: tuple[int, ...], dims: dict[str, Any]
+    sizes: dict[str, int], dims: dict[str, Any]
 ) -> None:
     with float64():
-        ours, theirs = (train_on_full_mesh(engine, shape, dims) for engine in (SHARDGRAD, FSDP2))
+        ours, theirs = (train_on_full_mesh(engine, sizes, dims) for engine in (SHARDGRAD, FSDP2))
         assert_close(ours, theirs)
 
 
@@ -324,7 +326,7 @@ def test_what_cannot_be_done_with_dtensors_is_refused() -> None:
 @needs_dims
 @on_ranks(4)
 def test_a_full_mesh_that_cannot_be_used_is_refused() -> None:
-    mesh = full_mesh((2, 2))
+    mesh = full_mesh(b=2, tp=2)
     dims = fsdp.DataParallelMeshDims(shard="b")
     with pytest.raises(ValueError, match="At least one"):
         shardgrad.DataParallelMeshDims()

@@ -219,7 +219,7 @@ class Series:
             final = replaced.with_name(replaced.name.removesuffix(_REPLACED))
             if not final.exists():
                 replaced.rename(final)
-            elif _is_complete(final) or not _is_complete(replaced):  # else it is the only one
+            elif _is_complete(final):  # else the replaced one may be the only one
                 shutil.rmtree(replaced, ignore_errors=True)
         for leftover in self._folder.glob("*" + _ASIDE):
             shutil.rmtree(leftover, ignore_errors=True)
