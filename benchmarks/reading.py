@@ -153,8 +153,8 @@ def count(folder: str, calls: Sequence[CodeType]) -> dict[str, Any]:
 def watched(engine: str, function: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
     """Calls a function; returns its result, and what of the engine it called."""
     folder = str(_folder(_PACKAGES[engine]))
-    # FSDP2 calls torch there, which is not counted either: kernels, and events of streams.
-    aside = f"{folder}/ops/", f"{folder}/engine/streams.py"
+    # FSDP2 calls torch there, which is not counted either: kernels, events of streams, and spans.
+    aside = f"{folder}/ops/", f"{folder}/engine/streams.py", f"{folder}/engine/spans.py"
     calls: list[CodeType] = []
 
     def note(frame: FrameType, event: str, _: object) -> None:

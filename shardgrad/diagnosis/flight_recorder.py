@@ -19,18 +19,25 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+from shardgrad.errors import CollectiveError, ShardgradError
 
 if TYPE_CHECKING:  # programs that read what ranks recorded need no torch
     import torch
     import torch.distributed as dist
 
-    from shardgrad.errors import ShardgradError
+__all__ = ["FIX", "Entry", "FlightRecorder", "GroupLog", "recorder"]
 
-__all__ = ["Entry", "FlightRecorder", "GroupLog", "recorder"]
+_T = TypeVar("_T")
+
+FIX = (
+    "if ranks legitimately run different units or have no batch, wrap the step in `with "
+    "shardgrad.participate(model):`; else look for the first error among the ranks"
+)
 
 _SLICE = timedelta(seconds=1)
 _ENTRIES = 64  # more than two ranks of one group can be apart by prefetching
@@ -90,12 +97,25 @@ class GroupLog:
         self._recorder.reported = None
         return entry
 
+    def start(self, name: str, chunk: torch.Tensor, call: Callable[[], _T]) -> tuple[Entry, _T]:
+        """Records a collective, and starts it by `call`; returns its entry, and what that returns.
+
+        Raises:
+            CollectiveError: the backend raised.
+        """
+        # Noted before it starts: a rank that never comes back has to be found in the record.
+        entry = self.record(name, chunk)
+        try:
+            return entry, call()
+        except RuntimeError as error:
+            raise self._failed(name, error) from error
+
     def wait_for(self, work: dist.Work, entry: Entry) -> None:
         """Waits for a collective; over gloo, no longer than it can still end.
 
         Raises:
-            CollectiveError: the watchdog has found out that a rank which has to join it never will.
-            RuntimeError: the backend's own.
+            CollectiveError: the backend raised, or the watchdog has found out that a rank which has
+                to join it never will.
         """
         recorder = self._recorder
         recorder.waits_in = self, entry
@@ -106,10 +126,22 @@ class GroupLog:
                 break
             except RuntimeError as error:
                 if not may_stop or "Operation timed out!" not in str(error):
-                    raise
+                    raise self._failed(entry.name, error) from error
             if recorder.verdict is not None and recorder.verdict[0] is entry:
                 raise recorder.verdict[1]
         recorder.waits_in = None  # not if it raised: then it is what is asked for
+
+    def _failed(self, name: str, error: RuntimeError) -> CollectiveError:
+        """Returns the backend's error in words that say what to do."""
+        import torch.distributed as dist
+
+        return CollectiveError(
+            f"the {name} failed: another rank is late, gone, or running something else",
+            expected=f"every rank of {list(self.ranks)} to join it",
+            got=str(error).splitlines()[0],
+            where=f"rank {dist.get_rank()}",
+            fix=FIX,
+        )
 
     @contextmanager
     def waiting(self, name: str, chunk: torch.Tensor | None = None) -> Iterator[None]:

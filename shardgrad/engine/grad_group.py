@@ -27,7 +27,7 @@ from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.param import FSDPParam
 from shardgrad.engine.param_group import ParamGroup
 from shardgrad.engine.reduction import OVERFLOWING, PartialSum, Reduction, ReductionMemory
-from shardgrad.engine.spans import NO_SPAN, profiler, span
+from shardgrad.engine.spans import span
 from shardgrad.engine.streams import Stream, StreamEvent, Streams
 from shardgrad.engine.transports import MessageTag, Transport
 from shardgrad.errors import CaptureError
@@ -553,7 +553,7 @@ class GradGroup:
                 messages, memory = self._pack_messages(route, comm_ctx, shard)
         stream, reader = streams.reduce, streams.current()
         with (
-            span("post_backward_reduce", group.name) if profiler._is_profiler_enabled else NO_SPAN,
+            span("post_backward_reduce", group.name),
             streams.on(stream),
         ):
             # Several streams may have filled a slot: the collective waits for every one of them.

@@ -99,7 +99,7 @@ class GradShard:
         # Float32 device scalar, above zero if an infinity or a NaN was found; None if nothing has
         # looked.
         self.nonfinite: torch.Tensor | None = None
-        self.objects = GradientObjects(params, layout, mesh.shard_rank, self._nothing, policy)
+        self.objects = GradientObjects(self.params, layout, mesh.shard_rank, self._nothing, policy)
         self._index = {id(param): i for i, param in enumerate(self.params)}
         # What the flags say, as far as the host has made sure.
         self.flagged = [False] * len(self.params)

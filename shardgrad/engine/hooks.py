@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.engine.root import RootContext, lazy_init
-from shardgrad.engine.spans import NO_SPAN, profiler, span
+from shardgrad.engine.spans import span
 from shardgrad.engine.unit import Unit
 from shardgrad.errors import UnsupportedError
 
@@ -141,9 +141,7 @@ class HookedUnit(Unit):
                 grads.refresh_trainable()
         dtype = self.mp_policy.param_dtype
         if dtype is not None and self.mp_policy.cast_forward_inputs:
-            with (
-                span("cast_forward_inputs", self.name) if profiler._is_profiler_enabled else NO_SPAN
-            ):
+            with span("cast_forward_inputs", self.name):
                 args, kwargs = _cast(dtype, args), _cast(dtype, kwargs)
         # Backward may recompute it.
         if torch.is_grad_enabled() or context.scheduler.enrolment is not None:
@@ -261,7 +259,7 @@ class HookedUnit(Unit):
         # them itself.
         if not self.unshard_in_backward:
             return
-        with span("pre_backward", self.name) if profiler._is_profiler_enabled else NO_SPAN:
+        with span("pre_backward", self.name):
             self.unshard(context.comm_ctx)
             if begins:
                 # The next all-gather is launched before this one is waited for, as in forward.
@@ -282,7 +280,7 @@ class HookedUnit(Unit):
         # Where a tensor left the unit past its outputs, say by an attribute, no pre-backward has
         # opened the call that ends here.
         self.open = max(0, self.open - 1)
-        with span("post_backward", self.name) if profiler._is_profiler_enabled else NO_SPAN:
+        with span("post_backward", self.name):
             # A unit called several times in a row is about to need its parameters again.
             again = self.next_backward is self and self.outstanding > 0
             # Another call's backward may be open on another stream, and a graph that is kept reads

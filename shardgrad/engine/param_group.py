@@ -34,13 +34,12 @@ from torch.autograd.graph import increment_version
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from shardgrad.engine.all_gather import AllGather, AllGatherInput
+from shardgrad.engine.all_gather import AllGather, AllGatherInput, UnshardedMemory, UnshardedParams
 from shardgrad.engine.comm_context import CollectiveConfig, CommContext, SecondStep
 from shardgrad.engine.param import FSDPParam, Registration, local_of, mark_sharded
-from shardgrad.engine.spans import NO_SPAN, profiler, span
+from shardgrad.engine.spans import span
 from shardgrad.engine.streams import Streams
 from shardgrad.engine.transports import MessageTag
-from shardgrad.engine.unsharded import UnshardedMemory, UnshardedParams
 from shardgrad.errors import LostWorkWarning
 from shardgrad.policies import REDUCES_IN_GRAD_DTYPE, GradientPolicy
 from shardgrad.sharding.byte_params import from_bytes, stored_shape, travels_as_bytes
@@ -435,7 +434,7 @@ class ParamGroup:
 
     def _copy_out(self, gather: AllGather) -> None:
         stream = gather.streams.current()
-        with span("all_gather_copy_out", self.name) if profiler._is_profiler_enabled else NO_SPAN:
+        with span("all_gather_copy_out", self.name):
             try:
                 self._fill(gather.wait(stream), gather)
                 self.is_filled = True

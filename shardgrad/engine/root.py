@@ -21,7 +21,7 @@ from shardgrad.engine.comm_context import CommContext
 from shardgrad.engine.param_group import ParamState
 from shardgrad.engine.same_model import require_same_model
 from shardgrad.engine.scheduler import ReductionScheduler
-from shardgrad.engine.spans import NO_SPAN, profiler, span
+from shardgrad.engine.spans import span
 from shardgrad.engine.streams import is_capturing, wait_for_device
 from shardgrad.engine.unit import Unit, units_under
 from shardgrad.errors import AsleepError, RootError
@@ -105,7 +105,7 @@ class RootContext:
         device = self.comm_ctx.device
         # As FSDP2's root does: what lies on the host comes along.
         if device.type != "cpu":
-            with span("inputs_to_device", unit.name) if profiler._is_profiler_enabled else NO_SPAN:
+            with span("inputs_to_device", unit.name):
                 (args,), (kwargs,) = _to_kwargs(args, kwargs, device, False)
         self._forward_root, self._position, self._order_before = unit, 0, len(self._backward_order)
         # An evaluation in an except block runs while that exception is handled: it is not a
@@ -324,12 +324,7 @@ class RootContext:
 
         Streams: the stream that called backward waits for every reduction.
         """
-        with (
-            span("root_post_backward_callback", self.root.name)
-            if profiler._is_profiler_enabled
-            else NO_SPAN,
-            torch.no_grad(),
-        ):
+        with span("root_post_backward_callback", self.root.name), torch.no_grad():
             self.scheduler.finish_reading()
             # Parameters are freed before the last groups are reduced: their memory is what these
             # reductions take.

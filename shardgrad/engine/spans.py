@@ -1,4 +1,4 @@
-"""Names in profiles; callers test for a profiler first, since a unit's step has eight spans."""
+"""Names in profiles."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch.autograd import profiler
 
-__all__ = ["NO_SPAN", "profiler", "span"]
+__all__ = ["NOTHING", "span"]
 
-
-NO_SPAN: AbstractContextManager[None] = nullcontext()
+NOTHING: AbstractContextManager[None] = nullcontext()  # a context that changes nothing
 
 
 def span(what: str, unit: str) -> AbstractContextManager[object]:
-    """Returns a context that shows up as `FSDP::what (unit)` in a profile."""
+    """Returns a context that shows up as `FSDP::what (unit)` in a profile, if one is made."""
+    if not profiler._is_profiler_enabled:
+        return NOTHING
     return torch.profiler.record_function(f"FSDP::{what} ({unit})")

@@ -18,7 +18,7 @@ from typing import Protocol
 
 import torch
 
-from shardgrad.engine.spans import NO_SPAN
+from shardgrad.engine.spans import NOTHING
 
 __all__ = [
     "AcceleratorStreams",
@@ -113,7 +113,7 @@ class NoStreams:
 
     def on(self, stream: Stream) -> AbstractContextManager[object]:
         """Returns a context that changes nothing."""
-        return NO_SPAN
+        return NOTHING
 
     def forget_events(self) -> None:
         """Does nothing."""

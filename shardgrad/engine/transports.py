@@ -20,10 +20,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from shardgrad.diagnosis.collective_errors import FIX, checked
-from shardgrad.diagnosis.flight_recorder import Entry, GroupLog, recorder
+from shardgrad.diagnosis.flight_recorder import FIX, Entry, GroupLog, recorder
 from shardgrad.engine.buffers import Chunks
-from shardgrad.engine.spans import NO_SPAN
+from shardgrad.engine.spans import NOTHING
 from shardgrad.errors import DesyncError, unsupported
 from shardgrad.sharding.layout import TAG_NUMEL
 from shardgrad.sharding.message_tags import MessageTag, meaning
@@ -100,15 +99,12 @@ class Transport(ABC):
 
     def together(self, messages: Sequence[object]) -> AbstractContextManager[object]:
         """Returns the context in which to start these messages of a group, of one kind."""
-        return NO_SPAN
+        return NOTHING
 
     def all_reduce(self, chunk: torch.Tensor, *, what: str) -> Work:
         """Sums `chunk` over the ranks, in place."""
-        entry = self._log.record(what, chunk)
-        work = checked(
-            what, self.group, lambda: dist.all_reduce(chunk, group=self.group, async_op=True)
-        )
-        return PendingWork(work, [chunk], entry, self._log, self.group)
+        call = partial(dist.all_reduce, chunk, group=self.group, async_op=True)
+        return PendingWork(*self._log.start(what, chunk, call), [chunk], self._log)
 
 
 class CompletedWork:
@@ -128,18 +124,15 @@ class CompletedWork:
 class PendingWork:
     """Work that a backend's own work ends."""
 
+    _entry: Entry
     _work: dist.Work | None
     _chunks: Sequence[torch.Tensor]
-    _entry: Entry
     _log: GroupLog
-    _group: dist.ProcessGroup
 
     def wait(self) -> Sequence[torch.Tensor]:
         """See `Work`."""
         if self._work is not None:
-            checked(
-                self._entry.name, self._group, partial(self._log.wait_for, self._work, self._entry)
-            )
+            self._log.wait_for(self._work, self._entry)
         return self._chunks
 
 
@@ -163,10 +156,10 @@ class _PendingExchange(PendingWork):
 
     def _refuse(self, sender: int, digits: list[float]) -> NoReturn:
         recorder.waits_in = self._log, self._entry
-        members = dist.get_process_group_ranks(self._group)
+        members = self._log.ranks
         raise DesyncError(
             f"rank {members[sender]} is somewhere else: it sent the {meaning(digits)}",
-            expected=f"the {self._tag.what} from every rank of {members}",
+            expected=f"the {self._tag.what} from every rank of {list(members)}",
             got=f"the {meaning(digits)}",
             where=f"rank {dist.get_rank()}",
             fix=FIX,
@@ -211,8 +204,8 @@ class StreamTransport(Transport):
 
     def all_gather(self, chunk: torch.Tensor, staging: Chunks, tag: MessageTag) -> Work:
         """See `Transport.all_gather`. Capture: safe once the communicator exists."""
-        self._log.record(tag.what, chunk)
-        checked(tag.what, self.group, lambda: _all_gather(staging.whole, chunk, group=self.group))
+        call = partial(_all_gather, staging.whole, chunk, group=self.group)
+        self._log.start(tag.what, chunk, call)
         return CompletedWork((staging.whole,))
 
     def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
@@ -221,8 +214,8 @@ class StreamTransport(Transport):
         """
         # NCCL reduces in place where the result is this rank's part of what it sends.
         own = receive.part(0) if receive.count else send.part(self.rank)
-        self._log.record(tag.what, own)
-        checked(tag.what, self.group, lambda: _reduce_scatter(own, send.whole, group=self.group))
+        call = partial(_reduce_scatter, own, send.whole, group=self.group)
+        self._log.start(tag.what, own, call)
         return CompletedWork((own,))
 
 
@@ -231,7 +224,7 @@ class NcclTransport(StreamTransport):
 
     def together(self, messages: Sequence[object]) -> AbstractContextManager[object]:
         """See `Transport.together`. Capture: as safe as one message."""
-        return _coalescing_manager(self.group) if len(messages) > 1 else NO_SPAN
+        return _coalescing_manager(self.group) if len(messages) > 1 else NOTHING
 
 
 class ExchangeTransport(Transport):
@@ -272,10 +265,8 @@ class ExchangeTransport(Transport):
         senders: Sequence[int],
         tag: MessageTag,
     ) -> Work:
-        # Noted before it starts: a rank that never comes back has to be found in the record.
-        entry = self._log.record(tag.what, sent)
-        work = checked(tag.what, self.group, call)
-        return _PendingExchange(work, chunks, entry, self._log, self.group, received, senders, tag)
+        started = self._log.start(tag.what, sent, call)
+        return _PendingExchange(*started, chunks, self._log, received, senders, tag)
 
     def _write(self, tag: MessageTag, ends: torch.Tensor, received: Chunks) -> None:
         """Writes the tag at the ends of what is sent, and wipes old ones where it arrives.

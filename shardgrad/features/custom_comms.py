@@ -16,12 +16,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
-from shardgrad.diagnosis.collective_errors import checked
 from shardgrad.engine.buffers import Allocate, Chunks
 from shardgrad.engine.comm_context import CollectiveConfig, CommContext, Route
 from shardgrad.engine.param_group import ParamGroup
 from shardgrad.engine.transports import (
-    CompletedWork,
     MessageTag,
     PendingWork,
     StreamTransport,
@@ -230,10 +228,4 @@ class _CommTransport(StreamTransport):
         chunks: Sequence[torch.Tensor],
         what: str,
     ) -> Work:
-        entry = self._log.record(what, sent)
-        work = checked(what, self.group, call)
-        return (
-            CompletedWork(chunks)
-            if work is None
-            else PendingWork(work, chunks, entry, self._log, self.group)
-        )
+        return PendingWork(*self._log.start(what, sent, call), chunks, self._log)

@@ -30,13 +30,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardgrad.engine.all_gather import AllGather, AllGatherInput
+from shardgrad.engine.all_gather import AllGather, AllGatherInput, UnshardedMemory
 from shardgrad.engine.buffers import RecurringBuffer
 from shardgrad.engine.comm_context import CommContext
 from shardgrad.engine.param import FSDPParam, is_extension, local_of, mark_sharded, mark_unsharded
 from shardgrad.engine.param_group import ParamGroup
 from shardgrad.engine.streams import Streams
-from shardgrad.engine.unsharded import UnshardedMemory
 from shardgrad.errors import ExtensionError, unsupported
 from shardgrad.features.post_forward import PostForwardGroup
 from shardgrad.sharding.layout import ALIGNMENT_NBYTES, TAG_NUMEL

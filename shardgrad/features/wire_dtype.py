@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 
 from shardgrad import ops
-from shardgrad.diagnosis.collective_errors import checked
 from shardgrad.engine.buffers import Chunks
 from shardgrad.engine.comm_context import CommContext
 from shardgrad.engine.param_group import ParamGroup
@@ -132,12 +131,8 @@ class StreamExchange(StreamTransport):
 
     def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
         """See `Transport.reduce_scatter`: a chunk of each rank, in rank order."""
-        self._log.record(tag.what, send.part(0))
-        checked(
-            tag.what,
-            self.group,
-            lambda: dist.all_to_all_single(receive.whole, send.whole, group=self.group),
-        )
+        call = partial(dist.all_to_all_single, receive.whole, send.whole, group=self.group)
+        self._log.start(tag.what, send.part(0), call)
         return CompletedWork(receive.parts)
 
 

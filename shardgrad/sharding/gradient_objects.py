@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Sequence
 from itertools import repeat
 from operator import attrgetter, is_, is_not, ne
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -63,17 +63,13 @@ def _references_when_bound() -> int:
     return sys.getrefcount(grad) - before
 
 
-class _Managed(Protocol):
-    sharded: nn.Parameter
-
-
 class GradientObjects:
     """A gradient for each parameter of a shard, and what is bound to the parameters.
 
     They exist without memory; `place` gives it to them.
 
     Args:
-        params: what has a sharded parameter.
+        params: the sharded parameters.
         layout: of the memory.
         rank: whose pieces they are.
         nothing: without elements; in the dtype and on the device of the memory.
@@ -87,13 +83,13 @@ class GradientObjects:
 
     def __init__(
         self,
-        params: Sequence[_Managed],
+        params: Sequence[nn.Parameter],
         layout: ShardLayout,
         rank: int,
         nothing: torch.Tensor,
         policy: GradientPolicy,
     ) -> None:
-        self._params = [p.sharded for p in params]
+        self._params = list(params)
         self._layout = layout
         self._rank = rank
         self._nothing = nothing

@@ -99,7 +99,8 @@ def counted() -> Iterator[Counter[tuple[str, int]]]:
         kind = "gather" if self._tag.what.startswith("all-gather") else "reduce"
         # Room for the chunks of all ranks, or of the other one; this rank's own does not travel.
         chunk_nbytes = self._received.whole.nbytes // len(self._senders)
-        received[kind, self._group.size()] += (self._group.size() - 1) * chunk_nbytes
+        ranks = len(self._log.ranks)
+        received[kind, ranks] += (ranks - 1) * chunk_nbytes
         return chunks
 
     def all_reduce(self: Any, chunk: torch.Tensor, *, what: str) -> Any:
