@@ -14,7 +14,8 @@ from itertools import groupby
 from typing import Any, ClassVar
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardgrad.engine.param import FSDPParam, managed_by
 from shardgrad.engine.param_group import group_of
@@ -28,6 +29,7 @@ from shardgrad.optim.newton_schulz import COEFFICIENTS
 from shardgrad.optim.ownership import buckets
 from shardgrad.optim.precision import Master, Precision
 from shardgrad.optim.segment import Segment
+from shardgrad.sharding.param_sharding import ParamSharding
 
 __all__ = ["Muon"]
 
@@ -40,8 +42,10 @@ _ITERATION_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 class Muon(FlatOptimizer):
     """Muon over sharded matrices; arguments as in `torch.optim.Muon`, and how exactly to compute.
 
-    Only for parameters with two dimensions, in practice the weights of hidden layers; embeddings,
-    the output head, norms and biases go to `AdamW`. Under HSDP every replica does the same work
+    Only for matrices, in practice the weights of hidden layers, and for stacks of them, as of
+    experts, whose first dim counts them; embeddings, the output head, norms and biases go to
+    `AdamW`. A matrix that one rank has all of stays there. Under HSDP every replica does the same
+    work
     inside its shard group, and nothing travels between replicas. A captured step needs one before
     it, with gradients of the same parameters, that builds what the graph will address.
 
@@ -51,7 +55,7 @@ class Muon(FlatOptimizer):
         optimizer = shardgrad.optim.Muon(matrices, lr=0.02)
 
     Args:
-        params: see `FlatOptimizer`; each with two dimensions.
+        params: see `FlatOptimizer`; each with two dimensions, or three.
         lr: learning rate, a number or a one-element tensor.
         weight_decay: share of the weight that is taken off, times lr.
         momentum: share of the last direction that is kept.
@@ -61,6 +65,8 @@ class Muon(FlatOptimizer):
         ns_steps: how often the polynomial is applied, below 100.
         adjust_lr_fn: how lr depends on the shape: "original", `max(1, rows / columns) ** 0.5`, also
             for None; or "match_rms_adamw", `0.2 * max(rows, columns) ** 0.5`.
+        num_heads: matrices that the rows of each are divided into evenly, each orthogonalised for
+            itself, as a projection's attention heads; mostly given for a group.
         ns_dtype: in which matrices travel and are orthogonalised: bfloat16, float32 or float64.
         momentum_dtype: None for the dtype of the gradients.
         master: "float32" for a float32 copy of 16-bit weights. See [Note: Exact weights].
@@ -79,7 +85,13 @@ class Muon(FlatOptimizer):
         Hyper("weight_decay", at_least_zero),
         Hyper("eps", at_least_zero),
     )
-    fixed: ClassVar[Sequence[str]] = ("nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")
+    fixed: ClassVar[Sequence[str]] = (
+        "nesterov",
+        "ns_coefficients",
+        "ns_steps",
+        "adjust_lr_fn",
+        "num_heads",
+    )
 
     def __init__(
         self,
@@ -93,6 +105,7 @@ class Muon(FlatOptimizer):
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
         *,
+        num_heads: int = 1,
         ns_dtype: torch.dtype = torch.bfloat16,
         momentum_dtype: torch.dtype | None = None,
         master: Master = None,
@@ -111,7 +124,7 @@ class Muon(FlatOptimizer):
         self.keeps_small_steps = self._precision.keeps_small_steps
         self._ns_dtype = ns_dtype
         self._staging = Staging()
-        self._plans: dict[tuple[tuple[int, str | None], ...], list[Bucket]] = {}
+        self._plans: dict[tuple[tuple[int, str | None, int], ...], list[Bucket]] = {}
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -121,22 +134,24 @@ class Muon(FlatOptimizer):
             "eps": eps,
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
+            "num_heads": num_heads,
         }
         super().__init__(params, defaults, check_finite=check_finite)
 
     def _validate_param(self, param: torch.Tensor, name: str, managed: FSDPParam | None) -> None:
         super()._validate_param(param, name, managed)
-        if param.ndim != 2:
+        if param.ndim not in (2, 3) or (param.ndim == 3 and not param.is_contiguous()):
             raise OptimizerParameterError(
                 f"Muon was given parameter {name}, which is not a matrix",
-                expected="parameters with two dimensions",
-                got=f"shape {tuple(param.shape)}",
+                expected="parameters with two dimensions, or contiguous ones with three",
+                got=f"shape {tuple(param.shape)} with strides {param.stride()}",
                 fix="a second optimizer for the others: shardgrad.optim.AdamW",
             )
-        if managed is not None and (managed.sharding.dim or managed.sharding.came_as_dtensor):
+        if managed is not None and not _is_cut_by_rows(managed.sharding):
             raise OptimizerParameterError(
                 f"Muon was given parameter {name}, whose rows are cut",
-                expected="matrices that are sharded along dim 0 by data parallelism only",
+                expected="matrices that are sharded along dim 0 by data parallelism only, or a "
+                "stack that is sharded along dim 0",
                 got=f"a DTensor with placements {managed.sharding.placements}",
                 fix="shardgrad.optim.AdamW, or torch.optim.Muon, for this parameter",
             )
@@ -176,6 +191,15 @@ class Muon(FlatOptimizer):
             "three numbers",
             new,
         )
+        heads = new["num_heads"]
+        _require(
+            isinstance(heads, int)
+            and heads > 0
+            and (heads == 1 or all(_has_heads(param, heads) for param in new["params"])),
+            "num_heads",
+            "a number that divides the rows of every parameter, in contiguous memory",
+            new,
+        )
 
     def state_dtypes(self, segment: Segment, group: Mapping[str, Any]) -> Mapping[str, torch.dtype]:
         """A momentum buffer in the dtype of the gradients, and what the precision asks for."""
@@ -203,9 +227,8 @@ class Muon(FlatOptimizer):
 
     def _buckets(self, updates: Sequence[Update]) -> list[Bucket]:
         # A table's identity stands for everything it was made from; members keep it alive.
-        key = tuple(
-            (id(update.launch.rows), update.segment.options["adjust_lr_fn"]) for update in updates
-        )
+        options = [(id(update.launch.rows), update.segment.options) for update in updates]
+        key = tuple((rows, each["adjust_lr_fn"], each["num_heads"]) for rows, each in options)
         known = self._plans.get(key)
         if known is not None:
             return known
@@ -222,7 +245,7 @@ class Muon(FlatOptimizer):
             members, key=lambda m: (id(m.options), id(m.process_group), m.segment.device)
         ):
             together = list(same)
-            ranges = buckets([member.shapes for member in together], together[0].world_size)
+            ranges = buckets([member.matrices for member in together], together[0].world_size)
             found += [Bucket([together[i] for i in indices], self._ns_dtype) for indices in ranges]
         grew = self._staging.reserve(need for bucket in found for need in bucket.needs())
         self._drop_plans(updates, everything=grew or len(self._plans) >= _MOST_PLANS)
@@ -246,6 +269,17 @@ class Muon(FlatOptimizer):
         self._plans = {
             key: plan for key, plan in self._plans.items() if not everything and is_current(plan)
         }
+
+
+def _has_heads(param: torch.Tensor, heads: int) -> bool:
+    return param.ndim > 1 and param.shape[-2] % heads == 0 and param.is_contiguous()
+
+
+def _is_cut_by_rows(sharding: ParamSharding) -> bool:
+    """Returns whether every rank has rows of matrices, or whole ones."""
+    cut = (each for each in sharding.placements if isinstance(each, Shard | _StridedShard))
+    is_stack = len(sharding.shape) == 3
+    return all(each.dim == 0 for each in cut) and (is_stack or not sharding.came_as_dtensor)
 
 
 def _require(condition: bool, key: str, expected: str, group: Mapping[str, Any]) -> None:

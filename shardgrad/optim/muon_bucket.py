@@ -11,8 +11,9 @@ other optimizers' parameters; they are copied into buffers of the same form.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from shardgrad.engine.param_group import group_of
 from shardgrad.errors import CollectiveError
 from shardgrad.optim.flat import Update
 from shardgrad.optim.newton_schulz import newton_schulz
-from shardgrad.optim.ownership import Exchange
+from shardgrad.optim.ownership import Exchange, Matrix
 from shardgrad.optim.segment import Launch
 
 __all__ = ["EPS", "LR", "MOMENTUM", "WEIGHT_DECAY", "Bucket", "Member", "Staging"]
@@ -70,7 +71,7 @@ class Member:
         process_group: the shard group; None if matrices are not sharded.
         world_size: of the shard group.
         rank: in the shard group.
-        shapes: of the matrices that can have a gradient, in memory order.
+        matrices: those that can have a gradient, in memory order.
     """
 
     def __init__(self, update: Update) -> None:
@@ -84,8 +85,16 @@ class Member:
         # Frozen parameters have no row. The last ranks may have rows without elements, and foreach
         # refuses lists of empty tensors.
         rows = update.launch.places
-        self.shapes = [_shape_in_memory(segment.params[row.step_index]) for row in rows]
+        self.matrices: list[Matrix] = []
         self._held = [row for row in rows if row.numel]
+        self._spans: list[tuple[int, int]] = []  # of this rank's parts of them in the state
+        for row in rows:
+            shape = _shape_in_memory(segment.params[row.step_index])
+            matrices = Matrix.all_of(shape, self.options["num_heads"], self.world_size)
+            self.matrices += matrices
+            numels = [matrix.local_numel(self.rank) for matrix in matrices]
+            places = zip(accumulate(numels, initial=row.state_offset), numels, strict=False)
+            self._spans += [(offset, numel) for offset, numel in places if numel]
         self._param: torch.Tensor | None = None
         self.compute = torch.float64 if segment.dtype is torch.float64 else torch.float32
 
@@ -107,7 +116,7 @@ class Member:
         is_trained = [i in flags for i in range(len(params))]
         self._flag_index = torch.tensor(flag_index, device="cpu").to(device)
         self._is_trained = torch.tensor(is_trained, device="cpu").to(device)
-        ratios = [_lr_factor(self.options["adjust_lr_fn"], *param.shape) for param in params]
+        ratios = [_lr_factor(self.options, *param.shape[-2:]) for param in params]
         self._ratios = torch.tensor(ratios, dtype=torch.float64, device="cpu").to(device)
 
     # -- memory
@@ -124,11 +133,12 @@ class Member:
 
         Args:
             staging: reserved for at least `needs`.
-            send: views of the bucket's send buffer, one for each of `shapes`.
+            send: views of the bucket's send buffer, one for each of `matrices`.
         """
         self._send = [piece for piece in send if piece.numel()]
         self._direction, self._weight = (staging.take(*need) for need in self.needs())
         self._directions, self._weights = self._pieces(self._direction), self._pieces(self._weight)
+        self._parts = [self._direction.narrow(0, *span) for span in self._spans]
 
     def _pieces(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Returns the pieces of the parameters of which this rank has elements."""
@@ -179,7 +189,7 @@ class Member:
             direction.lerp_(buffer.to(self.compute), momentum.to(self.compute))
         else:
             direction.copy_(buffer)
-        _copy(self._send, self._directions)
+        _copy(self._send, self._parts)
         return live_blocks
 
     def step_weights(self, update: Update, live_blocks: torch.Tensor) -> None:
@@ -188,7 +198,7 @@ class Member:
         """
         hyper, state = update.hyper, self.segment.state
         params = self._params(update.launch)
-        _copy(self._directions, self._send)
+        _copy(self._parts, self._send)
         _copy(self._weights, params)
         decay = (1 - hyper[LR] * hyper[WEIGHT_DECAY]).to(self.compute)
         rate = self._per_block(hyper[LR] * self._ratios).to(self.compute)
@@ -223,8 +233,8 @@ class Bucket:
         self.members = members
         first = members[0]
         self._process_group = first.process_group
-        shapes = [shape for member in members for shape in member.shapes]
-        exchange = self._exchange = Exchange.of(shapes, first.world_size, first.rank)
+        matrices = [matrix for member in members for matrix in member.matrices]
+        exchange = self._exchange = Exchange.of(matrices, first.world_size, first.rank)
         device = first.segment.device
         self._needs: list[tuple[_BufferKey, int]] = [
             (("send", dtype, device), sum(exchange.sent)),
@@ -244,7 +254,7 @@ class Bucket:
         )
         send = iter([self._send_buffer.narrow(0, *part) for part in exchange.send_slices])
         for member in self.members:
-            member.place(staging, [next(send) for _ in member.shapes])
+            member.place(staging, [next(send) for _ in member.matrices])
         pieces = exchange.received_pieces
         self._received = [self._receive_buffer.narrow(0, p.receive_offset, p.numel) for p in pieces]
         self._rows = [matrices.narrow(0, p.matrix_offset, p.numel) for p in pieces]
@@ -289,7 +299,7 @@ class Bucket:
         self, into: torch.Tensor, out: torch.Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> None:
         group = self._process_group
-        if group is None or group.size() == 1:
+        if not self._exchange.travels:
             into.copy_(out)
             return
         try:
@@ -307,19 +317,23 @@ class Bucket:
             ) from error
 
 
-def _shape_in_memory(param: torch.Tensor) -> tuple[int, int]:
-    """Returns the shape of a matrix, or of its transpose if columns are contiguous.
+def _shape_in_memory(param: torch.Tensor) -> tuple[int, ...]:
+    """Returns the shape of what this rank's group shards, of the transpose if columns are
+    contiguous.
 
     Newton-Schulz of the transpose is the transpose of Newton-Schulz, so nothing has to be
     transposed.
     """
-    rows, columns = param.shape
-    return (rows, columns) if param.is_contiguous() else (columns, rows)
+    managed = managed_by(param)
+    if managed is not None:
+        return managed.sharding.shape
+    return tuple(param.shape if param.is_contiguous() else reversed(param.shape))
 
 
-def _lr_factor(how: str | None, rows: int, columns: int) -> float:
+def _lr_factor(options: Mapping[str, Any], rows: int, columns: int) -> float:
     """Returns what lr is multiplied by for a matrix; see `Muon`."""
-    if how == "match_rms_adamw":
+    rows //= options["num_heads"]
+    if options["adjust_lr_fn"] == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
     return math.sqrt(max(1, rows / columns)) if columns else 1.0
 

@@ -2,14 +2,14 @@
 integers only.
 
 [Note: Owned matrices]
-Newton-Schulz needs an unsharded matrix. So every matrix has one *owner* in its shard group. The
-owner receives the pieces of all ranks, orthogonalises the matrix and sends the results back: two
-exchanges, each an all-to-all. A rank never holds a matrix that it does not own.
+Newton-Schulz needs an unsharded matrix. So every matrix has one *owner* in its shard group. A
+matrix that one rank has all of, as an expert's or an attention head's may be, is that rank's. Of
+others the owner receives the pieces of all ranks, orthogonalises the matrix and sends the results
+back: two exchanges, each an all-to-all. A rank never holds a matrix that it does not own.
 
-Matrices are exchanged in *buckets*: consecutive segments that together have enough work for every
+Matrices are exchanged in *buckets*: consecutive segments that together have equal work for every
 rank. A unit with seven matrices on 64 ranks would leave 57 of them idle, and one bucket for the
-model would need staging for the model; a bucket ends as soon as no single matrix is more than a
-rank's fair share.
+model would need staging for the model.
 
       send buffer, rank 0:    | matrices' pieces, rank 0 | pad | matrices' pieces, rank 1 | pad |
       receive buffer, rank 0: | pieces from rank 0 | pad | pieces from rank 1 | pad | ...
@@ -21,76 +21,124 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from math import prod
 from typing import NamedTuple
 
-from shardgrad.sharding.layout import Piece, ShardLayout
+from shardgrad.sharding.layout import ShardLayout
 
-__all__ = ["Batch", "BufferSlice", "Exchange", "ReceivedPiece", "buckets", "owners", "work"]
-
-Shape = tuple[int, int]
+__all__ = ["Batch", "BufferSlice", "Exchange", "Matrix", "ReceivedPiece", "buckets", "owners"]
 
 # Every batch, and what is sent between two ranks, starts on a multiple of so many elements: 128
 # bytes in bfloat16, for the reason given in layout.py.
 _ALIGNMENT_NUMEL = 64
 
+# A bucket ends as soon as no rank has more than this share of the mean work above it.
+_UNEVENNESS = 0.05
 
-def work(shape: Sequence[int]) -> int:
-    """Returns the multiplications of one Newton-Schulz step for a matrix, at least 1.
 
-    With s the shorter side and l the longer: `s^2 l` for the Gram matrix, `s^3` for its square,
-    `s^2 l` for the product with the matrix.
+class Matrix(NamedTuple):
+    """One matrix of a parameter, and who has which of its rows.
+
+    Attributes:
+        shape: rows and columns.
+        begin: its first row among all rows of the parameter.
+        parts: half-open range of the parameter's rows that each rank has.
     """
-    short, long = sorted(shape)
-    return max(1, short * short * (2 * long + short))
+
+    shape: tuple[int, int]
+    begin: int
+    parts: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def all_of(cls, shape: Sequence[int], num_heads: int, world_size: int) -> list[Matrix]:
+        """Returns the matrices of a parameter, in memory order.
+
+        Args:
+            shape: of the parameter, two dims or a stack of matrices; sharded along dim 0.
+            num_heads: matrices that the rows of each are divided into.
+            world_size: ranks of the shard group.
+        """
+        piece = ShardLayout.of([shape], world_size, alignment=1, with_flags=False).pieces[0]
+        rows_in_row = prod(shape[1:-1])
+        bounds = (piece.rows(rank) for rank in range(world_size))
+        parts = tuple((begin * rows_in_row, end * rows_in_row) for begin, end in bounds)
+        rows = shape[-2] // num_heads
+        count = prod(shape[:-2]) * num_heads
+        return [cls((rows, shape[-1]), i * rows, parts) for i in range(count)]
+
+    @property
+    def work(self) -> int:
+        """Multiplications of one Newton-Schulz step, at least 1.
+
+        With s the shorter side and l the longer: `s^2 l` for the Gram matrix, `s^3` for its square,
+        `s^2 l` for the product with the matrix.
+        """
+        short, long = sorted(self.shape)
+        return max(1, short * short * (2 * long + short))
+
+    @property
+    def home(self) -> int | None:
+        """The rank that has all of it, if there is one."""
+        end = self.begin + self.shape[0]
+        whole = (r for r, (low, high) in enumerate(self.parts) if low <= self.begin and end <= high)
+        return next(whole, None)
+
+    def rows(self, rank: int) -> tuple[int, int]:
+        """Returns the half-open range of its own rows that a rank has."""
+        low, high = (min(max(row - self.begin, 0), self.shape[0]) for row in self.parts[rank])
+        return low, high
+
+    def local_numel(self, rank: int) -> int:
+        """Returns the elements that a rank has."""
+        begin, end = self.rows(rank)
+        return (end - begin) * self.shape[1]
 
 
-def owners(shapes: Sequence[Sequence[int]], world_size: int) -> list[int]:
+def owners(matrices: Sequence[Matrix], world_size: int) -> tuple[list[int], list[int]]:
     """Chooses an owner for each matrix, so that ranks have about equal work.
 
-    The heaviest matrix that is left goes to the rank with the least work; ties go to the lower
-    index, so all ranks choose alike. No rank gets more than the mean and one matrix.
+    What is whole on a rank stays there. Of the others the heaviest that is left goes to the rank
+    with the least work; ties go to the lower index, so all ranks choose alike. No rank gets more
+    than the mean and one matrix, unless what it has is more.
 
     Args:
-        shapes: of the matrices.
+        matrices: in an order that all ranks share.
         world_size: ranks of the shard group.
 
     Returns:
-        One rank per matrix.
+        One rank for each matrix, and the work of each rank.
 
     Source: Graham, "Bounds on multiprocessing timing anomalies", 1969.
     """
-    load = [0] * world_size
-    chosen = [0] * len(shapes)
-    for i in sorted(range(len(shapes)), key=lambda i: (-work(shapes[i]), i)):
-        rank = min(range(world_size), key=lambda rank: (load[rank], rank))
+    chosen, load = [0] * len(matrices), [0] * world_size
+    homes = [matrix.home for matrix in matrices]
+    for i in sorted(range(len(homes)), key=lambda i: (homes[i] is None, -matrices[i].work, i)):
+        home = homes[i]
+        rank = load.index(min(load)) if home is None else home
         chosen[i] = rank
-        load[rank] += work(shapes[i])
-    return chosen
+        load[rank] += matrices[i].work
+    return chosen, load
 
 
-def buckets(segments: Sequence[Sequence[Sequence[int]]], world_size: int) -> list[range]:
+def buckets(segments: Sequence[Sequence[Matrix]], world_size: int) -> list[range]:
     """Divides segments, in order, into buckets.
 
     Args:
-        segments: for each, the shapes of its matrices.
+        segments: the matrices of each.
         world_size: ranks of the shard group.
 
     Returns:
-        Ranges of indices that cover all segments. Every bucket but the last has at least
-        `world_size` times the work of its heaviest matrix, and would not without its last segment.
+        Ranges of indices that cover all segments. In each no rank has more than `_UNEVENNESS` above
+        the mean work, and would without its last segment; what is left over joins the last one.
     """
-    cut = []
-    begin = total = heaviest = 0
-    for i, shapes in enumerate(segments):
-        costs = [work(shape) for shape in shapes]
-        total += sum(costs)
-        heaviest = max([heaviest, *costs])
-        if total and total >= world_size * heaviest:
-            cut.append(range(begin, i + 1))
-            begin, total, heaviest = i + 1, 0, 0
-    if begin < len(segments):
-        cut.append(range(begin, len(segments)))
-    return cut
+    ends = [0]
+    for end in range(1, len(segments) + 1):
+        together = [matrix for segment in segments[ends[-1] : end] for matrix in segment]
+        _, load = owners(together, world_size)
+        if max(load) and max(load) * world_size <= sum(load) * (1 + _UNEVENNESS):
+            ends.append(end)
+    ends[max(1, len(ends) - 1) :] = [len(segments)]
+    return [range(begin, end) for begin, end in pairwise(ends)]
 
 
 class BufferSlice(NamedTuple):
@@ -124,7 +172,7 @@ class Batch:
         matrices: their indices.
     """
 
-    shape: Shape
+    shape: tuple[int, int]
     offset: int
     matrices: tuple[int, ...]
 
@@ -146,6 +194,7 @@ class Exchange:
         received_pieces: pieces of the matrices that this rank owns.
         batches: these matrices, by shape.
         matrices_numel: elements of the buffer of these matrices.
+        travels: False if every matrix is where it is orthogonalised.
     """
 
     sent: tuple[int, ...]
@@ -154,39 +203,39 @@ class Exchange:
     received_pieces: tuple[ReceivedPiece, ...]
     batches: tuple[Batch, ...]
     matrices_numel: int
+    travels: bool
 
     @classmethod
-    def of(cls, shapes: Sequence[Sequence[int]], world_size: int, rank: int) -> Exchange:
+    def of(cls, matrices: Sequence[Matrix], world_size: int, rank: int) -> Exchange:
         """Plans the exchange of a bucket, for one rank.
 
         Args:
-            shapes: global shapes of the matrices, in an order that all ranks share.
+            matrices: in an order that all ranks share.
             world_size: ranks of the shard group.
             rank: this one.
         """
-        pieces = ShardLayout.of(shapes, world_size, alignment=1, with_flags=False).pieces
         owned: list[list[int]] = [[] for _ in range(world_size)]
-        for matrix, owner in enumerate(owners(shapes, world_size)):
-            owned[owner].append(matrix)
-        send_slices: list[BufferSlice] = [BufferSlice(0, 0)] * len(shapes)
+        for i, owner in enumerate(owners(matrices, world_size)[0]):
+            owned[owner].append(i)
+        send_slices: list[BufferSlice] = [BufferSlice(0, 0)] * len(matrices)
         sent_ends = [0]
-        for matrices in owned:
-            numels = [pieces[matrix].local_numel(rank) for matrix in matrices]
+        for indices in owned:
+            numels = [matrices[i].local_numel(rank) for i in indices]
             begins, end = _side_by_side(numels, sent_ends[-1])
             sent_ends.append(end)
-            for matrix, begin, numel in zip(matrices, begins, numels, strict=True):
-                send_slices[matrix] = BufferSlice(begin, numel)
-        batches, places, matrices_numel = _batches(pieces, owned[rank])
+            for i, begin, numel in zip(indices, begins, numels, strict=True):
+                send_slices[i] = BufferSlice(begin, numel)
+        batches, places, matrices_numel = _batches(matrices, owned[rank])
         received: list[ReceivedPiece] = []
         received_ends = [0]
         for source in range(world_size):
-            numels = [pieces[matrix].local_numel(source) for matrix in owned[rank]]
+            numels = [matrices[i].local_numel(source) for i in owned[rank]]
             begins, end = _side_by_side(numels, received_ends[-1])
             received_ends.append(end)
-            for matrix, begin, numel in zip(owned[rank], begins, numels, strict=True):
+            for i, begin, numel in zip(owned[rank], begins, numels, strict=True):
                 if numel:
-                    row = pieces[matrix].rows(source)[0]
-                    place = places[matrix] + row * pieces[matrix].shape[1]
+                    row = matrices[i].rows(source)[0]
+                    place = places[i] + row * matrices[i].shape[1]
                     received.append(ReceivedPiece(begin, place, numel))
         return cls(
             tuple(end - begin for begin, end in pairwise(sent_ends)),
@@ -195,6 +244,7 @@ class Exchange:
             tuple(received),
             batches,
             matrices_numel,
+            travels=any(matrix.home is None for matrix in matrices),
         )
 
 
@@ -205,20 +255,19 @@ def _side_by_side(numels: Sequence[int], begin: int) -> tuple[list[int], int]:
 
 
 def _batches(
-    pieces: Sequence[Piece], matrices: Sequence[int]
+    matrices: Sequence[Matrix], owned: Sequence[int]
 ) -> tuple[tuple[Batch, ...], dict[int, int], int]:
     """Lays out the matrices of a rank: batches by shape, where each matrix begins, and the buffer's
     size.
     """
-    by_shape: dict[Shape, list[int]] = {}
-    for matrix in matrices:
-        rows, columns = pieces[matrix].shape
-        by_shape.setdefault((rows, columns), []).append(matrix)
+    by_shape: dict[tuple[int, int], list[int]] = {}
+    for i in owned:
+        by_shape.setdefault(matrices[i].shape, []).append(i)
     batches: list[Batch] = []
     places: dict[int, int] = {}
     end = 0
     for shape, alike in by_shape.items():
         batches.append(Batch(shape, end, tuple(alike)))
-        begins, end = _side_by_side([shape[0] * shape[1]] * len(alike), end)
+        begins, end = _side_by_side([prod(shape)] * len(alike), end)
         places.update(zip(alike, begins, strict=True))
     return tuple(batches), places, end

@@ -5,14 +5,18 @@ gradients.
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import shardgrad
 from tests.support.muon import (
+    EXACT,
     TIGHT,
     cut_like,
     everything,
@@ -118,6 +122,87 @@ def test_the_same_gradients_give_torchs_weights_with_the_iteration_in_bfloat16()
         found.append(engine.snapshot(model))
     # One rounding of the weight more or less in each of ten steps: torch's addition may be fused.
     assert_close(*found, tolerance=10 * 2**-24)
+
+
+# -- experts and heads
+
+STACKS = {"experts": (3, 5, 4), "attention": (12, 6), "plain": (5, 7)}
+HEADS = 3  # of attention; on two ranks the second is cut
+GRADIENTS = 5
+
+
+def matrices_of(name: str, value: Tensor) -> list[Tensor]:
+    if name == "attention":
+        return list(value.chunk(HEADS))
+    return list(value) if name == "experts" else [value]
+
+
+def train_stacks(**options: Any) -> Tensors:
+    """The oracle is torch's optimizer over a parameter for each matrix."""
+    torch.manual_seed(0)
+    model = nn.ParameterDict({name: torch.randn(shape) for name, shape in STACKS.items()})
+    pieces = {
+        name: [nn.Parameter(m.detach().clone()) for m in matrices_of(name, param)]
+        for name, param in model.items()
+    }
+    shardgrad.fully_shard(model, **options)
+    attention = {"params": [model["attention"]], "num_heads": HEADS}
+    others = {"params": [model["experts"], model["plain"]]}
+    ours = shardgrad.optim.Muon([attention, others], lr=0.02, **EXACT)
+    torchs = torch.optim.Muon([p for each in pieces.values() for p in each], lr=0.02)
+    for _ in range(GRADIENTS):
+        for name, param in model.items():
+            gradient = torch.randn(STACKS[name])
+            param.grad = cut_like(param, gradient)
+            for piece, part in zip(pieces[name], matrices_of(name, gradient), strict=True):
+                piece.grad = part
+        ours.step()
+        torchs.step()
+    found = {}
+    for name, param in model.items():
+        for i, matrix in enumerate(matrices_of(name, param.detach().full_tensor())):
+            found[f"{name} {i}"] = matrix - pieces[name][i].detach()
+    return found
+
+
+def matrices_inside_parameters_are_torchs(**options: Any) -> None:
+    with exactly():
+        for name, difference in train_stacks(**options).items():
+            assert difference.abs().max() < TIGHT, name
+
+
+def test_experts_and_heads_are_matrices_of_their_own(
+    worlds: dict[int, Ranks], two_ranks: Ranks, four_ranks: Ranks
+) -> None:
+    for ranks in (worlds[1], two_ranks, four_ranks):
+        ranks.run(matrices_inside_parameters_are_torchs)
+
+
+@on_ranks(4)
+def test_experts_of_other_ranks_are_left_to_them() -> None:
+    """Expert parallelism cuts the first dim, and data parallelism what is left of it."""
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "expert"))
+    generator = torch.Generator().manual_seed(0)
+    start, gradient = torch.randn(2, 6, 5, 4, generator=generator, dtype=torch.float64)
+    with exactly():
+        experts = nn.Module()
+        experts.weight = nn.Parameter(distribute_tensor(start, grid["expert"], [Shard(0)]))
+        shardgrad.fully_shard(experts, mesh=grid["data"])
+        ours = shardgrad.optim.Muon([experts.weight], lr=0.02, **EXACT)
+        weight = experts.weight
+        own = gradient.chunk(2)[grid["expert"].get_local_rank()]
+        own = own.chunk(2)[grid["data"].get_local_rank()]
+        weight.grad = DTensor.from_local(
+            own, weight.device_mesh, weight.placements, shape=weight.shape, stride=weight.stride()
+        )
+        with mock.patch.object(dist, "all_to_all_single", side_effect=RuntimeError("sent")):
+            ours.step()
+        whole = [nn.Parameter(matrix.clone()) for matrix in start]
+        for param, part in zip(whole, gradient, strict=True):
+            param.grad = part
+        torch.optim.Muon(whole, lr=0.02).step()
+        difference = weight.detach().full_tensor() - torch.stack(whole)
+    assert difference.abs().max() < TIGHT
 
 
 # -- whether a parameter changes

@@ -348,6 +348,8 @@ def test_what_torch_refuses_is_refused_with_a_typed_error() -> None:
         ({"lr": -1.0}, "lr"),
         ({"momentum": -1.0}, "momentum"),
         ({"weight_decay": -1.0}, "weight_decay"),
+        ({"num_heads": 2}, "num_heads"),
+        ({"num_heads": 0}, "num_heads"),
         ({"ns_dtype": torch.float16}, "dtype"),
         ({"momentum_dtype": torch.int32}, "dtype"),
     ]:
