@@ -271,17 +271,6 @@ def test_replicating_a_sharded_module_is_refused() -> None:
 # -- what collectives leave
 
 
-@on_ranks(4)
-def test_resharding_to_two_of_four_ranks_leaves_halves() -> None:
-    model = SHARDGRAD.shard_tower(tower(), reshard_after_forward=2)
-    rows = model.layers[0].up.weight.shape[0]
-    loss = token_loss(model, SHARDGRAD.tokens(0))
-    shown = model.layers[0].up.weight.to_local()
-    assert shown.shape[0] in (rows // 2, rows - rows // 2)
-    loss.backward()
-    assert isinstance(model.layers[0].up.weight, DTensor)
-
-
 @on_ranks(2)
 def test_slow_collectives_change_no_bit() -> None:
     quick = train(SHARDGRAD, SHARDGRAD.shard_tower(tower()))

@@ -1,0 +1,52 @@
+"""`reshard_after_forward` as a number of ranks: what modules show and take, and its memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from shardgrad.engine.unit import units_under
+from tests.support.parity import GATHERED, UNSHARDED, Engine, Tensors, assert_close, float64, stack
+from tests.support.ranks import on_ranks
+
+
+def nbytes_over_fewer_ranks(model: nn.Module) -> int:
+    groups = [group for unit in units_under(model) for group in unit.groups]
+    return sum(
+        storage.nbytes()
+        for group in groups
+        for owner, storage in group.memory()
+        if owner == "post-forward shards"
+    )
+
+
+def frozen_and_thawed(engine: Engine, whens: list[str]) -> Tensors:
+    """Freezes and thaws a weight in turn, before a forward or after one, perhaps the last."""
+    model, found = stack(5, 6, 7, 3), {}
+    for layer in (model[0], model[2], model):
+        engine.fully_shard(layer, reshard_after_forward=2)
+    for step, when in enumerate(whens):
+        if when == "before":
+            model[2].weight.requires_grad_(step % 2 == 1)
+        loss = model(engine.inputs(step, 5, dtype=torch.float64)).square().mean()
+        if engine is not UNSHARDED:
+            assert nbytes_over_fewer_ranks(model) > 0
+            assert [param.to_local().shape[0] for param in model[0].parameters()] == [3, 3]
+        if when != "before":
+            model[2].weight.requires_grad_(step % 2 == 1)
+        if when == "between":
+            loss.backward()
+        elif engine is not UNSHARDED:
+            model[2].reshard()
+        model(engine.inputs(step, 5, dtype=torch.float64)).square().mean().backward()
+        assert nbytes_over_fewer_ranks(model) == 0
+        found |= {f"{name} in step {step}": x for name, x in engine.snapshot(model).items()}
+        model.zero_grad()
+    return found
+
+
+@on_ranks(4)
+def test_a_program_that_reshards_to_two_of_four_ranks_is_the_plain_one() -> None:
+    whens = ["between", "between", "before", "between", "alone", "alone", "before"]
+    with float64():
+        assert_close(*(frozen_and_thawed(engine, whens) for engine in (GATHERED, UNSHARDED)))
