@@ -174,11 +174,11 @@ def test_the_step_after_a_failed_one_communicates_like_any_other(where: str, who
     assert seen[3] == seen[1] or not whole
 
 
-def begun_in_a_backward(fails_in_between: bool) -> list[tuple[str, int]]:
+def begun_in_a_backward(fails_in_between: bool) -> list[tuple[torch.dtype, int]]:
     """Returns the collectives of the backward of two forwards after which, perhaps, another one
-    fails.
+    fails; by their dtypes, which tell gathers from reductions.
     """
-    model = trapped_tower(1, True)
+    model = trapped_tower(1, True, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     token_loss(model, SHARDGRAD.tokens(0)).backward()
     loss = token_loss(model, SHARDGRAD.tokens(1)) + token_loss(model, SHARDGRAD.tokens(3))
     if fails_in_between:
@@ -188,8 +188,8 @@ def begun_in_a_backward(fails_in_between: bool) -> list[tuple[str, int]]:
         with torch.no_grad():
             model.layers[1].armed = None
             token_loss(model, SHARDGRAD.tokens(2))
-    begun: list[tuple[str, int]] = []
-    with watching_collectives(lambda name, given: begun.append((name, given.numel()))):
+    begun: list[tuple[torch.dtype, int]] = []
+    with watching_collectives(lambda name, given: begun.append((given.dtype, given.numel()))):
         loss.backward()
     return begun
 
