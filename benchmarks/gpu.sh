@@ -179,7 +179,8 @@ if in_stage 2; then
         part steps-all-1b 200 "${all[@]}" "${bf16[@]}" "${long[@]}" --engine all --limit-s 150 --out "$out/steps-all-1b"
         # Where latency decides; on several machines also as replicas of shards, one machine each.
         part steps-all-256 100 "${all[@]}" "${bf16[@]}" --preset 1b --batch-size 1 --seq-len 256 --rounds 8 --steps 3 \
-            --limit-s 60 --engine ddp "${graphs[@]}" --engine collectives --out "$out/steps-all-256"
+            --limit-s 60 --engine ddp "${graphs[@]}" --engine shardgrad-auto --engine collectives \
+            --out "$out/steps-all-256"
     fi
     if ((nodes > 1 && count > 1)); then
         part steps-replicas 100 "${all[@]}" "${bf16[@]}" "${long[@]}" --mesh "${nodes}x$count" "${graphs[@]}" \

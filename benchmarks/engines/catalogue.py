@@ -61,6 +61,10 @@ ENGINES: Mapping[str, Engine] = {
         "CPU",
         f"{_TORCH}:ours_graphed",
     ),
+    "shardgrad-auto": _OURS(
+        'shardgrad-graphed with zero_stage="auto": units stay unsharded where memory is left',
+        f"{_TORCH}:ours_auto",
+    ),
     "fsdp2-keep": _EXACT(
         "fsdp2, parameters stay unsharded between forward and backward", f"{_TORCH}:fsdp2_keep"
     ),

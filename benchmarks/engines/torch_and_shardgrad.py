@@ -87,11 +87,14 @@ ours_keep = partial(ours, reshard_after_forward=False)
 fsdp2_compiled = partial(fsdp2, compiles=True)
 
 
-def ours_graphed(task: Task, device: torch.device) -> Trained:
+def ours_graphed(task: Task, device: torch.device, **options: Any) -> Trained:
     """A whole step as a graph."""
-    program = _sharded(task, device, shardgrad.fully_shard, owns_optimizer=True)
+    program = _sharded(task, device, shardgrad.fully_shard, owns_optimizer=True, **options)
     step = shardgrad.graphed_step(program.forward, program.optimizer, warmup=_WARMUP)(program.step)
     return Trained(step, lambda: step.pool.nbytes)
+
+
+ours_auto = partial(ours_graphed, zero_stage="auto")
 
 
 def fsdp2_graphed(task: Task, device: torch.device) -> Trained:

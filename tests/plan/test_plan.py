@@ -17,7 +17,8 @@ from click.testing import CliRunner, Result
 from torch import nn
 
 from shardgrad.programs.cli import main
-from shardgrad.programs.plan import world
+from shardgrad.programs.plan import depth, world
+from shardgrad.programs.plan.advice import variants
 from shardgrad.programs.plan.calibration import Calibration
 from shardgrad.programs.plan.cost import AxisLayout, CostModel, compute_s, model_flops
 from shardgrad.programs.plan.hardware import Machine, machine_of
@@ -416,6 +417,49 @@ def test_an_embedding_and_a_head_of_their_own_need_not_be_gathered_together() ->
     assert memory_of(apart).peak_nbytes < memory_of(whole).peak_nbytes
 
 
+def test_blocks_that_travel_together_send_as_many_bytes_in_fewer_messages() -> None:
+    alone, pairs = (
+        plan_of([rehearse(TINY.but(override={"layers": 4}, blocks_per_unit=together))], H100)
+        for together in (1, 2)
+    )
+    assert (alone.units, pairs.units) == (5, 3)
+    for row, of_pairs in zip(alone.traffic, pairs.traffic, strict=True):
+        if row.kind != "all-reduce":
+            assert row.count - of_pairs.count in (2, 4)  # a message less for each pair
+            assert of_pairs.sent_nbytes == pytest.approx(row.sent_nbytes, rel=0.02)  # tails
+
+
+def test_a_deep_model_of_units_of_two_blocks_is_rehearsed_with_whole_units() -> None:
+    request = TINY.but(override={"layers": 16}, blocks_per_unit=2)
+    with mock.patch.object(depth, "rehearse", side_effect=lambda shallow: shallow.blocks):
+        assert depth.rehearse_shallow(request) == [8, 12]
+
+
+def test_stage_auto_leaves_blocks_unsharded_while_there_is_room() -> None:
+    request = TINY.but(override={"layers": 4})
+    none, whole = (plan_of([rehearse(request.but(stage=each))], H100) for each in ("3", "auto"))
+    for_two = (whole.needed_nbytes - none.needed_nbytes) * 2.5 / 4
+    without_margin = none.reserved_nbytes + H100.device.taken_nbytes + for_two
+    machine = machine_of("h100", memory_gib=without_margin / 0.88 / 2**30)
+    auto = make_plan(request.but(stage="auto"), machine)
+    assert auto.unsharded_blocks == 2
+    assert auto.fits
+    gathers = [plan.traffic[0].count for plan in (none, auto, whole)]
+    assert gathers == [gathers[0], gathers[0] - 2, gathers[0] - 4]
+
+
+def test_advice_names_an_embedding_and_a_head_that_the_root_has_and_do_not_share_a_weight() -> None:
+    untied = TINY.but(override={"tied": False})
+    named = "--unit embedding --unit head"
+    assert [added for added, _ in variants(untied)] == [
+        "--stage auto",
+        named,
+        "--blocks-per-unit 2",
+    ]
+    assert named not in dict(variants(TINY))
+    assert named not in dict(variants(untied.but(units=("embedding", "head"))))
+
+
 def test_each_byte_at_the_peak_has_the_owner_that_it_has_between_steps() -> None:
     rehearsal = rehearsal_of()
     memory = memory_of(rehearsal)
@@ -454,9 +498,12 @@ def run(*arguments: str) -> Result:
 
 
 def test_the_command_prints_a_plan_for_programs() -> None:
-    result = run("--ranks", "16", "--json")
+    result = run("--ranks", "16", "--json", "--advice")
     assert result.exit_code == 0, result.output
     plan = json.loads(result.stdout)
+    assert set(plan["advice"]) == {"--stage auto", "--blocks-per-unit 2"}
+    gathers = [made["traffic"][0]["count"] for made in (plan, *plan["advice"].values())]
+    assert gathers[0] > max(gathers[1:])
     assert plan["memory"]["peak_nbytes"] == make_plan(TINY, H100).peak_nbytes
     assert plan["time"]["step_s"] == pytest.approx(make_plan(TINY, H100).step_s)
     assert {row["kind"] for row in plan["traffic"]} == {

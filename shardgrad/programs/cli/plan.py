@@ -25,9 +25,14 @@ _EXAMPLES = [
 
 @click.command(cls=Command, sections=sections_of(*_SETTINGS), examples=_EXAMPLES)
 @options_of(*_SETTINGS)
+@click.option(
+    "--advice",
+    is_flag=True,
+    help="Also plan other ways to shard the model over these ranks, and print what each changes.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as one JSON object.")
 @click.pass_context
-def plan(ctx: click.Context, /, as_json: bool, **options: Any) -> None:
+def plan(ctx: click.Context, /, as_json: bool, advice: bool, **options: Any) -> None:
     """Predict memory, traffic and time of one training step.
 
     The engine itself runs the step on fake tensors in a fake process group, with a few of the
@@ -56,13 +61,16 @@ def plan(ctx: click.Context, /, as_json: bool, **options: Any) -> None:
     else:
         transformer_config(request.preset, request.override, presets=PLAN_PRESETS)
 
+    import contextlib
     import json
     import warnings
 
     from rich.console import Console
 
     from shardgrad.programs.plan import report
+    from shardgrad.programs.plan.advice import variants
     from shardgrad.programs.plan.planning import make_plan
+    from shardgrad.programs.train.failure import TrainingError
 
     # Warnings of torch about its own internals, which the user of a plan cannot act on.
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")
@@ -73,7 +81,12 @@ def plan(ctx: click.Context, /, as_json: bool, **options: Any) -> None:
     if not console.is_terminal:
         console = Console(highlight=False, width=100)
     made = make_plan(request, machine, calibration)
+    others = {}
+    for added, other in variants(request) if advice else ():
+        # A module whose weight is read outside of its forward cannot be a unit: no advice then.
+        with contextlib.suppress(RuntimeError, TrainingError):
+            others[added] = make_plan(other, machine, calibration)
     if as_json:
-        click.echo(json.dumps(report.as_json(made)))
+        click.echo(json.dumps(report.as_json(made, others)))
     else:
-        report.show(made, console)
+        report.show(made, others, console)

@@ -5,7 +5,7 @@ So a line through two rehearsals with a few of them predicts a model with many, 
 time.
 
 Both numbers have the parity of the deep model's: units alternate between two slots, and which slot
-the largest units use depends on the number of blocks between them.
+the largest units use depends on the number of units between them.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ def rehearse_shallow(request: Request) -> list[Rehearsal]:
     Raises:
         UsageError, TrainingError: as `rehearse`.
     """
-    depth = len(build_plan_model(request).alike())
-    return [rehearse(request.but(blocks=kept)) for kept in _depths(depth)]
+    together = request.blocks_per_unit
+    depths = _depths(len(build_plan_model(request).alike()) // together)
+    if len(depths) == 1:
+        return [rehearse(request)]
+    return [rehearse(request.but(blocks=units * together)) for units in depths]
 
 
 def line(points: Sequence[tuple[int, Any]], depth: int) -> Any:
@@ -43,6 +46,6 @@ def line(points: Sequence[tuple[int, Any]], depth: int) -> Any:
     return first if few == more else first + (last - first) / (more - few) * (depth - few)
 
 
-def _depths(depth: int) -> list[int]:
-    few = _FEWEST + (depth - _FEWEST) % 2
-    return sorted({min(few, depth), min(few + _APART, depth)})
+def _depths(units: int) -> list[int]:
+    few = _FEWEST + (units - _FEWEST) % 2
+    return sorted({min(few, units), min(few + _APART, units)})

@@ -54,12 +54,15 @@ class PlanModel:
             for part in block.modules()
             if part is not block
         }
-        outside = {
+        return sorted(classes | {*self.outside()})
+
+    def outside(self) -> list[str]:
+        """Returns the names of modules outside of the blocks that have parameters of their own."""
+        return [
             name
             for name, part in self.module.named_modules()
             if name and part._parameters and not (self.blocks and name.startswith(self.blocks))
-        }
-        return sorted(classes | outside)
+        ]
 
     def alike(self) -> range:
         """Returns the positions of the longest run of blocks that are alike."""

@@ -55,6 +55,7 @@ class Plan:
         parameters: number of elements of its parameters.
         units: number of calls of `fully_shard`.
         blocks: length of the longest run of blocks that are alike.
+        unsharded_blocks: how many of them stage "auto" keeps unsharded.
         resting: allocated between steps, by owner.
         at_peak: allocated at the peak, by owner.
         peak_nbytes: peak of allocated memory.
@@ -77,6 +78,7 @@ class Plan:
     parameters: int
     units: int
     blocks: int
+    unsharded_blocks: int
     resting: Mapping[str, int]
     at_peak: Mapping[str, int]
     peak_nbytes: int
@@ -137,11 +139,27 @@ def make_plan(request: Request, machine: Machine, calibration: Calibration = Cal
     Raises:
         UsageError, TrainingError: as `rehearse`.
     """
-    return plan_of(rehearse_shallow(request), machine, calibration)
+    if request.stage != "auto":
+        return plan_of(rehearse_shallow(request), machine, calibration)
+    sharded = rehearse_shallow(request.but(stage="3"))
+    if request.on_host:
+        return plan_of(sharded, machine, calibration)
+    unsharded = rehearse_shallow(request)
+    planned = partial(plan_of, sharded, machine, calibration, unsharded=unsharded)
+    blocks = sharded[0].blocks
+    least = planned().needed_nbytes
+    of_block = (planned(unsharded_blocks=blocks).needed_nbytes - least) / max(blocks, 1)
+    room = max(0, machine.device.memory_nbytes - least)
+    return planned(unsharded_blocks=min(blocks, int(room / max(of_block, 1))))
 
 
 def plan_of(
-    rehearsals: Sequence[Rehearsal], machine: Machine, calibration: Calibration = Calibration()
+    rehearsals: Sequence[Rehearsal],
+    machine: Machine,
+    calibration: Calibration = Calibration(),
+    *,
+    unsharded: Sequence[Rehearsal] = (),
+    unsharded_blocks: int = 0,
 ) -> Plan:
     """Predicts memory and time on a machine: of one rehearsed step, or of the line through two.
 
@@ -149,12 +167,21 @@ def plan_of(
         rehearsals: one with all blocks, or two with fewer; see `depth.py`.
         machine: the machine.
         calibration: measurements of the whole model.
+        unsharded: the same with all blocks unsharded, for a model of which some stay so.
+        unsharded_blocks: how many.
     """
     first = rehearsals[0]
-    request = first.request.but(blocks=None)
+    request = (unsharded or rehearsals)[0].request.but(blocks=None)
 
     def of_model(values: Callable[[Rehearsal], Mapping[Any, Any]]) -> dict[Any, Any]:
-        found: dict[Any, Any] = line([(one.kept, values(one)) for one in rehearsals], first.blocks)
+        # Each block adds the same: one to a depth, and one that stays unsharded.
+        ends = [
+            line([(one.kept, values(one)) for one in some], first.blocks)
+            for some in (rehearsals, unsharded)
+            if some
+        ]
+        points = [(first.blocks * number, end) for number, end in enumerate(ends)]
+        found: dict[Any, Any] = line(points, unsharded_blocks)
         return found
 
     plain = CostModel(machine, request.shards)
@@ -175,12 +202,12 @@ def plan_of(
             **{name: getattr(likely, name) for name in _TIMES},
         }
 
-    memories = {one.kept: memory_of(one) for one in rehearsals}
+    memories = {id(one): memory_of(one) for one in (*rehearsals, *unsharded)}
     sizes = of_model(
         lambda one: {
             "units": one.units,
-            "peak": memories[one.kept].peak_nbytes,
-            "reserved": memories[one.kept].reserved_nbytes,
+            "peak": memories[id(one)].peak_nbytes,
+            "reserved": memories[id(one)].reserved_nbytes,
         }
     )
     seconds = of_model(steps)
@@ -191,8 +218,9 @@ def plan_of(
         parameters=first.parameters,
         units=round(sizes["units"]),
         blocks=first.blocks,
+        unsharded_blocks=unsharded_blocks,
         resting=_rounded(of_model(lambda one: one.resting)),
-        at_peak=_rounded(of_model(lambda one: memories[one.kept].at_peak)),
+        at_peak=_rounded(of_model(lambda one: memories[id(one)].at_peak)),
         peak_nbytes=round(sizes["peak"]),
         reserved_nbytes=round(sizes["reserved"]),
         traffic=_traffic(of_model(partial(_moved, cost=costs[1]))),

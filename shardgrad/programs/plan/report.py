@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -12,8 +13,8 @@ from shardgrad.programs.plan.planning import Plan
 from shardgrad.programs.train.display import nice_nbytes
 
 
-def show(plan: Plan, console: Console) -> None:
-    """Prints a plan."""
+def show(plan: Plan, others: Mapping[str, Plan], console: Console) -> None:
+    """Prints a plan, and what `others` change, which are plans by the options that they add."""
     parts: list[RenderableType] = [
         _heading(plan),
         "",
@@ -23,15 +24,18 @@ def show(plan: Plan, console: Console) -> None:
         "",
         _time(plan),
     ]
+    if others:
+        parts += ["", _advice(plan, others)]
     parts += ["", _sources(plan)]
     console.print(Group(*parts))
 
 
-def as_json(plan: Plan) -> dict[str, Any]:
+def as_json(plan: Plan, others: Mapping[str, Plan]) -> dict[str, Any]:
     """Returns a plan as plain values of one rank; sizes are in bytes, times in seconds."""
     return {
         "model": plan.name,
         "parameters": plan.parameters,
+        "unsharded_blocks": plan.unsharded_blocks,
         "request": dataclasses.asdict(plan.request),
         "device": plan.machine.device.name,
         "memory": {
@@ -56,6 +60,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "tokens_per_s_range": list(plan.tokens_per_s_range),
             "mfu": plan.mfu,
         },
+        "advice": {options: as_json(other, {}) for options, other in others.items()},
     }
 
 
@@ -64,9 +69,12 @@ def _heading(plan: Plan) -> str:
     mesh = f"{request.shards} shards"
     if request.replicas > 1:
         mesh = f"{request.replicas} replicas of {mesh}"
+    stage = f"stage {request.stage}"
+    if request.stage == "auto":
+        stage += f" ({plan.unsharded_blocks} of {plan.blocks} blocks stay unsharded)"
     return (
         f"[bold]{plan.name}[/bold], {_numel(plan.parameters)} parameters in {plan.units} units, on "
-        f"{request.ranks} x {machine.device.name}: {mesh}, stage {request.stage}, "
+        f"{request.ranks} x {machine.device.name}: {mesh}, {stage}, "
         f"{request.precision}, {request.accumulate} x {request.batch_size} x {request.seq_len} "
         "tokens a rank"
     )
@@ -132,6 +140,21 @@ def _time(plan: Plan) -> Table:
     table.add_row("tokens/s, all ranks", f"{plan.tokens_per_s * request.ranks:,.0f}")
     if not plan.request.on_host:  # of a CPU no peak is known
         table.add_row("MFU, as PaLM counts", f"{plan.mfu:.1%}")
+    return table
+
+
+def _advice(plan: Plan, others: Mapping[str, Plan]) -> Table:
+    table = Table(
+        "the same with", "step", "messages", "needs", "of this step", box=None, pad_edge=False
+    )
+    for options, other in others.items():
+        table.add_row(
+            options,
+            _ms(other.step_s),
+            str(sum(row.count for row in other.traffic)),
+            nice_nbytes(other.needed_nbytes) + ("" if other.fits else ", [red]does not fit"),
+            f"{other.step_s / plan.step_s:.1%}",
+        )
     return table
 
 

@@ -66,13 +66,16 @@ class Request:
         "over all]",
     )
     stage: str = setting(
-        "3", "ZeRO stage, as `zero_stage` of fully_shard.", choices=("1", "2", "3", "hfsdp")
+        "3", "ZeRO stage, as `zero_stage` of fully_shard.", choices=("1", "2", "3", "auto", "hfsdp")
     )
     reshard_to: int | None = setting(
         None,
         "Reshard parameters after forward to groups of this many neighbouring ranks, as an int "
         "reshard_after_forward.",
         least=1,
+    )
+    blocks_per_unit: int = setting(
+        1, "Blocks that travel together, as those of a list given to fully_shard.", least=1
     )
     units: tuple[str, ...] = setting(
         (),

@@ -32,7 +32,8 @@ def policies_of(request: Request) -> dict[str, Any]:
             dtype=DTYPES.get(request.gradient_dtype), wire_dtype=DTYPES.get(request.wire_dtype)
         ),
         "reshard_after_forward": request.reshard_to,
-        "zero_stage": request.stage if request.stage == "hfsdp" else int(request.stage),
+        # As if there were room for all units; `planning.py` knows how many there is room for.
+        "zero_stage": {"hfsdp": "hfsdp", "auto": 2}.get(request.stage) or int(request.stage),
     }
 
 
@@ -56,12 +57,19 @@ def shard_plan_model(plan_model: PlanModel, request: Request, mesh: DeviceMesh) 
         if name and (name in request.units or type(part).__name__ in request.units):
             _materialise(part, weights)
             fully_shard(part, mesh=mesh, **policies)
-    for name, block in plan_model.named_blocks():
+    together: list[nn.Module] = []
+    blocks = plan_model.named_blocks()
+    for count, (name, block) in enumerate(blocks, start=1):
         _materialise(block, weights)
         block = checkpointed(block, request.activation_checkpointing, preserve_rng_state=False)
         plan_model.module.get_submodule(plan_model.blocks).register_module(name, block)
-        fully_shard(block, mesh=mesh, **policies)
+        together.append(block)
+        if count % request.blocks_per_unit == 0 or count == len(blocks):
+            fully_shard(together, mesh=mesh, **policies)
+            together = []
     _materialise(plan_model.module, weights)
+    if request.stage == "auto":
+        policies["zero_stage"] = 3  # the root's, which stage "auto" never keeps
     fully_shard(plan_model.module, mesh=mesh, **policies)
 
 
