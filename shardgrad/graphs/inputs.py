@@ -13,14 +13,15 @@ writes to host memory later.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import count
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
-from torch.utils._pytree import register_pytree_node, tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten
 
 from shardgrad.engine.streams import Stream, wait_for_stream
 from shardgrad.errors import StepInputError
@@ -28,20 +29,21 @@ from shardgrad.graphs.pool import GraphPool
 
 __all__ = ["InputBuffers", "Inputs", "flatten_inputs"]
 
+_LEAVES = (torch.Tensor, bool, int, float, str, type(None))  # what most arguments end in
 
-@dataclass(frozen=True)
-class Inputs:
+
+class Inputs(NamedTuple):
     """The flattened arguments of one call.
 
     Attributes:
         tensors: tensors to copy, in order.
         key: chooses the graph, together with the guards.
-        rebuild: given tensors in place of `tensors`, returns (args, kwargs).
+        arguments: (args, kwargs), as given.
     """
 
     tensors: list[torch.Tensor]
     key: Hashable
-    rebuild: Callable[[Sequence[torch.Tensor]], tuple[tuple[Any, ...], dict[str, Any]]]
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def flatten_inputs(
@@ -61,33 +63,31 @@ def flatten_inputs(
     """
     if micro_batches is not None:
         _require_micro_batches([*enumerate(args), *kwargs.items()], micro_batches)
-    leaves, spec = tree_flatten((args, kwargs))
-    if any(map(_is_tree, leaves)):
-        leaves, spec = tree_flatten(tree_map(_opened, (args, kwargs)))
     tensors: list[torch.Tensor] = []
-    indices: list[int] = []
-    key: list[Hashable] = [spec]
-    for index, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.Tensor):
-            if _is_static(leaf):
-                key.append((leaf.data_ptr(), leaf.shape, leaf.stride(), leaf.dtype))
-                continue
-            _require_plain(leaf, index)
-            tensors.append(leaf)
-            indices.append(index)
-            key.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.device.type))
-        else:
-            # The type too, since 1, 1.0 and True are equal, and another program each.
-            key.append((f"input {index}", type(leaf).__name__, _comparable(leaf, index)))
+    return Inputs(tensors, _key((args, kwargs), tensors, count()), (args, kwargs))
 
-    def rebuild(replacements: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        filled = list(leaves)
-        for index, tensor in zip(indices, replacements, strict=True):
-            filled[index] = tensor
-        args, kwargs = tree_unflatten(filled, spec)
-        return args, kwargs
 
-    return Inputs(tensors, tuple(key), rebuild)
+def _key(value: Any, tensors: list[torch.Tensor], numbers: Iterator[int]) -> Hashable:
+    """Returns the key of a tree, and appends the tensors to copy.
+
+    Args:
+        value: the tree.
+        tensors: to append to.
+        numbers: of the next leaves, for errors.
+    """
+    node = _opened(value)
+    if node is not None:
+        kind, parts, _ = node
+        return kind, *[_key(part, tensors, numbers) for part in parts]
+    index = next(numbers)
+    if not isinstance(value, torch.Tensor):
+        # The type too, since 1, 1.0 and True are equal, and another program each.
+        return f"input {index}", type(value).__name__, _comparable(value, index)
+    if _is_static(value):
+        return value.data_ptr(), value.shape, value.stride(), value.dtype
+    _require_plain(value, index)
+    tensors.append(value)
+    return value.shape, value.stride(), value.dtype, value.device.type
 
 
 def _require_micro_batches(arguments: list[tuple[Any, Any]], expected: int) -> None:
@@ -141,45 +141,52 @@ def _comparable(leaf: Any, index: int) -> Hashable:
     return leaf
 
 
-# -- trees that torch does not know
+# -- trees
 
 
-class _Opened:
-    """A dataclass or a block mask, whose attributes may be trees too."""
+def _opened(value: Any) -> tuple[Hashable, Iterable[Any], Callable[[list[Any]], Any]] | None:
+    """Returns a tree's kind, its parts, and what makes the same of other parts; None for a leaf.
 
-    def __init__(self, kind: type, parts: dict[str, Any]) -> None:
-        self.kind, self.parts = kind, parts
-
-
-register_pytree_node(
-    _Opened,
-    lambda opened: (list(opened.parts.values()), (opened.kind, tuple(opened.parts))),
-    lambda values, context: _instance_of(context[0], zip(context[1], values, strict=True)),
-)
-
-
-def _is_tree(leaf: Any) -> bool:
-    return isinstance(leaf, BlockMask) or (
-        dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)
-    )
-
-
-def _opened(leaf: Any) -> Any:
-    if not _is_tree(leaf):
-        return leaf
-    is_mask = isinstance(leaf, BlockMask)
-    names = vars(leaf) if is_mask else [field.name for field in dataclasses.fields(leaf)]
-    return _Opened(type(leaf), {name: tree_map(_opened, getattr(leaf, name)) for name in names})
+    Besides torch's trees, dataclasses and block masks are some. Called at every replay, and torch
+    takes three times as long for what most arguments are made of.
+    """
+    kind = type(value)
+    if isinstance(value, _LEAVES):
+        return None
+    if kind is tuple or kind is list:
+        return kind, value, kind
+    if kind is dict:
+        return (kind, *value), value.values(), lambda parts: dict(zip(value, parts, strict=True))
+    parts, spec = tree_flatten(value, is_leaf=lambda part: part is not value)
+    if not spec.is_leaf():
+        return spec, parts, spec.unflatten
+    if isinstance(value, BlockMask):
+        names = tuple(vars(value))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = tuple(field.name for field in dataclasses.fields(value))
+    else:
+        return None
+    return (kind, names), [getattr(value, name) for name in names], partial(_instance, kind, names)
 
 
-def _instance_of(kind: Any, parts: Iterable[tuple[str, Any]]) -> Any:
+def _instance(kind: Any, names: Sequence[str], parts: list[Any]) -> Any:
     """Returns an instance with these attributes. `__init__` does not run: a copy must not validate
     again.
     """
     instance = object.__new__(kind)
-    for name, value in parts:
+    for name, value in zip(names, parts, strict=True):
         object.__setattr__(instance, name, value)
     return instance
+
+
+def _filled(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
+    """Returns a tree with other tensors in the place of those that are copied."""
+    node = _opened(value)
+    if node is not None:
+        _, parts, made_of = node
+        return made_of([_filled(part, tensors) for part in parts])
+    is_copied = isinstance(value, torch.Tensor) and not _is_static(value)
+    return next(tensors) if is_copied else value
 
 
 # -- buffers
@@ -202,8 +209,9 @@ class InputBuffers:
         kind = pool.device.type
         is_sent = pool.can_capture and any(t.device.type != kind for t in inputs.tensors)
         self._transfers: Stream = torch.Stream(pool.device) if is_sent else None
-        self.buffers = [torch.empty_like(tensor, device=pool.device) for tensor in inputs.tensors]
-        self.arguments = inputs.rebuild(self.buffers)
+        with torch.inference_mode(False):  # later calls of this kind may be in another mode
+            self.buffers = [torch.empty_like(each, device=pool.device) for each in inputs.tensors]
+        self.arguments = _filled(inputs.arguments, iter(self.buffers))
 
     def load(self, inputs: Inputs) -> None:
         """Copies a call's tensors into the buffers.
@@ -215,15 +223,14 @@ class InputBuffers:
         if not self.buffers:
             return
         sources, stream = inputs.tensors, self._pool.stream
-        with torch.no_grad():
-            if stream is not None and self._transfers is not None:
-                with self._transfers:
-                    sources = [self._sent(tensor) for tensor in sources]
-                wait_for_stream(stream, self._transfers)
-            torch._foreach_copy_(self.buffers, sources)
-            if stream is not None:
-                for source in sources:
-                    source.record_stream(stream)
+        if stream is not None and self._transfers is not None:
+            with self._transfers:
+                sources = [self._sent(tensor) for tensor in sources]
+            wait_for_stream(stream, self._transfers)
+        torch._foreach_copy_(self.buffers, sources)
+        if stream is not None:
+            for source in sources:
+                source.record_stream(stream)
 
     def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device.type == self._pool.device.type:

@@ -141,10 +141,10 @@ def test_a_number_that_a_schedule_changes_before_each_call_is_a_warning_that_nam
 def test_a_number_for_a_learning_rate_is_written_into_the_tensor_that_is_there() -> None:
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))], lr=0.5, capturable=True)
     (group,), state = optimizer.param_groups, OptimizerState(optimizer)
-    state.begin_call(None)
+    state.begin_call()
     rate, guards = group["lr"], state.guards()
     group["lr"] = 0.25
-    state.begin_call(None)
+    state.begin_call()
     assert group["lr"] is rate
     assert float(rate) == 0.25
     assert state.guards() == guards
@@ -165,6 +165,23 @@ def test_a_block_mask_is_taken_apart_and_put_together() -> None:
     for rule in (causal, causal, sliding):
         mask = create_block_mask(rule, None, None, 256, 256, device="cpu")
         assert step(torch.ones(2), mask).item() == 2 + mask.kv_num_blocks.sum().item()
+
+
+def test_an_input_has_the_layout_that_the_program_gave_it() -> None:
+    step = shardgrad.graphed_step()(lambda x: x.as_strided((4,), (1,)).clone())
+    x = torch.arange(4.0).view(2, 2)
+    for given in (x, x.t(), x):
+        assert step(given).tolist() == [0, 1, 2, 3]
+
+
+def test_a_step_may_be_evaluated_before_it_trains() -> None:
+    model = nn.Linear(2, 1)
+    step = shardgrad.graphed_step(model)(lambda x: model(x).sum())
+    modes = (torch.inference_mode, torch.enable_grad, torch.no_grad, torch.inference_mode)
+    for number, mode in enumerate(modes):
+        x = torch.full((3, 2), float(number))
+        with mode():
+            assert torch.equal(step(x), model(x).sum())
 
 
 def test_settings_reach_the_step() -> None:
