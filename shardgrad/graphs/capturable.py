@@ -35,10 +35,8 @@ class Capturable:
     optimizer.
     """
 
-    def begin_call(self, reader: torch.Stream | None) -> None:
-        """Called first in every call, on the pool's stream, which has waited for the program's,
-        `reader`.
-        """
+    def begin_call(self) -> None:
+        """Called first in every call, on the pool's stream, which has waited for the program's."""
 
     def at_eager_border(self) -> None:
         """Called in an eager call where a graph of it would end: at its end, and at eager
@@ -165,7 +163,7 @@ class OptimizerState(Capturable):
         self._optimizer = optimizer
         self._rates: dict[int, torch.Tensor] = {}  # by the number of the group
 
-    def begin_call(self, reader: torch.Stream | None) -> None:
+    def begin_call(self) -> None:
         """See `Capturable`."""
         if not isinstance(self._optimizer, torch.optim.Adam | torch.optim.AdamW):
             return
@@ -212,7 +210,7 @@ class EagerOptimizer(OptimizerState):
     constant.
     """
 
-    def begin_call(self, reader: torch.Stream | None) -> None:
+    def begin_call(self) -> None:
         """See `Capturable`."""
 
     def guards(self) -> Hashable:

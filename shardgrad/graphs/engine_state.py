@@ -29,7 +29,7 @@ from shardgrad.engine.param import Registration, managed_by
 from shardgrad.engine.param_group import ParamGroup
 from shardgrad.engine.replaced_params import adopt
 from shardgrad.engine.root import RootContext, context_of
-from shardgrad.engine.streams import Stream, is_capturing
+from shardgrad.engine.streams import is_capturing
 from shardgrad.engine.unit import units_under
 from shardgrad.errors import CaptureError
 from shardgrad.graphs.capturable import Capturable, CaptureAgain, adapt
@@ -68,7 +68,6 @@ class ModuleState(Capturable):
         self._module = module
         self._modules = list(module.modules())
         self._units = units_under(module)
-        self._reader: Stream = None
         # Before the capture that runs; None outside. See [Note: Gradients in a graph's pool].
         self._with_memory: set[GradShard] | None = None
         self._collect()
@@ -91,8 +90,7 @@ class ModuleState(Capturable):
         ]
         self._buffers = list(self._module.buffers())
         self._registration = Registration(params)
-        shards = map(_GRAD_SHARD, self._grad_groups)
-        self._gradients = _GradFacts([shard for shard in shards if shard is not None])
+        self._gradients = _GradFacts(self._shards())
 
     def _follow(self) -> None:
         """Collects again if that would start from other objects."""
@@ -179,8 +177,8 @@ class ModuleState(Capturable):
             )
         if shards and not is_capturing(shards[0].flat.device):
             for shard in shards:
-                shard.part_with_kept(self._reader)
-                shard.free(self._reader)
+                shard.part_with_kept(shard.current_stream())
+                shard.free(shard.current_stream())
 
     def _join_post_optim_events(self) -> None:
         """Makes the current stream wait for what the next forward was to wait for instead of the
@@ -202,8 +200,8 @@ class ModuleState(Capturable):
         if others is not None:
             for shard in (each for each in self._shards() if each not in others):
                 shard.unbind()
-                shard.part_with_kept(self._reader)
-                shard.free(self._reader)
+                shard.part_with_kept(shard.current_stream())
+                shard.free(shard.current_stream())
 
     def after_eager_region(self) -> None:
         """See `Capturable`."""
@@ -211,15 +209,12 @@ class ModuleState(Capturable):
             context.crosses_border()  # the backward that follows opens no forward
             context.parameters_written()
 
-    def begin_call(self, reader: Stream) -> None:
-        """See `Capturable`, and [Note: Kept gradients] in `sharding/gradient_objects.py`."""
+    def begin_call(self) -> None:
+        """See `Capturable`."""
         self._with_memory = None
         self._join_post_optim_events()
         if list(map(_GRAD_SHARD, self._grad_groups)) != self._collected_from[1]:
             self._follow()
-        self._reader = reader
-        for shard in self._shards():
-            shard.part_with_kept(reader)
         for context in self._contexts:
             context.free_gradients()
 
@@ -245,7 +240,7 @@ class ModuleState(Capturable):
         return overwrites_nothing_held
 
     def _shards(self) -> list[GradShard]:
-        return [grads.shard for grads in self._grad_groups if grads.shard is not None]
+        return [shard for shard in map(_GRAD_SHARD, self._grad_groups) if shard is not None]
 
     def snapshot(self) -> Callable[[], None]:
         """See `Capturable`."""

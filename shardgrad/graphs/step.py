@@ -262,7 +262,11 @@ class GraphedStep(Generic[_P, _R]):
         self._call = 0
         self._status = StatusReader(self.pool, self._capturables)
         self._habits = Habits(self._warn)
+        self._begin_counting()
+
+    def _begin_counting(self) -> None:
         self.eager_steps = self.captures = self.replays = 0
+        self._to_verify = self._settings.verify
 
     @property
     def outside(self) -> list[str]:
@@ -294,7 +298,7 @@ class GraphedStep(Generic[_P, _R]):
 
     def _run(self, kind: _InputKind, caller: Stream) -> Any:
         for each in self._capturables:
-            each.begin_call(caller)
+            each.begin_call()
         guards = (_modes(self.pool.device), *(each.guards() for each in self._capturables))
         key = kind.key, guards
         captured = self._look_up(key)
@@ -358,7 +362,8 @@ class GraphedStep(Generic[_P, _R]):
             return used_on(detached(self._function(*args, **kwargs)), caller)
 
         every = self._settings.replay_twice_every
-        if self.replays <= self._settings.verify:
+        if self._to_verify:
+            self._to_verify -= 1
             again, name = run_eagerly, "an eager step"
         elif every and self.replays % every == 0:
             again, name = captured.replay, "the same replay"
@@ -657,7 +662,7 @@ class GraphedStep(Generic[_P, _R]):
         self._kinds.clear()
         self._latest_kind = None
         self._places.clear()
-        self.eager_steps = self.captures = self.replays = 0
+        self._begin_counting()
         graphs_destroyed(self)
         for each in self._capturables:
             each.released()

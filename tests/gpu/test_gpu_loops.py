@@ -474,7 +474,7 @@ def plain(*capturables: Any, **settings: Any) -> Callable[[Any], Any]:
     def decorate(function: Any) -> Any:
         def step(*args: Any) -> Any:
             for optimizer in optimizers:
-                optimizer.begin_call(None)
+                optimizer.begin_call()
             return function(*args)
 
         return step

@@ -559,6 +559,29 @@ def test_looking_again_changes_nothing() -> None:
     same_on(2, verified, Setup(dropout=0.3))
 
 
+def runs_of_the_function(verify: int) -> None:
+    runs = 0
+
+    @shardgrad.graphed_step(warmup=1, verify=verify)
+    def step(x: Tensor) -> Tensor:
+        nonlocal runs
+        runs += 1
+        return x * 2
+
+    for _ in range(2):
+        for _ in range(7):
+            step(torch.ones(2, device=NAME))
+        assert runs == 1 + 2 + verify, "an eager call, two captures, and replays that are repeated"
+        step.reset()
+        runs = 0
+    step.close()
+
+
+@pytest.mark.parametrize("verify", [0, 1, 2, 3])
+def test_as_many_replays_as_asked_for_are_repeated_eagerly(verify: int) -> None:
+    VirtualRanks(1).run(runs_of_the_function, verify)
+
+
 class Counter(shardgrad.graphs.Capturable):
     """State on the device, of which `graphed_step` may be told or not."""
 
