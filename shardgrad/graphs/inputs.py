@@ -150,7 +150,7 @@ def _opened(value: Any) -> tuple[Hashable, Iterable[Any], Callable[[list[Any]], 
     Besides torch's trees, dataclasses and block masks are some. Called at every replay, and torch
     takes three times as long for what most arguments are made of.
     """
-    kind = type(value)
+    kind: Any = type(value)
     if isinstance(value, _LEAVES):
         return None
     if kind is tuple or kind is list:
