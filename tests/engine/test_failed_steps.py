@@ -20,7 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from shardgrad.engine import same_model
 from shardgrad.engine.root import lazy_init
 from shardgrad.engine.unit import unit_of
-from shardgrad.errors import RankDisagreementError
+from shardgrad.errors import DesyncError, RankDisagreementError
 from shardgrad.version import digest_of_sources
 from tests.support.parity import (
     SHARDGRAD,
@@ -286,6 +286,15 @@ def test_ranks_that_built_different_models_all_name_the_first_difference(
         assert ordinary_part in text, text
         assert other_part in text, text
         assert "try:" in text, text
+
+
+@on_ranks(2)
+def test_ranks_in_models_that_are_alike_are_told_where_the_other_is() -> None:
+    models = [ordinary(tower()) for _ in range(2)]
+    for model in models:
+        token_loss(model, SHARDGRAD.tokens(0)).backward()
+    with pytest.raises(DesyncError, match=f"rank {1 - dist.get_rank()} is somewhere else"):
+        models[dist.get_rank()](SHARDGRAD.tokens(0)[0])
 
 
 def other_sources_on_rank_1() -> str:
