@@ -265,6 +265,26 @@ def reduces_later_what_the_last_micro_batch_does_not_use(shard: Shard, between: 
     return model
 
 
+def drops_sums_that_one_rank_has(shard: Shard) -> nn.Module:
+    """The other rank, too, has a reduction due in the next backward, which does not come to the
+    layer.
+    """
+    model = SkipsALayer()
+    for layer in model.layers:
+        shard(layer)
+    shard(model)
+    if isinstance(model, shardgrad.FSDPModule):
+        model.set_reshard_after_forward(False)  # a rank without a backward of it gathers nothing
+    model.layers[1].register_forward_hook(lambda _, __, y: y.detach() if dist.get_rank() else y)
+    set_sync(model, False)
+    model(batch()).square().mean().backward()
+    model.zero_grad()
+    set_sync(model, True)
+    model.runs_all = False
+    model(batch(1)).square().mean().backward()
+    return model
+
+
 class FreezesItself(nn.Module):
     """Freezes and unfreezes its own weight, while that is unsharded."""
 
@@ -351,10 +371,13 @@ def scales_gradients_in_hooks(shard: Shard) -> nn.Module:
     model = shard(mlp())
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(doubles)
-    model(batch(0)).square().mean().backward()
     later = list(model.children())[2]
-    later.register_forward_pre_hook(lambda module, args: (args[0].detach(),))
-    model(batch(1)).square().mean().backward()
+    for number in range(3):
+        handle = later.register_forward_pre_hook(lambda module, args: (args[0].detach(),))
+        if number == 1:
+            handle.remove()
+        model(batch(number)).square().mean().backward()
+        handle.remove()
     return model
 
 
@@ -366,6 +389,7 @@ PROGRAMS = [
     freezes_between_micro_batches,
     freezes_between_forward_and_backward,
     trains_other_layers_in_each_step,
+    drops_sums_that_one_rank_has,
     freezes_its_own_parameter_in_forward,
     scales_gradients_in_hooks,
 ]
