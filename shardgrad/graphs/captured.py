@@ -23,7 +23,9 @@ from shardgrad.graphs.eager_regions import handle_eager_calls
 from shardgrad.graphs.pool import DeviceGraph, GraphPool
 from shardgrad.graphs.recomputation import Redraws
 
-__all__ = ["CapturedStep", "SplitGraph"]
+__all__ = ["CapturedStep", "Key", "SplitGraph"]
+
+Key = tuple[Hashable, tuple[Hashable, ...]]  # of the inputs, and guards
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ class SplitGraph:
 
     @property
     def has_eager_regions(self) -> bool:
-        """Whether the step is more than one graph."""
+        """Whether calls are made between graphs."""
         return len(self._parts) > 1
 
     def replay(self, *, makes_calls: bool = True) -> None:
@@ -134,33 +136,31 @@ class CapturedStep:
     """The graphs of a step, and snapshots of the host state after its capture.
 
     Args:
-        key: of the inputs, and guards, at the beginning of the captured call.
+        key: of the inputs, and guards, at the beginning of the captured call; those of torch's
+            modes come first, and those of capturables follow.
         graph: captured.
         outputs: of the captured call.
         capturables: of the step.
-        guards: theirs, at the beginning of the captured call.
-        before_replays: what they returned then.
+        before_replays: what they returned at the beginning of the captured call.
         reads: what the captured call read without being given it.
 
     Attributes:
-        key, reads: as given.
+        key, graph, reads: as given.
         is_confirmed: True once a second capture has been compared with the first.
         outputs: as given; every replay overwrites them.
     """
 
     def __init__(
         self,
-        key: tuple[Hashable, Hashable],
+        key: Key,
         graph: SplitGraph,
         outputs: Any,
         capturables: Sequence[Capturable],
-        guards: Sequence[Hashable],
         before_replays: Sequence[Callable[[], bool]],
         reads: Reads,
     ) -> None:
-        self.key, self.reads, self.outputs = key, reads, outputs
+        self.key, self.graph, self.reads, self.outputs = key, graph, reads, outputs
         self.is_confirmed = False
-        self._graph = graph
         self._capturables = capturables
         # Guards are compared at the beginning of a call, and an eager region may change what they
         # cover.
@@ -168,15 +168,10 @@ class CapturedStep:
             each.snapshot_unguarded()
             if not graph.has_eager_regions and each.guards() == before
             else each.snapshot()
-            for each, before in zip(capturables, guards, strict=True)
+            for each, before in zip(capturables, key[1][1:], strict=True)
         ]
         self._before_replays = before_replays
         self._kept = [each.known_to_graph() for each in capturables]
-
-    @property
-    def has_eager_regions(self) -> bool:
-        """Whether calls are made between graphs."""
-        return self._graph.has_eager_regions
 
     def is_of(self, key: Hashable) -> bool:
         """Returns whether a replay is the step with this key, from the memory that is there now."""
@@ -194,7 +189,7 @@ class CapturedStep:
         Args:
             makes_calls: False to leave out the eager regions.
         """
-        self._graph.replay(makes_calls=makes_calls)
+        self.graph.replay(makes_calls=makes_calls)
         for restore in self._snapshots:
             restore()
         for each in self._capturables:
@@ -203,5 +198,5 @@ class CapturedStep:
 
     def reset(self) -> None:
         """Destroys the graphs."""
-        self._graph.reset()
+        self.graph.reset()
         self._kept.clear()

@@ -22,7 +22,7 @@ from torch.distributed import distributed_c10d
 
 from shardgrad.graphs.torch_patches import Patch, Replacement
 
-__all__ = ["graphs_captured", "graphs_destroyed"]
+__all__ = ["steps_with_graphs"]
 
 
 class _Closable(Protocol):
@@ -42,7 +42,9 @@ class _StepsWithGraphs:
         self._is_active = False
 
     def add(self, step: _Closable) -> None:
-        """Takes note that a step has graphs."""
+        """Has `step` closed before its default process group is destroyed, or at the interpreter's
+        exit.
+        """
         with self._lock:
             if step not in self._worlds:
                 self._worlds[step] = dist.group.WORLD
@@ -53,7 +55,7 @@ class _StepsWithGraphs:
                 atexit.register(self.close)
 
     def discard(self, step: _Closable) -> None:
-        """Takes note that a step has no graphs any more."""
+        """Says that `step` has no graphs any more."""
         with self._lock:
             self._worlds.pop(step, None)
             self._restore_if_empty()
@@ -84,16 +86,4 @@ class _StepsWithGraphs:
             yield module, "destroy_process_group", lambda _: destroy_process_group
 
 
-_steps = _StepsWithGraphs()
-
-
-def graphs_captured(step: _Closable) -> None:
-    """Has `step` closed before its default process group is destroyed, or at the interpreter's
-    exit.
-    """
-    _steps.add(step)
-
-
-def graphs_destroyed(step: _Closable) -> None:
-    """Says that `step` has no graphs any more."""
-    _steps.discard(step)
+steps_with_graphs = _StepsWithGraphs()

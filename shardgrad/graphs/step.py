@@ -17,7 +17,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
 import torch
@@ -28,13 +28,13 @@ from torch.optim import Optimizer
 from shardgrad.checks.capturable_optimizers import why_not_capturable
 from shardgrad.engine.streams import Stream, is_capturing, wait_for_device
 from shardgrad.errors import CaptureError, CollectiveError, OptionError, ShardgradError
-from shardgrad.graphs.capturable import Capturable, CaptureAgain, EagerOptimizer, capturable
-from shardgrad.graphs.captured import CapturedStep, SplitGraph
+from shardgrad.graphs.capturable import CaptureAgain, EagerOptimizer, capturable
+from shardgrad.graphs.captured import CapturedStep, Key, SplitGraph
 from shardgrad.graphs.closed_over import Place, Reads
 from shardgrad.graphs.eager_regions import handle_eager_calls
 from shardgrad.graphs.habits import Habits
 from shardgrad.graphs.inputs import InputBuffers, Inputs, flatten_inputs
-from shardgrad.graphs.lifetime import graphs_captured, graphs_destroyed
+from shardgrad.graphs.lifetime import steps_with_graphs
 from shardgrad.graphs.other_ranks import announce, announced
 from shardgrad.graphs.outputs import apart_from, clones, detached, used_on
 from shardgrad.graphs.pool import GraphPool
@@ -201,6 +201,7 @@ def graphed_step(
     return decorate
 
 
+@dataclass
 class _InputKind:
     """Calls with the same input key.
 
@@ -211,11 +212,10 @@ class _InputKind:
         refused: why these calls run eagerly for good; "" if they do not.
     """
 
-    def __init__(self, key: Hashable, buffers: InputBuffers) -> None:
-        self.key = key
-        self.buffers = buffers
-        self.seen: dict[Hashable, Redraws] = {}
-        self.refused = ""
+    key: Hashable
+    buffers: InputBuffers
+    seen: dict[Hashable, Redraws] = field(default_factory=dict)
+    refused: str = ""
 
 
 class GraphedStep(Generic[_P, _R]):
@@ -235,25 +235,22 @@ class GraphedStep(Generic[_P, _R]):
         functools.update_wrapper(self, function)
         self._function = function
         self._settings = settings
-        optimizers = [each for each in objects if isinstance(each, Optimizer)]
-        self._generators = [each for each in objects if isinstance(each, torch.Generator)]
-        self._eager_optimizers: list[Optimizer] = []
-        if settings.on_uncapturable == "split":
-            self._eager_optimizers = [
-                each for each in optimizers if why_not_capturable(each) is not None
-            ]
-        self._capturables = [
-            EagerOptimizer(each)
-            if any(each is other for other in self._eager_optimizers)
-            else capturable(each)
-            for each in objects
-        ]
-        self.pool = settings.pool or GraphPool(_device_of(self._capturables))
         self._modules = [each for each in objects if isinstance(each, nn.Module)]
-        self._optimizers = optimizers
+        self._optimizers = [each for each in objects if isinstance(each, Optimizer)]
+        self._generators = [each for each in objects if isinstance(each, torch.Generator)]
+        is_split = settings.on_uncapturable == "split"
+        self._eager_optimizers = [
+            each for each in self._optimizers if is_split and why_not_capturable(each) is not None
+        ]
+        eager = set(map(id, self._eager_optimizers))
+        self._capturables = [
+            EagerOptimizer(each) if id(each) in eager else capturable(each) for each in objects
+        ]
+        devices = (tensor.device for tensor in self._state())
+        self.pool = settings.pool or GraphPool(next(devices, None))
+        # The most recently used last.
         self._kinds: OrderedDict[Hashable, _InputKind] = OrderedDict()
-        self._graphs: list[CapturedStep] = []  # the most recently used last
-        self._latest_kind: _InputKind | None = None
+        self._graphs: list[CapturedStep] = []
         # What captures have read without being given it, and where it was in the last call.
         self._places: dict[Place, Hashable] = {}
         self._thread_id = threading.get_ident()
@@ -393,10 +390,11 @@ class GraphedStep(Generic[_P, _R]):
         """Returns one sentence: how calls have run since the last reset, and why the latest kind of
         call runs eagerly, if it does.
         """
+        latest = next(reversed(self._kinds.values()), None)
         if not self.pool.can_capture:
             why = f"every call runs eagerly, since {self.pool.device.type} has no graphs"
-        elif self._latest_kind is not None and self._latest_kind.refused:
-            why = f"it {self._latest_kind.refused.splitlines()[0]}"
+        elif latest is not None and latest.refused:
+            why = f"it {latest.refused.splitlines()[0]}"
         else:
             why = "a call is captured once one with the same inputs and guards has run eagerly"
         return (
@@ -415,16 +413,12 @@ class GraphedStep(Generic[_P, _R]):
 
     def _kind(self, inputs: Inputs) -> _InputKind:
         key = inputs.key
-        if self._latest_kind is not None and self._latest_kind.key == key:
-            self._habits.called(key, is_new=False)
-            return self._latest_kind
         kind = self._kinds.get(key)
         self._habits.called(key, is_new=kind is None)
         if kind is None:
             kind = self._kinds[key] = _InputKind(key, InputBuffers(inputs, self.pool))
             self._evict()
         self._kinds.move_to_end(key)
-        self._latest_kind = kind
         return kind
 
     def _evict(self) -> None:
@@ -440,7 +434,7 @@ class GraphedStep(Generic[_P, _R]):
     # -- capturing
 
     def _capture_or_refuse(
-        self, kind: _InputKind, key: tuple[Hashable, Hashable], moved: Sequence[str]
+        self, kind: _InputKind, key: Key, moved: Sequence[str]
     ) -> CapturedStep | None:
         """Captures a step; None if this call, or all of this kind from now on, run eagerly."""
         self._habits.reached_capture(moved)
@@ -479,13 +473,12 @@ class GraphedStep(Generic[_P, _R]):
                 return self._run_eagerly(kind, guards, caller)
             state.restore()
             # Functions passed to `outside` are called once, so nothing is compared then.
-            replay = functools.partial(first.replay, makes_calls=not first.has_eager_regions)
-            again.prepare()
+            replay = functools.partial(first.replay, makes_calls=not first.graph.has_eager_regions)
             outputs, (unordered, different) = state.differences(replay, replay, again.replay)
             frozen = [name for name in different if name not in unordered]
             again.is_confirmed = True
             self.replays += 1
-            if frozen and not first.has_eager_regions:
+            if frozen and not first.graph.has_eager_regions:
                 self._graphs.remove(again)
                 outputs = clones(outputs)
                 again.reset()
@@ -499,9 +492,8 @@ class GraphedStep(Generic[_P, _R]):
             del state  # with its copies, whose memory goes back to the device
             torch.get_device_module(self.pool.device).empty_cache()
 
-    def _capture(self, kind: _InputKind, key: tuple[Hashable, Hashable]) -> CapturedStep:
+    def _capture(self, kind: _InputKind, key: Key) -> CapturedStep:
         """Captures a step. If that fails, all state is restored."""
-        guards = [each.guards() for each in self._capturables]
         for each in self._capturables:
             each.quiesce()
         before_replays = [each.before_replays() for each in self._capturables]
@@ -532,12 +524,12 @@ class GraphedStep(Generic[_P, _R]):
                 restore()
             random.restore()
             raise
-        graphs_captured(self)
-        return CapturedStep(key, graph, outputs, self._capturables, guards, before_replays, reads)
+        steps_with_graphs.add(self)
+        return CapturedStep(key, graph, outputs, self._capturables, before_replays, reads)
 
-    def _state(self) -> list[torch.Tensor]:
-        """Returns the memory in which the step's state lives."""
-        return [tensor for each in self._capturables for _, tensor in each.tensors()]
+    def _state(self) -> Iterator[torch.Tensor]:
+        """Yields the memory in which the step's state lives."""
+        return (tensor for each in self._capturables for _, tensor in each.tensors())
 
     def _refuse_capture(self, kind: _InputKind, error: Exception) -> None:
         """Says which line of the program raised inside a capture."""
@@ -660,10 +652,9 @@ class GraphedStep(Generic[_P, _R]):
             captured.reset()
         self._graphs.clear()
         self._kinds.clear()
-        self._latest_kind = None
         self._places.clear()
         self._begin_counting()
-        graphs_destroyed(self)
+        steps_with_graphs.discard(self)
         for each in self._capturables:
             each.released()
 
@@ -675,14 +666,6 @@ class GraphedStep(Generic[_P, _R]):
         if not self._closed:
             self.reset()
             self._closed = True
-
-
-def _device_of(capturables: Sequence[Capturable]) -> torch.device | None:
-    """Returns the device of the first tensor of all; None if there is none."""
-    for each in capturables:
-        for _, tensor in each.tensors():
-            return tensor.device
-    return None
 
 
 def _modes(device: torch.device) -> Hashable:
