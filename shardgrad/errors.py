@@ -141,12 +141,12 @@ class AsleepError(ShardgradError, RuntimeError):
 
     @classmethod
     def of(cls, what: str) -> AsleepError:
-        """Returns the error for a model or an optimizer."""
+        """Returns the error for a model, an optimizer or a pool of graphs."""
         return cls(
             f"{what} is asleep: its memory is given back",
-            expected="a model and an optimizer that are awake",
+            expected="a model, an optimizer and graphs that are awake",
             got="a use of them between sleep() and wake(), or offload() and reload()",
-            fix="shardgrad.wake(model, optimizer), or optimizer.reload()",
+            fix="shardgrad.wake(model, optimizer, pool), or optimizer.reload()",
         )
 
 

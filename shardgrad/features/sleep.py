@@ -24,9 +24,9 @@ from shardgrad.sharding.virtual_memory import bring_back, give_back, is_virtual
 __all__ = ["sleep", "wake"]
 
 
-class _Optimizer(Protocol):
+class _Sleeper(Protocol):
     def offload(self) -> None:
-        """Gives the states' memory back."""
+        """Gives its memory back."""
 
     def reload(self) -> None:
         """Takes it again."""
@@ -37,12 +37,18 @@ _asleep: WeakKeyDictionary[RootContext, tuple[list[Callable[[], Any]], list[torc
 _asleep = WeakKeyDictionary()
 
 
-def sleep(model: nn.Module, optimizer: _Optimizer | None = None, *, level: int = 1) -> None:
+def sleep(
+    model: nn.Module,
+    optimizer: _Sleeper | None = None,
+    pool: _Sleeper | None = None,
+    *,
+    level: int = 1,
+) -> None:
     """Gives memory back until `wake`.
 
     Level 1 is the optimizer's states: the model runs, and its weights can be sent. At level 2
-    shards and gradients go too, and whatever would use them raises. Level 3 is level 2 without
-    keeping the weights: they are zeros after `wake`, to be loaded.
+    shards, gradients and the memory of graphs go too, and whatever would use them raises. Level 3
+    is level 2 without keeping the weights: they are zeros after `wake`, to be loaded.
 
     Between two phases of training:
 
@@ -53,6 +59,7 @@ def sleep(model: nn.Module, optimizer: _Optimizer | None = None, *, level: int =
     Args:
         model: the root, of which every unit has `offload_policy=SleepPolicy()`.
         optimizer: of `shardgrad.optim`; None if its states stay.
+        pool: a `GraphPool` with `offload_policy=SleepPolicy()`; None if its memory stays.
         level: 1, 2 or 3.
 
     Streams: the host waits for the device. Capture: not safe.
@@ -90,6 +97,8 @@ def sleep(model: nn.Module, optimizer: _Optimizer | None = None, *, level: int =
         )
     if optimizer is not None:
         optimizer.offload()
+    if level > 1 and pool is not None:
+        pool.offload()
     if level > 1:
         context.quiesce()
         memory = [tensor for tensor in shards if is_virtual(tensor)]
@@ -100,7 +109,7 @@ def sleep(model: nn.Module, optimizer: _Optimizer | None = None, *, level: int =
         context.is_asleep = True
 
 
-def wake(model: nn.Module, optimizer: _Optimizer | None = None) -> None:
+def wake(model: nn.Module, optimizer: _Sleeper | None = None, pool: _Sleeper | None = None) -> None:
     """Takes memory again that `sleep` has given back, at the same addresses.
 
     For example:
@@ -110,6 +119,7 @@ def wake(model: nn.Module, optimizer: _Optimizer | None = None) -> None:
     Args:
         model: as for `sleep`.
         optimizer: as for `sleep`.
+        pool: as for `sleep`.
 
     Streams: filled on the current one. Capture: not safe.
     """
@@ -119,8 +129,9 @@ def wake(model: nn.Module, optimizer: _Optimizer | None = None) -> None:
         each()
     bring_back(memory)
     context.is_asleep = False
-    if optimizer is not None:
-        optimizer.reload()
+    for sleeper in (optimizer, pool):
+        if sleeper is not None:
+            sleeper.reload()
 
 
 def _refuse_reads(model: nn.Module) -> list[Callable[[], Any]]:

@@ -17,7 +17,9 @@ from typing import Any, Protocol
 import torch
 
 from shardgrad.engine.streams import Stream, is_capturing, wait_for_device, wait_for_stream
-from shardgrad.errors import CaptureError
+from shardgrad.errors import AsleepError, CaptureError, OptionError
+from shardgrad.policies import SleepPolicy
+from shardgrad.sharding.virtual_memory import VirtualPool
 
 __all__ = ["DeviceGraph", "GraphPool"]
 
@@ -49,6 +51,7 @@ class GraphPool:
     Args:
         device: of the models and optimizers; None for the current accelerator, or the CPU without
             one.
+        offload_policy: `SleepPolicy()` for memory that `shardgrad.sleep` can give back, on CUDA.
 
     Attributes:
         device: as given, with an index.
@@ -59,7 +62,12 @@ class GraphPool:
             returned.
     """
 
-    def __init__(self, device: torch.device | str | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device | str | None = None,
+        *,
+        offload_policy: SleepPolicy | None = None,
+    ) -> None:
         self.device = _with_index(torch.device(device) if device is not None else _default_device())
         self.can_capture = self.device.type == "cuda" or (
             self.device.type not in ("cpu", "meta") and hasattr(torch.accelerator, "Graph")
@@ -68,8 +76,40 @@ class GraphPool:
             _capture_stream(self.device, threading.get_ident()) if self.can_capture else None
         )
         self.nbytes = self.calls = 0
+        self._policy = offload_policy
+        self._memory: VirtualPool | None = None
         self._handle: Any = None  # of the memory, while it has graphs
         self._graphs = 0
+        self._is_away = False
+
+    def offload(self) -> None:
+        """Gives the graphs' memory back until `reload`. What replays have returned is lost, and a
+        call of a step raises meanwhile.
+
+        Streams: the host waits for the device. Capture: not safe.
+
+        Raises:
+            OptionError: the pool was not made with `offload_policy=SleepPolicy()`.
+        """
+        if self._policy is None:
+            raise OptionError(
+                "the pool's memory cannot be given back",
+                expected="a pool with offload_policy=SleepPolicy()",
+                got="one without",
+                fix="shardgrad.GraphPool(offload_policy=shardgrad.SleepPolicy())",
+            )
+        if self._memory is not None and not self._is_away:
+            self._memory.give_back()
+        self._is_away = True
+
+    def reload(self) -> None:
+        """Takes the memory again, at its addresses: graphs are replayed as before.
+
+        Streams: filled on the current one. Capture: not safe.
+        """
+        if self._memory is not None and self._is_away:
+            self._memory.bring_back()
+        self._is_away = False
 
     @contextmanager
     def turn(self) -> Iterator[Stream]:
@@ -80,7 +120,12 @@ class GraphPool:
 
         Streams: the pool's stream waits for the caller's; after the block, also if that raises, the
         caller's waits for the pool's.
+
+        Raises:
+            AsleepError: after `offload`.
         """
+        if self._is_away:
+            raise AsleepError.of("the pool of graphs")
         if self.stream is None:
             yield None
             return
@@ -143,10 +188,12 @@ class GraphPool:
 
         With the last one goes the memory: torch refuses captures into a pool whose graphs are gone.
         """
+        if self._memory is not None:  # whose end waits for nothing
+            wait_for_device(self.device)
         graph.reset()
         self._graphs -= 1
         if not self._graphs:
-            self._handle = None
+            self._handle = self._memory = None
 
     def _begin(self, generators: Sequence[torch.Generator]) -> Any:
         graph: Any
@@ -154,7 +201,7 @@ class GraphPool:
             graph = torch.cuda.CUDAGraph()
             for generator in generators:
                 graph.register_generator_state(generator)
-            self._handle = self._handle or torch.cuda.graph_pool_handle()
+            self._handle = self._handle or self._new_memory()
             # Not "global": the watchdog thread of a process group queries events all the time.
             graph.capture_begin(self._handle, capture_error_mode="thread_local")
         elif generators:
@@ -169,6 +216,12 @@ class GraphPool:
             graph = torch.accelerator.Graph(pool=self._handle)
             graph.capture_begin()
         return graph
+
+    def _new_memory(self) -> Any:
+        if self._policy is None:
+            return torch.cuda.graph_pool_handle()
+        self._memory = VirtualPool()
+        return self._memory.id
 
     def _discard(self, graph: Any, generators: Sequence[torch.Generator]) -> None:
         """Ends a failed capture and destroys its graph."""

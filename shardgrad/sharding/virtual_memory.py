@@ -3,8 +3,8 @@
 A range of addresses is reserved for as long as a tensor lives in it; the memory behind it comes and
 goes. So what knows the address (a view, a captured graph, a receiver's registration) is right
 again once the memory is back. On the host these are pages of `mmap`, on CUDA the driver's calls for
-virtual memory, and neither allocator of torch is asked. Contents are kept in a file, or in pinned
-memory of the host.
+virtual memory (`csrc/cuda/pages.cpp`), which torch's allocator makes only for a `VirtualPool`.
+Contents are kept in a file, or in pinned memory of the host.
 """
 
 from __future__ import annotations
@@ -12,14 +12,19 @@ from __future__ import annotations
 import ctypes
 import mmap
 import tempfile
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 
-__all__ = ["bring_back", "give_back", "is_virtual", "virtual_zeros"]
+from shardgrad.errors import unsupported
+from shardgrad.ops.library import build_command
+
+__all__ = ["VirtualPool", "bring_back", "give_back", "is_virtual", "virtual_zeros"]
 
 _PAGES = "_shardgrad_pages"  # set on the tensor that owns the memory
 
@@ -98,78 +103,26 @@ class _HostPages(_Pages):
 # -- CUDA
 
 
-class _Location(ctypes.Structure):
-    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+_Range = tuple[int, int, int]  # address, bytes, index of the device
 
-
-class _Allocation(ctypes.Structure):  # CUmemAllocationProp
-    _fields_ = (
-        ("type", ctypes.c_int),
-        ("handle_types", ctypes.c_int),
-        ("location", _Location),
-        ("metadata", ctypes.c_void_p),
-        ("flags", ctypes.c_ubyte * 8),
-    )
-
-
-class _Access(ctypes.Structure):  # CUmemAccessDesc
-    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
-
-
-class _DLTensor(ctypes.Structure):  # DLManagedTensor, of DLPack
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("device_type", ctypes.c_int),
-        ("device_id", ctypes.c_int),
-        ("ndim", ctypes.c_int),
-        ("code", ctypes.c_uint8),
-        ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.c_void_p),
-        ("byte_offset", ctypes.c_uint64),
-        ("context", ctypes.c_void_p),
-        ("deleter", ctypes.c_void_p),
-    )
-
-
-_DEVICE, _PINNED, _READ_WRITE, _DLPACK_CUDA, _UNSIGNED = 1, 1, 3, 2, 1
-# Of memory that a tensor lies in, by address: what DLPack reads, and the size of the range.
-_alive: dict[int, tuple[_DLTensor, Any, int]] = {}
-_mapped: set[int] = set()  # addresses of ranges that have memory
-# Addresses and devices of tensors that have ended; inside a capture, they wait for its end.
-_ended: list[tuple[int, int]] = []
+# Of tensors that have ended; inside a capture they wait for its end.
+_ended: list[_Range] = []
 
 
 class _DevicePages(_Pages):
     def __init__(self, nbytes: int, device: torch.device) -> None:
         _free_ended()
         index = torch.cuda.current_device() if device.index is None else device.index
-        location = _Location(_DEVICE, index)
-        self._kind = _Allocation(_PINNED, 0, location)
-        self._access = _Access(location, _READ_WRITE)
-        torch.cuda.current_stream(
-            index
-        )  # the driver is asked for memory of a context that is there
-        grain, address = ctypes.c_size_t(), ctypes.c_uint64()
-        _driver("cuMemGetAllocationGranularity", ctypes.byref(grain), ctypes.byref(self._kind), 0)
-        self._nbytes = -(-nbytes // grain.value) * grain.value
-        size, zero = ctypes.c_size_t(self._nbytes), ctypes.c_uint64(0)
-        _driver("cuMemAddressReserve", ctypes.byref(address), size, ctypes.c_size_t(0), zero, zero)
-        self._address = address.value
-        self._map()
-        self.whole = _tensor_over(self._address, nbytes, index, self._nbytes).zero_()
+        torch.cuda.current_stream(index)  # there is a context then, which the driver wants
+        address = _library().shardgrad_pages_alloc(nbytes, index, None)
+        if not address:
+            raise torch.cuda.OutOfMemoryError(f"CUDA out of memory: {nbytes} bytes for a shard")
+        self._range = address, nbytes, index
+        self.whole = _tensor_over(self._range).zero_()
+        storage = self.whole.untyped_storage()  # lives as long as any tensor over it
+        weakref.finalize(storage, _end, self._range).atexit = False
         self._kept: torch.Tensor | None = None
         self._is_kept = False
-
-    def _map(self) -> None:
-        handle, none = ctypes.c_uint64(), ctypes.c_uint64(0)
-        size, address = ctypes.c_size_t(self._nbytes), ctypes.c_uint64(self._address)
-        _driver("cuMemCreate", ctypes.byref(handle), size, ctypes.byref(self._kind), none)
-        _driver("cuMemMap", address, size, ctypes.c_size_t(0), handle, none)
-        _driver("cuMemSetAccess", address, size, ctypes.byref(self._access), ctypes.c_size_t(1))
-        _driver("cuMemRelease", handle)  # it goes when it is unmapped
-        _mapped.add(self._address)
 
     def give_back(self, keep: bool) -> None:
         _free_ended()
@@ -180,62 +133,105 @@ class _DevicePages(_Pages):
                 self._kept = torch.empty_like(self.whole, device="cpu", pin_memory=True)
             self._kept.copy_(self.whole, non_blocking=True)
         torch.cuda.synchronize(self.whole.device)
-        _mapped.remove(self._address)
-        _driver("cuMemUnmap", ctypes.c_uint64(self._address), ctypes.c_size_t(self._nbytes))
+        _change("unmap", self._range)
 
     def bring_back(self) -> None:
-        self._map()
+        _change("map", self._range)
         if self._is_kept and self._kept is not None:
             self.whole.copy_(self._kept, non_blocking=True)
         else:
             self.whole.zero_()
 
 
+class VirtualPool:
+    """A pool of torch's CUDA allocator for graphs, which is given back and taken again as a whole.
+
+    Its contents are not kept: a replay reads nothing of the pool that it has not written. Whoever
+    reads the outputs of an earlier one finds NaNs.
+
+    Attributes:
+        id: for captures.
+    """
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.MemPool(_allocator())
+        self.id = self._pool.id
+        self._away: list[_Range] = []
+
+    def give_back(self) -> None:
+        """Gives the memory back, after all work on it.
+
+        Streams: the host waits for the device. Capture: not safe.
+        """
+        torch.cuda.synchronize()
+        self._away = [
+            (segment["address"], segment["total_size"], segment["device"])
+            for segment in torch.cuda.memory_snapshot(self.id)
+        ]
+        for each in self._away:
+            _change("unmap", each)
+
+    def bring_back(self) -> None:
+        """Takes it again where it was.
+
+        Streams: filled on the current one. Capture: not safe.
+        """
+        away, self._away = self._away, []
+        for each in away:
+            _change("map", each)
+            _tensor_over(each).fill_(0xFF)  # a NaN in every floating-point dtype
+
+
 @cache
 def _library() -> Any:
-    return ctypes.CDLL("libcuda.so.1")
+    paths = map(Path, torch.ops.loaded_libraries)
+    ours = [path for path in paths if path.parts[-2:] == ("shardgrad", "_C.so")]
+    library: Any = ctypes.CDLL(str(ours[0])) if ours else None
+    if not hasattr(library, "shardgrad_pages_alloc"):
+        raise unsupported(
+            "SleepPolicy() on CUDA without the compiled kernels", instead=build_command()
+        )
+    address, size, index = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    library.shardgrad_pages_alloc.restype = address
+    library.shardgrad_pages_alloc.argtypes = (size, index, address)
+    library.shardgrad_pages_free.argtypes = (address, size, index, address)
+    for change in (library.shardgrad_pages_map, library.shardgrad_pages_unmap):
+        change.argtypes = (address, size, index)
+    return library
 
 
-def _driver(name: str, *arguments: Any) -> None:
-    """Calls a function of CUDA's driver."""
-    status = getattr(_library(), name)(*arguments)
+@cache
+def _allocator() -> Any:
+    """Returns what torch asks for a pool's memory; it has to live as long as any pool."""
+    functions = _library().shardgrad_pages_alloc, _library().shardgrad_pages_free
+    addresses: Any = [ctypes.cast(function, ctypes.c_void_p).value for function in functions]
+    return torch._C._cuda_customAllocator(*addresses)
+
+
+def _change(what: str, pages: _Range) -> None:
+    """Gives a range its memory, or takes it."""
+    status = getattr(_library(), f"shardgrad_pages_{what}")(*pages)
     if status == 2:
-        raise torch.cuda.OutOfMemoryError(f"CUDA out of memory: {name}")
+        raise torch.cuda.OutOfMemoryError(f"CUDA out of memory: {pages[1]} bytes")
     if status:
-        raise RuntimeError(f"{name} failed with CUDA error {status}")
+        raise RuntimeError(f"cuMem{what.capitalize()} failed with CUDA error {status}")
 
 
-def _tensor_over(address: int, nbytes: int, index: int, reserved: int) -> torch.Tensor:
-    """Returns a tensor of bytes, whose end gives memory and addresses back."""
-    shape = (ctypes.c_int64 * 1)(nbytes)
-    managed = _DLTensor(address, _DLPACK_CUDA, index, 1, _UNSIGNED, 8, 1, shape)
-    managed.deleter = ctypes.cast(_deleter, ctypes.c_void_p)
-    _alive[address] = managed, shape, reserved
-    capsule = _new_capsule(ctypes.addressof(managed), b"dltensor", None)
-    return torch.from_dlpack(capsule)  # type: ignore[attr-defined]
+def _tensor_over(pages: _Range) -> torch.Tensor:
+    address, nbytes, index = pages
+    device = torch.device("cuda", index)
+    storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
-_new_capsule = ctypes.pythonapi.PyCapsule_New
-_new_capsule.restype = ctypes.py_object
-_new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
-
-
-def _free(managed: Any) -> None:
-    _ended.append((managed.contents.data, managed.contents.device_id))
+def _end(pages: _Range) -> None:
+    _ended.append(pages)
     if not torch.cuda.is_current_stream_capturing():  # which a wait for the device would break
         _free_ended()
 
 
 def _free_ended() -> None:
     while _ended:
-        address, index = _ended.pop()
-        _, _, reserved = _alive.pop(address)
-        torch.cuda.synchronize(index)
-        size = ctypes.c_size_t(reserved)
-        if address in _mapped:
-            _mapped.remove(address)
-            _library().cuMemUnmap(ctypes.c_uint64(address), size)
-        _library().cuMemAddressFree(ctypes.c_uint64(address), size)
-
-
-_deleter = ctypes.CFUNCTYPE(None, ctypes.POINTER(_DLTensor))(_free)
+        pages = _ended.pop()
+        torch.cuda.synchronize(pages[2])
+        _library().shardgrad_pages_free(*pages, None)

@@ -251,6 +251,8 @@ def test_what_cannot_sleep_is_refused() -> None:
     for use in (optimizer.offload, lambda: shardgrad.sleep(model, level=2)):
         with pytest.raises(OptionError, match=r"(?s)cannot be given back.*SleepPolicy\(\)"):
             use()
+    with pytest.raises(OptionError, match=r"(?s)pool's memory cannot.*GraphPool.*SleepPolicy\(\)"):
+        shardgrad.GraphPool().offload()
     with pytest.raises(OptionError, match="level 1, 2 or 3"):
         shardgrad.sleep(model, level=4)
     with pytest.raises(OptionError, match=r"(?s)optimizer of shardgrad\.optim.*SGD"):

@@ -104,7 +104,8 @@ def train(*, graphed: bool, level: int = 0) -> list[Tensor]:
 
     call: Any = step
     if graphed:
-        call = shardgrad.graphed_step(model, optimizer, warmup=WARMUP)(step)
+        pool = shardgrad.GraphPool(offload_policy=shardgrad.SleepPolicy())
+        call = shardgrad.graphed_step(model, optimizer, warmup=WARMUP, pool=pool)(step)
     losses = [call(batch(number)).detach().clone() for number in range(WARMUP + 1)]
     table = shardgrad.export_table(model)
     for number in range(CYCLES):
@@ -121,9 +122,9 @@ def rest(model: nn.Module, optimizer: Any, level: int, step: Any) -> None:
     own = 4 * LAYERS * WIDTH * WIDTH  # bytes of the weights
     x = batch(0)
     awake = used()
-    shardgrad.sleep(model, optimizer, level=level)
-    # Two moments; then weights and gradients, too.
-    assert awake - used() >= own * (2 if level == 1 else 4)
+    shardgrad.sleep(model, optimizer, step.pool, level=level)
+    # Two moments; then weights, gradients and the graph's memory, too.
+    assert awake - used() >= (2 * own if level == 1 else 4 * own + step.pool.nbytes)
     other = torch.full((own // 4,), torch.nan, device="cuda")  # whoever has it meanwhile
     with pytest.raises(AsleepError):
         step(x)
@@ -131,7 +132,7 @@ def rest(model: nn.Module, optimizer: Any, level: int, step: Any) -> None:
         with pytest.raises(AsleepError):
             model(x)
     del other
-    shardgrad.wake(model, optimizer)
+    shardgrad.wake(model, optimizer, step.pool)
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -141,6 +142,52 @@ def test_graphs_are_replayed_after_a_sleep_without_another_capture(level: int) -
         zip(train(graphed=True, level=level), right, strict=True)
     ):
         assert torch.equal(ours, theirs), f"value {number}"
+
+
+def test_outputs_of_a_pool_that_slept_are_not_numbers_until_the_next_replay() -> None:
+    x = torch.ones(MIB, device="cuda")
+    pool = shardgrad.GraphPool(offload_policy=shardgrad.SleepPolicy())
+    step: Any = shardgrad.graphed_step(pool=pool, warmup=1)(lambda x: x * 2 + 1)
+    for _ in range(3):
+        out = step(x)
+    awake = used()
+    pool.offload()
+    pool.offload()  # does nothing
+    with pytest.raises(AsleepError, match="the pool of graphs is asleep"):
+        step(x)
+    # Of what captures have reserved, the seed of random numbers is not in the pool.
+    assert awake - used() >= pool.nbytes - 2 * MIB > 0
+    pool.reload()
+    pool.reload()
+    assert used() == awake
+    assert out.isnan().all()
+    assert step(x) is out
+    assert (out == 3).all()
+    assert (step.captures, step.replays) == (1, 3)
+    pool.offload()
+    del out
+    step.reset()  # while its memory is away
+    assert awake - used() >= pool.nbytes - 2 * MIB
+
+
+def test_a_capture_that_fails_leaves_a_pool_that_can_sleep() -> None:
+    pool = shardgrad.GraphPool(offload_policy=shardgrad.SleepPolicy())
+    x = torch.ones(1000, device="cuda")
+
+    def reads(x: Tensor) -> Tensor:
+        return x * (x + 1).sum().item()
+
+    failing: Any = shardgrad.graphed_step(pool=pool, warmup=1, on_uncapturable="eager")(reads)
+    failing(x)
+    with pytest.warns(UserWarning, match="eager"):
+        assert (failing(x) == 2000).all()
+    step: Any = shardgrad.graphed_step(pool=pool, warmup=1)(lambda x: x * 2)
+    for _ in range(3):
+        step(x)
+    pool.offload()
+    pool.reload()
+    assert (step(x) == 2).all()
+    assert step.captures == 1
 
 
 def test_what_another_stream_has_written_is_kept() -> None:
