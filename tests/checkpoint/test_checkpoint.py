@@ -9,6 +9,7 @@ import itertools
 import os
 import pickle
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -310,6 +311,9 @@ def test_an_asynchronous_save_holds_the_state_of_its_call(
     for tensor in ours["model"].values():
         tensor.zero_()
     ours["groups"][0]["lr"] = 7.0
+    held = [weakref.ref(tensor) for tensor in ours["model"].values()]
+    del ours, tensor
+    assert not any(tensor() is not None for tensor in held), "the copy is all that is needed"
     assert not saving.done()
     assert not (tmp_path / "c").exists()
     gate.set()

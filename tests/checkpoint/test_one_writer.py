@@ -22,7 +22,7 @@ import torch
 
 from shardgrad import checkpoint
 from shardgrad.errors import CheckpointError, CheckpointSaveError
-from shardgrad.programs.checkpoint import Series
+from shardgrad.programs.checkpoint import Series, folder
 from shardgrad.programs.checkpoint.folder import Publication
 from shardgrad.programs.checkpoint.lock import FileLock
 from tests.support.processes import FairClock
@@ -122,6 +122,26 @@ def test_a_process_may_take_its_lock_again_and_gives_it_back_as_often(tmp_path: 
     with pytest.raises(AssertionError), elsewhere(Series(tmp_path).acquire):
         pass
     second.release()
+    with elsewhere(Series(tmp_path).acquire):
+        pass
+
+
+def test_a_lock_is_removed_before_another_process_can_take_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be the file of the other's lock that is removed."""
+    unlink = Path.unlink
+
+    def watched(self: Path, *args: Any, **kwargs: Any) -> None:
+        with pytest.raises(AssertionError), elsewhere(Series(tmp_path).acquire):
+            pass
+        unlink(self, *args, **kwargs)
+
+    series = Series(tmp_path)
+    series.acquire()
+    monkeypatch.setattr(Path, "unlink", watched)
+    series.release()
+    monkeypatch.undo()
     with elsewhere(Series(tmp_path).acquire):
         pass
 
@@ -322,3 +342,23 @@ def test_a_reader_between_the_name_and_its_removal_finds_the_newer_one(
     # Each that it lists is removed before it looks at it.
     monkeypatch.setattr(reader, "complete", list)
     assert reader.latest() == series.path_of(3)
+
+
+def test_a_checkpoint_that_is_replaced_while_a_reader_looks_for_it_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old one has left its name; the new one takes it when the reader has looked there."""
+    series = Series(tmp_path)
+    save(series, 1)
+    path, aside = series.path_of(1), tmp_path / "new"
+    path.rename(aside)
+    look = folder._is_complete
+
+    def looks(candidate: Path) -> bool:
+        found = look(candidate)
+        if aside.exists():
+            aside.rename(path)
+        return found
+
+    monkeypatch.setattr(folder, "_is_complete", looks)
+    assert folder._complete(path) == path
