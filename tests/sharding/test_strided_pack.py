@@ -101,17 +101,20 @@ def test_packing_cuts_and_unpacking_puts_together(case: Cut, divisor: float) -> 
         assert torch.equal(view, grad / divisor)
 
 
-@given(cut_shapes())
-def test_a_second_packing_adds_and_a_missing_gradient_adds_nothing(case: Cut) -> None:
+@given(cut_shapes(), st.sampled_from([1.0, 3.0]))
+def test_a_second_packing_adds_and_a_missing_gradient_adds_nothing(
+    case: Cut, divisor: float
+) -> None:
     layout, first, second = layout_of(case), wholes(case[0]), wholes(case[0])
     second[0] = torch.empty(0)
     slot = torch.zeros(layout.world_size * layout.chunk_numel)
-    packed(layout, first, slot, divisor=1.0, accumulate=False)
-    packed(layout, second, slot, divisor=1.0, accumulate=True)
+    packed(layout, first, slot, divisor=divisor, accumulate=False)
+    packed(layout, second, slot, divisor=divisor, accumulate=True)
     for rank, chunk in enumerate(slot.view(layout.world_size, -1).unbind()):
         views = layout.local_views(chunk, rank)
         for i, (view, piece) in enumerate(zip(views, layout.pieces, strict=True)):
-            total = first[i] + second[i] if i else first[i]
+            parts = (first[i], second[i]) if i else first[:1]
+            total = sum(part / divisor for part in parts)
             assert torch.equal(view, piece.of(total, rank))
 
 

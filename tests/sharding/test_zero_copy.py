@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -17,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import shardgrad
 from shardgrad.sharding import zero_copy
+from shardgrad.sharding.layout import ShardLayout
 from tests.support.parity import (
     SHARDGRAD,
     Engine,
@@ -61,6 +63,25 @@ def train_stack(
     loop = {"steps": steps, "micro_batches": micro_batches, "sync_each": sync_each}
     with weights_direct():
         return train_squares(engine, sharded_stack(engine, **options), SIZES[0], **loop)
+
+
+# -- which they are
+
+
+def test_pieces_of_a_direct_parameter_side_by_side_are_the_parameter() -> None:
+    direct = 0
+    for rows, columns, dim, ranks in product(range(1, 9), (1, 32, 80, 96), (0, 1), (1, 2, 3, 4)):
+        shape, like = (rows, columns), {"alignment": 32}
+        with patch.object(zero_copy, "ZERO_COPY_NBYTES", 4):
+            is_direct = zero_copy.is_zero_copy(shape, dim, ranks, dtype=torch.float32, **like)
+        if is_direct:
+            (piece,) = ShardLayout.of([shape], ranks, with_flags=False, dims=[dim], **like).pieces
+            whole = torch.arange(rows * columns).view(shape)
+            pieces = [piece.of(whole, rank).flatten() for rank in range(ranks)]
+            assert [len(each) for each in pieces] == [piece.span] * ranks
+            assert torch.equal(torch.cat(pieces), whole.flatten())
+            direct += 1
+    assert direct == 20
 
 
 # -- numbers
