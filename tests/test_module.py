@@ -15,6 +15,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import shardgrad
 from shardgrad.engine.param_group import ParamState
+from shardgrad.engine.unit import unit_of
 from tests.support.parity import (
     FSDP2,
     SHARDGRAD,
@@ -316,19 +317,35 @@ def test_set_reshard_after_forward_reaches_inner_units_if_asked_to(recurse: bool
 
 
 @on_ranks(2)
-def test_by_default_the_unit_that_backward_needs_first_stays_whole() -> None:
+def test_by_default_what_backward_needs_first_is_kept() -> None:
     model = SHARDGRAD.shard_tower(tower())
     token_loss(model, SHARDGRAD.tokens(0)).backward()  # records the order
     loss = token_loss(model, SHARDGRAD.tokens(1))
     assert not is_sharded(model.head), "the root stays whole"
-    assert [is_sharded(layer.up) for layer in model.layers] == [True] * (len(model.layers) - 1) + [
-        False
-    ]
+    assert all(is_sharded(layer.up) for layer in model.layers), "as under FSDP2"
+    kept = [group.is_filled for layer in model.layers for group in unit_of(layer).groups]
+    assert kept == [False] * (len(kept) - 1) + [True]
     loss.backward()
     assert all(isinstance(param, DTensor) for param in model.parameters())
-    with torch.no_grad():
-        token_loss(model, SHARDGRAD.tokens(2))
-    assert all(is_sharded(layer.up) for layer in model.layers)
+
+
+def train_with_a_penalty_of_weights(engine: Engine) -> Tensors:
+    model = engine.shard_tower(tower())
+    optim = make_optimizer("adamw", model)
+    for step in range(3):
+        loss = token_loss(model, engine.tokens(step))
+        for param in model.layers.parameters():
+            loss = loss + 0.1 * param.full_tensor().square().sum()
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+    return engine.snapshot(model)
+
+
+def test_a_penalty_of_sharded_weights_after_the_forward_trains_like_fsdp2(
+    two_ranks: Ranks,
+) -> None:
+    two_ranks.run(same_bits_as_fsdp2, train_with_a_penalty_of_weights)
 
 
 def hooks_run_once(engine: Engine) -> dict[str, int]:

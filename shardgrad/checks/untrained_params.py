@@ -103,6 +103,13 @@ def _memory_of(grad: torch.Tensor) -> torch.Tensor:
     return grad.to_local().detach() if isinstance(grad, DTensor) else grad.detach()
 
 
+def _grad_of(param: torch.Tensor, managed: FSDPParam) -> torch.Tensor | None:
+    """Returns the gradient that a unit has bound to its parameter, if there is one."""
+    attribute = group_of(managed).gradient_policy.attribute
+    grad: torch.Tensor | None = getattr(param, attribute, None)
+    return grad
+
+
 def concerns_unit(param: torch.Tensor) -> bool:
     """Returns whether a parameter belongs to a unit, or did before `fully_shard` replaced it."""
     return managed_by(param) is not None or is_replaced(param) or is_unsharded_param(param)
@@ -119,7 +126,7 @@ class FirstStepCheck:
     def __init__(self) -> None:
         self.is_over = False
         self._samples: list[_Sample] = []
-        self._without: list[str] = []
+        self._without: list[tuple[torch.Tensor, FSDPParam]] = []
 
     @torch.no_grad()
     def before(self, optimizer: Optimizer) -> None:
@@ -164,12 +171,12 @@ class FirstStepCheck:
             managed = managed_by(param)
             if managed is None or not group_of(managed).is_flat:
                 continue  # a tensor subclass may not even have views
-            grad = getattr(param, group_of(managed).gradient_policy.attribute, None)
+            grad = _grad_of(param, managed)
             if grad is not None:
                 if param.itemsize > 2 or not _keeps_small_steps(optimizer):
                     self._samples.append(_Sample(managed, grad))
             elif param.requires_grad:
-                self._without.append(managed.name)
+                self._without.append((param, managed))
 
     @torch.no_grad()
     def after(self, optimizer: Optimizer) -> None:
@@ -195,10 +202,12 @@ class FirstStepCheck:
                 "decoupled_grad), and is a step more than half a unit in the last place of a "
                 "16-bit weight (else keep a master)?",
             )
-        if self._without:
+        # A closure computes the gradients within the step.
+        without = [each.name for param, each in self._without if _grad_of(param, each) is None]
+        if without:
             _warn(
                 optimizer,
-                f"parameters require a gradient and have none: {_few(self._without)}",
+                f"parameters require a gradient and have none: {_few(without)}",
                 "was the loss computed from them, and backward() called before step()?",
             )
         idle = [str(i) for i, group in enumerate(optimizer.param_groups) if _is_idle(group)]

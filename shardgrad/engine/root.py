@@ -216,19 +216,27 @@ class RootContext:
     def reshards_after_forward(self, unit: Unit) -> bool:
         """Returns whether to reshard `unit` after its forward.
 
-        Unless the program has said so, not the root; nor, on the CPU, the last one of the recorded
-        forward, which backward begins with. On a device the loss is often the peak, and the
-        all-gather overlaps with the head's backward.
+        Unless the program has said so, not the root, nor the unit that backward begins with.
         """
         if self.keep_unsharded or self.scheduler.reads_again:
             return False
-        is_next = (
+        is_kept = unit is self.root or self._begins_backward(unit)
+        return unit.reshards_after_forward(is_kept=is_kept)
+
+    def _begins_backward(self, unit: Unit) -> bool:
+        """Returns whether what `unit` has gathered stays for the backward, which begins with it.
+
+        On the CPU this is the last unit of the recorded forward. On a device the loss is often the
+        peak, and the all-gather overlaps with the head's backward.
+        """
+        return (
             self._order_frozen
             and self.comm_ctx.gather_ring.keeps
             and torch.is_grad_enabled()
             and unit is self._order[-1]
+            and unit is not self.root
+            and unit.reshard_after_forward is None
         )
-        return unit.reshards_after_forward(is_kept=unit is self.root or is_next)
 
     def leave_forward(self, unit: Unit) -> None:
         """Closes the forward that `unit` opened; what was prefetched and not used is dropped."""
@@ -249,9 +257,10 @@ class RootContext:
                         group.reshard_after_forward()
                     if not self.keep_unsharded:
                         group.cancel_unshard()
-            # After an evaluation, modules show sharded parameters, which clipping and optimizers
-            # look for. What was gathered stays for the next forward.
-            if not (torch.is_grad_enabled() or each.held or self.keep_unsharded):
+            # What the engine keeps for its own next use does not show: losses, clipping and
+            # optimizers find sharded parameters, as if nothing had been kept.
+            is_hidden = not torch.is_grad_enabled() or self._begins_backward(each)
+            if is_hidden and not (each.held or self.keep_unsharded):
                 each.show_sharded()
         self._wait_until_read()
 

@@ -114,7 +114,7 @@ def test_a_rank_has_the_environment_of_a_launcher(tmp_path: Path) -> None:
         ("nothing", ["--audit nothing is not module:function", "try:      --audit train:build"]),
         ("no.such.module:build", ["importing no.such.module failed", "ModuleNotFoundError"]),
         (f"{PROGRAMS}:absent", ["has no function absent", "got:      nothing of that name"]),
-        (f"{PROGRAMS}:a_number", ["has no function a_number", "got:      a int"]),
+        (f"{PROGRAMS}:a_number", ["has no function a_number", "got:      of type int"]),
         (
             f"{PROGRAMS}:batch",
             ["batch: the function is called without arguments", "got:      batch(index: 'int'"],
@@ -133,6 +133,7 @@ def test_what_is_not_such_a_program_is_refused(target: str, words: list[str]) ->
     done = run("shardgrad", "doctor", "--audit", target, forks=True)
     for word in words:
         assert word in done.stderr
+    assert ("Traceback" in done.stderr) == target.endswith("broken"), "only of the program's errors"
     assert done.returncode == 2
 
 

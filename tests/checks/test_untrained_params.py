@@ -39,6 +39,13 @@ def the_wrong_attribute() -> None:
     assert not said(optim.step), "once is enough"
 
 
+def gradients_of_a_closure_only_where_they_are_missing() -> None:
+    model = SHARDGRAD.fully_shard(_Half())
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    (text,) = said(lambda: optim.step(lambda: backward(model)))
+    assert "have none: unused.weight, unused.bias. " in text
+
+
 def steps_that_vanish() -> None:
     model = SHARDGRAD.fully_shard(stack(5, 3).to(torch.bfloat16))
     optim = shardgrad.optim.AdamW(model.parameters(), lr=1e-9)
@@ -154,6 +161,7 @@ def a_skipped_step_is_waited_for() -> None:
         the_wrong_attribute,
         steps_that_vanish,
         gradients_that_are_missing,
+        gradients_of_a_closure_only_where_they_are_missing,
         silence_when_all_is_well,
         a_gradient_that_is_only_rounding_is_not_spoken_of,
         a_warm_up_from_zero_is_waited_for,

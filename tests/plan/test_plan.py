@@ -519,6 +519,10 @@ def with_scalar() -> nn.Module:
     return model
 
 
+def without_parameters() -> tuple[nn.Module, object]:
+    return nn.ReLU(), lambda model, batch_size, seq_len: model(torch.zeros(batch_size)).sum()
+
+
 def on_cpu() -> nn.Module:
     return nn.Linear(2, 2, device="cpu")
 
@@ -577,6 +581,7 @@ def test_a_model_of_ones_own_is_planned() -> None:
         (["--model", f"{__name__}:on_cpu"], "leave out device="),
         (["--model", f"{__name__}:branches"], "values"),
         (["--model", f"{__name__}:with_scalar"], "has no loss"),
+        (["--model", f"{__name__}:without_parameters"], "without parameters to train"),
     ],
 )
 def test_what_cannot_be_planned_is_refused_in_a_sentence(arguments: list[str], words: str) -> None:

@@ -78,6 +78,8 @@ def test_a_bad_file_is_refused_in_words(tmp_path: Path, name: str, text: str, wo
         ({"engine": "none", "ranks": 2}, "one process"),
         ({"engine": "none", "mesh": "2"}, "one process"),
         ({"engine": "fsdp2", "graph": "on"}, "--graph on is for --engine shardgrad or none"),
+        ({"data": ""}, "--data is empty: give a value"),
+        ({"steps": 3, "profile": 4}, "--profile 4 comes after the last step, 3"),
         ({"override": {"layerz": 2}}, "did you mean 'layers'"),
     ],
 )

@@ -278,7 +278,8 @@ def _rank(
                 found.clear()
         left: Trace | _Failed = trace
     except BaseException as error:
-        traceback.print_exc()
+        if not isinstance(error, OptionError):  # which says itself what to type
+            traceback.print_exc()
         what, fix = (
             (error.what, error.fix or "") if isinstance(error, OptionError) else (str(error), "")
         )

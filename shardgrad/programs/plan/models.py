@@ -164,6 +164,8 @@ def _user_model(reference: str) -> PlanModel:
     module, loss = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
     if not isinstance(module, nn.Module):
         raise UsageError(f"{reference} returned {type(module).__name__}: return a torch.nn.Module.")
+    if not any(param.requires_grad for param in module.parameters()):
+        raise UsageError(f"{reference} returned a model without parameters to train: add some.")
     if any(param.device.type != "meta" for param in module.parameters()):
         raise UsageError(
             f"{reference} creates parameters on a fixed device: leave out device= in the model, so "

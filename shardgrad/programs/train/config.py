@@ -183,6 +183,11 @@ class TrainConfig:
                 f"--mesh {self.mesh} has room for {math.prod(mesh)} ranks, not {self.ranks}: "
                 "correct one."
             )
+        if self.profile > self.steps:
+            raise UsageError(
+                f"--profile {self.profile} comes after the last step, {self.steps}: give an "
+                "earlier one."
+            )
         if self.engine == "none" and (self.ranks or math.prod(mesh)) > 1:
             raise UsageError(
                 "--engine none trains in one process: use --ranks 1, or an engine that shards."

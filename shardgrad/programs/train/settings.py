@@ -102,6 +102,8 @@ def _of_kind(what: str, value: Any, kind: Any) -> Any:
             ) from None
     if type(value) is not kind:
         raise UsageError(f"{what} needs {_WORDS[kind]}, not {value!r:.100}.")
+    if kind is str and not value:  # as of a variable that the shell does not know
+        raise UsageError(f"{what} is empty: give a value, or leave it out.")
     if kind is str and "\0" in value:  # which no path may have
         raise UsageError(f"{what} has a null character: leave it out.")
     if kind is float and not math.isfinite(value):
