@@ -17,6 +17,7 @@ gradients once a reduction, and optimizer states take as little as if all ranks 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 import torch
 
@@ -87,7 +88,7 @@ class HfsdpInput(AllGatherInput):
         """See `AllGatherInput`: what was gathered are inner shards."""
         if self._table is None or self._table[0] is not layout.table:
             chunk_numel = self._own.chunk.numel()
-            self._table = layout.table, _inner_shard_table(layout.table, chunk_numel, self._levels)
+            self._table = layout.table, _for_inner_shards(layout.table, chunk_numel, self._levels)
         return self._table[1]
 
     def forget(self) -> None:
@@ -119,21 +120,31 @@ def _two_levels(mesh: DataParallelMesh) -> TwoLevels:
     return mesh.levels
 
 
-def _inner_shard_table(table: torch.Tensor, chunk_numel: int, levels: TwoLevels) -> torch.Tensor:
+def _for_inner_shards(table: torch.Tensor, chunk_numel: int, levels: TwoLevels) -> torch.Tensor:
     """Returns a table for chunks that are inner shards.
 
     Each parameter has as many rows as there are outer ranks: the part that one outer rank's inner
     ranks hold is contiguous in the parameter, and has one piece in each inner shard, behind the
     chunks of the outer ranks before.
     """
-    rows = []
-    for numel, shard_numel, span, offset, unsharded in table.tolist():
-        step = levels.inner.size() * shard_numel
-        for r in range(levels.outer.size()):
+    rows = tuple(map(tuple, table.tolist()))
+    return _inner_shard_table(rows, chunk_numel, levels.inner.size(), levels.outer.size())
+
+
+# One for all units that are alike: among thousands of outer ranks it takes half a megabyte.
+@lru_cache(maxsize=256)
+def _inner_shard_table(
+    rows: tuple[tuple[int, ...], ...], chunk_numel: int, inner: int, outer: int
+) -> torch.Tensor:
+    parts = []
+    for numel, shard_numel, span, offset, unsharded in rows:
+        step = inner * shard_numel
+        for r in range(outer):
             begin = min(r * step, numel)
             length = min(numel - begin, step)
-            rows.append((length, shard_numel, span, offset + r * chunk_numel, unsharded + begin))
-    return torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, 5)
+            parts.append((length, shard_numel, span, offset + r * chunk_numel, unsharded + begin))
+    with torch.inference_mode(mode=False):
+        return torch.tensor(parts, dtype=torch.int64, device="cpu").reshape(-1, 5)
 
 
 class OuterReduceScatter:
@@ -168,7 +179,7 @@ class OuterReduceScatter:
             cut = flat.split(inner * shard_numel) if flat.numel() else ()
             parts += [*cut, *[flat[:0]] * (outer - len(cut))]
         if self._places is None or self._places[0] is not table:
-            self._places = table, _inner_shard_table(table, chunk_numel, self._levels)
+            self._places = table, _for_inner_shards(table, chunk_numel, self._levels)
         return parts, self._places[1], outer * chunk_numel
 
     def result(self, summed: torch.Tensor) -> torch.Tensor:

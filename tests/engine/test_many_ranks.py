@@ -8,6 +8,7 @@ from torch import nn
 
 from shardgrad import fully_shard
 from shardgrad.engine.unit import units_under
+from shardgrad.features.hfsdp import _inner_shard_table
 from shardgrad.programs.plan.world import fake_world
 
 
@@ -27,6 +28,34 @@ def tensors_after_steps(ranks: int) -> int:
 @pytest.mark.filterwarnings("ignore::shardgrad.checks.padding.PaddingWarning")
 def test_a_rank_among_16384_keeps_as_many_tensors_as_one_among_8() -> None:
     assert tensors_after_steps(16_384) == tensors_after_steps(8)
+
+
+def nbytes_of_tables(units: int) -> int:
+    """Returns the bytes of tables after a step of alike units over 2,048 machines of 8 ranks."""
+    gc.collect()
+    before = {id(each) for each in gc.get_objects()}
+    with fake_world((2048, 8)) as mesh:
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(units)))
+        for unit in (*model, model):
+            fully_shard(unit, mesh=mesh, zero_stage="hfsdp")
+        model(torch.ones(1, 4)).sum().backward()
+        tables = [
+            each
+            for each in gc.get_objects()
+            if issubclass(type(each), torch.Tensor)
+            and each.dtype == torch.int64
+            and id(each) not in before
+        ]
+        return sum({each.data_ptr(): each.nbytes for each in tables}.values())
+
+
+@pytest.mark.filterwarnings("ignore::shardgrad.checks.padding.PaddingWarning")
+def test_units_that_are_alike_share_the_large_tables_of_two_levels() -> None:
+    _inner_shard_table.cache_clear()
+    few = nbytes_of_tables(2)
+    _inner_shard_table.cache_clear()
+    assert few > 0.1e6
+    assert nbytes_of_tables(12) < 1.1 * few
 
 
 def test_groups_that_are_alike_pack_the_same_tail() -> None:
