@@ -15,7 +15,7 @@ from torch import Tensor
 
 import shardgrad
 from shardgrad.errors import CaptureError
-from tests.simulated.accelerator.device import NAME, Graph
+from tests.simulated.accelerator.device import NAME, Graph, checked
 from tests.simulated.accelerator.virtual_ranks import VirtualRanks
 from tests.simulated.programs.graphed import (
     Setup,
@@ -99,6 +99,32 @@ def skips_are_counted_by_replays_alone() -> None:
 
 def test_replays_count_the_steps_they_skip() -> None:
     VirtualRanks(2).run(skips_are_counted_by_replays_alone)
+
+
+def clamped_through_data(waits_for_the_update_only: bool) -> None:
+    """The recipe of Wasserstein GANs: torch counts no version of a write through `.data`."""
+    model = build(Setup())
+    optim = shardgrad.optim.SGD(model.parameters(), lr=0.1)
+    x = batch(0)  # once: the host waits for its copy
+    for _ in range(3):
+        loss_of(model, x).backward()
+        optim.step()
+        if waits_for_the_update_only:
+            updated = torch.accelerator.current_stream().record_event()
+            model.set_post_optim_event(updated)
+        for param in model.parameters():
+            param.data.clamp_(-0.1, 0.1)
+        optim.zero_grad(set_to_none=False)  # None would free memory, which streams wait for
+
+
+@pytest.mark.parametrize("waits_for_the_update_only", [False, True])
+def test_the_next_gathers_wait_for_what_a_program_writes_after_the_step(
+    waits_for_the_update_only: bool,
+) -> None:
+    """Why no gather starts at the update of its own group, unless the program says that it may."""
+    with checked(raises=False) as hazards:
+        VirtualRanks(2).run(clamped_through_data, waits_for_the_update_only)
+    assert bool(hazards) is waits_for_the_update_only
 
 
 def what_cannot_be_captured_is_refused() -> None:
