@@ -1,12 +1,16 @@
 """What one rank keeps, and what it makes in a step, does not grow with the number of ranks."""
 
 import gc
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from shardgrad import fully_shard
+from shardgrad.diagnosis.same_lines import require_same_lines
 from shardgrad.engine.unit import units_under
 from shardgrad.features.hfsdp import _inner_shard_table
 from shardgrad.programs.plan.world import fake_world
@@ -28,6 +32,31 @@ def tensors_after_steps(ranks: int) -> int:
 @pytest.mark.filterwarnings("ignore::shardgrad.checks.padding.PaddingWarning")
 def test_a_rank_among_16384_keeps_as_many_tensors_as_one_among_8() -> None:
     assert tensors_after_steps(16_384) == tensors_after_steps(8)
+
+
+class _Sent(TorchDispatchMode):
+    """Counts the elements of all tensors that collectives are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numels: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+            self.numels.append(sum(tensor.numel() for tensor in tensors))
+        return func(*args, **(kwargs or {}))
+
+
+def sent_to_compare(ranks: int) -> list[int]:
+    """Returns the elements of each collective in which ranks compare some lines."""
+    with fake_world((ranks,)) as mesh, _Sent() as sent:
+        require_same_lines(["one", "two"], 0, mesh.get_group())
+    return sent.numels
+
+
+def test_16384_ranks_compare_their_models_in_as_many_and_as_large_messages_as_8() -> None:
+    assert sent_to_compare(16_384) == sent_to_compare(8) != []
 
 
 def nbytes_of_tables(units: int) -> int:
@@ -58,15 +87,23 @@ def test_units_that_are_alike_share_the_large_tables_of_two_levels() -> None:
     assert nbytes_of_tables(12) < 1.1 * few
 
 
-def test_groups_that_are_alike_pack_the_same_tail() -> None:
-    with fake_world((64,)) as mesh:
+@pytest.mark.filterwarnings("ignore::shardgrad.checks.padding.PaddingWarning")
+def test_groups_that_are_alike_pack_the_same_tail_and_tails_for_16384_ranks_take_few_bytes() -> (
+    None
+):
+    with fake_world((16_384,)) as mesh:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
         for unit in (*model, model):
             fully_shard(unit, mesh=mesh)
         model(torch.ones(1, 4)).sum().backward()
         memory = [
-            {storage._cdata for owner, storage in grads.memory() if owner == "tails"}
+            {
+                storage._cdata: storage.nbytes()
+                for owner, storage in grads.memory()
+                if owner == "tails"
+            }
             for unit in units_under(model)
             for grads in unit.grad_groups
         ]
     assert memory[0] == memory[1] != memory[2]
+    assert 0 < sum((memory[0] | memory[2]).values()) < 10e6
