@@ -110,7 +110,6 @@ class ModuleState(Capturable):
 
     def guards(self) -> Hashable:
         """See `Capturable`."""
-        self._join_post_optim_events()
         for context in self._contexts:
             context.require_awake()
         with torch._C.DisableTorchFunctionSubclass():  # DTensors answer three times as fast
@@ -212,9 +211,9 @@ class ModuleState(Capturable):
     def begin_call(self) -> None:
         """See `Capturable`."""
         self._with_memory = None
-        self._join_post_optim_events()
         if list(map(_GRAD_SHARD, self._grad_groups)) != self._collected_from[1]:
             self._follow()
+        self._join_post_optim_events()
         for context in self._contexts:
             context.free_gradients()
 

@@ -30,6 +30,7 @@ from shardgrad.graphs.pool import GraphPool
 __all__ = ["InputBuffers", "Inputs", "flatten_inputs"]
 
 _LEAVES = (torch.Tensor, bool, int, float, str, type(None))  # what most arguments end in
+_STATIC = (nn.Parameter, nn.Buffer)
 
 
 class Inputs(NamedTuple):
@@ -106,9 +107,7 @@ def _require_micro_batches(arguments: list[tuple[Any, Any]], expected: int) -> N
 
 def _is_static(tensor: torch.Tensor) -> bool:
     # As torch.compile does; see torch._dynamo.mark_static_address.
-    return isinstance(tensor, nn.Parameter | nn.Buffer) or hasattr(
-        tensor, "_dynamo_static_input_type"
-    )
+    return isinstance(tensor, _STATIC) or hasattr(tensor, "_dynamo_static_input_type")
 
 
 def _require_plain(tensor: torch.Tensor, index: int) -> None:
@@ -119,7 +118,7 @@ def _require_plain(tensor: torch.Tensor, index: int) -> None:
         why = f"its layout is {tensor.layout}"
     elif tensor.requires_grad:
         why = "it requires a gradient, which would go to a copy of it"
-    elif tensor.device.type == "meta":
+    elif tensor.is_meta:
         why = "it has no data (device meta)"
     if why:
         raise StepInputError(
@@ -151,12 +150,12 @@ def _opened(value: Any) -> tuple[Hashable, Iterable[Any], Callable[[list[Any]], 
     takes three times as long for what most arguments are made of.
     """
     kind: Any = type(value)
-    if isinstance(value, _LEAVES):
-        return None
     if kind is tuple or kind is list:
         return kind, value, kind
     if kind is dict:
         return (kind, *value), value.values(), lambda parts: dict(zip(value, parts, strict=True))
+    if isinstance(value, _LEAVES):
+        return None
     parts, spec = tree_flatten(value, is_leaf=lambda part: part is not value)
     if not spec.is_leaf():
         return spec, parts, spec.unflatten
