@@ -184,8 +184,8 @@ class OptimizerState(Capturable):
             for key, value in group.items()
             if key != "params"
         )
-        counts = tuple(len(group["params"]) for group in self._optimizer.param_groups)
-        return numbers, counts, tuple(tensor.data_ptr() for _, tensor in self.tensors())
+        params = tuple(tuple(map(id, group["params"])) for group in self._optimizer.param_groups)
+        return numbers, params, tuple(tensor.data_ptr() for _, tensor in self.tensors())
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Capturable`."""

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from shardgrad.engine.streams import wait_for_device
 from shardgrad.graphs.capturable import Capturable
 from shardgrad.graphs.closed_over import Reads
 from shardgrad.graphs.eager_regions import handle_eager_calls
@@ -55,6 +56,9 @@ class SplitGraph:
         eager_optimizers: optimizers whose steps are eager regions.
         generators: of random numbers, in addition to the device's default one.
         redraws: of an eager call of the step.
+
+    Attributes:
+        pool: as given.
     """
 
     def __init__(
@@ -65,7 +69,7 @@ class SplitGraph:
         generators: Sequence[torch.Generator],
         redraws: Redraws,
     ) -> None:
-        self._pool = pool
+        self.pool = pool
         self._redraws = redraws
         self._capturables = capturables
         self._eager_optimizers = eager_optimizers
@@ -89,7 +93,7 @@ class SplitGraph:
                 raise
 
     def _begin(self) -> None:
-        capture = self._pool.capture(self._generators)
+        capture = self.pool.capture(self._generators)
         self._graph = capture.__enter__()
         self._capture = capture
 
@@ -129,7 +133,7 @@ class SplitGraph:
         while self._parts:
             part = self._parts.pop()
             if not isinstance(part, _EagerRegion):
-                self._pool.destroy(part)
+                self.pool.destroy(part)
 
 
 class CapturedStep:
@@ -197,6 +201,7 @@ class CapturedStep:
         return self.outputs
 
     def reset(self) -> None:
-        """Destroys the graphs."""
+        """Destroys the graphs, once the host has waited for the device: they may be running."""
+        wait_for_device(self.graph.pool.device)
         self.graph.reset()
         self._kept.clear()

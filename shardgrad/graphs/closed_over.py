@@ -113,7 +113,6 @@ class Reads(TorchDispatchMode):
         self._made: set[int] = set()  # storages of the block's own
         self._written: dict[int, tuple[StorageWeakRef, torch.device]] = {}
         self._candidates: dict[int, Place] = {}
-        self._kept: list[torch.Tensor] = []  # so that no other storage gets their identity
         given = {id(param) for module in modules for param in module.parameters()}
         for place, value in closed_over(function, modules):
             if isinstance(value, nn.Module):
@@ -123,15 +122,9 @@ class Reads(TorchDispatchMode):
             elif isinstance(value, torch.Tensor):
                 for tensor in _plain([value]):
                     self._candidates.setdefault(_identity(tensor), place)
-                self._kept.append(value)
             else:
                 self.numbers.setdefault(place.name, value)
         self._keys = {place: place.key() for place in self._candidates.values()}
-
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)  # type: ignore[no-untyped-call]
-        self._candidates.clear()
-        self._kept.clear()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

@@ -176,7 +176,6 @@ class ModuleState(Capturable):
             )
         if shards and not is_capturing(shards[0].flat.device):
             for shard in shards:
-                shard.part_with_kept(shard.current_stream())
                 shard.free(shard.current_stream())
 
     def _join_post_optim_events(self) -> None:
@@ -199,7 +198,6 @@ class ModuleState(Capturable):
         if others is not None:
             for shard in (each for each in self._shards() if each not in others):
                 shard.unbind()
-                shard.part_with_kept(shard.current_stream())
                 shard.free(shard.current_stream())
 
     def after_eager_region(self) -> None:

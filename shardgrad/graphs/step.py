@@ -26,7 +26,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardgrad.checks.capturable_optimizers import why_not_capturable
-from shardgrad.engine.streams import Stream, is_capturing, wait_for_device
+from shardgrad.engine.streams import Stream, is_capturing
 from shardgrad.errors import CaptureError, CollectiveError, OptionError, ShardgradError
 from shardgrad.graphs.capturable import CaptureAgain, EagerOptimizer, capturable
 from shardgrad.graphs.captured import CapturedStep, Key, SplitGraph
@@ -424,7 +424,6 @@ class GraphedStep(Generic[_P, _R]):
     def _evict(self) -> None:
         """Drops the least recently used graphs and input buffers beyond `max_graphs`."""
         while len(self._graphs) > self._settings.max_graphs:
-            wait_for_device(self.pool.device)  # the graph may be running
             self._graphs.pop(0).reset()
         with_graphs = {captured.key[0] for captured in self._graphs}
         idle = [key for key in self._kinds if key not in with_graphs]
@@ -487,7 +486,6 @@ class GraphedStep(Generic[_P, _R]):
                 self._refuse_frozen(kind, frozen, first.reads.numbers, again.reads.numbers)
             return outputs
         finally:
-            wait_for_device(self.pool.device)
             first.reset()
             del state  # with its copies, whose memory goes back to the device
             torch.get_device_module(self.pool.device).empty_cache()
@@ -646,8 +644,6 @@ class GraphedStep(Generic[_P, _R]):
 
         Streams: the host waits for the device, since a graph must not be destroyed while it runs.
         """
-        if self._graphs:
-            wait_for_device(self.pool.device)
         for captured in self._graphs:
             captured.reset()
         self._graphs.clear()

@@ -150,6 +150,17 @@ def test_a_number_for_a_learning_rate_is_written_into_the_tensor_that_is_there()
     assert state.guards() == guards
 
 
+def test_a_parameter_in_the_place_of_another_is_another_step_of_an_optimizer() -> None:
+    first, second, third = (nn.Parameter(torch.ones(2)) for _ in range(3))
+    optimizer = torch.optim.SGD([first, second], lr=0.5)
+    state, (group,) = OptimizerState(optimizer), optimizer.param_groups
+    seen = {state.guards()}
+    for params in ([first], [first, third], [first, second]):
+        group["params"] = params
+        seen.add(state.guards())
+    assert len(seen) == 3
+
+
 def test_a_block_mask_is_taken_apart_and_put_together() -> None:
     def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return q >= k

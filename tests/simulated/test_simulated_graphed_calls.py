@@ -6,6 +6,7 @@ import gc
 import re
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -256,6 +257,9 @@ def exception_in_the_step(graphed: Callable[..., Any], setup: Setup, half_way: b
             hook.remove()
         elif raises:
             loss.register_hook(_raise)
+            event = torch.Event(x.device)
+            event.record()
+            model.set_post_optim_event(event)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -394,6 +398,61 @@ def static_alone() -> None:
 
 def test_a_static_tensor_may_be_the_only_argument() -> None:
     VirtualRanks(1).run(static_alone)
+
+
+class Watched(shardgrad.graphs.Capturable):
+    """Notes whether a capture is under way when it is asked to complete its work."""
+
+    def __init__(self) -> None:
+        self.asked: list[bool] = []
+
+    def quiesce(self) -> None:
+        self.asked.append(is_capturing(torch.device(NAME)))
+
+
+def nothing_is_left_over() -> None:
+    watched, dead = Watched(), []
+
+    @shardgrad.graphed_step(watched, warmup=1)
+    def step(x: Tensor) -> Tensor:
+        if is_capturing(x.device):
+            assert dead[-1]() is None
+        return x * 2
+
+    for _ in range(3):
+        cycle = [torch.ones(2, device=NAME)]
+        cycle.append(cycle)
+        dead.append(weakref.ref(cycle[0]))
+        del cycle
+        step(torch.ones(2, device=NAME))
+    assert watched.asked == [False, True, False] * 2, "before a capture, at its end, and after it"
+    torch.accelerator.synchronize()
+    step(torch.ones(2, device=NAME))
+    launched = torch.Event(NAME)
+    launched.record()
+    step.reset()
+    assert launched.query(), "a graph was destroyed while it was running"
+
+
+def test_a_graph_begins_and_ends_with_nothing_in_flight() -> None:
+    VirtualRanks(1).run(nothing_is_left_over)
+
+
+def constants_of_an_optimizer() -> None:
+    model = build(Setup(depth=1))
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+    step = training_step(shardgrad.graphed_step, model, optimizer)
+    for number in range(4):
+        step(batch(number))
+    (group,) = optimizer.param_groups
+    with pytest.raises(CaptureError, match="reset the graph, then assign"):
+        group["maximize"] = True
+    step.reset()
+    group["maximize"] = True
+
+
+def test_a_reset_allows_what_a_graph_forbids() -> None:
+    VirtualRanks(1).run(constants_of_an_optimizer)
 
 
 def graphs_go_first() -> bool:
@@ -595,10 +654,12 @@ class Counter(shardgrad.graphs.Capturable):
 def forgotten_state(told: bool) -> None:
     model = build(Setup(depth=1))
     counter = Counter(told=told)
+    doubled = torch.ones((), device=NAME)
 
     @shardgrad.graphed_step(model, counter, verify=1)
     def step(x: Tensor) -> Tensor:
         counter.value.add_(1)
+        dist.all_reduce(doubled)
         return x.sum() + counter.value
 
     for number in range(3):
@@ -606,12 +667,13 @@ def forgotten_state(told: bool) -> None:
     for number in range(3, 6):  # verified, compared with another capture, and replayed
         seen = step(batch(number)).item()
         assert seen == pytest.approx(batch(number).sum().item() + number + 1)
+        assert doubled.item() == 2 ** (number + 1)
     step.close()
 
 
 @pytest.mark.parametrize("told", [False, True])
 def test_state_that_the_step_was_not_told_of_is_written_once_in_each_call(told: bool) -> None:
-    VirtualRanks(1).run(forgotten_state, told)
+    VirtualRanks(2).run(forgotten_state, told)
 
 
 def saved_random_state() -> None:
