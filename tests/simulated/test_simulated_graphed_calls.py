@@ -426,12 +426,9 @@ def nothing_is_left_over() -> None:
         del cycle
         step(torch.ones(2, device=NAME))
     assert watched.asked == [False, True, False] * 2, "before a capture, at its end, and after it"
-    torch.accelerator.synchronize()
-    step(torch.ones(2, device=NAME))
-    launched = torch.Event(NAME)
-    launched.record()
-    step.reset()
-    assert launched.query(), "a graph was destroyed while it was running"
+    with mock.patch.object(torch.accelerator, "synchronize") as waits:
+        step.reset()
+    assert waits.called, "a graph was destroyed while it may be running"
 
 
 def test_a_graph_begins_and_ends_with_nothing_in_flight() -> None:
