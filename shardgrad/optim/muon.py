@@ -9,8 +9,8 @@ not a branch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import groupby
+from collections.abc import Hashable, Mapping, Sequence
+from itertools import chain, groupby
 from typing import Any, ClassVar
 
 import torch
@@ -24,7 +24,7 @@ from shardgrad.engine.transports import reaches
 from shardgrad.errors import CaptureError, OptimizerParameterError, OptionError, unsupported
 from shardgrad.optim.flat import FlatOptimizer, Update
 from shardgrad.optim.hyper import Hyper, at_least_zero
-from shardgrad.optim.muon_bucket import Bucket, Member, Staging
+from shardgrad.optim.muon_bucket import Bucket, matrices_of, mesh_of
 from shardgrad.optim.newton_schulz import COEFFICIENTS
 from shardgrad.optim.ownership import buckets
 from shardgrad.optim.precision import Master, Precision
@@ -123,7 +123,6 @@ class Muon(FlatOptimizer):
         self._precision = Precision(momentum_dtype, master)
         self.keeps_small_steps = self._precision.keeps_small_steps
         self._ns_dtype = ns_dtype
-        self._staging = Staging()
         self._plans: dict[tuple[tuple[int, str | None, int], ...], list[Bucket]] = {}
         defaults = {
             "lr": lr,
@@ -222,11 +221,11 @@ class Muon(FlatOptimizer):
         """
         left = list(updates)
         for bucket in self._buckets(updates):
-            bucket.run(left[: len(bucket.members)])
-            del left[: len(bucket.members)]
+            bucket.run(left[: len(bucket.segments)])
+            del left[: len(bucket.segments)]
 
     def _buckets(self, updates: Sequence[Update]) -> list[Bucket]:
-        # A table's identity stands for everything it was made from; members keep it alive.
+        # A table's identity stands for everything it was made from; buckets keep it alive.
         options = [(id(update.launch.rows), update.segment.options) for update in updates]
         key = tuple((rows, each["adjust_lr_fn"], each["num_heads"]) for rows, each in options)
         known = self._plans.get(key)
@@ -239,36 +238,25 @@ class Muon(FlatOptimizer):
                 got="none yet",
                 fix="take a step as warm-up; a graph keeps the addresses that it finds",
             )
-        members = [Member(update) for update in updates]
         found: list[Bucket] = []
-        for _, same in groupby(
-            members, key=lambda m: (id(m.options), id(m.process_group), m.segment.device)
-        ):
-            together = list(same)
-            ranges = buckets([member.matrices for member in together], together[0].world_size)
-            found += [Bucket([together[i] for i in indices], self._ns_dtype) for indices in ranges]
-        grew = self._staging.reserve(need for bucket in found for need in bucket.needs())
-        self._drop_plans(updates, everything=grew or len(self._plans) >= _MOST_PLANS)
-        for bucket in found:
-            bucket.place(self._staging)
+        for _, group in groupby(updates, key=_what_goes_together):
+            same = list(group)
+            mesh = mesh_of(same[0].segment)
+            matrices = [list(chain.from_iterable(matrices_of(update))) for update in same]
+            for indices in buckets(matrices, 1 if mesh is None else mesh.shard_size):
+                found.append(Bucket([same[i] for i in indices], self._ns_dtype))
+        if len(self._plans) >= _MOST_PLANS and not any(g.captured for g in self._groups()):
+            self._plans.clear()  # but for a graph, which reads their tables
         self._plans[key] = found
         return found
 
-    def _drop_plans(self, updates: Sequence[Update], *, everything: bool) -> None:
-        """Drops plans whose gradients have moved, or all of them; they keep memory alive."""
-        if any(group.captured for group in self._groups()):
-            return  # a graph may still write where its plan lies
-        now = {id(update.segment): update.launch.rows for update in updates}
 
-        def is_current(plan: list[Bucket]) -> bool:
-            members = [member for bucket in plan for member in bucket.members]
-            return all(
-                now.get(id(member.segment), member.rows) is member.rows for member in members
-            )
-
-        self._plans = {
-            key: plan for key, plan in self._plans.items() if not everything and is_current(plan)
-        }
+def _what_goes_together(update: Update) -> tuple[Hashable, ...]:
+    """Returns what is the same for all segments of a bucket."""
+    segment, mesh = update.segment, mesh_of(update.segment)
+    group = None if mesh is None else mesh.shard_group
+    dtypes = segment.dtype, segment.state["momentum_buffer"].dtype
+    return id(segment.options), id(group), segment.device, dtypes
 
 
 def _has_heads(param: torch.Tensor, heads: int) -> bool:

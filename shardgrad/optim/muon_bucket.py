@@ -2,10 +2,12 @@
 
 [Note: Blocks]
 A segment's state is one flat buffer, in which each parameter's piece begins on a multiple of some
-number of elements. Viewed as rows of that many elements, *blocks*, every row belongs to one
-parameter, so a number for each parameter (whether it has a gradient, its learning rate) becomes a
-number for each row, and one launch updates all parameters. Gradients and weights lie among those of
-other optimizers' parameters; they are copied into buffers of the same form.
+number of elements. Behind each other, and viewed as rows of that many elements, *blocks*, every row
+of a bucket's states belongs to one parameter, so a number for each parameter (whether it has a
+gradient, its learning rate) becomes a number for each row, and one launch updates all parameters.
+Gradients and weights lie among those of other optimizers' parameters; they are copied into buffers
+of the same form. These live as long as the bucket's part of a step, in memory that activations have
+at other times.
 """
 
 from __future__ import annotations
@@ -24,247 +26,107 @@ from shardgrad.errors import CollectiveError
 from shardgrad.optim.flat import Update
 from shardgrad.optim.newton_schulz import newton_schulz
 from shardgrad.optim.ownership import Exchange, Matrix
-from shardgrad.optim.segment import Launch
+from shardgrad.optim.segment import Segment
+from shardgrad.sharding.mesh import DataParallelMesh
 
-__all__ = ["EPS", "LR", "MOMENTUM", "WEIGHT_DECAY", "Bucket", "Member", "Staging"]
+__all__ = ["EPS", "LR", "MOMENTUM", "WEIGHT_DECAY", "Bucket", "matrices_of", "mesh_of"]
 
 # Indices into the group's device mirror, in the order of `Muon.hypers`.
 LR, MOMENTUM, WEIGHT_DECAY, EPS = range(4)
 
-# What a staging buffer is for, its dtype and its device.
-_BufferKey = tuple[str, torch.dtype, torch.device]
+_Span = tuple[int, int]  # first element, and how many
 
 
-class Staging:
-    """Buffers that all buckets use one after the other, each as large as the largest need."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[_BufferKey, torch.Tensor] = {}
-
-    def reserve(self, needs: Iterable[tuple[_BufferKey, int]]) -> bool:
-        """Allocates what is missing; returns True if a buffer was replaced by a larger one."""
-        grew = False
-        # The largest need of a buffer comes first, so that it is allocated once.
-        for key, numel in sorted(needs, key=lambda need: -need[1]):
-            old = self._buffers.get(key)
-            if old is None or old.numel() < numel:
-                _, dtype, device = key
-                self._buffers[key] = torch.zeros(numel, dtype=dtype, device=device)
-                grew |= old is not None
-        return grew
-
-    def take(self, key: _BufferKey, numel: int) -> torch.Tensor:
-        """Returns the first `numel` elements of a reserved buffer."""
-        return self._buffers[key].narrow(0, 0, numel)
+def mesh_of(segment: Segment) -> DataParallelMesh | None:
+    """Returns the mesh that a segment's matrices are sharded over, None if they are not."""
+    managed = managed_by(segment.params[0])
+    return None if managed is None else group_of(managed).mesh
 
 
-class Member:
-    """One segment of a bucket: its matrices, and the arithmetic on this rank's pieces of them.
-
-    Args:
-        update: of the step in which the bucket is planned.
-
-    Attributes:
-        segment: with its state.
-        options: the entry of `param_groups`.
-        rows: the table of its launches.
-        process_group: the shard group; None if matrices are not sharded.
-        world_size: of the shard group.
-        rank: in the shard group.
-        matrices: those that can have a gradient, in memory order.
-    """
-
-    def __init__(self, update: Update) -> None:
-        segment = self.segment = update.segment
-        self.options = segment.options
-        self.rows = update.launch.rows
-        first = managed_by(segment.params[0])
-        self.process_group = None if first is None else group_of(first).mesh.shard_group
-        self.world_size = 1 if first is None else group_of(first).mesh.shard_size
-        self.rank = 0 if first is None else group_of(first).mesh.shard_rank
-        # Frozen parameters have no row. The last ranks may have rows without elements, and foreach
-        # refuses lists of empty tensors.
-        rows = update.launch.places
-        self.matrices: list[Matrix] = []
-        self._held = [row for row in rows if row.numel]
-        self._spans: list[tuple[int, int]] = []  # of this rank's parts of them in the state
-        for row in rows:
-            shape = _shape_in_memory(segment.params[row.step_index])
-            matrices = Matrix.all_of(shape, self.options["num_heads"], self.world_size)
-            self.matrices += matrices
-            numels = [matrix.local_numel(self.rank) for matrix in matrices]
-            places = zip(accumulate(numels, initial=row.state_offset), numels, strict=False)
-            self._spans += [(offset, numel) for offset, numel in places if numel]
-        self._param: torch.Tensor | None = None
-        self.compute = torch.float64 if segment.dtype is torch.float64 else torch.float32
-
-        # See [Note: Blocks]. Padding of the state belongs to the blocks of some parameter.
-        flat = segment.state["momentum_buffer"]
-        views = segment.local_views(flat)
-        begins = [view.storage_offset() - flat.storage_offset() for view in views]
-        spans = [end - begin for begin, end in pairwise([*begins, segment.numel])]
-        self._block = math.gcd(*spans) or 1
-        param_of_block = [
-            torch.full((span // self._block,), i, device="cpu") for i, span in enumerate(spans)
-        ]
-        device, params = segment.device, segment.params
-        self._param_of_block = torch.cat(param_of_block).to(device)
-
-        # Constants of each parameter, in device memory.
-        flags = {row.step_index: row.flag_index for row in rows}
-        flag_index = [flags.get(i, 0) for i in range(len(params))]
-        is_trained = [i in flags for i in range(len(params))]
-        self._flag_index = torch.tensor(flag_index, device="cpu").to(device)
-        self._is_trained = torch.tensor(is_trained, device="cpu").to(device)
-        ratios = [_lr_factor(self.options, *param.shape[-2:]) for param in params]
-        self._ratios = torch.tensor(ratios, dtype=torch.float64, device="cpu").to(device)
-
-    # -- memory
-
-    def needs(self) -> list[tuple[_BufferKey, int]]:
-        """Returns the staging of one segment, which all segments share."""
-        return [(self._key(what), self.segment.numel) for what in ("direction", "weight")]
-
-    def _key(self, what: str) -> _BufferKey:
-        return what, self.compute, self.segment.device
-
-    def place(self, staging: Staging, send: Sequence[torch.Tensor]) -> None:
-        """Takes the segment's buffers.
-
-        Args:
-            staging: reserved for at least `needs`.
-            send: views of the bucket's send buffer, one for each of `matrices`.
-        """
-        self._send = [piece for piece in send if piece.numel()]
-        self._direction, self._weight = (staging.take(*need) for need in self.needs())
-        self._directions, self._weights = self._pieces(self._direction), self._pieces(self._weight)
-        self._parts = [self._direction.narrow(0, *span) for span in self._spans]
-
-    def _pieces(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Returns the pieces of the parameters of which this rank has elements."""
-        return [flat.narrow(0, row.state_offset, row.numel) for row in self._held]
-
-    def _blocks(self, flat: torch.Tensor) -> torch.Tensor:
-        return flat.view(-1, self._block)
-
-    def _per_block(self, per_param: torch.Tensor) -> torch.Tensor:
-        return per_param.index_select(0, self._param_of_block).unsqueeze(1)
-
-    def _params(self, launch: Launch) -> list[torch.Tensor]:
-        """Returns this rank's pieces of the parameters, in memory order."""
-        if self._param is not launch.param:
-            self._param = launch.param
-            self._params_of = [
-                launch.param.narrow(0, row.param_offset, row.numel) for row in self._held
-            ]
-        return self._params_of
-
-    def _grads(self, launch: Launch) -> list[torch.Tensor]:
-        """Returns their gradients; made anew, as views would keep memory that is freed between
-        steps.
-        """
-        return [launch.grad.narrow(0, row.grad_offset, row.numel) for row in self._held]
-
-    # -- arithmetic
-
-    def step_momentum(self, update: Update) -> torch.Tensor:
-        """Advances the momentum, and writes the direction into the send buffer.
-
-        Returns:
-            Which blocks change in this step: bool, one row for each block.
-        """
-        live = self._live(update)
-        self.segment.steps.add_(live)
-        live_blocks = self._per_block(live)
-        direction = self._blocks(self._direction)
-        buffer = self._blocks(self.segment.state["momentum_buffer"])
-        _copy(self._directions, self._grads(update.launch))
-        if update.scale is not None:
-            direction.mul_(update.scale.to(self.compute))
-        momentum = update.hyper[MOMENTUM]
-        fresh = (1 - momentum).to(self.compute)
-        moved = torch.lerp(buffer.to(self.compute), direction, fresh).to(buffer.dtype)
-        torch.where(live_blocks, moved, buffer, out=buffer)
-        if update.segment.options["nesterov"]:
-            direction.lerp_(buffer.to(self.compute), momentum.to(self.compute))
-        else:
-            direction.copy_(buffer)
-        _copy(self._send, self._parts)
-        return live_blocks
-
-    def step_weights(self, update: Update, live_blocks: torch.Tensor) -> None:
-        """Applies weight decay and the orthogonalised direction, which has come back in the send
-        buffer.
-        """
-        hyper, state = update.hyper, self.segment.state
-        params = self._params(update.launch)
-        _copy(self._parts, self._send)
-        _copy(self._weights, params)
-        decay = (1 - hyper[LR] * hyper[WEIGHT_DECAY]).to(self.compute)
-        rate = self._per_block(hyper[LR] * self._ratios).to(self.compute)
-        weight = exact = self._blocks(self._weight)
-        if "master" in state:
-            # The last write of the weight counts, as in [Note: Exact weights] of ops/weights.py.
-            master = self._blocks(state["master"])
-            exact = torch.where(master.to(self.segment.dtype) == weight, master, weight)
-        direction = self._blocks(self._direction)
-        moved = (exact * decay).addcmul_(direction, rate, value=-1)
-        if "master" in state:
-            torch.where(live_blocks, moved, master, out=master)
-        torch.where(live_blocks, moved, weight, out=weight)
-        _copy(params, self._weights)
-
-    def _live(self, update: Update) -> torch.Tensor:
-        """Returns which parameters change: bool, one for each of the segment's."""
-        flags = update.launch.touched.index_select(0, self._flag_index)
-        live = (flags > 0) & self._is_trained
-        return live if update.skip is None else live & ~(update.skip > 0)
+def matrices_of(update: Update) -> list[list[Matrix]]:
+    """Returns the matrices of each of a segment's parameters that can have a gradient."""
+    segment, mesh = update.segment, mesh_of(update.segment)
+    world_size = 1 if mesh is None else mesh.shard_size
+    return [
+        Matrix.all_of(
+            _shape_in_memory(segment.params[row.step_index]),
+            segment.options["num_heads"],
+            world_size,
+        )
+        for row in update.launch.places
+    ]
 
 
 class Bucket:
-    """Segments whose matrices are exchanged together; it runs once `place` has given it buffers.
+    """Segments whose matrices are exchanged together.
 
     Args:
-        members: of one entry of `param_groups`, in one shard group.
+        updates: of the step in which it is planned: segments of one entry of `param_groups`, shard
+            group, device and dtype.
         dtype: in which matrices are exchanged and orthogonalised.
+
+    Attributes:
+        segments: of the updates.
     """
 
-    def __init__(self, members: Sequence[Member], dtype: torch.dtype) -> None:
-        self.members = members
-        first = members[0]
-        self._process_group = first.process_group
-        matrices = [matrix for member in members for matrix in member.matrices]
-        exchange = self._exchange = Exchange.of(matrices, first.world_size, first.rank)
-        device = first.segment.device
-        self._needs: list[tuple[_BufferKey, int]] = [
-            (("send", dtype, device), sum(exchange.sent)),
-            (("receive", dtype, device), sum(exchange.received)),
-            (("matrices", dtype, device), exchange.matrices_numel),
-        ]
+    def __init__(self, updates: Sequence[Update], dtype: torch.dtype) -> None:
+        segments = self.segments = [update.segment for update in updates]
+        self._dtype = dtype
+        self._options, self._device = segments[0].options, segments[0].device
+        self._compute = torch.promote_types(segments[0].dtype, torch.float32)
+        mesh = mesh_of(segments[0])
+        self._process_group = None if mesh is None else mesh.shard_group
+        rank = 0 if mesh is None else mesh.shard_rank
 
-    def needs(self) -> list[tuple[_BufferKey, int]]:
-        """Returns the staging that it takes, which all buckets share."""
-        return [*self._needs, *(need for member in self.members for need in member.needs())]
+        # Where this rank's pieces are in the flat buffers, and in these the parts of matrices. The
+        # last ranks may have pieces without elements, which foreach refuses.
+        self._numels = [segment.numel for segment in segments]
+        self._held = [[row for row in update.launch.places if row.numel] for update in updates]
+        self._tables = [update.launch.rows for update in updates]  # whose identities are a key
+        self._pieces: list[_Span] = []
+        self._parts: list[_Span] = []
+        matrices: list[Matrix] = []
+        params: list[torch.Tensor] = []
+        spans: list[int] = []
+        flag_index: list[int] = []
+        flags_before = 1
+        bases = accumulate(self._numels, initial=0)
+        for base, update in zip(bases, updates, strict=False):
+            segment, rows = update.segment, update.launch.places
+            for row, of_param in zip(rows, matrices_of(update), strict=True):
+                begin = base + row.state_offset
+                numels = [matrix.local_numel(rank) for matrix in of_param]
+                self._pieces.append((begin, row.numel))
+                self._parts += zip(accumulate(numels, initial=begin), numels, strict=False)
+                matrices += of_param
+            # See [Note: Blocks]. Padding of the state belongs to the blocks of some parameter.
+            flat = segment.state["momentum_buffer"]
+            views = segment.local_views(flat)
+            begins = [int(view.storage_offset() - flat.storage_offset()) for view in views]
+            spans += [end - begin for begin, end in pairwise([*begins, segment.numel])]
+            # A frozen parameter has no row: its flag is the first one, which is always zero.
+            flags = {row.step_index: flags_before + row.flag_index for row in rows}
+            flag_index += [flags.get(i, 0) for i in range(len(segment.params))]
+            flags_before += update.launch.touched.numel()
+            params += segment.params
+        self._pieces = _with_elements(self._pieces)
+        self._parts = _with_elements(self._parts)
+        self._exchange = Exchange.of(matrices, 1 if mesh is None else mesh.shard_size, rank)
 
-    def place(self, staging: Staging) -> None:
-        """Takes its buffers out of `staging`, which is reserved for at least `needs`."""
-        exchange = self._exchange
-        self._send_buffer, self._receive_buffer, matrices = (
-            staging.take(*need) for need in self._needs
+        # Constants of each parameter, in device memory.
+        self._block = math.gcd(*spans) or 1
+        ratios = [_lr_factor(self._options, *param.shape[-2:]) for param in params]
+        numbers, blocks = (
+            torch.tensor(values, device="cpu")
+            for values in (range(len(spans)), [span // self._block for span in spans])
         )
-        send = iter([self._send_buffer.narrow(0, *part) for part in exchange.send_slices])
-        for member in self.members:
-            member.place(staging, [next(send) for _ in member.matrices])
-        pieces = exchange.received_pieces
-        self._received = [self._receive_buffer.narrow(0, p.receive_offset, p.numel) for p in pieces]
-        self._rows = [matrices.narrow(0, p.matrix_offset, p.numel) for p in pieces]
-        self._batches = [
-            matrices.narrow(0, batch.offset, batch.numel).view(len(batch.matrices), *batch.shape)
-            for batch in exchange.batches
-        ]
+        self._param_of_block = numbers.repeat_interleave(blocks).to(self._device)
+        self._flag_index = torch.tensor(flag_index, device="cpu").to(self._device)
+        self._no_flag = torch.zeros(1, device=self._device)
+        self._ratios = torch.tensor(ratios, dtype=torch.float64, device="cpu").to(self._device)
 
     def run(self, updates: Sequence[Update]) -> None:
-        """Updates all members.
+        """Updates all segments.
 
         Streams: the current stream of the device; it waits for the exchanges.
         Capture: safe once the process group has been used; nothing is read back.
@@ -273,35 +135,128 @@ class Bucket:
             CollectiveError: an exchange failed; the momentum has changed, the parameters of this
                 bucket have not.
         """
-        of_members = list(zip(self.members, updates, strict=True))
-        live_blocks = [member.step_momentum(update) for member, update in of_members]
+        live = self._live(updates)
+        counts = [len(segment.params) for segment in self.segments]
+        steps = [segment.steps for segment in self.segments]
+        torch._foreach_add_(steps, list(live.float().split(counts)))
+        live_blocks = self._per_block(live)
+        direction = self._step_momentum(updates, live_blocks)
         exchange = self._exchange
-        self._all_to_all(self._receive_buffer, self._send_buffer, exchange.received, exchange.sent)
-        self._orthogonalise(updates[0])
-        self._all_to_all(self._send_buffer, self._receive_buffer, exchange.sent, exchange.received)
-        for (member, update), live in zip(of_members, live_blocks, strict=True):
-            member.step_weights(update, live)
+        parts = _views(direction, self._parts)
+        send = torch.empty(sum(exchange.sent), dtype=self._dtype, device=self._device)
+        sent_parts = _with_elements(exchange.send_slices)
+        _copy(_views(send, sent_parts), parts)
+        received = self._all_to_all(send, exchange.sent, exchange.received)
+        self._orthogonalise(received, updates[0].hyper[EPS])
+        send = self._all_to_all(received, exchange.received, exchange.sent)
+        _copy(parts, _views(send, sent_parts))
+        self._step_weights(updates, live_blocks, direction)
 
-    def _orthogonalise(self, update: Update) -> None:
-        _copy(self._rows, self._received)
-        for batch in self._batches:
-            batch.copy_(
+    # -- arithmetic
+
+    def _live(self, updates: Sequence[Update]) -> torch.Tensor:
+        """Returns which parameters change: bool, one for each."""
+        flags = torch.cat([self._no_flag, *(update.launch.touched for update in updates)])
+        live = flags.index_select(0, self._flag_index) > 0
+        skip = updates[0].skip
+        return live if skip is None else live & ~(skip > 0)
+
+    def _per_block(self, per_param: torch.Tensor) -> torch.Tensor:
+        return per_param.index_select(0, self._param_of_block).unsqueeze(1)
+
+    def _blocks(self, name: str) -> torch.Tensor:
+        """Returns a copy of all segments' states of this name."""
+        states = [segment.state[name] for segment in self.segments]
+        return torch.cat(states).view(-1, self._block)
+
+    def _keep(self, name: str, blocks: torch.Tensor) -> None:
+        states = [segment.state[name] for segment in self.segments]
+        _copy(states, blocks.view(-1).split(self._numels))
+
+    def _gathered(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Returns pieces of parameters in a buffer that has the form of a state."""
+        flat = torch.zeros(sum(self._numels), dtype=self._compute, device=self._device)
+        _copy(_views(flat, self._pieces), pieces)
+        return flat
+
+    def _step_momentum(self, updates: Sequence[Update], live_blocks: torch.Tensor) -> torch.Tensor:
+        """Advances the momentum, and returns the direction."""
+        first = updates[0]
+        flat = self._gathered(
+            [
+                update.launch.grad.narrow(0, row.grad_offset, row.numel)
+                for update, rows in zip(updates, self._held, strict=True)
+                for row in rows
+            ]
+        )
+        direction = flat.view(-1, self._block)
+        if first.scale is not None:
+            direction.mul_(first.scale.to(self._compute))
+        momentum = first.hyper[MOMENTUM]
+        buffer = self._blocks("momentum_buffer")
+        fresh = (1 - momentum).to(self._compute)
+        moved = torch.lerp(buffer.to(self._compute), direction, fresh).to(buffer.dtype)
+        buffer = torch.where(live_blocks, moved, buffer)
+        self._keep("momentum_buffer", buffer)
+        if self._options["nesterov"]:
+            direction.lerp_(buffer.to(self._compute), momentum.to(self._compute))
+        else:
+            direction.copy_(buffer)
+        return flat
+
+    def _orthogonalise(self, received: torch.Tensor, eps: torch.Tensor) -> None:
+        """Puts the pieces of owned matrices together, orthogonalises these, and cuts them again."""
+        exchange = self._exchange
+        places = exchange.received_pieces
+        matrices = received.new_empty(exchange.matrices_numel)
+        pieces = _views(received, [(place.receive_offset, place.numel) for place in places])
+        rows = _views(matrices, [(place.matrix_offset, place.numel) for place in places])
+        _copy(rows, pieces)
+        for batch in exchange.batches:
+            whole = matrices.narrow(0, batch.offset, batch.numel)
+            whole = whole.view(len(batch.matrices), *batch.shape)
+            whole.copy_(
                 newton_schulz(
-                    batch,
-                    coefficients=update.segment.options["ns_coefficients"],
-                    steps=update.segment.options["ns_steps"],
-                    eps=update.hyper[EPS],
+                    whole,
+                    coefficients=self._options["ns_coefficients"],
+                    steps=self._options["ns_steps"],
+                    eps=eps,
                 )
             )
-        _copy(self._received, self._rows)
+        _copy(pieces, rows)
+
+    def _step_weights(
+        self, updates: Sequence[Update], live_blocks: torch.Tensor, direction: torch.Tensor
+    ) -> None:
+        """Applies weight decay and the orthogonalised direction."""
+        params = [
+            update.launch.param.narrow(0, row.param_offset, row.numel)
+            for update, rows in zip(updates, self._held, strict=True)
+            for row in rows
+        ]
+        hyper = updates[0].hyper
+        flat = self._gathered(params)
+        weight = exact = flat.view(-1, self._block)
+        has_master = "master" in self.segments[0].state
+        if has_master:
+            # The last write of the weight counts, as in [Note: Exact weights] of ops/weights.py.
+            master = self._blocks("master")
+            exact = torch.where(master.to(self.segments[0].dtype) == weight, master, weight)
+        decay = (1 - hyper[LR] * hyper[WEIGHT_DECAY]).to(self._compute)
+        rate = self._per_block(hyper[LR] * self._ratios).to(self._compute)
+        moved = (exact * decay).addcmul_(direction.view_as(exact), rate, value=-1)
+        if has_master:
+            self._keep("master", torch.where(live_blocks, moved, master))
+        torch.where(live_blocks, moved, weight, out=weight)
+        _copy(params, _views(flat, self._pieces))
 
     def _all_to_all(
-        self, into: torch.Tensor, out: torch.Tensor, received: Sequence[int], sent: Sequence[int]
-    ) -> None:
-        group = self._process_group
+        self, out: torch.Tensor, sent: Sequence[int], received: Sequence[int]
+    ) -> torch.Tensor:
         if not self._exchange.travels:
-            into.copy_(out)
-            return
+            return out
+        group = self._process_group
+        into = out.new_empty(sum(received))
         try:
             dist.all_to_all_single(into, out, list(received), list(sent), group=group)
         except RuntimeError as error:
@@ -312,9 +267,18 @@ class Bucket:
                 expected=f"every rank of {members} to call optimizer.step() with the same "
                 "gradients bound",
                 got=str(error).splitlines()[0],
-                where=f"rank {dist.get_rank()}, the bucket of {self.members[0].segment.names[0]}",
+                where=f"rank {dist.get_rank()}, the bucket of {self.segments[0].names[0]}",
                 fix="call step(), and set gradients to None, on all ranks or on none",
             ) from error
+        return into
+
+
+def _with_elements(spans: Iterable[_Span]) -> list[_Span]:
+    return [(begin, numel) for begin, numel in spans if numel]
+
+
+def _views(flat: torch.Tensor, spans: Iterable[_Span]) -> list[torch.Tensor]:
+    return [flat.narrow(0, begin, numel) for begin, numel in spans]
 
 
 def _shape_in_memory(param: torch.Tensor) -> tuple[int, ...]:

@@ -292,7 +292,6 @@ def a_step_sends_each_piece_there_and_back() -> None:
             shardgrad.fully_shard(layer)
     shardgrad.fully_shard(model)
     optim = shardgrad.optim.Muon([p for p in model.parameters() if p.ndim == 2])
-    addresses = set()
     for step in range(3):
         model(SHARDGRAD.inputs(step, 64)).square().mean().backward()
         with exchanges() as sent:
@@ -302,9 +301,7 @@ def a_step_sends_each_piece_there_and_back() -> None:
         assert len(sent) == 2 * 8 // world_size
         numel = 8 * 64 * 64
         assert sum(sent) == 2 * 2 * numel / world_size * (world_size - 1) / world_size
-        (plan,) = optim._plans.values()
-        addresses.add(tuple(bucket._send_buffer.data_ptr() for bucket in plan))
-    assert len(addresses) == 1
+    assert len(optim._plans) == 1
 
 
 def test_a_step_sends_two_bytes_there_and_back_for_each_element(
