@@ -58,6 +58,7 @@ _ModuleT = TypeVar("_ModuleT", bound=nn.Module)
 _ModulesT = TypeVar("_ModulesT", nn.Module, list[nn.Module])
 
 
+@torch.inference_mode(mode=False)  # what it makes is for training
 def fully_shard(
     module: _ModulesT,
     *,

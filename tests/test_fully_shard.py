@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard
 
 import shardgrad
 from shardgrad import errors
-from tests.support.parity import FSDP2, SHARDGRAD, stack, tower
+from tests.support.parity import FSDP2, SHARDGRAD, assert_same_bits, stack, tower
 from tests.support.ranks import on_ranks
 
 
@@ -152,6 +152,21 @@ def test_a_refused_module_can_be_sharded_afterwards() -> None:
         shardgrad.fully_shard(model, reshard_after_forward=3)
     x = SHARDGRAD.inputs(0, 5)
     assert torch.equal(shardgrad.fully_shard(model)(x), stack(5, 7, 3)(x))
+
+
+@on_ranks(2)
+def test_a_model_built_and_sharded_in_inference_mode_trains() -> None:
+    trained = []
+    for is_inference in (False, True):
+        with torch.inference_mode(is_inference):
+            model = shardgrad.fully_shard(stack(5, 7, 3))
+        optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for step in range(2):
+            model(SHARDGRAD.inputs(step, 5)).square().mean().backward()
+            optim.step()
+            optim.zero_grad()
+        trained.append(SHARDGRAD.snapshot(model))
+    assert_same_bits(*trained)
 
 
 @on_ranks(2)

@@ -56,5 +56,5 @@ def warn_of_padding(layout: ShardLayout, itemsize: int, kind: str) -> None:
         f"mesh=init_device_mesh(device, ({ranks // best}, {best}), "
         'mesh_dim_names=("replicate", "shard")).',
         PaddingWarning,
-        stacklevel=3,
+        stacklevel=5,  # the line that calls fully_shard
     )

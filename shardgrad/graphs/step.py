@@ -196,6 +196,13 @@ def graphed_step(
         capturable(each)  # refuses here already, before there is a function
 
     def decorate(function: Callable[_P, _R]) -> GraphedStep[_P, _R]:
+        if not callable(function):
+            raise OptionError(
+                "graphed_step makes a function one graph",
+                expected="the function that takes a step",
+                got=f"a {type(function).__name__}",
+                fix="graphed_step(model, optimizer)(step), and not (step(batch))",
+            )
         return GraphedStep(function, capturables, settings)
 
     return decorate

@@ -34,6 +34,7 @@ def test_a_unit_that_sends_mostly_padding_is_told_of_with_the_mesh_that_cures_it
             return
         assert f"a Linear moves {told} its bytes" in found[0]
         shards = 4096 if ranks == 16384 else 128
+        assert {one.filename for one in said} == {__file__}
         assert f"device, ({ranks // shards}, {shards})" in found[0]
         said.clear()
         mesh = init_device_mesh(

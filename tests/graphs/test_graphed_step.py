@@ -224,6 +224,12 @@ def test_a_step_says_in_a_sentence_how_its_calls_have_run() -> None:
     )
 
 
+def test_what_a_step_returned_is_refused_in_place_of_its_function() -> None:
+    loss: Any = torch.ones(())
+    with pytest.raises(shardgrad.ShardgradError, match=r"not \(step\(batch\)\)"):
+        shardgrad.graphed_step()(loss)
+
+
 def test_an_output_that_is_no_tensor_is_refused_with_its_place() -> None:
     with pytest.raises(StepOutputError, match=r"returned a str, output\[1\]"):
         shardgrad.graphed_step()(lambda x: (x, "done"))(torch.ones(2))
