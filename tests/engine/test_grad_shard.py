@@ -15,10 +15,12 @@ from torch.distributed.tensor import DTensor
 
 import shardgrad
 from shardgrad.diagnosis.thread_stacks import thread_stacks
+from shardgrad.engine.unit import unit_of
 from tests.support.parity import (
     SHARDGRAD,
     Engine,
     Tensors,
+    assert_same_bits,
     close_to_unsharded,
     make_optimizer,
     stack,
@@ -45,6 +47,20 @@ def test_gradients_keep_their_object_and_address_over_steps(set_to_none: bool) -
             assert known[1] == address, name
         optim.step()
         optim.zero_grad(set_to_none=set_to_none)
+
+
+@on_ranks(2)
+def test_gradients_are_placed_again_in_memory_that_was_taken_away_and_is_back() -> None:
+    """As where the allocator gives what it has just got back, at the address of before."""
+    model = SHARDGRAD.shard_tower(tower())
+    token_loss(model, SHARDGRAD.tokens(0)).backward()
+    before = SHARDGRAD.snapshot(model)
+    for grads in unit_of(model.layers[0]).grad_groups:
+        shard = grads.require_shard()
+        shard.objects.take_away()
+        assert all(grad.to_local().numel() == 0 for grad in shard.objects.plain)
+        shard.objects.place(shard.flat)
+    assert_same_bits(SHARDGRAD.snapshot(model), before)
 
 
 def gradients_keep_their_object_under_a_watch() -> int:
