@@ -74,8 +74,6 @@ def participate(model: nn.Module) -> Iterator[None]:
             fix="leave the first one before entering the next",
         )
     context.gather_in_order()
-    for grads in context.grad_groups:
-        grads.refresh_trainable()  # a rank without a batch runs no forward that would do it
     enrolment = context.scheduler.enrolment = (
         _Enrolment(context) if torch.is_grad_enabled() else None
     )

@@ -131,6 +131,9 @@ def test_ranks_that_run_different_units_get_the_mean_with_zeros_under_participat
     optims = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (whole, model)]
     for step, routes in enumerate(ROUTES):
         mine = routes[dist.get_rank()]
+        for each in (whole, model):  # what trains is known to a rank without a batch, too
+            each.trunk.weight.requires_grad_(step % 3 == 0)
+            each.left.requires_grad_(step % 2 == 0)
         with shardgrad.participate(model):
             if mine is not None:
                 model(batch_of(dist.get_rank(), step), mine).backward()
@@ -183,13 +186,16 @@ class Repeated(nn.Module):
 
 
 def repeated(calls: str, unit: str) -> tuple[nn.Module, nn.Module]:
-    """Returns the oracle, and the same with a unit: the layer, the module around it, or the root
-    alone.
+    """Returns the oracle, and the same with a unit: the layer, the module around it, which may see
+    no inputs ("boxed"), or the root alone.
     """
     torch.manual_seed(0)
-    whole = nn.Sequential(nn.Linear(5, 5), Repeated(calls))
+    is_boxed = unit == "boxed"
+    first, second = (Boxes, RepeatedFromABox) if is_boxed else (nn.Linear, Repeated)
+    whole = nn.Sequential(first(5, 5), second(calls))
     model = deepcopy(whole)
-    for inner in {"layer": [model[1].layer], "around": [model[1]], "root": []}[unit]:
+    around = [model[1]]
+    for inner in {"layer": [model[1].layer], "root": []}.get(unit, around):
         SHARDGRAD.fully_shard(inner)
     return whole, SHARDGRAD.fully_shard(model)
 
@@ -203,7 +209,8 @@ def have_mean_gradients(model: nn.Module, whole: nn.Module) -> None:
     ("calls", "unit"),
     [
         *product(("r", "rr", "rn", "rnr"), ("layer", "root")),
-        *product(("r", "rr", "nr", "rn", "nsr"), ("around",)),
+        *product(("r", "nr", "rn", "nsr"), ("around",)),
+        *product(("nr", "rr"), ("boxed",)),
     ],
 )
 @on_ranks(2)
