@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -167,8 +168,11 @@ def test_settings_of_collectives_are_in_force() -> None:
     model = SHARDGRAD.shard_tower(tower())
     separate(model)
     many_buffers(model)
-    train(SHARDGRAD, model, steps=1)
+    with patch.object(dist, "all_to_all_single", side_effect=dist.all_to_all_single) as sent:
+        train(SHARDGRAD, model, steps=1)
     shard_group = unit_of(model).mesh.shard_group
+    groups = [call.kwargs["group"] for call in sent.call_args_list]
+    assert sum(group is not shard_group for group in groups) == 4  # reductions of five units
     layers = [unit_of(layer).groups[0].collectives.reduce_group for layer in model.layers]
     assert layers[0] is None
     assert layers[1] is layers[2] is not shard_group

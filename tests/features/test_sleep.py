@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import shardgrad
 from shardgrad.errors import AsleepError, OptionError, RootError
@@ -147,12 +148,15 @@ def test_memory_that_is_given_back_is_that_of_states_shards_and_gradients() -> N
         optimizer.zero_grad()
     gc.collect()
     own = numel * 4 / dist.get_world_size()  # bytes of this rank's shard, float32
+    model(x)
     # Two moments; then the shard and its gradient as well.
     for level, copies in ((1, 2), (2, 4)):
         awake = resident_nbytes()
         shardgrad.sleep(model, optimizer, level=level)
         freed = awake - resident_nbytes()
         assert freed > 0.95 * copies * own, (level, freed / own)
+        # A forward leaves the root unsharded.
+        assert (level == 2) == all(isinstance(param, DTensor) for param in model.parameters())
         shardgrad.wake(model, optimizer)
         model(x)
 

@@ -246,6 +246,8 @@ def load_extensions(*, first: bool) -> Tensors:
     for step in range(2):
         model(SHARDGRAD.inputs(step, 6)).square().mean().backward()
         optim.step()
+    with pytest.raises(errors.OptimizerParameterError, match="tensor subclass"):
+        shardgrad.optim.AdamW(model.parameters())
     return values(SHARDGRAD, model)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -68,6 +69,32 @@ def test_the_scale_and_the_weights_move_as_with_torch(clip: bool, stock: bool) -
     assert ours.state_dict() == theirs.state_dict()
     if not stock:
         assert optim.skipped_steps == 1
+
+
+@pytest.mark.parametrize("bad", [set(), {0}, {1}, {0, 1}])
+def test_the_scale_moves_as_torchs_whichever_of_two_optimizers_finds_an_infinity(
+    bad: set[int],
+) -> None:
+    """A state is loaded between two good steps, too."""
+    scales = []
+    for scaler_of, home in (
+        (shardgrad.GradScaler, shardgrad.optim),
+        (partial(torch.amp.GradScaler, "cpu"), torch.optim),
+    ):
+        scaler, models = scaler_of(init_scale=1024.0, growth_interval=2), (stack(5, 3), stack(5, 3))
+        optims = [home.SGD(model.parameters(), lr=0.1) for model in models]
+        for step in range(6):
+            for number, (model, optim) in enumerate(zip(models, optims, strict=True)):
+                optim.zero_grad()
+                scaler.scale(model(torch.ones(2, 5)).sum()).backward()
+                if step == 2 and number in bad:
+                    model[0].weight.grad[0, 0] = math.inf
+                scaler.step(optim)
+            scaler.update()
+            scales.append(scaler.get_scale())
+            if step == 3:
+                scaler.load_state_dict({**scaler.state_dict(), "_growth_tracker": step % 2})
+    assert scales[:6] == scales[6:]
 
 
 @pytest.mark.parametrize("unscale", [False, True])

@@ -238,6 +238,8 @@ def test_momentum_goes_both_ways_and_is_not_taken_for_a_fresh_start(counts: bool
     mine, theirs = copy.deepcopy(optim.state_dict()), copy.deepcopy(other_optim.state_dict())
     for state in theirs["state"].values() if counts else ():
         state["step"] = torch.zeros(())
+    for state in () if counts else (mine, theirs):  # a momentum may be zero
+        state["state"][0]["momentum_buffer"].to_local().zero_()
     optim.load_state_dict(theirs)
     other_optim.load_state_dict(mine)
     # Dampening tells whether the first step is taken for the first one again.
