@@ -457,6 +457,7 @@ def test_advice_names_an_embedding_and_a_head_that_the_root_has_and_do_not_share
         "--blocks-per-unit 2",
     ]
     assert named not in dict(variants(TINY))
+    assert "--stage auto" not in dict(variants(TINY.but(on_host=True)))
     assert named not in dict(variants(untied.but(units=("embedding", "head"))))
 
 

@@ -16,7 +16,9 @@ def variants(request: Request) -> Iterator[tuple[str, Request]]:
     options that it adds. Not every model can be sharded in each way.
     """
     plan_model = build_plan_model(request)
-    if request.stage == "3" and request.reshard_to is None:
+    blocks = len(plan_model.alike())
+    is_plain = request.stage == "3" and request.reshard_to is None
+    if is_plain and blocks and not request.on_host:
         yield "--stage auto", request.but(stage="auto")
     # A forgotten embedding and head are in the root's unit: gathered before the first layer runs,
     # and unsharded from there to the end of backward. Of a single one the root may as well be made.
@@ -26,17 +28,17 @@ def variants(request: Request) -> Iterator[tuple[str, Request]]:
         yield flags, request.but(units=(*request.units, *outside))
     # A message that is shorter than its latency costs as much as one of twice the size.
     together = 2 * request.blocks_per_unit
-    if together <= len(plan_model.alike()):
+    if together <= blocks:
         yield f"--blocks-per-unit {together}", request.but(blocks_per_unit=together)
 
 
 def _own_matrices(plan_model: PlanModel) -> list[str]:
     """Returns the modules outside of the blocks that have a matrix which no other module shares."""
-    parts = [(name, plan_model.module.get_submodule(name)) for name in plan_model.outside()]
-    owned = {name: [p for p in part._parameters.values() if p is not None] for name, part in parts}
-    owners = Counter(id(param) for params in owned.values() for param in params)
-    return [
-        name
-        for name, params in owned.items()
-        if any(param.dim() > 1 for param in params) and all(owners[id(p)] == 1 for p in params)
-    ]
+    module = plan_model.module
+    owners = Counter(id(param) for _, param in module.named_parameters(remove_duplicate=False))
+
+    def has_its_own(name: str) -> bool:
+        params = module.get_submodule(name).parameters(recurse=False)
+        return any(param.dim() > 1 and owners[id(param)] == 1 for param in params)
+
+    return [*filter(has_its_own, plan_model.outside())]
