@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from shardgrad.engine.root import RootContext
 from shardgrad.errors import AsleepError, OptionError
 from shardgrad.features.root_of import root_of
-from shardgrad.sharding.virtual_memory import bring_back, give_back, is_virtual
+from shardgrad.sharding.virtual_memory import bring_back, give_back, is_virtual, require_virtual
 
 __all__ = ["sleep", "wake"]
 
@@ -81,13 +81,7 @@ def sleep(
     context.require_awake()
     shards = [group.shard for unit in context.units for group in unit.groups] if level > 1 else []
     gradients = [grads.shard for grads in context.grad_groups if grads.shard] if level > 1 else []
-    if not all(shard.is_meta or not shard.numel() or is_virtual(shard) for shard in shards):
-        raise OptionError(
-            "the model's memory cannot be given back",
-            expected="offload_policy=SleepPolicy() in each fully_shard of the model",
-            got="a unit without",
-            fix="fully_shard(module, offload_policy=shardgrad.SleepPolicy())",
-        )
+    require_virtual(shard for shard in shards if shard.numel() and not shard.is_meta)
     if not all(gradient.objects.are_absent() for gradient in gradients):
         raise OptionError(
             "gradients would be lost",

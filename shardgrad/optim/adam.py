@@ -113,26 +113,13 @@ class Adam(FlatOptimizer):
 
     def update(self, update: Update) -> None:
         """See `ops.adam_`."""
-        segment, launch, precision = update.segment, update.launch, self._precision
-        state = segment.state
+        launch, state = update.launch, update.segment.state
         ops.adam_(
             launch.param,
             launch.grad,
             state["exp_avg"],
             state["exp_avg_sq"],
-            steps=segment.steps,
-            ticket=segment.ticket,
-            touched=launch.touched,
-            rows=launch.rows,
-            tiles=launch.tiles,
-            hyper=update.hyper,
-            master=precision.exact(state),
-            scale=update.scale,
-            found_inf=update.skip,
-            decoupled=update.segment.options["decoupled_weight_decay"],
-            maximize=update.segment.options["maximize"],
-            stochastic_rounding=precision.stochastic_rounding,
-            seed=segment.seed(precision.seed),
+            **update.arguments(self._precision),
         )
 
 

@@ -20,11 +20,11 @@ from shardgrad.errors import (
     CaptureError,
     DeepcopyError,
     OptimizerParameterError,
-    OptionError,
 )
 from shardgrad.optim.contents import Contents
 from shardgrad.optim.hyper import Hyper, OptimGroup
 from shardgrad.optim.norms import find_nonfinite
+from shardgrad.optim.precision import Precision
 from shardgrad.optim.segment import Launch, PlainSegment, Segment, ShardedSegment
 from shardgrad.optim.state import copies_into, load_state
 from shardgrad.sharding.dtensor import require_own_shards
@@ -49,6 +49,25 @@ class Update:
     hyper: torch.Tensor
     scale: torch.Tensor | None
     skip: torch.Tensor | None
+
+    def arguments(self, precision: Precision) -> dict[str, Any]:
+        """Returns what all kernels take, by name."""
+        segment, launch = self.segment, self.launch
+        return {
+            "steps": segment.steps,
+            "ticket": segment.ticket,
+            "touched": launch.touched,
+            "rows": launch.rows,
+            "tiles": launch.tiles,
+            "hyper": self.hyper,
+            "master": precision.exact(segment.state),
+            "scale": self.scale,
+            "found_inf": self.skip,
+            "decoupled": segment.options["decoupled_weight_decay"],
+            "maximize": segment.options["maximize"],
+            "stochastic_rounding": precision.stochastic_rounding,
+            "seed": segment.seed(precision.seed),
+        }
 
 
 class FlatOptimizer(Optimizer):
@@ -361,7 +380,7 @@ class FlatOptimizer(Optimizer):
         Raises:
             OptionError: the units were not made with `offload_policy=SleepPolicy()`.
         """
-        from shardgrad.sharding.virtual_memory import give_back, is_virtual
+        from shardgrad.sharding.virtual_memory import give_back, require_virtual
 
         if self._away:
             return
@@ -372,13 +391,7 @@ class FlatOptimizer(Optimizer):
             for flat in segment.state.values()
             if flat.numel()
         ]
-        if not all(map(is_virtual, states)):
-            raise OptionError(
-                "the optimizer's memory cannot be given back",
-                expected="parameters of units with offload_policy=SleepPolicy()",
-                got="some without",
-                fix="fully_shard(module, offload_policy=shardgrad.SleepPolicy())",
-            )
+        require_virtual(states)
         give_back(states)
         self._away = states
 

@@ -19,9 +19,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardgrad.engine.param import FSDPParam, managed_by
 from shardgrad.engine.param_group import group_of
-from shardgrad.engine.streams import is_capturing
 from shardgrad.engine.transports import reaches
-from shardgrad.errors import CaptureError, OptimizerParameterError, OptionError, unsupported
+from shardgrad.errors import OptimizerParameterError, OptionError, unsupported
 from shardgrad.optim.flat import FlatOptimizer, Update
 from shardgrad.optim.hyper import Hyper, at_least_zero
 from shardgrad.optim.muon_bucket import Bucket, matrices_of, mesh_of
@@ -172,33 +171,37 @@ class Muon(FlatOptimizer):
             )
 
     def validate_group(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
-        """Refuses what `torch.optim.Muon` refuses."""
-        _require(
-            new["adjust_lr_fn"] in (None, "original", "match_rms_adamw"),
-            "adjust_lr_fn",
-            'None, "original" or "match_rms_adamw"',
-            new,
-        )
-        steps, coefficients = new["ns_steps"], new["ns_coefficients"]
-        _require(
-            isinstance(steps, int) and 0 <= steps < 100, "ns_steps", "a whole number below 100", new
-        )
+        """Refuses what `torch.optim.Muon` refuses, and heads that do not fit."""
+        steps, coefficients, heads = new["ns_steps"], new["ns_coefficients"], new["num_heads"]
         is_triple = isinstance(coefficients, tuple | list) and len(coefficients) == 3
-        _require(
-            is_triple and all(isinstance(value, int | float) for value in coefficients),
-            "ns_coefficients",
-            "three numbers",
-            new,
-        )
-        heads = new["num_heads"]
-        _require(
-            isinstance(heads, int)
-            and heads > 0
-            and (heads == 1 or all(_has_heads(param, heads) for param in new["params"])),
-            "num_heads",
-            "a number that divides the rows of every parameter, in contiguous memory",
-            new,
-        )
+        rules = {
+            "adjust_lr_fn": (
+                new["adjust_lr_fn"] in (None, "original", "match_rms_adamw"),
+                'None, "original" or "match_rms_adamw"',
+            ),
+            "ns_steps": (
+                isinstance(steps, int) and 0 <= steps < 100,
+                "a whole number below 100",
+            ),
+            "ns_coefficients": (
+                is_triple and all(isinstance(value, int | float) for value in coefficients),
+                "three numbers",
+            ),
+            "num_heads": (
+                isinstance(heads, int)
+                and heads > 0
+                and (heads == 1 or all(_has_heads(param, heads) for param in new["params"])),
+                "a number that divides the rows of every parameter, in contiguous memory",
+            ),
+        }
+        for key, (is_right, expected) in rules.items():
+            if not is_right:
+                raise OptionError(
+                    f"the optimizer's {key} is outside its range",
+                    expected=expected,
+                    got=repr(new[key]),
+                    fix=f"{key}=..., or group[{key!r}] = ... later",
+                )
 
     def state_dtypes(self, segment: Segment, group: Mapping[str, Any]) -> Mapping[str, torch.dtype]:
         """A momentum buffer in the dtype of the gradients, and what the precision asks for."""
@@ -231,13 +234,6 @@ class Muon(FlatOptimizer):
         known = self._plans.get(key)
         if known is not None:
             return known
-        if updates and is_capturing(updates[0].segment.device):
-            raise CaptureError(
-                "Muon meets these gradients for the first time while a graph is being captured",
-                expected="a step with the same parameters' gradients before the capture",
-                got="none yet",
-                fix="take a step as warm-up; a graph keeps the addresses that it finds",
-            )
         found: list[Bucket] = []
         for _, group in groupby(updates, key=_what_goes_together):
             same = list(group)
@@ -268,13 +264,3 @@ def _is_cut_by_rows(sharding: ParamSharding) -> bool:
     cut = (each for each in sharding.placements if isinstance(each, Shard | _StridedShard))
     is_stack = len(sharding.shape) == 3
     return all(each.dim == 0 for each in cut) and (is_stack or not sharding.came_as_dtensor)
-
-
-def _require(condition: bool, key: str, expected: str, group: Mapping[str, Any]) -> None:
-    if not condition:
-        raise OptionError(
-            f"the optimizer's {key} is outside its range",
-            expected=expected,
-            got=repr(group[key]),
-            fix=f"{key}=..., or group[{key!r}] = ... later",
-        )

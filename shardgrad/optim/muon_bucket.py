@@ -120,10 +120,11 @@ class Bucket:
             torch.tensor(values, device="cpu")
             for values in (range(len(spans)), [span // self._block for span in spans])
         )
-        self._param_of_block = numbers.repeat_interleave(blocks).to(self._device)
-        self._flag_index = torch.tensor(flag_index, device="cpu").to(self._device)
+        on_device = segments[0].on_device
+        self._param_of_block = on_device(numbers.repeat_interleave(blocks))
+        self._flag_index = on_device(torch.tensor(flag_index, device="cpu"))
         self._no_flag = torch.zeros(1, device=self._device)
-        self._ratios = torch.tensor(ratios, dtype=torch.float64, device="cpu").to(self._device)
+        self._ratios = on_device(torch.tensor(ratios, dtype=torch.float64, device="cpu"))
 
     def run(self, updates: Sequence[Update]) -> None:
         """Updates all segments.

@@ -120,23 +120,11 @@ class SGD(FlatOptimizer):
 
     def update(self, update: Update) -> None:
         """See `ops.sgd_`."""
-        segment, launch, precision = update.segment, update.launch, self._precision
+        segment, launch = update.segment, update.launch
         ops.sgd_(
             launch.param,
             launch.grad,
             segment.state.get("momentum_buffer"),
-            steps=segment.steps,
-            ticket=segment.ticket,
-            touched=launch.touched,
-            rows=launch.rows,
-            tiles=launch.tiles,
-            hyper=update.hyper,
-            master=precision.exact(segment.state),
-            scale=update.scale,
-            found_inf=update.skip,
             nesterov=update.segment.options["nesterov"],
-            decoupled=update.segment.options["decoupled_weight_decay"],
-            maximize=update.segment.options["maximize"],
-            stochastic_rounding=precision.stochastic_rounding,
-            seed=segment.seed(precision.seed),
+            **update.arguments(self._precision),
         )

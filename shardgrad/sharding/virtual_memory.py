@@ -21,10 +21,17 @@ from typing import Any
 
 import torch
 
-from shardgrad.errors import unsupported
+from shardgrad.errors import OptionError, unsupported
 from shardgrad.ops.library import build_command
 
-__all__ = ["VirtualPool", "bring_back", "give_back", "is_virtual", "virtual_zeros"]
+__all__ = [
+    "VirtualPool",
+    "bring_back",
+    "give_back",
+    "is_virtual",
+    "require_virtual",
+    "virtual_zeros",
+]
 
 _PAGES = "_shardgrad_pages"  # set on the tensor that owns the memory
 
@@ -43,6 +50,17 @@ def virtual_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch
 def is_virtual(tensor: torch.Tensor) -> bool:
     """Returns whether a tensor's memory can be given back."""
     return _PAGES in tensor.__dict__
+
+
+def require_virtual(tensors: Iterable[torch.Tensor]) -> None:
+    """Refuses tensors whose memory cannot be given back."""
+    if not all(map(is_virtual, tensors)):
+        raise OptionError(
+            "the memory of a unit cannot be given back",
+            expected="offload_policy=SleepPolicy() in each fully_shard of the model",
+            got="a unit without",
+            fix="fully_shard(module, offload_policy=shardgrad.SleepPolicy())",
+        )
 
 
 def give_back(tensors: Iterable[torch.Tensor], *, keep: bool = True) -> None:
