@@ -144,6 +144,27 @@ def test_graphs_are_replayed_after_a_sleep_without_another_capture(level: int) -
         assert torch.equal(ours, theirs), f"value {number}"
 
 
+def test_states_come_back_on_another_stream_beside_a_backward() -> None:
+    def trained(away: bool) -> list[Tensor]:
+        model, optimizer = build()
+        side = torch.cuda.Stream()
+        for number in range(4):
+            if away:
+                optimizer.offload()  # type: ignore[attr-defined]
+            loss = model(batch(number)).square().mean()
+            if away:
+                with torch.cuda.stream(side):
+                    optimizer.reload()  # type: ignore[attr-defined]
+            loss.backward()
+            torch.cuda.current_stream().wait_stream(side)
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.to_local().detach().cpu() for p in model.parameters()]
+
+    for ours, right in zip(trained(away=True), trained(away=False), strict=True):
+        assert torch.equal(ours, right)
+
+
 def test_outputs_of_a_pool_that_slept_are_not_numbers_until_the_next_replay() -> None:
     x = torch.ones(MIB, device="cuda")
     pool = shardgrad.GraphPool(offload_policy=shardgrad.SleepPolicy())
