@@ -66,7 +66,6 @@ class ModuleState(Capturable):
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._modules = list(module.modules())
         self._units = units_under(module)
         # Before the capture that runs; None outside. See [Note: Gradients in a graph's pool].
         self._with_memory: set[GradShard] | None = None
@@ -77,7 +76,6 @@ class ModuleState(Capturable):
         self._groups = [group for unit in self._units for group in unit.groups]
         _refuse_uncapturable_groups(self._groups)
         self._grad_groups = [grads for unit in self._units for grads in unit.grad_groups]
-        self._collected_from = self._identities()
         contexts = map(context_of, self._units)
         self._contexts: list[RootContext] = list(
             dict.fromkeys(c for c in contexts if c is not None)
@@ -91,6 +89,16 @@ class ModuleState(Capturable):
         self._buffers = list(self._module.buffers())
         self._registration = Registration(params)
         self._gradients = _GradFacts(self._shards())
+        self._modules = list(self._module.modules())
+        self._module_ids = tuple(map(id, self._modules))
+        # What registers modules, buffers, and parameters outside of units.
+        self._registers: list[dict[str, Any]] = []
+        plain = set(map(id, self._plain))
+        for module in self._modules:
+            self._registers += filter(None, (module._modules, module._buffers))
+            if plain.intersection(map(id, module._parameters.values())):
+                self._registers.append(module._parameters)
+        self._collected_from = self._identities()
 
     def _follow(self) -> None:
         """Collects again if that would start from other objects."""
@@ -100,12 +108,13 @@ class ModuleState(Capturable):
 
     def _identities(self) -> tuple[list[Any], ...]:
         """Returns the objects that `_collect` started from; units get their root in the first
-        forward.
+        forward, and a program may replace modules, buffers, and parameters outside of units.
         """
         return (
             list(map(_CONTEXT, self._units)),
             list(map(_GRAD_SHARD, self._grad_groups)),
             list(map(_GENERATION, self._groups)),
+            list(map(id, chain.from_iterable(map(dict.values, self._registers)))),
         )
 
     def guards(self) -> Hashable:
@@ -120,10 +129,12 @@ class ModuleState(Capturable):
             for group in self._groups:
                 adopt(group)
         self._follow()
+        gradients = map(_GRAD, self._plain)
         return (
+            self._module_ids,
             tuple(map(_REQUIRES_GRAD, self._sharded)),
             tuple(map(_REQUIRES_GRAD, self._plain)),
-            tuple(map(id, map(_GRAD, self._plain))),
+            tuple(None if grad is None else grad.data_ptr() for grad in gradients),
             tuple(map(_ADDRESS, self._plain)),
             tuple(map(_ADDRESS, self._buffers)),
             tuple(map(_GENERATION, self._groups)),
@@ -268,9 +279,9 @@ class ModuleState(Capturable):
 
     def known_to_graph(self) -> Any:
         """See `Capturable`. A parameter that is frozen or thawed gives its group other places and
-        packers.
+        packers; the guards have identities of modules.
         """
-        return [(grads.shard, grads.packer) for grads in self._grad_groups]
+        return self._modules, [(grads.shard, grads.packer) for grads in self._grad_groups]
 
     def replayed(self) -> None:
         """See `Capturable`. Parameters that are kept unsharded are stale now, as after an optimizer

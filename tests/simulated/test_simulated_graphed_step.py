@@ -644,3 +644,31 @@ def plain_module(graphed: Callable[..., Any], make: str) -> list[Any]:
 @pytest.mark.parametrize("make", ["ours", "torch's"])
 def test_a_module_that_nobody_shards_is_captured_too(make: str) -> None:
     same_on(1, plain_module, make)
+
+
+def replaced_in_a_plain_module(graphed: Callable[..., Any], what: str) -> list[Any]:
+    with one_at_a_time():
+        torch.manual_seed(0)
+        layers = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU()
+    model = nn.Sequential(*layers).to(NAME).requires_grad_(False).eval()
+
+    @graphed(model, warmup=1)
+    def step(x: Tensor) -> Tensor:
+        return model(x).square().sum()
+
+    seen = []
+    for number in range(8):
+        if number == 4 and what == "parameter":
+            model[0].weight = nn.Parameter(model[0].weight * 0.5, requires_grad=False)
+        elif number == 4 and what == "buffer":
+            model[1].running_mean = model[1].running_mean + 1
+        elif number == 4:
+            model[2] = nn.Tanh().eval()
+        seen.append(step(batch(number)).item())
+    require_replays(step, 2, 6)
+    return seen
+
+
+@pytest.mark.parametrize("what", ["parameter", "buffer", "module"])
+def test_what_is_replaced_in_a_module_that_nobody_shards_is_another_graph(what: str) -> None:
+    same_on(1, replaced_in_a_plain_module, what)
