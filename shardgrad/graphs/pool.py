@@ -268,7 +268,7 @@ def _capture_stream(device: torch.device, thread: int) -> torch.Stream:
     has its own, since what it launched on this one would become part of a graph. For the same
     reason CUDA makes it: torch lends its 32 in turn, and a program's 33rd would be this one.
     """
-    if torch.version.cuda is None:
+    if device.type != "cuda" or torch.version.cuda is None:  # another device, or ROCm
         return torch.Stream(device)
     runtime = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.partition('.')[0]}")
     stream = ctypes.c_void_p()

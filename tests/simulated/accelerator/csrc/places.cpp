@@ -8,6 +8,10 @@
 
 #include "position.h"
 
+#if PY_VERSION_HEX < 0x030D0000
+#define Py_IsFinalizing _Py_IsFinalizing  // public as of Python 3.13
+#endif
+
 namespace simulated {
 
 namespace {
@@ -87,7 +91,7 @@ std::string text_of(int32_t number) {
 
 int32_t current_place() {
   int32_t place = 0;
-  if (Py_IsInitialized() && !_Py_IsFinalizing()) {
+  if (Py_IsInitialized() && !Py_IsFinalizing()) {
     PyGILState_STATE gil = PyGILState_Ensure();
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);  // an exception may be on its way while tensors are freed
