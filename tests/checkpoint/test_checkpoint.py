@@ -5,6 +5,7 @@ believed.
 from __future__ import annotations
 
 import copy
+import io
 import itertools
 import os
 import pickle
@@ -22,6 +23,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from shardgrad import checkpoint
 from shardgrad.errors import CheckpointError, CheckpointSaveError
 from shardgrad.programs.checkpoint import folder as folders
+from shardgrad.programs.checkpoint import manifest
 from shardgrad.programs.text import listed, printable
 
 ROWS, LARGE = 15, 1500  # of the first tensor; a large one has several blocks
@@ -295,6 +297,23 @@ def test_retention_keeps_the_newest_and_the_one_named_latest(tmp_path: Path) -> 
     for wrong in ("../../etc", "step_000005", "", "\xff"):
         (tmp_path / "latest").write_text(wrong, encoding="latin-1")
         assert newest(series) == 1_000_000
+
+
+def test_what_the_system_takes_in_parts_is_written_whole(tmp_path: Path) -> None:
+    """Linux takes at most 2 GiB of a tensor at a time."""
+
+    class TakesFew(io.FileIO):
+        def write(self, data: Any) -> int:
+            return super().write(data[:7])
+
+    class Stream(manifest._SummingStream, TakesFew):
+        pass
+
+    content = bytes(range(100))
+    with Stream(tmp_path / "x", "x") as stream:
+        assert stream.write(content) == len(content)
+    assert (tmp_path / "x").read_bytes() == content
+    manifest.check(tmp_path, {"x": (stream.nbytes, stream.checksum)}, ["x"])
 
 
 # -- asynchronous saving
