@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -24,8 +25,9 @@ from shardgrad.errors import (
     OptionTypeError,
     RankDisagreementError,
 )
-from shardgrad.features.wire_dtype import refuse_too_many_ranks
+from shardgrad.features.wire_dtype import ReplicaExchange, refuse_too_many_ranks
 from shardgrad.sharding import zero_copy
+from shardgrad.sharding.layout import ALIGNMENT_NBYTES
 from tests.support.parity import (
     SHARDGRAD,
     UNSHARDED,
@@ -302,6 +304,15 @@ def test_settings_of_collectives_keep_the_wire_dtype() -> None:
     case.run(model)
     right = {name: grad / 2 for name, grad in case.expected().items()}  # by 4 and not by 2
     assert_same_bits(whole_gradients(model), right)
+
+
+def test_parts_that_replicas_add_up_are_aligned_and_cover_the_chunk() -> None:
+    for size, numel in product(range(3, 9), range(64, 5_000, 96)):
+        replicas: Any = SimpleNamespace(size=lambda size=size: size)
+        count, floats = ReplicaExchange(replicas, BF16).room(None, numel)
+        part_nbytes, rest = divmod(4 * count * floats, 2 * size)  # all are sent, and all come
+        assert rest == part_nbytes % ALIGNMENT_NBYTES == 0
+        assert size * part_nbytes >= numel * BF16.itemsize
 
 
 # -- bytes
