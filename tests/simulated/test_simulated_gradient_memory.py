@@ -251,6 +251,29 @@ def test_memory_that_a_reduction_in_flight_writes_is_not_freed() -> None:
     run_checked(2, dropped_in_flight)
 
 
+def gathered_across_a_backward() -> None:
+    """A root is gathered while the backward of another ends, with which it shares its staging."""
+    with one_at_a_time():
+        torch.manual_seed(0)
+        models = [nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)) for _ in range(2)]
+    mesh = init_device_mesh(NAME, (dist.get_world_size(),))
+    for model in models:
+        for module in (*model.to(NAME), model):
+            shardgrad.fully_shard(module, mesh=mesh)
+    first, second = models
+    shardgrad.share_comm_ctx(models)
+    for number in range(2):
+        loss = loss_of(first, batch(number))
+        handle = second[0].unshard(async_op=True)
+        loss.backward()
+        handle.wait()
+        loss_of(second, batch(number)).backward()
+
+
+def test_staging_of_an_all_gather_in_flight_outlives_another_roots_backward() -> None:
+    run_checked(2, gathered_across_a_backward)
+
+
 def kept_beside_another_stream() -> None:
     """The next forward runs on another stream, and frees; the first one goes on beside it, and
     allocates.
