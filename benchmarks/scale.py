@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from benchmarks.counts import Rank0
 from benchmarks.engines.task import Task
 from benchmarks.measure import proc_nbytes, spread
-from benchmarks.models import facts_of
+from benchmarks.models import MODELS, facts_of
 from benchmarks.run import Run, option
 from benchmarks.workers import Worker, Workers
 from tests.cuda_runtime import inspection
@@ -90,7 +90,7 @@ class Rank(Rank0):
 
 
 @click.command()
-@option("--preset", default="gpt2", help="Model.")
+@option("--preset", type=click.Choice(list(MODELS)), default="gpt2", help="Model.")
 @option(
     "--ranks",
     type=click.IntRange(2),

@@ -34,14 +34,14 @@ _ALL = "all"
     "--preset",
     "presets",
     multiple=True,
-    metavar="|".join(MODELS),
+    type=click.Choice(list(MODELS)),
     help="Model; repeatable.  [default: tiny]",
 )
 @option(
     "--precision",
     "precisions",
     multiple=True,
-    metavar="|".join(PRECISIONS),
+    type=click.Choice(PRECISIONS),
     help="Data type of forward and backward; repeatable.  [default: fp32]",
 )
 @option(
@@ -86,7 +86,7 @@ _ALL = "all"
 @option(
     "--timeout",
     "answer_s",
-    type=float,
+    type=click.FloatRange(1),
     default=120.0,
     help="Seconds without an answer until ranks count as hung.",
 )

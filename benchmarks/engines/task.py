@@ -6,10 +6,8 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from benchmarks.models import MODELS
 from shardgrad.programs.train.config import mesh_shape
 from shardgrad.programs.train.failure import UsageError
-from shardgrad.programs.train.presets import suggestion
 
 PRECISIONS = ("fp32", "bf16")
 
@@ -91,18 +89,8 @@ def check(task: Task) -> None:
     """Refuses a task that no engine can do.
 
     Raises:
-        UsageError: an unknown preset or precision, a mesh that does not hold the ranks, fewer
-            GPUs than ranks.
+        UsageError: a mesh that does not hold the ranks, fewer GPUs than ranks.
     """
-    if task.preset not in MODELS:
-        raise UsageError(
-            f"There is no preset {task.preset!r}: {suggestion(task.preset, list(MODELS))}"
-        )
-    if task.precision not in PRECISIONS:
-        raise UsageError(
-            f"There is no precision {task.precision!r}: "
-            f"{suggestion(task.precision, list(PRECISIONS))}"
-        )
     if math.prod(task.mesh_shape) != task.ranks:
         raise UsageError(
             f"--mesh {task.mesh} has room for {math.prod(task.mesh_shape)} ranks, not "

@@ -5,6 +5,7 @@ script.py`.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import runpy
 import sys
@@ -41,6 +42,12 @@ def main(command: Sequence[str] | None = None) -> None:
     if not given.script:
         parser.error("the name of a SCRIPT is missing")
     script, *_ = sys.argv = given.script
+    if given.as_module:
+        exists = importlib.util.find_spec(script.partition(".")[0]) is not None
+    else:
+        exists = os.path.exists(script)
+    if not exists:
+        parser.error(f"there is no {'module' if given.as_module else 'file'} {script}")
     with patch():
         if given.as_module:
             runpy.run_module(script, run_name="__main__", alter_sys=True)

@@ -49,7 +49,7 @@ def test_a_patched_script_finds_what_lies_next_to_it(
     assert capsys.readouterr().out == "7 ['--lr', '3'] shardgrad.fully_shard\n"
 
 
-@pytest.mark.parametrize("command", [[], ["-m"], ["--unknown"]])
+@pytest.mark.parametrize("command", [[], ["-m"], ["--unknown"], ["no.py"], ["-m", "no.such"]])
 def test_patch_without_a_script_says_so_in_a_line(
     command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
