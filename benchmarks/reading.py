@@ -21,12 +21,10 @@ from __future__ import annotations
 
 import ast
 import importlib
-import importlib.util
 import itertools
 import json
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import CodeType, FrameType
@@ -118,10 +116,7 @@ def _is_private(name: str) -> bool:
 
 
 def _folder(package: str) -> Path:
-    spec = importlib.util.find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
-        raise click.ClickException(f"{package} is not a package that can be imported")
-    return Path(next(iter(spec.submodule_search_locations)))
+    return Path(importlib.import_module(package).__path__[0])
 
 
 def imported(engine: str) -> dict[str, int]:
@@ -145,7 +140,6 @@ def count(folder: str, calls: Sequence[CodeType]) -> dict[str, Any]:
         "calls": len(calls),
         "files": len(set(files)),
         "changes_of_file": sum(one != other for one, other in itertools.pairwise(files)),
-        "calls_by_file": dict(Counter(files).most_common()),
         "sequence": [f"{file}:{code.co_qualname}" for file, code in zip(files, calls, strict=True)],
     }
 
@@ -154,7 +148,7 @@ def watched(engine: str, function: Callable[[], Any]) -> tuple[Any, dict[str, An
     """Calls a function; returns its result, and what of the engine it called."""
     folder = str(_folder(_PACKAGES[engine]))
     # FSDP2 calls torch there, which is not counted either: kernels, events of streams, and spans.
-    aside = f"{folder}/ops/", f"{folder}/engine/streams.py", f"{folder}/engine/spans.py"
+    aside = tuple(f"{folder}/{part}" for part in ("ops/", "engine/streams.py", "engine/spans.py"))
     calls: list[CodeType] = []
 
     def note(frame: FrameType, event: str, _: object) -> None:
