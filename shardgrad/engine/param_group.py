@@ -358,11 +358,6 @@ class ParamGroup:
         """True if modules register the sharded parameters."""
         return self.state is not UNSHARDED
 
-    @property
-    def has_gathered(self) -> bool:
-        """True if something that was gathered, or is on its way, is still there."""
-        return self.is_filled or self.state is not SHARDED
-
     def unshard(self, comm_ctx: CommContext) -> None:
         """Starts the all-gather, unless the parameters are unsharded or on their way.
 
@@ -585,7 +580,7 @@ class ParamGroup:
         gathered.
         """
         # What was left unsharded is older than the optimizer step that the shards have had since.
-        if self._version() != self._gathered_version and self.has_gathered:
+        if self._version() != self._gathered_version:
             self.reshard(drop_kept=True)
 
     def _version(self) -> tuple[int, int]:

@@ -104,7 +104,7 @@ class ReductionScheduler:
 
     def finish_reading(self) -> None:
         """At the end of a backward: forgets a graph that it has not kept."""
-        self.reads_again, self._keeps_graph = self._keeps_graph, False
+        self.reads_again = self._keeps_graph
 
     def begin_backward(self, *, in_autograd: bool) -> None:
         """Fixes the order of this backward's reductions, once; `in_autograd` says that a hook
@@ -113,11 +113,13 @@ class ReductionScheduler:
         if self.backward_running:
             return
         self.backward_running = True
+        # Grad mode is on in hooks if backward makes a graph; one that it was itself made of may be
+        # kept.
+        self._keeps_graph = in_autograd and (
+            torch.is_grad_enabled() or (self.reads_again and _keeps_graph())
+        )
+        self.reads_again |= self._keeps_graph
         if in_autograd:
-            # Grad mode is on in hooks if backward makes a graph; one that it was itself made of may
-            # be kept.
-            self._keeps_graph = torch.is_grad_enabled() or (self.reads_again and _keeps_graph())
-            self.reads_again |= self._keeps_graph
             # Called once all of this backward is done, whatever its loss was made of: reductions do
             # not depend on a gradient passing through the root's outputs.
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
@@ -268,7 +270,6 @@ class ReductionScheduler:
         self.left += other.left
         # A graph that was made under the other root may read parameters of this one again.
         self.reads_again |= other.reads_again
-        self._keeps_graph |= other._keeps_graph
 
     def abandon_backward(self, groups: Iterable[GradGroup]) -> list[str]:
         """Takes back a failed backward; returns the units that lose what it has sent or added

@@ -146,11 +146,6 @@ class PostForwardGroup(ParamGroup):
         """See `ParamGroup`."""
         return super().registers_sharded and not self._is_over_fewer
 
-    @property
-    def has_gathered(self) -> bool:
-        """See `ParamGroup`."""
-        return super().has_gathered or self._is_over_fewer
-
     def reshard_after_forward(self) -> None:
         """Reshards to fewer ranks."""
         if self.mesh_after_forward is None:

@@ -128,6 +128,40 @@ def test_a_step_after_a_failed_forward_waits_for_what_that_was_gathering() -> No
         VirtualRanks(2).run(_steps_after_a_failed_evaluation)
 
 
+class _Shortened(torch.nn.Module):
+    """Runs as many of its layers as it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, count: int) -> torch.Tensor:
+        for layer in list(self.layers)[:count]:
+            x = layer(x)
+        return x
+
+
+def _writes_after_a_shorter_forward() -> None:
+    """The second forward has gathered a layer ahead that it does not run."""
+    with one_at_a_time():
+        torch.manual_seed(0)
+        model = _Shortened()
+    model, mesh = model.to(NAME), init_device_mesh(NAME, (dist.get_world_size(),))
+    for module in (*model.layers, model):
+        shardgrad.fully_shard(module, mesh=mesh, reshard_after_forward=False)
+    x = torch.ones(2, 6, device=NAME)
+    with torch.no_grad():
+        for count in (3, 2):
+            model(x, count)
+            for param in model.parameters():
+                param.mul_(0.5)
+
+
+def test_a_write_waits_for_what_was_gathered_for_a_layer_that_did_not_run() -> None:
+    with checked():
+        VirtualRanks(2).run(_writes_after_a_shorter_forward)
+
+
 def _writes_in_forward() -> None:
     """Weights are halved in forward; what backward gathers, and the next step, must come after."""
     model = _sharded_tower(1, reshard_after_forward=True)
