@@ -44,9 +44,8 @@ class Muon(FlatOptimizer):
     Only for matrices, in practice the weights of hidden layers, and for stacks of them, as of
     experts, whose first dim counts them; embeddings, the output head, norms and biases go to
     `AdamW`. A matrix that one rank has all of stays there. Under HSDP every replica does the same
-    work
-    inside its shard group, and nothing travels between replicas. A captured step needs one before
-    it, with gradients of the same parameters, that builds what the graph will address.
+    work inside its shard group, and nothing travels between replicas. A captured step needs one
+    before it, with gradients of the same parameters, that builds what the graph will address.
 
     For example:
 
