@@ -58,7 +58,6 @@ _ModuleT = TypeVar("_ModuleT", bound=nn.Module)
 _ModulesT = TypeVar("_ModulesT", nn.Module, list[nn.Module])
 
 
-@torch.inference_mode(mode=False)  # what it makes is for training
 def fully_shard(
     module: _ModulesT,
     *,
@@ -218,6 +217,7 @@ def _second_step(
     return partial(ReplicaAllReduce, replicas)
 
 
+@torch.inference_mode(mode=False)  # what it makes is for training
 def _group(
     params: list[FSDPParam],
     spec: GroupSpec,
@@ -389,6 +389,7 @@ def _reshard_plan(
     return (False, None) if reshard_after_forward == 1 else (True, smaller)
 
 
+@torch.inference_mode(mode=False)
 def _commit(unit: HookedUnit, collected: Collected, params: Iterable[list[nn.Parameter]]) -> None:
     """Makes the changes. Nothing here raises on user input."""
     watch_optimizers(unit.modules)

@@ -174,7 +174,21 @@ class ModuleState(Capturable):
             context.quiesce()
             context.comm_ctx.streams.forget_events()
         if self._with_memory is not None:
+            self._refuse_replaced_buffers()
             self._free_memory_of_graph(self._with_memory)
+
+    def _refuse_replaced_buffers(self) -> None:
+        """At a border of a graph: a replay puts no other tensor in the place of a buffer."""
+        named = zip(self._module.named_buffers(), self._buffers, strict=False)
+        names = [name for (name, buffer), known in named if buffer is not known]
+        if names:
+            raise CaptureError(
+                f"the step replaces buffer {names[0]} by another tensor, which a replay would not",
+                expected="buffers that are written in place",
+                got=f"{len(names)} others than at the beginning of the step",
+                where=f"buffer {names[0]}",
+                fix=f"self.{names[0].rpartition('.')[2]}.copy_(...) in the forward",
+            )
 
     def _free_memory_of_graph(self, others: set[GradShard]) -> None:
         """At a border of a graph: frees memory that gradients have got in it. Inside it may be in
@@ -252,11 +266,14 @@ class ModuleState(Capturable):
 
     def snapshot(self) -> Callable[[], None]:
         """See `Capturable`."""
+        registers = [(register, dict(register)) for register in self._registers]
         gradients = [(p, p.grad) for p in self._plain]
         states = [(shard, shard.host_state()) for shard in self._shards()]
         switches = self._switches()
 
         def restore() -> None:
+            for register, content in registers:
+                register.update(content)
             for param, grad in gradients:
                 if param.grad is not grad:
                     param.grad = grad

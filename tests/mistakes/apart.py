@@ -5,6 +5,7 @@ it.
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 import threading
 import time
@@ -57,6 +58,8 @@ def _rank(
         program()
     except Exception as error:
         tell(text_of(error))
+        # As at the end of a script; children of multiprocessing have forgotten it by then in 3.13.
+        sys.last_value = error
         raise
 
 

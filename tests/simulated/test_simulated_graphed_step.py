@@ -5,6 +5,7 @@ of.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -667,6 +668,38 @@ def replaced_in_a_plain_module(graphed: Callable[..., Any], what: str) -> list[A
         seen.append(step(batch(number)).item())
     require_replays(step, 2, 6)
     return seen
+
+
+class Centred(nn.Module):
+    """Subtracts a running mean, which is another tensor after each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = self.mean * 0.5 + x.mean(0) * 0.5
+        return x - self.mean
+
+
+def buffer_replaced_in_the_step(graphed: Callable[..., Any]) -> list[Any]:
+    model = Centred().to(NAME)
+
+    @graphed(model, warmup=1, on_uncapturable="eager")
+    def step(x: Tensor) -> Tensor:
+        return model(x).square().sum()
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        seen = [step(batch(number)).item() for number in range(12)]
+    if isinstance(step, shardgrad.graphs.GraphedStep):
+        assert step.replays == 0
+        assert any("the step replaces buffer mean" in str(each.message) for each in told)
+    return [*seen, model.mean.cpu()]
+
+
+def test_a_step_that_replaces_a_buffer_is_not_captured() -> None:
+    same_on(1, buffer_replaced_in_the_step)
 
 
 @pytest.mark.parametrize("what", ["parameter", "buffer", "module"])
