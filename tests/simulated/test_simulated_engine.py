@@ -128,6 +128,20 @@ def test_a_step_after_a_failed_forward_waits_for_what_that_was_gathering() -> No
         VirtualRanks(2).run(_steps_after_a_failed_evaluation)
 
 
+def _steps_with_hooks_on_a_side_stream() -> None:
+    model, side = _sharded_tower(1), torch.Stream(NAME)
+    for layer in model.layers:
+        layer.set_all_reduce_hook(lambda chunk: chunk.mul_(3.0), stream=side)
+    for step in range(2):
+        data = _batch(step, dist.get_rank(), dist.get_world_size())
+        _loss(model, *(t.to(NAME) for t in data)).backward()
+
+
+def test_hooks_on_their_own_stream_come_after_reductions_and_before_gradients() -> None:
+    with checked():
+        VirtualRanks(2).run(_steps_with_hooks_on_a_side_stream)
+
+
 class _Shortened(torch.nn.Module):
     """Runs as many of its layers as it is told."""
 
