@@ -26,7 +26,7 @@ from shardgrad.errors import (
     CaptureError,
 )
 from shardgrad.graphs.captured import CapturedStep
-from tests.simulated.accelerator.device import NAME
+from tests.simulated.accelerator.device import NAME, checked
 from tests.simulated.accelerator.virtual_ranks import VirtualRanks
 from tests.simulated.programs.graphed import (
     WIDTH,
@@ -600,6 +600,31 @@ def frozen_without_gradients() -> None:
 
 def test_a_model_that_is_frozen_without_gradients_is_refused_by_name_and_trains_eagerly() -> None:
     VirtualRanks(1).run(frozen_without_gradients)
+
+
+# -- several callers
+
+
+def outputs_on_two_streams(warmup: int, clones: bool) -> None:
+    """An output is read in the caller's stream and dropped; the next call is another stream's."""
+
+    @shardgrad.graphed_step(warmup=warmup, clone_outputs=clones)
+    def step(x: Tensor) -> Tensor:
+        return x * 2
+
+    x, places = torch.ones(2, device=NAME), [torch.Stream(NAME) for _ in range(2)]
+    torch.accelerator.synchronize()
+    with checked():
+        for number in range(8):
+            with places[number % 2]:
+                step(x).add(1)
+        torch.accelerator.synchronize()
+    step.close()
+
+
+@pytest.mark.parametrize(("warmup", "clones"), [(8, False), (1, True)], ids=["eager", "clones"])
+def test_an_output_is_not_written_over_while_its_caller_reads_it(warmup: int, clones: bool) -> None:
+    VirtualRanks(1).run(outputs_on_two_streams, warmup, clones)
 
 
 # -- trust
