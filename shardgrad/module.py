@@ -125,13 +125,18 @@ def _refuse_deepcopy(self: nn.Module, memo: Any) -> NoReturn:
 
 class _UnshardHandle(UnshardHandle):
     def __init__(self, unit: Unit, context: RootContext) -> None:
-        self._unit = unit
+        self._unit: Unit | None = unit
         self._context = context
 
     def wait(self) -> None:
         """Makes the parameters unsharded for the current stream; once is enough."""
-        self._unit.held = True
-        self._unit.wait_for_unshard(self._context.comm_ctx)
+        unit, self._unit = self._unit, None
+        if unit is None:
+            return
+        unit.held = True
+        # Again, if a forward since has left this unit out, and dropped what was on its way.
+        unit.unshard(self._context.comm_ctx)
+        unit.wait_for_unshard(self._context.comm_ctx)
 
 
 class FSDPModule:

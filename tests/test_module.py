@@ -69,6 +69,28 @@ class Shallow(nn.Module):
         return x
 
 
+@on_ranks(2)
+def test_what_is_asked_for_is_there_after_a_forward_that_leaves_it_out() -> None:
+    for engine in (FSDP2, SHARDGRAD):
+        torch.manual_seed(0)
+        model = Shallow()
+        last, whole, x = (
+            model.layers[-1],
+            model.layers[-1].weight.detach().clone(),
+            torch.ones(1, 4),
+        )
+        for module in (last, model):
+            engine.fully_shard(module)
+        model(x, len(model.layers))
+        handle = last.unshard(async_op=True)
+        model(x, 1)
+        handle.wait()
+        assert torch.equal(last.weight, whole)
+        last.reshard()
+        handle.wait()
+        assert is_sharded(last)
+
+
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 @on_ranks(2)
 def test_a_unit_that_was_gathered_ahead_and_did_not_run_is_sharded_after_forward(
