@@ -259,7 +259,8 @@ class UnshardedMemory:
 
 
 class UnshardedParams(UnshardedMemory):
-    """One flat buffer, and the unsharded tensor of each parameter over it, which this makes.
+    """One flat buffer, and the unsharded tensor of each parameter over it, which this makes. See
+    [Note: Unsharded parameters].
 
     The buffer has `dtype`, bytes if the parameters travel as bytes; the tensors have the
     parameters' dtype. `zero_copy` has the all-gathers of zero-copy parameters; None if there are

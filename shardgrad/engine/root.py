@@ -220,23 +220,19 @@ class RootContext:
         """
         if self.keep_unsharded or self.scheduler.reads_again:
             return False
-        is_kept = unit is self.root or self._begins_backward(unit)
+        is_kept = unit is self.root or unit is self._first_in_backward()
         return unit.reshards_after_forward(is_kept=is_kept)
 
-    def _begins_backward(self, unit: Unit) -> bool:
-        """Returns whether what `unit` has gathered stays for the backward, which begins with it.
+    def _first_in_backward(self) -> Unit | None:
+        """Returns the unit that stays gathered for the backward, which begins with it, if one does.
 
         On the CPU this is the last unit of the recorded forward. On a device the loss is often the
         peak, and the all-gather overlaps with the head's backward.
         """
-        return (
-            self._order_frozen
-            and self.comm_ctx.gather_ring.keeps
-            and torch.is_grad_enabled()
-            and unit is self._order[-1]
-            and unit is not self.root
-            and unit.reshard_after_forward is None
-        )
+        if not (self._order_frozen and self.comm_ctx.gather_ring.keeps and torch.is_grad_enabled()):
+            return None
+        last = self._order[-1]
+        return last if last is not self.root and last.reshard_after_forward is None else None
 
     def leave_forward(self, unit: Unit) -> None:
         """Closes the forward that `unit` opened; what was prefetched and not used is dropped."""
@@ -246,6 +242,7 @@ class RootContext:
         # The first whole forward of the root decides what is prefetched from now on.
         if unit is self.root and not self.keep_unsharded:
             self._order_frozen = True
+        first = self._first_in_backward()
         for each in self.units:
             each.waiting_modules.clear()
             each.running.clear()
@@ -259,7 +256,7 @@ class RootContext:
                         group.cancel_unshard()
             # What the engine keeps for its own next use does not show: losses, clipping and
             # optimizers find sharded parameters, as if nothing had been kept.
-            is_hidden = not torch.is_grad_enabled() or self._begins_backward(each)
+            is_hidden = not torch.is_grad_enabled() or each is first
             if is_hidden and not (each.held or self.keep_unsharded):
                 each.show_sharded()
         self._wait_until_read()

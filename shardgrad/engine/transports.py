@@ -104,7 +104,8 @@ class Transport(ABC):
     def all_reduce(self, chunk: torch.Tensor, *, what: str) -> Work:
         """Sums `chunk` over the ranks, in place."""
         call = partial(dist.all_reduce, chunk, group=self.group, async_op=True)
-        return PendingWork(*self._log.start(what, chunk, call), [chunk], self._log)
+        entry, work = self._log.start(what, chunk, call)
+        return PendingWork(entry, work, [chunk], self._log)
 
 
 class CompletedWork:
@@ -265,8 +266,8 @@ class ExchangeTransport(Transport):
         senders: Sequence[int],
         tag: MessageTag,
     ) -> Work:
-        started = self._log.start(tag.what, sent, call)
-        return _PendingExchange(*started, chunks, self._log, received, senders, tag)
+        entry, work = self._log.start(tag.what, sent, call)
+        return _PendingExchange(entry, work, chunks, self._log, received, senders, tag)
 
     def _write(self, tag: MessageTag, ends: torch.Tensor, received: Chunks) -> None:
         """Writes the tag at the ends of what is sent, and wipes old ones where it arrives.

@@ -228,4 +228,5 @@ class _CommTransport(StreamTransport):
         chunks: Sequence[torch.Tensor],
         what: str,
     ) -> Work:
-        return PendingWork(*self._log.start(what, sent, call), chunks, self._log)
+        entry, work = self._log.start(what, sent, call)
+        return PendingWork(entry, work, chunks, self._log)

@@ -69,6 +69,7 @@ class ModuleState(Capturable):
         self._units = units_under(module)
         # Before the capture that runs; None outside. See [Note: Gradients in a graph's pool].
         self._with_memory: set[GradShard] | None = None
+        self._registered_before: dict[str, Any] = {}
         self._collect()
 
     def _collect(self) -> None:
@@ -174,21 +175,28 @@ class ModuleState(Capturable):
             context.quiesce()
             context.comm_ctx.streams.forget_events()
         if self._with_memory is not None:
-            self._refuse_replaced_buffers()
+            self._refuse_replaced()
             self._free_memory_of_graph(self._with_memory)
 
-    def _refuse_replaced_buffers(self) -> None:
-        """At a border of a graph: a replay puts no other tensor in the place of a buffer."""
-        named = zip(self._module.named_buffers(), self._buffers, strict=False)
-        names = [name for (name, buffer), known in named if buffer is not known]
+    def _refuse_replaced(self) -> None:
+        """At a border of a graph: refuses what a replay would not do, since it runs no Python."""
+        before = self._registered_before
+        names = [name for name, one in self._registered().items() if one is not before.get(name)]
         if names:
             raise CaptureError(
-                f"the step replaces buffer {names[0]} by another tensor, which a replay would not",
-                expected="buffers that are written in place",
-                got=f"{len(names)} others than at the beginning of the step",
-                where=f"buffer {names[0]}",
-                fix=f"self.{names[0].rpartition('.')[2]}.copy_(...) in the forward",
+                f"the step replaces {names[0]}, which a replay would not",
+                expected="the module's buffers, parameters and modules of the step's beginning",
+                got=f"{len(names)} others",
+                where=names[0],
+                fix=f"write a buffer in place, self.{names[0].rpartition('.')[2]}.copy_(...); "
+                "replace parameters and modules between calls",
             )
+
+    def _registered(self) -> dict[str, Any]:
+        """Returns modules, buffers and parameters by name."""
+        module = self._module
+        named = module.named_modules(), module.named_buffers(), module.named_parameters()
+        return dict(chain.from_iterable(named))
 
     def _free_memory_of_graph(self, others: set[GradShard]) -> None:
         """At a border of a graph: frees memory that gradients have got in it. Inside it may be in
@@ -250,6 +258,7 @@ class ModuleState(Capturable):
         """See `Capturable`."""
         self.at_eager_border()  # a capture that begins with gradients knows their addresses as well
         self._with_memory = {shard for shard in self._shards() if shard.has_memory}
+        self._registered_before = self._registered()
         found = [(shard, shard.objects.begin_capture()) for shard in self._shards()]
 
         def overwrites_nothing_held() -> bool:

@@ -682,8 +682,22 @@ class Centred(nn.Module):
         return x - self.mean
 
 
-def buffer_replaced_in_the_step(graphed: Callable[..., Any]) -> list[Any]:
-    model = Centred().to(NAME)
+class Switching(nn.Module):
+    """Uses its activations in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now, self.next = nn.Tanh(), nn.Sigmoid()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.now, self.next = self.next, self.now
+        return self.now(x)
+
+
+def replaced_in_the_step(
+    graphed: Callable[..., Any], kind: type[nn.Module], name: str
+) -> list[Any]:
+    model = nn.Sequential(kind()).to(NAME)
 
     @graphed(model, warmup=1, on_uncapturable="eager")
     def step(x: Tensor) -> Tensor:
@@ -694,12 +708,15 @@ def buffer_replaced_in_the_step(graphed: Callable[..., Any]) -> list[Any]:
         seen = [step(batch(number)).item() for number in range(12)]
     if isinstance(step, shardgrad.graphs.GraphedStep):
         assert step.replays == 0
-        assert any("the step replaces buffer mean" in str(each.message) for each in told)
-    return [*seen, model.mean.cpu()]
+        assert any(f"the step replaces 0.{name}," in str(each.message) for each in told)
+    return [*seen, *(buffer.cpu() for buffer in model.buffers())]
 
 
-def test_a_step_that_replaces_a_buffer_is_not_captured() -> None:
-    same_on(1, buffer_replaced_in_the_step)
+@pytest.mark.parametrize(("kind", "name"), [(Centred, "mean"), (Switching, "now")])
+def test_a_step_that_replaces_what_a_module_has_is_not_captured(
+    kind: type[nn.Module], name: str
+) -> None:
+    same_on(1, replaced_in_the_step, kind, name)
 
 
 @pytest.mark.parametrize("what", ["parameter", "buffer", "module"])
