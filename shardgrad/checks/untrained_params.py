@@ -103,10 +103,10 @@ def _memory_of(grad: torch.Tensor) -> torch.Tensor:
     return grad.to_local().detach() if isinstance(grad, DTensor) else grad.detach()
 
 
-def _grad_of(param: torch.Tensor, managed: FSDPParam) -> torch.Tensor | None:
+def _grad_of(managed: FSDPParam) -> torch.Tensor | None:
     """Returns the gradient that a unit has bound to its parameter, if there is one."""
     attribute = group_of(managed).gradient_policy.attribute
-    grad: torch.Tensor | None = getattr(param, attribute, None)
+    grad: torch.Tensor | None = getattr(managed.sharded, attribute, None)
     return grad
 
 
@@ -126,7 +126,7 @@ class FirstStepCheck:
     def __init__(self) -> None:
         self.is_over = False
         self._samples: list[_Sample] = []
-        self._without: list[tuple[torch.Tensor, FSDPParam]] = []
+        self._without: list[FSDPParam] = []
 
     @torch.no_grad()
     def before(self, optimizer: Optimizer) -> None:
@@ -171,12 +171,12 @@ class FirstStepCheck:
             managed = managed_by(param)
             if managed is None or not group_of(managed).is_flat:
                 continue  # a tensor subclass may not even have views
-            grad = _grad_of(param, managed)
+            grad = _grad_of(managed)
             if grad is not None:
                 if param.itemsize > 2 or not _keeps_small_steps(optimizer):
                     self._samples.append(_Sample(managed, grad))
             elif param.requires_grad:
-                self._without.append((param, managed))
+                self._without.append(managed)
 
     @torch.no_grad()
     def after(self, optimizer: Optimizer) -> None:
@@ -203,7 +203,7 @@ class FirstStepCheck:
                 "16-bit weight (else keep a master)?",
             )
         # A closure computes the gradients within the step.
-        without = [each.name for param, each in self._without if _grad_of(param, each) is None]
+        without = [each.name for each in self._without if _grad_of(each) is None]
         if without:
             _warn(
                 optimizer,
