@@ -7,7 +7,7 @@
 #
 #   --stage 1      is it right: kernels, order, captures, NCCL          (one machine only)
 #   --stage 2      how long steps take, beside other engines
-#   --stage 3      kernels, sizes of batches, slow tests                (one machine only)
+#   --stage 3      kernels, sizes of batches                            (one machine only)
 #   --out DIR      into DIR instead of benchmarks/results/gpu_<hardware>_<yyyymm>
 #   --smoke        in a minute or two, without a GPU too; the numbers mean nothing
 #   --only PART    a single part, or a comma-separated list of them
@@ -140,7 +140,7 @@ if [[ $device == cuda && -z $smoke ]]; then
     fi
 fi
 
-test=("$python" -m pytest -q -p no:cacheprovider --timeout=30)
+test=("$python" -m pytest -q -p no:cacheprovider --timeout=30 --durations=5)
 kernels=("$python" -m benchmarks kernels --device "$device" --out "$out/kernels")
 options=(training_step --device "$device" --timeout 60)
 alone=("$python" -m benchmarks "${options[@]}" --ranks 1)
@@ -163,16 +163,19 @@ if in_stage 1 && ((nodes == 1)); then
     # Each builds on the one before: what is wrong in an early part explains the later ones.
     part copy 20 "$python" -c "$copies"
     part test-kernels 60 "${test[@]}" tests/gpu/test_gpu_kernels.py tests/gpu/test_gpu_optimizers.py
-    if command -v compute-sanitizer >/dev/null; then
-        part memcheck 80 compute-sanitizer --tool memcheck --error-exitcode 1 --target-processes all \
-            "${test[@]}" --timeout=75 tests/gpu/test_gpu_kernels.py -k "pack or norm"
-    fi
-    part test-eager 50 "${test[@]}" -m "not slow" tests/gpu/test_gpu_one_rank.py tests/gpu/test_gpu_late_streams.py
+    part test-eager 50 "${test[@]}" tests/gpu/test_gpu_one_rank.py tests/gpu/test_gpu_late_streams.py
     part test-rules 30 "${test[@]}" tests/gpu/test_gpu_capture_rules.py
     part test-captures 60 "${test[@]}" tests/gpu/test_gpu_refusals.py tests/gpu/test_gpu_graphed_step.py tests/gpu/test_gpu_captures_in_turn.py
     part test-nccl 40 "${test[@]}" tests/gpu/test_gpu_nccl_alone.py
     part test-evidence 30 "${test[@]}" -s tests/gpu/test_gpu_graph_evidence.py
     part test-upstream 20 "${test[@]}" tests/gpu/test_gpu_upstream_bugs.py
+    part test-loops 60 "${test[@]}" tests/gpu/test_gpu_loops.py
+    part test-sleep 60 "${test[@]}" tests/gpu/test_gpu_sleep.py
+    part test-compile 100 "${test[@]}" tests/gpu/test_gpu_compile.py
+    if command -v compute-sanitizer >/dev/null; then
+        part memcheck 80 compute-sanitizer --tool memcheck --error-exitcode 1 --target-processes all \
+            "${test[@]}" --timeout=75 tests/gpu/test_gpu_kernels.py -k "pack or norm"
+    fi
 fi
 if in_stage 2; then
     if ((nodes * count > 1)); then
@@ -206,7 +209,6 @@ if in_stage 3 && ((nodes == 1)); then
             --seq-len $((tokens / rows)) --rounds 10 --steps 3 --limit-s 40 --engine fsdp2 --engine compute \
             "${graphs[@]}" --out "$out/steps-$tokens"
     done
-    part test-slow 110 "${test[@]}" -m slow tests/gpu
     # Two ranks of one device: that losses agree over NCCL, eager and captured. Not a time.
     part steps-shared 90 "$python" -m benchmarks "${options[@]}" --ranks 2 --share-device --preset tiny \
         --engine shardgrad --engine shardgrad-graphed --engine ddp --rounds 2 --steps 2 --out "$out/steps-shared"

@@ -1,0 +1,67 @@
+"""Blocks that inductor has compiled, in a captured step: the same bits as in an eager one."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardgrad
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+    pytest.mark.skipif(find_spec("triton") is None, reason="inductor needs triton for a GPU"),
+    pytest.mark.usefixtures("one_rank"),
+    pytest.mark.timeout(120),  # inductor compiles
+]
+WIDTH, STEPS, WARMUP = 64, 10, 3
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.first = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH)
+        self.second = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(nn.functional.gelu(self.first(self.norm(x))))
+
+
+def trained(*, graphed: bool) -> tuple[list[Tensor], Any]:
+    """Returns losses and weights of a few steps, and the step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(3))).cuda()
+    mesh = init_device_mesh("cuda", (1,))
+    for block in model:
+        block.compile(fullgraph=True)
+        shardgrad.fully_shard(block, mesh=mesh)
+    shardgrad.fully_shard(model, mesh=mesh)
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def step(x: Tensor) -> Tensor:
+        loss = (model(x) - x.flip(0)).square().mean()
+        loss.backward()
+        shardgrad.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    if graphed:
+        step = shardgrad.graphed_step(model, optimizer, warmup=WARMUP)(step)
+    generator = torch.Generator().manual_seed(1)
+    batches = [torch.randn(16, WIDTH, generator=generator).cuda() for _ in range(STEPS)]
+    losses = [step(x).clone() for x in batches]
+    return [*losses, *(p.to_local().detach().clone() for p in model.parameters())], step
+
+
+def test_blocks_that_inductor_compiled_are_captured_and_have_the_bits_of_an_eager_step() -> None:
+    expected, _ = trained(graphed=False)
+    torch._dynamo.reset()
+    got, step = trained(graphed=True)
+    assert (step.captures, step.replays) == (1, STEPS - WARMUP)
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
