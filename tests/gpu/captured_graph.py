@@ -49,8 +49,10 @@ def recorded() -> Iterator[list[Work]]:
     def end_watched(self: Any) -> None:
         watch = watching.pop()
         watch.__exit__(None, None, None)
-        graphs.append(watch.graph())
-        end(self)
+        try:
+            graphs.append(watch.graph())
+        finally:
+            end(self)
 
     with (
         patch.object(torch.cuda.CUDAGraph, "capture_begin", begin_watched),
