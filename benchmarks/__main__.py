@@ -107,6 +107,12 @@ def main(ctx: click.Context, smoke: bool, out: Path | None) -> None:
             sys.exit(0)  # the first process measures, and is done
     if out is None and not smoke:
         out = Path("runs") / time.strftime("bench-%Y%m%d-%H%M%S")
+    try:
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = f"{out} cannot be made ({error.strerror}): choose another folder"
+        raise click.BadParameter(reason, param_hint="--out") from error
     ctx.obj = Run(smoke=smoke, out=out, on=on)
 
 

@@ -114,7 +114,9 @@ def mean_over_ranks(value: Tensor) -> float:
 
 def parsed() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, usage="%(prog)s --text FILE --folder FOLDER [options]"
+    )
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--folder", type=Path, required=True, help="of the checkpoints")
     parser.add_argument("--width", type=int, default=512)

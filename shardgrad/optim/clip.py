@@ -52,9 +52,19 @@ def clip_grad_norm_(
 
     Raises:
         GradientError: `error_if_nonfinite` and the norm is not finite; or a gradient is sparse.
-        OptionError: `max_norm` is negative or not a number, or there is no such norm.
+        OptionError: `max_norm` or `norm_type` is not a number, or `max_norm` is negative, or there
+            is no such norm.
     """
-    if not max_norm >= 0:
+    try:
+        limit, order = float(max_norm), float(norm_type)
+    except (TypeError, ValueError) as error:
+        raise OptionError(
+            "max_norm and norm_type must be numbers",
+            expected="what float() reads",
+            got=f"max_norm={max_norm!r}, norm_type={norm_type!r}",
+            fix="max_norm=1.0, norm_type=2.0",
+        ) from error
+    if not limit >= 0:
         raise OptionError(
             "max_norm must not be negative",
             expected="a number >= 0, or inf",
@@ -68,7 +78,7 @@ def clip_grad_norm_(
         params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     gradients = select(params)
     device = params[0].device if params else torch.device("cpu")
-    norm, nonfinite = norm_of(gradients, float(norm_type), device)
+    norm, nonfinite = norm_of(gradients, order, device)
     if error_if_nonfinite and nonfinite.item():
         raise GradientError(
             f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, "
@@ -77,6 +87,6 @@ def clip_grad_norm_(
             got=f"a norm of {norm.item()}",
             fix="error_if_nonfinite=False; shardgrad.optim then skips the step",
         )
-    if max_norm != float("inf"):
-        gradients.multiply((max_norm / (norm + 1e-6)).clamp(max=1.0))
+    if limit != float("inf"):
+        gradients.multiply((limit / (norm + 1e-6)).clamp(max=1.0))
     return norm

@@ -75,6 +75,13 @@ def test_counts_says_what_it_needs(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_measured() -> None:
+    done = run("benchmarks", "kernels", "--smoke", "--out", "/proc/x", timeout=TIMEOUT_S)
+    assert done.returncode == 2
+    assert "/proc/x cannot be made" in done.stderr
+    assert "Traceback" not in done.stderr + done.stdout
+
+
 def test_send_weights(tmp_path: Path) -> None:
     record = smoke("send_weights", tmp_path)
     way = record["summary"]["send_weights"]

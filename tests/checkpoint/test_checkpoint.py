@@ -21,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from shardgrad import checkpoint
-from shardgrad.errors import CheckpointError, CheckpointSaveError
+from shardgrad.errors import CheckpointError, CheckpointSaveError, OptionError
 from shardgrad.programs.checkpoint import folder as folders
 from shardgrad.programs.checkpoint import manifest
 from shardgrad.programs.text import listed, printable
@@ -297,6 +297,8 @@ def test_retention_keeps_the_newest_and_the_one_named_latest(tmp_path: Path) -> 
     for wrong in ("../../etc", "step_000005", "", "\xff"):
         (tmp_path / "latest").write_text(wrong, encoding="latin-1")
         assert newest(series) == 1_000_000
+    with pytest.raises(OptionError, match="newest checkpoint is always kept"):
+        checkpoint.Series(tmp_path, keep=0)
 
 
 def test_what_the_system_takes_in_parts_is_written_whole(tmp_path: Path) -> None:

@@ -200,7 +200,7 @@ CATALOGUE: tuple[Fault | Tampering, ...] = (
         "descriptors",
         (PhasePoint("checkpoint"),),
         programs=_ALL_WRITE,
-        words=("Too many open files",),
+        words=("too many open files",),
         steps=_SAVES,
     ),
     Fault("clock jumps forward", "clock forward", (*_FORWARD, *_CHECKPOINT[:1]), _E.SURVIVES),

@@ -255,6 +255,9 @@ def test_bad_arguments_are_refused() -> None:
         shardgrad.clip_grad_norm_(model, -1.0)
     with pytest.raises(OptionError, match="norm of this type"):
         shardgrad.clip_grad_norm_(model, 1.0, norm_type=-2.0)
+    for limit, order in ((None, 2.0), (1.0, "two"), (1j, 2.0), (model, 2.0)):
+        with pytest.raises(OptionError, match="must be numbers"):
+            shardgrad.clip_grad_norm_(model, limit, norm_type=order)
     model[0].bias.grad.fill_(math.nan)
     with pytest.raises(GradientError, match="non-finite"):
         shardgrad.clip_grad_norm_(model, 1.0, error_if_nonfinite=True)

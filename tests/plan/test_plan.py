@@ -549,6 +549,27 @@ def two_layers() -> tuple[nn.Module, object]:
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), loss
 
 
+def reads_an_embedding() -> tuple[nn.Module, object]:
+    class Model(nn.ModuleDict):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            found = nn.functional.embedding(tokens, self["embedding"].weight)
+            out: torch.Tensor = self["head"](found)
+            return out
+
+    def loss(model: nn.Module, batch_size: int, seq_len: int) -> torch.Tensor:
+        out: torch.Tensor = model(torch.zeros(batch_size, dtype=torch.long))
+        return out.mean()
+
+    return Model({"embedding": nn.Embedding(8, 4), "head": nn.Linear(4, 4)}), loss
+
+
+def test_advice_says_what_could_not_be_planned_and_why() -> None:
+    result = run("--model", f"{__name__}:reads_an_embedding", "--advice")
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.stdout.split())
+    assert "1 more could not be planned: --unit embedding --unit head: aten." in said
+
+
 def test_a_model_of_ones_own_is_planned() -> None:
     result = run("--model", f"{__name__}:two_layers", "--json")
     assert result.exit_code == 0, result.output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import resource
 
 from shardgrad.errors import CheckpointSaveError
 from shardgrad.programs.train.failure import explain
@@ -33,3 +34,14 @@ def test_a_full_disk_is_found_behind_what_it_led_to() -> None:
     behind = CheckpointSaveError("a rank could not do its part")
     behind.__cause__ = full
     assert str(explain(behind)).startswith("The disk is full")
+
+
+def test_too_many_open_files_name_the_limit_whoever_met_it() -> None:
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    gloo = RuntimeError(
+        "[enforce fail at loop.cc:48] rv != -1. -1 vs -1. pipe: Too many open files"
+    )
+    for met in (gloo, OSError(errno.EMFILE, "Too many open files", "ascii.py")):
+        said = str(explain(met))
+        assert f"its limit is {limit}: ulimit -n " in said
+        assert "enforce" not in said

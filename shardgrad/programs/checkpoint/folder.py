@@ -128,10 +128,20 @@ class Series:
 
     Args:
         folder: folder of the checkpoints.
-        keep: number of checkpoints to keep.
+        keep: number of checkpoints to keep, at least 1.
+
+    Raises:
+        OptionError: `keep` is less.
     """
 
     def __init__(self, folder: Path | str, *, keep: int = 2) -> None:
+        if keep < 1:
+            raise OptionError(
+                "the newest checkpoint is always kept",
+                expected="keep of at least 1",
+                got=repr(keep),
+                fix="keep=2",
+            )
         self._folder = Path(folder)
         self._keep = keep
         self._lock: FileLock | None = None

@@ -61,7 +61,6 @@ def plan(ctx: click.Context, /, as_json: bool, advice: bool, **options: Any) -> 
     else:
         transformer_config(request.preset, request.override, presets=PLAN_PRESETS)
 
-    import contextlib
     import json
     import warnings
 
@@ -81,12 +80,14 @@ def plan(ctx: click.Context, /, as_json: bool, advice: bool, **options: Any) -> 
     if not console.is_terminal:
         console = Console(highlight=False, width=100)
     made = make_plan(request, machine, calibration)
-    others = {}
+    others, refused = {}, {}
     for added, other in variants(request) if advice else ():
-        # A module whose weight is read outside of its forward cannot be a unit: no advice then.
-        with contextlib.suppress(RuntimeError, TrainingError):
+        try:
             others[added] = make_plan(other, machine, calibration)
+        # Such as a module whose weight is read outside of its forward, which cannot be a unit.
+        except (RuntimeError, TrainingError) as error:
+            refused[added] = str(error).splitlines()[0]
     if as_json:
-        click.echo(json.dumps(report.as_json(made, others)))
+        click.echo(json.dumps(report.as_json(made, others, refused)))
     else:
-        report.show(made, others, console)
+        report.show(made, others, refused, console)

@@ -7,14 +7,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
+from rich.markup import escape
 from rich.table import Table
 
 from shardgrad.programs.plan.planning import Plan
 from shardgrad.programs.train.display import nice_nbytes
 
 
-def show(plan: Plan, others: Mapping[str, Plan], console: Console) -> None:
-    """Prints a plan, and what `others` change, which are plans by the options that they add."""
+def show(
+    plan: Plan, others: Mapping[str, Plan], refused: Mapping[str, str], console: Console
+) -> None:
+    """Prints a plan, and what `others` change, which are plans by the options that they add;
+    `refused` are the reasons why there is none.
+    """
     parts: list[RenderableType] = [
         _heading(plan),
         "",
@@ -26,11 +31,14 @@ def show(plan: Plan, others: Mapping[str, Plan], console: Console) -> None:
     ]
     if others:
         parts += ["", _advice(plan, others)]
+    if refused:
+        reasons = "; ".join(f"{options}: {reason}" for options, reason in refused.items())
+        parts += ["", escape(f"{len(refused)} more could not be planned: {reasons}")]
     parts += ["", _sources(plan)]
     console.print(Group(*parts))
 
 
-def as_json(plan: Plan, others: Mapping[str, Plan]) -> dict[str, Any]:
+def as_json(plan: Plan, others: Mapping[str, Plan], refused: Mapping[str, str]) -> dict[str, Any]:
     """Returns a plan as plain values of one rank; sizes are in bytes, times in seconds."""
     return {
         "model": plan.name,
@@ -60,7 +68,8 @@ def as_json(plan: Plan, others: Mapping[str, Plan]) -> dict[str, Any]:
             "tokens_per_s_range": list(plan.tokens_per_s_range),
             "mfu": plan.mfu,
         },
-        "advice": {options: as_json(other, {}) for options, other in others.items()},
+        "advice": {options: as_json(other, {}, {}) for options, other in others.items()},
+        "no_advice": dict(refused),
     }
 
 

@@ -5,6 +5,7 @@ status.
 from __future__ import annotations
 
 import errno
+import resource
 
 from shardgrad.errors import DesyncError
 from shardgrad.programs.text import printable
@@ -17,6 +18,7 @@ _PEER_WORDS = (
     "broken pipe",
 )
 _TIMEOUT_WORDS = ("timed out waiting", "timeout", "timed out")
+_FILES_WORDS = "too many open files"
 _MEMORY_WORDS = ("out of memory", "can't allocate memory", "not enough memory")
 
 
@@ -59,6 +61,13 @@ def explain(error: BaseException) -> TrainingError:
         return TrainingError(
             f"The disk is full or a quota is used up ({_words_of(reason)}): free some space."
         )
+    text = str(error).lower()
+    if _FILES_WORDS in text:  # gloo's words, too, in an error of its own
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return TrainingError(
+            f"A process has too many open files, and its limit is {limit}: ulimit -n "
+            f"{max(1024, 2 * limit)}, and start again."
+        )
     if isinstance(error, OSError):
         return TrainingError(
             f"The operating system refused ({_words_of(error)}): remove the cause, or "
@@ -66,7 +75,6 @@ def explain(error: BaseException) -> TrainingError:
         )
     if isinstance(error, DesyncError):
         return PeerLost(f"The ranks are not in step: {_first_line(error)}.")
-    text = str(error).lower()
     if isinstance(error, MemoryError) or any(words in text for words in _MEMORY_WORDS):
         return TrainingError(
             "Memory ran out: lower --batch-size, raise --accumulate, or add "
