@@ -24,7 +24,7 @@ __all__ = ["CollectiveConfig", "CommContext", "Route", "SecondStep"]
 class CommContext:
     """Streams, staging and transports of a root and its units.
 
-    `streams` replaces the device's, for plans and tests; `transports` replaces `transport_for`.
+    `streams` replaces the device's, for plans.
 
     Attributes:
         parameters_ready: where the parameters were last written; all-gathers start after it.
@@ -38,7 +38,6 @@ class CommContext:
         self,
         device: torch.device,
         streams: Streams | None = None,
-        transports: Callable[[dist.ProcessGroup], Transport] | None = None,
     ) -> None:
         self.device = device
         self.is_captured = False
@@ -52,7 +51,6 @@ class CommContext:
         # By group, or a program's by their keys.
         self._transports: dict[Hashable, Transport] = {}
         self._special_rings: dict[Hashable, SlotRing] = {}
-        self._choose_transport = transports or partial(transport_for, device=device)
         self._begin()
 
     def _begin(self) -> None:
@@ -71,7 +69,7 @@ class CommContext:
 
     def transport(self, group: dist.ProcessGroup) -> Transport:
         """Returns the transport of `group`, the same object each time."""
-        return self.own_transport(group, partial(self._choose_transport, group))
+        return self.own_transport(group, partial(transport_for, group, self.device))
 
     def memory(self) -> Iterator[tuple[str, torch.UntypedStorage]]:
         """Yields what the rings keep from step to step, with its owner."""

@@ -315,7 +315,6 @@ REQUESTS = st.fixed_dictionaries(
         "reduce_dtype": st.sampled_from([None, "fp32", "bf16"]),
         "gradient_dtype": st.sampled_from([None, "fp32", "bf16"]),
         "no_sync": st.booleans(),
-        "on_host": st.booleans(),
     },
 )
 

@@ -19,7 +19,7 @@ _SETTINGS = Request, MachineOptions, Calibration
 _EXAMPLES = [
     "shardgrad plan --preset 8b --ranks 64 --activation-checkpointing full",
     "shardgrad plan --preset 70b --mesh 64x8 --stage hfsdp --device h200",
-    "shardgrad plan --preset small --device cpu --ranks 2 --compute-s 1.3",
+    "shardgrad plan --preset 1b --device a100 --network eth100 --compute-s 1.3",
 ]
 
 
@@ -50,7 +50,7 @@ def plan(ctx: click.Context, /, as_json: bool, advice: bool, **options: Any) -> 
             raise click.UsageError(f"{' and '.join(flags)} {words}: give one.", ctx)
     # Before PyTorch is imported, which takes seconds.
     machine = machine_of(**given_for(MachineOptions, options))
-    asked = {"on_host": machine.device.is_synchronous, **given_for(Request, options)}
+    asked = given_for(Request, options)
     asked.setdefault("ranks", math.prod(mesh_shape(options["mesh"]) or (8,)))
     request = Request(**asked)
     calibration = Calibration(**given_for(Calibration, options))

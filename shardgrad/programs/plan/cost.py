@@ -24,7 +24,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from shardgrad.programs.plan.hardware import Machine
+from shardgrad.programs.plan.hardware import BANDWIDTH_SHARE, MATMUL_SHARE, Machine
 from shardgrad.programs.plan.recording import Event, Kernel, Transfer
 
 # Of the bandwidth, by NCCL's protocols: LL sends a flag with every word, LL128 one with every 120
@@ -81,8 +81,8 @@ class CostModel:
     def kernel_s(self, kernel: Kernel) -> float:
         """Returns the seconds of one kernel, without its launch."""
         device = self.machine.device
-        rate = device.flops[kernel.dtype] * device.matmul_share
-        bandwidth = device.bandwidth * device.bandwidth_share
+        rate = device.flops[kernel.dtype] * MATMUL_SHARE
+        bandwidth = device.bandwidth * BANDWIDTH_SHARE
         seconds = max(kernel.flops / rate, kernel.nbytes / bandwidth)
         return (
             seconds
@@ -97,9 +97,6 @@ class CostModel:
         layout = AxisLayout.of(
             transfer.axis, transfer.ranks, self.shards, self.machine.devices_per_node
         )
-        if self.machine.device.is_synchronous:
-            link = self.machine.link
-            return link.hop_s[0] * (layout.ranks - 1) + transfer.sent_nbytes / link.bandwidth
         if transfer.kind == "exchange":
             return self._exchange_s(transfer, layout)
         options = [self._ring_s(transfer, layout, protocol) for protocol in range(3)]

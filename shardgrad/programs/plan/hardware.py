@@ -1,8 +1,7 @@
 """Specifications of devices, links and networks, with the source of each number.
 
-Peaks are the manufacturers', dense, without sparsity. `Device.matmul_share` and
-`Device.bandwidth_share` are the fractions that a well-tuned transformer reaches; `--mfu` replaces
-them by a measurement.
+Peaks are the manufacturers', dense, without sparsity. `MATMUL_SHARE` and `BANDWIDTH_SHARE` are the
+fractions that a well-tuned transformer reaches; `--mfu` replaces them by a measurement.
 """
 
 from __future__ import annotations
@@ -16,6 +15,12 @@ from shardgrad.programs.plan.request import MOST_RANKS
 from shardgrad.programs.train.settings import check, setting
 
 GB, GIB = 1e9, 2**30
+# Of the peak, what cuBLAS reaches on transformer shapes at full power, and of the memory's
+# bandwidth, what elementwise kernels reach.
+MATMUL_SHARE, BANDWIDTH_SHARE = 0.70, 0.80
+# Memory taken by the driver's context, NCCL's buffers and libraries' workspaces.
+TAKEN_NBYTES = 2 * GIB
+_MARGIN = 0.12
 
 
 @dataclass(frozen=True)
@@ -32,11 +37,6 @@ class Device:
             (docs/explanation/scaling.md).
         link: name of the fastest link inside a node.
         source: source of the numbers.
-        taken_nbytes: memory taken by the driver's context, NCCL's buffers and libraries'
-            workspaces.
-        matmul_share: fraction of the peak that large matrix products reach.
-        bandwidth_share: fraction of the bandwidth that elementwise kernels reach.
-        is_synchronous: True if work is done when a call returns (a CPU): only transfers overlap.
     """
 
     name: str
@@ -46,18 +46,13 @@ class Device:
     slowdowns: tuple[float, float, float]
     link: str
     source: str
-    taken_nbytes: int = 2 * GIB
-    # Of the peak, what cuBLAS reaches on transformer shapes at full power.
-    matmul_share: float = 0.70
-    bandwidth_share: float = 0.80
-    is_synchronous: bool = False
 
     @property
     def margin_nbytes(self) -> int:
         """Memory to leave free: fragmentation of the allocator, and what NCCL and libraries take
         later.
         """
-        return 0 if self.is_synchronous else int(_MARGIN * self.memory_nbytes)
+        return int(_MARGIN * self.memory_nbytes)
 
 
 @dataclass(frozen=True)
@@ -89,11 +84,6 @@ _NCCL = "hops: NCCL 2.30 src/graph/tuning.cc (commit 5067397)"
 _NVLINK_HOPS = _us(0.6, 1.9, 3.4), _us(0.6, 1.25, 4.0)
 _PCI_HOPS = _us(1.0, 2.5, 5.7), _us(1.0, 1.9, 4.0)
 _NET_HOPS = _us(2.7, 4.0, 14.0), _us(5.0, 8.5, 14.0)
-# gloo has no protocols; a hop is what one message over loopback took on one core.
-_HOST_HOPS = _us(40.0, 40.0, 40.0), _us(40.0, 40.0, 40.0)
-_LOOPBACK = Link(
-    "loopback", 2 * GB, *_HOST_HOPS, "gloo over loopback, an order of magnitude; measure your own"
-)
 
 LINKS: Mapping[str, Link] = {
     link.name: link
@@ -123,7 +113,6 @@ LINKS: Mapping[str, Link] = {
             f"x16, 24 GB/s: nccl src/graph/topo.h counts 12 for gen 3; {_NCCL}",
         ),
         Link("pcie5", 48 * GB, *_PCI_HOPS, f"x16, twice gen 4; {_NCCL}"),
-        _LOOPBACK,
     )
 }
 
@@ -147,14 +136,12 @@ NETWORKS: Mapping[str, Link] = {
         _card("eth400", 400, "Ethernet with RoCE"),
         _card("eth100", 100, "Ethernet with RoCE"),
         _card("eth25", 25, "Ethernet"),
-        _LOOPBACK,
     )
 }
 
 # Fastest, median and slowest of published runs: `python docs/scaling.py --slowdowns`. H100 stand
 # for what came after them, of which too little is published.
 _AMPERE, _HOPPER = (0.86, 0.99, 1.25), (0.97, 1.22, 1.50)
-_MARGIN = 0.12
 
 DEVICES: Mapping[str, Device] = {
     device.name: device
@@ -203,19 +190,6 @@ DEVICES: Mapping[str, Device] = {
             _HOPPER,
             "nvlink5",
             "NVIDIA DGX B200 datasheet",
-        ),
-        Device(
-            "cpu",
-            16 * GIB,
-            {"fp32": 60e9, "bf16": 60e9},
-            8 * GB,
-            (0.5, 1.0, 2.0),
-            "loopback",
-            "one core, an order of magnitude; measure your own steps: python -m benchmarks",
-            taken_nbytes=0,
-            matmul_share=1.0,
-            bandwidth_share=1.0,
-            is_synchronous=True,
         ),
     )
 }
@@ -317,7 +291,7 @@ def machine_of(device: str = "h100", **options: Any) -> Machine:
         kind,
         chosen.devices_per_node,
         LINKS[chosen.link or kind.link],
-        NETWORKS["loopback" if kind.is_synchronous else chosen.network],
+        NETWORKS[chosen.network],
         chosen.cards_per_node or chosen.devices_per_node,
         launch_s=0.0 if chosen.is_graphed else EAGER_LAUNCH_S,
     )

@@ -12,7 +12,7 @@ from typing import Any
 from shardgrad.programs.plan.calibration import Calibration
 from shardgrad.programs.plan.cost import CostModel, compute_s, model_flops
 from shardgrad.programs.plan.depth import line, rehearse_shallow
-from shardgrad.programs.plan.hardware import DEVICES, Device, Machine
+from shardgrad.programs.plan.hardware import DEVICES, TAKEN_NBYTES, Device, Machine
 from shardgrad.programs.plan.memory import memory_of
 from shardgrad.programs.plan.recording import Transfer
 from shardgrad.programs.plan.rehearsal import Rehearsal
@@ -97,8 +97,7 @@ class Plan:
         """Returns the memory that a device must have: with its context and libraries, and a
         margin.
         """
-        reserved = self.peak_nbytes if self.request.on_host else self.reserved_nbytes
-        return reserved + device.taken_nbytes + device.margin_nbytes
+        return self.reserved_nbytes + TAKEN_NBYTES + device.margin_nbytes
 
     @property
     def needed_nbytes(self) -> int:
@@ -129,8 +128,7 @@ class Plan:
     def fits_on(self) -> Iterator[tuple[str, bool]]:
         """Yields every known accelerator, and whether it has enough memory."""
         for device in DEVICES.values():
-            if not device.is_synchronous:
-                yield device.name, self.needed_on(device) <= device.memory_nbytes
+            yield device.name, self.needed_on(device) <= device.memory_nbytes
 
 
 def make_plan(request: Request, machine: Machine, calibration: Calibration = Calibration()) -> Plan:
@@ -142,8 +140,6 @@ def make_plan(request: Request, machine: Machine, calibration: Calibration = Cal
     if request.stage != "auto":
         return plan_of(rehearse_shallow(request), machine, calibration)
     sharded = rehearse_shallow(request.but(stage="3"))
-    if request.on_host:
-        return plan_of(sharded, machine, calibration)
     unsharded = rehearse_shallow(request)
     planned = partial(plan_of, sharded, machine, calibration, unsharded=unsharded)
     blocks = sharded[0].blocks

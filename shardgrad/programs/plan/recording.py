@@ -8,7 +8,7 @@ A `Recorder` collects four kinds of events while a step runs on fake tensors:
 | `Kernel` | an operation on a stream: what it computes and how many bytes it reads and writes |
 | `Transfer` | a collective on a stream: the axis of the mesh and the number of bytes |
 | `Marked` | an event was recorded on a stream |
-| `Waited` | a stream waits for an event, or the host for a transfer |
+| `Waited` | a stream waits for an event |
 
 and every allocation and release, with its position among the events. Allocators hand out memory in
 the host's order too, so the largest sum is the peak.
@@ -25,6 +25,8 @@ from functools import partial
 import torch
 
 from shardgrad.engine.streams import Stream, StreamEvent
+
+_BLOCK_NBYTES = 512  # what the CUDA caching allocator rounds up to
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +86,10 @@ class Marked:
 
 @dataclass(frozen=True, slots=True)
 class Waited:
-    """A stream waits for the event number `mark`; if `stream` is None, the host for transfer
-    `mark`.
-    """
+    """A stream waits for the event number `mark`."""
 
     mark: int
-    stream: str | None
+    stream: str
 
 
 Event = Kernel | Transfer | Marked | Waited
@@ -119,7 +119,6 @@ class Recorder:
     """Collects events and changes of memory.
 
     Attributes:
-        granularity: number of bytes that the allocator rounds up to.
         phase: current phase of the step.
         stream: name of the current stream.
         axes: name of the mesh axis of a process group, by the group's name.
@@ -128,7 +127,6 @@ class Recorder:
         live: allocated bytes of every existing storage.
     """
 
-    granularity: int = 1
     phase: str = "construction"
     stream: str = "compute"
     axes: dict[str, str] = field(default_factory=dict)
@@ -199,7 +197,7 @@ class Recorder:
         del self._stream_of[key]
 
     def _set(self, key: int, nbytes: int) -> None:
-        rounded = -(-nbytes // self.granularity) * self.granularity
+        rounded = -(-nbytes // _BLOCK_NBYTES) * _BLOCK_NBYTES
         before = self.live.pop(key, 0)
         if rounded:
             self.live[key] = rounded

@@ -7,7 +7,6 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardgrad import clip_grad_norm_
 from shardgrad.engine.comm_context import CommContext
 from shardgrad.engine.root import lazy_init
-from shardgrad.engine.streams import NoStreams, Streams
 from shardgrad.engine.unit import unit_of
 from shardgrad.errors import ShardgradError
 from shardgrad.optim import SGD, AdamW
@@ -26,12 +24,8 @@ from shardgrad.programs.plan.models import PlanModel, build_plan_model
 from shardgrad.programs.plan.recording import Change, Event, Recorder, RecordingStreams
 from shardgrad.programs.plan.request import Request
 from shardgrad.programs.plan.stages import groups_of, shard_plan_model
-from shardgrad.programs.plan.transports import recording_transport
 from shardgrad.programs.plan.world import fake_tensors, fake_world
 from shardgrad.programs.train.failure import TrainingError, UsageError
-
-_CUDA_BLOCK = 512  # granularity of the CUDA caching allocator
-_HOST_BLOCK = 64  # the alignment of torch's CPU allocator
 
 
 @dataclass(frozen=True)
@@ -92,7 +86,7 @@ def _rehearse(request: Request) -> Rehearsal:
     blocks = len(plan_model.alike())
     if request.blocks is not None:
         plan_model.keep_alike(request.blocks)
-    recorder = Recorder(granularity=_HOST_BLOCK if request.on_host else _CUDA_BLOCK)
+    recorder = Recorder()
     with fake_world(request.shape) as mesh:
         for axis, name in enumerate(mesh.mesh_dim_names or ()):
             recorder.axes[mesh.get_group(axis).group_name] = name
@@ -146,9 +140,7 @@ class _Trainer:
         for group in groups_of(self._model):
             if group.mesh.levels is not None:
                 recorder.axes[group.mesh.shard_group.group_name] = "both"
-        transports = partial(recording_transport, recorder=recorder, on_host=request.on_host)
-        streams: Streams = NoStreams() if request.on_host else RecordingStreams(recorder)
-        self._runtime = CommContext(torch.device("cpu"), streams, transports)
+        self._runtime = CommContext(torch.device("cpu"), RecordingStreams(recorder))
         unit = unit_of(self._model)
         if unit is None:
             raise UsageError(f"{plan_model.name} has no parameters to shard.")

@@ -10,6 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
+from shardgrad.programs.plan.hardware import BANDWIDTH_SHARE, MATMUL_SHARE, TAKEN_NBYTES
 from shardgrad.programs.plan.planning import Plan
 from shardgrad.programs.train.display import nice_nbytes
 
@@ -102,16 +103,14 @@ def _memory(plan: Plan) -> Table:
         nice_nbytes(sum(resting.values())),
         f"[bold]{nice_nbytes(plan.peak_nbytes)}",
     )
-    if not plan.request.on_host:
-        table.add_row("kept by the allocator, at least", "", nice_nbytes(plan.reserved_nbytes))
-        table.add_row("context, communicators, workspaces", "", nice_nbytes(device.taken_nbytes))
-        table.add_row("margin: fragmentation, NCCL", "", nice_nbytes(device.margin_nbytes))
+    table.add_row("kept by the allocator, at least", "", nice_nbytes(plan.reserved_nbytes))
+    table.add_row("context, communicators, workspaces", "", nice_nbytes(TAKEN_NBYTES))
+    table.add_row("margin: fragmentation, NCCL", "", nice_nbytes(device.margin_nbytes))
     verdict = "[green]fits" if plan.fits else "[red]does not fit"
     room = f"{nice_nbytes(plan.needed_nbytes)} of {nice_nbytes(device.memory_nbytes)}"
     table.add_row(f"[bold]{verdict}", "", f"[bold]{room}")
-    if not plan.request.on_host:
-        fitting = [name for name, fits in plan.fits_on() if fits]
-        table.add_row("would fit on", "", ", ".join(fitting) or "none of the devices known here")
+    fitting = [name for name, fits in plan.fits_on() if fits]
+    table.add_row("would fit on", "", ", ".join(fitting) or "none of the devices known here")
     return table
 
 
@@ -147,8 +146,7 @@ def _time(plan: Plan) -> Table:
     table.add_row("host launches", _ms(plan.host_s))
     table.add_row("tokens/s, a rank", f"{plan.tokens_per_s:,.0f}")
     table.add_row("tokens/s, all ranks", f"{plan.tokens_per_s * request.ranks:,.0f}")
-    if not plan.request.on_host:  # of a CPU no peak is known
-        table.add_row("MFU, as PaLM counts", f"{plan.mfu:.1%}")
+    table.add_row("MFU, as PaLM counts", f"{plan.mfu:.1%}")
     return table
 
 
@@ -170,15 +168,11 @@ def _advice(plan: Plan, others: Mapping[str, Plan]) -> Table:
 def _sources(plan: Plan) -> str:
     machine = plan.machine
     lines = [
-        f"device: {machine.device.source}; {machine.device.matmul_share:.0%} of its products' "
-        f"peak, {machine.device.bandwidth_share:.0%} of its bandwidth, durations times "
-        f"{plan.compute_scale:.2f}",
+        f"device: {machine.device.source}; {MATMUL_SHARE:.0%} of its products' peak, "
+        f"{BANDWIDTH_SHARE:.0%} of its bandwidth, durations times {plan.compute_scale:.2f}",
         f"link {machine.link.name}: {machine.link.source}",
+        f"network {machine.network.name} x {machine.cards_per_node}: {machine.network.source}",
     ]
-    if not machine.device.is_synchronous:
-        lines.append(
-            f"network {machine.network.name} x {machine.cards_per_node}: {machine.network.source}"
-        )
     return "\n".join(f"[dim]{line}[/dim]" for line in lines)
 
 

@@ -35,7 +35,6 @@ class Request:
     """The training step to plan.
 
     Args:
-        on_host: plan for CPU ranks with gloo.
         blocks: plan with only so many of the longest run of blocks that are alike; None for all.
     """
 
@@ -116,7 +115,6 @@ class Request:
     accumulate: int = setting(1, "Micro-batches per step.", least=1, most=2**20)
     no_sync: bool = setting(False, "Reduce gradients only after the last micro-batch.")
 
-    on_host: bool = False
     blocks: int | None = None
 
     def __post_init__(self) -> None:

@@ -2,8 +2,7 @@
 
 The host launches in the recorded order; a stream runs one operation after another; a wait for an
 event ends when the other stream has reached it; and collectives on one link run one after another
-in the order of launches, as those of one communicator do. On a CPU the host computes, and only
-exchanges that it does not wait for overlap.
+in the order of launches, as those of one communicator do.
 """
 
 from __future__ import annotations
@@ -54,34 +53,27 @@ class Timeline:
 
 def play(events: Sequence[Event], cost: CostModel) -> Timeline:
     """Returns the start and end of each event."""
-    is_synchronous = cost.machine.device.is_synchronous
     host_s = 0.0
     streams: dict[str, float] = defaultdict(float)  # when each is free
     links: dict[str, float] = defaultdict(float)
     marks: dict[int, float] = defaultdict(float)
-    ends: dict[int, float] = {}  # of transfers
     spans: list[Span] = []
-    for number, event in enumerate(events):
+    for event in events:
         if isinstance(event, Kernel):
             host_s += cost.machine.launch_s
             begin = max(streams[event.stream], host_s)
             end = streams[event.stream] = begin + cost.kernel_s(event)
             spans.append(Span("compute" if event.stream == "compute" else "copies", begin, end))
-            host_s = end if is_synchronous else host_s
         elif isinstance(event, Transfer):
             host_s += cost.machine.launch_s
             link = cost.links_of(event)
             begin = max(streams[event.stream], host_s, links[link])
-            end = links[link] = ends[number] = begin + cost.transfer_s(event)
+            end = links[link] = streams[event.stream] = begin + cost.transfer_s(event)
             spans.append(Span(link, begin, end))
-            if not is_synchronous:
-                streams[event.stream] = end
         elif isinstance(event, Marked):
             marks[event.mark] = streams[event.stream]
-        elif event.stream is not None:
+        else:
             streams[event.stream] = max(streams[event.stream], marks[event.mark])
-        elif is_synchronous:  # on an accelerator streams wait, and not the host
-            host_s = max(host_s, ends[event.mark])
     busy = [span for span in spans if span.lane == "compute"]
     moved = [span for span in spans if span.lane not in ("compute", "copies")]
     return Timeline(

@@ -32,7 +32,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from shardgrad.programs.plan.recording import Kernel, Recorder, Transfer, Waited
+from shardgrad.programs.plan.recording import Kernel, Recorder, Transfer
 from shardgrad.programs.train.failure import TrainingError
 
 _aten, _prim = torch.ops.aten, torch.ops.prim
@@ -210,15 +210,8 @@ class _Observer(TorchDispatchMode):
         sent = nbytes * (ranks - 1) // ranks
         if kind == "all-reduce":
             sent *= 2
-        elif kind == "exchange" and any(
-            args[3:5]
-        ):  # two ranks exchange only what the other one needs
-            sent = nbytes
         axis = recorder.axes.get(group.group_name, "neighbours")
-        recorder.events += [
-            Transfer(recorder.stream, kind, axis, ranks, nbytes, sent),
-            Waited(len(recorder.events), None),
-        ]
+        recorder.events.append(Transfer(recorder.stream, kind, axis, ranks, nbytes, sent))
 
 
 def _is_group(arg: Any) -> bool:
