@@ -27,7 +27,6 @@ from benchmarks.engines.program import (
 )
 from benchmarks.engines.task import Task
 from benchmarks.models import build_model
-from shardgrad.programs.train.sharding import set_gradient_sync
 
 _WARMUP = 3  # eager steps before a capture
 
@@ -54,12 +53,12 @@ def _sharded(
             part.compile()
         fully_shard(part, mesh=mesh, mp_policy=policy, **options)
 
-    model = build_model(task.preset, device, wrap=wrap)
+    model: Any = build_model(task.preset, device, wrap=wrap)
     is_ours = fully_shard is shardgrad.fully_shard
     params = list(model.parameters())
 
     def micro_batch(is_last: bool) -> AbstractContextManager[Any]:
-        set_gradient_sync(model, is_last)
+        model.set_requires_gradient_sync(is_last)
         return nullcontext()
 
     return Program(

@@ -139,11 +139,11 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_loss_is_the_mean_since_the_last_line_and_a_profile_and_a_sample_come_with_it(
+def test_a_loss_is_the_mean_since_the_last_line_and_a_sample_comes_with_it(
     two_ranks: Path, tmp_path: Path
 ) -> None:
     """With all that changes how blocks run, and nothing that changes what they compute."""
-    options = [*MICRO, "--ranks", "2", "--run-dir", tmp_path, "--log-every", "3", "--profile", "4"]
+    options = [*MICRO, "--ranks", "2", "--run-dir", tmp_path, "--log-every", "3"]
     options += ["--stage", "2", "--activation-checkpointing", "selective", "--sample-bytes", "5"]
     output = train(*options)
     each, means = losses(two_ranks), losses(tmp_path)
@@ -151,10 +151,6 @@ def test_a_loss_is_the_mean_since_the_last_line_and_a_profile_and_a_sample_come_
     for step, mean in means.items():
         assert mean == pytest.approx(sum(each[step - n] for n in range(3)) / 3, rel=1e-5)
     assert "The model writes:" in output
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    names = {str(event.get("name")) for event in events}
-    assert any(name.startswith("FSDP::all_gather") for name in names)
-    assert any(name.startswith("FSDP::post_backward_reduce") for name in names)
 
 
 def test_a_run_leaves_its_settings_surroundings_metrics_and_checkpoints(two_ranks: Path) -> None:

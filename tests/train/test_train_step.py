@@ -120,7 +120,6 @@ def test_a_graphed_step_trains_bit_for_bit_as_one_without(optimizer: str, accumu
     for graph in ("off", "on"):
         config = config_of(
             graph=graph,
-            engine="none",
             optimizer=optimizer,
             accumulate=accumulate,
             batch_size=2,
@@ -145,7 +144,6 @@ def test_a_graphed_step_trains_bit_for_bit_as_one_without(optimizer: str, accumu
     [
         ({}, False),  # a CPU has no graphs
         ({"graph": "on"}, True),
-        ({"graph": "on", "engine": "none"}, True),
         ({"graph": "off"}, False),
     ],
 )

@@ -67,8 +67,8 @@ class TrainConfig:
     )
     engine: str = setting(
         "shardgrad",
-        "Engine that shards the model; none trains an unsharded model in one process.",
-        choices=("shardgrad", "fsdp2", "none"),
+        "Engine that shards the model; fsdp2 is torch's.",
+        choices=("shardgrad", "fsdp2"),
     )
     stage: str = setting(
         "3",
@@ -143,11 +143,6 @@ class TrainConfig:
         100, "Steps between two validations; the last step is always validated.", least=1
     )
     eval_samples: int = setting(64, "Number of held-out sequences in a validation.", least=1)
-    profile: int = setting(
-        0,
-        "Profile this step of rank 0 into trace.json of the run folder, with torch.profiler.",
-        least=0,
-    )
     tensorboard: bool = setting(
         False, "Write the metrics for TensorBoard too, into the run folder."
     )
@@ -183,15 +178,6 @@ class TrainConfig:
                 f"--mesh {self.mesh} has room for {math.prod(mesh)} ranks, not {self.ranks}: "
                 "correct one."
             )
-        if self.profile > self.steps:
-            raise UsageError(
-                f"--profile {self.profile} comes after the last step, {self.steps}: give an "
-                "earlier one."
-            )
-        if self.engine == "none" and (self.ranks or math.prod(mesh)) > 1:
-            raise UsageError(
-                "--engine none trains in one process: use --ranks 1, or an engine that shards."
-            )
         if self.stage != "3" and self.engine != "shardgrad":
             raise UsageError(
                 f"--stage {self.stage} is for --engine shardgrad: leave one of them out."
@@ -202,8 +188,8 @@ class TrainConfig:
             )
         if self.graph == "on" and self.engine == "fsdp2":
             raise UsageError(
-                "--graph on is for --engine shardgrad or none, whose steps can be captured: choose "
-                "one of them, or leave --graph out."
+                "--graph on is for --engine shardgrad, whose steps can be captured: leave one of "
+                "them out."
             )
 
     def global_batch(self, world_size: int) -> int:

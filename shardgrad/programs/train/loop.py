@@ -23,7 +23,6 @@ from shardgrad.programs.train.generate import continued, shown
 from shardgrad.programs.train.model import count_parameters
 from shardgrad.programs.train.optimizer import build_optimizer, build_schedule
 from shardgrad.programs.train.parallel import World, build_mesh, memory_nbytes
-from shardgrad.programs.train.profiling import profiled
 from shardgrad.programs.train.record import RunRecord, StepMetrics
 from shardgrad.programs.train.sharding import build_model
 from shardgrad.programs.train.step import StepResult, TrainStep, validation_loss
@@ -165,9 +164,7 @@ class Run:
         """Trains, reports, checks, validates and saves until the last step or a request to stop."""
         config, state = self.config, self.state
         while state.step < config.steps:
-            is_profiled = self._record is not None and state.step + 1 == config.profile
-            with profiled(self.folder if is_profiled else None, self.world.device):
-                result = self._step()
+            result = self._step()
             self._watch(result)
             self.display.stepped(state.step)
             if self._is_due(config.log_every):

@@ -26,14 +26,11 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimi
     ]
     groups = [group for group in groups if group["params"]]
     library: Any = torch.optim if config.engine == "fsdp2" else shardgrad.optim
-    # For parameters that no unit shards, clipping cannot tell the optimizer that a norm is not
-    # finite.
-    checks: dict[str, bool] = {"check_finite": True} if config.engine == "none" else {}
     optimizer: torch.optim.Optimizer
     if config.optimizer == "sgd":
-        optimizer = library.SGD(groups, lr=config.lr, momentum=0.9, **checks)
+        optimizer = library.SGD(groups, lr=config.lr, momentum=0.9)
     else:
-        optimizer = library.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True, **checks)
+        optimizer = library.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
     return optimizer
 
 

@@ -171,8 +171,6 @@ def build_mesh(world: World, text: str | None, *, timeout_s: float) -> DeviceMes
 
 def default_ranks(config: TrainConfig) -> int:
     """Returns the default number of ranks: one per accelerator, else two if there are two cores."""
-    if config.engine == "none":
-        return 1
     if config.device != "cpu" and torch.accelerator.is_available():
         return torch.accelerator.device_count()
     return min(2, available_cores())

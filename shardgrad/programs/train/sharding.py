@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 
+import shardgrad
 from shardgrad.programs.train.config import TrainConfig
-from shardgrad.programs.train.failure import UsageError
 from shardgrad.programs.train.model import Transformer, materialise
 from shardgrad.programs.train.presets import transformer_config
 from shardgrad.programs.train.recompute import checkpointed
-
-ShardModule = Callable[..., Any]
 
 
 def build_model(config: TrainConfig, mesh: DeviceMesh, device: torch.device) -> Transformer:
@@ -28,11 +25,8 @@ def build_model(config: TrainConfig, mesh: DeviceMesh, device: torch.device) -> 
 
     Returns:
         A module with `layers`, `forward(tokens) -> logits` and `loss(tokens, targets)`.
-
-    Raises:
-        UsageError: the engine cannot train with this mesh or precision.
     """
-    shard = choose_engine(config.engine, mesh)
+    shard: Any = shardgrad.fully_shard if config.engine == "shardgrad" else fsdp2_fully_shard
     policy = precision_policy(config.precision)
     stage: dict[str, Any] = {}
     if config.stage != "3":
@@ -53,33 +47,6 @@ def build_model(config: TrainConfig, mesh: DeviceMesh, device: torch.device) -> 
     return model
 
 
-def choose_engine(name: str, mesh: DeviceMesh) -> ShardModule:
-    """Returns the function that shards a module, with the signature of torch's `fully_shard`."""
-    if name == "shardgrad":
-        from shardgrad import fully_shard
-
-        return fully_shard
-    if name == "fsdp2":
-        from torch.distributed.fsdp import fully_shard as torch_fully_shard
-
-        return torch_fully_shard
-    if mesh.size() > 1:
-        raise UsageError(
-            f"--engine none trains in one process, but {mesh.size()} are running: use --ranks 1."
-        )
-    return _unsharded
-
-
-def _unsharded(
-    module: nn.Module, *, mesh: DeviceMesh, mp_policy: MixedPrecisionPolicy
-) -> nn.Module:
-    if mp_policy.param_dtype is not None:
-        raise UsageError(
-            "--engine none computes in fp32: leave --precision out, or use an engine that shards."
-        )
-    return module
-
-
 def precision_policy(name: str) -> MixedPrecisionPolicy:
     """Returns the policy of `--precision`: `bf16-mixed` computes in bf16 and reduces gradients in
     fp32.
@@ -87,10 +54,3 @@ def precision_policy(name: str) -> MixedPrecisionPolicy:
     if name == "fp32":
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
-def set_gradient_sync(model: nn.Module, wanted: bool) -> None:
-    """Sets whether the next backward reduces gradients; no effect on an unsharded model."""
-    setter = getattr(model, "set_requires_gradient_sync", None)
-    if setter is not None:
-        setter(wanted)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,6 @@ from shardgrad.programs.train.config import TrainConfig
 from shardgrad.programs.train.corpus import Sampler, validation_starts, windows
 from shardgrad.programs.train.model import next_token_loss
 from shardgrad.programs.train.parallel import World
-from shardgrad.programs.train.sharding import set_gradient_sync
 
 MicroBatch = tuple[Tensor, Tensor]  # tokens and targets, int64 `[batch, sequence]`
 
@@ -99,10 +98,12 @@ class TrainStep:
         Returns:
             `loss` and `grad_norm` of `StepResult`.
         """
-        model, config, device = self._state.model, self._config, self._world.device
+        config, device = self._config, self._world.device
+        model: Any = self._state.model  # an `FSDPModule`
         loss = torch.zeros((), device=device)
         for number, (tokens, targets) in enumerate(micro_batches, start=1):
-            set_gradient_sync(model, number == len(micro_batches) or config.sync_every_microbatch)
+            is_last = number == len(micro_batches)
+            model.set_requires_gradient_sync(is_last or config.sync_every_microbatch)
             recorder.enter("forward")
             part = model.loss(tokens.to(device), targets.to(device)) / len(micro_batches)
             recorder.enter("backward")
