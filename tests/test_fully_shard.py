@@ -189,49 +189,6 @@ def test_a_forward_with_meta_parameters_names_them() -> None:
     assert first == second == sorted(["'gain'", "'head.weight'", "'head.bias'", "'norm.weight'"])
 
 
-def _memory_beside_custom_collectives(model: Any) -> None:
-    layer = model.layers[0]
-    layer.set_custom_all_gather(object())
-    try:
-        layer.set_allocate_memory_from_process_group_for_comm(True)
-    finally:
-        layer.set_custom_all_gather(None)
-
-
-METHODS: dict[str, tuple[Callable[[Any], Any], type[Exception], type[Exception]]] = {
-    "reshard_flag": (lambda m: m.set_reshard_after_forward(2), errors.OptionError, ValueError),
-    "divide_factor": (lambda m: m.set_gradient_divide_factor(0.0), errors.OptionError, ValueError),
-    "forward_prefetch": (
-        lambda m: m.set_modules_to_forward_prefetch([m.norm]),
-        errors.OptionError,
-        ValueError,
-    ),
-    "backward_prefetch": (
-        lambda m: m.set_modules_to_backward_prefetch([nn.ReLU()]),
-        errors.OptionError,
-        ValueError,
-    ),
-    "method_name": (
-        lambda m: shardgrad.register_fsdp_forward_method(m, "lose"),
-        errors.ForwardMethodError,
-        ValueError,
-    ),
-    "child_reset": (lambda m: m.layers[0].reset_iter_state(), errors.RootError, RuntimeError),
-    "buffers": (
-        lambda m: m.set_reduce_scatter_max_input_buffers(0),
-        errors.OptionError,
-        ValueError,
-    ),
-    "buffers_type": (
-        lambda m: m.set_reduce_scatter_max_input_buffers(True),
-        errors.OptionTypeError,
-        TypeError,
-    ),
-    "shared": (lambda m: shardgrad.share_comm_ctx([m, m.norm]), errors.OptionError, ValueError),
-    "memory": (_memory_beside_custom_collectives, errors.CustomCommError, AssertionError),
-}
-
-
 @on_ranks(2)
 def test_a_cuda_build_on_a_machine_without_a_gpu_takes_the_cpu() -> None:
     built_for = torch._C._accelerator_getAccelerator

@@ -422,21 +422,6 @@ def train_clipped(engine: Engine, norm_type: float) -> Tensors:
     return found | engine.snapshot(model)
 
 
-def train_with_a_registered_method(engine: Engine) -> Tensors:
-    register = shardgrad.register_fsdp_forward_method
-    if engine is FSDP2:
-        register = torch.distributed.fsdp.register_fsdp_forward_method
-    model = engine.shard_tower(tower())
-    model.__class__.loss = token_loss
-    register(model, "loss")
-    optim = make_optimizer("adamw", model)
-    for step in range(3):
-        model.loss(engine.tokens(step)).backward()
-        optim.step()
-        optim.zero_grad()
-    return engine.snapshot(model)
-
-
 def test_unshards_and_reshards_by_hand_train_bit_for_bit_like_fsdp2(two_ranks: Ranks) -> None:
     two_ranks.run(same_bits_as_fsdp2, train_with_early_unshards)
 
@@ -499,7 +484,3 @@ def test_clipping_the_norm_of_gradients_is_bit_for_bit_like_fsdp2(
     two_ranks: Ranks, norm_type: float
 ) -> None:
     two_ranks.run(same_bits_as_fsdp2, train_clipped, norm_type)
-
-
-def test_a_registered_method_trains_bit_for_bit_like_fsdp2(two_ranks: Ranks) -> None:
-    two_ranks.run(same_bits_as_fsdp2, train_with_a_registered_method)

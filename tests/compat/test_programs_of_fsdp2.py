@@ -6,7 +6,6 @@ docs/reference/fsdp2.md lists all such behaviours with the test that shows each.
 from __future__ import annotations
 
 import gc
-import time
 from contextlib import nullcontext
 
 import pytest
@@ -21,12 +20,9 @@ from torch.distributed.tensor.experimental import implicit_replication
 import shardgrad
 from tests.support.parity import (
     FSDP2,
-    GATHERED,
     SHARDGRAD,
-    UNSHARDED,
     Engine,
     Tensors,
-    assert_close,
     close_to_unsharded,
     float64,
     hsdp_mesh,
@@ -38,7 +34,6 @@ from tests.support.parity import (
     tower,
     train,
     train_squares,
-    watching_collectives,
 )
 from tests.support.ranks import Ranks, on_ranks
 
@@ -65,25 +60,6 @@ def test_a_two_dimensional_mesh_of_process_groups_works_too(two_ranks: Ranks) ->
     two_ranks.run(same_bits_as_fsdp2, train_on_a_mesh_of_groups, 2)
 
 
-def train_after_a_broadcast_to_replicas(engine: Engine) -> Tensors:
-    """Replicas begin with other weights; those of the first are sent to the rest, in place."""
-    mesh = hsdp_mesh(2, 2)
-    first = mesh.get_local_rank("replicate") == 0
-    model = engine.shard_tower(tower(seed=0 if first else 1), mesh=mesh)
-    group = mesh.get_group("replicate")
-    with torch.no_grad():
-        for param in model.parameters():
-            dist.broadcast(param.to_local(), group=group, group_src=0)
-    return train(engine, model)
-
-
-@on_ranks(4)
-def test_shards_can_be_broadcast_across_replicas_in_place() -> None:
-    ours = train_after_a_broadcast_to_replicas(SHARDGRAD)
-    plain = train(SHARDGRAD, SHARDGRAD.shard_tower(tower(), mesh=hsdp_mesh(2, 2)))
-    assert all(torch.equal(ours[name], plain[name]) for name in plain)
-
-
 # -- construction and calls
 
 
@@ -98,19 +74,6 @@ def train_sharded_while_built(engine: Engine) -> Tensors:
 
 def test_layers_may_be_sharded_as_they_are_built(two_ranks: Ranks) -> None:
     two_ranks.run(same_bits_as_fsdp2, train_sharded_while_built)
-
-
-@on_ranks(2)
-def test_a_list_of_modules_that_contain_units_is_no_root() -> None:
-    # A list is fine as long as none of its modules contains units: each is run by itself.
-    model = nn.ModuleList([stack(5, 5, 5), stack(5, 5, 5)])
-    for engine in (SHARDGRAD, FSDP2):
-        for part in model:
-            engine.fully_shard(part[0])
-        engine.fully_shard(list(model))
-        with pytest.raises(RuntimeError, match="single root module"):
-            model[0](engine.inputs(0, 5))
-        model = nn.ModuleList([stack(5, 5, 5), stack(5, 5, 5)])
 
 
 def train_a_list_without_a_root(engine: Engine) -> Tensors:
@@ -204,24 +167,6 @@ def test_trainable_and_frozen_units_run_several_times_in_a_forward(
     two_ranks.run(same_bits_as_fsdp2, train_a_child_several_times, where)
 
 
-def train_without_a_root(engine: Engine) -> Tensors:
-    """Only the layers are units: each is its own root."""
-    model = stack(5, 7, 3)
-    engine.fully_shard(model[0])
-    engine.fully_shard(model[2].requires_grad_(False))
-    found = train_squares(engine, model, 5, steps=2)
-    with torch.no_grad():
-        model(engine.inputs(7, 5))
-    for layer in (model[0], model[2]):
-        layer.reshard()  # roots stay whole after a forward
-    model[2].requires_grad_(True)
-    return found | {f"later {k}": v for k, v in train_squares(engine, model, 5, steps=2).items()}
-
-
-def test_units_without_a_common_root_are_unfrozen_later(two_ranks: Ranks) -> None:
-    two_ranks.run(same_bits_as_fsdp2, train_without_a_root)
-
-
 # -- beside torch's data parallelism
 
 
@@ -269,14 +214,6 @@ def test_replicating_a_sharded_module_is_refused() -> None:
 
 
 # -- what collectives leave
-
-
-@on_ranks(2)
-def test_slow_collectives_change_no_bit() -> None:
-    quick = train(SHARDGRAD, SHARDGRAD.shard_tower(tower()))
-    with watching_collectives(lambda *_: time.sleep(0.002 * (1 + dist.get_rank()))):
-        slow = train(SHARDGRAD, SHARDGRAD.shard_tower(tower()))
-    assert all(torch.equal(quick[name], slow[name]) for name in quick)
 
 
 def train_with_unshards_that_wait(engine: Engine) -> Tensors:
@@ -340,20 +277,3 @@ def test_a_divide_factor_is_for_one_unit_only(replicas: int) -> None:
         if name.endswith(".grad"):
             share = dist.get_world_size() / 8 if name.startswith("layers.1.") else 1.0
             torch.testing.assert_close(divided[name], grad * share, rtol=1e-12, atol=0)
-
-
-def norms_of(engine: Engine, foreach: bool | None) -> Tensors:
-    model = engine.shard_tower(tower())
-    token_loss(model, engine.tokens(0)).backward()
-    if engine is UNSHARDED:
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=foreach)
-    else:
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=foreach).full_tensor()
-    return {"norm": norm} | engine.snapshot(model)
-
-
-@on_ranks(2)
-def test_torchs_clipping_sees_whole_norms() -> None:
-    with float64():
-        for foreach in (None, False):
-            assert_close(norms_of(GATHERED, foreach), norms_of(UNSHARDED, foreach))

@@ -30,8 +30,6 @@ from tests.support.parity import (
 )
 from tests.support.ranks import Ranks, on_ranks
 
-ENGINES = {"shardgrad": SHARDGRAD, "fsdp2": FSDP2}
-
 
 def options_of(kind: str) -> dict[str, Any]:
     """Returns how to shard: rows over all ranks, over one of two axes, or even columns."""
@@ -83,18 +81,6 @@ def test_loading_a_state_dict_restores_the_run_in_place(kind: str) -> None:
         name: param.to_local().data_ptr() for name, param in model.named_parameters()
     } == addresses
     assert_same_bits(train(SHARDGRAD, model, optimizer="sgd", first_step=1), expected)
-
-
-@on_ranks(2)
-def test_a_full_state_loads_into_a_plain_model() -> None:
-    model = SHARDGRAD.shard_tower(tower())
-    train(SHARDGRAD, model, steps=1)
-    plain = tower(seed=1)
-    full = {name: value.full_tensor().cpu() for name, value in model.state_dict().items()}
-    assert list(full) == list(plain.state_dict())
-    plain.load_state_dict(full)
-    tokens = SHARDGRAD.tokens(5)[0]
-    assert torch.equal(plain(tokens), model(tokens))
 
 
 def train_from_a_set_state(engine: Engine, from_rank_0: bool) -> Tensors:

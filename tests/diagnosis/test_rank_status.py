@@ -71,17 +71,6 @@ def test_a_rank_that_has_begun_less_is_late_and_shows_its_stack() -> None:
     assert any("test_a_rank_that_has_begun_less" in frame for frame in finding.stack)
 
 
-@pytest.mark.parametrize("late", [0, 1, 2])
-def test_the_late_rank_is_found_wherever_it_stands(late: int) -> None:
-    ranks = {
-        rank: rank_that_began(UNITS[:2] if rank == late else UNITS, waits=rank != late)
-        for rank in range(3)
-    }
-    finding = diagnose({rank: account_of(rank, recorder) for rank, recorder in ranks.items()}, 3)
-    assert finding.culprits == (late,)
-    assert finding.what.startswith(f"Rank {late} is late")
-
-
 def test_who_waits_for_a_late_rank_is_not_taken_for_late() -> None:
     heard = {
         0: account_of(0, rank_that_began(UNITS)),
@@ -132,17 +121,6 @@ IN_FULL = waiting(0, "full_tensor() at train.py:12")
 IN_FORWARD = waiting(1, "forward() at train.py:30", whats=UNITS[:1], waits="engine")
 
 
-def test_ranks_on_different_lines_are_told_all_places_and_the_fixes() -> None:
-    found = diagnose({0: IN_FULL, 1: IN_FORWARD}, 2)
-    assert found.what == (
-        "Ranks wait for each other in different collectives: rank 0 in full_tensor() at "
-        "train.py:12; rank 1 in the all-gather of layers.0, forward() at train.py:30."
-    )
-    assert found.fix.startswith("full_tensor() is a collective: call it on every rank")
-    assert "a forward gathers parameters from all ranks" in found.fix
-    assert found.is_certain
-
-
 def test_nothing_is_certain_while_a_rank_may_still_come() -> None:
     assert not diagnose({0: IN_FULL, 1: IN_FORWARD}, 3).is_certain
     assert not diagnose({0: IN_FULL, 1: replace(IN_FORWARD, waits="", group=None)}, 2).is_certain
@@ -168,18 +146,6 @@ def test_ranks_on_one_line_that_wait_for_the_device_differ_by_what_they_have_sta
     assert not diagnose({0: here, 1: late}, 2).is_certain
 
 
-def test_a_rank_that_has_failed_ends_the_wait_with_its_own_fix() -> None:
-    error = "UnownedParameterError: no unit owns x"
-    failed = replace(waiting(0, "forward() at train.py:30", waits=""), error=error, fix="y")
-    found = diagnose({0: failed, 1: IN_FORWARD}, 3)
-    assert found.culprits == (0,)
-    assert found.sentence == (
-        f"Rank 0 failed in forward() at train.py:30 ({error}). Rank 1 was waiting for it in the "
-        "all-gather of layers.0, forward() at train.py:30."
-    )
-    assert (found.fix, found.is_certain) == ("y", True)
-
-
 def test_a_rank_that_has_ended_ends_the_wait_of_those_that_need_it() -> None:
     ended = replace(waiting(0, "", waits=""), has_ended=True)
     found = diagnose({0: ended, 1: IN_FORWARD}, 2)
@@ -188,9 +154,3 @@ def test_a_rank_that_has_ended_ends_the_wait_of_those_that_need_it() -> None:
     assert found.is_certain
     at_rest = replace(IN_FORWARD, waits="", group=None, waiting_for=None)
     assert not diagnose({0: ended, 1: at_rest}, 2).is_certain
-
-
-def test_a_rank_without_a_watchdog_has_not_called_fully_shard() -> None:
-    found = diagnose({1: IN_FORWARD}, 2, unwatched=[0])
-    assert found.what == "Rank 0 has not called fully_shard."
-    assert found.is_certain

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from tests.drills.hosts import can_have_hosts
-from tests.drills.judge import Verdict
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 100  # of one drill, on a busy machine
@@ -65,7 +64,3 @@ def test_a_link_that_is_cut_permanently_ends_both_hosts() -> None:
 
 
 # -- the record
-
-
-def verdict(kind: str, exit_s: float, *problems: str) -> Verdict:
-    return Verdict(kind, 0, 2, "rank 1, step 5, forward", "Rank 1 was ended.", exit_s, 2, problems)

@@ -146,11 +146,6 @@ def test_recomputed_blocks_equal_an_unsharded_run(
     two_ranks.run(close_to_unsharded, train_recomputing, placing, use_reentrant)
 
 
-@PLACINGS
-def test_recomputed_blocks_train_bit_for_bit_like_fsdp2(two_ranks: Ranks, placing: str) -> None:
-    two_ranks.run(same_bits_as_fsdp2, train_recomputing, placing, False)
-
-
 @pytest.mark.parametrize("recomputed", [by_composition, by_a_wrapper, by_its_caller])
 @pytest.mark.parametrize("units", ["blocks", "lists", "tied"])
 def test_every_kind_of_recomputation_goes_with_every_kind_of_unit(

@@ -5,8 +5,7 @@ returns.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -16,12 +15,11 @@ from torch.distributed import fsdp
 from torch.distributed.tensor import DTensor
 
 import shardgrad
-from shardgrad.errors import ForeignParameterError, OptimizerParameterError
+from shardgrad.errors import ForeignParameterError
 from tests.support.parity import (
     SHARDGRAD,
     Engine,
     Tensors,
-    assert_same_bits,
     close_to_unsharded,
     make_optimizer,
     recompute,
@@ -184,32 +182,6 @@ def train_list(
     return train_with(engine, model, loop)
 
 
-class Together(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(5, 7), nn.Linear(7, 7), nn.Linear(7, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
-
-
-def train_whole_list(engine: Engine) -> Tensors:
-    torch.manual_seed(0)
-    model = Together()
-    returned = engine.fully_shard([model.a, model.b])
-    assert returned == [model.a, model.b]
-    engine.fully_shard(model)
-
-    def loop(engine: Engine, model: nn.Module, step: int) -> None:
-        model(engine.inputs(step, 5, dtype=model.a.weight.dtype)).square().mean().backward()
-
-    return train_with(engine, model, loop)
-
-
-def test_a_list_of_modules_trains_bit_for_bit_like_fsdp2(two_ranks: Ranks) -> None:
-    two_ranks.run(same_bits_as_fsdp2, train_whole_list)
-
-
 @pytest.mark.parametrize("chunks", [0, 1, 3])
 def test_a_list_of_which_forward_runs_only_a_part_equals_an_unsharded_run(
     two_ranks: Ranks, chunks: int
@@ -234,74 +206,6 @@ def test_a_list_called_in_chunks_goes_with_every_option(
 
 
 # -- what goes in and comes out
-
-
-@dataclass
-class Answer:
-    value: Tensor
-    note: str = "ok"
-
-
-class Pair(NamedTuple):
-    value: Tensor
-    count: int
-
-
-class Wrapped(nn.Module):
-    """Takes a tensor, or what `wrap` builds, and returns its result inside what `wrap` builds."""
-
-    def __init__(
-        self, inner: int, outer: int, wrap: Callable[[Tensor], Any], unwrap: Callable[[Any], Tensor]
-    ) -> None:
-        super().__init__()
-        self.linear = nn.Linear(inner, outer)
-        self.wrap, self.unwrap = wrap, unwrap
-
-    def forward(self, *, x: Any, scale: float = 1.0, extra: Any = None) -> Any:
-        x = x if isinstance(x, Tensor) else self.unwrap(x)
-        return self.wrap(torch.tanh(self.linear(x)) * scale)
-
-
-class TwoWrapped(nn.Module):
-    def __init__(self, wrap: Callable[[Tensor], Any], unwrap: Callable[[Any], Tensor]) -> None:
-        super().__init__()
-        self.first, self.second = Wrapped(5, 7, wrap, unwrap), Wrapped(7, 3, wrap, unwrap)
-        self.unwrap = unwrap
-
-    def forward(self, x: Tensor) -> Any:
-        return self.second(x=self.first(x=x, extra={"nothing": None}), scale=2.0)
-
-
-STRUCTURES: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
-    "dataclass": (Answer, lambda out: out.value),
-    "dict": (lambda t: {"value": t, "none": None}, lambda out: out["value"]),
-    "tuple": (lambda t: (None, t, "text", 3), lambda out: out[1]),
-    "list": (lambda t: [t], lambda out: out[0]),
-    "namedtuple": (lambda t: Pair(t, 3), lambda out: out.value),
-    "nested": (lambda t: {"a": [Answer(t)]}, lambda out: out["a"][0].value),
-}
-
-
-def train_structure(engine: Engine, kind: str) -> Tensors:
-    torch.manual_seed(0)
-    wrap, unwrap = STRUCTURES[kind]
-    model = TwoWrapped(wrap, unwrap)
-    engine.fully_shard(model.first)
-    engine.fully_shard(model.second)
-    engine.fully_shard(model)
-
-    def loop(engine: Engine, model: nn.Module, step: int) -> None:
-        x = engine.inputs(step, 5, dtype=model.first.linear.weight.dtype)
-        model.unwrap(model(x)).square().mean().backward()
-
-    return train_with(engine, model, loop)
-
-
-@pytest.mark.parametrize("kind", STRUCTURES)
-def test_keyword_inputs_and_structured_outputs_train_bit_for_bit_like_fsdp2(
-    two_ranks: Ranks, kind: str
-) -> None:
-    two_ranks.run(same_bits_as_fsdp2, train_structure, kind)
 
 
 class Silent(nn.Module):
@@ -546,19 +450,3 @@ def generating_between_micro_batches(engine: Engine, *, generates: bool = True) 
 
 def test_a_registered_method_may_call_forward_while_gradients_wait(two_ranks: Ranks) -> None:
     two_ranks.run(same_bits_as_fsdp2, generating_between_micro_batches)
-
-
-@on_ranks(2)
-def test_a_registered_method_that_calls_forward_changes_no_gradient() -> None:
-    with_it = generating_between_micro_batches(SHARDGRAD)
-    assert_same_bits(with_it, generating_between_micro_batches(SHARDGRAD, generates=False))
-
-
-@on_ranks(2)
-def test_an_optimizer_built_while_the_root_is_whole_is_refused() -> None:
-    model = SHARDGRAD.shard_tower(tower())
-    model(SHARDGRAD.tokens(0)[0])  # leaves the root whole
-    optimizer = make_optimizer("adamw", model)
-    token_loss(model, SHARDGRAD.tokens(0)).backward()
-    with pytest.raises(OptimizerParameterError, match="unsharded parameters"):
-        optimizer.step()

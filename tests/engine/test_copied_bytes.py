@@ -76,9 +76,6 @@ def both(sizes: tuple[int, ...]) -> tuple[Counter[str], Counter[str]]:
 def test_a_step_copies_no_more_bytes_than_fsdp2(two_ranks: Ranks) -> None:
     sizes = (128, 256, 192, 64)
     ours, theirs = two_ranks.run(both, sizes)[0]
-    print(f"bytes copied on each of 2 ranks by a step of {len(sizes) - 1} units")
-    for kind in (GATHER_IN, GATHER_OUT, REDUCE_IN):
-        print(f"  {kind:<22}{ours[kind]:>12,} here{theirs[kind]:>12,} FSDP2")
     assert theirs[GATHER_OUT] > 0 < theirs[REDUCE_IN]
     # Between two ranks over gloo the shard is put beside what comes. NCCL sends the shard itself.
     assert ours[GATHER_IN] <= theirs[GATHER_IN]

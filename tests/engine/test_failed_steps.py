@@ -5,7 +5,6 @@ training.
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -18,8 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardgrad.engine import same_model
-from shardgrad.engine.root import lazy_init
-from shardgrad.engine.unit import unit_of
 from shardgrad.errors import DesyncError, RankDisagreementError
 from shardgrad.version import digest_of_sources
 from tests.support.parity import (
@@ -309,31 +306,3 @@ def test_ranks_that_run_another_version_are_all_told_so(two_ranks: Ranks) -> Non
         assert f"where:    rank {rank}" in text, text
         assert "rank 1: version" in text, text
         assert "0123456789ab" in text, text
-
-
-def sent_at_lazy_init() -> Counter[str]:
-    model, sent = ordinary(tower()), Counter[str]()
-
-    def counting(name: str) -> Callable[..., Any]:
-        original = getattr(dist, name)
-
-        def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            sent[name] += tensor.numel()
-            return original(tensor, *args, **kwargs)
-
-        return call
-
-    names = ("reduce", "broadcast", "all_reduce")
-    with patch.multiple(dist, all_gather=None, **{name: counting(name) for name in names}):
-        unit = unit_of(model)
-        assert unit is not None
-        lazy_init(unit)
-    return sent
-
-
-def test_what_a_rank_sends_to_compare_models_does_not_grow_with_the_ranks(
-    two_ranks: Ranks, four_ranks: Ranks
-) -> None:
-    of_two, of_four = two_ranks.run(sent_at_lazy_init)[0], four_ranks.run(sent_at_lazy_init)[0]
-    assert of_two == of_four
-    assert of_two["reduce"] == of_two["broadcast"] > 0

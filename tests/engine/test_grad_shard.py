@@ -18,35 +18,13 @@ from shardgrad.diagnosis.thread_stacks import thread_stacks
 from shardgrad.engine.unit import unit_of
 from tests.support.parity import (
     SHARDGRAD,
-    Engine,
-    Tensors,
     assert_same_bits,
-    close_to_unsharded,
     make_optimizer,
     stack,
     token_loss,
     tower,
-    train_squares,
 )
 from tests.support.ranks import Ranks, on_ranks
-
-
-@pytest.mark.parametrize("set_to_none", [True, False], ids=["grad_none", "grad_zero"])
-@on_ranks(2)
-def test_gradients_keep_their_object_and_address_over_steps(set_to_none: bool) -> None:
-    model = SHARDGRAD.shard_tower(tower())
-    optim = make_optimizer("adamw", model)
-    first: dict[str, tuple[weakref.ref[Any], int]] = {}
-    for step in range(3):
-        token_loss(model, SHARDGRAD.tokens(step)).backward()
-        for name, param in model.named_parameters():
-            # Not the gradient itself: one that is kept is parted with.
-            address = param.grad.to_local().data_ptr()
-            known = first.setdefault(name, (weakref.ref(param.grad), address))
-            assert known[0]() is param.grad, name
-            assert known[1] == address, name
-        optim.step()
-        optim.zero_grad(set_to_none=set_to_none)
 
 
 @on_ranks(2)
@@ -96,11 +74,6 @@ class Partly(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.used(x)
-
-
-def train_partly(engine: Engine) -> Tensors:
-    torch.manual_seed(0)
-    return train_squares(engine, engine.fully_shard(Partly()), 5)
 
 
 def unused_parameters_stay_where_they_are(switch: bool | None) -> None:
@@ -219,7 +192,3 @@ def test_a_parameter_no_rank_uses_keeps_none_and_does_not_decay(
 ) -> None:
     """Whatever `set_reduce_scatter_unused_params` says: FSDP2 makes zeros of None with it."""
     two_ranks.run(unused_parameters_stay_where_they_are, switch)
-
-
-def test_a_partly_used_unit_equals_an_unsharded_run(two_ranks: Ranks) -> None:
-    two_ranks.run(close_to_unsharded, train_partly)

@@ -102,24 +102,6 @@ def test_what_a_program_keeps_of_a_gradient_outlives_the_next_ones(
 
 
 @on_ranks(2)
-def test_gradients_of_several_tasks_are_those_of_plain_torch() -> None:
-    def gradients(model: nn.Module) -> list[list[Tensor]]:
-        tasks = []
-        for number in range(3):
-            backward(model, number)
-            tasks.append([param.grad for param in model.parameters()])
-            model.zero_grad()
-        backward(model, 4)
-        return [[value(grad) for grad in task] for task in tasks]
-
-    torch.manual_seed(0)
-    plain = nn.Sequential(*[nn.Linear(SIZE, SIZE) for _ in range(3)]).double()
-    for ours, theirs in zip(gradients(sharded()), gradients(plain), strict=True):
-        for got, expected in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(got, expected)
-
-
-@on_ranks(2)
 def test_what_is_added_to_a_gradient_is_seen_in_it_as_in_plain_torch() -> None:
     model = sharded()
     backward(model, 0)

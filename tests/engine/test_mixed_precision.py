@@ -68,6 +68,7 @@ STRUCTURES: dict[
     "namedtuple": (Named, lambda named: (named.value, named.mask)),
     "dict": (lambda v, m: {"value": v, "mask": m}, lambda found: (found["value"], found["mask"])),
     "list": (lambda v, m: [v, None, m], lambda found: (found[0], found[2])),
+    "tuple": (lambda v, m: (None, v, "text", m), lambda found: (found[1], found[3])),
 }
 
 
@@ -100,7 +101,7 @@ class Layered(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.wrap(x, torch.ones(1, dtype=torch.int64))
         for layer in (self.first, self.second, self.third):
-            hidden = layer(hidden)
+            hidden = layer(hidden=hidden)
         value = self.unwrap(hidden)[0]
         self.seen.append(value.dtype)
         return value

@@ -13,14 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from tests.support.parity import (
     FSDP2,
-    GATHERED,
     SHARDGRAD,
-    UNSHARDED,
     Engine,
     Tensors,
-    assert_close,
     close_to_unsharded,
-    float64,
     make_optimizer,
     same_bits_as_fsdp2,
     stack,
@@ -30,7 +26,7 @@ from tests.support.parity import (
     train_squares,
     watching_collectives,
 )
-from tests.support.ranks import Ranks, on_ranks
+from tests.support.ranks import Ranks
 
 
 def train_half_frozen(engine: Engine) -> Tensors:
@@ -130,16 +126,6 @@ def freeze_while_whole(engine: Engine) -> Tensors:
     return engine.snapshot(model)
 
 
-@on_ranks(2)
-def test_a_frozen_parameter_never_gets_a_gradient() -> None:
-    model = tower()
-    model.layers[0].up.requires_grad_(False)
-    SHARDGRAD.shard_tower(model)
-    train(SHARDGRAD, model, steps=1, set_to_none=False)
-    for name, param in model.named_parameters():
-        assert (param.grad is None) == name.startswith("layers.0.up"), name
-
-
 def only_what_trains_is_reduced(engine: Engine, when: str) -> int:
     """Returns how many elements this rank sends to reduce one unit of which a part is frozen."""
     model = stack(8, 16, 4)
@@ -190,33 +176,6 @@ def test_several_dtypes_in_one_unit_equal_an_unsharded_run(two_ranks: Ranks) -> 
     # Half of the model computes in fp32, in another order than unsharded: 2^-24 with a margin for
     # Adam.
     two_ranks.run(close_to_unsharded, train_two_dtypes, tolerance=1e-4)
-
-
-def thawed_after_resharding(engine: Engine, how: str, reshards: bool | None) -> Tensors:
-    """Frozen while modules show unsharded parameters, and thawed when they show the sharded ones
-    again.
-    """
-    model = engine.shard_tower(tower(), reshard_after_forward=reshards)
-    for step in range(3):
-        loss = token_loss(model, engine.tokens(step))
-        model.requires_grad_(False)
-        if how == "backward":
-            loss.backward()
-        elif engine is not UNSHARDED:
-            model.reshard()
-        model.requires_grad_(True)
-        model.zero_grad()
-        token_loss(model, engine.tokens(step + 3)).backward()
-    return engine.snapshot(model)
-
-
-@pytest.mark.parametrize("how", ["backward", "reshard"])
-@pytest.mark.parametrize("reshards", [None, False, True])
-@on_ranks(2)
-def test_what_was_frozen_unsharded_can_be_thawed_sharded(how: str, reshards: bool | None) -> None:
-    with float64():
-        ours = thawed_after_resharding(GATHERED, how, reshards)
-        assert_close(ours, thawed_after_resharding(UNSHARDED, how, None))
 
 
 def says_so_at_every_turn(words: list[tuple[bool, bool]]) -> list[list[bool]]:

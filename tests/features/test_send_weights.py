@@ -247,20 +247,6 @@ def table_of(ranks: int, **shapes: tuple[int, ...]) -> dict[str, ExportedParamet
     return table
 
 
-def test_no_message_is_larger_than_a_batch_unless_it_is_alone() -> None:
-    table = table_of(4, **{f"p{i}": (1 << 12, 1 << 10) for i in range(40)})
-    plan = shardgrad.plan_weights(table, {name: [(name, 0)] for name in table}, [4, 5])
-    in_flight: dict[tuple[int, int], int] = {}
-    for m in plan.messages:
-        for rank in (m.sender, m.receiver):
-            key = m.batch, rank
-            in_flight[key] = in_flight.get(key, 0) + m.nbytes
-    assert max(in_flight.values()) == send_weights.BATCH_NBYTES
-    assert plan.nbytes == 40 << 24
-    batches = [m.batch for m in plan.messages]
-    assert batches == sorted(batches)
-
-
 def test_key_and_value_heads_may_be_fewer_than_receivers() -> None:
     table = table_of(2, k=(6, 5))
     plan = shardgrad.plan_weights(table, {"k": [("k", 0, 2)]}, [2, 3, 4, 5])

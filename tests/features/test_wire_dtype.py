@@ -336,7 +336,6 @@ def half_the_bytes(replicas: int) -> None:
     wide, narrow = (
         bytes_of_a_backward(policy, replicas).total() for policy in (GradientPolicy(), WIRE)
     )
-    print(f"{replicas} x {dist.get_world_size() // replicas} ranks: {wide:,} and {narrow:,} bytes")
     # The tail of a chunk, with flags and tag, has 128 bytes in either dtype.
     assert 0.5 <= narrow / wide < 0.502
 

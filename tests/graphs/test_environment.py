@@ -148,12 +148,3 @@ def test_the_doctor_finds_nothing_wrong_with_this_machine() -> None:
     assert done.exit_code == 0, done.output
     assert torch.__version__ in done.output
     assert done.output.endswith("No issues for a graph in this environment.\n")
-
-
-@pytest.mark.filterwarnings("ignore:Anomaly Detection")
-def test_the_doctor_names_an_issue_and_exits_with_1() -> None:
-    with torch.autograd.detect_anomaly():
-        done = CliRunner().invoke(main, ["doctor"])
-    assert done.exit_code == 1
-    assert "issue (anomaly mode): anomaly detection is on" in done.output
-    assert "1 issue for a graph" in done.output

@@ -15,7 +15,6 @@ from torch.nn.attention.flex_attention import create_block_mask
 import shardgrad
 from shardgrad.errors import StepInputError, StepOutputError
 from shardgrad.graphs.capturable import OptimizerState
-from shardgrad.graphs.random_state import RandomState
 from shardgrad.graphs.step import _modes
 
 
@@ -61,19 +60,6 @@ def test_the_function_sees_a_buffer_and_not_the_tensor_that_came() -> None:
     for value in (1.0, 2.0, 3.0):
         assert step(torch.full((2,), value)).tolist() == [value + 1] * 2
     assert len(set(seen)) == 1
-
-
-def test_all_random_numbers_are_drawn_again_after_a_restore() -> None:
-    own = torch.Generator().manual_seed(3)
-
-    def drawn() -> list[float]:
-        return [*torch.rand(2).tolist(), *torch.rand(2, generator=own).tolist()]
-
-    state = RandomState(torch.device("cpu"), [own])
-    first = drawn()
-    assert drawn() != first
-    state.restore()
-    assert drawn() == first
 
 
 def test_a_device_without_graphs_is_told_once() -> None:

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from shardgrad import ops
 from shardgrad.ops import movement
+from tests.support.segments import BACKENDS, DTYPES, UNTOUCHED, assert_same_bits
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 WORLD_SIZES = (1, 2, 3, 4, 7)
-UNTOUCHED = -77.0
 
 # Even, uneven, fewer rows than ranks, one row, nothing at all.
 SHAPES = ((8, 3), (7, 5), (2, 3), (1,), (0, 4), (13,))
@@ -37,12 +36,9 @@ REFERENCE = Backend(
 COMPILED = Backend(
     torch.ops.shardgrad.pack, torch.ops.shardgrad.unpack, torch.ops.shardgrad.sum_chunks
 )
-needs_library = pytest.mark.skipif(
-    ops.backend() != "compiled", reason="shardgrad/_C.so was not built"
-)
 
 
-@pytest.fixture(params=["reference", pytest.param("compiled", marks=needs_library)])
+@pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> Backend:
     return {"reference": REFERENCE, "compiled": COMPILED}[request.param]
 
@@ -124,16 +120,6 @@ def expected_pack(
             value = piece.to(compute) / divisor
             to.copy_(to.to(compute) + value if accumulate else value)
     return after
-
-
-def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
-    """Equal bit for bit, signed zeros included; any NaN equals any NaN."""
-    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[actual.itemsize]
-    nan = actual.isnan()
-    assert actual.dtype == expected.dtype
-    assert torch.equal(nan, expected.isnan())
-    different = (actual.view(integers) != expected.view(integers)) & ~nan
-    assert not different.any(), f"differ at {different.nonzero().flatten()[:8].tolist()}"
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -261,34 +247,6 @@ def test_rounding_to_half_width_is_torchs(backend: Backend, half: torch.dtype) -
     assert_same_bits(out, source.to(half))
 
 
-@needs_library
-@pytest.mark.parametrize("accumulate", [False, True], ids=["overwriting", "accumulating"])
-def test_results_do_not_depend_on_the_number_of_threads(accumulate: bool) -> None:
-    shapes = ((1000, 129), (3,), (513, 100))  # several times the work one thread is given
-    group = Group(shapes, 3)
-    grads = gradients(shapes, torch.float32)
-    before = torch.get_num_threads()
-    results = []
-    try:
-        for threads in (1, 3):
-            torch.set_num_threads(threads)
-            slot = group.slot(torch.bfloat16)
-            whole = torch.zeros(group.unsharded_numel)
-            total = torch.zeros(group.chunk_numel)
-            COMPILED.pack(grads, slot, group.table, group.chunk_numel, 3.0, accumulate)
-            chunks = list(slot.view(3, -1))
-            COMPILED.unpack(slot, whole, group.table, group.chunk_numel)
-            COMPILED.sum_chunks(chunks, total, 3.0, accumulate)
-            results.append((slot, whole, total))
-    finally:
-        torch.set_num_threads(before)
-    for one, several in zip(*results, strict=True):
-        assert_same_bits(one, several)
-    assert_same_bits(
-        results[0][0], expected_pack(group, grads, group.slot(torch.bfloat16), 3.0, accumulate)
-    )
-
-
 def test_groups_without_parameters_or_elements_do_nothing(backend: Backend) -> None:
     for shapes in ((), ((0, 3), (0,))):
         group = Group(shapes, 2, lead=0, pad=0, gap=0, tail=0)
@@ -324,141 +282,3 @@ def test_unpacking_what_was_packed_gives_it_back(
     backend.unpack(slot, unsharded, group.table, group.chunk_numel)
     for grad, (numel, _, _, _, offset) in zip(grads, group.rows, strict=True):
         assert_same_bits(unsharded[offset : offset + numel], grad.flatten())
-
-
-def test_neither_version_counters_nor_autograd_notice(backend: Backend) -> None:
-    group = Group(SHAPES, 2)
-    grads = gradients(SHAPES, torch.float32)
-    grads[0].requires_grad_()
-    slot = group.slot(torch.float32)
-    whole, total = torch.zeros(group.unsharded_numel), torch.zeros(group.chunk_numel)
-    backend.pack(grads, slot, group.table, group.chunk_numel, 2.0, True)
-    chunks = list(slot.view(2, -1))
-    backend.unpack(slot, whole, group.table, group.chunk_numel)
-    backend.sum_chunks(chunks, total, 2.0, True)
-    for written in (slot, whole, total):
-        assert written._version == 0
-        assert not written.requires_grad
-
-
-def example_arguments() -> dict[str, tuple[object, ...]]:
-    group = Group(SHAPES, 3)
-    slot = group.slot(torch.bfloat16)
-    chunks = [torch.randn(group.chunk_numel) for _ in range(3)]
-    return {
-        "pack": (gradients(SHAPES, torch.float32), slot, group.table, group.chunk_numel, 3.0, True),
-        "unpack": (
-            torch.cat(chunks),
-            torch.zeros(group.unsharded_numel),
-            group.table,
-            group.chunk_numel,
-        ),
-        "sum_chunks": (chunks, torch.zeros(group.chunk_numel), 3.0, False),
-    }
-
-
-@pytest.mark.parametrize("name", ["pack", "unpack", "sum_chunks"])
-def test_the_operators_keep_torchs_contract(name: str) -> None:
-    operator = getattr(torch.ops.shardgrad, name).default
-    torch.library.opcheck(operator, example_arguments()[name])
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (
-            lambda: ops.pack([], torch.zeros(4), torch.ones(1, 5).long(), chunk_numel=2),
-            "one gradient per row",
-        ),
-        (
-            lambda: ops.pack(
-                [], torch.zeros(4), torch.ones(0, 5).long(), chunk_numel=2, divisor=0.0
-            ),
-            "divide by zero",
-        ),
-        (lambda: ops.sum_chunks([torch.ones(1)], torch.ones(1), divisor=0), "divide by zero"),
-        (lambda: ops.sum_chunks([], torch.ones(1)), "nothing to read from"),
-    ],
-)
-def test_the_python_functions_refuse_what_is_cheap_to_see(
-    call: Callable[[], None], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        call()
-
-
-def freed(numel: int) -> Tensor:
-    """A tensor whose storage was taken away, as resharding does."""
-    tensor = torch.zeros(numel)
-    tensor.untyped_storage().resize_(0)
-    return tensor
-
-
-GOOD_TABLE = torch.tensor([[8, 4, 4, 0, 0]])  # eight elements over two ranks
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"grads": [torch.zeros(7)]}, "gradient 0 has 7 elements, the table says 8"),
-        ({"grads": [torch.zeros(8, dtype=torch.int32)]}, "grads must be float32"),
-        ({"grads": [torch.zeros(4, 4)[:, :2]]}, "grads must be contiguous"),
-        ({"grads": [freed(8)]}, "grads lies in a storage that was freed or shrunk"),
-        ({"slot": torch.zeros(9)}, "slot has 9 elements, not a multiple of chunk_numel 4"),
-        ({"slot": freed(8)}, "slot lies in a storage that was freed or shrunk"),
-        ({"slot": torch.zeros(4)}, "table does not fit 1 chunks of 4"),
-        ({"table": GOOD_TABLE.int()}, "table must be int64"),
-        ({"table": GOOD_TABLE[:, :4]}, "table must be int64 of shape"),
-        ({"table": torch.tensor([[8, 4, 3, 0, 0]])}, "table does not fit"),
-        ({"table": torch.tensor([[8, 4, 4, 1, 0]])}, "table does not fit"),
-        ({"table": torch.tensor([[8, 4, 4, -1, 0]])}, "table does not fit"),
-        ({"table": torch.tensor([[8, 0, 4, 0, 0]])}, "table does not fit"),
-    ],
-)
-def test_pack_refuses_arguments_that_would_leave_its_memory(
-    backend: Backend, change: dict[str, object], message: str
-) -> None:
-    arguments = {"grads": [torch.zeros(8)], "slot": torch.zeros(8), "table": GOOD_TABLE} | change
-    with pytest.raises(RuntimeError, match=message):
-        backend.pack(*arguments.values(), 4, 1.0, False)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"gathered": torch.zeros(9)}, "gathered has 9 elements, not a multiple of chunk_numel 4"),
-        ({"gathered": torch.zeros(8).int()}, "gathered must be float32"),
-        ({"gathered": torch.zeros(4)}, "table does not fit 1 chunks of 4"),
-        ({"gathered": torch.zeros(16)[::2]}, "gathered must be contiguous"),
-        ({"gathered": freed(8)}, "gathered lies in a storage that was freed or shrunk"),
-        ({"unsharded": torch.zeros(7)}, "parameter 0 ends behind the 7 elements"),
-        ({"unsharded": freed(8)}, "unsharded lies in a storage that was freed or shrunk"),
-        ({"table": torch.tensor([[8, 4, 4, 0, -1]])}, "table does not fit"),
-    ],
-)
-def test_unpack_refuses_arguments_that_would_leave_its_memory(
-    backend: Backend, change: dict[str, object], message: str
-) -> None:
-    arguments = {
-        "gathered": torch.zeros(8),
-        "unsharded": torch.zeros(8),
-        "table": GOOD_TABLE,
-    } | change
-    with pytest.raises(RuntimeError, match=message):
-        backend.unpack(*arguments.values(), 4)
-
-
-@pytest.mark.parametrize(
-    ("chunks", "out", "message"),
-    [
-        ([torch.zeros(4), torch.zeros(3)], torch.zeros(4), "chunks must share"),
-        ([torch.zeros(4)], torch.zeros(5), "out has 5 elements, the chunks have 4"),
-        ([torch.zeros(8)], freed(8), "out lies in a storage"),
-        ([torch.zeros(4)], torch.zeros(8)[::2], "out must be contiguous"),
-    ],
-)
-def test_sum_chunks_refuses_arguments_that_would_leave_its_memory(
-    backend: Backend, chunks: list[Tensor], out: Tensor, message: str
-) -> None:
-    with pytest.raises(RuntimeError, match=message):
-        backend.sum_chunks(chunks, out, 1.0, False)

@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch._subclasses import FakeTensorMode
 
-from shardgrad import ops
 from tests.support.segments import (
     BACKENDS,
     DTYPES,
     SIZES,
     Segment,
-    needs_library,
-    norm_of,
     run_norm,
 )
 
@@ -117,86 +110,3 @@ def test_float64_gradients_that_overflow_are_not_counted_as_infinite(backend: st
     s = Segment.of((10,), grad=torch.float64)
     s.grads()[0].fill_(1e300)
     assert run_norm(backend, s) == (math.inf, 0.0)
-
-
-@needs_library
-@pytest.mark.parametrize("norm_type", NORM_TYPES)
-def test_the_sum_is_the_same_bit_for_bit_whatever_the_threads(norm_type: float) -> None:
-    sizes = (3_000_001 if norm_type in (2.0, 1.0) else 100_001, *range(500))
-    s = Segment.of(sizes)
-    before = torch.get_num_threads()
-    results = set()
-    try:
-        for threads in (1, 2, 1, 2):
-            torch.set_num_threads(threads)
-            results.add(run_norm("compiled", s, norm_type))
-    finally:
-        torch.set_num_threads(before)
-    assert len(results) == 1
-    assert results.pop()[0] == pytest.approx(run_norm("reference", s, norm_type)[0], **CLOSE)
-
-
-def example_arguments() -> tuple[Any, ...]:
-    s = Segment.of((5, 3000))
-    out = torch.zeros(2, dtype=torch.float64)
-    scratch = torch.zeros(ops.NORM_SCRATCH_NUMEL, dtype=torch.float64)
-    return out, scratch, s.grad, s.touched, s.rows, s.tiles, 2.0
-
-
-def test_the_operator_keeps_torchs_contract() -> None:
-    operator = torch.ops.shardgrad.norm_.default
-    torch.library.opcheck(operator, example_arguments())
-    with FakeTensorMode():
-        assert operator(*example_arguments()) is None
-    written = [a.name for a in operator._schema.arguments if a.alias_info and a.alias_info.is_write]
-    assert written == ["out", "scratch"]
-
-
-@needs_library
-def test_the_compiled_kernel_allocates_nothing() -> None:
-    out, scratch, flat, touched, rows, tiles, _ = example_arguments()
-    with torch.profiler.profile(profile_memory=True) as profile:
-        ops.norm_(out, scratch, flat, touched=touched, rows=rows, tiles=tiles, norm_type=3.0)
-    assert any(event.key == "shardgrad::norm_" for event in profile.key_averages())
-    assert all(event.cpu_memory_usage == 0 for event in profile.events())
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda a: a.update(out=torch.zeros(2)), "out must be float64 with 2 elements"),
-        (lambda a: a.update(out=torch.zeros(3).double()), "out must be float64 with 2 elements"),
-        (
-            lambda a: a.update(scratch=torch.zeros(2048).double()),
-            "scratch must be float64 with 2049",
-        ),
-        (lambda a: a.update(flat=torch.zeros(9).int()), "flat must be float32"),
-        (lambda a: a.update(norm_type=math.nan), "norm_type must be a number"),
-    ],
-)
-def test_arguments_that_would_leave_their_memory_are_refused(
-    backend: str, call: Callable[[dict[str, Any]], None], message: str
-) -> None:
-    require_refused(backend, call, message)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda a: a.update(flat=torch.zeros(9)), "row 1 does not fit"),
-        (lambda a: a.update(touched=torch.ones(1)), "row 0 does not fit"),
-        (lambda a: a.update(tiles=1), "rows have 3 tiles, but tiles says 1"),
-    ],
-)
-def test_rows_that_would_leave_their_memory_are_refused_where_they_are_on_the_host(
-    backend: str, call: Callable[[dict[str, Any]], None], message: str
-) -> None:
-    require_refused(backend, call, message)
-
-
-def require_refused(backend: str, call: Callable[[dict[str, Any]], None], message: str) -> None:
-    names = ("out", "scratch", "flat", "touched", "rows", "tiles", "norm_type")
-    arguments: dict[str, Tensor | float] = dict(zip(names, example_arguments(), strict=True))
-    call(arguments)
-    with pytest.raises(RuntimeError, match=message):
-        norm_of(backend)(*arguments.values())

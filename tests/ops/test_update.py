@@ -194,23 +194,6 @@ def test_the_backends_agree_on_infinities_nans_and_subnormals(rule: str) -> None
             assert_same(other, s)
 
 
-@needs_library
-@pytest.mark.parametrize("rule", RUN)
-def test_results_do_not_depend_on_the_number_of_threads(rule: str) -> None:
-    before = torch.get_num_threads()
-    results = []
-    try:
-        for threads in (1, 2, 3):  # which divide the tiles inside of a row, and between rows
-            torch.set_num_threads(threads)
-            s = Segment.of((700_001, 0, *range(300)), param=torch.bfloat16)
-            RUN[rule]("compiled", s, stochastic_rounding=True)
-            results.append(s)
-    finally:
-        torch.set_num_threads(before)
-    assert_same(results[0], results[1])
-    assert_same(results[0], results[2])
-
-
 @pytest.mark.parametrize("steps", [1, 20])
 def test_float32_adamw_is_a_few_ulps_from_the_truth_and_no_farther_than_any_of_torchs(
     backend: str, steps: int

@@ -44,7 +44,6 @@ from tests.support.parity import (
     Tensors,
     assert_close,
     float64,
-    hsdp_mesh,
     stack,
     token_loss,
     tower,
@@ -309,28 +308,6 @@ def test_a_step_sends_two_bytes_there_and_back_for_each_element(
 ) -> None:
     two_ranks.run(a_step_sends_each_piece_there_and_back)
     four_ranks.run(a_step_sends_each_piece_there_and_back)
-
-
-@on_ranks(4)
-def test_replicas_agree_without_talking() -> None:
-    model = shardgrad.fully_shard(stack(8, 8), mesh=hsdp_mesh(2, 2))
-    optim = shardgrad.optim.Muon([model[0].weight])
-    model(SHARDGRAD.inputs(0, 8)).square().mean().backward()
-    groups = []
-    original = dist.all_to_all_single
-
-    def noted(*args: Any, group: Any) -> Any:
-        groups.append(dist.get_process_group_ranks(group))
-        return original(*args, group=group)
-
-    with mock.patch.object(dist, "all_to_all_single", noted):
-        optim.step()
-    rank = dist.get_rank()
-    assert groups == [[rank // 2 * 2, rank // 2 * 2 + 1]] * 2
-    mine = model[0].weight.to_local()
-    first = mine.clone()
-    dist.broadcast(first, rank % 2, group=model[0].weight.device_mesh.get_group("replicate"))
-    assert torch.equal(mine, first)
 
 
 # -- refusals

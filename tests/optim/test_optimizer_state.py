@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import copy
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.tensor import DTensor
 
 import shardgrad
@@ -133,43 +126,6 @@ def test_loading_copies_into_the_buffers_that_exist() -> None:
     for number, param in enumerate(model.parameters()):
         saved_avg = saved["state"][number]["exp_avg"].to_local()
         assert torch.equal(optim.state[param]["exp_avg"].to_local(), saved_avg)
-
-
-def crosses(source: Engine, target: Engine, folder: str | None, flatten: bool) -> None:
-    """Through torch's functions, and through a checkpoint if there is a folder; both train on."""
-    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
-    model, optim = build(source)
-    run(source, model, optim, range(2))
-    right = whole_state(model, optim)
-    other, other_optim = build(target)
-    saved = copy.deepcopy(get_optimizer_state_dict(model, optim, options=options))
-    if folder is not None:
-        dcp.save({"optimizer": saved}, checkpoint_id=folder)
-        saved = get_optimizer_state_dict(other, other_optim, options=options)
-        dcp.load({"optimizer": saved}, checkpoint_id=folder)
-    set_optimizer_state_dict(other, other_optim, saved, options=options)
-    assert_same_bits(whole_state(other, other_optim), right)
-    before = [p.full_tensor().clone() for p in other.parameters()]
-    run(target, other, other_optim, range(2, 3))
-    after = [p.full_tensor() for p in other.parameters()]
-    assert not any(torch.equal(old, new) for old, new in zip(before, after, strict=True))
-    assert {float(other_optim.state[p]["step"]) for p in other.parameters()} == {3.0}
-
-
-@pytest.mark.parametrize("flatten", [False, True])
-@pytest.mark.parametrize("checkpoint", [False, True])
-@pytest.mark.parametrize(
-    ("source", "target"), [(FSDP2, SHARDGRAD), (SHARDGRAD, FSDP2)], ids=["from FSDP2", "to FSDP2"]
-)
-def test_state_crosses_through_torchs_functions_and_checkpoints(
-    two_ranks: Ranks,
-    tmp_path: Path,
-    source: Engine,
-    target: Engine,
-    checkpoint: bool,
-    flatten: bool,
-) -> None:
-    two_ranks.run(crosses, source, target, str(tmp_path) if checkpoint else None, flatten)
 
 
 @on_ranks(2)

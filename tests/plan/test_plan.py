@@ -7,7 +7,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections import Counter
 from functools import cache
 from unittest import mock
 
@@ -101,49 +100,12 @@ def test_whole_parameters_stay_in_stage_2() -> None:
 # -- traffic
 
 
-def test_stage_3_gathers_what_backward_needs_again_and_stage_2_gathers_once() -> None:
-    counts = {
-        stage: Counter(t.kind for t in transfers(rehearsal_of(stage=stage))) for stage in ("2", "3")
-    }
-    units = rehearsal_of().units
-    assert counts["2"]["all-gather"] == units
-    assert counts["2"]["reduce-scatter"] == counts["3"]["reduce-scatter"] == units
-    # The root stays whole.
-    assert counts["3"]["all-gather"] == 2 * units - 1
-
-
-def reductions(**changes: object) -> int:
-    counts = Counter(t.kind for t in transfers(rehearsal_of(accumulate=2, **changes)))
-    return counts["reduce-scatter"]
-
-
-def test_stages_2_and_3_reduce_after_each_micro_batch_and_stage_1_after_the_last() -> None:
-    units = rehearsal_of().units
-    assert [reductions(stage=stage) for stage in "123"] == [units, 2 * units, 2 * units]
-    assert reductions(no_sync=True) == units
-
-
 def test_gradients_that_wait_for_the_last_micro_batch_are_whole() -> None:
     with torch.device("meta"):
         numel = sum(param.numel() for param in Transformer(PRESETS["tiny"]).parameters())
     for changes in ({"stage": "1"}, {"no_sync": True}):
         assert rehearsal_of(accumulate=2, **changes).resting["unreduced gradients"] >= numel * 4
     assert "unreduced gradients" not in rehearsal_of(accumulate=2, stage="2").resting
-
-
-def test_whole_parameters_are_gathered_once_in_a_step_of_stages_1_and_2() -> None:
-    units = rehearsal_of().units
-    for stage in "12":
-        counts = Counter(t.kind for t in transfers(rehearsal_of(accumulate=2, stage=stage)))
-        assert counts["all-gather"] == units
-
-
-def test_a_reduction_travels_in_its_own_dtype() -> None:
-    def reduced(reduce_dtype: str) -> int:
-        moved = transfers(rehearsal_of(reduce_dtype=reduce_dtype))
-        return sum(t.sent_nbytes for t in moved if t.kind == "reduce-scatter")
-
-    assert reduced("fp32") == pytest.approx(2 * reduced("bf16"), rel=0.01)
 
 
 def test_gradients_in_a_wire_dtype_are_exchanged_in_it() -> None:
@@ -158,41 +120,6 @@ def test_gradients_in_a_wire_dtype_are_exchanged_in_it() -> None:
 def test_a_wire_dtype_is_refused_beside_sums_in_bf16() -> None:
     with pytest.raises(UsageError, match="leave --reduce-dtype out"):
         TINY.but(wire_dtype="bf16", reduce_dtype="bf16")
-
-
-def test_replicas_exchange_a_shard_of_gradients_and_nothing_else() -> None:
-    rehearsal = rehearsal_of(mesh="4x4")
-    over_replicas = [t for t in transfers(rehearsal) if t.axis == "replicate"]
-    assert {t.kind for t in over_replicas} == {"all-reduce"}
-    scattered = [t for t in transfers(rehearsal) if t.kind == "reduce-scatter"]
-    assert [t.nbytes for t in over_replicas] == [t.nbytes // 4 for t in scattered]
-
-
-def test_hfsdp_cuts_over_replicas_what_hsdp_repeats() -> None:
-    hsdp, hfsdp, fsdp = (
-        rehearsal_of(mesh="4x4"),
-        rehearsal_of(mesh="4x4", stage="hfsdp"),
-        rehearsal_of(),
-    )
-    for owner in ("parameters", "gradients", "optimizer state"):
-        assert hfsdp.resting[owner] == fsdp.resting[owner] < hsdp.resting[owner] / 3
-    # bf16.
-    assert hfsdp.resting["inner shards"] == pytest.approx(hsdp.resting["parameters"] / 2, rel=0.05)
-    outer = [t for t in transfers(hfsdp) if t.axis == "replicate"]
-    assert Counter(t.kind for t in outer) == {"all-gather": 3, "reduce-scatter": 3}
-    assert {t.ranks for t in outer} == {4}
-
-
-def test_hfsdp_sends_inside_a_replica_what_hsdp_does() -> None:
-    hsdp, hfsdp = rehearsal_of(mesh="4x4"), rehearsal_of(mesh="4x4", stage="hfsdp")
-    kinds = ("all-gather", "reduce-scatter")
-    inner = [
-        [t for t in transfers(one) if t.axis == "shard" and t.kind in kinds]
-        for one in (hsdp, hfsdp)
-    ]
-    for one, other in zip(*inner, strict=True):
-        assert one.kind == other.kind
-        assert one.nbytes == pytest.approx(other.nbytes, rel=0.05)
 
 
 def test_a_plan_says_the_same_again_in_the_same_process() -> None:

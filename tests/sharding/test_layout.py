@@ -22,21 +22,6 @@ def layout_of(
     return ShardLayout.of(shapes, world_size, alignment=32, with_flags=with_flags)
 
 
-@given(SHAPES, WORLD_SIZES)
-def test_every_rank_holds_what_torch_chunk_gives_it(
-    shapes: list[tuple[int, ...]], world_size: int
-) -> None:
-    layout = layout_of(shapes, world_size)
-    for shape, piece in zip(shapes, layout.pieces, strict=True):
-        whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
-        chunks = list(torch.chunk(whole, world_size)) if shape[0] else []
-        for rank in range(world_size):
-            begin, end = piece.rows(rank)
-            expected = chunks[rank] if rank < len(chunks) else whole[:0]
-            assert torch.equal(whole[begin:end], expected)
-            assert piece.local_shape(rank) == tuple(expected.shape)
-
-
 @given(SHAPES, WORLD_SIZES, st.booleans())
 def test_pieces_do_not_overlap_and_fit(
     shapes: list[tuple[int, ...]], world_size: int, tail: bool
@@ -107,24 +92,6 @@ def test_what_is_not_direct_is_the_end_of_a_chunk_and_laid_out_alike(
     plain = layout_of(shapes, world_size, with_flags=True)
     assert layout.chunk_numel == plain.chunk_numel
     assert sorted([*layout.zero_copy, *layout.others]) == list(range(len(shapes)))
-
-
-@given(
-    st.integers(1, 9),
-    st.integers(0, 3),
-    WORLD_SIZES,
-    st.sampled_from([torch.float32, torch.bfloat16]),
-)
-def test_the_pieces_of_a_direct_parameter_in_rank_order_are_the_whole(
-    rows: int, uneven: int, world_size: int, dtype: torch.dtype
-) -> None:
-    shape = (rows * world_size + uneven, ZERO_COPY_NBYTES)
-    is_direct = is_zero_copy(shape, 0, world_size, alignment=64, dtype=dtype)
-    assert is_direct == (world_size > 1 and shape[0] % world_size == 0)
-    (piece,) = ShardLayout.of([shape], world_size, alignment=64, with_flags=False).pieces
-    if is_direct:
-        assert piece.span * world_size == piece.numel
-        assert piece.shard_numel * dtype.itemsize % NCCL_NBYTES == 0
 
 
 def test_small_uneven_and_crosswise_parameters_are_not_direct() -> None:

@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 
 from shardgrad import ops
 from shardgrad.sharding.layout import (
-    ALIGNMENT_NBYTES,
     ShardLayout,
-    alignment_numel,
 )
 from shardgrad.sharding.strided_pack import pack_strided, unpack_strided
 
@@ -133,28 +131,3 @@ def test_values_are_rounded_once_where_they_are_stored() -> None:
     pack_strided([grad], slot, layout, divisor=3.0, accumulate=False)
     views = [layout.local_views(chunk, rank)[0] for rank, chunk in enumerate(slot.view(2, -1))]
     assert torch.equal(torch.cat(views, 1), grad.float() / 3)
-
-
-@pytest.mark.parametrize("world_size", range(1, 65))
-def test_every_shard_is_aligned_in_every_world_size(world_size: int) -> None:
-    shapes = [
-        (world_size * 2, 3),
-        (5, world_size),
-        (1,),
-        (7, 2, world_size * 3),
-        (world_size + 1,),
-        (129, 257),
-    ]
-    dims = [0, 1, 0, 2, 0, 0]
-    for dtypes in ([torch.float32], [torch.float32, torch.bfloat16], FLOATS):
-        layout = ShardLayout.of(
-            shapes, world_size, alignment=alignment_numel(dtypes), with_flags=True, dims=dims
-        )
-        for dtype in dtypes:
-            base = torch.empty(world_size * layout.chunk_numel, dtype=dtype, device="meta")
-            offsets = [
-                view.storage_offset() for view in layout.local_views(base[: layout.chunk_numel], 0)
-            ]
-            offsets += [rank * layout.chunk_numel for rank in range(world_size)]
-            offsets += [piece.unsharded_offset for piece in layout.pieces]
-            assert all(offset * dtype.itemsize % ALIGNMENT_NBYTES == 0 for offset in offsets)

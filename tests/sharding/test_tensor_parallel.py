@@ -4,7 +4,6 @@ FSDP2.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -137,32 +136,6 @@ def test_placements_meshes_and_state_are_those_of_fsdp2(
     four_ranks: Ranks, shape: tuple[int, ...], options: dict[str, Any]
 ) -> None:
     four_ranks.run(faces_agree, shape, **options)
-
-
-@pytest.mark.parametrize(
-    ("saver", "loader"), [(FSDP2, SHARDGRAD), (SHARDGRAD, FSDP2)], ids=["to_us", "back"]
-)
-@on_ranks(4)
-def test_state_of_either_engine_loads_into_the_other(saver: Engine, loader: Engine) -> None:
-    """What one engine saved, the other loads and goes on with, to the same bits."""
-    mesh = grid(2, 2)
-    first, second = build(saver, (2, 2)), build(loader, (2, 2))
-    with torch.no_grad():
-        for param in first.parameters():
-            param.mul_(1.5)
-    optim = torch.optim.AdamW(first.parameters(), lr=1e-2)
-    first(inputs(0, mesh)).sum().backward()
-    optim.step()
-    second.load_state_dict(first.state_dict())
-    x = inputs(1, mesh)
-    assert torch.equal(first(x), second(x))
-    other = torch.optim.AdamW(second.parameters(), lr=1e-2)
-    other.load_state_dict(copy.deepcopy(optim.state_dict()))  # torch would share the tensors
-    for model, each in ((first, optim), (second, other)):
-        each.zero_grad()
-        model(x).sum().backward()
-        each.step()
-    assert torch.equal(first(x), second(x))
 
 
 # -- our own optimizers and clipping

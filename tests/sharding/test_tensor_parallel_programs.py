@@ -4,20 +4,16 @@ FSDP2's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
@@ -184,17 +180,6 @@ def take_steps(
         optim.step()
 
 
-def trained(
-    engine: Engine, mesh: DeviceMesh, seed: int = 0
-) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = build(engine, mesh, seed)
-    optim = adamw(model)
-    take_steps(model, optim, mesh, range(2))
-    for module in (model, *model.layers):
-        module.reshard()
-    return model, optim
-
-
 def whole(model: nn.Module, optim: torch.optim.Optimizer | None = None) -> Tensors:
     """Returns copies of the parameters and their state, whole."""
     found: Tensors = {}
@@ -263,36 +248,15 @@ def test_a_meta_model_on_both_axes_trains_bit_for_bit_like_fsdp2(four_ranks: Ran
 # -- states
 
 
-def tensor_parallel_alone() -> Transformer:
-    return parallelize(transformer(seed=1), mesh_of(2, 2)["tp"])
-
-
-def sharded_too() -> Transformer:
-    return build(SHARDGRAD, mesh_of(2, 2), seed=2)
-
-
-def changes_its_axes(
-    source: Callable[[], nn.Module], target: Callable[[], nn.Module], folder: str
-) -> None:
-    model, other = source(), target()
-    dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=folder)
-    state = {"model": get_model_state_dict(other)}
-    dcp.load(state, checkpoint_id=folder)
-    set_model_state_dict(other, state["model"])
-    assert_same_bits(whole(other), whole(model))
-
-
-@pytest.mark.parametrize(
-    ("source", "target"),
-    [(sharded_too, tensor_parallel_alone), (tensor_parallel_alone, sharded_too)],
-)
-def test_a_checkpoint_with_sharding_loads_without_it_and_back(
-    four_ranks: Ranks,
-    tmp_path: Path,
-    source: Callable[[], nn.Module],
-    target: Callable[[], nn.Module],
-) -> None:
-    four_ranks.run(changes_its_axes, source, target, str(tmp_path))
+def trained(
+    engine: Engine, mesh: DeviceMesh, seed: int = 0
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = build(engine, mesh, seed)
+    optim = adamw(model)
+    take_steps(model, optim, mesh, range(2))
+    for module in (model, *model.layers):
+        module.reshard()
+    return model, optim
 
 
 @on_ranks(4)

@@ -56,24 +56,6 @@ def test_initial_values_do_not_depend_on_the_order_of_filling_nor_on_other_draws
         assert torch.equal(value, together[name]), name
 
 
-def test_filling_leaves_the_global_generator_alone() -> None:
-    torch.manual_seed(5)
-    expected = torch.rand(4)
-    torch.manual_seed(5)
-    built()
-    assert torch.equal(torch.rand(4), expected)
-
-
-def test_projections_into_the_stream_are_smaller_in_deeper_models() -> None:
-    config = TransformerConfig(width=128, layers=8, heads=2, kv_heads=2, hidden=128)
-    attention = built(config).get_submodule("layers.0.attention")
-    ratio = (
-        attention.get_parameter("output.weight").std()
-        / attention.get_parameter("query.weight").std()
-    )
-    assert ratio.item() == pytest.approx(1 / 4, rel=0.05)
-
-
 def test_a_token_changes_no_earlier_logits_but_its_own_and_later_ones() -> None:
     model = built()
     tokens = torch.randint(256, (1, 9))

@@ -1,0 +1,252 @@
+"""What every operator promises torch, in both backends, and the arguments that it refuses."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from shardgrad import ops
+from shardgrad.ops import movement, norm, update
+from tests.support.segments import ADAM, BACKENDS, SGD, assert_same_bits, hyper, needs_library
+
+REFERENCES: dict[str, Callable[..., None]] = {
+    "pack": movement._pack_reference,
+    "unpack": movement._unpack_reference,
+    "sum_chunks": movement._sum_chunks_reference,
+    "norm_": norm.norm_reference,
+    "adam_": update.adam_reference,
+    "sgd_": update.sgd_reference,
+}
+UPDATES = ("adam_", "sgd_")
+EACH = pytest.mark.parametrize("name", REFERENCES)
+
+
+def operator(backend: str, name: str) -> Callable[..., None]:
+    compiled: Callable[..., None] = getattr(torch.ops.shardgrad, name).default
+    return REFERENCES[name] if backend == "reference" else compiled
+
+
+def example(name: str, sizes: Sequence[int] = (8,)) -> dict[str, Any]:
+    """Returns arguments by their names, in order: parameters side by side, of which two ranks have
+    a half each.
+    """
+    halves = [-(-size // 2) for size in sizes]
+    begins, offsets = ([0, *itertools.accumulate(each)][:-1] for each in (sizes, halves))
+    table = torch.tensor(list(zip(sizes, halves, halves, offsets, begins, strict=True)))
+    places = enumerate(zip(begins, sizes, strict=True))
+    rows, tiles = ops.segment_rows([(at, at, at, size, i, i) for i, (at, size) in places])
+    torch.manual_seed(0)
+    count, numel = len(sizes), sum(sizes)
+    flat = torch.randn(numel)
+    segment = {"touched": torch.ones(count), "rows": rows, "tiles": tiles}
+    cut = {"table": table, "chunk_numel": sum(halves)}
+    if name == "pack":
+        slot = torch.zeros(2 * sum(halves)).bfloat16()
+        return {
+            "grads": list(flat.split(list(sizes))),
+            "slot": slot,
+            **cut,
+            "by": 3.0,
+            "adds": True,
+        }
+    if name == "unpack":
+        return {"gathered": torch.randn(2 * sum(halves)), "unsharded": torch.zeros(numel), **cut}
+    if name == "sum_chunks":
+        chunks = list(torch.randn(3, numel))
+        return {"chunks": chunks, "out": torch.zeros(numel), "by": 3.0, "adds": False}
+    if name == "norm_":
+        out, scratch = (torch.zeros(n).double() for n in (2, ops.NORM_SCRATCH_NUMEL))
+        return {"out": out, "scratch": scratch, "flat": flat, **segment, "norm_type": 2.0}
+    states = {"first": torch.zeros(numel), "second": torch.zeros(numel)}
+    numbers, switches = hyper(*ADAM), [True] * 3
+    if name == "sgd_":
+        del states["second"]
+        numbers, switches = hyper(*SGD), [True] * 4
+    return {
+        "param": flat.bfloat16(),
+        "grad": torch.randn(numel),
+        **states,
+        "master": flat.clone(),
+        "steps": torch.zeros(count),
+        "ticket": torch.zeros(1, dtype=torch.int32),
+        **segment,
+        "hyper": numbers,
+        "scale": torch.tensor(0.5),
+        "found_inf": torch.tensor(0.0),
+        **{f"switch {i}": switch for i, switch in enumerate(switches)},
+        "seed": 7,
+    }
+
+
+def tensors(arguments: dict[str, Any]) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+
+
+@EACH
+def test_the_operators_keep_torchs_contract(name: str) -> None:
+    torch.library.opcheck(operator("compiled", name), tuple(example(name).values()))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@EACH
+def test_neither_version_counters_nor_autograd_notice(backend: str, name: str) -> None:
+    arguments = example(name)
+    for learnt in ("param", "unsharded"):
+        if learnt in arguments:
+            arguments[learnt].requires_grad_()
+    before = [(each._version, each.requires_grad) for each in tensors(arguments)]
+    operator(backend, name)(*arguments.values())
+    assert [(each._version, each.requires_grad) for each in tensors(arguments)] == before
+    assert all(each.grad_fn is None for each in tensors(arguments))
+
+
+@needs_library
+@EACH
+def test_the_compiled_kernels_allocate_nothing(name: str) -> None:
+    arguments = example(name, (3000, 5)).values()
+    with torch.profiler.profile(profile_memory=True) as profile:
+        operator("compiled", name)(*arguments)
+    assert any(event.key == f"shardgrad::{name}" for event in profile.key_averages())
+    assert all(event.cpu_memory_usage == 0 for event in profile.events())
+
+
+@needs_library
+@EACH
+def test_results_are_the_same_whatever_the_threads(name: str) -> None:
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):  # which divide the tiles inside of a row, and between rows
+            torch.set_num_threads(threads)
+            arguments = example(name, (700_001, 0, *range(300)))
+            operator("compiled", name)(*arguments.values())
+            results.append(tensors(arguments))
+    finally:
+        torch.set_num_threads(before)
+    for one, two, three in zip(*results, strict=True):
+        if one.is_floating_point():
+            assert_same_bits(two, one)
+            assert_same_bits(three, one)
+
+
+# -- what is refused
+
+
+def freed(numel: int = 8) -> Tensor:
+    """A tensor whose storage was taken away, as resharding does."""
+    tensor = torch.zeros(numel)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def require_refused(backend: str, name: str, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        operator(backend, name)(*(example(name) | change).values())
+
+
+WIDE, WHOLE = torch.zeros(16)[::2], torch.zeros(8)
+TABLE = example("pack")["table"]
+LOST = "lies in a storage that was freed or shrunk"
+REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
+    (UPDATES, {"param": WHOLE.int()}, "param must be float32"),
+    (UPDATES, {"param": freed()}, f"param {LOST}"),
+    (UPDATES, {"param": WIDE}, "param must be contiguous"),
+    (UPDATES, {"grad": WHOLE.bool()}, "grad must be float32"),
+    (UPDATES, {"grad": freed()}, f"grad {LOST}"),
+    (UPDATES, {"first": WHOLE.int()}, "states must be float32"),
+    (UPDATES, {"first": freed()}, f"states {LOST}"),
+    (UPDATES, {"steps": torch.zeros(1).double()}, "steps must be float32"),
+    (UPDATES, {"ticket": torch.zeros(1)}, "ticket must be int32"),
+    (UPDATES, {"ticket": torch.zeros(2).int()}, "ticket must"),
+    (UPDATES, {"touched": torch.ones(1).bool()}, "touched must be float32"),
+    (UPDATES, {"rows": torch.zeros(1, 7)}, "rows must be int64 of shape"),
+    (UPDATES, {"rows": torch.zeros(1, 6).long()}, "rows must be int64 of shape"),
+    (UPDATES, {"param": WHOLE}, "master must be float32 for a bfloat16 or float16 param"),
+    (UPDATES, {"param": WHOLE.half(), "master": WHOLE.short()}, "master must be float32"),
+    (UPDATES, {"master": torch.zeros(9)}, "share one number of elements"),
+    (UPDATES, {"hyper": hyper(1.0, 2.0)}, "hyper"),
+    (UPDATES, {"scale": torch.ones(2)}, "scale must be float32 or float64"),
+    (UPDATES, {"scale": torch.ones(1).half()}, "scale must be float32 or"),
+    (UPDATES, {"found_inf": torch.ones(1).double()}, "found_inf must be float32"),
+    (("norm_",), {"out": torch.zeros(2)}, "out must be float64 with 2 elements"),
+    (("norm_",), {"out": torch.zeros(3).double()}, "out must be float64 with 2 elements"),
+    (("norm_",), {"scratch": torch.zeros(2048).double()}, "scratch must be float64 with 2049"),
+    (("norm_",), {"flat": WHOLE.int()}, "flat must be float32"),
+    (("norm_",), {"norm_type": math.nan}, "norm_type must be a number"),
+    (("pack",), {"grads": [torch.zeros(7)]}, "gradient 0 has 7 elements, the table says 8"),
+    (("pack",), {"grads": [WHOLE.int()]}, "grads must be float32"),
+    (("pack",), {"grads": [WIDE]}, "grads must be contiguous"),
+    (("pack",), {"grads": [freed()]}, f"grads {LOST}"),
+    (("pack",), {"slot": torch.zeros(9)}, "slot has 9 elements, not a multiple of chunk_numel 4"),
+    (("pack",), {"slot": freed()}, f"slot {LOST}"),
+    (("pack",), {"slot": torch.zeros(4)}, "table does not fit 1 chunks of 4"),
+    (("pack",), {"table": TABLE.int()}, "table must be int64"),
+    (("pack",), {"table": TABLE[:, :4]}, "table must be int64 of shape"),
+    *(
+        (("pack",), {"table": torch.tensor([row])}, "table does not fit")
+        for row in ([8, 4, 3, 0, 0], [8, 4, 4, 1, 0], [8, 4, 4, -1, 0], [8, 0, 4, 0, 0])
+    ),
+    (("unpack",), {"gathered": torch.zeros(9)}, "gathered has 9 elements, not a multiple of"),
+    (("unpack",), {"gathered": WHOLE.int()}, "gathered must be float32"),
+    (("unpack",), {"gathered": torch.zeros(4)}, "table does not fit 1 chunks of 4"),
+    (("unpack",), {"gathered": WIDE}, "gathered must be contiguous"),
+    (("unpack",), {"gathered": freed()}, f"gathered {LOST}"),
+    (("unpack",), {"unsharded": torch.zeros(7)}, "parameter 0 ends behind the 7 elements"),
+    (("unpack",), {"unsharded": freed()}, f"unsharded {LOST}"),
+    (("unpack",), {"table": torch.tensor([[8, 4, 4, 0, -1]])}, "table does not fit"),
+    (("sum_chunks",), {"chunks": [WHOLE, torch.zeros(3)]}, "chunks must share"),
+    (("sum_chunks",), {"out": torch.zeros(5)}, "out has 5 elements, the chunks have 8"),
+    (("sum_chunks",), {"out": freed()}, "out lies in a storage"),
+    (("sum_chunks",), {"out": WIDE}, "out must be contiguous"),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("names", "change", "message"), REFUSED)
+def test_arguments_that_would_leave_their_memory_are_refused(
+    backend: str, names: tuple[str, ...], change: dict[str, Any], message: str
+) -> None:
+    for name in names:
+        require_refused(backend, name, change, message)
+
+
+# Where a row begins in the parameter, its gradient and its states, how long it is, where its count
+# of steps and its flag are, and its first tile.
+OUTSIDE = [
+    *((1, 0, 0, 8, 0, 0, 0), (0, 1, 0, 8, 0, 0, 0), (0, 0, 1, 8, 0, 0, 0), (0, 0, 0, 9, 0, 0, 0)),
+    *((0, 0, 0, -1, 0, 0, 0), (0, 0, 0, 8, 1, 0, 0), (0, 0, 0, 8, 0, -1, 0), (0, 0, 0, 8, 0, 0, 1)),
+    (2**62, 0, 0, 8, 0, 0, 0),
+]
+OF_NORMS = [row for row in OUTSIDE if not (row[0] or row[2] or row[4])]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", [*UPDATES, "norm_"])
+def test_rows_that_would_leave_their_memory_are_refused_where_they_are_on_the_host(
+    backend: str, name: str
+) -> None:
+    for row in OF_NORMS if name == "norm_" else OUTSIDE:
+        require_refused(backend, name, {"rows": torch.tensor([row])}, "row 0 does not fit")
+    require_refused(backend, name, {"tiles": 2}, "rows have 1 tiles, but tiles says 2")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: ops.pack([], WHOLE, TABLE, chunk_numel=4), "one gradient per row"),
+        (lambda: ops.pack([], WHOLE, TABLE[:0], chunk_numel=4, divisor=0.0), "divide by zero"),
+        (lambda: ops.sum_chunks([WHOLE], WHOLE, divisor=0), "divide by zero"),
+        (lambda: ops.sum_chunks([], WHOLE), "nothing to read from"),
+    ],
+)
+def test_the_python_functions_refuse_what_is_cheap_to_see(
+    call: Callable[[], None], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
