@@ -7,10 +7,8 @@ from __future__ import annotations
 import copy
 import io
 import os
-import pickle
 import threading
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -383,76 +381,6 @@ def test_a_manifest_of_another_version_says_so_whatever_else_is_in_it(
 ) -> None:
     (saved / MANIFEST).write_text(f'{{"version": {version}, "unknown": 1}}')
     refused(saved, rf"another version [^?]*version 1 [^?]*version {version}[^?]*upgrade")
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        *(b"", b"null", b"[" * 100_000, b"\xff\xfe", b'{"a":' * 50_000, b"9" * 5_000),
-        *(b'{"version":1,"files":{}}', b'{"version":1,"files":{"../x":[1,2]}}'),
-        *(b'{"version":1,"files":{"x":[1]}}', b'{"version":true,"files":{"x":[1, 2]}}'),
-    ],
-)
-def test_a_manifest_that_is_none_is_refused(saved: Path, text: bytes) -> None:
-    (saved / MANIFEST).write_bytes(text)
-    refused(saved, "damaged")
-
-
-class Trap:
-    """Writes a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.path,)
-
-
-def test_nothing_in_a_checkpoint_of_torch_is_run(tmp_path: Path) -> None:
-    folder, sprung = tmp_path / "torch", tmp_path / "sprung"
-    dcp.save(state() | {"trap": Trap(sprung)}, checkpoint_id=folder, no_dist=True)
-    refused(folder, "Weights only load failed", trap=1)
-    dcp.save(state(), checkpoint_id=tmp_path / "other", no_dist=True)
-    (tmp_path / "other" / ".metadata").write_bytes(pickle.dumps(Trap(sprung)))
-    refused(tmp_path / "other", "contents and nothing else")
-    assert not sprung.exists()
-
-
-def damage(folder: Path, change: Callable[[Any], Any]) -> None:
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
-    change(metadata)
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-
-
-def test_a_checkpoint_of_torch_that_lies_or_is_damaged_is_refused(tmp_path: Path) -> None:
-    def place(info: Any, **facts: Any) -> None:
-        for name, value in facts.items():
-            object.__setattr__(info, name, value)
-
-    def each(**facts: Any) -> Callable[[Any], Any]:
-        return lambda metadata: [place(info, **facts) for info in metadata.storage_data.values()]
-
-    for number, change in enumerate(
-        [
-            each(relative_path="../elsewhere"),
-            each(relative_path="/etc/passwd"),
-            each(relative_path="gone.distcp"),
-            each(relative_path=7),
-            each(offset=10**12),
-            each(offset=-1),
-            each(offset=1.5),
-            each(transform_descriptors=["zip"]),
-            lambda m: place(m.state_dict_metadata["model.weight"], size=torch.Size([9, 9])),
-            lambda m: m.state_dict_metadata["model.weight"].chunks.clear(),
-            lambda m: setattr(m, "storage_data", None),
-            lambda m: setattr(m, "state_dict_metadata", 3),
-        ]
-    ):
-        folder = tmp_path / str(number)
-        dcp.save(state(), checkpoint_id=folder, no_dist=True)
-        damage(folder, change)
-        with pytest.raises(CheckpointError):
-            checkpoint.load(state(1), folder)
 
 
 def test_names_from_a_file_cannot_steer_a_terminal() -> None:

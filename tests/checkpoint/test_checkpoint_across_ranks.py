@@ -24,34 +24,17 @@ from shardgrad import checkpoint
 from shardgrad.errors import CheckpointError, CheckpointSaveError
 from shardgrad.programs.checkpoint.saving import _Planner
 from tests.support.parity import (
-    FSDP2,
     SHARDGRAD,
-    Engine,
     Tensors,
     assert_same_bits,
     hsdp_mesh,
-    token_loss,
     tower,
 )
 from tests.support.processes import FairClock
 from tests.support.ranks import Ranks, on_ranks
+from tests.support.two_engines import ENGINES, build, take_steps, whole
 
-ENGINES = {"fsdp2": FSDP2, "shardgrad": SHARDGRAD}
 MIB = 2**20
-
-
-def build(engine: Engine, seed: int, replicas: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    mesh = {} if replicas == 1 else {"mesh": hsdp_mesh(replicas, dist.get_world_size() // replicas)}
-    model = engine.shard_tower(tower(seed), **mesh)
-    home = shardgrad.optim if engine is SHARDGRAD else torch.optim
-    return model, home.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-
-
-def steps(engine: Engine, model: nn.Module, optim: torch.optim.Optimizer, numbers: range) -> None:
-    for step in numbers:
-        token_loss(model, engine.tokens(step)).backward()
-        optim.step()
-        optim.zero_grad()
 
 
 def nested(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
@@ -63,19 +46,9 @@ def nested(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
     }
 
 
-def whole(model: nn.Module, optim: torch.optim.Optimizer) -> Tensors:
-    found: Tensors = {}
-    for name, param in model.named_parameters():
-        found[name] = param.detach().full_tensor().clone()
-        for key, value in sorted(optim.state[param].items()):
-            value = value.full_tensor() if isinstance(value, DTensor) else value
-            found[f"{name}.{key}"] = value.detach().clone()
-    return found
-
-
 def save(engine: str, folder: str, replicas: int) -> Tensors:
     model, optim = build(ENGINES[engine], 0, replicas)
-    steps(ENGINES[engine], model, optim, range(2))
+    take_steps(ENGINES[engine], model, optim)
     checkpoint.save(nested(model, optim), folder)
     return whole(model, optim)
 
@@ -305,12 +278,12 @@ def test_an_asynchronous_save_without_room_for_its_copy_fails_on_all_ranks_at_on
 def training_goes_on_while_a_checkpoint_is_written(folder: str) -> None:
     group = dist.new_group(backend="gloo")
     model, optim = build(SHARDGRAD, 0, 1)
-    steps(SHARDGRAD, model, optim, range(2))
+    take_steps(SHARDGRAD, model, optim, range(2))
     right = whole(model, optim)
     with pytest.raises(CheckpointSaveError, match="group"):
         checkpoint.save_async(nested(model, optim), folder)
     saving = checkpoint.save_async(nested(model, optim), folder, group=group)
-    steps(SHARDGRAD, model, optim, range(2, 6))
+    take_steps(SHARDGRAD, model, optim, range(2, 6))
     saving.wait(60)
     dist.barrier()
     assert not torch.equal(whole(model, optim)["head.weight"], right["head.weight"])

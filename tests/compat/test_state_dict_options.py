@@ -22,49 +22,23 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-import shardgrad
 from tests.support.parity import (
     FSDP2,
     SHARDGRAD,
     Engine,
     Tensors,
     assert_same_bits,
-    hsdp_mesh,
     token_loss,
     tower,
 )
 from tests.support.ranks import Ranks, on_ranks
-
-ENGINES = {"fsdp2": FSDP2, "shardgrad": SHARDGRAD}
-Trained = tuple[nn.Module, torch.optim.Optimizer]
+from tests.support.two_engines import ENGINES, Trained, build, take_steps, whole
 
 
-def build(engine: Engine, seed: int = 0, replicas: int = 1) -> Trained:
-    """Returns a sharded tower and its AdamW: each engine with the optimizer its users have."""
-    mesh = {} if replicas == 1 else {"mesh": hsdp_mesh(replicas, dist.get_world_size() // replicas)}
-    model = engine.shard_tower(tower(seed), **mesh)
-    home = shardgrad.optim if engine is SHARDGRAD else torch.optim
-    return model, home.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-
-
-def trained(engine: Engine, steps: int = 2, **options: Any) -> Trained:
+def trained(engine: Engine, **options: Any) -> Trained:
     model, optim = build(engine, **options)
-    for step in range(steps):
-        token_loss(model, engine.tokens(step)).backward()
-        optim.step()
-        optim.zero_grad()
+    take_steps(engine, model, optim)
     return model, optim
-
-
-def whole(model: nn.Module, optim: torch.optim.Optimizer) -> Tensors:
-    """Returns copies of parameters and of their state, whole."""
-    found: Tensors = {}
-    for name, param in model.named_parameters():
-        found[name] = param.detach().full_tensor().clone()
-        for key, value in sorted(optim.state[param].items()):
-            value = value.full_tensor() if isinstance(value, DTensor) else value
-            found[f"{name}.{key}"] = value.detach().clone().cpu()
-    return found
 
 
 # -- between worlds and meshes

@@ -155,64 +155,6 @@ def test_no_megabyte_is_allocated_after_the_first_step(name: str) -> None:
 # -- None, and gradients by hand
 
 
-def train_with_gaps(engine: Engine) -> Tensors:
-    """A gradient is dropped in one step, assigned by hand in another; no decay and no moment may
-    move.
-    """
-    torch.manual_seed(0)
-    model = engine.fully_shard(stack(5, 4, 3))
-    optim = build("adamw", engine, model.parameters())
-    for step in range(4):
-        model(engine.inputs(step, 5, dtype=torch.float64)).square().mean().backward()
-        if step == 1:
-            model[0].weight.grad = None
-        if step == 2:
-            model[2].bias.grad = torch.ones_like(model[2].bias)
-        optim.step()
-        if step == 0:
-            optim.step()  # a second step on the same gradients
-        optim.zero_grad()
-        optim.step()  # without any gradient
-    return engine.snapshot(model)
-
-
-@on_ranks(2)
-def test_a_gradient_that_is_none_or_assigned_counts_as_it_does_in_torch() -> None:
-    with float64():
-        assert_close(train_with_gaps(GATHERED), train_with_gaps(UNSHARDED))
-
-
-class Choosing(nn.Module):
-    """Each rank uses the layer it is told to; one is used by nobody."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-
-    def forward(self, x: Tensor, used: tuple[int, ...]) -> Tensor:
-        return sum(self.layers[i](x) for i in used)  # type: ignore[return-value]
-
-
-@pytest.mark.filterwarnings("ignore::shardgrad.UntrainedParameterWarning")
-@on_ranks(2)
-def test_the_none_rule_is_that_of_all_ranks_together() -> None:
-    torch.manual_seed(0)
-    model = Choosing()
-    untouched = model.layers[2].weight.detach().clone()
-    other = model.layers[1].weight.detach().clone()
-    shardgrad.fully_shard(model)
-    optim = shardgrad.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
-    for step in range(2):
-        used = (0, 1) if dist.get_rank() == step else (0,)
-        model(SHARDGRAD.inputs(step, 4), used).sum().backward()
-        optim.step()
-        optim.zero_grad()
-    assert torch.equal(model.layers[2].weight.full_tensor(), untouched)
-    assert not torch.equal(model.layers[1].weight.full_tensor(), other)
-    assert optim.state[model.layers[2].weight]["step"] == 0
-    assert optim.state[model.layers[1].weight]["step"] == 2
-
-
 # -- dtypes
 
 

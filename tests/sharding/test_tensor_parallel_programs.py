@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -40,6 +40,7 @@ from tests.support.parity import (
     same_bits_as_fsdp2,
 )
 from tests.support.ranks import Ranks, on_ranks
+from tests.support.two_engines import whole
 
 WIDTH, HEADS, LENGTH, ROWS = 8, 2, 4, 2
 
@@ -178,18 +179,6 @@ def take_steps(
         optim.zero_grad()
         loss_of(model, tokens(step, *part_of(mesh))).backward()
         optim.step()
-
-
-def whole(model: nn.Module, optim: torch.optim.Optimizer | None = None) -> Tensors:
-    """Returns copies of the parameters and their state, whole."""
-    found: Tensors = {}
-    for name, param in model.named_parameters():
-        found[name] = param.detach().full_tensor().clone()
-        for key, value in {} if optim is None else sorted(optim.state[param].items()):
-            found[f"{name}.{key}"] = (
-                value.full_tensor() if isinstance(value, DTensor) else value
-            ).clone()
-    return found
 
 
 # -- training
