@@ -7,6 +7,10 @@
 namespace shardgrad::cuda {
 namespace {
 
+// Each has four quads of a tile, whose loads are all in flight at once: on an H200 that is worth more than as many
+// threads again.
+constexpr int kUpdateThreads = 128;
+static_assert(kTileQuads % kUpdateThreads == 0, "every thread has as many quads of a full tile");
 constexpr int kDevices = 64;  // whose number of resident blocks is remembered
 
 template <class C>
@@ -23,6 +27,27 @@ __device__ __forceinline__ void apply(
   SgdRule<C>::update(rule, rule.couples, momentum, args.nesterov, weight, grad, states[0]);
 }
 
+// What the arrays hold.
+struct Types {
+  DType param;
+  DType grad;
+  DType states[2];
+  Master master;
+  bool stochastic;
+};
+
+// Most often all arrays are float, and there is no master. `kPlain` says so at compile time, and every branch over
+// types is gone.
+template <bool kPlain>
+__device__ __forceinline__ Types types_of(const UpdateArguments& args) {
+  if constexpr (kPlain) {
+    constexpr DType kType = DType::kFloat32;
+    return {kType, kType, {kType, kType}, Master::kNone, false};
+  }
+  return {args.param.dtype, args.grad.dtype, {args.states[0].dtype, args.states[1].dtype}, args.master_kind,
+          args.stochastic};
+}
+
 // A thread's elements of one row: where they are in each array, and how many.
 struct Place {
   int64_t param;
@@ -34,12 +59,13 @@ struct Place {
 
 // [Note: Exact weights] in weights.py.
 template <class C>
-__device__ __forceinline__ void load_weight(const UpdateArguments& args, const Place& at, C (&weight)[kQuad]) {
+__device__ __forceinline__ void load_weight(
+    const UpdateArguments& args, const Types& types, const Place& at, C (&weight)[kQuad]) {
   if constexpr (sizeof(C) == sizeof(float)) {
-    if (args.master_kind != Master::kNone) {
+    if (types.master != Master::kNone) {
       uint16_t param[kQuad] = {}, remainder[kQuad] = {};
       load_bits(param, args.param.data, at.param, at.count, at.whole);
-      const bool is_split = args.master_kind == Master::kRemainder;
+      const bool is_split = types.master == Master::kRemainder;
       if (is_split) {
         load_bits(remainder, args.master, at.state, at.count, at.whole);
       } else {
@@ -48,61 +74,77 @@ __device__ __forceinline__ void load_weight(const UpdateArguments& args, const P
 #pragma unroll
       for (int lane = 0; lane < kQuad; ++lane) {
         weight[lane] = is_split ? join_remainder(BFloat16{param[lane]}, static_cast<int16_t>(remainder[lane]))
-            : args.param.dtype == DType::kBFloat16 ? exact_weight(BFloat16{param[lane]}, weight[lane])
-                                                   : exact_weight(Float16{param[lane]}, weight[lane]);
+            : types.param == DType::kBFloat16 ? exact_weight(BFloat16{param[lane]}, weight[lane])
+                                              : exact_weight(Float16{param[lane]}, weight[lane]);
       }
       return;
     }
   }
-  load(weight, args.param.data, args.param.dtype, at.param, at.count, at.whole);
+  load(weight, args.param.data, types.param, at.param, at.count, at.whole);
 }
 
 template <class C>
 __device__ __forceinline__ void store_weight(
-    const UpdateArguments& args, const Place& at, uint64_t key, const C (&weight)[kQuad]) {
+    const UpdateArguments& args, const Types& types, const Place& at, uint64_t key, const C (&weight)[kQuad]) {
   if constexpr (sizeof(C) == sizeof(float)) {
-    if (args.stochastic || args.master_kind == Master::kRemainder) {
+    if (types.stochastic || types.master == Master::kRemainder) {
       uint16_t param[kQuad], remainder[kQuad];
 #pragma unroll
       for (int lane = 0; lane < kQuad; ++lane) {
         remainder[lane] = static_cast<uint16_t>(remainder_of(weight[lane]));
-        param[lane] = args.stochastic
+        param[lane] = types.stochastic
             ? round_stochastically(weight[lane], dither(key, at.param + lane)).bits
             : upper_half(weight[lane]).bits;
       }
       store_bits(param, args.param.data, at.param, at.count, at.whole);
-      if (!args.stochastic) store_bits(remainder, args.master, at.state, at.count, at.whole);
+      if (!types.stochastic) store_bits(remainder, args.master, at.state, at.count, at.whole);
       return;
     }
-    if (args.master_kind == Master::kFloat32) store_as<float>(weight, args.master, at.state, at.count, at.whole);
+    if (types.master == Master::kFloat32) store_as<float>(weight, args.master, at.state, at.count, at.whole);
   }
-  store(weight, args.param.data, args.param.dtype, at.param, at.count, at.whole);
+  store(weight, args.param.data, types.param, at.param, at.count, at.whole);
 }
 
-template <class Rule, class C>
-__device__ __forceinline__ void update_quad(
-    const UpdateArguments& args, const Rule& rule, const Place& at, uint64_t key) {
-  C weight[kQuad] = {}, grad[kQuad] = {}, states[2][kQuad] = {};
-  load(grad, args.grad.data, args.grad.dtype, at.grad, at.count, at.whole);
-  load_weight(args, at, weight);
+// A thread's part of a tile. All of it is asked for before the first of it is needed, so that the memory has
+// something to do while a thread computes.
+template <class Rule, class C, bool kPlain>
+__device__ __forceinline__ void update_tile(
+    const UpdateArguments& args, const SegmentRow& row, int64_t begin, const Rule& rule, bool aligned, uint64_t key) {
+  constexpr int kQuads = kTileQuads / kUpdateThreads;
+  const Types types = types_of<kPlain>(args);
+  const auto place = [&](int k) {
+    const int64_t at = begin + (threadIdx.x + k * kUpdateThreads) * kQuad;
+    const int count = static_cast<int>(min(static_cast<int64_t>(kQuad), row.numel - at));
+    return Place{
+        row.param_offset + at, row.grad_offset + at, row.state_offset + at, count, aligned && count == kQuad};
+  };
+  C weight[kQuads][kQuad] = {}, grad[kQuads][kQuad] = {}, states[kQuads][2][kQuad] = {};
 #pragma unroll
-  for (int k = 0; k < Rule::kStates; ++k) {
-    if (k < args.state_count) {
-      load(states[k], args.states[k].data, args.states[k].dtype, at.state, at.count, at.whole);
+  for (int k = 0; k < kQuads; ++k) {
+    const Place at = place(k);
+    load(grad[k], args.grad.data, types.grad, at.grad, at.count, at.whole);
+    load_weight(args, types, at, weight[k]);
+#pragma unroll
+    for (int s = 0; s < Rule::kStates; ++s) {
+      if (s >= args.state_count) break;
+      load(states[k][s], args.states[s].data, types.states[s], at.state, at.count, at.whole);
     }
   }
 #pragma unroll
-  for (int lane = 0; lane < kQuad; ++lane) {
-    C of_lane[2] = {states[0][lane], states[1][lane]};
-    apply(args, rule, weight[lane], grad[lane], of_lane);
-    states[0][lane] = of_lane[0];
-    states[1][lane] = of_lane[1];
-  }
-  store_weight(args, at, key, weight);
+  for (int k = 0; k < kQuads; ++k) {
+    const Place at = place(k);
 #pragma unroll
-  for (int k = 0; k < Rule::kStates; ++k) {
-    if (k < args.state_count) {
-      store(states[k], args.states[k].data, args.states[k].dtype, at.state, at.count, at.whole);
+    for (int lane = 0; lane < kQuad; ++lane) {
+      C of_lane[2] = {states[k][0][lane], states[k][1][lane]};
+      apply(args, rule, weight[k][lane], grad[k][lane], of_lane);
+      states[k][0][lane] = of_lane[0];
+      states[k][1][lane] = of_lane[1];
+    }
+    store_weight(args, types, at, key, weight[k]);
+#pragma unroll
+    for (int s = 0; s < Rule::kStates; ++s) {
+      if (s >= args.state_count) break;
+      store(states[k][s], args.states[s].data, types.states[s], at.state, at.count, at.whole);
     }
   }
 }
@@ -123,8 +165,8 @@ __device__ bool is_row_aligned(const UpdateArguments& args, const SegmentRow& ro
 // Blocks stride over the tiles, and a device holds all of them at once, so that each makes its rule, which takes
 // powers in double, once. Every branch up to the quads goes the same way in a whole block. All tiles read
 // the number of a row's last step, so the block that is done last advances the steps.
-template <class Rule, class C>
-__global__ void __launch_bounds__(kThreads, sizeof(C) == sizeof(float) ? 4 : 2) update_kernel(const __grid_constant__ UpdateArguments args) {
+template <class Rule, class C, bool kPlain>
+__global__ void __launch_bounds__(kUpdateThreads, 4) update_kernel(const __grid_constant__ UpdateArguments args) {
   if (args.found_inf != nullptr && *args.found_inf != 0) return;
   const Segment& segment = args.segment;
   __shared__ Rule rule;
@@ -146,26 +188,17 @@ __global__ void __launch_bounds__(kThreads, sizeof(C) == sizeof(float) ? 4 : 2) 
       key = dither_key(args.seed, t);
       rule_t = t;
     }
-    const bool aligned = is_row_aligned(args, row);
-    const int64_t begin = (tile - row.first_tile) * kTileNumel;
-#pragma unroll
-    for (int64_t quad = threadIdx.x; quad < kTileQuads; quad += kThreads) {
-      const int64_t at = begin + quad * kQuad;
-      if (at >= row.numel) break;
-      const int count = static_cast<int>(min(static_cast<int64_t>(kQuad), row.numel - at));
-      const Place place{
-          row.param_offset + at, row.grad_offset + at, row.state_offset + at, count, aligned && count == kQuad};
-      update_quad<Rule, C>(args, rule, place, key);
-    }
+    update_tile<Rule, C, kPlain>(
+        args, row, (tile - row.first_tile) * kTileNumel, rule, is_row_aligned(args, row), key);
   }
   if (!is_last_block(reinterpret_cast<unsigned int*>(args.ticket))) return;
-  for (int64_t r = threadIdx.x; r < segment.row_count; r += kThreads) {
+  for (int64_t r = threadIdx.x; r < segment.row_count; r += kUpdateThreads) {
     if (is_live(segment, segment.rows[r])) args.steps[segment.rows[r].step_index] += 1;
   }
 }
 
 // Blocks of a kernel that the current device holds at once; 0 if the runtime cannot say.
-template <class Rule, class C>
+template <class Rule, class C, bool kPlain>
 int resident_blocks() {
   static std::atomic<int> known[kDevices];
   int device = 0, processors = 0, blocks = 0;
@@ -173,26 +206,36 @@ int resident_blocks() {
   if (device < kDevices && known[device] != 0) return known[device];
   const bool said =
       cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device) == cudaSuccess &&
-      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, update_kernel<Rule, C>, kThreads, 0) == cudaSuccess;
+      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, update_kernel<Rule, C, kPlain>, kUpdateThreads, 0) ==
+          cudaSuccess;
   if (said && device < kDevices) known[device] = processors * blocks;
   return said ? processors * blocks : 0;
 }
 
 // A segment without elements still counts steps.
-template <class Rule, class C>
+template <class Rule, class C, bool kPlain>
 cudaError_t launch(const UpdateArguments& args, cudaStream_t stream) {
   if (args.segment.row_count == 0) return cudaSuccess;
-  const int64_t most = resident_blocks<Rule, C>();
+  const int64_t most = resident_blocks<Rule, C, kPlain>();
   if (most == 0) return cudaGetLastError();
   const auto blocks = static_cast<unsigned>(std::clamp<int64_t>(args.segment.tiles, 1, most));
-  update_kernel<Rule, C><<<blocks, kThreads, 0, stream>>>(args);
+  update_kernel<Rule, C, kPlain><<<blocks, kUpdateThreads, 0, stream>>>(args);
   return cudaGetLastError();
+}
+
+// Whether `types_of` may say so.
+bool is_plain(const UpdateArguments& args) {
+  bool plain = args.master_kind == Master::kNone && args.param.dtype == DType::kFloat32;
+  plain = plain && args.grad.dtype == DType::kFloat32;
+  for (int k = 0; k < args.state_count; ++k) plain = plain && args.states[k].dtype == DType::kFloat32;
+  return plain;
 }
 
 template <template <class> class Rule>
 cudaError_t launch(const UpdateArguments& args, cudaStream_t stream) {
-  return args.param.dtype == DType::kFloat64 ? launch<Rule<double>, double>(args, stream)
-                                             : launch<Rule<float>, float>(args, stream);
+  if (is_plain(args)) return launch<Rule<float>, float, true>(args, stream);
+  return args.param.dtype == DType::kFloat64 ? launch<Rule<double>, double, false>(args, stream)
+                                             : launch<Rule<float>, float, false>(args, stream);
 }
 
 }  // namespace

@@ -55,10 +55,10 @@ class Gradients:
         gradients = list(map(local_tensor, self.plain))
         for selection in self.selections:
             shard = selection.shard
-            # A gradient that is None for now may come back, so a shard is multiplied as a whole, by
-            # one launch, only if all of its gradients are chosen.
+            # A gradient that is None for now may come back, so a shard is multiplied as a whole
+            # only if all of its gradients are chosen.
             if len(selection.live) == shard.count:
-                shard.values.mul_(factor)
+                gradients.append(shard.values)
             else:
                 gradients += [shard.view(place) for place in selection.live]
         if gradients:

@@ -20,7 +20,7 @@ from tests.support.segments import Segment, assert_same_bits, run_adam, run_norm
 
 FAR = 2**31
 MAP_NORESERVE = 0x4000  # Linux's, which not every Python's mmap has
-TILE = 8192  # elements of a block's turn, in pack and unpack
+TILE = 4096  # elements of a block's turn, in pack and unpack
 MOST_BLOCKS = 2048
 OP = torch.ops.shardgrad
 
