@@ -119,14 +119,14 @@ class SplitGraph:
         """Whether calls are made between graphs."""
         return len(self._parts) > 1
 
-    def replay(self, *, makes_calls: bool = True) -> None:
+    def replay(self) -> None:
         """Launches the graphs on the current stream and makes the calls between them."""
         with self._redraws.replayed():
             for part in self._parts:
-                if not isinstance(part, _EagerRegion):
-                    part.replay()
-                elif makes_calls:
+                if isinstance(part, _EagerRegion):
                     part.run()
+                else:
+                    part.replay()
 
     def reset(self) -> None:
         """Destroys the graphs."""
@@ -187,13 +187,9 @@ class CapturedStep:
         """Makes ready for a replay; returns False if there must be none."""
         return all(prepare() for prepare in self._before_replays)
 
-    def replay(self, *, makes_calls: bool = True) -> Any:
-        """Takes a step; returns the outputs, the same tensors each time.
-
-        Args:
-            makes_calls: False to leave out the eager regions.
-        """
-        self.graph.replay(makes_calls=makes_calls)
+    def replay(self) -> Any:
+        """Takes a step; returns the outputs, the same tensors each time."""
+        self.graph.replay()
         for restore in self._snapshots:
             restore()
         for each in self._capturables:

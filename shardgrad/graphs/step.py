@@ -467,9 +467,6 @@ class GraphedStep(Generic[_P, _R]):
     ) -> Any:
         """Takes a step by a second capture, and compares it with the first: what differs from the
         same state was frozen, such as a number that Python has changed since.
-
-        Three replays run, on all ranks alike, since ranks capture together. Two are of the first
-        graph: what differs between these has sums without a fixed order, and shows nothing.
         """
         state = self._state_before(first)
         self._graphs.remove(first)
@@ -477,14 +474,13 @@ class GraphedStep(Generic[_P, _R]):
             again = self._capture_or_refuse(kind, first.key, ())
             if again is None:
                 return self._run_eagerly(kind, guards, caller)
-            state.restore()
-            # Functions passed to `outside` are called once, so nothing is compared then.
-            replay = functools.partial(first.replay, makes_calls=not first.graph.has_eager_regions)
-            outputs, (unordered, different) = state.differences(replay, replay, again.replay)
-            frozen = [name for name in different if name not in unordered]
             again.is_confirmed = True
             self.replays += 1
-            if frozen and not first.graph.has_eager_regions:
+            if first.graph.has_eager_regions:  # functions passed to `outside` are called once
+                return again.replay()
+            state.restore()
+            outputs, frozen = state.always_different(first.replay, again.replay, again.reads.groups)
+            if frozen:
                 self._graphs.remove(again)
                 outputs = clones(outputs)
                 again.reset()

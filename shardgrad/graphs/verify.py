@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from shardgrad.errors import ReplayMismatchError
@@ -16,6 +17,7 @@ from shardgrad.graphs.random_state import RandomState
 __all__ = ["StepState", "compare_runs", "listed"]
 
 _PIECE_NBYTES = 2**24
+_REPEATS = 5  # what differs by chance in every fourth run is taken for frozen once in 10,000 then
 
 
 class StepState:
@@ -40,6 +42,7 @@ class StepState:
         known = {tensor.untyped_storage()._cdata for _, tensor in self.tensors()}
         self._others = [t for t in memory if t.untyped_storage()._cdata not in known]
         self._snapshots = [each.snapshot() for each in capturables]
+        self._device = device
         self._random = RandomState(device, generators)
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -58,6 +61,36 @@ class StepState:
         for restore in self._snapshots:
             restore()
         self._random.restore()
+
+    def always_different(
+        self,
+        first: Callable[[], Any],
+        second: Callable[[], Any],
+        groups: Iterable[dist.ProcessGroup],
+    ) -> tuple[Any, list[str]]:
+        """Runs two captures of a step from this state; the effects of the second stay.
+
+        Some kernels have no fixed order of sums, such as attention's backward, whose atomics give
+        the same bits for a while and others then. So where anything differs on any rank, the runs
+        are repeated, by all ranks alike.
+
+        Args:
+            first: a replay of one capture.
+            second: a replay of the other.
+            groups: in which the step communicates, so that its ranks agree.
+
+        Returns:
+            What `second` returned, and the names of what differed from `first` each time, and
+            never between two runs of `first`.
+        """
+        outputs, (found,) = self.differences(first, second)
+        for _ in range(_REPEATS):
+            if not _on_any_rank(bool(found), groups, self._device):
+                break
+            self.restore()
+            outputs, (unordered, again) = self.differences(first, first, second)
+            found = [name for name in found if name in again and name not in unordered]
+        return outputs, found
 
     def differences(self, *runs: Callable[[], Any]) -> tuple[Any, list[list[str]]]:
         """Runs a step in several ways from this state; the effects of the last one stay.
@@ -132,6 +165,19 @@ def listed(names: Sequence[str], most: int = 3) -> str:
     """Returns the first names in one line, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+def _on_any_rank(found: bool, groups: Iterable[dist.ProcessGroup], device: torch.device) -> bool:
+    """Returns whether any rank has found something, of all that these groups connect.
+
+    One round brings it across one axis of a mesh. All ranks take the groups in one order: their
+    names count them.
+    """
+    ordered = sorted(groups, key=lambda group: group.group_name)
+    flag = torch.tensor(float(found), device=device)
+    for group in ordered * len(ordered):
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
+    return bool(flag)
 
 
 def _named(outputs: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,0 +1,74 @@
+"""Two captures of a step are compared, where kernels give other bits now and then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardgrad.graphs import Capturable
+from shardgrad.graphs.verify import StepState
+from tests.support.ranks import Ranks
+
+
+class Weight(Capturable):
+    def __init__(self) -> None:
+        self.value = torch.zeros(3)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield "weight", self.value
+
+
+def run_of(weight: Weight, bits: str) -> tuple[Callable[[], None], list[str]]:
+    """Returns a step that adds what the next digit says, the last one from then on, and the digits
+    that were taken.
+    """
+    taken: list[str] = []
+
+    def run() -> None:
+        taken.append(bits[min(len(taken), len(bits) - 1)])
+        weight.value += int(taken[-1])
+
+    return run, taken
+
+
+def compared(first: str, second: str, groups: object = ()) -> tuple[list[str], int, torch.Tensor]:
+    """Returns what was always different, how often the second ran, and the weight after it."""
+    weight = Weight()
+    state = StepState([weight], [], torch.device("cpu"), [])
+    (one, _), (other, taken) = run_of(weight, first), run_of(weight, second)
+    _, found = state.always_different(one, other, groups)  # type: ignore[arg-type]
+    assert weight.value.tolist() == [int(taken[-1])] * 3  # from the same state, and no run besides
+    return found, len(taken), weight.value
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "times"),
+    [
+        pytest.param("1", "1", 1, id="equal"),
+        pytest.param("1", "21", 2, id="the second once"),
+        pytest.param("1", "22221", 5, id="the second, rarely as the first"),
+        pytest.param("112", "2", 2, id="the first with itself"),
+    ],
+)
+def test_what_differs_by_chance_is_not_taken_for_frozen(
+    first: str, second: str, times: int
+) -> None:
+    assert compared(first, second)[:2] == ([], times)
+
+
+def test_what_differs_every_time_is_named() -> None:
+    assert compared("1", "2")[:2] == (["weight"], 6)
+
+
+def compared_on_ranks() -> None:
+    # Only rank 1 finds something, and it is by chance; rank 0 has to join what its replays send.
+    second = "1" if dist.get_rank() == 0 else "221"
+    world = dist.group.WORLD
+    assert compared("1", second, [world])[:2] == ([], 3)
+
+
+def test_all_ranks_repeat_what_differs_on_one(two_ranks: Ranks) -> None:
+    two_ranks.run(compared_on_ranks)
