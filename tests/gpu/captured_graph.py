@@ -111,6 +111,8 @@ class _Watch(TorchDispatchMode):
         if status.value != _ACTIVE:
             return []
         self._check(self._cuda.cudaGraphGetNodes(graph, None, ctypes.byref(count)))
+        if not count.value:  # CUDA refuses to list none
+            return []
         handles = (ctypes.c_uint64 * count.value)()
         self._check(self._cuda.cudaGraphGetNodes(graph, handles, ctypes.byref(count)))
         return list(handles)
@@ -118,6 +120,8 @@ class _Watch(TorchDispatchMode):
     def _dependencies(self, handle: int) -> Sequence[int]:
         node, count = ctypes.c_void_p(handle), ctypes.c_size_t()
         self._check(self._cuda.cudaGraphNodeGetDependencies(node, None, None, ctypes.byref(count)))
+        if not count.value:
+            return []
         handles = (ctypes.c_uint64 * count.value)()
         kinds = (ctypes.c_uint64 * count.value)()  # `cudaGraphEdgeData`: eight bytes
         self._check(

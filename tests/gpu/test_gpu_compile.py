@@ -60,8 +60,11 @@ def trained(*, graphed: bool) -> tuple[list[Tensor], Any]:
 
 
 def test_blocks_that_inductor_compiled_are_captured_and_have_the_bits_of_an_eager_step() -> None:
-    expected, _ = trained(graphed=False)
-    torch._dynamo.reset()
+    # Inductor chooses kernels by timing them, and finds its choice again in its cache: two first
+    # compilations may differ in their last bits.
+    for _ in range(2):
+        expected, _ = trained(graphed=False)
+        torch._dynamo.reset()
     got, step = trained(graphed=True)
     assert (step.captures, step.replays) == (1, STEPS - WARMUP)
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))

@@ -69,8 +69,10 @@ def test_a_device_trains_as_the_cpu_does(device: torch.device, name: str) -> Non
         found.append(
             weights(model) if where == device else [p.detach().clone() for p in model.parameters()]
         )
+    # Newton-Schulz multiplies in bfloat16: its step of 1e-2 is right to some parts in a hundred.
+    close = {"rtol": 1e-2, "atol": 5e-4} if name == "muon" else {"rtol": 1e-4, "atol": 1e-5}
     for ours, right in zip(*found, strict=True):
-        torch.testing.assert_close(ours, right, rtol=1e-2 if name == "muon" else 1e-4, atol=1e-5)
+        torch.testing.assert_close(ours, right, **close)
 
 
 @pytest.mark.gpu

@@ -40,6 +40,7 @@ using namespace hostcuda;
 API cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t* nodes, size_t* count) {
   ENTER();
   Graph* g = as_graph(graph);
+  if (nodes && !*count) FAIL(cudaErrorInvalidValue);
   if (nodes)
     for (size_t i = 0; i < *count && i < g->nodes.size(); ++i)
       nodes[i] = reinterpret_cast<cudaGraphNode_t>(g->nodes[i].get());

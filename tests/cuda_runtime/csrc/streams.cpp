@@ -93,7 +93,9 @@ static cudaError_t require_not_capturing(const char* api, Stream* s) {
 static cudaError_t require_not_captured(const char* api, Event* e) {
   if (!e) return fail(api, cudaErrorInvalidResourceHandle, "unknown event");
   if (e->capture) {
-    if (Capture* capture = capture_of(e)) invalidate(capture, std::string(api) + " of a captured event");
+    Capture* capture = capture_of(e);
+    if (!capture) return fail(api, cudaErrorInvalidValue, "recorded in a capture that has ended");
+    invalidate(capture, std::string(api) + " of a captured event");
     return fail(api, cudaErrorCapturedEvent);
   }
   return unsafe(api);
@@ -270,7 +272,7 @@ API cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsi
     of_event->streams.insert(s);
     return cudaSuccess;
   }
-  if (e->capture) FAIL(cudaErrorCapturedEvent, "recorded in a capture that has ended");
+  if (e->capture) FAIL(cudaErrorInvalidValue, "recorded in a capture that has ended");
   if (e->recorded) add(s->tail, e->point);
   return cudaSuccess;
 }
