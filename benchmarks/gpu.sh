@@ -189,13 +189,15 @@ if in_stage 2; then
         part steps-replicas 100 "${all[@]}" "${bf16[@]}" "${long[@]}" --mesh "${nodes}x$count" "${graphs[@]}" \
             --engine ddp --limit-s 60 --out "$out/steps-replicas"
     elif ((nodes * count == 1)); then
-        # One rank: what an engine costs where nothing is sent, and what a graph takes away.
-        part steps-gpt2 150 "${alone[@]}" "${bf16[@]}" --preset gpt2 --batch-size 1 --seq-len 1024 --engine all \
-            --rounds 20 --limit-s 100 --out "$out/steps-gpt2"
-        part steps-1b 140 "${alone[@]}" "${bf16[@]}" "${long[@]}" --limit-s 80 "${graphs[@]}" --engine compute \
+        # One rank: what an engine costs where nothing is sent, and what a graph takes away. An engine takes ten
+        # seconds to start, and rounds are few where steps are long.
+        part steps-gpt2 150 "${alone[@]}" "${bf16[@]}" --preset gpt2 --batch-size 1 --seq-len 1024 --rounds 12 \
+            --steps 3 --limit-s 130 "${graphs[@]}" --engine compute --engine ddp --engine fsdp2-compiled \
+            --out "$out/steps-gpt2"
+        part steps-1b 150 "${alone[@]}" "${bf16[@]}" "${long[@]}" --limit-s 130 "${graphs[@]}" --engine compute \
             --out "$out/steps-1b"
-        part steps-1b-256 80 "${alone[@]}" "${bf16[@]}" --preset 1b --batch-size 1 --seq-len 256 --rounds 8 --steps 3 \
-            --limit-s 40 "${graphs[@]}" --engine compute --out "$out/steps-1b-256"
+        part steps-1b-256 120 "${alone[@]}" "${bf16[@]}" --preset 1b --batch-size 1 --seq-len 256 --rounds 8 --steps 3 \
+            --limit-s 100 "${graphs[@]}" --engine compute --out "$out/steps-1b-256"
         # In micro-batches, as what fits; fewer engines, since a step takes a second.
         part steps-1b-65536 100 "${alone[@]}" "${bf16[@]}" "${long[@]}" --accumulate 8 --rounds 4 --steps 1 --warmup 5 \
             --limit-s 60 --engine shardgrad --engine shardgrad-graphed --engine compute --out "$out/steps-1b-65536"
@@ -209,6 +211,8 @@ if in_stage 3 && ((nodes == 1)); then
             --seq-len $((tokens / rows)) --rounds 10 --steps 3 --limit-s 40 --engine fsdp2 --engine compute \
             "${graphs[@]}" --out "$out/steps-$tokens"
     done
+    part steps-others 120 "${alone[@]}" "${bf16[@]}" --preset gpt2 --batch-size 1 --seq-len 1024 --rounds 6 --steps 3 \
+        --limit-s 100 --engine shardgrad-graphed --engine megatron-fsdp --engine deepspeed-3 --out "$out/steps-others"
     # Two ranks of one device: that losses agree over NCCL, eager and captured. Not a time.
     part steps-shared 90 "$python" -m benchmarks "${options[@]}" --ranks 2 --share-device --preset tiny \
         --engine shardgrad --engine shardgrad-graphed --engine ddp --rounds 2 --steps 2 --out "$out/steps-shared"
