@@ -146,15 +146,6 @@ def test_bad_input_is_refused_with_a_way_out_and_changes_nothing(name: str) -> N
 
 
 @on_ranks(2)
-def test_a_refused_module_can_be_sharded_afterwards() -> None:
-    model = stack(5, 7, 3)
-    with pytest.raises(errors.OptionError):
-        shardgrad.fully_shard(model, reshard_after_forward=3)
-    x = SHARDGRAD.inputs(0, 5)
-    assert torch.equal(shardgrad.fully_shard(model)(x), stack(5, 7, 3)(x))
-
-
-@on_ranks(2)
 def test_a_model_built_and_sharded_in_inference_mode_trains() -> None:
     trained = []
     for is_inference in (False, True):

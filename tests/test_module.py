@@ -449,32 +449,6 @@ def test_backwards_that_are_not_the_last_train_bit_for_bit_like_fsdp2(
     two_ranks.run(same_bits_as_fsdp2, train_not_last_backwards, sync_each, ahead)
 
 
-@on_ranks(2)
-def test_while_one_unit_computes_the_next_is_being_gathered_and_the_last_is_sharded() -> None:
-    model: Any = SHARDGRAD.shard_tower(tower())
-    seen: dict[str, list[bool]] = {"forward": [], "backward": []}
-
-    def look(what: str, *, past: int, ahead: int) -> None:
-        units = {at: model.layers[at]._unit for at in (past, ahead) if 0 <= at < len(model.layers)}
-        if len(units) == 2:
-            has_memory = [
-                units[at].groups[0].state is not ParamState.SHARDED for at in (past, ahead)
-            ]
-            seen[what] += has_memory
-
-    for i, layer in enumerate(model.layers):
-        layer.down.register_forward_pre_hook(
-            lambda *_, i=i: look("forward", past=i - 1, ahead=i + 1)
-        )
-        layer.down.register_full_backward_pre_hook(
-            lambda *_, i=i: look("backward", past=i + 1, ahead=i - 1)
-        )
-    for step in range(2):  # in the first one, the engine notes the order
-        seen.update(forward=[], backward=[])
-        token_loss(model, SHARDGRAD.tokens(step)).backward()
-    assert seen == {"forward": [False, True], "backward": [False, True]}
-
-
 def test_optimizers_that_step_in_hooks_train_bit_for_bit_like_fsdp2(two_ranks: Ranks) -> None:
     two_ranks.run(same_bits_as_fsdp2, train_stepping_in_hooks)
 

@@ -90,18 +90,6 @@ def test_a_damaged_checkpoint_is_not_exported(saved: Path, tmp_path: Path) -> No
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]
 
 
-def test_nothing_is_exported_onto_other_files_or_below_no_name(saved: Path, tmp_path: Path) -> None:
-    pytest.importorskip("safetensors")
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "thesis.txt").write_text("years of work")
-    with pytest.raises(CheckpointSaveError, match="is not a checkpoint"):
-        checkpoint.export_checkpoint(saved, tmp_path / "full")
-    with pytest.raises(CheckpointError, match=r"no tensors below modem(.|\n)*model, optim"):
-        checkpoint.export_checkpoint(saved, tmp_path / "new", only="modem")
-    assert (tmp_path / "full" / "thesis.txt").read_text() == "years of work"
-    assert not (tmp_path / "new").exists()
-
-
 def exported(tensors: dict[str, torch.Tensor], folder: Path, **options: Any) -> Path:
     """Saves a checkpoint, and exports it into a folder."""
     checkpoint.save(tensors, folder.with_suffix(".saved"))

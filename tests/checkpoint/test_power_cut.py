@@ -237,31 +237,3 @@ def is_lost(name: str, tmp_path: Path, site: str) -> bool:
     except Exception:  # a check that fails while ranks agree becomes a CheckpointSaveError
         return True
     return False
-
-
-def test_the_model_loses_what_was_not_synced(tmp_path: Path) -> None:
-    """Without any `fsync`, everything may be gone; with both, nothing is."""
-    (tmp_path / "root").mkdir()
-    (tmp_path / "scratch").mkdir()
-    seen: set[bytes | None] = set()
-
-    def look(folder: Path) -> None:
-        seen.add((folder / "a").read_bytes() if (folder / "a").exists() else None)
-
-    model = PowerCut(tmp_path / "root", look, tmp_path / "scratch")
-    with model.watching():
-        (tmp_path / "root" / "a").write_bytes(b"old")
-        model.cut()
-        assert seen == {None, b"", b"old", bytes(3)} | {b"old"[:n] for n in range(4)} & seen
-        for path in (tmp_path / "root" / "a", tmp_path / "root"):
-            descriptor = os.open(path, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.close(descriptor)
-        seen.clear()
-        model.cut()
-        assert seen == {b"old"}
-        (tmp_path / "root" / "b").write_bytes(b"new")
-        os.replace(tmp_path / "root" / "b", tmp_path / "root" / "a")
-        seen.clear()
-        model.cut()
-        assert {b"old", b"", b"new"} <= seen

@@ -142,21 +142,6 @@ def forward_of_a_root_that_owns_nothing(engine: Engine) -> Tensors:
     return engine.snapshot(model)
 
 
-def a_unit_before_its_root(engine: Engine, together: bool) -> Tensors:
-    model = stack(5, 7, 5)
-    engine.fully_shard(model[0])
-    engine.fully_shard(model[2])
-    engine.fully_shard(model)
-    x = engine.inputs(0, 5, dtype=torch.get_default_dtype())
-    early = model[0](x).square().mean()
-    if not together:
-        early.backward()
-    late = model(x).square().mean()
-    (early + late if together else late).backward()
-    model(x).square().mean().backward()
-    return engine.snapshot(model)
-
-
 def a_unit_that_trained_long_before_its_root(engine: Engine) -> Tensors:
     model = stack(5, 7, 5)
     engine.fully_shard(model[0])
@@ -186,10 +171,3 @@ def test_gradients_are_averaged_whatever_path_the_loss_took(
     two_ranks: Ranks, program: Callable[..., Any]
 ) -> None:
     two_ranks.run(close_to_unsharded, program)
-
-
-@pytest.mark.parametrize("together", [True, False], ids=["one_backward", "two_backwards"])
-def test_a_unit_that_ran_before_its_root_is_reduced_like_the_others(
-    two_ranks: Ranks, together: bool
-) -> None:
-    two_ranks.run(close_to_unsharded, a_unit_before_its_root, together)

@@ -115,17 +115,6 @@ def test_doctor_says_that_there_is_no_gpu_where_torch_is_built_for_one(
         assert line.split(maxsplit=1)[1].strip() == row
 
 
-def test_options_are_listed_in_sections_and_those_of_no_section_under_others() -> None:
-    lines = {
-        name: CliRunner().invoke(main, [name, "--help"]).output.splitlines()
-        for name in ("train", "doctor")
-    }
-    assert {"Model and data:", "Other options:"} <= set(lines["train"])
-    assert "Options:" not in lines["train"]
-    assert "Options:" in lines["doctor"]
-    assert "Other options:" not in lines["doctor"]
-
-
 def test_a_switch_takes_no_value_and_another_option_does() -> None:
     assert CliRunner().invoke(main, ["train", "--no-plot", "--print-config"]).exit_code == 0
     assert CliRunner().invoke(main, ["train", "--lr", "0.5", "--print-config"]).exit_code == 0

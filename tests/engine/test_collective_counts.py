@@ -244,25 +244,3 @@ def test_micro_batches_on_replicas_communicate_as_often_as_under_fsdp2(
 
 
 # -- one rank
-
-
-@on_ranks(2)
-def test_one_rank_sends_nothing() -> None:
-    calls: Counter[str] = Counter()
-    with watching_collectives(lambda name, chunk: calls.update([name])):
-        token_loss(SHARDGRAD.shard_tower(tower()), SHARDGRAD.tokens(0)).backward()
-    assert calls, "what two ranks send is not seen"
-    calls.clear()
-    alone = hsdp_mesh(dist.get_world_size(), 1)["shard"]
-    model, plain = SHARDGRAD.shard_tower(tower(), mesh=alone), tower()
-    for each in (model, plain):
-        with watching_collectives(lambda name, chunk: calls.update([name])):
-            optim = make_optimizer("adamw", each)
-            for step in range(3):
-                token_loss(each, SHARDGRAD.tokens(step)).backward()
-                optim.step()
-                optim.zero_grad()
-    assert not calls
-    model.reshard()
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(ours.to_local(), theirs)

@@ -14,7 +14,14 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
-from tests.support.parity import Engine, Tensors, same_bits_as_fsdp2, stack, train_squares
+from tests.support.parity import (
+    Engine,
+    Tensors,
+    same_bits_as_fsdp2,
+    stack,
+    train_squares,
+    watching_collectives,
+)
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SIZES = (24, 40, 24)
@@ -37,7 +44,12 @@ def train(
 ) -> Tensors:
     model = engine.shard_stack(stack(*SIZES), **options)
     change(model)
-    return train_squares(engine, model, SIZES[0], micro_batches=micro_batches, sync_each=sync_each)
+    sent: list[str] = []
+    loop = {"micro_batches": micro_batches, "sync_each": sync_each}
+    with watching_collectives(lambda name, _: sent.append(name)):
+        found = train_squares(engine, model, SIZES[0], **loop)
+    assert not sent
+    return found
 
 
 def by_three(model: Any) -> None:

@@ -12,8 +12,7 @@ from shardgrad.version import commit
 from tests.fuzz.programs.contract import is_valid
 from tests.fuzz.programs.defects import DEFECTS
 from tests.fuzz.programs.generate import program_of
-from tests.fuzz.programs.program import Op, Program
-from tests.fuzz.programs.shrink import shrunk
+from tests.fuzz.programs.program import Program
 from tests.fuzz.programs.worlds import Worlds
 from tests.simulated.accelerator import build
 
@@ -48,27 +47,6 @@ def test_programs_of_this_commit_agree_with_plain_torch(worlds: Worlds) -> None:
     digest = hashlib.sha256((commit() or "").removesuffix("-dirty").encode()).hexdigest()
     first = int(digest[:6], 16) * 1_000
     all_agree(worlds, [program_of(first + n) for n in range(CHANGING)])
-
-
-def test_a_program_is_the_same_after_it_was_written_and_read() -> None:
-    for seed in range(300):
-        program = program_of(seed)
-        assert Program.from_json(program.to_json()) == program
-        assert is_valid(program)
-
-
-def test_a_program_is_shrunk_to_what_makes_it_fail() -> None:
-    """Here: whatever clips, and has some block that is recomputed."""
-
-    def fails(program: Program) -> bool:
-        clips = any(op.do == "clip" for op in program.ops)
-        return clips and any(block.recompute for block in program.model.blocks)
-
-    program = next(p for p in map(program_of, range(10_000)) if fails(p))
-    small = shrunk(program, fails)
-    assert [op.do for op in small.ops] == ["clip"]
-    assert len(small.model.blocks) == 1
-    assert small.ops == (Op("clip"),)
 
 
 @pytest.mark.long

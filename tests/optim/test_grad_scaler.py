@@ -97,30 +97,6 @@ def test_the_scale_moves_as_torchs_whichever_of_two_optimizers_finds_an_infinity
     assert scales[:6] == scales[6:]
 
 
-@pytest.mark.parametrize("unscale", [False, True])
-@on_ranks(2)
-def test_torchs_scaler_drives_our_optimizer(unscale: bool) -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    model, other = build(), build()
-    optim, plain = shardgrad.optim.AdamW(model.parameters()), torch.optim.AdamW(other.parameters())
-    for step in range(4):
-        before = weights(model)
-        backward(model, scaler, step, overflow=step == 1)
-        if unscale:
-            scaler.unscale_(optim)
-        scaler.step(optim)
-        scaler.update()
-        optim.zero_grad()
-        assert same(before, weights(model)) == (step == 1)
-        if step != 1:
-            other(SHARDGRAD.inputs(step, 5)).square().mean().backward()
-            plain.step()
-            plain.zero_grad()
-    for a, b in zip(weights(model), weights(other), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-    assert {float(optim.state[p]["step"]) for p in model.parameters()} == {3.0}
-
-
 @on_ranks(2)
 def test_two_optimizers_over_one_unit_take_the_scale_out_once() -> None:
     model, scaler = build(), shardgrad.GradScaler(init_scale=1024.0)

@@ -103,32 +103,6 @@ def test_state_is_one_dtensor_for_each_parameter_in_flat_memory() -> None:
 
 
 @on_ranks(2)
-def test_loading_copies_into_the_buffers_that_exist() -> None:
-    model, optim = build(SHARDGRAD)
-    run(SHARDGRAD, model, optim, range(1))
-    before = [
-        v.to_local().data_ptr()
-        for p in model.parameters()
-        for k, v in optim.state[p].items()
-        if k != "step"
-    ]
-    saved = copy.deepcopy(optim.state_dict())
-    run(SHARDGRAD, model, optim, range(1, 3))
-    optim.load_state_dict(saved)
-    after = [
-        v.to_local().data_ptr()
-        for p in model.parameters()
-        for k, v in optim.state[p].items()
-        if k != "step"
-    ]
-    assert before == after
-    assert {float(optim.state[p]["step"]) for p in model.parameters()} == {1.0}
-    for number, param in enumerate(model.parameters()):
-        saved_avg = saved["state"][number]["exp_avg"].to_local()
-        assert torch.equal(optim.state[param]["exp_avg"].to_local(), saved_avg)
-
-
-@on_ranks(2)
 def test_a_loaded_state_says_nothing_about_how_torch_computes() -> None:
     """`capturable=False` of a saved group would make a capture be refused; it is torch's affair."""
     _, optim = build(SHARDGRAD)

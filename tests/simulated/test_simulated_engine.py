@@ -13,39 +13,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardgrad
 from shardgrad.engine.streams import AcceleratorStreams
 from tests.simulated.accelerator.device import NAME, checked
 from tests.simulated.accelerator.virtual_ranks import VirtualRanks, one_at_a_time
-from tests.support.parity import ROWS, VOCABULARY, Tower, tower
+from tests.simulated.programs.towers import batch, sharded_tower
+from tests.support.parity import token_loss
 from tests.support.traps import Trap, TrapInBackward
-
-
-def _batch(step: int, rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1_000 + step)
-    tokens, targets = torch.randint(VOCABULARY, (2, ROWS * world_size, 5), generator=generator)
-    return tokens.chunk(world_size)[rank], targets.chunk(world_size)[rank]
-
-
-def _loss(model: torch.nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-
-
-def _sharded_tower(replicas: int, **options: Any) -> Tower:
-    shape = (
-        (dist.get_world_size(),) if replicas == 1 else (replicas, dist.get_world_size() // replicas)
-    )
-    names = ("replicate", "shard")[-len(shape) :]
-    mesh = init_device_mesh(NAME, shape, mesh_dim_names=names)
-    with one_at_a_time():
-        model = tower()
-    model = model.to(NAME)
-    for inner in (*model.layers, model.embedding):
-        shardgrad.fully_shard(inner, mesh=mesh, **options)
-    return shardgrad.fully_shard(model, mesh=mesh, **options)
 
 
 @contextmanager
@@ -60,7 +36,7 @@ def _without(owner: type, method: str) -> Iterator[None]:
 
 
 def _deletes_a_model_with_an_all_gather_in_flight() -> None:
-    model = _sharded_tower(1)
+    model = sharded_tower()
     model.layers[0].unshard(async_op=True)
     del model
     gc.collect()  # what gets the memory is work of the current stream
@@ -78,20 +54,20 @@ def _after_a_failed_backward(fails: bool) -> list[torch.Tensor]:
     """Two layers had reduced and bound their gradients when the third failed; nobody has called
     zero_grad.
     """
-    model = _sharded_tower(1)
+    model = sharded_tower()
     if fails:
-        tokens, targets = (t.to("sim") for t in _batch(7, dist.get_rank(), dist.get_world_size()))
+        data = batch(7)
         handle = model.layers[0].register_forward_hook(
             lambda _, __, output: TrapInBackward.apply(output)
         )
         with pytest.raises(Trap):
-            _loss(model, tokens, targets).backward()
+            token_loss(model, data).backward()
         handle.remove()
         assert model.layers[2].up.weight.grad is not None, "nothing had been reduced yet"
-    tokens, targets = (t.to("sim") for t in _batch(0, dist.get_rank(), dist.get_world_size()))
+    data = batch(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that they are dropped
-        _loss(model, tokens, targets).backward()
+        token_loss(model, data).backward()
     return [p.grad.to_local().cpu() for p in model.parameters()]
 
 
@@ -106,14 +82,14 @@ def test_gradients_that_a_failed_backward_has_bound_are_taken_back() -> None:
 
 def _steps_after_a_failed_evaluation() -> None:
     """The gradients are those of a completed backward; the next layers had been gathered ahead."""
-    model = _sharded_tower(1, reshard_after_forward=True)
+    model = sharded_tower(reshard_after_forward=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for fails in range(3):
-        tokens, targets = (t.to(NAME) for t in _batch(0, dist.get_rank(), dist.get_world_size()))
-        _loss(model, tokens, targets).backward()
+        data = batch(0)
+        token_loss(model, data).backward()
         trap = model.layers[fails].register_forward_pre_hook(_spring)
         with pytest.raises(Trap), torch.no_grad():
-            model(tokens)
+            model(data[0])
         trap.remove()
         optimizer.step()
         optimizer.zero_grad()
@@ -129,12 +105,11 @@ def test_a_step_after_a_failed_forward_waits_for_what_that_was_gathering() -> No
 
 
 def _steps_with_hooks_on_a_side_stream() -> None:
-    model, side = _sharded_tower(1), torch.Stream(NAME)
+    model, side = sharded_tower(), torch.Stream(NAME)
     for layer in model.layers:
         layer.set_all_reduce_hook(lambda chunk: chunk.mul_(3.0), stream=side)
     for step in range(2):
-        data = _batch(step, dist.get_rank(), dist.get_world_size())
-        _loss(model, *(t.to(NAME) for t in data)).backward()
+        token_loss(model, batch(step)).backward()
 
 
 def test_hooks_on_their_own_stream_come_after_reductions_and_before_gradients() -> None:
@@ -178,7 +153,7 @@ def test_a_write_waits_for_what_was_gathered_for_a_layer_that_did_not_run() -> N
 
 def _writes_in_forward() -> None:
     """Weights are halved in forward; what backward gathers, and the next step, must come after."""
-    model = _sharded_tower(1, reshard_after_forward=True)
+    model = sharded_tower(reshard_after_forward=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def halve(layer: torch.nn.Module, args: Any) -> None:
@@ -189,8 +164,8 @@ def _writes_in_forward() -> None:
     for layer in model.layers:
         layer.register_forward_pre_hook(halve)
     for _ in range(3):
-        tokens, targets = (t.to(NAME) for t in _batch(0, dist.get_rank(), dist.get_world_size()))
-        _loss(model, tokens, targets).backward()
+        data = batch(0)
+        token_loss(model, data).backward()
         optimizer.step()
         optimizer.zero_grad()
 

@@ -125,25 +125,6 @@ def test_at_the_loss_nothing_is_left_of_gradients_that_are_none(name: str) -> No
         assert beyond >= gradients > 0
 
 
-def addresses_of_persistent_gradients(keeps: bool) -> None:
-    model = build(Setup(options={"gradient_policy": shardgrad.GradientPolicy(persistent=True)}))
-    addresses, kept = [], []
-    for number in range(3):
-        loss_of(model, batch(number)).backward()
-        grads = [p.grad for p in model.parameters() if p.grad is not None]
-        addresses.append([grad.to_local().data_ptr() for grad in grads])
-        kept += grads if keeps else []
-        model.zero_grad()
-        loss_of(model, batch(number))
-        assert states(model) == {GradMemory.FIXED}
-    assert addresses[0] == addresses[1] == addresses[2]
-
-
-@pytest.mark.parametrize("keeps", [False, True])
-def test_persistent_gradients_have_one_address_whatever_a_program_keeps(keeps: bool) -> None:
-    run_checked(2, addresses_of_persistent_gradients, keeps)
-
-
 def gradients_of_odd_calls() -> None:
     """What a program may do while gradients have no memory."""
     model = build(Setup())

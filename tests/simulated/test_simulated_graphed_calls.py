@@ -25,7 +25,6 @@ from shardgrad.engine.streams import is_capturing
 from shardgrad.errors import (
     CaptureError,
 )
-from shardgrad.graphs.captured import CapturedStep
 from tests.simulated.accelerator.device import NAME, checked
 from tests.simulated.accelerator.virtual_ranks import VirtualRanks
 from tests.simulated.programs.graphed import (
@@ -382,25 +381,6 @@ def test_a_tensor_that_is_replaced_before_each_call_from_some_call_on_is_warned_
         same_on(2, replaced, range(5, 16), 1)
 
 
-def static_alone() -> None:
-    x = torch.ones(2, device=NAME)
-    torch._dynamo.mark_static_address(x)
-
-    @shardgrad.graphed_step(warmup=1)
-    def step(x: Tensor) -> Tensor:
-        return x * 2
-
-    for number in range(4):
-        x.fill_(number)
-        assert step(x).tolist() == [2.0 * number] * 2
-    assert (step.captures, step.replays) == (1, 3)
-    step.close()
-
-
-def test_a_static_tensor_may_be_the_only_argument() -> None:
-    VirtualRanks(1).run(static_alone)
-
-
 class Watched(shardgrad.graphs.Capturable):
     """Notes whether a capture is under way when it is asked to complete its work."""
 
@@ -662,33 +642,6 @@ def runs_of_the_function(verify: int) -> None:
 @pytest.mark.parametrize("verify", [0, 1, 2, 3])
 def test_as_many_replays_as_asked_for_are_repeated_eagerly(verify: int) -> None:
     VirtualRanks(1).run(runs_of_the_function, verify)
-
-
-def replays_of_the_graph(every: int) -> None:
-    replays, replay = [], CapturedStep.replay
-
-    def counted(captured: CapturedStep, **options: Any) -> Any:
-        replays.append(captured)
-        return replay(captured, **options)
-
-    @shardgrad.graphed_step(warmup=1, replay_twice_every=every)
-    def step(x: Tensor) -> Tensor:
-        return x * 2
-
-    x = torch.ones(2, device=NAME)
-    for _ in range(3):  # an eager call, and two captures
-        step(x)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CapturedStep, "replay", counted)
-        for _ in range(6):
-            step(x)
-    step.close()
-    assert len(replays) == 6 + (6 // every if every else 0)
-
-
-@pytest.mark.parametrize("every", [0, 1, 2, 3])
-def test_one_replay_in_as_many_as_asked_for_is_repeated(every: int) -> None:
-    VirtualRanks(1).run(replays_of_the_graph, every)
 
 
 class Counter(shardgrad.graphs.Capturable):

@@ -8,42 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 import shardgrad
 from shardgrad.errors import CaptureError, ForeignParameterError
 from tests.simulated.accelerator.device import NAME, checked
-from tests.simulated.accelerator.virtual_ranks import VirtualRanks, one_at_a_time
-from tests.support.parity import ROWS, VOCABULARY, Tower, token_loss, tower
+from tests.simulated.accelerator.virtual_ranks import VirtualRanks
+from tests.simulated.programs.towers import batch, sharded_tower
+from tests.support.parity import token_loss
 
 STEPS = 3
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
-def _tower(policy: OffloadPolicy, replicas: int, **options: Any) -> Tower:
-    shape = (
-        (dist.get_world_size(),) if replicas == 1 else (replicas, dist.get_world_size() // replicas)
-    )
-    names = ("replicate", "shard")[-len(shape) :]
-    options = {
-        "mesh": init_device_mesh(NAME, shape, mesh_dim_names=names),
-        "offload_policy": policy,
-    } | options
-    with one_at_a_time():
-        model = tower()
-    for inner in (*model.layers, model.embedding):
-        shardgrad.fully_shard(inner, **options)
-    return shardgrad.fully_shard(model, **options)
-
-
-def _batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    world = dist.get_world_size()
-    generator = torch.Generator().manual_seed(1_000 + step)
-    tokens, targets = torch.randint(VOCABULARY, (2, ROWS * world, 5), generator=generator)
-    rank = dist.get_rank()
-    return tokens.chunk(world)[rank].to(NAME), targets.chunk(world)[rank].to(NAME)
 
 
 def _train(
@@ -54,7 +29,7 @@ def _train(
     options: dict[str, Any],
 ) -> list[torch.Tensor]:
     """Trains; returns the losses, and this rank's pieces and gradients of the last step."""
-    model = _tower(policy, replicas, **options)
+    model = sharded_tower(replicas, on_host=True, offload_policy=policy, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     found = []
     for step in range(STEPS):
@@ -63,7 +38,7 @@ def _train(
             last = micro == micro_batches - 1
             model.set_requires_gradient_sync(sync_each or last)
             model.set_is_last_backward(last)
-            loss = token_loss(model, _batch(micro_batches * step + micro))
+            loss = token_loss(model, batch(micro_batches * step + micro))
             loss.backward()
             found.append(loss.detach())
         shardgrad.clip_grad_norm_(model, 0.5)
@@ -110,9 +85,9 @@ def _device_memory(policy: OffloadPolicy) -> int:
     """Returns the bytes of device memory that a trained model and its optimizer hold between
     steps.
     """
-    model = _tower(policy, 1)
+    model = sharded_tower(on_host=True, offload_policy=policy)
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
-    token_loss(model, _batch(0)).backward()
+    token_loss(model, batch(0)).backward()
     optimizer.step()
     groups = [
         grads
@@ -131,13 +106,13 @@ def test_no_shard_gradient_or_state_is_left_on_the_device() -> None:
 
 
 def _ask_for_a_graph() -> None:
-    model = _tower(CPUOffloadPolicy(), 1)
+    model = sharded_tower(on_host=True, offload_policy=CPUOffloadPolicy())
     with pytest.raises(CaptureError, match="CPUOffloadPolicy and graphed_step exclude each other"):
         shardgrad.graphed_step(model)(lambda: None)
 
 
 def _move_to_the_device() -> None:
-    model = _tower(CPUOffloadPolicy(), 1)
+    model = sharded_tower(on_host=True, offload_policy=CPUOffloadPolicy())
     with pytest.raises(
         ForeignParameterError, match="materialized on CPU when enabling CPU offloading"
     ):

@@ -37,19 +37,6 @@ def test_a_launchers_variable_that_is_no_number_is_named(
         prepare({"run_dir": "nowhere"}, resume=None, debug=False)
 
 
-@pytest.mark.parametrize("given", [{"ranks": 100_000}, {"mesh": "400x400"}])
-def test_more_ranks_than_a_machine_can_run_are_not_started(given: dict[str, object]) -> None:
-    with pytest.raises(UsageError, match=r"start at most \d+ with --ranks or --mesh"):
-        prepare({**given, "run_dir": "nowhere"}, resume=None, debug=False)
-
-
-def test_a_run_folder_that_cannot_be_made_is_named_before_ranks_start(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    job = prepare({"run_dir": str(tmp_path / "file" / "run")}, resume=None, debug=False)
-    with pytest.raises(UsageError, match=r"file/run cannot be written .*, or choose another"):
-        start(job)
-
-
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs a file system that takes no files")
 def test_a_run_folder_that_cannot_be_written_is_refused_before_ranks_meet(
     monkeypatch: pytest.MonkeyPatch,
@@ -83,13 +70,6 @@ def stopped_after_60_steps(folder: Path) -> None:
     (folder / "checkpoints" / "step_000060" / ".metadata").touch()
     (folder / "checkpoints" / "latest").write_text("step_000060\n")
     (folder / "config.json").write_text('{"ranks": 2}')
-
-
-def test_a_resumed_run_has_to_have_steps_left(tmp_path: Path) -> None:
-    stopped_after_60_steps(tmp_path)
-    with pytest.raises(UsageError, match="already made 60 steps: give a larger --steps"):
-        prepare({"steps": 60}, resume=tmp_path, debug=False)
-    assert prepare({"steps": 61}, resume=tmp_path, debug=False).config.steps == 61
 
 
 def test_a_run_is_resumed_without_pytorch_in_the_process_that_starts_its_ranks(

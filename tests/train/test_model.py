@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardgrad.programs.train.failure import UsageError
 from shardgrad.programs.train.model import (
     Transformer,
     count_parameters,
@@ -13,7 +12,7 @@ from shardgrad.programs.train.model import (
     rotary_tables,
     rotate,
 )
-from shardgrad.programs.train.presets import PRESETS, TransformerConfig, transformer_config
+from shardgrad.programs.train.presets import PRESETS, TransformerConfig
 
 SMALL = TransformerConfig(width=16, layers=2, heads=2, kv_heads=2, hidden=24)
 CPU = torch.device("cpu")
@@ -110,22 +109,3 @@ def test_a_few_steps_learn_a_repeated_text() -> None:
         loss.backward()
         optimizer.step()
     assert loss.item() < 0.5
-
-
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        ({"width": 17}, "does not split into 3 heads"),
-        ({"kv_heads": 2}, "do not share 2 kv_heads"),
-        ({"vocab_size": 255}, "at least 256"),
-        ({"layers": 0}, "layers is 0: give at least 1"),
-        ({"widht": 16}, "did you mean 'width'"),
-        ({"layers": 1.5}, "whole number"),
-        ({"tied": 1}, "true or false"),
-    ],
-)
-def test_impossible_shapes_are_refused_in_words(
-    overrides: dict[str, int | float], words: str
-) -> None:
-    with pytest.raises(UsageError, match=words):
-        transformer_config("tiny", overrides)

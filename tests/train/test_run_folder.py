@@ -92,19 +92,6 @@ def test_a_terminal_that_hangs_up_is_a_request_to_stop(tmp_path: Path) -> None:
     assert f"Resumed after step {done}." in train("--resume", folder, "--steps", str(done + 1))
 
 
-def test_a_hangup_is_told_like_other_requests_where_someone_can_read_it(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    process = start(
-        *MICRO, "--steps", "1000000", "--checkpoint-every", "1000000", "--run-dir", folder
-    )
-    wait_for_steps(folder, 2, process)
-    os.killpg(process.pid, signal.SIGHUP)
-    status, _, errors = end(process)
-    assert status == 130
-    assert f"resume with: shardgrad train --resume {folder}" in errors
-    assert "Traceback" not in errors
-
-
 def test_a_damaged_checkpoint_is_named_with_how_to_go_on_from_an_older_one(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     train(*MICRO, "--ranks", "1", "--checkpoint-every", "2", "--keep", "3", "--run-dir", folder)

@@ -346,18 +346,6 @@ def test_ranks_that_were_given_different_settings_are_refused(tmp_path: Path) ->
     assert not (tmp_path / "run").exists()
 
 
-def test_a_missing_data_path_is_said_before_anything_starts(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    status, output, errors = end(start("--data", tmp_path / "nowhere", "--run-dir", folder))
-    assert status == 2
-    assert errors.startswith(
-        f"shardgrad train: There is no file or folder at {tmp_path / 'nowhere'}"
-    )
-    assert len(errors.splitlines()) == 1
-    assert output == ""
-    assert not folder.exists()
-
-
 def test_a_run_whose_text_has_moved_goes_on_when_told_where(
     two_ranks: Path, tmp_path: Path
 ) -> None:
