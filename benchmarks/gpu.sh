@@ -190,26 +190,29 @@ if in_stage 2; then
             --engine ddp --limit-s 60 --out "$out/steps-replicas"
     elif ((nodes * count == 1)); then
         # One rank: what an engine costs where nothing is sent, and what a graph takes away. An engine takes ten
-        # seconds to start, and rounds are few where steps are long.
-        part steps-gpt2 150 "${alone[@]}" "${bf16[@]}" --preset gpt2 --batch-size 1 --seq-len 1024 --rounds 12 \
-            --steps 3 --limit-s 130 "${graphs[@]}" --engine compute --engine ddp --engine fsdp2-compiled \
-            --out "$out/steps-gpt2"
-        part steps-1b 150 "${alone[@]}" "${bf16[@]}" "${long[@]}" --limit-s 130 "${graphs[@]}" --engine compute \
-            --out "$out/steps-1b"
-        part steps-1b-256 120 "${alone[@]}" "${bf16[@]}" --preset 1b --batch-size 1 --seq-len 256 --rounds 8 --steps 3 \
-            --limit-s 100 "${graphs[@]}" --engine compute --out "$out/steps-1b-256"
+        # seconds to start, thirty with a billion parameters, so parts have few.
+        part steps-gpt2 150 "${alone[@]}" "${bf16[@]}" --preset gpt2 --batch-size 1 --seq-len 1024 --rounds 20 \
+            --steps 3 --limit-s 130 "${graphs[@]}" --engine compute --out "$out/steps-gpt2"
+        part steps-compiled 120 "${alone[@]}" "${bf16[@]}" --preset gpt2 --batch-size 1 --seq-len 1024 --rounds 20 \
+            --steps 3 --limit-s 100 --engine shardgrad-compiled --engine fsdp2-compiled --out "$out/steps-compiled"
+        part steps-1b 110 "${alone[@]}" "${bf16[@]}" "${long[@]}" --limit-s 100 --engine shardgrad \
+            --engine shardgrad-graphed --out "$out/steps-1b"
+        part steps-1b-floors 140 "${alone[@]}" "${bf16[@]}" "${long[@]}" --limit-s 130 --engine shardgrad-graphed \
+            --engine hand-graphed --engine fsdp2-graphed --out "$out/steps-1b-floors"
+        part steps-1b-256 110 "${alone[@]}" "${bf16[@]}" --preset 1b --batch-size 1 --seq-len 256 --rounds 8 --steps 3 \
+            --limit-s 100 --engine shardgrad --engine shardgrad-graphed --out "$out/steps-1b-256"
         # In micro-batches, as what fits; fewer engines, since a step takes a second.
-        part steps-1b-65536 100 "${alone[@]}" "${bf16[@]}" "${long[@]}" --accumulate 8 --rounds 4 --steps 1 --warmup 5 \
-            --limit-s 60 --engine shardgrad --engine shardgrad-graphed --engine compute --out "$out/steps-1b-65536"
+        part steps-1b-65536 130 "${alone[@]}" "${bf16[@]}" "${long[@]}" --accumulate 8 --rounds 4 --steps 1 --warmup 5 \
+            --limit-s 120 --engine shardgrad --engine shardgrad-graphed --out "$out/steps-1b-65536"
     fi
 fi
 if in_stage 3 && ((nodes == 1)); then
-    part kernels 60 "${kernels[@]}" --rounds 10
+    part kernels 90 "${kernels[@]}" --rounds 10
     for tokens in 256 4096 65536; do # of a step: where launches cost most, and where they cost nothing
         rows=$((tokens > 1024 ? tokens / 1024 : 1))
-        part "steps-$tokens" 60 "${alone[@]}" "${bf16[@]}" --preset gpt2 --batch-size "$rows" \
-            --seq-len $((tokens / rows)) --rounds 10 --steps 3 --limit-s 40 --engine fsdp2 --engine compute \
-            "${graphs[@]}" --out "$out/steps-$tokens"
+        part "steps-$tokens" 80 "${alone[@]}" "${bf16[@]}" --preset gpt2 --batch-size "$rows" \
+            --seq-len $((tokens / rows)) --rounds 10 --steps 3 --limit-s 70 --engine shardgrad \
+            --engine shardgrad-graphed --engine hand-graphed --out "$out/steps-$tokens"
     done
     part steps-others 120 "${alone[@]}" "${bf16[@]}" --preset gpt2 --batch-size 1 --seq-len 1024 --rounds 6 --steps 3 \
         --limit-s 100 --engine shardgrad-graphed --engine megatron-fsdp --engine deepspeed-3 --out "$out/steps-others"

@@ -65,6 +65,9 @@ ENGINES: Mapping[str, Engine] = {
         'shardgrad-graphed with zero_stage="auto": units stay unsharded where memory is left',
         f"{_TORCH}:ours_auto",
     ),
+    "shardgrad-compiled": _OURS(
+        "shardgrad-graphed, every block compiled", f"{_TORCH}:ours_compiled"
+    ),
     "fsdp2-keep": _EXACT(
         "fsdp2, parameters stay unsharded between forward and backward", f"{_TORCH}:fsdp2_keep"
     ),

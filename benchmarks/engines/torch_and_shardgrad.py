@@ -94,6 +94,7 @@ def ours_graphed(task: Task, device: torch.device, **options: Any) -> Trained:
 
 
 ours_auto = partial(ours_graphed, zero_stage="auto")
+ours_compiled = partial(ours_graphed, compiles=True)
 
 
 def fsdp2_graphed(task: Task, device: torch.device) -> Trained:
