@@ -72,3 +72,37 @@ def compared_on_ranks() -> None:
 
 def test_all_ranks_repeat_what_differs_on_one(two_ranks: Ranks) -> None:
     two_ranks.run(compared_on_ranks)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.float64])
+@pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 5)])
+def test_a_step_that_changes_one_element_of_any_tensor_differs(
+    dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    weight = Weight()
+    state = StepState([weight], [], torch.device("cpu"), [])
+    output = torch.ones(shape, dtype=dtype)
+    last = torch.ones(max(1, output.numel()), dtype=dtype)
+    last[-1] = 0
+    outputs = iter([output, output.clone(), last[: output.numel()].view(shape)])
+    _, (same, other) = state.differences(*[lambda: next(outputs)] * 3)
+    assert same == []
+    assert other == (["output"] if output.numel() else [])
+    assert bool(output.all())  # nothing has written it
+
+
+def test_zeros_of_either_sign_differ_and_equal_nans_do_not() -> None:
+    state = StepState([Weight()], [], torch.device("cpu"), [])
+    outputs = iter([torch.tensor([float("nan"), 0.0]), torch.tensor([float("nan"), -0.0])])
+    assert state.differences(*[lambda: next(outputs)] * 2)[1] == [["output"]]
+    outputs = iter([torch.tensor([float("nan"), 0.0]), torch.tensor([float("nan"), 0.0])])
+    assert state.differences(*[lambda: next(outputs)] * 2)[1] == [[]]
+
+
+def test_an_element_far_behind_is_seen() -> None:
+    state = StepState([Weight()], [], torch.device("cpu"), [])
+    far = torch.zeros(2**23 + 3)  # beyond one piece
+    other = far.clone()
+    other[-1] = 1
+    outputs = iter([far, other])
+    assert state.differences(*[lambda: next(outputs)] * 2)[1] == [["output"]]
