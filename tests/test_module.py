@@ -20,6 +20,7 @@ from tests.support.parity import (
     FSDP2,
     SHARDGRAD,
     Engine,
+    Route,
     Tensors,
     Tower,
     assert_same_bits,
@@ -56,24 +57,11 @@ def test_unshard_shows_whole_parameters_until_reshard() -> None:
     assert is_sharded(model.layers[0].up)
 
 
-class Shallow(nn.Module):
-    """Leaves its last layer out if it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = stack(4, 4, 4, 4)
-
-    def forward(self, x: torch.Tensor, depth: int) -> torch.Tensor:
-        for layer in self.layers[:depth]:
-            x = layer(x)
-        return x
-
-
 @on_ranks(2)
 def test_what_is_asked_for_is_there_after_a_forward_that_leaves_it_out() -> None:
     for engine in (FSDP2, SHARDGRAD):
         torch.manual_seed(0)
-        model = Shallow()
+        model = Route(stack(4, 4, 4, 4))
         last, whole, x = (
             model.layers[-1],
             model.layers[-1].weight.detach().clone(),
@@ -81,9 +69,9 @@ def test_what_is_asked_for_is_there_after_a_forward_that_leaves_it_out() -> None
         )
         for module in (last, model):
             engine.fully_shard(module)
-        model(x, len(model.layers))
+        model(x, *range(5))
         handle = last.unshard(async_op=True)
-        model(x, 1)
+        model(x, 0)
         handle.wait()
         assert torch.equal(last.weight, whole)
         last.reshard()
@@ -96,15 +84,15 @@ def test_what_is_asked_for_is_there_after_a_forward_that_leaves_it_out() -> None
 def test_a_unit_that_was_gathered_ahead_and_did_not_run_is_sharded_after_forward(
     reshard_after_forward: bool,
 ) -> None:
-    model = Shallow()
+    model = Route(stack(4, 4, 4, 4))
     linears = [layer for layer in model.layers if isinstance(layer, nn.Linear)]
     for module in (*linears, model):
         shardgrad.fully_shard(module, reshard_after_forward=reshard_after_forward)
     (group,) = linears[-1]._unit.groups
-    x, whole = SHARDGRAD.inputs(0, 4), len(model.layers)
-    model(x, whole).sum().backward()  # the order is known from now on
+    x = SHARDGRAD.inputs(0, 4)
+    model(x, *range(5)).sum().backward()  # the order is known from now on
     assert group.state is ParamState.SHARDED
-    model(x, whole - 1)
+    model(x, *range(4))
     assert group.state is ParamState.SHARDED
     with torch.no_grad():
         linears[-1].weight.to_local().fill_(7.0)

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import shardgrad
+from tests.support.parity import Route
 from tests.support.ranks import Ranks, on_ranks
 
 SIZE = 6
@@ -226,25 +227,11 @@ def trains_other_layers_in_each_step(shard: Shard) -> nn.Module:
     return model
 
 
-class SkipsALayer(nn.Module):
-    """Runs its second layer in the first forward only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = mlp()
-        self.runs_all = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        for place, layer in enumerate(self.layers):
-            x = layer(x) if self.runs_all or place != 1 else x
-        return x
-
-
 def reduces_later_what_the_last_micro_batch_does_not_use(shard: Shard, between: str) -> nn.Module:
     """Sums of replicas wait for the second backward, while those of the first are `in flight`, or
     a parameter of them `freezes`, or another one `thaws`, which changes their places.
     """
-    model = SkipsALayer()
+    model = Route(mlp())
     model.layers[1].bias.requires_grad_(between != "thaws")
     for layer in model.layers:
         shard(layer)
@@ -253,13 +240,12 @@ def reduces_later_what_the_last_micro_batch_does_not_use(shard: Shard, between: 
         model.set_requires_all_reduce(False)
         model.set_is_last_backward(between != "in flight")
         model.set_reduce_scatter_max_input_buffers(9)  # so that none ends for want of one
-    model(batch()).square().mean().backward()
-    model.runs_all = False
+    model(batch(), 0, 1, 2, 3).square().mean().backward()
     model.layers[1].bias.requires_grad_(between != "freezes")
     if isinstance(model, shardgrad.FSDPModule):
         model.set_requires_all_reduce(True)
         model.set_is_last_backward(True)
-    loss = model(batch(1)).square().mean()
+    loss = model(batch(1), 0, 2, 3).square().mean()
     has_none_yet(model, between == "freezes")
     loss.backward()
     return model
@@ -269,7 +255,7 @@ def drops_sums_that_one_rank_has(shard: Shard) -> nn.Module:
     """The other rank, too, has a reduction due in the next backward, which does not come to the
     layer.
     """
-    model = SkipsALayer()
+    model = Route(mlp())
     for layer in model.layers:
         shard(layer)
     shard(model)
@@ -277,11 +263,10 @@ def drops_sums_that_one_rank_has(shard: Shard) -> nn.Module:
         model.set_reshard_after_forward(False)  # a rank without a backward of it gathers nothing
     model.layers[1].register_forward_hook(lambda _, __, y: y.detach() if dist.get_rank() else y)
     set_sync(model, False)
-    model(batch()).square().mean().backward()
+    model(batch(), 0, 1, 2, 3).square().mean().backward()
     model.zero_grad()
     set_sync(model, True)
-    model.runs_all = False
-    model(batch(1)).square().mean().backward()
+    model(batch(1), 0, 2, 3).square().mean().backward()
     return model
 
 

@@ -16,75 +16,50 @@ from torch.utils.checkpoint import checkpoint
 
 import shardgrad
 from shardgrad.errors import CollectiveError, ParticipationError
-from tests.support.parity import SHARDGRAD
+from tests.support.parity import SHARDGRAD, Route
 from tests.support.processes import FairClock
 from tests.support.ranks import Ranks, on_ranks
 
 TIMEOUT_S = 3.0
 
 
-class Experts(nn.Module):
-    """A router and two units, of which forward runs the one it is told."""
+def layers() -> Route:
+    torch.manual_seed(0)
+    return Route(nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(3))))
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.router = nn.Linear(6, 6)
-        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
 
-    def forward(self, x: Tensor, which: int) -> Tensor:
-        y: Tensor = self.experts[which](self.router(x))
-        return y
+def part(rank: int) -> Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(rank))
 
 
 @on_ranks(2)
 def test_a_first_forward_with_different_units_on_ranks_leaves_later_ones_alone() -> None:
-    whole, model = Experts(), Experts()
-    for unit in (model.router, *model.experts, model):
+    whole, model = layers(), layers()
+    for unit in (*model.layers, model):
         SHARDGRAD.fully_shard(unit)
-    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
+    x = part(dist.get_rank())
     with shardgrad.participate(model):
-        model(x, dist.get_rank()).sum().backward()
+        model(x, 2, dist.get_rank()).sum().backward()
     for which in (1, 0, 1):
-        assert torch.equal(model(x, which), whole(x, which))
-
-
-class Choice(nn.Module):
-    """Three parameters of one shape in one unit; forward uses the one it is told."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Parameter(torch.randn(5, 3))
-        self.b = nn.Parameter(torch.randn(5, 3))
-        self.c = nn.Parameter(torch.randn(5, 3))
-
-    def forward(self, x: Tensor, which: str) -> Tensor:
-        return (x @ getattr(self, which)).square().sum()
-
-
-def choice() -> Choice:
-    torch.manual_seed(0)
-    return Choice()
+        assert torch.equal(model(x, 2, which), whole(x, 2, which))
 
 
 @on_ranks(2)
 def test_equal_shaped_parameters_used_by_different_ranks_get_their_own_averages() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
-    whole = choice()
-    model = SHARDGRAD.fully_shard(choice())
-    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(rank))
+    whole = layers()
+    model = SHARDGRAD.fully_shard(layers())
     optim = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
-    model(x, "ab"[rank]).backward()
-    for owner, name in enumerate("ab"):
-        theirs = torch.randn(4, 5, generator=torch.Generator().manual_seed(owner))
-        whole(theirs, name).backward()
-        right = getattr(whole, name).grad / size
-        torch.testing.assert_close(
-            getattr(model, name).grad.full_tensor(), right, rtol=1e-6, atol=1e-6
-        )
-    assert model.c.grad is None
+    model(part(rank), rank).square().sum().backward()
+    for owner in range(size):
+        whole(part(owner), owner).square().sum().backward()
+        grad = model.layers[owner].weight.grad.full_tensor()
+        right = whole.layers[owner].weight.grad / size
+        torch.testing.assert_close(grad, right, rtol=1e-6, atol=1e-6)
+    unused = model.layers[2].weight
+    assert unused.grad is None
     optim.step()
-    assert torch.equal(model.c.full_tensor(), choice().c)
+    assert torch.equal(unused.full_tensor(), whole.layers[2].weight)
 
 
 class Routed(nn.Module):

@@ -9,11 +9,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
-from shardgrad import ops
 from shardgrad.ops import movement
 from tests.support.segments import BACKENDS, DTYPES, UNTOUCHED, assert_same_bits
 
@@ -255,30 +252,3 @@ def test_groups_without_parameters_or_elements_do_nothing(backend: Backend) -> N
         backend.pack(grads, torch.empty(0), group.table, 0, 2.0, False)
         backend.unpack(torch.empty(0), torch.empty(0), group.table, 0)
         backend.sum_chunks([torch.empty(0)], torch.empty(0), 2.0, False)
-
-
-SHAPE_LISTS = st.lists(
-    st.tuples(st.integers(0, 9), st.integers(0, 5)) | st.tuples(st.integers(0, 40)), max_size=5
-)
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    shapes=SHAPE_LISTS,
-    world_size=st.integers(1, 8),
-    pad=st.integers(0, 3),
-    dtype=st.sampled_from(DTYPES),
-    reference=st.booleans(),
-)
-def test_unpacking_what_was_packed_gives_it_back(
-    shapes: list[tuple[int, ...]], world_size: int, pad: int, dtype: torch.dtype, reference: bool
-) -> None:
-    backend = REFERENCE if reference or ops.backend() == "reference" else COMPILED
-    group = Group(tuple(shapes), world_size, pad=pad)
-    grads = gradients(shapes, dtype)
-    slot = group.slot(dtype)
-    unsharded = torch.full((group.unsharded_numel,), UNTOUCHED, dtype=dtype)
-    backend.pack(grads, slot, group.table, group.chunk_numel, 1.0, False)
-    backend.unpack(slot, unsharded, group.table, group.chunk_numel)
-    for grad, (numel, _, _, _, offset) in zip(grads, group.rows, strict=True):
-        assert_same_bits(unsharded[offset : offset + numel], grad.flatten())

@@ -152,38 +152,38 @@ def test_no_megabyte_is_allocated_after_the_first_step(name: str) -> None:
     assert total < 1 << 20, f"{total} bytes were allocated"
 
 
-# -- None, and gradients by hand
-
-
 # -- dtypes
 
 
 @pytest.mark.parametrize(
-    ("options", "survives"),
+    ("name", "options", "survives"),
     [
-        ({}, False),
-        ({"master": "float32"}, True),
-        ({"master": "remainder"}, True),
-        ({"stochastic_rounding": True}, True),
+        ("AdamW", {}, False),
+        ("AdamW", {"master": "float32"}, True),
+        ("AdamW", {"master": "remainder"}, True),
+        ("AdamW", {"stochastic_rounding": True}, True),
+        ("Muon", {}, False),
+        ("Muon", {"master": "float32"}, True),
     ],
 )
 @pytest.mark.filterwarnings("ignore::shardgrad.UntrainedParameterWarning")
 @on_ranks(2)
 def test_small_steps_survive_in_16_bits_if_something_keeps_them(
-    options: dict[str, Any], survives: bool
+    name: str, options: dict[str, Any], survives: bool
 ) -> None:
-    """Steps of 1e-6 on bf16 weights around 1: each alone rounds away."""
+    """Steps of about 1e-4 on bf16 weights around 1: each alone rounds away."""
     model = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
     nn.init.ones_(model.weight)
     shardgrad.fully_shard(model)
-    optim = shardgrad.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0, **options)
+    lr = {"AdamW": 1e-4, "Muon": 64e-4}[name]
+    optim = getattr(shardgrad.optim, name)(model.parameters(), lr=lr, weight_decay=0.0, **options)
     for _ in range(100):
         model(torch.ones(2, 64, dtype=torch.bfloat16)).sum().backward()
         optim.step()
         optim.zero_grad()
     mean = model.weight.full_tensor().float().mean().item()
     if survives:
-        assert abs(mean - 0.99) < 2e-3, mean
+        assert abs(mean - 0.99) < 3e-3, mean
     else:
         assert mean == 1.0
 

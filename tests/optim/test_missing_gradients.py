@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import shardgrad
 from tests.support.muon import TIGHT, exactly, muon
@@ -17,6 +17,7 @@ from tests.support.parity import (
     SHARDGRAD,
     UNSHARDED,
     Engine,
+    Route,
     Tensors,
     assert_close,
     stack,
@@ -34,16 +35,9 @@ def adamw(engine: Engine, params: Any, **options: Any) -> torch.optim.Optimizer:
 EACH = pytest.mark.parametrize("make", [adamw, muon])
 
 
-class Choosing(nn.Module):
-    """Each rank uses the layers it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
-
-    def forward(self, x: Tensor, used: tuple[int, ...]) -> Tensor:
-        return sum(self.layers[i](x) for i in used)  # type: ignore[return-value]
+def layers() -> Route:
+    torch.manual_seed(0)
+    return Route(nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3))))
 
 
 def train_with_gaps(engine: Engine, make: Make) -> Tensors:
@@ -68,14 +62,14 @@ def train_with_gaps(engine: Engine, make: Make) -> Tensors:
 
 def train_with_units_that_rest(engine: Engine, make: Make) -> Tensors:
     """Whole units have no gradient in some steps, one is frozen: waves are put together anew."""
-    model = Choosing().to(torch.float64)
+    model = layers().to(torch.float64)
     for unit in (*model.layers, model):
         engine.fully_shard(unit)
     optim = make(engine, model.parameters(), lr=0.05)
     for step, used in enumerate([(0,), (0, 1), (1, 2), (0, 1, 2), (2,), (0, 1)]):
         if step == 3:
             model.layers[1].weight.requires_grad_(False)
-        model(engine.inputs(step, 4, dtype=torch.float64), used).square().mean().backward()
+        model(engine.inputs(step, 4, dtype=torch.float64), *used).square().mean().backward()
         optim.step()
         optim.zero_grad()
     return engine.snapshot(model)
@@ -96,13 +90,13 @@ def test_a_gradient_that_is_none_or_assigned_counts_as_it_does_in_torch(
 @EACH
 @on_ranks(2)
 def test_the_none_rule_is_that_of_all_ranks_together(make: Make) -> None:
-    model = Choosing()
+    model = layers()
     before = [layer.weight.detach().clone() for layer in model.layers]
     shardgrad.fully_shard(model)
     optim = make(SHARDGRAD, model.parameters(), lr=0.1, weight_decay=0.5)
     for step in range(2):
         used = (0, 1) if dist.get_rank() == step else (0,)
-        model(SHARDGRAD.inputs(step, 4), used).sum().backward()
+        model(SHARDGRAD.inputs(step, 4), *used).sum().backward()
         optim.step()
         optim.zero_grad()
     changed = [

@@ -20,7 +20,7 @@ from shardgrad.engine.streams import AcceleratorStreams
 from tests.simulated.accelerator.device import NAME, checked
 from tests.simulated.accelerator.virtual_ranks import VirtualRanks, one_at_a_time
 from tests.simulated.programs.towers import batch, sharded_tower
-from tests.support.parity import token_loss
+from tests.support.parity import Route, stack, token_loss
 from tests.support.traps import Trap, TrapInBackward
 
 
@@ -117,31 +117,17 @@ def test_hooks_on_their_own_stream_come_after_reductions_and_before_gradients() 
         VirtualRanks(2).run(_steps_with_hooks_on_a_side_stream)
 
 
-class _Shortened(torch.nn.Module):
-    """Runs as many of its layers as it is told."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(6, 6) for _ in range(3))
-
-    def forward(self, x: torch.Tensor, count: int) -> torch.Tensor:
-        for layer in list(self.layers)[:count]:
-            x = layer(x)
-        return x
-
-
 def _writes_after_a_shorter_forward() -> None:
     """The second forward has gathered a layer ahead that it does not run."""
     with one_at_a_time():
-        torch.manual_seed(0)
-        model = _Shortened()
+        model = Route(stack(6, 6, 6, 6))
     model, mesh = model.to(NAME), init_device_mesh(NAME, (dist.get_world_size(),))
     for module in (*model.layers, model):
         shardgrad.fully_shard(module, mesh=mesh, reshard_after_forward=False)
     x = torch.ones(2, 6, device=NAME)
     with torch.no_grad():
-        for count in (3, 2):
-            model(x, count)
+        for used in (range(5), range(4)):
+            model(x, *used)
             for param in model.parameters():
                 param.mul_(0.5)
 

@@ -70,6 +70,19 @@ class Tower(nn.Module):
         return self.head(self.norm(x)) * self.gain
 
 
+class Route(nn.Module):
+    """Runs the layers that it is told, one after another."""
+
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor, *used: int) -> Tensor:
+        for place in used:
+            x = self.layers[place](x)
+        return x
+
+
 class ManySmall(nn.Module):
     """Forty parameters of one to forty elements around one embedding."""
 
@@ -212,11 +225,6 @@ UNSHARDED = Engine("unsharded", _leave_alone, whole_batch=True, gathers=True)
 @cache
 def hsdp_mesh(replicas: int, shards: int) -> DeviceMesh:
     return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
-
-
-@cache
-def flat_mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
 
 
 # -- loops

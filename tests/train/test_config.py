@@ -39,6 +39,8 @@ def test_toml_and_json_say_the_same(tmp_path: Path) -> None:
 
 def test_meshes_are_one_number_or_two() -> None:
     assert [mesh_shape(text) for text in (None, "4", "2x3", "2X3")] == [(), (4,), (2, 3), (2, 3)]
+    with pytest.raises(UsageError, match="room for 4 ranks, not 3"):
+        TrainConfig(mesh="2x2", ranks=3)
 
 
 @pytest.mark.parametrize(
