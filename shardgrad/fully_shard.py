@@ -128,10 +128,6 @@ def fully_shard(
     _refuse_unsupported(mp_policy, offload_policy)
     ignored = set(ignored_params or ())
     refuse_wrong_types(mp_policy, gradient_policy, ignored)
-    if gradient_policy.wire_dtype is not None:
-        from shardgrad.features.wire_dtype import refuse_unknown_wire_dtype
-
-        refuse_unknown_wire_dtype(gradient_policy)
     stage = Stage.of(zero_stage, reshard_after_forward)
     data_mesh = _data_mesh(mesh, dp_mesh_dims)
     if stage.over_both_axes:
@@ -238,12 +234,9 @@ def _group(
     else:
         group = ParamGroup(params, spec)
     if spec.gradient_policy.wire_dtype is not None:
-        from shardgrad.features.custom_comms import set_collectives
-        from shardgrad.features.wire_dtype import refuse_too_many_ranks, require_float32_sums
+        from shardgrad.features.wire_dtype import exchange_gradients
 
-        refuse_too_many_ranks(spec.mesh)
-        require_float32_sums(group)
-        set_collectives([group], exchanges=True)
+        exchange_gradients(group)
     warn_of_padding(group.layout_of(params, with_flags=False), original.itemsize, kind)
     if spec.mesh.data_parallel_size > 1:
         from shardgrad.checks.same_weights import weights_before

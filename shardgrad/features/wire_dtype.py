@@ -29,40 +29,23 @@ from shardgrad.engine.comm_context import CommContext
 from shardgrad.engine.param_group import ParamGroup
 from shardgrad.engine.transports import CompletedWork, MessageTag, StreamTransport, Transport, Work
 from shardgrad.errors import CustomCommError, OptionError
+from shardgrad.features.custom_comms import set_collectives
 from shardgrad.features.hfsdp import OuterReduceScatter
 from shardgrad.features.hsdp import ReplicaAllReduce
-from shardgrad.policies import GradientPolicy
 from shardgrad.sharding.layout import ALIGNMENT_NBYTES
 from shardgrad.sharding.mesh import DataParallelMesh, TwoLevels
 
 __all__ = [
     "OuterExchange",
     "ReplicaExchange",
+    "exchange_gradients",
     "exchange_over",
     "refuse_own_reduce_scatter",
     "refuse_too_many_ranks",
-    "refuse_unknown_wire_dtype",
-    "require_float32_sums",
 ]
 
 
 # -- what is refused
-
-
-def refuse_unknown_wire_dtype(policy: GradientPolicy) -> None:
-    """Refuses a dtype that gradients cannot travel in.
-
-    Raises:
-        OptionError: any other than bfloat16.
-    """
-    if policy.wire_dtype in (None, torch.bfloat16):
-        return
-    raise OptionError(
-        "gradients cannot travel in this wire_dtype",
-        expected="torch.bfloat16, or None for the reduce dtype",
-        got=f"GradientPolicy(wire_dtype={policy.wire_dtype})",
-        fix="GradientPolicy(wire_dtype=torch.bfloat16)",
-    )
 
 
 def refuse_too_many_ranks(mesh: DataParallelMesh) -> None:
@@ -83,20 +66,31 @@ def refuse_too_many_ranks(mesh: DataParallelMesh) -> None:
         )
 
 
-def require_float32_sums(group: ParamGroup) -> None:
-    """Refuses a reduce dtype that is not float32 for gradients that have a wire dtype.
+def exchange_gradients(group: ParamGroup) -> None:
+    """Has the gradients of a new group travel in the wire dtype of its policy.
 
     Raises:
-        OptionError: naming the first parameter.
+        OptionError: gradients cannot travel in it, or not among so many ranks, or their reduce
+            dtype is not float32.
     """
+    wire_dtype = group.gradient_policy.wire_dtype
+    if wire_dtype is not torch.bfloat16:
+        raise OptionError(
+            "gradients cannot travel in this wire_dtype",
+            expected="torch.bfloat16, or None for the reduce dtype",
+            got=f"GradientPolicy(wire_dtype={wire_dtype})",
+            fix="GradientPolicy(wire_dtype=torch.bfloat16)",
+        )
+    refuse_too_many_ranks(group.mesh)
     if group.reduce_dtype != torch.float32:
         raise OptionError(
-            f"gradients with wire_dtype={group.gradient_policy.wire_dtype} are summed in float32",
+            f"gradients with wire_dtype={wire_dtype} are summed in float32",
             expected="reduce_dtype=torch.float32, or None",
             got=f"reduce_dtype={group.reduce_dtype}",
             where=f"parameter {group.params[0].name}",
             fix="mp_policy=MixedPrecisionPolicy(..., reduce_dtype=torch.float32), or no wire_dtype",
         )
+    set_collectives([group], exchanges=True)
 
 
 def refuse_own_reduce_scatter(group: ParamGroup, comm: object) -> None:

@@ -125,13 +125,14 @@ def audit(target: str, *, ranks: int = 2, steps: int = 3) -> Audit:
         OptionError: the target cannot be loaded, returns something else, or fails without its
             engine or on one rank.
     """
-    load(target)
+    function_named(target, flag="--audit")
     everything = list(range(ranks))
-    runs = _run(target, ranks, steps, [[rank] for rank in everything])
+    own = [[rank] for rank in everything]
+    runs = _run(target, ranks, steps, own)
     traces = [run for run in runs if isinstance(run, Trace)]
     trains_itself = any(trace.returned for trace in traces)
     if trains_itself and len(traces) == ranks:
-        reference = _run(target, ranks, steps, [[rank] for rank in everything], engine=False)[0]
+        reference = _run(target, ranks, steps, own, engine=False)[0]
         how, fix = "without its engine", "use what plain tensors and modules have as well"
     else:
         (reference,) = _run(target, 1, steps, [everything])
@@ -158,19 +159,10 @@ def audit(target: str, *, ranks: int = 2, steps: int = 3) -> Audit:
         return Audit(ranks, 0, len(reference.returned), last_difference(reference, traces))
 
     def alone() -> Sequence[Trace]:
-        runs = [_run(target, 1, 1, [[part]])[0] for part in everything]
+        runs = [_run(target, 1, 1, [part])[0] for part in own]
         return [run for run in runs if isinstance(run, Trace)]
 
     return Audit(ranks, steps, len(reference.initial), first_difference(reference, traces, alone))
-
-
-def load(target: str) -> Callable[[], Any]:
-    """Returns the function that `target` names.
-
-    Raises:
-        OptionError: as `function_named`.
-    """
-    return function_named(target, flag="--audit")
 
 
 # -- processes
@@ -259,7 +251,7 @@ def _rank(
         if not engine:
             remove_engines()
         torch.manual_seed(0)
-        built: object = load(target)()
+        built: object = function_named(target, flag="--audit")()
         if isinstance(built, nn.Module | Mapping):
             where = "what the program returned"
             trace.returned = dict(_returned(built))
@@ -280,11 +272,8 @@ def _rank(
     except BaseException as error:
         if not isinstance(error, OptionError):  # which says itself what to type
             traceback.print_exc()
-        what, fix = (
-            (error.what, error.fix or "") if isinstance(error, OptionError) else (str(error), "")
-        )
-        message = f"{type(error).__name__}: {what}".strip()
-        left = _Failed(time.monotonic(), where, message, fix)
+        message = f"{type(error).__name__}: {getattr(error, 'what', error)}".strip()
+        left = _Failed(time.monotonic(), where, message, getattr(error, "fix", None) or "")
     torch.save(left, f"{folder}/{rank}.tmp")
     os.replace(f"{folder}/{rank}.tmp", f"{folder}/{rank}.pt")
     os._exit(isinstance(left, _Failed))  # backends' threads may wait for ranks that have ended
@@ -315,12 +304,8 @@ def _checked(built: Any, target: str) -> tuple[nn.Module, Optimizer, Step]:
         model, optimizer, step = built
         if isinstance(model, nn.Module) and isinstance(optimizer, Optimizer) and callable(step):
             return model, optimizer, step
-    kinds = (
-        [type(each).__name__ for each in built]
-        if isinstance(built, tuple)
-        else type(built).__name__
-    )
-    got = f"({', '.join(kinds)})" if isinstance(kinds, list) else kinds
+    kinds = [type(each).__name__ for each in (built if isinstance(built, tuple) else [built])]
+    got = f"({', '.join(kinds)})" if isinstance(built, tuple) else kinds[0]
     raise OptionError(
         f"{target} returned {got}",
         expected="(model, optimizer, step): an nn.Module, a torch Optimizer, a function of (index, "

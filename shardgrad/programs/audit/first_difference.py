@@ -183,15 +183,6 @@ def _wrong(expected: Piece, pieces: Sequence[Piece]) -> list[int]:
     return [rank for rank, piece in enumerate(pieces) if not _agree(expected, piece)]
 
 
-def _shape_differs(expected: Piece | None, pieces: Sequence[Piece | None]) -> str | None:
-    shapes = {piece.shape for piece in (expected, *pieces) if piece is not None}
-    if len(shapes) <= 1:
-        return None
-    return (
-        f"it has shapes {' and '.join(map(str, sorted(shapes)))}: build() makes another model there"
-    )
-
-
 # -- why
 
 
@@ -214,9 +205,10 @@ def _why_initial(name: str, expected: Piece | None, pieces: Sequence[Piece | Non
     held = [piece for piece in pieces if piece is not None]
     if expected is None or len(held) < len(pieces):
         return "not every run has this parameter: build() makes another model there"
-    shapes = _shape_differs(expected, pieces)
-    if shapes:
-        return shapes
+    shapes = {piece.shape for piece in (expected, *held)}
+    if len(shapes) > 1:
+        shown = " and ".join(map(str, sorted(shapes)))
+        return f"it has shapes {shown}: build() makes another model there"
     wrong = _wrong(expected, held)
     if len(wrong) == len(pieces):
         return "build() does not make the same weights twice: seed it"
@@ -246,8 +238,6 @@ class _WhyGradient:
                 f"{_ranks(missing)} has no gradient: those of this parameter are not averaged, and "
                 "its module did not run there"
             )
-        if (shapes := _shape_differs(expected, pieces)) is not None:
-            return shapes
         if not held[0].is_whole:
             return self._of(name, expected.values, _stitched(held)) or self._rows(expected, held)
         if any(not _close(piece.values, held[0].values) for piece in held):
@@ -313,8 +303,6 @@ class _WhyUpdate:
         former = self.before.get(name)
         if expected is None or former is None or len(held) < len(pieces):
             return "not every run has this parameter after the step"
-        if (shapes := _shape_differs(expected, pieces)) is not None:
-            return shapes
         wrong = _wrong(expected, held)
         kept = [rank for rank in wrong if _close(held[rank].values, held[rank].of(former.values))]
         if kept == list(range(len(pieces))):
