@@ -7,6 +7,7 @@ so `except` clauses written for FSDP2 keep working.
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 
 __all__ = [
     "AlreadyShardedError",
@@ -51,6 +52,7 @@ __all__ = [
     "UnownedParameterError",
     "UnsupportedError",
     "UnsupportedParameterError",
+    "listed",
     "unsupported",
 ]
 
@@ -270,6 +272,12 @@ class StepOutputError(ShardgradError, TypeError):
 
 class ReplayMismatchError(ShardgradError, RuntimeError):
     """A replay and an eager step, or two replays, from the same state gave different bits."""
+
+
+def listed(names: Sequence[object], most: int = 3, separator: str = ", ") -> str:
+    """Returns the first names in one line, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return separator.join(map(str, names[:most])) + more
 
 
 def unsupported(name: str, *, instead: str) -> UnsupportedError:

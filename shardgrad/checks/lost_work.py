@@ -20,7 +20,7 @@ from torch.optim.optimizer import Optimizer
 from shardgrad.engine.grad_group import Waiting, grads_of
 from shardgrad.engine.param import managed_by
 from shardgrad.engine.param_group import ParamGroup
-from shardgrad.errors import GradientError
+from shardgrad.errors import GradientError, listed
 from shardgrad.sharding.dtensor import require_own_shards
 
 __all__ = ["refuse_hooks", "refuse_unreduced", "require_own_state"]
@@ -37,12 +37,10 @@ def refuse_unreduced(optimizer: Optimizer, groups: Iterable[ParamGroup]) -> None
     waiting = [grads for grads in map(grads_of, groups) if grads.params]
     unreduced = [p for grads in waiting if grads.waiting is Waiting.SUM for p in grads.params]
     if unreduced and all(grads.waiting is not Waiting.NOTHING for grads in waiting):
-        names = ", ".join(p.name for p in unreduced[:3])
-        more = f" and {len(unreduced) - 3} more" if len(unreduced) > 3 else ""
         raise GradientError(
             f"a step of {type(optimizer).__name__} would not see gradients that are not reduced",
             expected="the last backward before each step with set_requires_gradient_sync(True)",
-            got=f"sums on each rank, of {names}{more}",
+            got=f"sums on each rank, of {listed([p.name for p in unreduced])}",
             where=f"rank {dist.get_rank()}",
             fix="model.set_requires_gradient_sync(True) before the last backward, also where a "
             "window of micro-batches is not full; or model.zero_grad() to drop them",

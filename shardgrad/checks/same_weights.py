@@ -22,7 +22,7 @@ from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.engine.param import FSDPParam, local_of
 from shardgrad.engine.param_group import ParamGroup
 from shardgrad.engine.unit import Unit
-from shardgrad.errors import RankDisagreementError
+from shardgrad.errors import RankDisagreementError, listed
 
 __all__ = ["compare_weights", "weights_before"]
 
@@ -122,19 +122,13 @@ def _error(
         dist.all_gather(sums, own, group=ranks)
     for rank, total in zip(dist.get_process_group_ranks(ranks), sums, strict=True):
         parties.setdefault(int(total), []).append(rank)
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return RankDisagreementError(
-        f"ranks had different weights when fully_shard cut them: {names[0]}{more}",
+        f"ranks had different weights when fully_shard cut them: {listed(names, 1)}",
         expected=f"the same values on every rank of {dist.get_process_group_ranks(ranks)}",
         got=f"{len(parties)} different ones, on ranks "
-        + " / ".join(map(_in_words, parties.values())),
+        + " / ".join(listed(party, 8) for party in parties.values()),
         where=f"rank {dist.get_rank()}, parameter {names[0]}",
         fix="torch.manual_seed(0) before the model is built, and load weights on every rank; or, "
         "before fully_shard, for tensor in model.state_dict().values(): "
         "torch.distributed.broadcast(tensor, 0)",
     )
-
-
-def _in_words(ranks: Sequence[int]) -> str:
-    few = ", ".join(map(str, ranks[:8]))
-    return few + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

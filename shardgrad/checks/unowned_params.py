@@ -32,7 +32,7 @@ from torch.optim.optimizer import Optimizer
 from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.engine.param import is_replaced, is_unsharded_param
 from shardgrad.engine.unit import Unit, units_under
-from shardgrad.errors import UnownedParameterError
+from shardgrad.errors import UnownedParameterError, listed
 
 __all__ = ["UnownedParameterWarning", "UnownedParams", "note_ignored", "warn_of_unowned"]
 
@@ -133,7 +133,6 @@ class UnownedParams:
 
     def _error(self, found: list[tuple[str, str]], owner: nn.Module) -> UnownedParameterError:
         names = [f"{module}.{attribute}" if module else attribute for module, attribute in found]
-        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
         is_around = owner not in dict(_modules_under(self._unit.modules)).values()
         if is_around:
             got = f"{len(names)} in modules around this unit, which fully_shard was not called on"
@@ -150,7 +149,7 @@ class UnownedParams:
                 "module"
             )
         return UnownedParameterError(
-            f"no unit owns {', '.join(names[:5])}{more}: every rank would train its own",
+            f"no unit owns {listed(names, 5)}: every rank would train its own",
             expected="trainable parameters in a unit, in ignored_params, or DTensors",
             got=got,
             where=f"rank {dist.get_rank()}, forward of unit {self._unit.name or 'root'!r}",
@@ -235,11 +234,10 @@ def warn_of_unowned(optimizer: Optimizer, models: Iterable[nn.Module]) -> bool:
     for param in _ignored_under(models) if found else ():
         found.pop(param, None)
     if found:
-        few = [f"{name}, of shape {tuple(param.shape)}" for param, name in list(found.items())[:5]]
-        more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+        named = [f"{name}, of shape {tuple(param.shape)}" for param, name in found.items()]
         warnings.warn(
             f"shardgrad: {type(optimizer).__name__} trains a sharded model, and {len(found)} "
-            f"parameters that no unit owns: {'; '.join(few)}{more}. Every rank trains its own "
+            f"parameters that no unit owns: {listed(named, 5, '; ')}. Every rank trains its own "
             f"(rank {dist.get_rank()}), unless DDP or the program averages their gradients. Try: "
             "shardgrad.fully_shard(module) on the module that has them, before the optimizer is "
             "built; or name them in ignored_params",

@@ -25,7 +25,7 @@ from shardgrad.engine.grad_group import grads_of
 from shardgrad.engine.param import FSDPParam, is_replaced, is_unsharded_param, local_of, managed_by
 from shardgrad.engine.param_group import group_of
 from shardgrad.engine.streams import is_capturing
-from shardgrad.errors import OptimizerParameterError
+from shardgrad.errors import OptimizerParameterError, listed
 
 __all__ = [
     "FirstStepCheck",
@@ -197,7 +197,7 @@ class FirstStepCheck:
         if unchanged:
             _warn(
                 optimizer,
-                f"parameters did not move, although they have gradients: {_few(unchanged)}",
+                f"parameters did not move, although they have gradients: {listed(unchanged, 5)}",
                 "does the optimizer read the attribute that GradientPolicy binds (grad or "
                 "decoupled_grad), and is a step more than half a unit in the last place of a "
                 "16-bit weight (else keep a master)?",
@@ -207,14 +207,14 @@ class FirstStepCheck:
         if without:
             _warn(
                 optimizer,
-                f"parameters require a gradient and have none: {_few(without)}",
+                f"parameters require a gradient and have none: {listed(without, 5)}",
                 "was the loss computed from them, and backward() called before step()?",
             )
         idle = [str(i) for i, group in enumerate(optimizer.param_groups) if _is_idle(group)]
         if idle:
             _warn(
                 optimizer,
-                f"groups have no parameter that requires a gradient: {_few(idle)}",
+                f"groups have no parameter that requires a gradient: {listed(idle, 5)}",
                 "is the rule that chose their parameters right, and was nothing frozen by "
                 "accident?",
             )
@@ -249,10 +249,6 @@ def _is_idle(group: dict[str, Any]) -> bool:
 def _params(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     for group in optimizer.param_groups:
         yield from group["params"]
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _warn(optimizer: Optimizer, what: str, question: str) -> None:

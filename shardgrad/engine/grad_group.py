@@ -30,7 +30,7 @@ from shardgrad.engine.reduction import OVERFLOWING, PartialSum, Reduction, Reduc
 from shardgrad.engine.spans import span
 from shardgrad.engine.streams import Stream, StreamEvent, Streams
 from shardgrad.engine.transports import MessageTag, Transport
-from shardgrad.errors import CaptureError
+from shardgrad.errors import CaptureError, listed
 from shardgrad.policies import REDUCES_IN_GRAD_DTYPE
 
 __all__ = ["SWITCHES", "TRANSITIONS", "GradGroup", "GradState", "Scheduler", "Waiting", "grads_of"]
@@ -243,8 +243,7 @@ class GradGroup:
             "requires_grad changed inside a graphed step, of parameters without a gradient",
             expected="the same parameters that train or have a gradient, all through the step",
             got=f"others in unit {self.group.name or 'root'!r}",
-            where=f"parameter {changed[0]}"
-            + (f" and {len(changed) - 1} more" if len(changed) > 1 else ""),
+            where=f"parameter {listed(changed, 1)}",
             fix="zero_grad() once they train again, or zero_grad(set_to_none=False); or freeze "
             "between calls",
         )

@@ -40,7 +40,7 @@ from shardgrad.engine.param import FSDPParam, Registration, local_of, mark_shard
 from shardgrad.engine.spans import span
 from shardgrad.engine.streams import Streams
 from shardgrad.engine.transports import MessageTag
-from shardgrad.errors import LostWorkWarning
+from shardgrad.errors import LostWorkWarning, listed
 from shardgrad.policies import REDUCES_IN_GRAD_DTYPE, GradientPolicy
 from shardgrad.sharding.byte_params import from_bytes, stored_shape, travels_as_bytes
 from shardgrad.sharding.dtensor import in_own_storage
@@ -538,10 +538,9 @@ class ParamGroup:
         # The shard may have taken an earlier write, as of a forward that is recomputed in backward.
         is_current = self._version() in (self._gathered_version, self._taken_version)
         if not (takes and is_current):
-            names = ", ".join(p.name for p, _ in written[:3])
-            more = f" and {len(written) - 3} more" if len(written) > 3 else ""
+            names = listed([p.name for p, _ in written])
             warnings.warn(
-                f"shardgrad: {names}{more} was written while unsharded, which is lost when it is "
+                f"shardgrad: {names} was written while unsharded, which is lost when it is "
                 "resharded. Try: write the sharded parameter, between steps: with torch.no_grad(): "
                 "param.copy_(...)",
                 LostWorkWarning,

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from shardgrad.checks.capturable_optimizers import why_not_capturable
 from shardgrad.engine.streams import Stream, is_capturing
-from shardgrad.errors import CaptureError, CollectiveError, OptionError, ShardgradError
+from shardgrad.errors import CaptureError, CollectiveError, OptionError, ShardgradError, listed
 from shardgrad.graphs.capturable import CaptureAgain, EagerOptimizer, capturable
 from shardgrad.graphs.captured import CapturedStep, Key, SplitGraph
 from shardgrad.graphs.closed_over import Place, Reads
@@ -50,7 +50,7 @@ from shardgrad.graphs.program_line import line_that_raised
 from shardgrad.graphs.random_state import RandomState
 from shardgrad.graphs.recomputation import Redraws
 from shardgrad.graphs.status import StatusReader, StepStatus
-from shardgrad.graphs.verify import StepState, compare_runs, listed
+from shardgrad.graphs.verify import StepState, compare_runs
 
 __all__ = ["GraphedStep", "StepSettings", "UncapturableStepWarning", "graphed_step"]
 

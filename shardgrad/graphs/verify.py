@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from shardgrad.errors import ReplayMismatchError
+from shardgrad.errors import ReplayMismatchError, listed
 from shardgrad.graphs.capturable import Capturable
 from shardgrad.graphs.outputs import local_tensor
 from shardgrad.graphs.random_state import RandomState
@@ -157,12 +157,6 @@ def compare_runs(
             "hardware",
         )
     return outputs
-
-
-def listed(names: Sequence[str], most: int = 3) -> str:
-    """Returns the first names in one line, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 def _on_any_rank(found: bool, groups: Iterable[dist.ProcessGroup], device: torch.device) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from shardgrad import errors
+
 _LONGEST = 200
 
 
@@ -27,8 +29,6 @@ def printable(text: object) -> str:
     return shown if len(shown) <= _LONGEST else shown[: _LONGEST - 3] + "..."
 
 
-def listed(names: Collection[object], most: int = 8) -> str:
+def listed(names: Collection[object]) -> str:
     """Returns the first names in sorted order, and the number of the others."""
-    shown = [printable(name) for name in sorted(names, key=str)[:most]]
-    rest = len(names) - len(shown)
-    return ", ".join(shown) + (f" and {rest} more" if rest else "")
+    return errors.listed([printable(name) for name in sorted(names, key=str)], 8)

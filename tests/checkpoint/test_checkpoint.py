@@ -386,4 +386,4 @@ def test_a_manifest_of_another_version_says_so_whatever_else_is_in_it(
 def test_names_from_a_file_cannot_steer_a_terminal() -> None:
     assert printable("a\x1b[2J\n\u202eb") == "a\\x1b[2J\\n\\u202eb"
     assert len(printable("x" * 10_000)) == 200
-    assert listed([f"n{i}" for i in range(5)], most=2) == "n0, n1 and 3 more"
+    assert listed([f"n{i}" for i in range(10)]).endswith("n6, n7 and 2 more")
