@@ -72,6 +72,17 @@ def stopped_after_60_steps(folder: Path) -> None:
     (folder / "config.json").write_text('{"ranks": 2}')
 
 
+@pytest.mark.parametrize("resumes", [False, True])
+def test_torchrun_and_the_command_line_do_not_disagree_about_the_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resumes: bool
+) -> None:
+    stopped_after_60_steps(tmp_path)
+    for name, value in LAUNCHED.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match="torchrun started 2 ranks, not the 4 of --ranks"):
+        prepare({"ranks": 4}, resume=tmp_path if resumes else None, debug=False)
+
+
 def test_a_run_is_resumed_without_pytorch_in_the_process_that_starts_its_ranks(
     tmp_path: Path,
 ) -> None:

@@ -11,6 +11,7 @@ import click
 
 from shardgrad.programs.cli.command import Command
 from shardgrad.programs.text import printable
+from shardgrad.programs.train.failure import reason_of
 
 # Names in a folder that has a checkpoint, or had one that was interrupted.
 _PARTS = (".metadata", "manifest.json", "latest", "checkpoints", "step_*", "*.distcp")
@@ -41,9 +42,8 @@ def _for_export(_: click.Context, __: click.Parameter, path: Path) -> Path:
         with tempfile.TemporaryDirectory(dir=path.absolute().parent):
             pass
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
         raise click.BadParameter(
-            f"{path} cannot be written ({reason}): choose another path."
+            f"{path} cannot be written ({reason_of(error)}): choose another path."
         ) from error
     return path
 

@@ -94,9 +94,7 @@ class CostModel:
         """Returns the seconds of one collective without other traffic on its links."""
         if transfer.ranks == 1:
             return 0.0
-        layout = AxisLayout.of(
-            transfer.axis, transfer.ranks, self.shards, self.machine.devices_per_node
-        )
+        layout = self._layout_of(transfer)
         if transfer.kind == "exchange":
             return self._exchange_s(transfer, layout)
         options = [self._ring_s(transfer, layout, protocol) for protocol in range(3)]
@@ -106,10 +104,12 @@ class CostModel:
 
     def links_of(self, transfer: Transfer) -> str:
         """Returns "network" if a collective leaves the node, else the name of the link inside."""
-        layout = AxisLayout.of(
+        return self.machine.link.name if self._layout_of(transfer).nodes == 1 else "network"
+
+    def _layout_of(self, transfer: Transfer) -> AxisLayout:
+        return AxisLayout.of(
             transfer.axis, transfer.ranks, self.shards, self.machine.devices_per_node
         )
-        return self.machine.link.name if layout.nodes == 1 else "network"
 
     def _bandwidth(self, layout: AxisLayout, protocol: int) -> float:
         inside, share = self.machine.link.bandwidth, _PROTOCOL_SHARES[protocol]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -121,12 +120,7 @@ class Request:
         check(self)
         if self.override and self.model is not None:
             raise UsageError(f"--override is for --preset: change the function {self.model}.")
-        shape = mesh_shape(self.mesh)
-        if shape and math.prod(shape) != self.ranks:
-            raise UsageError(
-                f"--mesh {self.mesh} has room for {math.prod(shape)} ranks, not {self.ranks}: "
-                "correct one."
-            )
+        mesh_shape(self.mesh, self.ranks)
         if self.stage == "hfsdp" and self.replicas == 1:
             raise UsageError(
                 "--stage hfsdp shards over two axes: give a mesh with both, such as --mesh 4x16."

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardgrad.programs.train.failure import UsageError
+from shardgrad.programs.train.failure import UsageError, reason_of
 from shardgrad.programs.train.presets import PRESETS, Scalar, suggestion, transformer_config
 from shardgrad.programs.train.settings import check, setting
 
@@ -172,12 +172,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         check(self)
         transformer_config(self.preset, self.override)
-        mesh = mesh_shape(self.mesh)
-        if self.ranks is not None and mesh and self.ranks != math.prod(mesh):
-            raise UsageError(
-                f"--mesh {self.mesh} has room for {math.prod(mesh)} ranks, not {self.ranks}: "
-                "correct one."
-            )
+        mesh = mesh_shape(self.mesh, self.ranks)
         if self.stage != "3" and self.engine != "shardgrad":
             raise UsageError(
                 f"--stage {self.stage} is for --engine shardgrad: leave one of them out."
@@ -201,11 +196,11 @@ class TrainConfig:
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
 
 
-def mesh_shape(text: str | None) -> tuple[int, ...]:
+def mesh_shape(text: str | None, ranks: int | None = None) -> tuple[int, ...]:
     """Parses `2x2` into (2, 2), `4` into (4,) and None into ().
 
     Raises:
-        UsageError: the text is not a mesh of one or two dimensions.
+        UsageError: the text is not a mesh of one or two dimensions, or not one of `ranks` ranks.
     """
     if text is None:
         return ()
@@ -219,7 +214,12 @@ def mesh_shape(text: str | None) -> tuple[int, ...]:
             f"--mesh {text[:50]} is not a mesh: write 4 for four shards or 2x2 for two replicas of "
             "two."
         )
-    return tuple(int(part) for part in parts)
+    shape = tuple(int(part) for part in parts)
+    if ranks not in (None, math.prod(shape)):
+        raise UsageError(
+            f"--mesh {text} has room for {math.prod(shape)} ranks, not {ranks}: correct one."
+        )
+    return shape
 
 
 def read_settings(path: Path) -> dict[str, Any]:
@@ -266,9 +266,8 @@ def read_text(path: Path) -> str:
             content = stream.read(_FILE_NBYTES + 1)
         text = content.decode("utf-8")
     except (OSError, ValueError) as error:  # ValueError: a path that no file can have, or no UTF-8
-        reason = getattr(error, "strerror", None) or error
         raise UsageError(
-            f"{path} cannot be read ({reason}): correct the path, or the file."
+            f"{path} cannot be read ({reason_of(error)}): correct the path, or the file."
         ) from error
     if len(content) > _FILE_NBYTES:
         raise UsageError(

@@ -106,6 +106,13 @@ def operating_system_reason(error: BaseException) -> OSError | None:
     return None
 
 
+def reason_of(error: Exception) -> object:
+    """Returns the system's words for what is wrong with a path, or those of Python, which knows
+    paths that no file can have.
+    """
+    return getattr(error, "strerror", None) or error
+
+
 def _words_of(error: OSError) -> str:
     if error.strerror is None or error.filename is None:
         return _first_line(error)

@@ -22,7 +22,7 @@ from shardgrad.programs.train.config import (
     read_text,
     resumed,
 )
-from shardgrad.programs.train.failure import UsageError
+from shardgrad.programs.train.failure import UsageError, reason_of
 from shardgrad.programs.train.launcher import (
     is_restarted,
     require_room,
@@ -54,6 +54,11 @@ def prepare(given: Mapping[str, Any], *, resume: Path | None, debug: bool) -> Jo
         # torchrun repeats the command line of the first start. Its settings are saved in the run
         # folder.
         resume, given = Path(given["run_dir"]), {}
+    ranks = given.get("ranks")
+    if world_size is not None and ranks not in (None, world_size):
+        raise UsageError(
+            f"torchrun started {world_size} ranks, not the {ranks} of --ranks: drop --ranks."
+        )
     if resume is None:
         config, folder = _new_run(given, world_size)
     else:
@@ -90,9 +95,9 @@ def _require_writable(folder: Path) -> None:
         with tempfile.TemporaryFile(dir=there):
             pass
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
         raise UsageError(
-            f"{folder} cannot be written ({reason}): make it writable, or choose another --run-dir."
+            f"{folder} cannot be written ({reason_of(error)}): make it writable, or choose another "
+            "--run-dir."
         ) from error
 
 
@@ -126,10 +131,6 @@ def newest_run() -> Path:
 
 def _new_run(given: Mapping[str, Any], world_size: int | None) -> tuple[TrainConfig, Path]:
     config = TrainConfig(**given)
-    if world_size is not None and config.ranks not in (None, world_size):
-        raise UsageError(
-            f"torchrun started {world_size} ranks, not the {config.ranks} of --ranks: drop --ranks."
-        )
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{config.preset}"
     folder = Path(config.run_dir) if config.run_dir is not None else RUNS / name
     # On every rank: torchrun waits half a minute for those that another has left alone. The first

@@ -152,15 +152,10 @@ def build_mesh(world: World, text: str | None, *, timeout_s: float) -> DeviceMes
         timeout_s: timeout of collectives. `init_device_mesh` would give its groups the default of
             30 minutes.
     """
-    shape = mesh_shape(text) or (world.world_size,)
-    room = shape[0] if len(shape) == 1 else shape[0] * shape[1]
-    if room != world.world_size:
-        raise UsageError(
-            f"--mesh {text} has room for {room} ranks, but {world.world_size} are running."
-        )
+    shape = mesh_shape(text, world.world_size) or (world.world_size,)
     if len(shape) == 1:
         return init_device_mesh(world.device.type, shape, mesh_dim_names=("shard",))
-    ranks = torch.arange(room).view(shape)
+    ranks = torch.arange(world.world_size).view(shape)
     groups = [
         dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timedelta(seconds=timeout_s))[0]
         for rows in (ranks.T, ranks)
