@@ -1,7 +1,8 @@
-"""Tables of measured figures, made from the records in `results/figures/`, so that they say nothing
-else.
+"""Tables of measured figures, made from the records in `results/figures/` and of GPUs in
+`results/gpu_*/`, so that they say nothing else.
 
-    make figures                           measure them again, all at one commit, and write them
+    make figures                           measure the former again, at one commit, and write them
+    bash benchmarks/gpu.sh                 measure the latter, on a machine with GPUs
     python -m benchmarks readme            write them into README.md and benchmarks/README.md
     python -m benchmarks readme --check    exit with status 1 if they are out of date
 
@@ -21,11 +22,11 @@ from benchmarks.noise import verdict
 from benchmarks.records import RESULTS, ROOT, Record, is_result, read
 from benchmarks.tables import markdown, table_of, title
 
-FIGURES = RESULTS / "figures"
+FIGURES = RESULTS / "figures", *sorted(RESULTS.glob("gpu_*/*/"))
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 _FRONT = ("", "shardgrad / FSDP2", "graphed / FSDP2", "floor / FSDP2")
 _ENGINES = ("shardgrad", "shardgrad-graphed")
-_FLOOR = "collectives"  # whose memory says nothing: it is not sharded
+_FLOORS = ("collectives", "hand-graphed")  # whose memory says nothing: they are not sharded
 
 
 @click.command()
@@ -36,11 +37,11 @@ _FLOOR = "collectives"  # whose memory says nothing: it is not sharded
 )
 def main(check: bool) -> None:
     """Measure nothing: write the tables of both README.md from the records."""
-    for path in sorted(FIGURES.glob("*.jsonl")):
+    for path in _records(*FIGURES):
         for record in read(path):
             if not is_result(record):
                 click.echo(f"left out: {title(record)}: {verdict(record)[1]}", err=True)
-    for page, fresh in pages(list(results(FIGURES))).items():
+    for page, fresh in pages(list(results(*FIGURES))).items():
         try:
             text = replaced(page.read_text(encoding="utf-8"), fresh)
         except ValueError as error:
@@ -59,10 +60,14 @@ def pages(records: Sequence[Record]) -> dict[Path, str]:
     }
 
 
-def results(folder: Path) -> Iterator[Record]:
-    """Records of a folder that count as results."""
-    for path in sorted(folder.glob("*.jsonl")):
+def results(*folders: Path) -> Iterator[Record]:
+    """Records of folders that count as results."""
+    for path in _records(*folders):
         yield from filter(is_result, read(path))
+
+
+def _records(*folders: Path) -> list[Path]:
+    return [path for folder in folders for path in sorted(folder.glob("*.jsonl"))]
 
 
 def front(records: Sequence[Record]) -> Iterator[str]:
@@ -96,22 +101,26 @@ def replaced(text: str, table: str) -> str:
 
 def _where(record: Record) -> str:
     environment = record["environment"]
-    machine = environment.get("device_name") or environment["cpu"]
-    return f"commit {environment['git'][:10]} on {environment['cores']} cores of {machine}"
+    machine = environment.get("device_name")
+    machine = machine or f"{environment['cores']} cores of {environment['cpu']}"
+    return f"commit {environment['git'][:10]} on {machine}"
 
 
 def _rows(records: Sequence[Record]) -> Iterator[list[str]]:
     for record in records:
         if record["benchmark"] == "training_step":
-            yield _row(f"step: {title(record)}", record["summary"], "ratio_to_base", _FLOOR)
+            device = record["environment"].get("device_name")
+            where = f"step on {device}" if device else "step"
+            yield _row(f"{where}: {title(record)}", record["summary"], "ratio_to_base", _FLOORS)
     for record in records:
         for case, of in record["summary"].items() if record["benchmark"] == "counts" else ():
             what = f"{record['config']['preset']}, {case}"
-            yield _row(f"host time: {what}", of, "ratio_to_fsdp2", _FLOOR)
+            yield _row(f"host time: {what}", of, "ratio_to_fsdp2", _FLOORS)
             yield _row(f"device memory: {what}", of, "allocated_ratio_to_fsdp2")
 
 
-def _row(name: str, summary: Any, field: str, floor: str = "") -> list[str]:
+def _row(name: str, summary: Any, field: str, floors: Sequence[str] = ("",)) -> list[str]:
+    floor = next((name for name in floors if name in summary), "")
     values = [summary.get(engine, {}).get(field) for engine in (*_ENGINES, floor)]
     medians = [value["median"] if isinstance(value, dict) else value for value in values]
     return [name, *("" if median is None else f"{median:.3g}" for median in medians)]

@@ -71,12 +71,17 @@ def written(folder: Path, records: list[dict[str, Any]]) -> Path:
 def test_the_tables_are_made_of_records_that_count(tmp_path: Path) -> None:
     noisy, dirty, loud = make_record(), changed(git_is_clean=False), changed(load_before=2.0)
     noisy["summary"]["shardgrad"]["wall_s"] = {"median": 1.0, "quartiles": [0.5, 1.0]}
-    found = list(results(written(tmp_path, [noisy, make_record(), dirty, loud])))
-    assert found == json.loads(json.dumps([make_record()]))
+    of_gpu = changed(device_name="a GPU")
+    found = list(results(written(tmp_path, [noisy, make_record(), dirty, loud, of_gpu])))
+    assert found == json.loads(json.dumps([make_record(), of_gpu]))
     text = "\n".join(front(found))
     # The engines' times are 10, 20, 30 and 80 ms.
     assert "| step: tiny, fp32, 2 ranks, 8 x 128 tokens each | 2 | 3 | 8 |" in text
-    assert "Measured at commit 0123456789 on 2 cores of a processor." in text
+    assert "| step on a GPU: tiny, fp32, 2 ranks, 8 x 128 tokens each | 2 | 3 | 8 |" in text
+    assert (
+        "Measured at commit 0123456789 on 2 cores of a processor and commit 0123456789 on a GPU."
+        in text
+    )
     assert (
         replaced(f"before\n{BEGIN}\nold\n{END}\nafter", text)
         == f"before\n{BEGIN}\n{text}\n{END}\nafter"
@@ -86,6 +91,6 @@ def test_the_tables_are_made_of_records_that_count(tmp_path: Path) -> None:
 
 
 def test_the_tables_are_up_to_date() -> None:
-    for page, fresh in pages(list(results(FIGURES))).items():
+    for page, fresh in pages(list(results(*FIGURES))).items():
         text = page.read_text(encoding="utf-8")
         assert replaced(text, fresh) == text, f"{page} is out of date: make figures"
