@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardgrad.programs.train.corpus import Corpus, Sampler, load_corpus, validation_starts, windows
+from shardgrad.programs.train.failure import UsageError
 
 
 def corpus_of(
@@ -58,6 +59,19 @@ def test_a_folder_is_read_in_the_order_of_paths_without_hidden_files(tmp_path: P
         path.write_text(f"<{name}>" * 30)
     text = whole(corpus_of(tmp_path)).decode()
     assert text == "<a>" * 30 + "<c>" * 30 + "<b/1>" * 30 + "<b/2>" * 30
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        *(("nothing", "no file or folder at .*nothing"), ("pipe", "is a pipe or a device")),
+        *(("x" * 300, "correct --data"), ("\0", "correct --data")),
+    ],
+)
+def test_a_path_without_text_is_refused_in_words(tmp_path: Path, name: str, words: str) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match=words):
+        corpus_of(tmp_path / name)
 
 
 @pytest.mark.parametrize(
