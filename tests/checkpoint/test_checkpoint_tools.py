@@ -160,6 +160,9 @@ def test_a_checkpoint_becomes_safetensors(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "new").touch()  # with the umask's mode
     (made,) = (tmp_path / "st").iterdir()
     assert made.stat().st_mode == (tmp_path / "new").stat().st_mode
+    result = run("export", saved, tmp_path / "other", "--only", "modem")
+    assert "no tensors below modem" in result.stderr
+    assert not (tmp_path / "other").exists()
 
 
 def test_without_the_package_safetensors_the_command_says_what_to_install(

@@ -37,6 +37,15 @@ def test_toml_and_json_say_the_same(tmp_path: Path) -> None:
     assert TrainConfig(**read_settings(toml)).batch_size == 3
 
 
+def test_for_a_misspelt_name_another_is_proposed(tmp_path: Path) -> None:
+    path = tmp_path / "x.toml"
+    path.write_text("stepz = 3")
+    with pytest.raises(UsageError, match="did you mean 'steps'"):
+        read_settings(path)
+    with pytest.raises(UsageError, match="did you mean 'width'"):
+        TrainConfig(override={"widht": 2})
+
+
 def test_meshes_are_one_number_or_two() -> None:
     assert [mesh_shape(text) for text in (None, "4", "2x3", "2X3")] == [(), (4,), (2, 3), (2, 3)]
     with pytest.raises(UsageError, match="room for 4 ranks, not 3"):
