@@ -220,35 +220,31 @@ def test_every_unit_and_every_shard_is_rounded_by_coins_of_its_own(four_ranks: R
     assert not torch.equal(first[0], second[0])
 
 
-@pytest.mark.parametrize("decoupled", [False, True])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        GradientPolicy(),
+        GradientPolicy(dtype=torch.float32),
+        GradientPolicy(dtype=torch.float32, decoupled=True),
+    ],
+)
 @on_ranks(2)
-def test_gradients_are_read_in_their_own_dtype(decoupled: bool) -> None:
+def test_gradients_are_read_in_their_own_dtype(policy: GradientPolicy) -> None:
     """fp32 gradients under bf16 parameters are read in fp32, wherever they are bound."""
-    runs = {}
-    for policy in (GradientPolicy(dtype=torch.float32, decoupled=decoupled), GradientPolicy()):
-        model = stack(40, 40).to(torch.bfloat16)
-        shardgrad.fully_shard(
-            model,
-            gradient_policy=policy,
-            mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32),
-        )
-        optim = shardgrad.optim.SGD(model.parameters(), lr=1.0, master="float32")
-        torch.manual_seed(dist.get_rank())
-        model(torch.randn(7, 40, dtype=torch.bfloat16)).square().mean().backward()
-        grads = [getattr(p, policy.attribute) for p in model.parameters()]
-        assert {g.dtype for g in grads} == {policy.dtype or torch.bfloat16}
-        expected = [
-            p.to_local().float() - g.to_local().float()
-            for p, g in zip(model.parameters(), grads, strict=True)
-        ]
-        optim.step()
-        runs[policy.dtype] = [
-            optim.state[p]["master"].to_local().clone() for p in model.parameters()
-        ]
-        for master, right in zip(runs[policy.dtype], expected, strict=True):
-            assert torch.equal(master, right)
-        optim.zero_grad()
-        assert all(getattr(p, policy.attribute) is None for p in model.parameters())
+    model = stack(40, 40).to(torch.bfloat16)
+    mixed = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    shardgrad.fully_shard(model, gradient_policy=policy, mp_policy=mixed)
+    params = list(model.parameters())
+    optim = shardgrad.optim.SGD(params, lr=1.0, master="float32")
+    model(SHARDGRAD.inputs(0, 40, dtype=torch.bfloat16)).square().mean().backward()
+    grads = [getattr(p, policy.attribute).to_local() for p in params]
+    assert {grad.dtype for grad in grads} == {policy.dtype or torch.bfloat16}
+    expected = [p.to_local().float() - g.float() for p, g in zip(params, grads, strict=True)]
+    optim.step()
+    for param, right in zip(params, expected, strict=True):
+        assert torch.equal(optim.state[param]["master"].to_local(), right)
+    optim.zero_grad()
+    assert all(getattr(p, policy.attribute) is None for p in params)
 
 
 def test_the_compiled_kernels_are_the_ones_under_test() -> None:

@@ -336,15 +336,6 @@ class TestUnderCapture:
         assert scaler.scale(loss) == 2.0**16
 
 
-def test_an_optimizer_over_plain_parameters_can_look_for_itself() -> None:
-    p = nn.Parameter(torch.ones(3))
-    optim = SGD([p], lr=1.0, check_finite=True)
-    p.grad = torch.tensor([1.0, math.nan, 1.0])
-    optim.step()
-    assert torch.equal(p, torch.ones(3))
-    assert (optim.skipped_steps, optim.state[p]["step"]) == (1, 0)
-
-
 def test_a_scaler_and_a_clip_work_on_plain_parameters() -> None:
     p, q = (nn.Parameter(torch.ones(4)) for _ in range(2))
     for param, optim, scaler, clip in (

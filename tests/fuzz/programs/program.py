@@ -6,8 +6,6 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-WORLDS = ("2", "4", "sim1", "sim2")  # ranks over gloo, or virtual ranks with simulated devices
-
 
 @dataclass(frozen=True)
 class Block:
