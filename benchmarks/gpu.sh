@@ -219,6 +219,9 @@ if in_stage 3 && ((nodes == 1)); then
     # Two ranks of one device: that losses agree over NCCL, eager and captured. Not a time.
     part steps-shared 90 "$python" -m benchmarks "${options[@]}" --ranks 2 --share-device --preset tiny \
         --engine shardgrad --engine shardgrad-graphed --engine ddp --rounds 2 --steps 2 --out "$out/steps-shared"
+    # Four of them, as replicas of shards: one graph with collectives of two communicators.
+    part steps-shared-mesh 90 "$python" -m benchmarks "${options[@]}" --ranks 4 --mesh 2x2 --share-device --preset tiny \
+        --engine shardgrad --engine shardgrad-graphed --rounds 2 --steps 2 --out "$out/steps-shared-mesh"
 fi
 [[ -z $list ]] || exit 0
 
