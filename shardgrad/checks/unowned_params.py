@@ -24,12 +24,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._composable.contract import _get_registry
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
 from shardgrad.diagnosis.flight_recorder import recorder
+from shardgrad.engine.collect import is_replica
 from shardgrad.engine.param import is_replaced, is_unsharded_param
 from shardgrad.engine.unit import Unit, units_under
 from shardgrad.errors import UnownedParameterError, listed
@@ -197,10 +196,7 @@ def _modules_under(roots: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]
     seen: set[nn.Module] = set()
 
     def below(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        is_replica = isinstance(module, DistributedDataParallel) or "replicate" in (
-            _get_registry(module) or {}
-        )
-        if module in seen or is_replica:
+        if module in seen or is_replica(module):
             return
         seen.add(module)
         yield name, module

@@ -28,7 +28,7 @@ from shardgrad.errors import (
 from shardgrad.sharding.mesh import DataParallelMesh
 from shardgrad.sharding.shardable import require_one_device, require_shardable
 
-__all__ = ["Collected", "collect", "refuse_unresolved_ties", "validate_modules"]
+__all__ = ["Collected", "collect", "is_replica", "refuse_unresolved_ties", "validate_modules"]
 
 
 # torch's own; a sharded module is an instance of `FSDPModule` too.
@@ -167,16 +167,20 @@ def collect(
     return found
 
 
+def is_replica(module: nn.Module) -> bool:
+    """Returns whether DDP averages the gradients of a module, or torch's `replicate` does."""
+    return isinstance(module, DistributedDataParallel) or "replicate" in (
+        _get_registry(module) or {}
+    )
+
+
 def _managed_modules(
     module: nn.Module, prefix: str, seen: set[nn.Module]
 ) -> Iterable[tuple[str, nn.Module]]:
     """Yields a module and everything below it that belongs to no inner unit and to no DDP
     replica.
     """
-    is_replica = isinstance(module, DistributedDataParallel) or "replicate" in (
-        _get_registry(module) or {}
-    )
-    if module in seen or is_replica:
+    if module in seen or is_replica(module):
         return
     seen.add(module)
     yield prefix, module

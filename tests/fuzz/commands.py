@@ -305,15 +305,12 @@ REQUESTS = st.fixed_dictionaries(
     optional={
         **dict.fromkeys(("ranks", "batch_size", "seq_len"), SIZES),
         "accumulate": st.integers(1, 3),
-        "reshard_to": SIZES,
         "stage": st.sampled_from(["1", "2", "3", "hfsdp"]),
         "mesh": st.sampled_from([None, "2", "2x4", "4x16", "1024x1024"]),
         "precision": st.sampled_from(["fp32", "bf16-mixed", "bf16"]),
-        "optimizer": st.sampled_from(["adamw", "sgd"]),
         "units": st.sampled_from([(), ("Linear",), ("Nothing",), ("FeedForward", "Attention")]),
         "activation_checkpointing": st.sampled_from(["none", "selective", "full"]),
         "reduce_dtype": st.sampled_from([None, "fp32", "bf16"]),
-        "gradient_dtype": st.sampled_from([None, "fp32", "bf16"]),
         "no_sync": st.booleans(),
     },
 )

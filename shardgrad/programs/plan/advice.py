@@ -17,8 +17,7 @@ def variants(request: Request) -> Iterator[tuple[str, Request]]:
     """
     plan_model = build_plan_model(request)
     blocks = len(plan_model.alike())
-    is_plain = request.stage == "3" and request.reshard_to is None
-    if is_plain and blocks:
+    if request.stage == "3" and blocks:
         yield "--stage auto", request.but(stage="auto")
     # A forgotten embedding and head are in the root's unit: gathered before the first layer runs,
     # and unsharded from there to the end of backward. Of a single one the root may as well be made.

@@ -18,8 +18,7 @@ from shardgrad.engine.comm_context import CommContext
 from shardgrad.engine.root import lazy_init
 from shardgrad.engine.unit import unit_of
 from shardgrad.errors import ShardgradError
-from shardgrad.optim import SGD, AdamW
-from shardgrad.optim.flat import FlatOptimizer
+from shardgrad.optim import AdamW
 from shardgrad.programs.plan.models import PlanModel, build_plan_model
 from shardgrad.programs.plan.recording import Change, Event, Recorder, RecordingStreams
 from shardgrad.programs.plan.request import Request
@@ -146,11 +145,7 @@ class _Trainer:
             raise UsageError(f"{plan_model.name} has no parameters to shard.")
         self.context = lazy_init(unit, self._runtime)
         params = [param for param in self._model.parameters() if param.requires_grad]
-        self._optimizer: FlatOptimizer = (
-            AdamW(params, lr=1e-3)
-            if request.optimizer == "adamw"
-            else SGD(params, lr=1e-3, momentum=0.9)
-        )
+        self._optimizer = AdamW(params, lr=1e-3)
 
     def step(self) -> None:
         """Runs one step as a training loop does."""

@@ -59,15 +59,11 @@ def as_json(plan: Plan, others: Mapping[str, Plan], refused: Mapping[str, str]) 
         },
         "traffic": [dataclasses.asdict(each) for each in plan.traffic],
         "time": {
-            "step_s": plan.step_s,
-            "step_range_s": list(plan.step_range_s),
-            "compute_s": plan.compute_s,
-            "exposed_s": plan.exposed_s,
-            "transfers_s": plan.transfers_s,
-            "host_s": plan.host_s,
-            "tokens_per_s": plan.tokens_per_s,
-            "tokens_per_s_range": list(plan.tokens_per_s_range),
-            "mfu": plan.mfu,
+            name: getattr(plan, name)
+            for name in (
+                *("step_s", "step_range_s", "compute_s", "exposed_s", "transfers_s", "host_s"),
+                *("tokens_per_s", "tokens_per_s_range", "mfu"),
+            )
         },
         "advice": {options: as_json(other, {}, {}) for options, other in others.items()},
         "no_advice": dict(refused),

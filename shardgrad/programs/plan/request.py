@@ -26,7 +26,6 @@ PLAN_PRESETS: Mapping[str, TransformerConfig] = {
     ),
 }
 MOST_RANKS = 2**20
-_DTYPES = ("fp32", "bf16")
 
 
 @dataclass(frozen=True)
@@ -66,12 +65,6 @@ class Request:
     stage: str = setting(
         "3", "ZeRO stage, as `zero_stage` of fully_shard.", choices=("1", "2", "3", "auto", "hfsdp")
     )
-    reshard_to: int | None = setting(
-        None,
-        "Reshard parameters after forward to groups of this many neighbouring ranks, as an int "
-        "reshard_after_forward.",
-        least=1,
-    )
     blocks_per_unit: int = setting(
         1, "Blocks that travel together, as those of a list given to fully_shard.", least=1
     )
@@ -89,10 +82,7 @@ class Request:
         section="Precision and memory",
     )
     reduce_dtype: str | None = setting(
-        None, "Dtype of gradient reductions.  [default: fp32]", choices=_DTYPES
-    )
-    gradient_dtype: str | None = setting(
-        None, "Dtype of stored gradients.  [default: that of the weights]", choices=_DTYPES
+        None, "Dtype of gradient reductions.  [default: fp32]", choices=("fp32", "bf16")
     )
     wire_dtype: str | None = setting(
         None, "Dtype that gradients travel in.  [default: the reduce dtype]", choices=("bf16",)
@@ -104,7 +94,6 @@ class Request:
         choices=("none", "selective", "full"),
         bare="full",
     )
-    optimizer: str = setting("adamw", "Optimizer to plan for.", choices=("adamw", "sgd"))
 
     # Beyond the limits, torch could not count the elements of an activation.
     batch_size: int = setting(
@@ -124,15 +113,6 @@ class Request:
         if self.stage == "hfsdp" and self.replicas == 1:
             raise UsageError(
                 "--stage hfsdp shards over two axes: give a mesh with both, such as --mesh 4x16."
-            )
-        if self.reshard_to is not None and self.stage != "3":
-            raise UsageError(
-                f"--reshard-to goes with --stage 3 only, not {self.stage}: leave one out."
-            )
-        if self.reshard_to is not None and self.shards % self.reshard_to:
-            raise UsageError(
-                f"--reshard-to {self.reshard_to} does not divide the {self.shards} shards: use a "
-                "divisor."
             )
         if self.wire_dtype is not None and self.reduce_dtype == "bf16":
             raise UsageError("--wire-dtype goes with sums in fp32: leave --reduce-dtype out.")

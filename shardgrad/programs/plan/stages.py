@@ -28,10 +28,7 @@ def policies_of(request: Request) -> dict[str, Any]:
         mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
     return {
         "mp_policy": mixed,
-        "gradient_policy": GradientPolicy(
-            dtype=DTYPES.get(request.gradient_dtype), wire_dtype=DTYPES.get(request.wire_dtype)
-        ),
-        "reshard_after_forward": request.reshard_to,
+        "gradient_policy": GradientPolicy(wire_dtype=DTYPES.get(request.wire_dtype)),
         # As if there were room for all units; `planning.py` knows how many there is room for.
         "zero_stage": {"hfsdp": "hfsdp", "auto": 2}.get(request.stage) or int(request.stage),
     }

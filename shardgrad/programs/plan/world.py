@@ -52,7 +52,7 @@ _LOOK_UPS = {"embedding", "index_select", "gather", "index", "nll_loss_forward"}
 _UNREAD = {*_LOOK_UPS, "copy_", "zero_", "fill_"}
 # These return nothing, and read and write the arguments at these positions. The engine's other
 # operators return nothing either, but do not read what they write.
-_UPDATES = {"adam_": (0, 2, 3, 4), "sgd_": (0, 2, 3)}
+_UPDATES = {"adam_": (0, 2, 3, 4)}
 _KINDS = {
     "_allgather_base_": "all-gather",
     "_reduce_scatter_base_": "reduce-scatter",
@@ -210,7 +210,7 @@ class _Observer(TorchDispatchMode):
         sent = nbytes * (ranks - 1) // ranks
         if kind == "all-reduce":
             sent *= 2
-        axis = recorder.axes.get(group.group_name, "neighbours")
+        axis = recorder.axes[group.group_name]
         recorder.events.append(Transfer(recorder.stream, kind, axis, ranks, nbytes, sent))
 
 
