@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardgrad.engine.param import FSDPParam, is_extension, local_of
+from shardgrad.engine.param import FSDPParam, fsdp_param_of, is_extension, local_of
 from shardgrad.engine.param_group import ParamGroup
 from shardgrad.errors import ExtensionError, ForeignParameterError, MetaParameterError
 
@@ -31,6 +31,9 @@ def adopt(group: ParamGroup) -> bool:
     """
     # While modules register unsharded parameters, they say nothing about the sharded ones.
     if not group.registers_sharded or group.registration.holds():
+        return False
+    _put_back(group)
+    if group.registration.holds():
         return False
     shown = [_shown(p, group) for p in group.params]
     if group.is_flat and any(map(is_extension, shown)):
@@ -69,6 +72,19 @@ def require_data(group: ParamGroup) -> None:
             where=f"unit {group.name or 'root'!r}",
             fix="model.to_empty(device=...) and initialise, or load_state_dict(..., assign=True)",
         )
+
+
+def _put_back(group: ParamGroup) -> None:
+    """Registers the sharded parameter where a module shows the same one in another state.
+
+    `functional_call` hands back what a forward has left registered, and a program calls it with
+    that again.
+    """
+    for p in group.params:
+        for module, attribute in p.owners:
+            shown = module._parameters.get(attribute)
+            if shown is not None and fsdp_param_of(shown) is p:
+                module._parameters[attribute] = p.sharded
 
 
 def _shown(p: FSDPParam, group: ParamGroup) -> nn.Parameter:

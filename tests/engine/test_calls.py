@@ -315,6 +315,23 @@ def test_tensors_that_functional_call_puts_in_the_place_of_parameters_get_their_
         torch.testing.assert_close(got, expected)
 
 
+@on_ranks(2)
+def test_a_dict_of_parameters_serves_functional_call_in_every_step() -> None:
+    """It hands back what a forward has left registered, which are unsharded parameters."""
+    models = stack(5, 7, 3), stack(5, 7, 3)
+    for model in models:
+        shardgrad.fully_shard(model[0])
+        shardgrad.fully_shard(model)
+    called, model = models
+    params = dict(model.named_parameters())
+    for step in range(3):
+        x = torch.full((2, 5), step + 1.0)
+        called(x).square().mean().backward()
+        torch.func.functional_call(model, params, (x,)).square().mean().backward()
+        for expected, got in zip(called.parameters(), model.parameters(), strict=True):
+            assert torch.equal(expected.grad.full_tensor(), got.grad.full_tensor())
+
+
 def by_loading(model: nn.Module, average: Tensors, x: Tensor) -> Tensor:
     back = model.state_dict()
     model.load_state_dict(average, assign=True)
