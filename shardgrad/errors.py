@@ -159,7 +159,7 @@ class EngineError(ShardgradError, ValueError):
 
 
 class TiedParameterError(ShardgradError, ValueError):
-    """Two units share a parameter and no unit contains both."""
+    """Two units share a parameter and no unit contains both, or it was tied after `fully_shard`."""
 
 
 class RootError(ShardgradError, RuntimeError):

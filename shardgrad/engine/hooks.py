@@ -29,6 +29,7 @@ from torch._C._dynamo.eval_frame import (
     get_eval_frame_callback,
     set_code_exec_strategy,
 )
+from torch._C._functorch import peek_interpreter_stack
 from torch.distributed.utils import _apply_to_tensors
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
@@ -118,6 +119,8 @@ class HookedUnit(Unit):
         """Unshards the parameters, and returns the inputs, cast and watched."""
         # Which unit is the outermost is not known before one runs, so the first forward of all
         # makes the root, when every call of `fully_shard` has been made.
+        if self.context is None or not self.is_unsharded:
+            self._refuse_transforms()
         context: RootContext = self.context or lazy_init(self)
         recorder.unit = self.name
         # Activation checkpointing runs a forward again inside of backward: that one belongs to no
@@ -148,6 +151,19 @@ class HookedUnit(Unit):
             args, kwargs = self._watch_inputs(context, args, kwargs, counted=not recomputing)
         return args, kwargs
 
+    def _refuse_transforms(self) -> None:
+        """Refuses work of the engine inside a transform of `torch.func`, which would transform it
+        too: gathering writes to memory that the transform takes for a constant.
+        """
+        if peek_interpreter_stack() is not None:
+            raise UnsupportedError(
+                "a sharded module was called inside a transform of torch.func",
+                expected="unsharded parameters, and inputs without gradients of their own",
+                where=f"unit {self.name or 'root'!r}",
+                fix="torch.autograd.grad and torch.autograd.functional.jacobian work; or call "
+                "unshard() on each unit before torch.func.vmap",
+            )
+
     def _watch_inputs(
         self, context: RootContext, args: tuple[Any, ...], kwargs: dict[str, Any], *, counted: bool
     ) -> _Arguments:
@@ -171,6 +187,7 @@ class HookedUnit(Unit):
             self.outstanding += 1
             for grads in self.grad_groups:
                 grads.waits_for_unit = True
+        self._refuse_transforms()
         inputs = map(leaves.__getitem__, found)
         # One node for all of them: autograd runs its backward once, after the last of their
         # gradients, and on the stream that forward was on.

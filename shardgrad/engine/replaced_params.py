@@ -6,12 +6,18 @@ tensors that are not the shard's views: their values are copied into it, and the
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardgrad.engine.param import FSDPParam, fsdp_param_of, is_extension, local_of
+from shardgrad.engine.param import FSDPParam, fsdp_param_of, is_extension, local_of, managed_by
 from shardgrad.engine.param_group import ParamGroup
-from shardgrad.errors import ExtensionError, ForeignParameterError, MetaParameterError
+from shardgrad.errors import (
+    ExtensionError,
+    ForeignParameterError,
+    MetaParameterError,
+    TiedParameterError,
+)
 
 __all__ = ["adopt", "require_data"]
 
@@ -28,6 +34,7 @@ def adopt(group: ParamGroup) -> bool:
             forward.
         ForeignParameterError: a replacement is sharded differently, or dtypes are mixed; nothing
             has changed.
+        TiedParameterError: a replacement is the parameter of another place, which keeps it.
     """
     # While modules register unsharded parameters, they say nothing about the sharded ones.
     if not group.registers_sharded or group.registration.holds():
@@ -117,7 +124,23 @@ def _shown(p: FSDPParam, group: ParamGroup) -> nn.Parameter:
             fix="torch.distributed.tensor.distribute_tensor(full, p.device_mesh, p.placements); "
             "parametrize, or remove parameters, before fully_shard",
         )
+    _refuse_late_tie(p, param, group)
     return shown  # type: ignore[return-value]
+
+
+def _refuse_late_tie(p: FSDPParam, shown: torch.Tensor, group: ParamGroup) -> None:
+    """Refuses a parameter that another place registers too: each would bind its own gradient."""
+    other = managed_by(shown)
+    if other is None or other is p:
+        return
+    if any(fsdp_param_of(param) is other for param in other.registered()):
+        raise TiedParameterError(
+            f"parameter {p.name} was tied to {other.name} after fully_shard",
+            expected="ties from before fully_shard, which shards what is tied once",
+            got="one parameter in the place of two",
+            where=f"unit {group.name or 'root'!r}",
+            fix="tie the modules before the first fully_shard that sees one of them",
+        )
 
 
 def _validate(shown: list[nn.Parameter], group: ParamGroup) -> None:

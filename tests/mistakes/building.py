@@ -392,6 +392,18 @@ def tied_without_a_root() -> None:
 
 
 @mistake(
+    typed="`model.head.weight = model.embed.weight` after `fully_shard`",
+    says="TiedParameterError: parameter 1.weight was tied to 0.weight after fully_shard",
+    cure="tie the modules before the first fully_shard that sees one of them",
+)
+def tied_too_late() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    fully_shard(model)
+    model[1].weight = model[0].weight
+    model(batch())
+
+
+@mistake(
     typed="`fully_shard([a, b])` over units, run as roots",
     says="RootError: fully_shard requires a single root module but got several",
     cure="call fully_shard on their parent as well, and run that",

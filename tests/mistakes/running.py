@@ -350,3 +350,13 @@ def frozen_on_one_rank() -> None:
 def a_policy_of_one_rank() -> None:
     dtype = torch.bfloat16 if dist.get_rank() else None
     backward(fully_shard(net(), mp_policy=shardgrad.MixedPrecisionPolicy(param_dtype=dtype)))
+
+
+@mistake(
+    typed="`torch.func.grad(lambda x: model(x).sum())(x)`",
+    says="UnsupportedError: a sharded module was called inside a transform of torch.func",
+    cure="torch.autograd.grad and torch.autograd.functional.jacobian work",
+)
+def a_transform() -> None:
+    model = sharded()
+    torch.func.grad(lambda x: model(x).sum())(batch())
