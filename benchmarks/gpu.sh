@@ -192,9 +192,9 @@ if in_stage 2; then
         # One rank: what an engine costs where nothing is sent, and what a graph takes away. An engine takes ten
         # seconds to start, thirty with a billion parameters, so parts have few.
         part steps-gpt2 150 "${alone[@]}" "${bf16[@]}" --preset gpt2 --batch-size 1 --seq-len 1024 --rounds 20 \
-            --steps 3 --limit-s 130 "${graphs[@]}" --engine compute --out "$out/steps-gpt2"
-        part steps-compiled 120 "${alone[@]}" "${bf16[@]}" --preset gpt2 --batch-size 1 --seq-len 1024 --rounds 20 \
-            --steps 3 --limit-s 100 --engine shardgrad-compiled --engine fsdp2-compiled --out "$out/steps-compiled"
+            --steps 5 --limit-s 130 "${graphs[@]}" --engine compute --out "$out/steps-gpt2"
+        part steps-compiled 120 "${alone[@]}" "${bf16[@]}" --preset gpt2 --batch-size 1 --seq-len 1024 --rounds 12 \
+            --steps 5 --limit-s 100 --engine shardgrad-compiled --engine fsdp2-compiled --out "$out/steps-compiled"
         part steps-1b 110 "${alone[@]}" "${bf16[@]}" "${long[@]}" --limit-s 100 --engine shardgrad \
             --engine shardgrad-graphed --out "$out/steps-1b"
         part steps-1b-floors 140 "${alone[@]}" "${bf16[@]}" "${long[@]}" --limit-s 130 --engine shardgrad-graphed \
