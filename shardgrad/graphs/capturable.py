@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from functools import singledispatch
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,7 +24,15 @@ from torch.optim import Optimizer
 from shardgrad.errors import OptionError
 from shardgrad.graphs.outputs import local_tensor
 
-__all__ = ["Capturable", "CaptureAgain", "EagerOptimizer", "OptimizerState", "adapt", "capturable"]
+__all__ = [
+    "Capturable",
+    "CaptureAgain",
+    "EagerOptimizer",
+    "OptimizerState",
+    "adapt",
+    "capturable",
+    "nothing",
+]
 
 
 class CaptureAgain(Exception):
@@ -73,7 +82,7 @@ class Capturable:
         """Returns a function that restores the present host state. It does not touch device
         memory.
         """
-        return _nothing
+        return nothing
 
     def snapshot_unguarded(self) -> Callable[[], None]:
         """Returns a function like `snapshot`'s that may leave out what `guards` cover.
@@ -105,8 +114,8 @@ class Capturable:
         return {}
 
 
-def _nothing() -> None:
-    pass
+def nothing() -> None:
+    """Restores nothing."""
 
 
 def _ready() -> bool:
@@ -185,7 +194,13 @@ class OptimizerState(Capturable):
             if key != "params"
         )
         params = tuple(tuple(map(id, group["params"])) for group in self._optimizer.param_groups)
-        return numbers, params, tuple(tensor.data_ptr() for _, tensor in self.tensors())
+        states = (entry.values() for entry in self._optimizer.state.values())
+        tensors = [
+            local_tensor(value)
+            for value in chain(*states, self._rates.values())
+            if isinstance(value, torch.Tensor)
+        ]
+        return numbers, params, tuple(map(torch.Tensor.data_ptr, tensors))
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Capturable`."""

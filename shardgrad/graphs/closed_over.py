@@ -18,7 +18,7 @@ import functools
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter, itemgetter
 from types import CodeType, FunctionType, MethodType, ModuleType
@@ -52,9 +52,10 @@ _Get = Callable[[Any], Any]
 _GONE = (AttributeError, LookupError, TypeError, ValueError)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Place:
-    """A variable, an attribute or an element, in which a function finds a tensor.
+    """A variable, an attribute or an element, in which a function finds a tensor. Several may have
+    one name, as globals of two modules.
 
     Attributes:
         name: as the program writes it, such as "batch['targets']" or "self.mask".
@@ -63,8 +64,8 @@ class Place:
     """
 
     name: str
-    root: Any = field(compare=False)
-    way: tuple[_Get, ...] = field(default=(), compare=False)
+    root: Any
+    way: tuple[_Get, ...] = ()
 
     def key(self) -> Hashable:
         """Returns where the tensor that is there now lies, and how; None if there is no tensor."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import chain, repeat
-from operator import attrgetter, is_, is_not
+from operator import attrgetter, is_not
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from shardgrad.engine.root import RootContext, context_of
 from shardgrad.engine.streams import is_capturing
 from shardgrad.engine.unit import units_under
 from shardgrad.errors import CaptureError
-from shardgrad.graphs.capturable import Capturable, CaptureAgain, adapt
+from shardgrad.graphs.capturable import Capturable, CaptureAgain, adapt, nothing
 from shardgrad.optim.flat import FlatOptimizer
 from shardgrad.optim.grad_scaler import GradScaler
 
@@ -49,8 +49,6 @@ _GRAD_SHARD = attrgetter("shard")
 _SWITCHES = attrgetter("reshard_after_forward", "reshard_after_backward", "unshard_in_backward")
 _FLAGGED = attrgetter("flagged")
 _MOVES = attrgetter("moves")
-_OWN = attrgetter("own")
-_VERDICT, _JUDGED = attrgetter("nonfinite"), attrgetter("judged")
 _ADDRESS = torch.Tensor.data_ptr
 
 
@@ -82,14 +80,18 @@ class ModuleState(Capturable):
             dict.fromkeys(c for c in contexts if c is not None)
         )
         params = [p for group in self._groups for p in group.params]
-        self._sharded = [p.sharded for p in params]
+        sharded = [p.sharded for p in params]
         unsharded = {id(tensor) for p in params for tensor in (p.unsharded, p.post_forward)}
         self._plain = [
             p for p in self._module.parameters() if managed_by(p) is None and id(p) not in unsharded
         ]
-        self._buffers = list(self._module.buffers())
+        self._trainable = [*sharded, *self._plain]
+        self._addressed = [*self._plain, *self._module.buffers()]
         self._registration = Registration(params)
-        self._gradients = _GradFacts(self._shards())
+        self._bindings: dict[str, list[nn.Parameter]] = {}  # by the attribute for gradients
+        for group in self._groups:
+            bound = self._bindings.setdefault(group.gradient_policy.attribute, [])
+            bound += [p.sharded for p in group.params]
         self._modules = list(self._module.modules())
         self._module_ids = tuple(map(id, self._modules))
         # What registers modules, buffers, and parameters outside of units.
@@ -102,7 +104,12 @@ class ModuleState(Capturable):
         self._collected_from = self._identities()
 
     def _follow(self) -> None:
-        """Collects again if that would start from other objects."""
+        """Takes over parameters that the program has replaced, and collects again if that would
+        start from other objects.
+        """
+        if not self._registration.holds():
+            for group in self._groups:
+                adopt(group)
         if self._identities() != self._collected_from:
             self._units = units_under(self._module)
             self._collect()
@@ -113,35 +120,49 @@ class ModuleState(Capturable):
         """
         return (
             list(map(_CONTEXT, self._units)),
-            list(map(_GRAD_SHARD, self._grad_groups)),
             list(map(_GENERATION, self._groups)),
             list(map(id, chain.from_iterable(map(dict.values, self._registers)))),
         )
 
     def guards(self) -> Hashable:
         """See `Capturable`."""
-        for context in self._contexts:
-            context.require_awake()
+        shards = self._shards()
         with torch._C.DisableTorchFunctionSubclass():  # DTensors answer three times as fast
-            return self._read()
+            return (
+                self._module_ids,
+                tuple(map(_REQUIRES_GRAD, self._trainable)),
+                tuple(map(_ADDRESS, self._addressed)),
+                tuple([None if g is None else g.data_ptr() for g in map(_GRAD, self._plain)]),
+                tuple(map(_GENERATION, self._groups)),
+                self._bound(shards),
+                tuple(chain.from_iterable(map(_FLAGGED, shards))),
+                self._verdicts(shards),
+                tuple(map(_MOVES, shards)),
+                self._switches(),
+            )
 
-    def _read(self) -> Hashable:
-        if not self._registration.holds():
-            for group in self._groups:
-                adopt(group)
-        self._follow()
-        gradients = map(_GRAD, self._plain)
-        return (
-            self._module_ids,
-            tuple(map(_REQUIRES_GRAD, self._sharded)),
-            tuple(map(_REQUIRES_GRAD, self._plain)),
-            tuple(None if grad is None else grad.data_ptr() for grad in gradients),
-            tuple(map(_ADDRESS, self._plain)),
-            tuple(map(_ADDRESS, self._buffers)),
-            tuple(map(_GENERATION, self._groups)),
-            self._gradients.read(),
-            self._switches(),
+    def _bound(self, shards: Sequence[GradShard]) -> Hashable:
+        """Returns which parameters have a gradient; () if none has, as after `zero_grad()`.
+
+        Tensors that the program has assigned are taken over, and flags made to agree.
+        """
+        found = (
+            map(getattr, params, repeat(attribute), repeat(None))
+            for attribute, params in self._bindings.items()
         )
+        if not any(map(is_not, chain.from_iterable(found), repeat(None))):
+            return ()
+        return tuple([tuple(shard.settle()) for shard in shards])
+
+    def _verdicts(self, shards: Sequence[GradShard]) -> Hashable:
+        """Returns the verdicts on gradients by identity, and of which places they are. Those on
+        gradients that are None are forgotten.
+        """
+        for shard in shards:
+            if shard.nonfinite is not None and shard.objects.are_absent():
+                shard.nonfinite = None
+                shard.judged.clear()
+        return tuple([(id(shard.nonfinite), frozenset(shard.judged)) for shard in shards])
 
     def _switches(self) -> tuple[Any, ...]:
         """Returns the host state that a step may set, apart from gradients."""
@@ -242,8 +263,9 @@ class ModuleState(Capturable):
     def begin_call(self) -> None:
         """See `Capturable`."""
         self._with_memory = None
-        if list(map(_GRAD_SHARD, self._grad_groups)) != self._collected_from[1]:
-            self._follow()
+        for context in self._contexts:
+            context.require_awake()
+        self._follow()
         self._join_post_optim_events()
         for context in self._contexts:
             context.free_gradients()
@@ -294,14 +316,8 @@ class ModuleState(Capturable):
         return restore
 
     def snapshot_unguarded(self) -> Callable[[], None]:
-        """See `Capturable`."""
-        restore, gradients, verdicts = self.snapshot(), self._gradients, self._gradients.verdicts()
-
-        def restore_pending() -> None:
-            if not all(map(is_, gradients.verdicts(), verdicts)):
-                restore()
-
-        return restore_pending
+        """See `Capturable`: the guards cover all of it."""
+        return nothing
 
     def known_to_graph(self) -> Any:
         """See `Capturable`. A parameter that is frozen or thawed gives its group other places and
@@ -358,62 +374,6 @@ def _refuse_uncapturable_groups(groups: Iterable[ParamGroup]) -> None:
                 where=where,
                 fix="call the step without graphed_step",
             )
-
-
-class _GradFacts:
-    """What the host knows of the gradients of several shards, read at every replay, so without a
-    loop.
-
-    Args:
-        shards: of one model.
-    """
-
-    def __init__(self, shards: Sequence[GradShard]) -> None:
-        self._shards = list(shards)
-        self._params: dict[str, list[nn.Parameter]] = {}
-        for shard in self._shards:
-            self._params.setdefault(shard.attribute, []).extend(shard.params)
-        self._objects = [shard.objects for shard in self._shards]
-        self._merged: list[dict[int, int]] = []
-        self._own: dict[int, int] = {}
-
-    def _follow_objects(self) -> None:
-        """Looks up again what objects are, if some of them were replaced."""
-        if not all(map(is_, map(_OWN, self._objects), self._merged)) or not self._merged:
-            self._merged = list(map(_OWN, self._objects))
-            self._own = dict(chain.from_iterable(each.items() for each in self._merged))
-
-    def read(self) -> Hashable:
-        """Returns what the host decides by: which gradients are bound, and known to be there.
-
-        Tensors that the program has assigned are taken over first. Verdicts, of which those of
-        gradients that are None are forgotten, are compared by their addresses.
-        """
-        self._follow_objects()
-        bound = self._bound()
-        if None in bound:
-            for shard in self._shards:
-                shard.settle()
-            bound = self._bound()
-        if any(map(is_not, self.verdicts(), repeat(None))):
-            for shard in self._shards:
-                if shard.objects.are_absent():
-                    shard.nonfinite = None
-                    shard.judged.clear()
-        verdicts = (
-            tuple(map(id, self.verdicts())),
-            tuple(map(frozenset, map(_JUDGED, self._shards))),
-        )
-        flagged = tuple(chain.from_iterable(map(_FLAGGED, self._shards)))
-        return bound, verdicts, flagged, tuple(map(_MOVES, self._shards))
-
-    def verdicts(self) -> list[torch.Tensor | None]:
-        """Returns `nonfinite` of each shard."""
-        return list(map(_VERDICT, self._shards))
-
-    def _bound(self) -> tuple[int | None, ...]:
-        read = (map(attrgetter(name), params) for name, params in self._params.items())
-        return tuple(map(self._own.get, map(id, chain.from_iterable(read))))
 
 
 class FlatOptimizerState(Capturable):

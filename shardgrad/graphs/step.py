@@ -258,8 +258,8 @@ class GraphedStep(Generic[_P, _R]):
         # The most recently used last.
         self._kinds: OrderedDict[Hashable, _InputKind] = OrderedDict()
         self._graphs: list[CapturedStep] = []
-        # What captures have read without being given it, and where it was in the last call.
-        self._places: dict[Place, Hashable] = {}
+        # Where it was in the last call, what captures have read without being given it.
+        self._places: Mapping[Place, Hashable] = {}
         self._thread_id = threading.get_ident()
         self._closed = False
         self._outputs: Any = None
@@ -308,7 +308,7 @@ class GraphedStep(Generic[_P, _R]):
         captured = self._look_up(key)
         is_new = captured is None and bool(kind.seen) and guards not in kind.seen
         self._habits.guarded(guards, is_new=is_new)
-        moved = self._moved_places()
+        moved = self._moved_places(captured)
         try:
             if captured is not None and not captured.is_confirmed and captured.prepare():
                 return self._confirm(captured, kind, guards, caller)
@@ -353,12 +353,20 @@ class GraphedStep(Generic[_P, _R]):
                 return captured
         return None
 
-    def _moved_places(self) -> list[str]:
-        """Returns what the program has replaced since the last call, of what captures have read."""
-        now = {place: place.key() for place in self._places}
-        moved = [place.name for place, key in now.items() if key != self._places[place]]
-        self._places = now
-        return moved
+    def _moved_places(self, captured: CapturedStep | None) -> list[str]:
+        """Returns what the program has replaced since the last call, of what captures have read.
+
+        Args:
+            captured: the graph of this call, which was found since nothing that it reads has moved.
+        """
+        before = self._places
+        if captured is not None:
+            self._places = captured.reads.places
+            return []
+        reads = (place for captured in self._graphs for place in captured.reads.places)
+        self._places = {place: place.key() for place in reads}
+        now = self._places.items()
+        return sorted({place.name for place, key in now if before.get(place, key) != key})
 
     def _replay(self, captured: CapturedStep, kind: _InputKind, caller: Stream) -> Any:
         def run_eagerly() -> Any:
@@ -457,7 +465,7 @@ class GraphedStep(Generic[_P, _R]):
         except Exception as error:
             self._refuse_capture(kind, error)
             return None
-        self._places.update(captured.reads.places)
+        self._places = {**self._places, **captured.reads.places}
         self._graphs.append(captured)
         self._evict()
         return captured
@@ -651,7 +659,7 @@ class GraphedStep(Generic[_P, _R]):
             captured.reset()
         self._graphs.clear()
         self._kinds.clear()
-        self._places.clear()
+        self._places = {}
         self._begin_counting()
         steps_with_graphs.discard(self)
         for each in self._capturables:

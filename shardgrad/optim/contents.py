@@ -8,7 +8,7 @@ step and follows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -29,9 +29,7 @@ class Contents:
     ) -> None:
         self._groups = list(groups)
         self._params = [list(group["params"]) for group in groups]
-        self._state = state
-        self._entries = list(state.values())
-        self._values = _values(self._entries)
+        self._values = _values(state)
 
     def same_groups(self, groups: Sequence[Mapping[str, Any]]) -> bool:
         """Returns whether these are the same groups with the same parameters."""
@@ -41,16 +39,12 @@ class Contents:
         )
 
     def same_state(self, state: Mapping[Any, dict[str, Any]]) -> bool:
-        """Returns whether this is the same state, entry by entry and tensor by tensor."""
-        return (
-            state is self._state
-            and _same(list(state.values()), self._entries)
-            and _same(_values(state.values()), self._values)
-        )
+        """Returns whether this state has the same tensors, in the same order."""
+        return _same(_values(state), self._values)
 
 
-def _values(entries: Iterable[dict[str, Any]]) -> list[Any]:
-    return list(chain.from_iterable(map(dict.values, entries)))
+def _values(state: Mapping[Any, dict[str, Any]]) -> list[Any]:
+    return list(chain.from_iterable(map(dict.values, state.values())))
 
 
 def _same(left: Sequence[Any], right: Sequence[Any]) -> bool:

@@ -120,7 +120,8 @@ class OptimGroup(dict[str, Any]):
         self._hypers = {hyper.name: hyper for hyper in hypers}
         ends = accumulate(hyper.count for hyper in hypers)
         self._slots = {h.name: end - h.count for h, end in zip(hypers, ends, strict=True)}
-        self._fixed = frozenset(fixed)
+        self._may_be_tensors = [hyper.name for hyper in hypers if hyper.may_be_tensor]
+        self._fixed = tuple(fixed)
         self._mirrors: dict[torch.device, torch.Tensor] = {}
         self.captured = False
         self._numbers()
@@ -149,23 +150,26 @@ class OptimGroup(dict[str, Any]):
             )
         capturing = is_capturing(device)
         self.captured |= capturing
-        for hyper in self._hypers.values():
-            value = self[hyper.name] if hyper.may_be_tensor else None
-            if isinstance(value, torch.Tensor):
-                if capturing and value.device != device:
-                    raise CaptureError(
-                        f"the optimizer's {hyper.name} is a tensor on {value.device}",
-                        expected=f"a number, or a tensor on {device}",
-                        got="a value the graph would read once, when it is captured",
-                        fix=f"group[{hyper.name!r}] = float(group[{hyper.name!r}])",
-                    )
-                place = mirror[self._slots[hyper.name]]
-                if value.device.type == "cpu":
-                    # Goes along with the launch; a copy would be waited for.
-                    place.fill_(value.item())
-                else:
-                    place.copy_(value.detach().reshape(()))
+        for name, value in self._tensors():
+            if capturing and value.device != device:
+                raise CaptureError(
+                    f"the optimizer's {name} is a tensor on {value.device}",
+                    expected=f"a number, or a tensor on {device}",
+                    got="a value the graph would read once, when it is captured",
+                    fix=f"group[{name!r}] = float(group[{name!r}])",
+                )
+            place = mirror[self._slots[name]]
+            if value.device.type == "cpu":
+                # Goes along with the launch; a copy would be waited for.
+                place.fill_(value.item())
+            else:
+                place.copy_(value.detach().reshape(()))
         return mirror
+
+    def _tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """Returns the hyperparameters that are tensors now, by name."""
+        values = [(name, self[name]) for name in self._may_be_tensors]
+        return [(name, value) for name, value in values if isinstance(value, torch.Tensor)]
 
     def __setitem__(self, key: str, value: Any) -> None:
         """Assigns, and writes the mirrors on the current stream of each device.
@@ -191,12 +195,8 @@ class OptimGroup(dict[str, Any]):
         """Returns what a launch has as arguments, and which hyperparameters are tensors, by
         address.
         """
-        tensors = tuple(
-            (name, value.data_ptr())
-            for name in self._hypers
-            if isinstance(value := self[name], torch.Tensor)
-        )
-        return tuple(self.get(key) for key in sorted(self._fixed)), tensors
+        tensors = [(name, value.data_ptr()) for name, value in self._tensors()]
+        return (*map(self.get, self._fixed), *tensors)
 
     def check(self, values: Mapping[str, Any]) -> None:
         """Looks at what is about to be assigned together, without assigning.

@@ -140,8 +140,18 @@ def test_a_tensor_that_is_replaced_between_steps_is_named_where_the_step_finds_i
     replace()
     ((again, after),) = read(step).places.items()
     # The place of the first step shows what is there now.
-    assert place == again
+    assert place.name == again.name
     assert place.key() == after != before
+
+
+def test_variables_of_one_name_are_several_places() -> None:
+    def scale(factor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda x: x * factor
+
+    up, down = scale(torch.ones(2)), scale(torch.ones(2))
+    places = read(lambda: down(up(torch.ones(2)))).places
+    assert [place.name for place in places] == ["factor", "factor"]
+    assert len(set(places.values())) == 2
 
 
 def test_a_tensor_that_is_read_or_written_is_found_and_one_made_by_the_step_is_not() -> None:
