@@ -90,12 +90,13 @@ def train_in_units_of(
     model.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
     if units == "tied":
         model.head.weight = model.embedding.weight
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
     for i, layer in enumerate(model.layers):
+        if units == "blocks":
+            engine.fully_shard(layer, mp_policy=policy)
         model.layers[i] = recomputed(layer)
     if units == "blocks":
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
-        for module in (model.embedding, *model.layers):
-            engine.fully_shard(module, mp_policy=policy)
+        engine.fully_shard(model.embedding)
     else:
         engine.fully_shard([model.embedding, model.norm, model.head])
         engine.fully_shard(list(model.layers[:2]))
