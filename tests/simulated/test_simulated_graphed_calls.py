@@ -25,6 +25,7 @@ from shardgrad.engine.streams import is_capturing
 from shardgrad.errors import (
     CaptureError,
 )
+from shardgrad.graphs.captured import CapturedStep
 from tests.simulated.accelerator.device import NAME, checked
 from tests.simulated.accelerator.virtual_ranks import VirtualRanks
 from tests.simulated.programs.graphed import (
@@ -608,6 +609,33 @@ def test_an_output_is_not_written_over_while_its_caller_reads_it(warmup: int, cl
 
 
 # -- trust
+
+
+def replays_of_the_graph(every: int) -> None:
+    replays, replay = [], CapturedStep.replay
+
+    def counted(captured: CapturedStep, **options: Any) -> Any:
+        replays.append(captured)
+        return replay(captured, **options)
+
+    @shardgrad.graphed_step(warmup=1, replay_twice_every=every)
+    def step(x: Tensor) -> Tensor:
+        return x * 2
+
+    x = torch.ones(2, device=NAME)
+    for _ in range(3):  # an eager call, and two captures
+        step(x)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CapturedStep, "replay", counted)
+        for _ in range(6):
+            step(x)
+    step.close()
+    assert len(replays) == 6 + (6 // every if every else 0)
+
+
+@pytest.mark.parametrize("every", [0, 1, 2, 3])
+def test_one_replay_in_as_many_as_asked_for_is_repeated(every: int) -> None:
+    VirtualRanks(1).run(replays_of_the_graph, every)
 
 
 def verified(graphed: Callable[..., Any], setup: Setup) -> list[Any]:
