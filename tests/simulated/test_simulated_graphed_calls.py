@@ -83,6 +83,11 @@ def structures() -> None:
         assert out["out"].tolist() == [(number * 2.0 * (number + 1.0) * 5.0) ** 3] * 3
     assert (step.captures, step.eager_steps, step.replays) == (5, 5, 10)
     step.close()
+    alone = shardgrad.graphed_step(warmup=1)(lambda static: static * 2)
+    for number in range(4):
+        assert alone(scale.fill_(number)).tolist() == 2.0 * number
+    assert (alone.captures, alone.replays) == (1, 3)
+    alone.close()
 
 
 def test_inputs_are_copied_or_static_or_choose_a_graph() -> None:
