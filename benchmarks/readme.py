@@ -37,11 +37,13 @@ _FLOORS = ("collectives", "hand-graphed")  # whose memory says nothing: they are
 )
 def main(check: bool) -> None:
     """Measure nothing: write the tables of both README.md from the records."""
-    for path in _records(*FIGURES):
-        for record in read(path):
-            if not is_result(record):
-                click.echo(f"left out: {title(record)}: {verdict(record)[1]}", err=True)
-    for page, fresh in pages(list(results(*FIGURES))).items():
+    counting = []
+    for record in records_in(*FIGURES):
+        if is_result(record):
+            counting.append(record)
+        else:
+            click.echo(f"left out: {title(record)}: {verdict(record)[1]}", err=True)
+    for page, fresh in pages(counting).items():
         try:
             text = replaced(page.read_text(encoding="utf-8"), fresh)
         except ValueError as error:
@@ -60,14 +62,10 @@ def pages(records: Sequence[Record]) -> dict[Path, str]:
     }
 
 
-def results(*folders: Path) -> Iterator[Record]:
-    """Records of folders that count as results."""
-    for path in _records(*folders):
-        yield from filter(is_result, read(path))
-
-
-def _records(*folders: Path) -> list[Path]:
-    return [path for folder in folders for path in sorted(folder.glob("*.jsonl"))]
+def records_in(*folders: Path) -> list[Record]:
+    """All records of folders, in the order of their files' names."""
+    paths = [path for folder in folders for path in sorted(folder.glob("*.jsonl"))]
+    return [record for path in paths for record in read(path)]
 
 
 def front(records: Sequence[Record]) -> Iterator[str]:

@@ -13,7 +13,8 @@ from benchmarks.engines.summary import record_of
 from benchmarks.engines.task import Length, Task
 from benchmarks.engines.trace import Observation, Traffic
 from benchmarks.measure import Cost
-from benchmarks.readme import BEGIN, END, FIGURES, front, pages, replaced, results
+from benchmarks.readme import BEGIN, END, FIGURES, front, pages, records_in, replaced
+from benchmarks.records import is_result
 
 NAMES = (
     "fsdp2",
@@ -72,7 +73,8 @@ def test_the_tables_are_made_of_records_that_count(tmp_path: Path) -> None:
     noisy, dirty, loud = make_record(), changed(git_is_clean=False), changed(load_before=2.0)
     noisy["summary"]["shardgrad"]["wall_s"] = {"median": 1.0, "quartiles": [0.5, 1.0]}
     of_gpu = changed(device_name="a GPU")
-    found = list(results(written(tmp_path, [noisy, make_record(), dirty, loud, of_gpu])))
+    written(tmp_path, [noisy, make_record(), dirty, loud, of_gpu])
+    found = list(filter(is_result, records_in(tmp_path)))
     assert found == json.loads(json.dumps([make_record(), of_gpu]))
     text = "\n".join(front(found))
     # The engines' times are 10, 20, 30 and 80 ms.
@@ -91,6 +93,6 @@ def test_the_tables_are_made_of_records_that_count(tmp_path: Path) -> None:
 
 
 def test_the_tables_are_up_to_date() -> None:
-    for page, fresh in pages(list(results(*FIGURES))).items():
+    for page, fresh in pages(list(filter(is_result, records_in(*FIGURES)))).items():
         text = page.read_text(encoding="utf-8")
         assert replaced(text, fresh) == text, f"{page} is out of date: make figures"
