@@ -15,6 +15,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 import shardgrad
 from shardgrad.errors import StepInputError, StepOutputError
 from shardgrad.graphs.capturable import OptimizerState
+from shardgrad.graphs.inputs import flatten_inputs
 from shardgrad.graphs.step import _modes
 
 
@@ -248,3 +249,23 @@ def test_each_mode_that_changes_what_is_launched_has_graphs_of_its_own() -> None
     assert len(set(seen)) == 5
     with torch.autocast("cpu", enabled=False):
         assert _modes(cpu) == seen[0]
+
+
+def test_another_tensor_in_the_state_of_torchs_optimizer_is_another_graph() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    optimizer = torch.optim.Adam([parameter])
+    optimizer.step()
+    state = OptimizerState(optimizer)
+    before = state.guards()
+    assert state.guards() == before
+    optimizer.state[parameter]["exp_avg"] = optimizer.state[parameter]["exp_avg"].clone()
+    assert state.guards() != before
+
+
+def test_buffers_and_tensors_that_are_marked_are_not_copied() -> None:
+    marked = torch.ones(2)
+    marked._dynamo_static_input_type = "guarded"  # as mark_static_address does
+    plain = torch.ones(2)
+    inputs = flatten_inputs((nn.Buffer(torch.ones(2)), nn.Parameter(plain), marked, plain), {})
+    assert [each is plain for each in inputs.tensors] == [True]

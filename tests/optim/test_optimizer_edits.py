@@ -197,3 +197,19 @@ def test_another_group_in_the_place_of_one_is_another_step_to_a_graph() -> None:
         optim.param_groups[0] = dict(optim.param_groups[0])
         seen.append(optim.guards())
     assert len(set(seen)) == 4
+
+
+def test_a_constant_or_a_rate_on_the_device_is_another_step_to_a_graph_and_a_number_is_not() -> (
+    None
+):
+    m = model()
+    optim = AdamW(m.parameters(), lr=0.1)
+    train(m, optim, range(1))
+    (group,) = optim.param_groups
+    before = optim.guards()
+    group["lr"] = 0.2
+    assert optim.guards() == before
+    group["maximize"] = True
+    reversed_sign = optim.guards()
+    group["lr"] = torch.tensor(0.2)
+    assert len({before, reversed_sign, optim.guards()}) == 3
