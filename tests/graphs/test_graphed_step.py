@@ -14,9 +14,10 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import shardgrad
 from shardgrad.errors import StepInputError, StepOutputError
-from shardgrad.graphs.capturable import OptimizerState
+from shardgrad.graphs.capturable import OptimizerState, capturable
 from shardgrad.graphs.inputs import flatten_inputs
 from shardgrad.graphs.step import _modes
+from tests.support.ranks import Ranks
 
 
 def training(**settings: Any) -> tuple[nn.Module, Any]:
@@ -269,3 +270,20 @@ def test_buffers_and_tensors_that_are_marked_are_not_copied() -> None:
     plain = torch.ones(2)
     inputs = flatten_inputs((nn.Buffer(torch.ones(2)), nn.Parameter(plain), marked, plain), {})
     assert [each is plain for each in inputs.tensors] == [True]
+
+
+def gradients_are_guarded() -> None:
+    model = nn.Linear(4, 4)
+    shardgrad.fully_shard(model)
+    state, seen = capturable(model), []
+    model(torch.ones(2, 4)).sum().backward()
+    for absent in ((), (model.bias,), (model.weight,)):
+        for param in absent:
+            param.grad = None
+        state.begin_call()
+        seen.append(state.guards())
+    assert len(set(seen)) == 3
+
+
+def test_a_gradient_that_is_there_is_another_step_than_one_that_is_none(two_ranks: Ranks) -> None:
+    two_ranks.run(gradients_are_guarded)
