@@ -106,7 +106,7 @@ def _where(record: Record) -> str:
 
 def _rows(records: Sequence[Record]) -> Iterator[list[str]]:
     for record in records:
-        if record["benchmark"] == "training_step":
+        if record["benchmark"] == "training_step" and _ENGINES[0] in record["summary"]:
             device = record["environment"].get("device_name")
             where = f"step on {device}" if device else "step"
             yield _row(f"{where}: {title(record)}", record["summary"], "ratio_to_base", _FLOORS)
