@@ -70,17 +70,21 @@ def records_in(*folders: Path) -> list[Record]:
 
 def front(records: Sequence[Record]) -> Iterator[str]:
     """What is compared with FSDP2, in one table, and where it was measured."""
-    yield from markdown(_FRONT, list(_rows(records)))
-    where = dict.fromkeys(map(_where, records))
-    yield from ("", f"Measured at {' and '.join(where)}.")
+    steps = [
+        record
+        for record in records
+        if record["benchmark"] == "training_step" and _ENGINES[0] in record["summary"]
+    ]
+    counts = [record for record in records if record["benchmark"] == "counts"]
+    yield from markdown(_FRONT, [*_step_rows(steps), *_count_rows(counts)])
+    yield from ("", _where(steps + counts))
 
 
 def tables(records: Sequence[Record]) -> Iterator[str]:
     """A table of each record that README.md has more than one line of."""
-    yield f"Measured at {' and '.join(dict.fromkeys(map(_where, records)))}."
-    for record in sorted(records, key=lambda record: str(record["benchmark"])):
-        if record["benchmark"] == "training_step":
-            continue
+    others = [record for record in records if record["benchmark"] != "training_step"]
+    yield _where(others)
+    for record in sorted(others, key=lambda record: str(record["benchmark"])):
         table = table_of(record)
         yield from ("", f"### {table.title}", "", table.setting, "")
         yield from markdown(
@@ -97,21 +101,29 @@ def replaced(text: str, table: str) -> str:
     return f"{before}{BEGIN}\n{table}\n{END}{after}"
 
 
-def _where(record: Record) -> str:
-    environment = record["environment"]
-    machine = environment.get("device_name")
-    machine = machine or f"{environment['cores']} cores of {environment['cpu']}"
-    return f"commit {environment['git'][:10]} on {machine}"
+def _where(records: Sequence[Record]) -> str:
+    """In a sentence, at which commits and on which machines they were measured."""
+    commits: dict[str, list[str]] = {}
+    for record in records:
+        environment = record["environment"]
+        machine = f"{environment['cores']} cores of {environment['cpu']}"
+        known = commits.setdefault(environment.get("device_name") or machine, [])
+        if environment["git"][:10] not in known:
+            known.append(environment["git"][:10])
+    places = [f"{', '.join(known)} on {machine}" for machine, known in commits.items()]
+    return f"Measured at commit {' and '.join(places)}."
 
 
-def _rows(records: Sequence[Record]) -> Iterator[list[str]]:
+def _step_rows(records: Sequence[Record]) -> Iterator[list[str]]:
     for record in records:
-        if record["benchmark"] == "training_step" and _ENGINES[0] in record["summary"]:
-            device = record["environment"].get("device_name")
-            where = f"step on {device}" if device else "step"
-            yield _row(f"{where}: {title(record)}", record["summary"], "ratio_to_base", _FLOORS)
+        device = record["environment"].get("device_name")
+        where = f"step on {device}" if device else "step"
+        yield _row(f"{where}: {title(record)}", record["summary"], "ratio_to_base", _FLOORS)
+
+
+def _count_rows(records: Sequence[Record]) -> Iterator[list[str]]:
     for record in records:
-        for case, of in record["summary"].items() if record["benchmark"] == "counts" else ():
+        for case, of in record["summary"].items():
             what = f"{record['config']['preset']}, {case}"
             yield _row(f"host time: {what}", of, "ratio_to_fsdp2", _FLOORS)
             yield _row(f"device memory: {what}", of, "allocated_ratio_to_fsdp2")
