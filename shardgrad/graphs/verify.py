@@ -189,18 +189,19 @@ def _copies(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch
     The device's is not from torch's allocator, so that it is no part of its peak and goes back
     when the copies end.
     """
-    sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
-    is_virtual = device.type == "cuda" and has_kernels("cuda")
-    if not is_virtual or 2 * sum(sizes) > torch.cuda.mem_get_info(device)[0]:
-        return [tensor.detach().to("cpu", copy=True) for tensor in tensors]
-    pieces = virtual_zeros(sum(sizes), torch.uint8, device).split(sizes)
-    copies = [
-        piece[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        for piece, tensor in zip(pieces, tensors, strict=True)
-    ]
-    for copy, tensor in zip(copies, tensors, strict=True):
-        copy.copy_(tensor)
-    return copies
+    sizes = [-(-each.nbytes // _ALIGNMENT) * _ALIGNMENT for each in tensors if each.is_cuda]
+    has_room = bool(sizes) and has_kernels("cuda")
+    has_room = has_room and 2 * sum(sizes) <= torch.cuda.mem_get_info(device)[0]
+    pieces = iter(virtual_zeros(sum(sizes), torch.uint8, device).split(sizes) if has_room else ())
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        if not has_room or not tensor.is_cuda:
+            return tensor.detach().to("cpu", copy=True)
+        place: torch.Tensor = next(pieces)[: tensor.nbytes].view(tensor.dtype)
+        place.view(tensor.shape).copy_(tensor.detach())
+        return place.view(tensor.shape)
+
+    return list(map(copy, tensors))
 
 
 def _digest(tensor: torch.Tensor) -> Hashable:

@@ -30,6 +30,7 @@ WHY = {
     "torch._C._dynamo.eval_frame.get_eval_frame_callback": "the same",
     "torch._C._dynamo.eval_frame.set_code_exec_strategy": "the same",
     "torch._C._construct_storage_from_data_pointer": "a tensor over memory of our own",
+    "torch._C._functorch.peek_interpreter_stack": "a transform of torch.func is refused",
     "torch._C._storage_Use_Count": "whether a program keeps memory of gradients",
     "torch.Tensor._backward_hooks": "a hook that would never run is refused",
     "torch.UntypedStorage._cdata": "whether two tensors share memory, also where it has no address",
@@ -69,6 +70,7 @@ WHY = {
     "as FSDP2 finds them",
     "torch.distributed.utils._to_kwargs": "inputs are moved to the device as FSDP2 does it",
     "torch.nn.Module._call_impl": "a root that calls itself is told from one that was interrupted",
+    "torch.nn.Module._buffers": "buffers are moved, and one in the place of another is seen",
     "torch.nn.Module._parameters": "modules register sharded or unsharded parameters in turn",
     "torch.optim.Optimizer._optimizer_load_state_dict_post_hooks": "a program's hooks run where "
     "state is copied into buffers that a graph knows",
