@@ -17,7 +17,7 @@ from shardgrad.graphs.random_state import RandomState
 from shardgrad.ops.library import has_kernels
 from shardgrad.sharding.virtual_memory import virtual_zeros
 
-__all__ = ["StepState", "compare_runs", "listed"]
+__all__ = ["StepState", "compare_runs"]
 
 _PIECE_NBYTES = 2**24
 _ALIGNMENT = 512  # of a copy, as in torch's allocator
