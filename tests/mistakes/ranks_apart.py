@@ -79,7 +79,7 @@ def a_torch_checkpoint_on_one_rank() -> None:
 
 @mistake(
     typed="`if rank == 0: checkpoint.save(...)`",
-    says=f"{APART}rank 0 in the names of the checkpoint, save() at",
+    says=f"{APART}rank 0 in the plan of the checkpoint, save() at",
     cure="save is a collective, in which every rank writes its part: call it on every rank",
 )
 def a_checkpoint_on_one_rank() -> None:

@@ -7,6 +7,7 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -70,24 +71,28 @@ def load(
     """
     folder = Path(folder)
     peers = Peers(group, error=CheckpointError, where=folder)
-    leaves = peers.together("state", lambda: flatten(state))
-    opened = peers.together("opening", lambda: _open(folder) if peers.leads else None)
-    source: _Source = peers.broadcast("metadata", opened)
-    names = sorted(source.metadata.state_dict_metadata)
-    peers.together("fit", lambda: _require_fit(folder, source.metadata, leaves, optional))
-    # Every entry has to be in the state of some rank.
-    wanted = [int(name in leaves or _matches(name, optional)) for name in names]
-    found = peers.reduce("names", wanted, dist.ReduceOp.MAX)
-    left = [name for name, is_found in zip(names, found, strict=True) if not is_found]
-    if left:
-        raise _misfit(
-            folder, "the checkpoint has unexpected entries", "none", f"also {listed(left)}"
-        )
+    source = peers.broadcast("metadata", lambda: _open(folder))
+    leaves: dict[str, Any] = {}
     planner = _Planner()
     reader: Any = (HuggingFaceStorageReader if source.is_safetensors else _Reader)(str(folder))
-    plan = peers.together("plan", lambda: _planned(leaves, source.metadata, planner, reader))
-    values = LoadPlan([item for item in plan.items if item.type is LoadItemType.BYTE_IO])
-    tensors = LoadPlan([item for item in plan.items if item.type is not LoadItemType.BYTE_IO])
+    parts: list[LoadPlan] = []
+
+    def plan() -> set[str]:
+        """Returns the entries that this rank has no place for."""
+        leaves.update(flatten(state))
+        _require_fit(folder, source.metadata, leaves, optional)
+        items = _planned(leaves, source.metadata, planner, reader).items
+        values = [item for item in items if item.type is LoadItemType.BYTE_IO]
+        tensors = [item for item in items if item.type is not LoadItemType.BYTE_IO]
+        parts.extend(map(LoadPlan, (values, tensors)))
+        stored = source.metadata.state_dict_metadata.keys()
+        return {name for name in stored - leaves.keys() if not _matches(name, optional)}
+
+    def require_used(unused: list[set[str]]) -> None:
+        left = sorted(set.intersection(*unused))
+        if left:
+            what = "the checkpoint has unexpected entries"
+            raise _misfit(folder, what, "none", f"also {listed(left)}")
 
     def read(part: LoadPlan, is_dry: bool = False) -> None:
         planner.is_dry = reader.is_dry = is_dry
@@ -98,12 +103,14 @@ def load(
         share = sorted(source.manifest)[peers.rank :: peers.count]
         manifest.check(folder, source.manifest, share)
         if not source.manifest and not source.is_safetensors:
-            read(plan, is_dry=True)  # torch's archives have checksums of their own
+            for part in parts:
+                read(part, is_dry=True)  # torch's archives have checksums of their own
 
+    peers.together("plan", plan, require_used)
     if verify:
         peers.together("verification", check)
-    peers.together("values", lambda: read(values))
-    peers.together("reading", lambda: read(tensors))
+    for part in parts:  # the values first: one that cannot be read leaves the tensors as they are
+        peers.together("reading", partial(read, part))
     for leaf in leaves.values():
         if isinstance(leaf, torch.Tensor):
             # So that autograd and the engine notice the change: a DTensor and its local tensor

@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
+from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.errors import CheckpointSaveError
 from shardgrad.programs.checkpoint import manifest
 from shardgrad.programs.checkpoint.folder import Publication
@@ -130,16 +131,24 @@ class Saving:
             CheckpointSaveError: the checkpoint could not be written.
             TimeoutError: the checkpoint is not complete after `timeout_s`.
         """
-        with self._write.peers.thread_awaited():
-            self._future.result(timeout_s)
+        log = self._write.peers.log
+        if log is not None:  # waits for a collective of the thread
+            recorder.waits_in = log, None
+        error = None
+        try:
+            error = self._future.exception(timeout_s)
+        finally:
+            if error is None:  # else it is kept for the report
+                recorder.waits_in = None
+        if error is not None:
+            raise error
 
 
 class _Write:
-    """One save on this rank: planning, writing and publication. Each fails on all ranks or on
-    none.
+    """One save on this rank. Each method is a collective, which raises on all ranks or on none.
 
-    torch's `save` sends the metadata of all ranks to every rank, and raises errors that are not
-    `Exception`s. So its planner and its writer are called here, as that function calls them.
+    torch's `save` sends the metadata of all ranks to every rank. So its planner and its writer are
+    called here, as that function calls them.
     """
 
     def __init__(self, folder: Path, peers: Peers, then: Callable[[], None] | None) -> None:
@@ -147,36 +156,29 @@ class _Write:
         self._then = then
         self._publication = Publication(folder)
         self._planner = _Planner()
-        self._metadata: Metadata | None = None  # on the first rank
         self._writer = FileSystemWriter(self._publication.aside)
         self._writer.fs = self._files = manifest.SummingFiles()
 
     def plan(self, state: Mapping[Any, Any]) -> None:
-        """Decides which rank writes what. A collective, which raises on all ranks or none."""
-        peers = self.peers
-        plans = peers.gather("plan", peers.together("names", lambda: self._local_plan(state)))
+        """Decides which rank writes what."""
         with self._abandoned_on_failure():
-            merged = peers.together(
-                "new folder", lambda: self._begin(plans) if peers.leads else None
-            )
-            self._planner.finish_plan(peers.scatter("choice of writers", merged))
+            plan = self.peers.scatter("plan", lambda: self._local_plan(state), self._begin)
+            self._planner.finish_plan(plan)
 
     def copy(self) -> None:
-        """Copies what this rank writes. A collective, which raises on all ranks or none."""
+        """Copies what this rank writes."""
         with self._abandoned_on_failure():
             self.peers.together("copy", self._planner.copy)
 
     def __call__(self) -> None:
-        """Writes and publishes. A collective, which raises on all ranks or none."""
-        peers = self.peers
+        """Writes and publishes."""
         with self._abandoned_on_failure():
-            written = peers.gather("index", peers.together("writing", self._write))
-            peers.together("publication", lambda: self._publish(written) if peers.leads else None)
+            self.peers.together("writing", self._write, self._publish)
 
     def _local_plan(self, state: Mapping[Any, Any]) -> SavePlan:
         flatten(state)  # refuses what is not data
-        self._planner.set_up_planner(dict(state), is_coordinator=self.peers.leads)
-        self._writer.set_up_storage_writer(self.peers.leads)
+        self._planner.set_up_planner(dict(state), is_coordinator=self.peers.rank == 0)
+        self._writer.set_up_storage_writer(self.peers.rank == 0)
         return self._planner.create_local_plan()
 
     def _begin(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -190,11 +192,9 @@ class _Write:
         return results, self._files.sums
 
     def _publish(self, written: list[tuple[list[WriteResult], manifest.Manifest]]) -> None:
-        if self._metadata is None:
-            raise RuntimeError("only the first rank publishes")
-        sums: dict[str, tuple[int, int]] = {}
         self._writer.finish(self._metadata, [results for results, _ in written])
-        for _, files in [*written, (None, self._files.sums)]:
+        sums = {**self._files.sums}  # with that of the metadata
+        for _, files in written:
             sums.update(files)
         manifest.write(self._publication.aside, sums)
         self._publication.finish()
@@ -206,8 +206,7 @@ class _Write:
         try:
             yield
         except BaseException:
-            if self.peers.leads:
-                self._publication.abandon()
+            self._publication.abandon()
             raise
 
 

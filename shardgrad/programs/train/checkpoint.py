@@ -78,9 +78,7 @@ class Checkpoints:
             UsageError: another process writes there; on every rank.
         """
         try:
-            Peers(world.control).together(
-                "lock", lambda: self._series.acquire() if world.leads else None
-            )
+            Peers(world.control).broadcast("lock", self._series.acquire)
         except CheckpointSaveError as error:
             if error.__cause__ is not None and not isinstance(error.__cause__, CheckpointSaveError):
                 raise error.__cause__ from None
