@@ -1,12 +1,11 @@
-"""Ranks compare what each says of itself, line by line.
+"""Ranks compare what each says of itself, line by line, with what the first rank says.
 
-What a rank sends does not grow with the number of ranks: a reduction finds the largest and the
-smallest digest, and only ranks that differ look for where, beside the lines of one rank.
+What a rank sends does not grow with the number of ranks: the first rank's lines go to all, and a
+reduction finds the first rank that has others, whose lines then go to all too.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import zip_longest
@@ -37,16 +36,13 @@ def require_same_lines(
             first, and their first lines that differ. It says `what`, and a `fix`.
     """
     text = "\n".join(lines)
-    octets = hashlib.sha256(text.encode()).digest()
-    digest = [int.from_bytes(octets[i : i + 4], "big") for i in range(0, len(octets), 4)]
-    *found, largest = _largest([*digest, *(-word for word in digest), count], group)
-    highest, lowest = found[: len(digest)], [-word for word in found[len(digest) :]]
-    if highest == lowest:
-        return largest
     ranks = dist.get_process_group_ranks(group)
     expected = _sent_by(0, text, group)
-    [left] = _largest([0 if text == expected else len(ranks) - group.rank()], group)
-    other = len(ranks) - left
+    differs = 0 if text == expected else len(ranks) - group.rank()
+    differs, largest = _largest([differs, count], group)
+    if not differs:
+        return largest
+    other = len(ranks) - differs
     got = _sent_by(other, text, group)
     pairs = zip_longest(expected.split("\n"), got.split("\n"), fillvalue="nothing more")
     ours, theirs = next(pair for pair in pairs if pair[0] != pair[1])
