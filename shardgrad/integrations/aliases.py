@@ -11,41 +11,67 @@ rank is one unused element that never gets a gradient: kernels skip it, and step
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardgrad.engine.param import FSDPParam, is_replaced, local_of, managed_by
+from shardgrad.engine.param import is_replaced, local_of, managed_by
 from shardgrad.engine.param_group import group_of
 from shardgrad.errors import GradientError, OptimizerParameterError
 from shardgrad.optim.selection import plain_gradient, select
 from shardgrad.sharding.dtensor import dtensor_like
 
-__all__ = ["Alias", "bind_gradients", "make_alias"]
+__all__ = ["Alias", "bind_gradients"]
 
 
-@dataclass(eq=False)
 class Alias:
     """The alias of one parameter. See [Note: Aliases].
 
+    Args:
+        param: a parameter that shardgrad shards, or a plain dense one.
+        name: name for error messages, if no unit knows the qualified name.
+
     Attributes:
-        param: the parameter.
-        managed: the same, if a unit shards it.
-        name: name for error messages.
+        managed: the parameter, if a unit shards it.
         attribute: attribute of the parameter that holds its gradient, "grad" or "decoupled_grad".
         grad_dtype: dtype of the gradient.
         local: plain parameter over the same memory.
+
+    Raises:
+        OptimizerParameterError: the parameter has no data yet, is not dense, or belongs to another
+            engine.
     """
 
-    param: nn.Parameter
-    managed: FSDPParam | None
-    name: str
-    attribute: str
-    grad_dtype: torch.dtype
-    local: nn.Parameter
+    def __init__(self, param: nn.Parameter, name: str) -> None:
+        self.param = param
+        self.managed = managed = managed_by(param)
+        self.name = name if managed is None else managed.name
+        why = fix = ""
+        if param.device.type == "meta":
+            why = "it is on the meta device"
+            fix = "model.to_empty(device=...) and initialise it first"
+        elif managed is None and isinstance(param, DTensor):
+            why = "another engine shards it, or it was replaced after fully_shard"
+            fix = "one optimizer for each engine's parameters"
+        elif managed is None and not param.is_contiguous():
+            why, fix = "it is not contiguous in memory", "param.data = param.data.contiguous()"
+        if why:
+            raise OptimizerParameterError(
+                f"an optimizer was given parameter {self.name}, and {why}",
+                expected="contiguous parameters with data, sharded by shardgrad.fully_shard or not "
+                "at all",
+                got=why,
+                fix=fix,
+            )
+        self.attribute, self.grad_dtype = "grad", param.dtype
+        if managed is not None:
+            group = group_of(managed)
+            self.attribute = group.gradient_policy.attribute
+            self.grad_dtype = group.gradient_dtype
+        memory = self.memory.new_zeros(1) if self.is_empty else self.memory
+        self.local = nn.Parameter(memory, requires_grad=False)
 
     @property
     def memory(self) -> torch.Tensor:
@@ -88,45 +114,6 @@ class Alias:
                 fix="build the optimizer after the last model.to(...) or "
                 "load_state_dict(assign=True)",
             )
-
-
-def make_alias(param: nn.Parameter, name: str) -> Alias:
-    """Returns the alias of a parameter.
-
-    Args:
-        param: a parameter that shardgrad shards, or a plain dense one.
-        name: name for error messages, if no unit knows the qualified name.
-
-    Raises:
-        OptimizerParameterError: the parameter has no data yet, is not dense, or belongs to another
-            engine.
-    """
-    managed = managed_by(param)
-    name = name if managed is None else managed.name
-    why = fix = ""
-    if param.device.type == "meta":
-        why, fix = "it is on the meta device", "model.to_empty(device=...) and initialise it first"
-    elif managed is None and isinstance(param, DTensor):
-        why = "another engine shards it, or it was replaced after fully_shard"
-        fix = "one optimizer for each engine's parameters"
-    elif managed is None and not param.is_contiguous():
-        why, fix = "it is not contiguous in memory", "param.data = param.data.contiguous()"
-    if why:
-        raise OptimizerParameterError(
-            f"an optimizer was given parameter {name}, and {why}",
-            expected="contiguous parameters with data, sharded by shardgrad.fully_shard or not at "
-            "all",
-            got=why,
-            fix=fix,
-        )
-    attribute, grad_dtype = "grad", param.dtype
-    if managed is not None:
-        group = group_of(managed)
-        attribute, grad_dtype = group.gradient_policy.attribute, group.gradient_dtype
-    alias = Alias(param, managed, name, attribute, grad_dtype, param)
-    memory = alias.memory.new_zeros(1) if alias.is_empty else alias.memory
-    alias.local = nn.Parameter(memory, requires_grad=False)
-    return alias
 
 
 def bind_gradients(aliases: Iterable[Alias], attribute: str) -> list[torch.Tensor]:

@@ -64,19 +64,12 @@ class FusedAdam(BoundOptimizer):
         """See `BoundOptimizer.check`."""
         for alias in self._aliases:
             if alias.grad_dtype is not alias.local.dtype:
-                self.refuse(
-                    alias,
-                    f"a parameter of {alias.local.dtype} with a gradient of {alias.grad_dtype}",
-                    "its kernels would read the parameter as if it had the gradient's dtype",
-                    "GradientPolicy(dtype=None), or shardgrad.optim.AdamW",
-                )
+                why = "its kernels would read the parameter as if it had the gradient's dtype"
+                self.refuse(alias, why, "GradientPolicy(dtype=None), or shardgrad.optim.AdamW")
             if self._has_masters and alias.local.dtype is torch.bfloat16:
-                self.refuse(
-                    alias,
-                    "master_weights=True with a parameter of torch.bfloat16",
-                    "it keeps master copies of bfloat16 parameters without ever using them",
-                    'shardgrad.optim.AdamW(master="float32"), or TransformerEngine',
-                )
+                why = "it keeps master copies of bfloat16 parameters without ever using them"
+                fix = 'shardgrad.optim.AdamW(master="float32"), or TransformerEngine'
+                self.refuse(alias, why, fix)
             self.require_countable(alias)
 
     def keeps_master(self, alias: Alias) -> bool:
@@ -96,9 +89,10 @@ class FusedAdam(BoundOptimizer):
         partner: Any = self.partner
         if name in MOMENTS:
             return super().stored(alias, name)
-        masters: dict[int, torch.Tensor] = {
-            id(param): master
+        found: torch.Tensor = next(
+            master
             for group, others in zip(partner.param_groups, partner.param_groups_master, strict=True)
             for param, master in zip(group["params"], others["params"], strict=True)
-        }
-        return masters[id(alias.local)]
+            if param is alias.local
+        )
+        return found

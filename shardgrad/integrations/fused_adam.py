@@ -7,8 +7,7 @@ keeps state.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from itertools import chain, islice
 from types import SimpleNamespace
@@ -28,7 +27,7 @@ from shardgrad.errors import (
     PartnerUnavailableError,
     unsupported,
 )
-from shardgrad.integrations.aliases import Alias, bind_gradients, make_alias
+from shardgrad.integrations.aliases import Alias, bind_gradients
 from shardgrad.optim.state import copies_into, local_tensor, misfit
 
 __all__ = ["MOMENTS", "BoundOptimizer"]
@@ -113,7 +112,7 @@ class BoundOptimizer(Optimizer):
         self.capturable = self._step_supports_amp_scaling = capturable
         self._has_masters = master_weights
         self._groups = [
-            [make_alias(p, f"{i} of group {g}") for i, p in enumerate(group["params"])]
+            [Alias(p, f"{i} of group {g}") for i, p in enumerate(group["params"])]
             for g, group in enumerate(self.param_groups)
         ]
         self._aliases = list(chain.from_iterable(self._groups))
@@ -158,8 +157,7 @@ class BoundOptimizer(Optimizer):
             try:
                 found[module] = import_module(module)
             except _BROKEN as error:
-                reason = " ".join(str(error).split()) or "no message"
-                why = f"importing {module} raised {type(error).__name__}: {reason[:200]}"
+                why = f"importing {module} raised {type(error).__name__}: {error}"
                 break
         factory = getattr(found.get(cls.modules[1]), "FusedAdam", None)
         version = str(getattr(found.get(cls.modules[0]), "__version__", ""))
@@ -167,7 +165,7 @@ class BoundOptimizer(Optimizer):
         release = TorchVersion(version if version[:1].isdigit() else "0")
         if not why and not (isinstance(factory, type) and issubclass(factory, Optimizer)):
             why = f"{cls.modules[1]} has no optimizer called FusedAdam"
-        why = cls.why_unusable(found, release, why)
+        why = " ".join(cls.why_unusable(found, release, why).split())
         if why:
             raise PartnerUnavailableError(
                 f"{cls.title} cannot be used: {why}",
@@ -219,15 +217,37 @@ class BoundOptimizer(Optimizer):
 
     # -- what all of them cannot do
 
-    def refuse(self, alias: Alias, got: str, why: str, fix: str) -> NoReturn:
+    def refuse(self, alias: Alias, why: str, fix: str) -> NoReturn:
         """Raises the error for a parameter that cannot be updated."""
+        local = alias.local
         raise OptimizerParameterError(
             f"{self.name} cannot update parameter {alias.name}: {why}",
             expected="parameters and gradients of the dtypes and devices it has kernels for",
-            got=got,
-            where=f"parameter {alias.name}, {alias.local.dtype}, gradient {alias.grad_dtype}",
+            got=f"{alias.memory.numel()} elements of {local.dtype} on {local.device}, with a "
+            f"gradient of {alias.grad_dtype}",
             fix=fix,
         )
+
+    def _require_kernel(self, alias: Alias) -> None:
+        local = alias.local
+        if local.device.type not in self.device_types:
+            kinds = " or ".join(self.device_types)
+            fix = "shardgrad.optim.AdamW, which runs everywhere"
+            self.refuse(alias, f"its kernels run on {kinds} only", fix)
+        if local.device != self._device:
+            why = f"one launch takes all parameters of a group, and others are on {self._device}"
+            self.refuse(alias, why, "one optimizer for each device")
+        if local.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+            fix = "float32, bfloat16 or float16 parameters, or shardgrad.optim.AdamW"
+            self.refuse(alias, "it has no kernel for this dtype", fix)
+
+    def require_countable(self, alias: Alias) -> None:
+        """Refuses a shard of more elements than 32 bits can count, of which a kernel would update
+        some, or others.
+        """
+        if alias.memory.numel() > 2**31 - 1:
+            why = "its kernels count the elements of a tensor in 32 bits"
+            self.refuse(alias, why, "more ranks, a later release, or shardgrad.optim.AdamW")
 
     def _require_attribute(self, alias: Alias) -> None:
         # FusedAdam skips a parameter whose gradient is None, so it would train nothing.
@@ -236,64 +256,25 @@ class BoundOptimizer(Optimizer):
                 f"{self.name} would read param.{self._attribute}, and the engine binds "
                 f"param.{alias.attribute}",
                 expected="one attribute for both: param.grad, or param.decoupled_grad",
-                got=f"a GradientPolicy with decoupled={alias.attribute == 'decoupled_grad'}",
+                got=f"param.{alias.attribute}, by the GradientPolicy",
                 where=f"parameter {alias.name}",
                 fix="the same GradientPolicy(decoupled=...) for every unit as for the optimizer, "
                 "or shardgrad.optim.AdamW",
             )
 
-    def _require_kernel(self, alias: Alias) -> None:
-        local = alias.local
-        if local.device.type not in self.device_types:
-            self.refuse(
-                alias,
-                f"a parameter on {local.device}",
-                f"its kernels run on {' or '.join(self.device_types)} only",
-                "shardgrad.optim.AdamW, which runs everywhere",
-            )
-        if local.device != self._device:
-            self.refuse(
-                alias,
-                f"parameters on {self._device} and {local.device}",
-                "one launch takes all parameters of a group",
-                "one optimizer for each device",
-            )
-        if local.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-            self.refuse(
-                alias,
-                f"a parameter of {local.dtype}",
-                "it has no kernel for this dtype",
-                "float32, bfloat16 or float16 parameters, or shardgrad.optim.AdamW",
-            )
-
-    def require_countable(self, alias: Alias) -> None:
-        """Refuses a shard of more elements than 32 bits can count, of which a kernel would update
-        some, or others.
-        """
-        if alias.memory.numel() > 2**31 - 1:
-            self.refuse(
-                alias,
-                f"a shard of {alias.memory.numel()} elements",
-                "its kernels count the elements of a tensor in 32 bits",
-                "more ranks, a later release, or shardgrad.optim.AdamW",
-            )
-
     def _build(self, factory: Callable[..., Optimizer], options: dict[str, Any]) -> Optimizer:
+        if options.get("set_grad_none") is not None:
+            raise unsupported(f"set_grad_none of {self.name}", instead="zero_grad(set_to_none)")
         groups = []
         for group, aliases in zip(self.param_groups, self._groups, strict=True):
+            theirs = {key: group[key] for key in self.defaults}
             if self.capturable:
                 # One tensor per group, which schedulers fill, and a copy for the partner.
                 rate = torch.as_tensor(group["lr"], dtype=torch.float32, device=self._device)
-                group["lr"] = rate.clone()
-            theirs = {key: group[key] for key in self.defaults}
-            if self.capturable:
-                theirs["lr"] = group["lr"].clone()
+                group["lr"], theirs["lr"] = rate.clone(), rate.clone()
             groups.append({"params": [alias.local for alias in aliases], **theirs})
-        defaults = {**self.defaults, "lr": float(self.defaults["lr"])}
-        if options.get("set_grad_none") is not None:
-            raise unsupported(f"set_grad_none of {self.name}", instead="zero_grad(set_to_none)")
         try:
-            return factory(groups, **defaults, **options)
+            return factory(groups, **options)
         except (TypeError, RuntimeError) as error:
             raise OptionError(
                 f"{self.name} cannot be built: {error}",
@@ -419,13 +400,8 @@ class BoundOptimizer(Optimizer):
         """Returns state and groups in TransformerEngine's format: DTensors of float32 or int16
         remainders.
         """
-        stored = self.state
-        values: dict[torch.Tensor, Any] = {a.param: self._values(a) for a in self._aliases}
-        self.state = defaultdict(dict, values)
-        try:
-            saved = super().state_dict()
-        finally:
-            self.state = stored
+        saved = super().state_dict()
+        saved["state"] = {number: self._values(alias) for number, alias in enumerate(self._aliases)}
         for group, theirs in zip(saved["param_groups"], self.partner.param_groups, strict=True):
             group["step"] = theirs.get("step", 0)
         return saved
@@ -450,67 +426,51 @@ class BoundOptimizer(Optimizer):
                 "its groups are others", f"groups of {ours} parameters", f"groups of {theirs}"
             )
         keys = chain.from_iterable(group["params"] for group in saved_groups)
-        everything = [
-            (self._values(alias), state_dict["state"].get(key, {}))
-            for key, alias in zip(keys, self._aliases, strict=True)
-        ]
-        copies = [
-            list(self._copies(number, values, saved))
-            for number, (values, saved) in enumerate(everything)
-        ]
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        loaded, counts, has_masters = [], [], True
+        for number, (key, alias) in enumerate(zip(keys, self._aliases, strict=True)):
+            values, saved = self._values(alias), dict(state_dict["state"].get(key, {}))
+            counts.append(int(saved.pop("step", 0)))
+            if MASTER not in values:
+                saved.pop(MASTER, None)  # TransformerEngine saves copies that nothing updates
+            elif MASTER not in saved:
+                has_masters = False
+            for name in values.keys() & saved.keys():
+                _require_alike(number, name, values[name], saved[name])
+            copies += copies_into(number, values, saved)
+            loaded.append(values)
         # If one master is missing, all are copied from the parameters: a mixture would be
         # inconsistent.
-        self._has_fresh_masters = all(
-            MASTER in saved for values, saved in everything if MASTER in values
-        )
-        for into, value in chain.from_iterable(copies):
+        self._has_fresh_masters = has_masters
+        for into, value in copies:
             into.copy_(value)
-        counts = iter([int(values.pop("step")) for values, _ in everything])
-        for alias, (values, _) in zip(self._aliases, everything, strict=True):
+        for alias, values in zip(self._aliases, loaded, strict=True):
             for name, value in values.items() if not alias.is_empty else ():
                 self.write(alias, name, local_tensor(value))
+        taken = iter(counts)
         for group, inner, saved in zip(
             self.param_groups, self.partner.param_groups, saved_groups, strict=True
         ):
             # torch counts steps in each parameter's state.
-            count = max(islice(counts, len(group["params"])), default=0)
+            count = max(islice(taken, len(group["params"])), default=0)
             self._load_group(group, inner, saved, int(saved.get("step", count)))
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
-
-    def _copies(
-        self, number: int, values: dict[str, torch.Tensor], saved: Mapping[str, Any]
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yields what has to be copied into the values of one parameter, after looking at it."""
-        if MASTER not in values:  # TransformerEngine saves copies that nothing updates
-            saved = {name: value for name, value in saved.items() if name != MASTER}
-        for name, value in values.items():
-            # An int16 remainder has the bits of a float; other dtypes are numbers that can be
-            # converted.
-            theirs = getattr(saved.get(name), "dtype", value.dtype)
-            if (value.dtype is torch.int16) != (theirs is torch.int16):
-                raise misfit(
-                    f"{name} of parameter {number} is kept otherwise",
-                    str(value.dtype),
-                    str(theirs),
-                )
-        values["step"] = torch.zeros(())
-        return copies_into(number, values, saved)
 
     def _load_group(
         self, group: dict[str, Any], theirs: dict[str, Any], saved: Mapping[str, Any], count: int
     ) -> None:
         for key in (group.keys() | {"initial_lr"}) & saved.keys() - {"params"}:
+            value = saved[key]
             if isinstance(group.get(key), torch.Tensor):
-                group[key].copy_(torch.as_tensor(saved[key]))
+                group[key].fill_(float(value))
             else:
-                value = saved[key]
                 group[key] = float(value) if isinstance(value, torch.Tensor) else value
-        if isinstance(theirs.get("step"), torch.Tensor):
-            theirs["step"].fill_(count)
-        elif not self.capturable:
+        if not self.capturable:
             theirs["step"] = count
-        elif count:
+        elif "step" in theirs:
+            theirs["step"].fill_(count)  # a graph reads it
+        else:
             theirs["step"] = torch.tensor([count], dtype=torch.int, device=self._device)
 
     def __getstate__(self) -> NoReturn:
@@ -523,6 +483,14 @@ class BoundOptimizer(Optimizer):
             got="copy.deepcopy or pickle of the optimizer",
             fix="build a second optimizer and load optimizer.state_dict() into it",
         )
+
+
+def _require_alike(number: int, name: str, ours: torch.Tensor, saved: Any) -> None:
+    """Refuses to take the bits of an int16 remainder for a number, or the other way round."""
+    theirs = getattr(saved, "dtype", ours.dtype)
+    if (ours.dtype is torch.int16) != (theirs is torch.int16):
+        what = f"{name} of parameter {number} is kept otherwise"
+        raise misfit(what, str(ours.dtype), str(theirs))
 
 
 def _require_in_range(group: Mapping[str, Any]) -> None:

@@ -34,7 +34,7 @@ NVIDIA/TransformerEngine, tags v2.4 to v2.18 and commit d0067d0d.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -87,37 +87,30 @@ class FusedAdam(BoundOptimizer):
             )
         for group in self._groups:
             # One launch takes all 16-bit parameters of a group, another one the float32 ones.
-            self._check_launch([alias for alias in group if alias.local.dtype in _HALVES])
-            self._check_launch([alias for alias in group if alias.local.dtype not in _HALVES])
+            halves = [alias for alias in group if alias.local.dtype in _HALVES]
+            others = [alias for alias in group if alias.local.dtype not in _HALVES]
+            for launch in (halves, others):
+                for alias in launch:
+                    self._check_launch(launch[0], alias)
 
-    def _check_launch(self, aliases: Sequence[Alias]) -> None:
-        for alias in aliases:
-            first, dtype, grad_dtype = aliases[0], alias.local.dtype, alias.grad_dtype
-            if dtype is not first.local.dtype:
-                self.refuse(
-                    alias,
-                    f"{first.local.dtype} and {dtype} in one group",
-                    "a launch takes parameters of one dtype",
-                    "one entry of param_groups for each dtype",
-                )
-            if grad_dtype is not first.grad_dtype:
-                self.refuse(
-                    alias,
-                    f"gradients of {first.grad_dtype} and {grad_dtype} in one group",
-                    "a launch takes gradients of one dtype",
-                    "one entry of param_groups for each GradientPolicy",
-                )
-            if self.capturable and grad_dtype is not dtype and self._release < "2.20":
-                self.refuse(
-                    alias,
-                    f"a parameter of {dtype} with a gradient of {grad_dtype}",
-                    "with capturable=True, releases before 2.20 take gradients in the parameter's "
-                    "dtype only",
-                    "GradientPolicy(dtype=None), capturable=False, a later release, or "
-                    "shardgrad.optim.AdamW",
-                )
-            if self._release < "2.17":
-                self.require_countable(alias)
+    def _check_launch(self, first: Alias, alias: Alias) -> None:
+        dtype, grad_dtype = alias.local.dtype, alias.grad_dtype
+        if dtype is not first.local.dtype:
+            why = f"a launch takes parameters of one dtype, and others are {first.local.dtype}"
+            self.refuse(alias, why, "one entry of param_groups for each dtype")
+        if grad_dtype is not first.grad_dtype:
+            why = f"a launch takes gradients of one dtype, and others are {first.grad_dtype}"
+            self.refuse(alias, why, "one entry of param_groups for each GradientPolicy")
+        if self.capturable and grad_dtype is not dtype and self._release < "2.20":
+            self.refuse(
+                alias,
+                "with capturable=True, releases before 2.20 take gradients in the parameter's "
+                "dtype only",
+                "GradientPolicy(dtype=None), capturable=False, a later release, or "
+                "shardgrad.optim.AdamW",
+            )
+        if self._release < "2.17":
+            self.require_countable(alias)
 
     def keeps_master(self, alias: Alias) -> bool:
         """See `BoundOptimizer.keeps_master`. Float32 parameters get a copy too, which no kernel

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 import shardgrad
-from shardgrad import integrations
+from shardgrad.integrations import apex, transformer_engine
 from tests.support.parity import Tensors
 from tests.support.stand_ins import apex_fused_adam, te_fused_adam
 
@@ -53,7 +53,7 @@ def partner(name: str) -> Iterator[Callable[..., Any]]:
     CPU.
     """
     kind, _, version = name.partition(" ")
-    module: Any = integrations.transformer_engine if kind == "te" else integrations.apex
+    module: Any = transformer_engine if kind == "te" else apex
     installed = te_fused_adam.installed(version) if kind == "te" else apex_fused_adam.installed()
     before, module.FusedAdam.device_types = module.FusedAdam.device_types, ("cpu",)
     try:
