@@ -29,9 +29,10 @@ from benchmarks.engines.program import Trained, micro_batches
 from benchmarks.engines.task import PRECISIONS, Task
 from benchmarks.engines.torch_and_shardgrad import fsdp2, fsdp2_graphed, ours, ours_graphed
 from benchmarks.measure import Cost, cost_of, in_turn, ratios, settle, spread
-from benchmarks.models import MODELS, facts_of
+from benchmarks.models import facts_of
 from benchmarks.run import Run, option
 from benchmarks.workers import Worker, Workers
+from shardgrad.programs.train.presets import PRESETS
 from tests.cuda_runtime import inspection
 
 _ENGINES: dict[str, Callable[[Task, torch.device], Trained]] = {
@@ -129,7 +130,7 @@ def _calls() -> Counter[str]:
 
 
 @click.command()
-@option("--preset", type=click.Choice(list(MODELS)), default="gpt2", help="Model.")
+@option("--preset", type=click.Choice(list(PRESETS)), default="gpt2", help="Model.")
 @option(
     "--ranks",
     type=click.IntRange(1),

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from shardgrad.programs.train.model import Transformer, count_parameters, materialise
-from shardgrad.programs.train.presets import PRESETS, TransformerConfig
+from shardgrad.programs.train.presets import PRESETS
 
 SEED = 0
-
-# The training program's, a size between 124 million and 1.2 billion, and a shape that is hard on
-# engines.
-MODELS: Mapping[str, TransformerConfig] = {
-    **PRESETS,
-    "300m": TransformerConfig(
-        width=1024, layers=20, heads=16, kv_heads=16, hidden=2816, vocab_size=50_257
-    ),
-    "many-small": TransformerConfig(width=64, layers=96, heads=2, kv_heads=2, hidden=128),
-}
 
 
 @dataclass(frozen=True)
@@ -42,9 +32,9 @@ class ModelFacts:
 
 
 def on_meta(preset: str) -> Transformer:
-    """A model without memory; `preset` is a key of `MODELS`."""
+    """A model without memory; `preset` is a key of `PRESETS`."""
     with torch.device("meta"):
-        return Transformer(MODELS[preset])
+        return Transformer(PRESETS[preset])
 
 
 def build_model(
@@ -56,7 +46,7 @@ def build_model(
     """A model with its initial values on `device`.
 
     Args:
-        preset: a key of `MODELS`.
+        preset: a key of `PRESETS`.
         device: where parameters lie.
         wrap: called for each block, and last for the model, as soon as its values are there. A
             model that is sharded in this way never exists unsharded.
@@ -70,6 +60,6 @@ def build_model(
 
 def facts_of(preset: str) -> ModelFacts:
     """Counts, without allocating the model."""
-    model, config = on_meta(preset), MODELS[preset]
+    model, config = on_meta(preset), PRESETS[preset]
     numel, layers = count_parameters(model), config.layers
     return ModelFacts(numel, layers + 1, layers * config.width, config.vocab_size)

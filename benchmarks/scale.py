@@ -22,9 +22,10 @@ from matplotlib.figure import Figure
 from benchmarks.counts import Rank0
 from benchmarks.engines.task import Task
 from benchmarks.measure import proc_nbytes, spread
-from benchmarks.models import MODELS, facts_of
+from benchmarks.models import facts_of
 from benchmarks.run import Run, option
 from benchmarks.workers import Worker, Workers
+from shardgrad.programs.train.presets import PRESETS
 from tests.cuda_runtime import inspection
 
 _ENGINES = ("fsdp2", "shardgrad")
@@ -90,7 +91,7 @@ class Rank(Rank0):
 
 
 @click.command()
-@option("--preset", type=click.Choice(list(MODELS)), default="gpt2", help="Model.")
+@option("--preset", type=click.Choice(list(PRESETS)), default="gpt2", help="Model.")
 @option(
     "--ranks",
     type=click.IntRange(2),

@@ -20,11 +20,10 @@ from benchmarks.engines.catalogue import BASE, DEFAULT, ENGINES
 from benchmarks.engines.comparison import Outcome, compare
 from benchmarks.engines.summary import record_of
 from benchmarks.engines.task import PRECISIONS, Length, Task, check, smoke
-from benchmarks.models import MODELS
 from benchmarks.run import Run, option
 from shardgrad.programs.train.config import mesh_shape
 from shardgrad.programs.train.failure import TrainingError, UsageError
-from shardgrad.programs.train.presets import suggestion
+from shardgrad.programs.train.presets import PRESETS, suggestion
 
 _ALL = "all"
 
@@ -34,7 +33,7 @@ _ALL = "all"
     "--preset",
     "presets",
     multiple=True,
-    type=click.Choice(list(MODELS)),
+    type=click.Choice(list(PRESETS)),
     help="Model; repeatable.  [default: tiny]",
 )
 @option(
@@ -89,9 +88,6 @@ _ALL = "all"
     type=click.FloatRange(1),
     default=120.0,
     help="Seconds without an answer until ranks count as hung.",
-)
-@option(
-    "--keep-heap/--no-keep-heap", default=True, help="Have glibc keep memory that a step frees."
 )
 @option("--list-engines", is_flag=True, help="List the engines, and exit.")
 @click.pass_obj

@@ -28,6 +28,14 @@ _PRELOADED = "benchmarks.engines.torch_and_shardgrad"
 _GRACE_S = 2.0  # for a peer to tell the cause, where the first to speak only felt the consequence
 _CONSEQUENCES = ("connection closed by peer", "connection reset by peer", "broken pipe")
 
+# On a CPU, PyTorch has no caching allocator. glibc returns large blocks and the top of its heap to
+# the kernel, so that every step would pay a page fault for every 4 KiB that it touches.
+_KEEP_HEAP = {
+    "MALLOC_MMAP_THRESHOLD_": str(2**31 - 1),
+    "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
+    "MALLOC_TOP_PAD_": str(64 * 2**20),
+}
+
 # Several ranks on one GPU: NCCL 2.30 allows it if asked; older ones do not look at ranks of other
 # hosts.
 _SHARED_DEVICE = {
@@ -56,7 +64,6 @@ class Worker:
         timeout_s: after which a collective gives up.
         device: `cpu` or `cuda`.
         share_device: all ranks use one GPU.
-        keep_heap: freed memory stays in the process's heap (`benchmarks/heap.py`).
         log: file for what the process prints; None leaves it on the terminal.
         local_rank: among the ranks of its machine; None where all are on one.
     """
@@ -69,7 +76,6 @@ class Worker:
     timeout_s: float
     device: str = "cpu"
     share_device: bool = False
-    keep_heap: bool = True
     log: str | None = None
     local_rank: int | None = None
 
@@ -78,14 +84,10 @@ class Worker:
         import torch
         import torch.distributed as dist
 
-        from benchmarks.heap import keep_freed_memory
-
         # torch 2.13 gave collectives new names; engines that serve older ones know only the old.
         warnings.filterwarnings(
             "ignore", message=".*torch.distributed.* is deprecated", category=FutureWarning
         )
-        if self.keep_heap and self.device == "cpu" and not keep_freed_memory():
-            raise RuntimeError("the C library has no such heap setting: use --no-keep-heap")
         torch.set_num_threads(1)
         device, backend = torch.device("cpu"), "gloo"
         if self.device == "cuda":
@@ -200,6 +202,7 @@ class ThisMachine:
         """Starts a worker that answers through a connection."""
         # A server imports torch and the engines once, touches no device, and is forked for every
         # rank.
+        os.environ.update(_KEEP_HEAP)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([_PRELOADED, worker.serves.partition(":")[0]])
         process = context.Process(target=_main, args=(worker, connection), daemon=True)
@@ -381,22 +384,19 @@ class Functions:
         return resolve_name(function)(*arguments)
 
 
-def on_ranks(
-    function: str, ranks: int, *arguments: Any, keep_heap: bool = True, timeout_s: float = 3600.0
-) -> list[Any]:
-    """Calls a function on every rank of new processes; returns what each returned, in order.
+def on_ranks(function: str, ranks: int, *arguments: Any) -> list[Any]:
+    """Calls a function on every rank of new processes, and waits an hour at most; returns what each
+    returned, in order.
 
     Args:
         function: `module:name`.
         ranks: how many.
         *arguments: for it.
-        keep_heap: see `Worker`.
-        timeout_s: how long it may take.
 
     Raises:
         WorkersFailed: at the first failure; the other ranks are ended.
     """
-    workers = Workers("benchmarks.workers:Functions", None, ranks, timeout_s, keep_heap=keep_heap)
+    workers = Workers("benchmarks.workers:Functions", None, ranks, timeout_s=3600.0)
     try:
         workers.ready()
         return workers.call("call", function, arguments)

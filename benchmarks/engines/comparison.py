@@ -193,7 +193,6 @@ class _Comparison:
             self._on,
             device=task.device,
             share_device=task.share_device,
-            keep_heap=task.keep_heap,
             log=str(self._logs / f"{name}.log"),
         )
         workers.ready()

@@ -17,7 +17,7 @@ class Task:
     """A training step, the same for all engines.
 
     Attributes:
-        preset: a key of `MODELS`.
+        preset: a key of `PRESETS`.
         precision: `fp32`; `bf16` computes in it, reduces gradients and updates in fp32.
         ranks: processes that share the work.
         hosts: machines that the ranks are spread over evenly.
@@ -28,7 +28,6 @@ class Task:
         clip: largest gradient norm; 0 does not clip.
         device: `cpu` or `cuda`.
         share_device: ranks share one GPU, which shows that things work but not how fast.
-        keep_heap: freed memory stays in every process's heap (`benchmarks/heap.py`).
     """
 
     preset: str = "tiny"
@@ -42,7 +41,6 @@ class Task:
     clip: float = 0.0
     device: str = "cpu"
     share_device: bool = False
-    keep_heap: bool = True
 
     @property
     def tokens(self) -> int:

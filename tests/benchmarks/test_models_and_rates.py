@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.engines.summary import flops_per_step, peak_of
-from benchmarks.models import MODELS, facts_of
-from shardgrad.programs.train.presets import TransformerConfig
+from benchmarks.models import facts_of
+from shardgrad.programs.train.presets import PRESETS, TransformerConfig
 
 
 def numel_of(config: TransformerConfig) -> int:
@@ -18,9 +18,9 @@ def numel_of(config: TransformerConfig) -> int:
     return config.layers * block + config.width + embeddings
 
 
-@pytest.mark.parametrize("preset", MODELS)
+@pytest.mark.parametrize("preset", PRESETS)
 def test_parameters_are_counted_as_the_model_has_them(preset: str) -> None:
-    assert facts_of(preset).numel == numel_of(MODELS[preset])
+    assert facts_of(preset).numel == numel_of(PRESETS[preset])
 
 
 def test_flops_are_those_of_the_palm_paper() -> None:
