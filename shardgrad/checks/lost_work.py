@@ -5,6 +5,7 @@
 * A hook of `register_hook` on a sharded parameter: autograd meets the unsharded one, which has
   none.
 * Optimizer state that another rank has saved.
+* Gradients whose `data` was replaced, which changes no value of a DTensor.
 
 Writes to unsharded parameters are not lost: `ParamGroup.take_writes`.
 """
@@ -22,8 +23,9 @@ from shardgrad.engine.param import managed_by
 from shardgrad.engine.param_group import ParamGroup
 from shardgrad.errors import GradientError, listed
 from shardgrad.sharding.dtensor import require_own_shards
+from shardgrad.sharding.gradient_objects import GradientObjects
 
-__all__ = ["refuse_hooks", "refuse_unreduced", "require_own_state"]
+__all__ = ["refuse_hooks", "refuse_replaced_data", "refuse_unreduced", "require_own_state"]
 
 
 def refuse_unreduced(optimizer: Optimizer, groups: Iterable[ParamGroup]) -> None:
@@ -44,6 +46,22 @@ def refuse_unreduced(optimizer: Optimizer, groups: Iterable[ParamGroup]) -> None
             where=f"rank {dist.get_rank()}",
             fix="model.set_requires_gradient_sync(True) before the last backward, also where a "
             "window of micro-batches is not full; or model.zero_grad() to drop them",
+        )
+
+
+def refuse_replaced_data(objects: GradientObjects) -> None:
+    """Refuses gradients after `param.grad.data = dtensor`, which leaves every value as it was.
+
+    Raises:
+        GradientError: there is one.
+    """
+    if not objects.have_own_data():
+        raise GradientError(
+            "the data of gradients was replaced, which changes no value of a DTensor",
+            expected="gradients changed in place, or other gradients",
+            got="param.grad.data = another DTensor",
+            where=f"rank {dist.get_rank()}",
+            fix="param.grad.copy_(new), or param.grad = new",
         )
 
 

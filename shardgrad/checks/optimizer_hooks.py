@@ -39,7 +39,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from shardgrad.checks.lost_work import refuse_unreduced, require_own_state
+from shardgrad.checks.lost_work import refuse_replaced_data, refuse_unreduced, require_own_state
 from shardgrad.checks.unowned_params import warn_of_unowned
 from shardgrad.checks.untrained_params import (
     FirstStepCheck,
@@ -123,6 +123,7 @@ class _OptimizerHooks:
                 group.take_writes()
                 shard = grads_of(group).shard
                 if shard is not None:
+                    refuse_replaced_data(shard.objects)
                     shard.look(is_captured=is_captured)
             refuse_unreduced(optimizer, groups)
             if watched.state_id != id(optimizer.state):  # loaded

@@ -8,13 +8,13 @@ import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import repeat
-from operator import attrgetter, is_
+from operator import attrgetter, is_, is_not
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardgrad.sharding.dtensor import in_own_storage
+from shardgrad.sharding.dtensor import in_own_storage, storages_of
 from shardgrad.sharding.param_sharding import ParamSharding
 
 __all__ = [
@@ -125,17 +125,26 @@ class Registration:
                 self._managed.append(p)
                 self._params.append(p.sharded)
                 self._locals.append(p.expected_local)
+        self._storages = storages_of(self._params)
 
     def holds(self) -> bool:
-        """Returns whether modules register just these parameters, with their memory where it
-        was.
+        """Returns whether modules register just these parameters, with their data and memory
+        where they were.
         """
         registered = map(dict.get, self._registers, self._attributes)
         return (
             all(map(is_, registered, self._params))
             and all(map(is_, map(_LOCAL, self._params), self._locals))
+            and all(map(is_, storages_of(self._params), self._storages))
             and not any(map(hasattr, self._pieces, repeat("fsdp_pre_all_gather")))
         )
+
+    def with_other_data(self) -> list[str]:
+        """Returns the names of parameters whose `data` a program has replaced."""
+        is_other = map(is_not, storages_of(self._params), self._storages)
+        is_same = map(is_, map(_LOCAL, self._params), self._locals)
+        found = zip(self._managed, is_other, is_same, strict=True)
+        return [p.name for p, other, same in found if other and same]
 
     def change(self, to: Callable[[FSDPParam], nn.Parameter | None]) -> None:
         """Makes modules register what `to` gives for each parameter."""

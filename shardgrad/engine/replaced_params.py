@@ -17,6 +17,7 @@ from shardgrad.errors import (
     ForeignParameterError,
     MetaParameterError,
     TiedParameterError,
+    listed,
 )
 
 __all__ = ["adopt", "require_data"]
@@ -32,8 +33,8 @@ def adopt(group: ParamGroup) -> bool:
     Raises:
         ExtensionError: a parameter of a flat shard got all-gather extensions after the first
             forward.
-        ForeignParameterError: a replacement is sharded differently, or dtypes are mixed; nothing
-            has changed.
+        ForeignParameterError: a replacement is sharded differently, dtypes are mixed, or `data` was
+            replaced; nothing has changed.
         TiedParameterError: a replacement is the parameter of another place, which keeps it.
     """
     # While modules register unsharded parameters, they say nothing about the sharded ones.
@@ -42,6 +43,7 @@ def adopt(group: ParamGroup) -> bool:
     _put_back(group)
     if group.registration.holds():
         return False
+    _refuse_replaced_data(group)
     shown = [_shown(p, group) for p in group.params]
     if group.is_flat and any(map(is_extension, shown)):
         if group.is_in_use:
@@ -94,11 +96,25 @@ def _put_back(group: ParamGroup) -> None:
                 module._parameters[attribute] = p.sharded
 
 
+def _refuse_replaced_data(group: ParamGroup) -> None:
+    """Refuses `param.data = dtensor`, which leaves every value as it was."""
+    names = group.registration.with_other_data()
+    if names:
+        raise ForeignParameterError(
+            f"the data of {listed(names)} was replaced, which changes no value of a DTensor",
+            expected="param.data as the engine made it",
+            got="param.data = another DTensor",
+            where=f"unit {group.name or 'root'!r}",
+            fix="with torch.no_grad(): param.copy_(new)",
+        )
+
+
 def _shown(p: FSDPParam, group: ParamGroup) -> nn.Parameter:
     """Returns what the modules register now, checked to be sharded like the parameter."""
     registered = [module._parameters.get(attribute) for module, attribute in p.owners]
     # Of a tied parameter loaded twice, one of the new objects serves as well as the other.
     shown = next((param for param in registered if param is not p.sharded), p.sharded)
+    _refuse_untied(p, registered, group)
     param: object = shown
     placements = p.sharding.placements
     if isinstance(param, DTensor) and param.grad_fn is not None:
@@ -126,6 +142,20 @@ def _shown(p: FSDPParam, group: ParamGroup) -> nn.Parameter:
         )
     _refuse_late_tie(p, param, group)
     return shown  # type: ignore[return-value]
+
+
+def _refuse_untied(p: FSDPParam, registered: list[nn.Parameter | None], group: ParamGroup) -> None:
+    """Refuses another parameter in some places of a tied one, which would be tied again."""
+    kept = [param is p.sharded for param in registered]
+    if p.sharded.device.type != "meta" and any(kept) and not all(kept):
+        raise TiedParameterError(
+            f"the tied parameter {p.name} was replaced in {kept.count(False)} of its {len(kept)} "
+            "places",
+            expected="a replacement in all places: they are sharded as one parameter",
+            got="another parameter in some of them",
+            where=f"unit {group.name or 'root'!r}",
+            fix="untie the modules before fully_shard; param.copy_(new) changes all of them",
+        )
 
 
 def _refuse_late_tie(p: FSDPParam, shown: torch.Tensor, group: ParamGroup) -> None:

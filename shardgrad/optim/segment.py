@@ -33,7 +33,7 @@ from shardgrad.ops.segments import Row
 from shardgrad.optim.hyper import OptimGroup
 from shardgrad.optim.selection import gradients_of, plain_gradient
 from shardgrad.optim.state import local_tensor
-from shardgrad.sharding.dtensor import dtensor_like, in_own_storage
+from shardgrad.sharding.dtensor import dtensor_like, in_own_storage, storages_of
 from shardgrad.sharding.layout import Piece
 
 __all__ = ["Launch", "PlainSegment", "Segment", "ShardedSegment"]
@@ -283,11 +283,9 @@ class ShardedSegment(Segment):
     def _memory_now(self) -> list[object]:
         """Returns what other objects take the place of where a program replaces a parameter's data.
 
-        torch allows that: `param.data = x`. A DTensor's own storage holds no data, but is replaced
-        along with it.
+        torch allows that: `param.data = x`.
         """
-        storages = map(torch.Tensor.untyped_storage, self.params)
-        return [*map(local_of, self.params), *storages]
+        return [*map(local_of, self.params), *storages_of(self.params)]
 
     def _require_same_params(self) -> None:
         """Refuses parameters that the program replaced, or whose data it replaced."""

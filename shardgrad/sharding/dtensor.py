@@ -22,6 +22,7 @@ __all__ = [
     "in_own_storage",
     "require_own_shards",
     "require_shards",
+    "storages_of",
 ]
 
 
@@ -40,6 +41,16 @@ def in_own_storage(view: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=view.dtype, device=view.device).set_(
         storage, 0, view.shape, view.stride()
     )
+
+
+def storages_of(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
+    """Returns the storages that tensors have themselves.
+
+    That of a DTensor has no memory. `param.data = dtensor` replaces it and leaves the local tensor,
+    which has the values, as it was.
+    """
+    with torch._C.DisableTorchFunctionSubclass():  # DTensors answer twice as fast
+        return list(map(torch.Tensor.untyped_storage, tensors))
 
 
 def dtensor_with(local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool = False) -> DTensor:

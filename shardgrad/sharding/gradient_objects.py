@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardgrad.policies import GradientPolicy
-from shardgrad.sharding.dtensor import dtensor_like, in_own_storage
+from shardgrad.sharding.dtensor import dtensor_like, in_own_storage, storages_of
 from shardgrad.sharding.layout import ShardLayout
 
 __all__ = [
@@ -154,6 +154,7 @@ class GradientObjects:
         self.own.update((id(grad), PLAIN) for grad in self.plain)
         self._watched: list[torch.Tensor] = [*self.plain, *self._locals]
         self._storages = [local.untyped_storage()._cdata for local in self._locals]
+        self._own_data = storages_of(self.plain)
 
     # -- what is bound
 
@@ -168,6 +169,10 @@ class GradientObjects:
     def are_bound(self) -> bool:
         """Returns whether every parameter has its gradient of these."""
         return all(map(is_, map(self._read, self._params), self.plain))
+
+    def have_own_data(self) -> bool:
+        """Returns False after `grad.data = dtensor`, which leaves the values as they were."""
+        return all(map(is_, storages_of(self.plain), self._own_data))
 
     def bound(self) -> tuple[Bound, ...]:
         """Returns what the gradients of the parameters are."""

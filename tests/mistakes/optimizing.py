@@ -132,6 +132,20 @@ def steps_that_vanish() -> None:
 
 
 @mistake(
+    typed="`p.grad.data = dtensor`",
+    says="GradientError: the data of gradients was replaced, which changes no value of a DTensor",
+    cure="param.grad.copy_(new), or param.grad = new",
+)
+def gradients_with_other_data() -> None:
+    model = sharded()
+    optim = torch.optim.AdamW(model.parameters())
+    backward(model)
+    for p in model.parameters():
+        p.grad.data = p.grad.data * 0.1
+    optim.step()
+
+
+@mistake(
     typed="`model.half()` after steps of `torch.optim.AdamW`",
     says="OptimizerParameterError: the model was cast to torch.float16 after steps of AdamW",
     cure="cast the model before the optimizer is built",

@@ -270,17 +270,28 @@ def half_a_unit() -> None:
 
 
 @mistake(
-    typed="`p.data = p.data.clone()`",
-    says="OptimizerParameterError: the data of a parameter among embed.weight",
-    cure="change parameters in place: param.copy_(new) under torch.no_grad()",
+    typed="`p.data = dtensor`, as SAM and swaps of averaged weights do",
+    says="ForeignParameterError: the data of embed.weight",
+    cure="with torch.no_grad(): param.copy_(new)",
 )
 def data_of_its_own() -> None:
     model = sharded()
-    optim = shardgrad.optim.AdamW(model.parameters(), lr=0.1)
     for p in model.parameters():
         p.data = p.data.clone()
     backward(model)
-    optim.step()
+
+
+@mistake(
+    typed="`model.head.weight = nn.Parameter(...)` of a tied weight, after `fully_shard`",
+    says="TiedParameterError: the tied parameter 0.weight was replaced in 1 of its 2 places",
+    cure="untie the modules before fully_shard",
+)
+def untied_too_late() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].weight = model[0].weight
+    fully_shard(model)
+    model[1].weight = nn.Parameter(model[0].weight.detach().clone())
+    model(batch())
 
 
 @mistake(
