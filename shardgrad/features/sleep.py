@@ -2,7 +2,7 @@
 
 Everything comes back at the address that it had: views, captured graphs and registrations of others
 go on. Needs `offload_policy=SleepPolicy()`, which puts shards, gradients and states into memory of
-this kind (`sharding/virtual_memory.py`).
+this kind (`ops/virtual_memory.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from shardgrad.engine.root import RootContext
 from shardgrad.errors import AsleepError, OptionError
 from shardgrad.features.root_of import root_of
-from shardgrad.sharding.virtual_memory import bring_back, give_back, is_virtual, require_virtual
+from shardgrad.ops.virtual_memory import bring_back, give_back, is_virtual, require_virtual
 
 __all__ = ["sleep", "wake"]
 

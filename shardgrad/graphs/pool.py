@@ -18,8 +18,8 @@ import torch
 
 from shardgrad.engine.streams import Stream, is_capturing, wait_for_device, wait_for_stream
 from shardgrad.errors import AsleepError, CaptureError, OptionError
+from shardgrad.ops.virtual_memory import VirtualPool
 from shardgrad.policies import SleepPolicy
-from shardgrad.sharding.virtual_memory import VirtualPool
 
 __all__ = ["DeviceGraph", "GraphPool"]
 

@@ -15,7 +15,7 @@ from shardgrad.graphs.capturable import Capturable
 from shardgrad.graphs.outputs import local_tensor
 from shardgrad.graphs.random_state import RandomState
 from shardgrad.ops.library import has_kernels
-from shardgrad.sharding.virtual_memory import virtual_zeros
+from shardgrad.ops.virtual_memory import virtual_zeros
 
 __all__ = ["StepState", "compare_runs"]
 

@@ -380,7 +380,7 @@ class FlatOptimizer(Optimizer):
         Raises:
             OptionError: the units were not made with `offload_policy=SleepPolicy()`.
         """
-        from shardgrad.sharding.virtual_memory import give_back, require_virtual
+        from shardgrad.ops.virtual_memory import give_back, require_virtual
 
         if self._away:
             return
@@ -400,7 +400,7 @@ class FlatOptimizer(Optimizer):
 
         Streams: filled on the current one. Capture: not safe.
         """
-        from shardgrad.sharding.virtual_memory import bring_back
+        from shardgrad.ops.virtual_memory import bring_back
 
         states, self._away = self._away, []
         bring_back(states)

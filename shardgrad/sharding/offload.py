@@ -62,7 +62,7 @@ class ShardMemory:
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Allocates a zeroed 1-D tensor."""
         if self.is_virtual:
-            from shardgrad.sharding.virtual_memory import virtual_zeros  # which few programs need
+            from shardgrad.ops.virtual_memory import virtual_zeros  # which few programs need
 
             return virtual_zeros(numel, dtype, self.device)
         return torch.zeros(numel, dtype=dtype, device=self.device, pin_memory=self.pinned)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import shardgrad
 from shardgrad.errors import AsleepError, OptionError, RootError
-from shardgrad.sharding.virtual_memory import bring_back, give_back, virtual_zeros
+from shardgrad.ops.virtual_memory import bring_back, give_back, virtual_zeros
 from tests.support.parity import SHARDGRAD, assert_same_bits, stack, token_loss, tower
 from tests.support.ranks import on_ranks
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardgrad
 from shardgrad.errors import AsleepError
-from shardgrad.sharding.virtual_memory import bring_back, give_back, virtual_zeros
+from shardgrad.ops.virtual_memory import bring_back, give_back, virtual_zeros
 
 pytestmark = [
     pytest.mark.gpu,
