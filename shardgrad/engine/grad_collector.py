@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import repeat
-from operator import is_not
+from operator import is_not, or_
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -40,7 +40,7 @@ from shardgrad.errors import GradientError
 from shardgrad.sharding.layout import Piece, ShardLayout
 from shardgrad.sharding.strided_pack import pack_strided
 
-__all__ = ["GradCollector", "GradPacker"]
+__all__ = ["GradCollector"]
 
 # What groups that are alike pack behind their parameters, by the ranks that it is for.
 _tails: WeakKeyDictionary[dist.ProcessGroup, WeakValueDictionary[object, torch.Tensor]]
@@ -48,26 +48,49 @@ _tails = WeakKeyDictionary()
 
 
 class GradCollector:
-    """Collects the gradients of one group in one backward."""
+    """Collects the gradients of one group, in one backward after another, and packs them.
 
-    def __init__(self) -> None:
-        self.gradients: list[torch.Tensor | None] = []  # per trainable parameter, what has arrived
-        self.count = 0
-        # That parameters were unsharded for; changed while none is here.
+    Args:
+        group: whose parameters they are.
+        params: the trainable ones, in order.
+        second: may want the chunks in another order.
+
+    Attributes:
+        layout: of the parameters, with a tail.
+        gradients: per parameter, what has arrived.
+        count: of these.
+        touched: per parameter, whether what waits to be sent has a gradient of it.
+        pack_stream: what parameters were unsharded for; changed while no gradient is here.
+        pack_streams: where gradients arrived or were packed on the pack stream of the time, which
+            leave no event.
+        tails: packed so far, by flags.
+    """
+
+    def __init__(
+        self, group: ParamGroup, params: Sequence[FSDPParam], second: SecondStep | None
+    ) -> None:
+        self.params = list(params)
+        self.layout = group.layout_of(params, with_flags=True)
+        self.dtype = group.reduce_dtype
+        self._mesh = group.mesh
+        self._holds_dtensors = group.holds_dtensors
+        self._second = second
+        self._nothing = torch.empty(0, dtype=group.gather_dtype, device=group.mesh.device)
+        self.tails: dict[tuple[bool, ...], torch.Tensor] = {}
         self.pack_stream: Stream = None
-        self._params: Sequence[FSDPParam] = ()
-        self._index: dict[int, int] = {}
-        self._foreign: dict[Stream, StreamEvent] = {}
-        # Where gradients arrived or were packed on the pack stream of the time: they have left no
-        # event.
         self.pack_streams: dict[Stream, None] = {}
+        self._foreign: dict[Stream, StreamEvent] = {}
         self._summed: list[torch.Tensor] = []
+        self.untouch()
+        self.expect()
 
-    def expect(self, params: Sequence[FSDPParam]) -> None:
-        """Starts over for these parameters, in the order of their layout."""
-        self._params = params
-        self._index = {id(p.unsharded): i for i, p in enumerate(params)}
-        self.gradients = [None] * len(params)
+    def untouch(self) -> None:
+        """Forgets what was touched: it is sent, or dropped."""
+        self.touched = (False,) * len(self.params)
+
+    def expect(self) -> None:
+        """Starts over, for the parameters' unsharded objects of now."""
+        self._index = {id(p.unsharded): i for i, p in enumerate(self.params)}
         self.forget()
 
     @property
@@ -103,14 +126,14 @@ class GradCollector:
         if grad.requires_grad:  # `create_graph=True`: the graph ends where gradients are reduced
             grad = grad.detach()
         index = self._index[id(unsharded)]
-        if not (is_written or self._params[index].sharded.requires_grad):
+        if not (is_written or self.params[index].sharded.requires_grad):
             return False  # frozen since the forward
         if grad.layout is not torch.strided:
             raise GradientError(
                 "a gradient of a sharded parameter cannot be used",
                 expected="a dense gradient",
                 got=f"layout {grad.layout}, shape {tuple(grad.shape)}",
-                where=f"parameter {self._params[index].name}",
+                where=f"parameter {self.params[index].name}",
                 fix="sparse=False in the embedding, or leave it out: fully_shard(..., "
                 "ignored_params=...)",
             )
@@ -181,42 +204,23 @@ class GradCollector:
 
     def forget(self) -> None:
         """Drops the gradients."""
-        self.gradients = [None] * len(self.gradients)
+        self.gradients: list[torch.Tensor | None] = [None] * len(self.params)
         self._foreign.clear()
         self._summed.clear()
         self.count = 0
 
-
-class GradPacker:
-    """Packs the gradients of one group; `params` are the trainable ones, in order."""
-
-    def __init__(
-        self,
-        group: ParamGroup,
-        params: Sequence[FSDPParam],
-        layout: ShardLayout,
-        second: SecondStep | None,
-    ) -> None:
-        self._mesh = group.mesh
-        self.dtype = group.reduce_dtype
-        self.params = list(params)
-        self._holds_dtensors = group.holds_dtensors
-        self._second = second  # may want the chunks in another order
-        self._nothing = torch.empty(0, dtype=group.gather_dtype, device=group.mesh.device)
-        self.layout = layout  # with a tail
-        self.tails: dict[tuple[bool, ...], torch.Tensor] = {}  # packed so far, by touched flags
+    # -- packing
 
     def pack(
         self,
-        collector: GradCollector,
         slot: Slot | None,
         target: torch.Tensor,
         streams: Streams,
         divisor: float,
         *,
-        accumulate: bool,
+        accumulate: bool = False,
         zero_copy: bool = False,
-    ) -> tuple[tuple[bool, ...], list[torch.Tensor]]:
+    ) -> list[torch.Tensor]:
         """Writes what has been collected, and the tail, into the chunks of all ranks; lets the
         gradients go.
 
@@ -224,37 +228,36 @@ class GradPacker:
         `divisor` is 1 and zero-copy parameters are left out.
 
         Returns:
-            Per parameter, whether it had a gradient; and the gradients of zero-copy parameters, 1-D
-            in the gather dtype, zeros where none has arrived, to be read until the slot is
-            released.
+            The gradients of zero-copy parameters, 1-D in the gather dtype, zeros where none has
+            arrived, to be read until the slot is released.
 
         Streams: the pack stream, after the slot is free and after every producer.
         """
-        stream, layout = collector.pack_stream, self.layout
-        flags = collector.flags
+        stream, layout, flags = self.pack_stream, self.layout, self.flags
+        self.touched = tuple(map(or_, self.touched, flags))
         if slot is not None:
             slot.start_writing(stream)
-        collector.wait_for_producers()
+        self.wait_for_producers()
         with streams.on(stream):  # nothing here requires grad, so there is nothing to switch off
-            grads = self._contiguous(collector.gradients)
+            grads = self._contiguous()
             sent_alone = []
             if zero_copy and slot is not None:
                 sent_alone = [self._flat(grads[i], layout.pieces[i]) for i in layout.zero_copy]
                 grads = [grads[i] for i in layout.others]
-                slot.lend(sent_alone, collector.streams)
+                slot.lend(sent_alone, self.streams)
                 layout = layout.packed
             self._fill(grads, self._tail(flags), target, layout, divisor, accumulate=accumulate)
         if slot is not None:
             slot.finish_writing(stream)
-        collector.let_go(streams)
-        return flags, sent_alone
+        self.let_go(streams)
+        return sent_alone
 
-    def _contiguous(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    def _contiguous(self) -> list[torch.Tensor]:
         """Returns this rank's part of each gradient as the pack reads it; an empty tensor where
         none is.
         """
         found = []
-        for i, grad in enumerate(grads):
+        for i, grad in enumerate(self.gradients):
             if grad is None:
                 # `ops.pack` writes zeros in its place: other ranks may have a gradient to add to.
                 found.append(self._nothing)

@@ -1,15 +1,22 @@
-"""One owner for a group's gradients: they are collected, packed, reduced, and end in the gradient
-shard.
+"""The gradients of param groups: they are collected, packed and reduced, in an order that all ranks
+share, and end in gradient shards.
 
 [Note: States of a group's gradients]
 The table in docs/design/gradients.md: what is final, waits, or is half-written, and what may
 drop it.
+
+[Note: Order of reductions]
+The sequence of collectives must not depend on the data, or ranks that use different parameters
+would pair up the wrong ones. Groups are therefore reduced in the reverse of the order in which
+their units entered forward, each exactly once: a group that is complete early waits for its
+predecessors, one that got no gradients sends zeros. A group is complete when its unit's backward is
+over; if no input of the unit needs a gradient, when all are there.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum, auto
 from functools import partial
 from operator import attrgetter, or_
@@ -22,7 +29,7 @@ from torch._C import DisableTorchFunctionSubclass
 from shardgrad import ops
 from shardgrad.engine.buffers import Chunks, Slot, SlotRing
 from shardgrad.engine.comm_context import CommContext
-from shardgrad.engine.grad_collector import GradCollector, GradPacker
+from shardgrad.engine.grad_collector import GradCollector
 from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.param import FSDPParam
 from shardgrad.engine.param_group import ParamGroup
@@ -33,7 +40,15 @@ from shardgrad.engine.transports import MessageTag, Transport
 from shardgrad.errors import CaptureError, listed
 from shardgrad.policies import REDUCES_IN_GRAD_DTYPE
 
-__all__ = ["SWITCHES", "TRANSITIONS", "GradGroup", "GradState", "Scheduler", "Waiting", "grads_of"]
+__all__ = [
+    "SWITCHES",
+    "TRANSITIONS",
+    "GradGroup",
+    "GradState",
+    "ReductionScheduler",
+    "Waiting",
+    "grads_of",
+]
 
 # By the group's id; the GradGroup keeps the group alive.
 _of: weakref.WeakValueDictionary[int, GradGroup] = weakref.WeakValueDictionary()
@@ -74,30 +89,6 @@ class Waiting(Enum):
     SUM = auto()  # the sum of unreduced gradients
 
 
-class Scheduler(Protocol):
-    """What a group's gradients ask of the order of reductions."""
-
-    @property
-    def comm_ctx(self) -> CommContext:
-        """Streams, rings and transports of the root."""
-
-    @property
-    def backward_running(self) -> bool:
-        """True between the first gradient of a backward and its end."""
-
-    @property
-    def enrolment(self) -> object:
-        """Not None where every gradient has to be told."""
-
-    def arrived(self, grads: GradGroup) -> None:
-        """Takes note of the first gradient of a backward, and of the last one of a group."""
-
-    left: list[GradShard]  # that groups have left for others, until their memory may be freed
-
-    def finish(self, grads: GradGroup) -> None:
-        """Reduces what waits in a group, and completes every reduction in flight."""
-
-
 # The first element of a chunk that it brings, what is sent, room for what comes, and the tag.
 _Message = tuple[int, Chunks, Chunks, MessageTag]
 
@@ -117,12 +108,20 @@ class _Route(NamedTuple):
     is_whole: bool  # zero-copy gradients are sent from where they are
 
 
+_HOOKED = "_shardgrad_hooked"
+# Whether the backward that runs on this thread was called with `retain_graph=True`.
+_keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 _NOTHING = torch.empty(0)
 _NO_ROOM = Chunks(_NOTHING, 0)
 # What the host decides by between backwards, hashable, read at every replay: settings, and what
 # waits.
 SWITCHES = attrgetter(
-    "requires_sync", "requires_all_reduce", "divide_factor", "waiting", "partial.is_live", "touched"
+    "requires_sync",
+    "requires_all_reduce",
+    "divide_factor",
+    "waiting",
+    "partial.is_live",
+    "collector.touched",
 )
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
@@ -142,11 +141,9 @@ class GradGroup:
         self.state = GradState.IDLE  # changed by the scheduler alone
         self.waits_for_unit = False  # its post-backward says when no more gradients come
         self.waiting = Waiting.NOTHING
-        self.collector = GradCollector()
-        self.scheduler: Scheduler | None = None  # of the root; None before that is known
+        self.scheduler: ReductionScheduler | None = None  # of the root; None before that is known
         self.partial = PartialSum()
         self._sum: Slot | None = None
-        self.touched: tuple[bool, ...] = ()  # what `_sum` has gradients of
         self._has_sent_sum = False  # in the last reduction
         self._shard: GradShard | None = None
         self._route: _Route | None = None
@@ -160,7 +157,7 @@ class GradGroup:
         self._both: list[nn.Parameter] = []  # all of the group's, sharded and then unsharded
         self._zero_copy_tags: list[MessageTag] = []
         self._second = None if group.spec.second_step is None else group.spec.second_step()
-        self.packer = self._packer_of([])
+        self.collector = GradCollector(group, [], self._second)
         _of[id(group)] = self
 
     # -- what trains
@@ -215,7 +212,7 @@ class GradGroup:
         self._agreed = self._trainable = ()
         self._generation = self.group.generation
         self._leave_shard()
-        if self.packer.dtype != self.group.reduce_dtype:
+        if self.collector.dtype != self.group.reduce_dtype:
             self.forget()
 
     def carry_requires_grad(self) -> None:
@@ -257,16 +254,13 @@ class GradGroup:
         self.forget()
         self.partial.tensor = None
         self.params = placed
-        self.touched = (False,) * len(placed)
-        self.packer = self._packer_of(placed)
+        pack_stream = self.collector.pack_stream
+        self.collector = GradCollector(self.group, placed, self._second)
+        self.collector.pack_stream = pack_stream
         self._route = None
         self._leave_shard()
         self._zero_copy_tags = [MessageTag(f"reduce-scatter of {p.name}") for p in placed]
         self._hook()
-
-    def _packer_of(self, params: list[FSDPParam]) -> GradPacker:
-        layout = self.group.layout_of(params, with_flags=True)
-        return GradPacker(self.group, params, layout, self._second)
 
     def _leave_shard(self) -> None:
         """Leaves the gradient shard to the gradients that are bound."""
@@ -289,7 +283,7 @@ class GradGroup:
         """Has the gradients of the trainable parameters collected."""
         if self.collector.count == 0:
             # Not while gradients are here: they lie in the order of before.
-            self.collector.expect(self.params)
+            self.collector.expect()
         self._hooked = self.group.params[0].unsharded
         self.unsharded = [p.unsharded for p in self.params if p.unsharded is not None]
         self._both = [p.sharded for p in self.group.params]
@@ -324,7 +318,7 @@ class GradGroup:
             group = self.group
             dtype, policy, memory = group.gradient_dtype, group.gradient_policy, group.shard_memory
             shard = self._shard = GradShard(
-                self.params, self.packer.layout, group.mesh, dtype, policy, memory
+                self.params, self.collector.layout, group.mesh, dtype, policy, memory
             )
         return shard
 
@@ -338,7 +332,7 @@ class GradGroup:
     def set_switches(self, switches: tuple[Any, ...]) -> None:
         """Makes what `SWITCHES` reads what it was."""
         self.requires_sync, self.requires_all_reduce, self.divide_factor, *waiting = switches
-        self.waiting, self.partial.is_live, self.touched = waiting
+        self.waiting, self.partial.is_live, self.collector.touched = waiting
 
     def follow(self, other: GradGroup) -> None:
         """Takes over what a program has set, which is the same for all groups of a unit."""
@@ -351,7 +345,7 @@ class GradGroup:
         if self.waiting is Waiting.SUM:
             self.waiting = Waiting.TURN
         self.partial.is_live = False
-        self.touched = (False,) * len(self.touched)
+        self.collector.untouch()
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Returns the memory in which sums wait for a later backward, by kind."""
@@ -370,13 +364,13 @@ class GradGroup:
             yield "unreduced gradients", storage
         if self.partial.live is not None:
             yield "unreduced gradients", self.partial.live.untyped_storage()
-        for tail in self.packer.tails.values():
+        for tail in self.collector.tails.values():
             yield "tails", tail.untyped_storage()
 
     def forget(self) -> None:
         """Drops everything that has arrived and not been reduced."""
         self.collector.forget()
-        self.touched = (False,) * len(self.params)
+        self.collector.untouch()
         self.waiting = Waiting.NOTHING
         self.partial.is_live = False
 
@@ -422,7 +416,7 @@ class GradGroup:
             slot.holder.complete()
         chunks = self._chunks_of(slot)
         divisor = self._route_under(comm_ctx).before
-        self._pack(
+        self.collector.pack(
             slot, chunks.whole, comm_ctx.streams, divisor, accumulate=self.waiting is Waiting.SUM
         )
         self.waiting = Waiting.SUM
@@ -430,32 +424,9 @@ class GradGroup:
     def _chunks_of(self, slot: Slot) -> Chunks:
         """Returns the chunks of the unsharded sum, one for each rank."""
         dtype, ranks = self.group.reduce_dtype, self.group.mesh.shard_size
-        chunk_numel = self.packer.layout.chunk_numel
+        chunk_numel = self.collector.layout.chunk_numel
         slot.reserve(ranks * chunk_numel * dtype.itemsize)
         return slot.take(dtype, ranks, chunk_numel)
-
-    def _pack(
-        self,
-        slot: Slot | None,
-        target: torch.Tensor,
-        streams: Streams,
-        divisor: float,
-        *,
-        accumulate: bool = False,
-        zero_copy: bool = False,
-    ) -> list[torch.Tensor]:
-        """Packs what has been collected; see `GradPacker.pack`."""
-        flags, sent_alone = self.packer.pack(
-            self.collector,
-            slot,
-            target,
-            streams,
-            divisor,
-            accumulate=accumulate,
-            zero_copy=zero_copy,
-        )
-        self.touched = tuple(map(or_, self.touched, flags))
-        return sent_alone
 
     # -- reducing
 
@@ -466,7 +437,7 @@ class GradGroup:
         # Each step asks for each group, so the answer is kept until one of these is another.
         made_for = comm_ctx, self.group.collectives, self.divide_factor
         if self._route is None or self._route.made_for != made_for:
-            group, streams, layout = self.group, comm_ctx.streams, self.packer.layout
+            group, streams, layout = self.group, comm_ctx.streams, self.collector.layout
             transport, ring = group.collectives.for_reduce(comm_ctx, group.mesh.gather_group)
             end, room = streams.reduce, (0, 0)
             if self._second is not None:
@@ -474,7 +445,14 @@ class GradGroup:
             before, after = self._divisors()
             # Gradients that autograd made can be read as they are, without a message of our own.
             reads = before == 1 and group.collectives.reduces_plainly
-            is_local = reads and self._is_local(transport)
+            # With nothing to send, the pack may write the gradient shard, if no message and no step
+            # in between would round what it reads, or change it.
+            dtype = group.reduce_dtype
+            is_exact = dtype == torch.promote_types(dtype, group.gather_dtype)
+            is_exact &= dtype in (group.gather_dtype, group.gradient_dtype)
+            ends_here = self._second is group.collectives.hook is None
+            is_sent = transport.sends or group.shard_memory.is_offloaded
+            is_local = reads and is_exact and ends_here and not is_sent
             is_whole = reads and not is_local and group.wire_dtype == group.gather_dtype
             self._route = _Route(
                 made_for,
@@ -489,16 +467,6 @@ class GradGroup:
                 is_whole and bool(layout.zero_copy),
             )
         return self._route
-
-    def _is_local(self, transport: Transport) -> bool:
-        """True if one rank reduces alone, and its gradients are the same bits without a message's
-        dtype.
-        """
-        group, dtype = self.group, self.group.reduce_dtype
-        exactly = dtype in (group.gather_dtype, group.gradient_dtype)
-        exactly = exactly and dtype == torch.promote_types(dtype, group.gather_dtype)
-        is_alone = self._second is group.collectives.hook is None and not transport.sends
-        return exactly and is_alone and not group.shard_memory.is_offloaded
 
     def _divisors(self) -> tuple[float, float]:
         """Returns what gradients are divided by before the reduction, and after it.
@@ -568,7 +536,7 @@ class GradGroup:
                 works=works,
                 memory=memory,
                 shard=shard,
-                touched=self.touched,
+                touched=self.collector.touched,
                 divisor=route.after,
                 partial=self.partial,
                 second=self._second,
@@ -597,7 +565,7 @@ class GradGroup:
                     # the scheduler does not know it, and its slots would stay taken
                     reduction.abandon()
                     raise
-        self.touched = (False,) * len(self.touched)
+        self.collector.untouch()
         # In case this backward fails later: then gradients of earlier ones are lost with it.
         self._has_sent_sum = self.waiting is Waiting.SUM
         self.waiting = Waiting.NOTHING
@@ -608,7 +576,7 @@ class GradGroup:
     ) -> tuple[list[_Message], ReductionMemory]:
         """Packs the gradients into a message, except those that are sent from where they are."""
         group, streams, transport = self.group, comm_ctx.streams, route.transport
-        layout = self.packer.layout
+        layout = self.collector.layout
         # A sum of micro-batches lies in chunks already, and is sent from where it is.
         summed = self._sum if self.waiting is Waiting.SUM else None
         if summed is not None:
@@ -640,7 +608,7 @@ class GradGroup:
         )
         lent: list[torch.Tensor] = []
         if summed is None:
-            lent = self._pack(slot, send.whole, streams, route.before, zero_copy=is_whole)
+            lent = self.collector.pack(slot, send.whole, streams, route.before, zero_copy=is_whole)
         elif is_cast:
             # The sum stays as wide as it was added up; only what travels is narrower.
             stream = self.collector.pack_stream
@@ -670,8 +638,9 @@ class GradGroup:
 
     def _pack_later(self, comm_ctx: CommContext) -> ReductionMemory:
         """Leaves it to the end, which packs into the gradient shard: there is nothing to send."""
-        self.touched = tuple(map(or_, self.touched, self.collector.flags))
-        write = partial(self._pack, None, streams=comm_ctx.streams)
+        collector = self.collector
+        collector.touched = tuple(map(or_, collector.touched, collector.flags))
+        write = partial(collector.pack, None, streams=comm_ctx.streams)
         return ReductionMemory([], _NOTHING, _NO_ROOM, None, write)
 
     def abandon_backward(self) -> bool:
@@ -684,11 +653,19 @@ class GradGroup:
         self.collector.forget()
         if was_summed:
             self.waiting = Waiting.NOTHING
-            self.touched = (False,) * len(self.touched)
+            self.collector.untouch()
         return is_mixed
 
-
-_HOOKED = "_shardgrad_hooked"
+    def move(self, state: GradState) -> None:
+        """Goes on to a state; a RuntimeError if it is not in `TRANSITIONS`."""
+        if state not in TRANSITIONS[self.state]:
+            raise RuntimeError(
+                f"{self.group.name or 'root'!r}: gradients: no way from {self.state} to {state}"
+            )
+        if state is GradState.IDLE:  # autograd has joined its streams
+            self.collector.pack_streams.clear()
+            self.waits_for_unit = False
+        self.state = state
 
 
 def _collect(owner: weakref.ref[GradGroup], unsharded: torch.Tensor) -> None:
@@ -709,3 +686,265 @@ def _collect(owner: weakref.ref[GradGroup], unsharded: torch.Tensor) -> None:
     is_last = grads.collector.take(unsharded, grad, scheduler.comm_ctx.streams)
     if is_last or not scheduler.backward_running or scheduler.enrolment is not None:
         scheduler.arrived(grads)
+
+
+class Enrolment(Protocol):
+    """Decides what one backward reduces; see [Note: Participation]."""
+
+    def note(self, grads: GradGroup) -> None:
+        """Takes note of a forward, also one without gradients, and of a gradient that has come."""
+
+    def begin(self) -> list[GradGroup]:
+        """Returns what the backward that begins now reduces, the last one first."""
+
+    def is_complete(self, grads: GradGroup) -> bool:
+        """Returns whether no more gradients than are here can come before the end of the
+        backward.
+        """
+
+    def refuse_late(self, grads: GradGroup) -> None:
+        """Raises if gradients have come after their reduction, since other ranks have none."""
+
+
+class ReductionScheduler:
+    """Decides the order of reductions under one root. See [Note: Order of reductions]."""
+
+    def __init__(self, comm_ctx: CommContext, end_backward: Callable[[], None]) -> None:
+        self.comm_ctx = comm_ctx
+        # Called once when autograd ends a backward that was seen to begin.
+        self._end_backward = end_backward
+        self.backward_running = False
+        self.is_last_backward = True  # False for a micro-batch that others follow
+        # True from a backward that makes a graph (`create_graph=True`), which reads parameters
+        # again, to the end of one that keeps none: nothing is resharded in between.
+        self.reads_again = False
+        self._keeps_graph = False
+        self._entered: list[GradGroup] = []
+        self._queue: list[GradGroup] = []  # the last is reduced first
+        self._earlier: list[Reduction] = []  # in flight, of backwards that are complete
+        self._launched: list[tuple[GradGroup, Reduction]] = []  # by the backward that is running
+        self.left: list[GradShard] = []  # that groups have left for others
+        self.enrolment: Enrolment | None = None  # None: a backward reduces the groups that entered
+
+    def enter(self, grads: GradGroup) -> None:
+        """Notes that a unit entered forward with gradients on; its group will be reduced in this
+        backward.
+        """
+        if self.enrolment is not None:
+            self.enrolment.note(grads)
+        if self.backward_running:
+            self.expect(grads)
+        elif grads.state is GradState.IDLE:
+            grads.move(GradState.ENTERED)
+            self._entered.append(grads)
+
+    def expect(self, grads: GradGroup) -> None:
+        """Makes a group that is not queued, but backward has come to, the next to finish.
+
+        Reentrant checkpointing runs forward inside backward; a backward of an older graph runs
+        none. There, another call of a unit may follow its reduction: all ranks reduce it again,
+        whichever have gradients.
+        """
+        if grads.state is GradState.IDLE or (
+            grads.state is GradState.SENT and self.enrolment is None
+        ):
+            grads.waits_for_unit = True
+            grads.move(GradState.COLLECTING)
+            self._queue.append(grads)
+
+    def finish_reading(self) -> None:
+        """At the end of a backward: forgets a graph that it has not kept."""
+        self.reads_again = self._keeps_graph
+
+    def begin_backward(self, *, in_autograd: bool) -> None:
+        """Fixes the order of this backward's reductions, once; `in_autograd` says that a hook
+        calls.
+        """
+        if self.backward_running:
+            return
+        self.backward_running = True
+        # Grad mode is on in hooks if backward makes a graph; one that it was itself made of may be
+        # kept.
+        self._keeps_graph = in_autograd and (
+            torch.is_grad_enabled() or (self.reads_again and _keeps_graph())
+        )
+        self.reads_again |= self._keeps_graph
+        if in_autograd:
+            # Called once all of this backward is done, whatever its loss was made of: reductions do
+            # not depend on a gradient passing through the root's outputs.
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        # Units entered forward in an order that all ranks share, so its reverse is one, too.
+        self._queue, self._entered = self._entered, []
+        for grads in self._queue:
+            grads.move(GradState.COLLECTING)
+        if self.enrolment is not None:
+            # Under `participate` every rank reduces the groups that any rank has run, with a batch
+            # or without.
+            self._queue = self.enrolment.begin()
+            for grads in self._queue:
+                if grads.state is GradState.IDLE:  # this rank runs no forward of it
+                    grads.move(GradState.READY)
+
+    def arrived(self, grads: GradGroup) -> None:
+        """The first gradient of a backward or the last one of a group came in; reduces what can
+        be.
+        """
+        if not self.backward_running:
+            self.begin_backward(in_autograd=True)
+        if self.enrolment is not None:
+            self.enrolment.note(grads)
+        # Only a unit whose inputs need no gradients ends so; all others say themselves when no more
+        # gradients come.
+        if grads.collector.count == len(grads.params) and not grads.waits_for_unit:
+            self.close(grads)
+
+    def close(self, grads: GradGroup) -> None:
+        """Says that no more gradients are expected for this group; reduces what has become
+        possible.
+        """
+        if self.enrolment is not None and not self.enrolment.is_complete(grads):
+            return
+        if grads.state is GradState.COLLECTING:
+            grads.move(GradState.READY)
+        self.reduce_ready()
+
+    def reduce_ready(self) -> None:
+        """Reduces, in order, the groups at the head of the queue that expect no more gradients.
+
+        The last waits for the end of backward, where its parameters are freed and nothing is left
+        to overlap.
+        """
+        # In order, whatever is ready behind the head: the sequence of collectives may not follow
+        # the data.
+        while len(self._queue) > 1 and self._queue[-1].state is GradState.READY:
+            self._reduce(self._queue.pop())
+
+    def _reduces_now(self, grads: GradGroup) -> bool:
+        """False if this backward only adds to a sum on this rank."""
+        return grads.requires_sync and (
+            self.is_last_backward or not grads.group.stage.sums_unsharded
+        )
+
+    def _reduce(self, grads: GradGroup) -> None:
+        # Not ready by itself, but backward is over: no more gradients come.
+        if grads.state is not GradState.READY:
+            grads.move(GradState.READY)
+        if self._reduces_now(grads):
+            reduction = grads.launch(self.comm_ctx, all_reduces=grads.requires_all_reduce)
+            self._launched.append((grads, reduction))
+            grads.move(GradState.SENT)
+            # Gradients that are sent from where they are stay in memory until they are sent.
+            if len(self._launched) > 1:
+                self._return_lent(self._launched[-2][1], reduction)
+        else:
+            grads.accumulate(self.comm_ctx)
+            grads.move(GradState.SENT)
+
+    def _return_lent(self, earlier: Reduction, latest: Reduction) -> None:
+        """Ends a reduction that has whole gradients in flight, so that there are no more of them
+        than of two groups: of one that is sent, and of the next.
+        """
+        if not any(slot.lent for slot in earlier.memory.slots):
+            return
+        earlier.complete()
+        for slot in earlier.memory.slots:
+            if slot not in latest.memory.slots:
+                slot.return_lent()
+
+    def drain(self, groups: Iterable[GradGroup], *, wait: bool) -> None:
+        """Ends a backward: reduces what is left of all groups under the root, given in construction
+        order.
+
+        With `wait`, the current stream then waits for the gradients; else reductions stay in
+        flight.
+        """
+        # Groups that got nothing are reduced as well: other ranks may have gradients for them.
+        while self._queue:
+            self._reduce(self._queue.pop())
+        for reduction in self._earlier:
+            reduction.start_second_step()  # which leaves a partial sum, or takes it along
+        for grads in groups:
+            # Gradients that came without the unit entering forward, for example through unshard()
+            # by hand, that the program has written, and what earlier backwards have left.
+            is_partial = grads.partial.is_live and not grads.is_reduced
+            waits = grads.waiting is not Waiting.NOTHING or (
+                is_partial and grads.requires_all_reduce
+            )
+            if grads.has_come or (waits and self._reduces_now(grads)):
+                if self.enrolment is not None:
+                    self.enrolment.refuse_late(grads)
+                self._reduce(grads)
+            if grads.state is not GradState.IDLE:
+                grads.move(GradState.IDLE)
+        self.backward_running = False
+        # Whether they are over is asked by `join`, or by the reduction that needs their slots.
+        self._earlier += [reduction for _, reduction in self._launched]
+        self._launched = []
+        if wait:
+            self.join()
+
+    @property
+    def is_any_in_flight(self) -> bool:
+        """True if reductions of earlier backwards may still write gradients."""
+        return bool(self._earlier)
+
+    def join(self) -> None:
+        """Completes every reduction in flight; the current stream waits for the gradients."""
+        # All second steps are launched before the first is waited for, so that they overlap.
+        for reduction in self._earlier:
+            reduction.start_second_step()
+        stream = self.comm_ctx.streams.current()
+        for reduction in self._earlier:
+            reduction.join(stream)
+        self._earlier = []
+        for ring in self.comm_ctx.rings:
+            ring.rewind(stream)
+
+    def finish(self, grads: GradGroup) -> None:
+        """Reduces what waits in a group, and completes every reduction in flight.
+
+        Called where all ranks change the group's places: what waits was packed for those of before.
+        """
+        # A forward calls, which may be an evaluation in inference mode.
+        with torch.inference_mode(mode=False), torch.no_grad():
+            if grads.waiting is not Waiting.NOTHING or grads.partial.is_live:
+                self._earlier.append(grads.launch(self.comm_ctx, all_reduces=True))
+            self.join()
+
+    def inherit(self, other: ReductionScheduler) -> None:
+        """Takes over the groups that entered under another root, and are under this one now."""
+        # Units that the new root does not contain keep the root they had.
+        self._entered += [grads for grads in other._entered if grads.scheduler is self]
+        other._entered = [grads for grads in other._entered if grads.scheduler is not self]
+        self._earlier += other._earlier
+        self.left += other.left
+        # A graph that was made under the other root may read parameters of this one again.
+        self.reads_again |= other.reads_again
+
+    def abandon_backward(self, groups: Iterable[GradGroup]) -> list[str]:
+        """Takes back a failed backward; returns the units that lose what it has sent or added
+        to.
+        """
+        self.backward_running = self.reads_again = False
+        # Reductions of backwards before this one are whole: they stay in flight.
+        launched, self._launched = self._launched, []
+        lost = [grads for grads, reduction in launched if reduction.abandon()]
+        for grads in groups:
+            if grads.abandon_backward():
+                lost.append(grads)
+            if grads.state is not GradState.IDLE:
+                grads.move(GradState.IDLE)
+        return list(dict.fromkeys(grads.group.name for grads in lost))
+
+    def abort(self, groups: Iterable[GradGroup]) -> None:
+        """Drops everything that is not in a gradient shard, and what has been written there
+        since.
+        """
+        for reduction in [*self._earlier, *(reduction for _, reduction in self._launched)]:
+            reduction.abandon()
+        self._earlier, self._launched = [], []
+        self._entered.clear()
+        self.enrolment = None
+        self.abandon_backward(groups)
+        for ring in self.comm_ctx.rings:
+            ring.rewind()

@@ -18,9 +18,9 @@ from torch import nn
 from torch.distributed.utils import _to_kwargs
 
 from shardgrad.engine.comm_context import CommContext
+from shardgrad.engine.grad_group import ReductionScheduler
 from shardgrad.engine.param_group import ParamState
 from shardgrad.engine.same_model import require_same_model
-from shardgrad.engine.scheduler import ReductionScheduler
 from shardgrad.engine.spans import span
 from shardgrad.engine.streams import is_capturing, wait_for_device
 from shardgrad.engine.unit import Unit, units_under

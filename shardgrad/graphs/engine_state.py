@@ -321,9 +321,9 @@ class ModuleState(Capturable):
 
     def known_to_graph(self) -> Any:
         """See `Capturable`. A parameter that is frozen or thawed gives its group other places and
-        packers; the guards have identities of modules.
+        collectors; the guards have identities of modules.
         """
-        return self._modules, [(grads.shard, grads.packer) for grads in self._grad_groups]
+        return self._modules, [(grads.shard, grads.collector) for grads in self._grad_groups]
 
     def replayed(self) -> None:
         """See `Capturable`. Parameters that are kept unsharded are stale now, as after an optimizer

@@ -14,13 +14,12 @@ from unittest import mock
 
 import torch
 
-from shardgrad.engine import collect, scheduler
+from shardgrad.engine import collect
 from shardgrad.engine.grad_collector import GradCollector
-from shardgrad.engine.grad_group import GradGroup
+from shardgrad.engine.grad_group import GradGroup, ReductionScheduler
 from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.param import managed_by
 from shardgrad.engine.root import RootContext
-from shardgrad.engine.scheduler import ReductionScheduler
 from shardgrad.engine.unit import Unit
 from shardgrad.optim import selection
 
@@ -57,7 +56,7 @@ def _frozen_after_forward_is_trained() -> Iterator[Patch]:
     take = GradCollector.take
 
     def take_any(self: GradCollector, unsharded: torch.Tensor, *args: Any, **options: Any) -> bool:
-        sharded = self._params[self._index[id(unsharded)]].sharded
+        sharded = self.params[self._index[id(unsharded)]].sharded
         trains = sharded.requires_grad
         sharded.requires_grad_(True)
         try:
@@ -128,7 +127,6 @@ def _ties_in_the_order_of_a_set() -> Iterator[Patch]:
 def _written_gradients_are_lost() -> Iterator[Patch]:
     """Gradients that the program had put on unsharded parameters were never reduced."""
     yield mock.patch.object(GradGroup, "_collect_written")
-    yield mock.patch.object(scheduler, "_GRAD", return_value=None)
 
 
 DEFECTS: dict[str, Callable[[], Iterator[Patch]]] = {
