@@ -39,9 +39,9 @@ from rich.console import Console
     "--bound",
     "bound_s",
     type=float,
-    default=40.0,
+    default=60.0,
     help="Seconds allowed from the fault to the last exit; a longer run counts as a hang.  "
-    "[default: 40]",
+    "[default: 60]",
 )
 @click.option(
     "--record",

@@ -218,8 +218,7 @@ def _judge(kind: Fault, outcome: Outcome, run: Path) -> list[str]:
         problems.append(
             f"not everything ended within the bound: {outcome.statuses}, left {outcome.left}"
         )
-    # A launcher that was killed cannot remove the folder of its rendezvous store.
-    if outcome.litter and -signal.SIGKILL not in outcome.statuses:
+    if outcome.litter:
         problems.append(f"left behind: {outcome.litter}")
     if "Traceback" in outcome.words:
         problems.append(f"a traceback was printed: {outcome.words[-500:]}")

@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shardgrad.programs.train import launch, loop, spawn
+from shardgrad.programs.train import launch, loop
 from tests.drills.hosts import Hosts
 from tests.drills.injector import Plan, Trace, arm
 
@@ -48,7 +48,10 @@ _SEGMENTS = re.compile(r"torch_(\d+)_")  # of shared memory, with the process th
 _WARM = (
     launch,
     loop,
-    *map(importlib.import_module, ("torch._dynamo", "torch.onnx", "numpy.random")),
+    *map(
+        importlib.import_module,
+        ("torch._dynamo", "torch.onnx", "numpy.random", "torch.distributed.run"),
+    ),
 )
 
 Command = Callable[[Sequence[str]], None]
@@ -247,15 +250,8 @@ def losses(folder: Path) -> dict[int, float]:
 
 def _fork_ranks() -> None:
     """Makes the launcher in this process fork its ranks instead of starting new interpreters."""
-
-    class Forking:
-        """Replaces the `multiprocessing` module in the launcher."""
-
-        @staticmethod
-        def get_context(method: str) -> Any:
-            return multiprocessing.get_context("fork")
-
-    vars(spawn)["multiprocessing"] = Forking
+    fork = multiprocessing.get_context("fork")
+    multiprocessing.get_context = lambda method=None: fork  # type: ignore[assignment]
 
 
 def _fork(

@@ -127,4 +127,9 @@ def reports_in(words: str, accounts: Sequence[RankStatus]) -> list[Report]:
     the run.
     """
     said = [line.removeprefix(_PREFIX) for line in words.splitlines() if line.startswith(_PREFIX)]
-    return [Report(line, accounts) for line in said if "esume with: " in line]
+    # What the launcher says knows how a rank ended, and not where.
+    return [
+        Report(line, accounts)
+        for line in said
+        if "esume with: " in line and not re.match(r"Rank \d+ (was ended by|ended with)", line)
+    ]

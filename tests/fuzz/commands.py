@@ -25,8 +25,8 @@ from shardgrad.programs.plan.planning import make_plan
 from shardgrad.programs.plan.request import Request
 from shardgrad.programs.train.config import TrainConfig
 from shardgrad.programs.train.corpus import load_corpus
-from shardgrad.programs.train.failure import TrainingError
-from shardgrad.programs.train.rank import Job, Report
+from shardgrad.programs.train.failure import TrainingError, explain
+from shardgrad.programs.train.rank import Job
 from tests.fuzz.checkpoints import samples
 from tests.fuzz.inputs import (
     EDITS,
@@ -192,10 +192,8 @@ def _workplace() -> Path:
     return folder
 
 
-def _read_as_ranks_do(job: Job, ranks: int = 1, **_: Any) -> Report:
-    """What a rank reads before its first step, in this process, and how it would report an
-    error.
-    """
+def _read_as_ranks_do(job: Job, ranks: int = 1) -> int:
+    """Reads what a rank reads before its first step, in this process; returns its exit status."""
     config = job.config
     try:
         Series(job.folder / "checkpoints").latest()
@@ -207,10 +205,10 @@ def _read_as_ranks_do(job: Job, ranks: int = 1, **_: Any) -> Report:
                 seq_len=config.seq_len,
             )
     except TrainingError as error:
-        return Report(0, error.exit_status, str(error))
+        return error.exit_status
     except OSError as error:
-        return Report(0, 1, f"The operating system refused: {error}.")
-    return Report(0, 0)
+        return explain(error).exit_status
+    return 0
 
 
 def _made_sense(request: Request, *_: Any) -> None:
@@ -228,12 +226,11 @@ def call(words: list[str], variables: dict[str, str]) -> str:
     """
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, variables))
-        stack.enter_context(mock.patch("shardgrad.programs.train.launch.spawn", _read_as_ranks_do))
         stack.enter_context(
-            mock.patch("shardgrad.programs.train.launch.run_rank", _read_as_ranks_do)
+            mock.patch("shardgrad.programs.train.launch.launch_ranks", _read_as_ranks_do)
         )
         stack.enter_context(
-            mock.patch("shardgrad.programs.cli.train.os._exit", side_effect=SystemExit)
+            mock.patch("shardgrad.programs.train.launch.run_rank", _read_as_ranks_do)
         )
         stack.enter_context(
             mock.patch("shardgrad.programs.audit.audit._run", return_value=[_LEFT_OUT])

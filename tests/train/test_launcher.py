@@ -1,16 +1,18 @@
-"""What launchers put into the environment, and the address at which ranks meet."""
+"""What launchers put into the environment, and what ours says of a rank that cannot speak."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from shardgrad.programs.train.failure import UsageError
 from shardgrad.programs.train.launch import prepare, start
-from shardgrad.programs.train.launcher import torchrun_world_size
+from shardgrad.programs.train.launcher import _status_of, torchrun_world_size
 from tests.support.processes import run
 
 ROOT = Path(__file__).parents[2]
@@ -126,3 +128,33 @@ def test_a_launcher_that_makes_sense_is_believed(monkeypatch: pytest.MonkeyPatch
     for name, value in LAUNCHED.items():
         monkeypatch.setenv(name, value)
     assert torchrun_world_size() == 2
+
+
+@pytest.mark.parametrize(
+    ("exitcode", "status", "words"),
+    [
+        (
+            -signal.SIGKILL,
+            1,
+            "Rank 3 was ended by SIGKILL, as the system does when memory runs out.",
+        ),
+        (
+            -signal.SIGABRT,
+            1,
+            "Rank 3 was ended by SIGABRT, as gloo does to a rank that is sent more",
+        ),
+        (-signal.SIGSEGV, 1, "Rank 3 was ended by SIGSEGV."),
+        (7, 7, "Rank 3 ended with status 7 without a report."),
+        (1, 1, ""),
+        (2, 2, ""),
+        (130, 130, ""),
+    ],
+)
+def test_what_a_rank_could_not_say_is_said_for_it(
+    exitcode: int, status: int, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failure = ProcessFailure(3, 4711, exitcode, os.devnull)
+    assert _status_of(3, failure, tmp_path) == status
+    said = capsys.readouterr().err
+    assert said.startswith(f"shardgrad train: {words}" if words else "")
+    assert bool(said) == bool(words)

@@ -84,5 +84,5 @@ def test_ranks_of_a_large_world_connect_when_they_have_something_to_send(
         mock.patch.object(dist, "new_group"),
     ):
         os.environ.pop("TORCH_GLOO_LAZY_INIT", None)
-        parallel.join(TrainConfig(device="cpu"), init_method="env://")
+        parallel.join(TrainConfig(device="cpu"))
     assert found == [setting]

@@ -11,7 +11,7 @@ from shardgrad.diagnosis.flight_recorder import FlightRecorder
 from shardgrad.diagnosis.rank_status import Diagnosis, RankStatus, rank_status
 from shardgrad.diagnosis.watchdog import Watchdog
 from shardgrad.programs.train import rank
-from shardgrad.programs.train.failure import TrainingError
+from shardgrad.programs.train.failure import UsageError, explain
 
 GONE = RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4711")
 
@@ -38,20 +38,18 @@ def status_of(number: int) -> RankStatus:
     return rank_status(FlightRecorder(), number, thread=threading.get_ident(), error=None)
 
 
-def failed(error: BaseException, number: int, folder: Path, watchdog: Any) -> rank.Report:
-    return rank._failed(error, number, folder, cast(Watchdog, watchdog))
+def told(error: Exception, number: int, folder: Path, watchdog: Any) -> list[str]:
+    return rank._report(error, explain(error), number, folder, cast(Watchdog | None, watchdog))
 
 
-def test_the_first_witness_of_a_lost_rank_speaks_and_keeps_what_all_have_said(
+def test_the_first_witness_of_a_lost_rank_tells_it_and_keeps_what_all_have_said(
     tmp_path: Path,
 ) -> None:
     watchdog = Answers(1, witnesses=(0, 2))
-    second = failed(GONE, 2, tmp_path, watchdog)
-    assert not second.speaks
+    assert told(GONE, 2, tmp_path, watchdog) == []
     assert not list(tmp_path.iterdir())
-    first = failed(GONE, 0, tmp_path, watchdog)
-    assert first.speaks
-    assert first.sentence.startswith("Rank 1 does not answer. Ranks (0, 2) were waiting for it.")
+    (sentence,) = told(GONE, 0, tmp_path, watchdog)
+    assert sentence.startswith("Rank 1 does not answer. Ranks (0, 2) were waiting for it.")
     kept = json.loads((tmp_path / rank.RANK_STATUS).read_text())
     assert kept["finding"]["culprits"] == [1]
     assert [status["rank"] for status in kept["ranks"]] == [0, 2]
@@ -59,15 +57,18 @@ def test_the_first_witness_of_a_lost_rank_speaks_and_keeps_what_all_have_said(
 
 def test_an_error_of_one_rank_is_its_own_report_and_is_told_to_the_others(tmp_path: Path) -> None:
     watchdog, error = Answers(1, witnesses=(0,)), ValueError("a mistake")
-    report = failed(error, 0, tmp_path, watchdog)
-    assert report.what.startswith(
+    (sentence,) = told(error, 0, tmp_path, watchdog)
+    assert sentence.startswith(
         "Rank 0 failed at step 5, forward of layers.1: ValueError: a mistake"
     )
-    assert report.cause is rank.Cause.OWN
     assert watchdog.told == [error]
 
 
 def test_what_all_ranks_find_together_is_said_by_rank_0(tmp_path: Path) -> None:
-    for number in (0, 1):
-        report = failed(TrainingError("not finite"), number, tmp_path, Answers(1, witnesses=(0,)))
-        assert (report.what, report.speaks) == ("not finite", number == 0)
+    error = UsageError("not possible")
+    watchdog = Answers(1, witnesses=(0,))
+    assert [told(error, number, tmp_path, watchdog) for number in (0, 1)] == [[str(error)], []]
+
+
+def test_a_rank_that_has_not_met_the_others_speaks_for_itself(tmp_path: Path) -> None:
+    assert told(UsageError("no such device"), 1, tmp_path, None) == ["no such device"]

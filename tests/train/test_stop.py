@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import time
-from types import SimpleNamespace
 
 import pytest
 
@@ -16,11 +14,6 @@ from shardgrad.programs.train.stop import ECHO_S, StopRequest
 
 class EndedError(Exception):
     """The process would have ended."""
-
-
-def started_by(process: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    launcher = SimpleNamespace(pid=process)
-    monkeypatch.setattr(multiprocessing, "parent_process", lambda: launcher)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +29,6 @@ def test_a_second_request_ends_the_process_unless_it_echoes_the_first(
     moments = iter([5000.0, 5000.0 + apart_s])
     monkeypatch.setattr(time, "monotonic", lambda: next(moments))
     monkeypatch.setattr(os, "_exit", end)
-    monkeypatch.setattr(multiprocessing, "parent_process", lambda: None)
     stop = StopRequest()
     assert not stop.requested
     stop._on_signal(signal.SIGTERM, None)
@@ -48,21 +40,8 @@ def test_a_second_request_ends_the_process_unless_it_echoes_the_first(
         stop._on_signal(signal.SIGTERM, None)
 
 
-def test_a_request_that_our_launcher_forwards_late_is_no_second_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    moments = iter([5000.0, 5000.0 + 60 * ECHO_S])
-    monkeypatch.setattr(time, "monotonic", lambda: next(moments))
-    monkeypatch.setattr(os, "_exit", lambda status: pytest.fail("the process would have ended"))
-    started_by(os.getppid(), monkeypatch)
-    stop = StopRequest()
-    stop._on_signal(signal.SIGHUP, None)
-    stop._on_signal(signal.SIGTERM, None)
-    assert stop.requested
-
-
 def test_the_end_of_the_launcher_is_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    started_by(os.getppid(), monkeypatch)
-    assert not StopRequest().requested
-    started_by(os.getppid() + 1, monkeypatch)
-    assert StopRequest().requested
+    stop = StopRequest()
+    assert not stop.requested
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert stop.requested

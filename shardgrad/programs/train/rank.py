@@ -12,10 +12,10 @@ import os
 import sys
 import traceback
 from dataclasses import dataclass
-from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardgrad.programs.text import escaped
 from shardgrad.programs.train.config import TrainConfig
 from shardgrad.programs.train.failure import (
     CheckpointUnusable,
@@ -35,46 +35,6 @@ _PATIENCE_S = 10.0  # how long to wait for the other ranks' status
 _STALL = 0.8  # fraction of the collectives' timeout: report before a backend ends the process
 
 
-class Cause(IntEnum):
-    """How close a report is to the cause of a failure; the report with the lowest value is
-    printed.
-    """
-
-    OWN = 0  # the failure happened on this rank
-    SHARED = 1  # all ranks found the failure together, with the same message
-    CONSEQUENCE = 2  # the failure happened on another rank
-
-
-@dataclass(frozen=True)
-class Report:
-    """How a rank ended.
-
-    Args:
-        rank: the rank.
-        exit_status: 0 on success.
-        what: what happened, one sentence.
-        waits: where the other ranks wait because of it, one sentence.
-        hint: what to do.
-        cause: how close the report is to the cause of the failure.
-        speaks: whether this rank prints its report, if every rank has its own terminal.
-        stack: stack of the faulty rank, if it is not this one.
-    """
-
-    rank: int
-    exit_status: int
-    what: str = ""
-    waits: str = ""
-    hint: str = ""
-    cause: Cause = Cause.SHARED
-    speaks: bool = False
-    stack: tuple[str, ...] = ()
-
-    @property
-    def sentence(self) -> str:
-        """The complete report."""
-        return " ".join(filter(None, (self.what, self.waits, self.hint)))
-
-
 @dataclass(frozen=True)
 class Job:
     """What the ranks are to run.
@@ -92,13 +52,14 @@ class Job:
     debug: bool
 
 
-def run_rank(job: Job, *, init_method: str) -> Report:
-    """Trains as the rank given by the environment (`RANK`, `WORLD_SIZE`, ...); reports how it
-    ended.
+def run_rank(job: Job) -> None:
+    """Trains as the rank given by the environment (`RANK`, `WORLD_SIZE`, ...).
+
+    A failure ends the process, with the exit status of the error, after this rank or another has
+    said what happened.
 
     Args:
         job: what to run, the same on every rank.
-        init_method: as for `init_process_group`.
     """
     stop = StopRequest().install()
     folder = job.folder
@@ -110,7 +71,7 @@ def run_rank(job: Job, *, init_method: str) -> Report:
         from shardgrad.programs.train.loop import train
         from shardgrad.programs.train.parallel import join, require_same_settings, start_watchdog
 
-        world = join(job.config, init_method=init_method)
+        world = join(job.config)
         watchdog = start_watchdog(
             world, stall_s=_STALL * job.config.timeout, on_stall=_tell_of_stall
         )
@@ -125,14 +86,27 @@ def run_rank(job: Job, *, init_method: str) -> Report:
         watchdog.close()
         dist.destroy_process_group()
     except BaseException as error:  # CheckpointException of torch is not an Exception
+        stop.close()
         if job.debug:
             traceback.print_exc()
+        failure = explain(error)
         try:
-            return _failed(error, rank, folder, watchdog)
-        finally:
+            tell(*_report(error, failure, rank, folder, watchdog))
             if watchdog is not None:
                 watchdog.close()
-    return Report(rank, 0)
+        finally:
+            # Not sys.exit: the backends' threads may wait for ranks that have ended.
+            os._exit(failure.exit_status)
+    stop.close()
+
+
+def tell(*lines: str) -> None:
+    """Prints a report, if there is one: a sentence, and the frames of a stack."""
+    with contextlib.suppress(OSError):  # what read the output may be gone
+        sys.stdout.flush()
+        for number, line in enumerate(lines):
+            prefix = "  " if number else "shardgrad train: "
+            print(f"{prefix}{escaped(line)}", file=sys.stderr, flush=True)
 
 
 def resume_hint(folder: Path) -> str:
@@ -148,48 +122,38 @@ def resume_hint(folder: Path) -> str:
     return f"The newest checkpoint is {newest.name}; resume with: shardgrad train --resume {folder}"
 
 
-def _failed(error: BaseException, rank: int, folder: Path, watchdog: Watchdog | None) -> Report:
-    failure = explain(error)
-    hint = "" if isinstance(failure, UsageError | CheckpointUnusable) else resume_hint(folder)
-    if isinstance(error, TrainingError) or watchdog is None:
-        cause = Cause.CONSEQUENCE if isinstance(failure, PeerLost) else Cause.SHARED
-        return Report(
-            rank, failure.exit_status, str(failure), hint=hint, cause=cause, speaks=rank == 0
-        )
+def _report(
+    error: BaseException,
+    failure: TrainingError,
+    rank: int,
+    folder: Path,
+    watchdog: Watchdog | None,
+) -> list[str]:
+    """Returns what this rank is to tell of a failure; nothing, if another rank tells it."""
+    hint = [] if isinstance(failure, UsageError | CheckpointUnusable) else [resume_hint(folder)]
+    if watchdog is None:  # the ranks have not met
+        return [" ".join([str(failure), *hint])]
+    if isinstance(error, TrainingError):  # all ranks have found it together
+        return [" ".join([str(failure), *hint])] if rank == 0 else []
     if not isinstance(failure, PeerLost):
         watchdog.report_error(error)
-        what = f"Rank {rank} failed at {watchdog.location}: {failure}"
-        return Report(rank, failure.exit_status, what, hint=hint, cause=Cause.OWN, speaks=True)
+        return [" ".join([f"Rank {rank} failed at {watchdog.location}: {failure}", *hint])]
     finding, answers = watchdog.query_ranks(timeout_s=_PATIENCE_S)
-    witnesses = set(answers) - set(finding.culprits)
-    speaks = rank == min(witnesses, default=rank)
-    if speaks:
-        _keep(finding, answers, folder)
-    return Report(
-        rank,
-        failure.exit_status,
-        finding.what if finding.culprits else f"Rank {rank}: {failure} {finding.what}",
-        finding.waits,
-        hint,
-        Cause.CONSEQUENCE,
-        # A rank that failed by itself prints its own report.
-        speaks
-        and not any(answers[culprit].error for culprit in finding.culprits if culprit in answers),
-        finding.stack,
-    )
+    culprits = set(finding.culprits)
+    if rank != min(set(answers) - culprits, default=rank):
+        return []
+    _keep(finding, answers, folder)
+    if any(answers[culprit].error for culprit in culprits & set(answers)):
+        return []  # a rank that failed by itself tells it
+    what = finding.what if culprits else f"Rank {rank}: {failure} {finding.what}"
+    return [" ".join(filter(None, [what, finding.waits, *hint])), *finding.stack]
 
 
 def _tell_of_stall(finding: Diagnosis, answers: dict[int, RankStatus]) -> None:
     """Prints which rank the others wait for, on the lowest waiting rank, once per stall."""
     waiting = [rank for rank, answer in answers.items() if rank not in finding.culprits]
     if finding.culprits and int(os.environ["RANK"]) == min(waiting, default=-1):
-        print(
-            f"shardgrad train: {finding.sentence}",
-            *finding.stack,
-            sep="\n  ",
-            file=sys.stderr,
-            flush=True,
-        )
+        tell(finding.sentence, *finding.stack)
 
 
 def _keep(finding: Diagnosis, answers: dict[int, RankStatus], folder: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import contextlib
 import os
 import signal
 import stat
@@ -11,47 +11,38 @@ from types import FrameType
 
 from shardgrad.programs.train.failure import Interrupted
 
-# A terminal, torchrun and our launcher may each forward the same Ctrl-C.
+# A terminal and torchrun may each forward the same request; a terminal hangs up only once.
 ECHO_S = 1.0
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def leave_terminal(number: int) -> None:
-    """After a terminal has hung up, write nowhere instead: each write to it would raise."""
-    if number != signal.SIGHUP:
-        return
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (0, 1, 2):
-        if stat.S_ISCHR(os.fstat(descriptor).st_mode):
-            os.dup2(nowhere, descriptor)
-    os.close(nowhere)
-
-
-def stop_signals() -> tuple[signal.Signals, ...]:
+def stop_signals() -> list[signal.Signals]:
     """The signals that ask for a stop; not SIGHUP where it is ignored, as `nohup` has it."""
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    return tuple(number for number in STOP_SIGNALS if not (ignored and number == signal.SIGHUP))
+    return [number for number in _SIGNALS if not (ignored and number == signal.SIGHUP)]
 
 
 class StopRequest:
     """Records a request to stop this process; a second, later request ends the process at once.
 
-    The end of the process that started this one is a request, too. If that is the launcher of
-    `spawn`, it forwards the first request, seconds later on a loaded machine, and kills ranks on a
-    second one, so they do not end themselves.
+    The end of the process that started this one is a request, too.
     """
 
     def __init__(self) -> None:
         self._first_s: float | None = None
-        self._launcher = multiprocessing.parent_process()
-        # Which may have ended already, where it is the launcher.
-        self._parent = os.getppid() if self._launcher is None else self._launcher.pid
+        self._parent = os.getppid()
 
     def install(self) -> StopRequest:
         """Installs the signal handlers; only the main thread may call this."""
         for number in stop_signals():
             signal.signal(number, self._on_signal)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)  # the launcher held them back
         return self
+
+    def close(self) -> None:
+        """Ignores further requests, as nothing is left to be stopped."""
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
 
     @property
     def requested(self) -> bool:
@@ -59,9 +50,29 @@ class StopRequest:
         return self._first_s is not None or os.getppid() != self._parent
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        leave_terminal(number)
+        if number == signal.SIGHUP:
+            _leave_terminal()
         now_s = time.monotonic()
         if self._first_s is None:
             self._first_s = now_s
-        elif now_s - self._first_s > ECHO_S and self._launcher is None:
+            if number == signal.SIGINT:
+                self._say("Stopping after this step; Ctrl-C again stops at once.")
+        elif number != signal.SIGHUP and now_s - self._first_s > ECHO_S:
+            self._say("Stopped at once, without saving.")
             os._exit(Interrupted.exit_status)
+
+    def _say(self, words: str) -> None:
+        """Writes a line on the first rank, unless nobody is left who would read it."""
+        if os.environ.get("RANK") == "0" and os.getppid() == self._parent:
+            # Not print: the signal may have interrupted one.
+            with contextlib.suppress(OSError):
+                os.write(2, f"shardgrad train: {words}\n".encode())
+
+
+def _leave_terminal() -> None:
+    """After a terminal has hung up, write nowhere instead: each write to it would raise."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        if stat.S_ISCHR(os.fstat(descriptor).st_mode):
+            os.dup2(nowhere, descriptor)
+    os.close(nowhere)
