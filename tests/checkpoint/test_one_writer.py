@@ -301,25 +301,6 @@ def test_what_a_run_that_went_back_abandoned_is_neither_latest_nor_kept_for_it(
     assert names(tmp_path) == [*kept, "step_000070"][-keep:]
 
 
-def test_abandoned_checkpoints_stay_while_there_is_room_and_go_first(tmp_path: Path) -> None:
-    series = Series(tmp_path, keep=4)
-    for step in (10, 20, 30):
-        save(series, step)
-    (tmp_path / "latest").write_text("step_000010\n")
-    save(series, 40)
-    assert names(tmp_path) == [
-        "step_000010",
-        "step_000020.abandoned",
-        "step_000030.abandoned",
-        "step_000040",
-    ]
-    assert checkpoint.load(small(0), tmp_path / "step_000020.abandoned")["n"] == 20
-    (tmp_path / "latest").unlink()
-    assert series.latest() == series.path_of(40)
-    save(series, 50)
-    assert names(tmp_path) == ["step_000010", "step_000030.abandoned", "step_000040", "step_000050"]
-
-
 def test_a_reader_between_the_name_and_its_removal_finds_the_newer_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,6 @@ from shardgrad.programs.text import printable
 _ASIDE = ".tmp"
 _LOCK = ".lock"  # the name of the lock of a series, and the suffix of that of one checkpoint
 _REPLACED = ".replaced"  # suffix of the old folder while the new one takes its name
-_ABANDONED = ".abandoned"
 _POINTER = "latest"
 _POINTER_NBYTES = 4096  # a path, at most
 _STEP = re.compile(r"step_([0-9]{6,18})")
@@ -120,8 +119,8 @@ class Series:
     them.
 
     A run resumes from the checkpoint in `latest`, which may be edited to return to an older one.
-    The checkpoints of later steps are abandoned by that: the next one that is published renames
-    them to `step_000400.abandoned`, and retention removes them first.
+    Retention removes checkpoints of later steps than the one that is published first, then the
+    oldest ones.
 
     One process writes: the first that calls `acquire` or `publish`, until it calls `release` or
     ends.
@@ -170,7 +169,7 @@ class Series:
         return self._folder / f"step_{step:06d}"
 
     def complete(self) -> list[Path]:
-        """Returns every complete checkpoint that is not abandoned, oldest step first."""
+        """Returns every complete checkpoint, oldest step first."""
         names = {path.name.removesuffix(_REPLACED) for path in self._folder.glob("step_*")}
         steps = sorted(int(match[1]) for name in names if (match := _STEP.fullmatch(name)))
         return [found for step in steps if (found := _complete(self.path_of(step))) is not None]
@@ -194,7 +193,7 @@ class Series:
                 return newest
 
     def publish(self, path: Path) -> None:
-        """Writes a checkpoint's name into `latest`, and removes the oldest ones beyond `keep`.
+        """Writes a checkpoint's name into `latest`, and removes others beyond `keep`.
 
         Raises:
             CheckpointSaveError: another process writes there.
@@ -204,18 +203,11 @@ class Series:
         path = self._folder / path.name
         step = _step_of(path)
         self.acquire()
-        newest = self.latest()
-        went_on_from = step if newest is None else min(step, _step_of(newest))
         replace_synced(self._folder / _POINTER, path.name + "\n")
-        for later in self.complete():
-            if _step_of(later) > went_on_from and later != path:
-                abandoned = _with(later, _ABANDONED)
-                if abandoned.exists():
-                    _discard(abandoned)
-                later.rename(abandoned)
-        ours = [one for one in self.complete() if one != path]
-        oldest_first = [*sorted(self._folder.glob(f"step_*{_ABANDONED}")), *ours]
-        for one in oldest_first[: max(0, len(oldest_first) + 1 - self._keep)]:
+        others = [one for one in self.complete() if one != path]
+        later = [one for one in others if _step_of(one) > step]  # of a run that went back
+        older = [one for one in others if _step_of(one) < step]
+        for one in [*later, *older][: max(0, len(others) + 1 - self._keep)]:
             _discard(one)
 
     def recover(self) -> None:

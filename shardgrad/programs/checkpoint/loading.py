@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from shardgrad.errors import CheckpointError
 from shardgrad.extras import require
 from shardgrad.programs.checkpoint import manifest
-from shardgrad.programs.checkpoint.files import damaged
+from shardgrad.programs.checkpoint.files import damaged, open_plain
 from shardgrad.programs.checkpoint.metadata import METADATA, read_metadata
 from shardgrad.programs.checkpoint.peers import Peers
 from shardgrad.programs.checkpoint.state import flatten, rebuild
@@ -94,8 +94,7 @@ def load(
             what = "the checkpoint has unexpected entries"
             raise _misfit(folder, what, "none", f"also {listed(left)}")
 
-    def read(part: LoadPlan, is_dry: bool = False) -> None:
-        planner.is_dry = reader.is_dry = is_dry
+    def read(part: LoadPlan) -> None:
         with torch.no_grad():
             reader.read_data(part, planner).wait()
 
@@ -104,7 +103,7 @@ def load(
         manifest.check(folder, source.manifest, share)
         if not source.manifest and not source.is_safetensors:
             for part in parts:
-                read(part, is_dry=True)  # torch's archives have checksums of their own
+                reader.check(part)  # torch's archives have checksums of their own
 
     peers.together("plan", plan, require_used)
     if verify:
@@ -167,30 +166,37 @@ def _open(folder: Path) -> _Source:
 class _Reader(FileSystemReader):
     """torch's reader, which reads zip archives only: of anything else, torch would run the older
     formats.
-
-    Attributes:
-        is_dry: whether an archive's checksums are compared, which torch does not do.
     """
 
-    is_dry = False
+    def check(self, plan: LoadPlan) -> None:
+        """Compares the checksums that archives have themselves, which torch does not do.
+
+        Raises:
+            CheckpointError: one is damaged.
+        """
+        for info in (self.storage_data[item.storage_index] for item in plan.items):
+            with open_plain(Path(self.path) / info.relative_path) as file:
+                archive = io.BytesIO(self._slice_file(file, info).read())
+            bad = zipfile.ZipFile(archive).testzip()
+            if bad is not None:
+                raise _bad_entry(info.relative_path, f"a wrong CRC-32 of {printable(bad)}")
 
     def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
         view = super()._slice_file(file, sinfo)
-        is_zip = view.read(len(_ZIP)) == _ZIP
-        bad = None
-        if self.is_dry and is_zip:
-            view.seek(0)
-            bad = zipfile.ZipFile(io.BytesIO(view.read(-1))).testzip()
-        if not is_zip or bad is not None:
-            raise CheckpointError(
-                "an entry of the checkpoint is damaged, or not a zip archive",
-                expected="what torch.save writes",
-                got="something else" if bad is None else f"a wrong CRC-32 of {printable(bad)}",
-                where=printable(sinfo.relative_path),
-                fix="another checkpoint",
-            )
+        if view.read(len(_ZIP)) != _ZIP:
+            raise _bad_entry(sinfo.relative_path, "something else")
         view.seek(0)
         return view
+
+
+def _bad_entry(file: str, got: str) -> CheckpointError:
+    return CheckpointError(
+        "an entry of the checkpoint is damaged, or not a zip archive",
+        expected="what torch.save writes",
+        got=got,
+        where=printable(file),
+        fix="another checkpoint",
+    )
 
 
 class _Planner(DefaultLoadPlanner):
@@ -198,10 +204,7 @@ class _Planner(DefaultLoadPlanner):
 
     Attributes:
         values: what was read that is not a tensor, by name.
-        is_dry: whether tensors are read to check them, and thrown away.
     """
-
-    is_dry = False
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, allow_partial_load=True)
@@ -210,13 +213,6 @@ class _Planner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Reads a value."""
         self.values[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """Returns where a part of a tensor goes."""
-        if self.is_dry:
-            return torch.empty(read_item.lengths)
-        target: torch.Tensor = super().resolve_tensor(read_item)
-        return target
 
 
 def _require_fit(
