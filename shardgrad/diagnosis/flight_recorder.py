@@ -162,8 +162,7 @@ class FlightRecorder:
             it.
         unit: whose forward or backward ran last; empty before the first.
         progress_s: `time.monotonic()` when the last collective or phase was started.
-        waits_in: the collective that the host waits for, or waited for when it failed; with None in
-            place of the entry, the collective that another thread started last in that group.
+        waits_in: the collective that the host waits for, or waited for when it failed.
         reported: what this rank has refused since its last collective: the error's first line, and
             its fix.
         verdict: the collective that cannot end any more, and why; see `watchdog.py`.
@@ -174,7 +173,7 @@ class FlightRecorder:
         self.phase = ""
         self.unit = ""
         self.progress_s = time.monotonic()
-        self.waits_in: tuple[GroupLog, Entry | None] | None = None
+        self.waits_in: tuple[GroupLog, Entry] | None = None
         self.reported: tuple[str, str] | None = None
         self.verdict: tuple[Entry, Exception] | None = None
         self._logs: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupLog] = (
@@ -210,8 +209,7 @@ class FlightRecorder:
         if self.waits_in is None:
             return None, None
         log, entry = self.waits_in
-        entry = entry or (log.recent[-1] if log.recent else None)
-        return (None, None) if entry is None else (log.name, entry)
+        return log.name, entry
 
     def group_logs(self) -> list[GroupLog]:
         """Returns the logs of all process groups that are alive."""

@@ -5,9 +5,6 @@ Pure: nothing here communicates. `watchdog.py` collects the statuses.
 
 from __future__ import annotations
 
-import dataclasses
-import json
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -57,23 +54,6 @@ class RankStatus:
     collectives: dict[str, tuple[tuple[int, ...], tuple[Entry, ...]]]
     stack: tuple[str, ...]
 
-    def to_json(self) -> str:
-        """Returns the status as text."""
-        return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> RankStatus:
-        """Returns the status that `to_json` wrote."""
-        fields = json.loads(text)
-        awaited = fields["waiting_for"]
-        fields["waiting_for"] = None if awaited is None else Entry(*awaited)
-        fields["collectives"] = {
-            name: (tuple(ranks), tuple(Entry(*entry) for entry in entries))
-            for name, (ranks, entries) in fields["collectives"].items()
-        }
-        fields["stack"] = tuple(fields["stack"])
-        return cls(**fields)
-
     @property
     def location(self) -> str:
         """Where the rank is, for example "step 3, backward of layers.1"."""
@@ -92,15 +72,6 @@ class RankStatus:
         if self.step:
             where = describe_location(self.step, self.phase, "")
         return f"the {self.waiting_for.name}, {where}"
-
-    def last_seq_id(self, group: str) -> int:
-        """Returns how many collectives of a process group the rank has started."""
-        return _last(self.collectives.get(group, ((), ()))[1])
-
-    def entry(self, group: str, seq_id: int) -> Entry | None:
-        """Returns a collective of a process group, if it is still recorded."""
-        entries = self.collectives.get(group, ((), ()))[1]
-        return next((entry for entry in entries if entry.seq_id == seq_id), None)
 
 
 def describe_location(step: int, phase: str, unit: str) -> str:
@@ -304,14 +275,15 @@ def _desynchronized(statuses: Mapping[int, RankStatus]) -> Diagnosis | None:
     """Finds the first collective of a process group that its ranks called differently."""
     for group in dict.fromkeys(name for t in statuses.values() for name in t.collectives):
         members = [t for _, t in sorted(statuses.items()) if group in t.collectives]
-        seq_id = _first_difference(group, members)
+        calls: dict[int, dict[str, list[RankStatus]]] = {}  # by number, and by what was called
+        for t in members:
+            for entry in t.collectives[group][1]:
+                what = f"{entry.name} ({entry.numel} x {entry.dtype})"
+                calls.setdefault(entry.seq_id, {}).setdefault(what, []).append(t)
+        seq_id = min((n for n, made in calls.items() if len(made) > 1), default=None)
         if seq_id is None:
             continue
-        made: dict[str, list[RankStatus]] = {}
-        for t in members:
-            entry = t.entry(group, seq_id)
-            if entry is not None:
-                made.setdefault(f"{entry.name} ({entry.numel} x {entry.dtype})", []).append(t)
+        made = calls[seq_id]
         # The majority is taken to be right; of equally many, those with the lowest rank.
         right = max(made, key=lambda what: (len(made[what]), -made[what][0].rank))
         wrong = next(what for what in made if what != right)
@@ -327,13 +299,6 @@ def _desynchronized(statuses: Mapping[int, RankStatus]) -> Diagnosis | None:
             is_certain=True,
         )
     return None
-
-
-def _first_difference(group: str, members: Sequence[RankStatus]) -> int | None:
-    """Returns the first number under which two members have recorded different collectives."""
-    entries = {entry for t in members for entry in t.collectives[group][1]}
-    counts = Counter(entry.seq_id for entry in entries)
-    return min((seq_id for seq_id, count in counts.items() if count > 1), default=None)
 
 
 def _silent(
@@ -363,7 +328,9 @@ def _late(statuses: Mapping[int, RankStatus]) -> Diagnosis | None:
             continue
         for rank in t.collectives[t.group][0]:
             other = statuses.get(rank)
-            if other is not None and other.last_seq_id(t.group) < t.waiting_for.seq_id:
+            if other is None:
+                continue
+            if _last(other.collectives.get(t.group, ((), ()))[1]) < t.waiting_for.seq_id:
                 late[rank] = other
     if not late:
         return None

@@ -22,6 +22,7 @@ first second on.
 from __future__ import annotations
 
 import os
+import pickle
 import sys
 import threading
 import time
@@ -32,6 +33,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from multiprocessing.util import Finalize
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -174,9 +176,9 @@ class Watchdog:
             recorder, self._rank, thread=self._training_thread, error=error, has_ended=True
         )
         if not isinstance(error, RuntimeError) or not passes_collective(calls_of(error)):
-            self._store.set(_ENDED, own.to_json())
+            _tell(self._store, _ENDED, own)
         elif self._store.check([_ENDED]):
-            ended = RankStatus.from_json(self._store.get(_ENDED).decode())
+            ended: RankStatus = _told(self._store, _ENDED)
             own = replace(own, error=None, has_ended=False, waits="collective")
             statuses = {own.rank: own, ended.rank: ended}
             recorder.waits_in = None  # no wait is left that could be given up
@@ -252,7 +254,7 @@ class Watchdog:
         """Answers with this rank's status if a rank has asked since the last answer."""
         asked = asked or store.add(_ASKED, 0)
         if asked > self._answered:
-            store.set(str(self._rank), f"{asked} {own().to_json()}")
+            _tell(store, str(self._rank), (asked, own()))
             self._answered = asked
 
     def _query(
@@ -271,7 +273,7 @@ class Watchdog:
             if is_last:  # this rank ends soon, perhaps before others ask
                 self._answer(store, lambda: own, _LAST)
             if store.check([_ENDED]):
-                ended = RankStatus.from_json(store.get(_ENDED).decode())
+                ended: RankStatus = _told(store, _ENDED)
                 answers.setdefault(ended.rank, ended)
             if not asks:
                 return
@@ -302,11 +304,19 @@ class Watchdog:
             for rank in range(self._world_size):
                 if rank in answers or not store.check([str(rank)]):
                     continue
-                answered, _, text = store.get(str(rank)).decode().partition(" ")
-                if int(answered) >= number:
-                    answers[rank] = RankStatus.from_json(text)
+                answered, status = _told(store, str(rank))
+                if answered >= number:
+                    answers[rank] = status
                     heard_s = time.monotonic()
             time.sleep(self.period_s / 10)
+
+
+def _tell(store: Any, key: str, what: object) -> None:
+    store.set(key, pickle.dumps(what))  # it takes bytes, which its annotation does not say
+
+
+def _told(store: Store, key: str) -> Any:
+    return pickle.loads(store.get(key))
 
 
 def _within(seconds: float, work: Callable[[], None]) -> bool:
@@ -375,8 +385,9 @@ def _warn_or_give_up(diagnosis: Diagnosis, statuses: dict[int, RankStatus]) -> N
     lost = {rank for rank, t in statuses.items() if t.error is not None or t.has_ended}
     if not diagnosis.is_certain or dist.get_rank() in lost:
         return
-    log, entry = recorder.waits_in or (None, None)
-    if log is not None and entry is not None and lost.intersection(diagnosis.culprits, log.ranks):
+    awaited = recorder.waits_in
+    if awaited is not None and lost.intersection(diagnosis.culprits, awaited[0].ranks):
+        entry = awaited[1]
         recorder.verdict = (
             entry,
             CollectiveError(

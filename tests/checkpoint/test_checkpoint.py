@@ -276,7 +276,7 @@ def test_an_asynchronous_save_holds_the_state_of_its_call(
     assert not saving.done()
     assert not (tmp_path / "c").exists()
     gate.set()
-    saving.wait(10)
+    saving.result(10)
     assert same(checkpoint.load(state(1), tmp_path / "c"), state())
 
 
@@ -293,7 +293,7 @@ def test_two_saves_into_one_folder_do_not_write_over_each_other(
         with pytest.raises(CheckpointSaveError, match="still running"):
             again(small(2), tmp_path / "c")
     gate.set()
-    saving.wait(10)
+    saving.result(10)
     assert checkpoint.load(small(0), tmp_path / "c")["n"] == 1
     checkpoint.save(small(3), tmp_path / "c")
     assert checkpoint.load(small(0), tmp_path / "c")["n"] == 3
@@ -308,7 +308,7 @@ def test_an_asynchronous_save_that_fails_says_so_when_waited_for(
     monkeypatch.setattr(folders.Publication, "finish", full)
     saving = checkpoint.save_async(state(), tmp_path / "c")
     with pytest.raises(CheckpointSaveError, match="No space left"):
-        saving.wait(10)
+        saving.result(10)
     assert list(tmp_path.iterdir()) == []
 
 

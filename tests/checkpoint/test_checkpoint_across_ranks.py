@@ -261,9 +261,9 @@ def a_copy_that_fails_on_one_rank_fails_on_all(folder: str) -> str:
     with patch.object(_Planner, "copy", fail if dist.get_rank() else _Planner.copy):
         clock = FairClock()
         with pytest.raises(CheckpointSaveError, match="no room for the copy") as caught:
-            checkpoint.save_async({"x": torch.ones(3)}, folder, group=group).wait(60)
+            checkpoint.save_async({"x": torch.ones(3)}, folder, group=group).result(60)
     assert clock.elapsed_s() < 10
-    checkpoint.save_async({"x": torch.ones(3)}, folder, group=group).wait(60)
+    checkpoint.save_async({"x": torch.ones(3)}, folder, group=group).result(60)
     return str(caught.value)
 
 
@@ -284,7 +284,7 @@ def training_goes_on_while_a_checkpoint_is_written(folder: str) -> None:
         checkpoint.save_async(nested(model, optim), folder)
     saving = checkpoint.save_async(nested(model, optim), folder, group=group)
     take_steps(SHARDGRAD, model, optim, range(2, 6))
-    saving.wait(60)
+    saving.result(60)
     dist.barrier()
     assert not torch.equal(whole(model, optim)["head.weight"], right["head.weight"])
     load("shardgrad", folder, 1, right)

@@ -15,7 +15,6 @@ import shardgrad
 from shardgrad import checkpoint
 from shardgrad.checks.replica_report import checksum
 from shardgrad.diagnosis.flight_recorder import Entry, recorder
-from shardgrad.diagnosis.rank_status import RankStatus, rank_status
 from shardgrad.diagnosis.watchdog import Watchdog
 from tests.support.parity import SHARDGRAD, make_optimizer, token_loss, tower
 from tests.support.ranks import Ranks
@@ -55,32 +54,6 @@ def test_every_collective_of_a_save_is_in_the_journal_of_all_ranks(
     ours, theirs = two_ranks.run(journal_of_a_save, str(tmp_path / "c"))
     assert ours == theirs
     assert [entry.name for entry in ours] == [f"{part} of the checkpoint" for part in SAVE]
-
-
-def awaited_while_another_rank_publishes(folder: str) -> str:
-    """Rank 0 is slow to end a save that a thread makes; rank 1 waits for its own thread."""
-    group = dist.new_group(backend="gloo")
-    state = {"x": torch.ones(3)}
-    saving = checkpoint.save_async(state, folder, group=group, then=lambda: busy_for(1.0))
-    if dist.get_rank() == 0:
-        recorder.group_log(group).record("collective that rank 1 comes to later", None)
-    accounts: list[RankStatus] = []
-    trains = threading.get_ident()
-    look = threading.Timer(0.5, lambda: accounts.append(rank_status(recorder, 1, thread=trains)))
-    look.start()
-    saving.wait(60)
-    look.join()
-    assert recorder.waits_in is None
-    awaited = accounts[0].waiting_for
-    return "" if awaited is None else awaited.name
-
-
-def test_who_waits_for_a_save_under_way_names_the_collective_of_its_thread(
-    two_ranks: Ranks, tmp_path: Path
-) -> None:
-    told = two_ranks.run(awaited_while_another_rank_publishes, str(tmp_path / "c"))
-    assert told[1] == "writing of the checkpoint"
-    two_ranks.stop()  # their flight recorders differ from now on
 
 
 def ask_a_late_rank() -> tuple[tuple[int, ...], str, str]:

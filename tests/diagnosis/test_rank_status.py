@@ -34,21 +34,6 @@ def account_of(rank: int, recorder: FlightRecorder, *, error: str = "") -> RankS
     return rank_status(recorder, rank, thread=threading.get_ident(), error=error or None)
 
 
-def test_an_account_survives_the_store() -> None:
-    told = account_of(1, rank_that_began(UNITS), error="ValueError: no")
-    assert RankStatus.from_json(told.to_json()) == told
-
-
-def test_a_rank_whose_collective_has_no_number_waits_in_the_last_that_it_began() -> None:
-    recorder = rank_that_began(UNITS)
-    assert recorder.waits_in is not None
-    log = recorder.waits_in[0]
-    recorder.waits_in = log, None
-    assert recorder.waiting_for() == ("group", log.recent[-1])
-    recorder.waits_in = None
-    assert recorder.waiting_for() == (None, None)
-
-
 def test_a_silent_rank_is_named_with_who_waits_for_it_and_where() -> None:
     heard = {rank: account_of(rank, rank_that_began(UNITS)) for rank in (0, 2)}
     finding = diagnose(heard, 3)

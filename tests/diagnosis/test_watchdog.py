@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 import shardgrad
 from shardgrad.diagnosis import watchdog as module
 from shardgrad.diagnosis.flight_recorder import recorder
-from shardgrad.diagnosis.rank_status import RankStatus
 from shardgrad.diagnosis.watchdog import Watchdog
 from tests.support.parity import SHARDGRAD, token_loss, tower
 from tests.support.ranks import Ranks
@@ -169,7 +168,7 @@ def ends(error: BaseException | None) -> tuple[str | None, bool, bool]:
     assert watchdog is not None
     with mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("at shutdown")):
         watchdog.end(error)
-    status = RankStatus.from_json(watchdog._asking.get(module._ENDED).decode())
+    status = module._told(watchdog._asking, module._ENDED)
     dist.barrier()
     watchdog._asking.delete_key(module._ENDED)
     return status.error, status.has_ended, watchdog.closed

@@ -6,7 +6,9 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from shardgrad.diagnosis.flight_recorder import Entry
 from shardgrad.diagnosis.rank_status import RankStatus
 from tests.drills.injector import Trace
 
@@ -119,7 +121,21 @@ def read_accounts(path: Path) -> list[RankStatus]:
         told = json.loads(path.read_text(encoding="utf-8"))["ranks"]
     except (OSError, ValueError):
         return []
-    return [RankStatus.from_json(json.dumps(each)) for each in told]
+    return [_status(each) for each in told]
+
+
+def _status(told: dict[str, Any]) -> RankStatus:
+    """Returns a status from its fields, in which JSON has lists for tuples."""
+    awaited = told["waiting_for"]
+    collectives = {
+        name: (tuple(ranks), tuple(Entry(*entry) for entry in entries))
+        for name, (ranks, entries) in told["collectives"].items()
+    }
+    return RankStatus(
+        **told
+        | {"waiting_for": awaited and Entry(*awaited), "collectives": collectives}
+        | {"stack": tuple(told["stack"])}
+    )
 
 
 def reports_in(words: str, accounts: Sequence[RankStatus]) -> list[Report]:

@@ -14,10 +14,9 @@ from shardgrad.programs.checkpoint.loading import load
 from shardgrad.programs.checkpoint.manifest import verify
 from shardgrad.programs.checkpoint.metadata import read_metadata
 from shardgrad.programs.checkpoint.safetensors import export_checkpoint
-from shardgrad.programs.checkpoint.saving import Saving, save, save_async
+from shardgrad.programs.checkpoint.saving import save, save_async
 
 __all__ = [
-    "Saving",
     "Series",
     "export_checkpoint",
     "load",

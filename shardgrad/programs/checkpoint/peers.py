@@ -26,17 +26,15 @@ _Result = TypeVar("_Result")
 class Peers:
     """The ranks of a process group, or one process, with torch's collectives for checkpoints.
 
-    Each is recorded in the flight recorder as "`step` of the checkpoint". If a part fails on any
-    rank, all ranks raise the error of the lowest of these, with its global rank; it has a cause
-    only on the rank whose error it is.
+    Each is recorded in the flight recorder as "`step` of the checkpoint", but for those of another
+    thread than the one that made this object. If a part fails on any rank, all ranks raise the
+    error of the lowest of these, with its global rank; it has a cause only on the rank whose error
+    it is.
 
     Args:
         group: a process group; None is the default group, or this process alone.
         error: the type that errors without a type of ours become.
         where: the checkpoint, which such errors name.
-
-    Attributes:
-        log: of the group in the flight recorder; None for one process.
     """
 
     def __init__(
@@ -52,9 +50,9 @@ class Peers:
         self._trains = threading.get_ident()
         self.rank = self._torch.get_rank()
         self.count = self._torch.get_world_size()
-        self.log: GroupLog | None = None
+        self._log: GroupLog | None = None
         if self.count > 1:
-            self.log = recorder.group_log(group or dist.distributed_c10d._get_default_group())
+            self._log = recorder.group_log(group or dist.distributed_c10d._get_default_group())
 
     def together(
         self,
@@ -103,22 +101,21 @@ class Peers:
         if not isinstance(error, ShardgradError):
             raise error  # an interruption
         told = {**vars(error)}
-        if self.log is not None:
-            whose = f"rank {self.log.ranks[rank]}"
+        if self._log is not None:
+            whose = f"rank {self._log.ranks[rank]}"
             told["where"] = "; ".join(filter(None, (error.where, whose)))
         raise type(error)(**told) from (mine[0] if mine and rank == self.rank else None)
 
     @contextmanager
     def _noted(self, words: str) -> Iterator[None]:
-        """Records a collective; training waits for it unless the background thread launches it."""
-        if self.log is None:
+        """Records a collective that training waits for; it does not for those of a background
+        save.
+        """
+        if self._log is None or threading.get_ident() != self._trains:
             yield
-        elif threading.get_ident() == self._trains:
-            with self.log.waiting(words):
-                yield
         else:
-            self.log.record(words, None)
-            yield
+            with self._log.waiting(words):
+                yield
 
     def _told(self, error: Exception) -> ShardgradError:
         """Returns an error as one of ours, which can be sent to the other ranks."""

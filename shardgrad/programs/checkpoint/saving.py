@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import torch.distributed as dist
@@ -17,7 +16,6 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.errors import CheckpointSaveError
 from shardgrad.programs.checkpoint import manifest
 from shardgrad.programs.checkpoint.folder import Publication
@@ -66,7 +64,7 @@ def save_async(
     *,
     group: dist.ProcessGroup | None = None,
     then: Callable[[], None] | None = None,
-) -> Saving:
+) -> Future[None]:
     """Like :func:`save`, but returns when the state is copied to the host; a thread writes the
     copy.
 
@@ -80,11 +78,11 @@ def save_async(
         then: as for `save`, called on the thread.
 
     Returns:
-        The running save.
+        The running save, whose `result()` waits for the checkpoint.
 
     Raises:
         CheckpointError, CheckpointSaveError: an error before the copy is complete, on every rank.
-            `wait` raises later errors.
+            `result()` raises later errors.
     """
     folder = Path(folder)
     peers = Peers(group, where=folder)
@@ -98,50 +96,10 @@ def save_async(
     write = _Write(folder, peers, then)
     write.plan(state)
     write.copy()
-    return Saving(write)
-
-
-class Saving:
-    """A running asynchronous save. The process does not exit before it has ended, unless killed."""
-
-    def __init__(self, write: _Write) -> None:
-        self._future: Future[None] = Future()
-        self._write = write
-        Thread(target=self._run, name="checkpoint").start()
-
-    def _run(self) -> None:
-        try:
-            self._write()
-        except BaseException as error:  # raised by `wait`
-            self._future.set_exception(error)
-        else:
-            self._future.set_result(None)
-
-    def done(self) -> bool:
-        """Returns whether the save has ended, with or without an error."""
-        return self._future.done()
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Waits for the checkpoint.
-
-        Args:
-            timeout_s: largest number of seconds to wait; None waits without limit.
-
-        Raises:
-            CheckpointSaveError: the checkpoint could not be written.
-            TimeoutError: the checkpoint is not complete after `timeout_s`.
-        """
-        log = self._write.peers.log
-        if log is not None:  # waits for a collective of the thread
-            recorder.waits_in = log, None
-        error = None
-        try:
-            error = self._future.exception(timeout_s)
-        finally:
-            if error is None:  # else it is kept for the report
-                recorder.waits_in = None
-        if error is not None:
-            raise error
+    thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+    saving = thread.submit(write)
+    thread.shutdown(wait=False)  # after what was submitted; a process that ends waits for it too
+    return saving
 
 
 class _Write:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.optim.lr_scheduler import LambdaLR
 
 from shardgrad.errors import CheckpointError, CheckpointSaveError
-from shardgrad.programs.checkpoint import Saving, Series, load, save, save_async
+from shardgrad.programs.checkpoint import Series, load, save, save_async
 from shardgrad.programs.checkpoint.peers import Peers
 from shardgrad.programs.train.failure import CheckpointUnusable, TrainingError, UsageError
 from shardgrad.programs.train.model import Transformer
@@ -69,7 +70,7 @@ class Checkpoints:
         self._is_async = is_async
         self._timeout = timedelta(seconds=timeout_s)
         self._group: dist.ProcessGroup | None = None
-        self._saving: Saving | None = None
+        self._saving: Future[None] | None = None
 
     def acquire(self, world: World) -> None:
         """Locks the folder, so that only this run writes into it. A collective.
@@ -122,7 +123,7 @@ class Checkpoints:
         saving, self._saving = self._saving, None
         if saving is not None:
             with _translated_errors():
-                saving.wait()
+                saving.result()
 
     def load(self, state: TrainState, world: World) -> None:
         """Loads the newest checkpoint into `state`; the number of ranks may differ. A collective.

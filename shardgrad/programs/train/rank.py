@@ -160,7 +160,7 @@ def _keep(finding: Diagnosis, answers: dict[int, RankStatus], folder: Path) -> N
     """Writes the finding and the status of every rank into the run folder, if it is writable."""
     facts = {
         "finding": dataclasses.asdict(finding),
-        "ranks": [json.loads(t.to_json()) for t in answers.values()],
+        "ranks": list(map(dataclasses.asdict, answers.values())),
     }
     with contextlib.suppress(OSError):
         (folder / RANK_STATUS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
