@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -55,39 +56,20 @@ def eager_losses(count: int, rows: int = 4) -> list[float]:
     return losses(step_of(*build()), range(count), rows)
 
 
-def test_a_step_is_captured_again_after_reset() -> None:
+def test_steps_of_one_pool_are_reset_closed_and_captured_again() -> None:
     model, optimizer = build()
-    step = shardgrad.graphed_step(model, optimizer, warmup=2)(step_of(model, optimizer))
-    seen = losses(step, range(4))
-    step.reset()
-    seen += losses(step, range(4, 8))
-    assert seen == eager_losses(8)
-    assert (step.captures, step.replays) == (1, 2)
-
-
-def test_another_step_is_captured_in_the_pool_of_a_closed_one() -> None:
-    model, optimizer = build()
-    first = shardgrad.graphed_step(model, optimizer, warmup=2)(step_of(model, optimizer))
-    seen = losses(first, range(4))
-    first.close()
-    second = shardgrad.graphed_step(model, optimizer, warmup=2, pool=first.pool)(
-        step_of(model, optimizer)
-    )
-    seen += losses(second, range(4, 8))
-    assert seen == eager_losses(8)
-    assert (second.captures, second.replays) == (1, 2)
-
-
-def test_a_pool_lives_on_when_one_of_its_steps_is_reset() -> None:
-    model, optimizer = build()
-    first = shardgrad.graphed_step(model, optimizer, warmup=2)(step_of(model, optimizer))
-    second = shardgrad.graphed_step(model, optimizer, warmup=2, pool=first.pool)(
-        step_of(model, optimizer)
-    )
+    graphed = partial(shardgrad.graphed_step, model, optimizer, warmup=2)
+    first = graphed()(step_of(model, optimizer))
+    second = graphed(pool=first.pool)(step_of(model, optimizer))
     seen = losses(first, range(4)) + losses(second, range(4, 8))
     first.reset()
     seen += losses(second, range(8, 10)) + losses(first, range(10, 14))
-    assert seen == eager_losses(14)
+    assert (first.captures, first.replays) == (1, 2)
+    first.close()
+    third = graphed(pool=first.pool)(step_of(model, optimizer))
+    seen += losses(third, range(14, 18))
+    assert (third.captures, third.replays) == (1, 2)
+    assert seen == eager_losses(18)
 
 
 def test_other_calls_are_captured_after_a_first_capture_failed() -> None:
@@ -144,6 +126,3 @@ def test_torch_alone_captures_a_step(reshard: bool, evaluates_first: bool) -> No
         return seen
 
     assert graphed() == eager_losses(8)
-
-
-# -- what one call leaves to the next

@@ -1,5 +1,5 @@
-"""One rank on one device. On a machine with a GPU: `make test ARGS="tests/gpu"`; elsewhere the CPU
-runs it.
+"""One rank on one device. On a machine with a GPU: `make test ARGS="tests/gpu"`; without one
+`make test-cuda`.
 
 World size 1 has every stream, mark and kernel of a larger one and no peer, so results must equal
 the unsharded run bit for bit, however late a producer's stream is.
@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -22,13 +19,16 @@ from shardgrad import fully_shard, ops
 from shardgrad.ops import library
 from shardgrad.programs.cli import doctor
 
-HAS_CUDA = torch.cuda.is_available()
-NEEDS_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not HAS_CUDA, reason="no GPU")]
-DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+    pytest.mark.usefixtures("one_rank"),
+]
+DEVICE = torch.device("cuda")
 
 
 class SideStreams(nn.Module):
-    """Two branches, the second on a stream of its own if the device has any, late if asked to."""
+    """Two branches, the second on a stream of its own, if it has one; late if asked to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,16 +37,13 @@ class SideStreams(nn.Module):
         self.side: torch.cuda.Stream | None = None
         self.delay_cycles = 0
 
-    def _on_side(self) -> AbstractContextManager[object]:
-        return nullcontext() if self.side is None else torch.cuda.stream(self.side)
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.side is not None:
-            self.side.wait_stream(torch.cuda.current_stream())
-        with self._on_side():
+        home = torch.cuda.current_stream()
+        side = self.side or home
+        side.wait_stream(home)
+        with torch.cuda.stream(side):
             right = self.right(_Late.apply(x, self.delay_cycles))
-        if self.side is not None:
-            torch.cuda.current_stream().wait_stream(self.side)
+        home.wait_stream(side)
         return self.left(x) + right
 
 
@@ -70,24 +67,15 @@ def _sleep(cycles: int) -> None:
         torch.cuda._sleep(cycles)
 
 
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    chosen = torch.device(request.param)
-    backend = "nccl" if chosen.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    yield chosen
-    dist.destroy_process_group()
-
-
-def build(device: torch.device, layers: int = 3) -> nn.Sequential:
+def build() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(SideStreams() for _ in range(layers))).to(device)
+    return nn.Sequential(*(SideStreams() for _ in range(3))).to(DEVICE)
 
 
-def train(model: nn.Module, device: torch.device, steps: int = 4) -> list[torch.Tensor]:
+def train(model: nn.Module) -> list[torch.Tensor]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(steps):
-        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(step)).to(device)
+    for step in range(4):
+        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(step)).to(DEVICE)
         model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -99,53 +87,42 @@ def train(model: nn.Module, device: torch.device, steps: int = 4) -> list[torch.
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("reshard", [True, False])
-def test_side_streams_train_bit_for_bit_like_an_unsharded_run(
-    device: torch.device, reshard: bool, late: bool
-) -> None:
-    plain = build(device)
+def test_side_streams_train_bit_for_bit_like_an_unsharded_run(reshard: bool, late: bool) -> None:
+    plain = build()
     sharded = copy.deepcopy(plain)
-    if device.type == "cuda":
-        for block in sharded:
-            block.side = torch.cuda.Stream()
-            block.delay_cycles = 20_000_000 if late else 0
-    mesh = init_device_mesh(device.type, (1,))
+    mesh = init_device_mesh("cuda", (1,))
     for block in sharded:
+        block.side = torch.cuda.Stream()
+        block.delay_cycles = 20_000_000 if late else 0
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
     fully_shard(sharded, mesh=mesh)
-    for ours, theirs in zip(train(sharded, device), train(plain, device), strict=True):
+    for ours, theirs in zip(train(sharded), train(plain), strict=True):
         assert torch.equal(ours, theirs)
 
 
-def test_only_a_gpu_without_kernels_is_warned_of(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_without_kernels_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "has_kernels", lambda device_type: False)
     library.check_kernels.cache_clear()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        fully_shard(build(device), mesh=init_device_mesh(device.type, (1,)))
+        fully_shard(build(), mesh=init_device_mesh("cuda", (1,)))
     library.check_kernels.cache_clear()
     about = [each for each in told if "kernels for CUDA were not built" in str(each.message)]
-    assert len(about) == (device.type == "cuda")
-    assert all(each.filename == __file__ for each in about)
+    assert [each.filename for each in about] == [__file__]
 
 
-def test_the_doctor_says_where_references_run(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_doctor_says_where_references_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "has_kernels", lambda device_type: False)
-    found = dict(doctor._facts(device))["shardgrad ops"]
-    assert found == ops.backend() + {"cpu": "", "cuda": "; reference on cuda"}[device.type]
+    found = dict(doctor._facts(DEVICE))["shardgrad ops"]
+    assert found == ops.backend() + "; reference on cuda"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_kernels_on_the_device_equal_the_reference(
-    device: torch.device, dtype: torch.dtype
-) -> None:
+def test_kernels_on_the_device_equal_the_reference(dtype: torch.dtype) -> None:
     table = torch.tensor([[7 * 33, 4 * 33, 192, 0, 0], [5, 3, 64, 192, 256]])
     grads = [torch.randn(7, 33), torch.randn(5)]
     results = []
-    for where in (torch.device("cpu"), device):
+    for where in (torch.device("cpu"), DEVICE):
         slot = torch.zeros(2 * 256, dtype=dtype, device=where)
         ops.pack([g.to(where) for g in grads], slot, table, chunk_numel=256, divisor=2.0)
         whole = torch.zeros(320, dtype=dtype, device=where)

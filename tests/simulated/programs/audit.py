@@ -29,12 +29,10 @@ def edges() -> dict[Edge, dict[str, int]]:
     return found
 
 
-def is_noticed(
-    makers: Mapping[str, int], *, removed: Edge | None = None, not_recorded: str = ""
-) -> bool:
+def is_noticed(makers: Mapping[str, int], removed: Edge) -> bool:
     """Returns whether one of the programs that make an edge has a hazard without it."""
     for name in sorted(makers, key=lambda name: (CASES[name].model.ranks, -makers[name])):
-        with watched(removed, not_recorded=not_recorded):
+        with watched(removed):
             if run(CASES[name]).hazards:
                 return True
     return False

@@ -79,9 +79,8 @@ def _place(frame: FrameType | None) -> str:
 class _Watch:
     """What marks report to, and which of their edges is taken out."""
 
-    def __init__(self, removed: Edge | None, not_recorded: str) -> None:
+    def __init__(self, removed: Edge | None) -> None:
         self.removed = removed
-        self.not_recorded = not_recorded
         self.seen: dict[Edge, int] = {}
 
     def passes(self, edge: Edge) -> bool:
@@ -97,10 +96,7 @@ class _WatchedMark(_MarkOfAnEvent):  # type: ignore[misc]
     watch: _Watch
 
     def record(self, stream: Any) -> None:
-        place = _place(sys._getframe(1))
-        if place == self.watch.not_recorded:
-            return
-        self._place = place
+        self._place = _place(sys._getframe(1))
         super().record(stream)
 
     def wait(self, stream: Any) -> None:
@@ -111,14 +107,13 @@ class _WatchedMark(_MarkOfAnEvent):  # type: ignore[misc]
 
 
 @contextlib.contextmanager
-def watched(removed: Edge | None = None, *, not_recorded: str = "") -> Iterator[dict[Edge, int]]:
+def watched(removed: Edge | None = None) -> Iterator[dict[Edge, int]]:
     """Yields how often each edge was made by the engines that are built in this context.
 
     Args:
         removed: an edge that is not made: the wait does nothing.
-        not_recorded: a place whose marks stay where they were, or never recorded.
     """
-    watch = _Watch(removed, not_recorded)
+    watch = _Watch(removed)
     marks = type("_WatchedMark", (_WatchedMark,), {"__slots__": (), "watch": watch})
     enter, wait = collectives.SimulatedGroup._enter, collectives.Work.wait
 
