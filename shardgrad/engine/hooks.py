@@ -214,6 +214,11 @@ class HookedUnit(Unit):
         if not context.scheduler.backward_running:
             for grads in self.grad_groups:
                 grads.refresh_trainable()
+        begins = _tensors_with_grad(output) if torch.is_grad_enabled() else []
+        if torch.is_grad_enabled() and not begins and self._expects_backward():
+            # No output says when backward comes, as where torch cannot look into the object that
+            # has the tensors.
+            self.held = True
         if not recomputing and module not in self.running:
             self.waiting_modules.discard(module)
             if not self.waiting_modules and context.reshards_after_forward(self):
@@ -224,12 +229,19 @@ class HookedUnit(Unit):
             # Any output may be the first whose gradient comes, and some may get none, so each has
             # the hook. The place in the order says which unit backward comes to next.
             call = _Call(0 if recomputing else context.ran_forward(self))
-            for tensor in _tensors_with_grad(output):
+            for tensor in begins:
                 tensor.register_hook(functools.partial(self.pre_backward, call))
+                # A view that is changed in place loses its hook; the tensor that it is of does not.
+                if tensor._base is not None and tensor._base.requires_grad:
+                    tensor._base.register_hook(functools.partial(self._pre_backward_of_base, call))
         if not recomputing:
             context.leave_forward(self)
         dtype = self.mp_policy.output_dtype
         return output if dtype is None else _cast(dtype, output)
+
+    def _expects_backward(self) -> bool:
+        """Returns whether gradients may go through a call: to its inputs, or to parameters."""
+        return self.outstanding > 0 or any(grads.params for grads in self.grad_groups)
 
     def _refuse_outputs_in_parameters(self, output: Any) -> None:
         """Refuses outputs that are views of parameters, whose memory is about to be freed."""
@@ -284,6 +296,11 @@ class HookedUnit(Unit):
                     if unit.unshard_in_backward:
                         unit.unshard(context.comm_ctx)
             self.wait_for_unshard(context.comm_ctx)
+
+    def _pre_backward_of_base(self, call: _Call, grad: torch.Tensor) -> None:
+        """Runs `pre_backward`, unless the gradient of an output has."""
+        if call.begun_in != _graph_task():
+            self.pre_backward(call, grad)
 
     def _post_backward(self, *, counted: bool = False) -> None:
         """All gradients of one call's inputs are there: nothing below needs this unit's

@@ -62,7 +62,8 @@ class Unit:
         partner: whose streams and staging are to be shared once this unit is a root.
         methods_running: registered methods that run; a forward inside one is no remainder of one
             that failed.
-        held: the program has unsharded them, and waited: a forward with gradients leaves them so.
+        held: the program has unsharded them, and waited, or no output will say when backward comes:
+            a forward with gradients leaves them so.
         before_outermost_forward: called before an outermost forward with gradients; may refuse it.
         accept: called once ranks have agreed on the model, with all units; a collective; may refuse
             them.

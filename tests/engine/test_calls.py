@@ -208,30 +208,64 @@ def test_a_list_called_in_chunks_goes_with_every_option(
 # -- what goes in and comes out
 
 
-class Silent(nn.Module):
-    """Returns None; it leaves its loss in an attribute."""
+class Unseen:
+    """Torch does not look into it."""
 
-    def __init__(self) -> None:
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+
+GIVE: dict[str, Callable[[Tensor], object]] = {
+    "nothing": lambda _: None,
+    "an object": Unseen,
+    "a view that is changed in place": lambda values: values,
+}
+
+
+class Layer(nn.Module):
+    """Leaves a view, which backward needs its weight for, in an attribute, and returns `give` of
+    it.
+    """
+
+    def __init__(self, give: str) -> None:
         super().__init__()
-        self.linear = nn.Linear(5, 3)
+        self.linear = nn.Linear(5, 5)
+        self.give = GIVE[give]
 
-    def forward(self, x: Tensor) -> None:
-        self.loss = self.linear(x).square().mean()
+    def forward(self, x: Tensor) -> object:
+        self.values = (self.linear(x)[None] * self.linear.weight.mean()).squeeze(0)
+        return self.give(self.values)
 
 
-def train_silent(engine: Engine) -> Tensors:
+class Layers(nn.Module):
+    def __init__(self, give: str) -> None:
+        super().__init__()
+        self.a, self.b, self.head = Layer(give), Layer(give), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.a, self.b):
+            layer(x)
+            x = layer.values.mul_(2)
+        return self.head(x)
+
+
+def train_layers(engine: Engine, give: str) -> Tensors:
     torch.manual_seed(0)
-    model = engine.fully_shard(Silent(), reshard_after_forward=False)
+    model = Layers(give)
+    for module in (model.a, model.b, model):
+        engine.fully_shard(module, reshard_after_forward=True)
 
     def loop(engine: Engine, model: nn.Module, step: int) -> None:
-        assert model(engine.inputs(step, 5, dtype=model.linear.weight.dtype)) is None
-        model.loss.backward()
+        model(engine.inputs(step, 5, dtype=model.a.linear.weight.dtype)).square().mean().backward()
 
     return train_with(engine, model, loop)
 
 
-def test_a_module_that_returns_none_still_trains(two_ranks: Ranks) -> None:
-    two_ranks.run(close_to_unsharded, train_silent)
+@pytest.mark.parametrize("give", GIVE)
+def test_backward_finds_the_weights_of_a_unit_whatever_it_returns(
+    two_ranks: Ranks, give: str
+) -> None:
+    two_ranks.run(close_to_unsharded, train_layers, give)
 
 
 class Task(nn.Module):
