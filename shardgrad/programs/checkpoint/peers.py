@@ -6,10 +6,9 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from shardgrad.diagnosis.flight_recorder import GroupLog, recorder
@@ -21,6 +20,15 @@ require("numpy", feature="shardgrad.programs.checkpoint")  # torch's collectives
 
 _Mine = TypeVar("_Mine")
 _Result = TypeVar("_Result")
+
+
+class _Failed(NamedTuple):
+    """What a rank sends in place of a result. torch sends a traceback with it, which torch 2.11
+    cannot pickle with Python 3.13, so that the other ranks wait.
+    """
+
+    rank: int
+    error: ShardgradError
 
 
 class Peers:
@@ -50,6 +58,7 @@ class Peers:
         self._trains = threading.get_ident()
         self.rank = self._torch.get_rank()
         self.count = self._torch.get_world_size()
+        self._cause: Exception | None = None  # of this rank's last failure
         self._log: GroupLog | None = None
         if self.count > 1:
             self._log = recorder.group_log(group or dist.distributed_c10d._get_default_group())
@@ -58,10 +67,10 @@ class Peers:
         self,
         step: str,
         work: Callable[[], _Mine],
-        then: Callable[[list[_Mine]], None] = lambda results: None,
+        then: Callable[[list[_Mine]], object] = lambda results: None,
     ) -> None:
         """Does `work` on every rank, and then, with all results, `then` on the first rank."""
-        self._agree(self._torch.all_reduce, step, work, then)
+        self.scatter(step, work, lambda results: [then(results)] * self.count)
 
     def scatter(
         self,
@@ -70,51 +79,51 @@ class Peers:
         then: Callable[[list[_Mine]], list[_Result]],
     ) -> _Result:
         """Like `together`; returns this rank's entry of what `then` returns."""
-        mine: _Result = self._agree(self._torch.reduce_scatter, step, work, then)
-        return mine
+        with self._noted(step):
+            results: list[Any] | None = self._torch.gather_object(self._tried(work))
+            parts: Any = None
+            if results is not None:  # on the first rank
+                failed = [each for each in results if isinstance(each, _Failed)]
+                parts = failed[0] if failed else self._tried(lambda: then(results))
+                if isinstance(parts, _Failed):
+                    parts = [parts] * self.count
+            part: _Result | _Failed = self._torch.scatter_object(parts)
+        return self._checked(part)
 
     def broadcast(self, step: str, work: Callable[[], _Result]) -> _Result:
         """Returns what `work` returns on the first rank, where alone it is done."""
-        result: _Result = self._agree(self._torch.broadcast, step, work)
-        return result
+        with self._noted(step):
+            tried: Any = None if self.rank else self._tried(work)
+            result: _Result | _Failed = self._torch.broadcast_object(tried)
+        return self._checked(result)
 
-    def _agree(self, collective: Callable[..., Any], step: str, *parts: Callable[..., Any]) -> Any:
-        mine: list[Exception] = []
+    def _tried(self, work: Callable[[], _Result]) -> _Result | _Failed:
+        try:
+            return work()
+        except Exception as error:  # any error: the other ranks must not wait for this one
+            self._cause = error
+            return _Failed(self.rank, self._told(error))
 
-        def with_our_errors(part: Callable[..., Any]) -> Callable[..., Any]:
-            def run(*args: Any) -> Any:
-                try:
-                    return part(*args)
-                except Exception as error:  # any error: the other ranks must not wait for this one
-                    mine.append(error)
-                    raise self._told(error) from error
-
-            return run
-
-        with self._noted(f"{step} of the checkpoint"):
-            try:
-                return collective(step, *map(with_our_errors, parts))
-            except CheckpointException as exception:
-                failures = exception.failures
-        rank = min(failures)
-        error = failures[rank][0]
-        if not isinstance(error, ShardgradError):
-            raise error  # an interruption
-        told = {**vars(error)}
+    def _checked(self, result: _Result | _Failed) -> _Result:
+        """Returns what ranks have agreed upon, or raises it."""
+        if not isinstance(result, _Failed):
+            return result
+        told = {**vars(result.error)}
         if self._log is not None:
-            whose = f"rank {self._log.ranks[rank]}"
-            told["where"] = "; ".join(filter(None, (error.where, whose)))
-        raise type(error)(**told) from (mine[0] if mine and rank == self.rank else None)
+            whose = f"rank {self._log.ranks[result.rank]}"
+            told["where"] = "; ".join(filter(None, (result.error.where, whose)))
+        cause, self._cause = self._cause, None
+        raise type(result.error)(**told) from (cause if result.rank == self.rank else None)
 
     @contextmanager
-    def _noted(self, words: str) -> Iterator[None]:
+    def _noted(self, step: str) -> Iterator[None]:
         """Records a collective that training waits for; it does not for those of a background
         save.
         """
         if self._log is None or threading.get_ident() != self._trains:
             yield
         else:
-            with self._log.waiting(words):
+            with self._log.waiting(f"{step} of the checkpoint"):
                 yield
 
     def _told(self, error: Exception) -> ShardgradError:
