@@ -26,7 +26,7 @@ LINES = [
     *("train --ranks 0", "train --ranks 100000", "train --mesh 2x", "train --mesh 3 --ranks 2"),
     *("train --preset huge", "train --engine ddp", "train --precision fp8", "train --stage 7"),
     *("train --data missing", "train --data empty", "train --data text --seq-len 1000000"),
-    *("train --final-lr-ratio 2", "train --timeout 1e300", f"train --seed {10**40}"),
+    *("train --warmup-steps -1", "train --timeout 1e300", f"train --seed {10**40}"),
     *("train --batch-size 3298534883328", f"train --mesh 2x{10**50}", "train --data ''"),
     *("train --precision fp16", "train --optimizer lion", "train --engine fsdp2 --graph on"),
     *("train --override layers=1000000000", "train --override norm_eps=nan"),

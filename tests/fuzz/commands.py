@@ -27,6 +27,7 @@ from shardgrad.programs.train.config import TrainConfig
 from shardgrad.programs.train.corpus import load_corpus
 from shardgrad.programs.train.failure import TrainingError, explain
 from shardgrad.programs.train.rank import Job
+from shardgrad.programs.train.texts import find_text
 from tests.fuzz.checkpoints import samples
 from tests.fuzz.inputs import (
     EDITS,
@@ -198,12 +199,8 @@ def _read_as_ranks_do(job: Job, ranks: int = 1) -> int:
     try:
         Series(job.folder / "checkpoints").latest()
         if config.data is not None:
-            load_corpus(
-                config.data,
-                limit_nbytes=config.data_limit_mib * 2**20,
-                validation_fraction=config.validation_fraction,
-                seq_len=config.seq_len,
-            )
+            limit_nbytes = config.data_limit_mib * 2**20
+            load_corpus(find_text(config.data, limit_nbytes=limit_nbytes, seq_len=config.seq_len))
     except TrainingError as error:
         return error.exit_status
     except OSError as error:

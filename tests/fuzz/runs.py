@@ -22,6 +22,7 @@ from shardgrad.programs.train.failure import TrainingError
 from shardgrad.programs.train.launcher import is_restarted, torchrun_world_size
 from shardgrad.programs.train.parallel import World
 from shardgrad.programs.train.record import RunRecord
+from shardgrad.programs.train.texts import find_text
 from tests.fuzz.inputs import (
     CHANGES,
     ODD,
@@ -222,7 +223,6 @@ TEXTS = st.tuples(
         ]
     ),
     st.sampled_from([1, 3000, 2**20, 2**43, 2**83]),
-    st.sampled_from([0.001, 0.2, 0.5]),
     st.sampled_from([2, 16, 2**40]),
 )
 
@@ -242,9 +242,9 @@ def _make_entry(kind: str, path: Path) -> None:
         path.touch(0 if kind == "unreadable" else 0o644)
 
 
-def feed_text(case: tuple[list[str], str, int, float, int]) -> str:
+def feed_text(case: tuple[list[str], str, int, int]) -> str:
     """A file or folder given by `--data`, with entries of all kinds that a file system has."""
-    entries, name, limit_nbytes, fraction, seq_len = case
+    entries, name, limit_nbytes, seq_len = case
     folder = scratch() / "texts"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -252,9 +252,7 @@ def feed_text(case: tuple[list[str], str, int, float, int]) -> str:
         _make_entry(kind, folder / f"{kind}-{number}")
     path = str(folder if name == "folder" else folder / name)
     try:
-        corpus = load_corpus(
-            path, limit_nbytes=limit_nbytes, validation_fraction=fraction, seq_len=seq_len
-        )
+        corpus = load_corpus(find_text(path, limit_nbytes=limit_nbytes, seq_len=seq_len))
     except TrainingError:
         return "refused"
     assert corpus.nbytes <= limit_nbytes

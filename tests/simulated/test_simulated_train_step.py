@@ -77,7 +77,7 @@ def same_with_a_graph(settings: dict[str, Any]) -> None:
     [
         {},
         {"accumulate": 3, "clip": 0.05},
-        {"accumulate": 2, "sync_every_microbatch": True, "optimizer": "sgd"},
+        {"accumulate": 2, "optimizer": "sgd"},
         {"activation_checkpointing": "full", "precision": "bf16-mixed"},
     ],
     ids=" ".join,

@@ -14,15 +14,12 @@ from hypothesis import strategies as st
 
 from shardgrad.programs.train.corpus import Corpus, Sampler, load_corpus, validation_starts, windows
 from shardgrad.programs.train.failure import UsageError
+from shardgrad.programs.train.texts import find_text
 
 
-def corpus_of(
-    path: Path | None, *, limit_nbytes: int = 2**20, validation_fraction: float = 0.1
-) -> Corpus:
+def corpus_of(path: Path | None, *, limit_nbytes: int = 2**20) -> Corpus:
     text = None if path is None else str(path)
-    return load_corpus(
-        text, limit_nbytes=limit_nbytes, validation_fraction=validation_fraction, seq_len=8
-    )
+    return load_corpus(find_text(text, limit_nbytes=limit_nbytes, seq_len=4))
 
 
 def whole(corpus: Corpus) -> bytes:
@@ -47,9 +44,9 @@ def abc_file() -> str:
 def test_the_held_out_part_is_the_contiguous_end(tmp_path: Path) -> None:
     file = tmp_path / "text"
     file.write_bytes(bytes(range(200)))
-    corpus = corpus_of(file, validation_fraction=0.25)
-    assert corpus.train.tolist() == list(range(150))
-    assert corpus.validation.tolist() == list(range(150, 200))
+    corpus = corpus_of(file)
+    assert corpus.train.tolist() == list(range(190))
+    assert corpus.validation.tolist() == list(range(190, 200))
 
 
 def test_a_folder_is_read_in_the_order_of_paths_without_hidden_files(tmp_path: Path) -> None:
@@ -123,5 +120,5 @@ def test_what_is_no_regular_file_in_a_folder_of_text_is_passed_over(tmp_path: Pa
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "zero").symlink_to("/dev/zero")
     (tmp_path / "dangling").symlink_to("nothing")
-    corpus = load_corpus(str(tmp_path), limit_nbytes=2**43, validation_fraction=0.1, seq_len=4)
+    corpus = corpus_of(tmp_path, limit_nbytes=2**43)
     assert (corpus.nbytes, corpus.file_count) == (400, 1)

@@ -30,7 +30,6 @@ def built(config: TransformerConfig = SMALL, *, seed: int = 0) -> Transformer:
     [
         ("tiny", 1e6),
         ("small", 10e6),
-        ("medium", 50e6),
         ("gpt2", 124e6),
         ("1b", 1.24e9),
         ("8b", 8.03e9),

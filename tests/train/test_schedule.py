@@ -9,14 +9,11 @@ from shardgrad.programs.train.config import TrainConfig
 from shardgrad.programs.train.optimizer import build_optimizer, build_schedule, lr_ratio
 
 
-def ratios(*, steps: int, warmup_steps: int, final_ratio: float = 0.1) -> list[float]:
-    return [
-        lr_ratio(step, steps=steps, warmup_steps=warmup_steps, final_ratio=final_ratio)
-        for step in range(steps)
-    ]
+def ratios(*, steps: int, warmup_steps: int) -> list[float]:
+    return [lr_ratio(step, steps=steps, warmup_steps=warmup_steps) for step in range(steps)]
 
 
-def test_the_fall_is_half_a_cosine_to_the_final_ratio() -> None:
+def test_the_fall_is_half_a_cosine_to_a_tenth() -> None:
     fall = ratios(steps=105, warmup_steps=4)[4:]
     assert fall[0] == 1.0
     assert fall[50] == pytest.approx(0.55)
@@ -33,7 +30,7 @@ def test_runs_shorter_than_the_rise_have_a_rate_for_every_step(
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_the_optimizer_gets_the_rate_of_each_step(name: str) -> None:
-    config = TrainConfig(optimizer=name, steps=10, warmup_steps=3, lr=0.5, final_lr_ratio=0.1)
+    config = TrainConfig(optimizer=name, steps=10, warmup_steps=3, lr=0.5)
     optimizer = build_optimizer(nn.Linear(3, 3), config)
     schedule = build_schedule(optimizer, config)
     seen = []

@@ -60,16 +60,11 @@ def sampler() -> Sampler:
     )
 
 
-@pytest.mark.parametrize(
-    ("every", "wishes"), [(False, [False, False, True]), (True, [True, True, True])]
-)
-def test_gradients_are_reduced_with_the_last_micro_batch_or_with_each(
-    every: bool, wishes: list[bool]
-) -> None:
-    config = config_of(accumulate=3, sync_every_microbatch=every)
+def test_gradients_are_reduced_with_the_last_micro_batch() -> None:
+    config = config_of(accumulate=3)
     state = state_for(config)
     TrainStep(state, sampler(), config, ALONE)()
-    assert cast(SyncRecorder, state.model).wishes == wishes
+    assert cast(SyncRecorder, state.model).wishes == [False, False, True]
 
 
 def test_micro_batches_together_are_the_whole_batch() -> None:

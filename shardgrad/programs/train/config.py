@@ -40,12 +40,6 @@ class TrainConfig:
         None, "File or folder to train on, read as bytes.  [default: Python's standard library]"
     )
     data_limit_mib: int = setting(16, "Read at most this many MiB of the data.", least=1)
-    validation_fraction: float = setting(
-        0.05,
-        "Fraction of the data, taken from its end, that is held out for validation.",
-        least=0.001,
-        most=0.5,
-    )
     seed: int = setting(0, "Seed of the initial weights and of the order of the data.", least=0)
 
     ranks: int | None = setting(
@@ -108,11 +102,6 @@ class TrainConfig:
     accumulate: int = setting(
         1, "Micro-batches per step, whose gradients are accumulated.", least=1
     )
-    sync_every_microbatch: bool = setting(
-        False,
-        "Reduce gradients after every micro-batch, not only after the last: less memory, more "
-        "communication.",
-    )
     seq_len: int = setting(128, "Length of a sequence in bytes.", least=2)
 
     optimizer: str = setting(
@@ -124,9 +113,6 @@ class TrainConfig:
     lr: float = setting(3e-3, "Peak learning rate.", least=0)
     warmup_steps: int = setting(
         40, "Steps over which the learning rate increases linearly to its peak.", least=0
-    )
-    final_lr_ratio: float = setting(
-        0.1, "Learning rate of the last step, as a fraction of the peak.", least=0, most=1
     )
     weight_decay: float = setting(
         0.1, "Decoupled weight decay of matrices; norm weights do not decay.", least=0

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardgrad.programs.train.failure import UsageError
-from shardgrad.programs.train.texts import held_out_nbytes, parts_of, source_of
+from shardgrad.programs.train.texts import Text
 
 
 @dataclass(frozen=True)
@@ -48,34 +48,24 @@ class Corpus:
         return float(-(shares * shares.log()).sum())
 
 
-def load_corpus(
-    path: str | None, *, limit_nbytes: int, validation_fraction: float, seq_len: int
-) -> Corpus:
+def load_corpus(text: Text) -> Corpus:
     """Reads a text, the same bytes in the same order on every rank.
 
-    Args:
-        path: a file, or a folder whose visible files are read in the order of their relative paths;
-            None reads the `*.py` files of Python's standard library.
-        limit_nbytes: largest number of bytes to read.
-        validation_fraction: fraction of the bytes, at the end, to hold out.
-        seq_len: bytes per sequence. Both parts must hold one sequence and the byte after it.
-
     Raises:
-        UsageError: there is no text at `path`, or not enough.
+        UsageError: a file cannot be read.
     """
-    source = source_of(path)
-    text = bytearray()
-    try:
-        parts = parts_of(path, limit_nbytes)
-        for file, nbytes in parts:
+    content = bytearray()
+    for file, nbytes in text.parts:
+        try:
             with file.open("rb") as stream:
-                text += stream.read(nbytes)
-    except (OSError, ValueError) as error:  # a path that no file can have
-        raise UsageError(f"{path} cannot be read ({error}): correct --data.") from error
-    held_out = held_out_nbytes(source, len(text), validation_fraction, seq_len)
-    whole = torch.frombuffer(text, dtype=torch.uint8)
-    train, validation = whole.split([len(text) - held_out, held_out])
-    return Corpus(train, validation, source, len(parts), hashlib.sha256(text).hexdigest())
+                content += stream.read(nbytes)
+        except OSError as error:
+            raise UsageError(f"{file} cannot be read ({error}): correct --data.") from error
+    whole = torch.frombuffer(content, dtype=torch.uint8)
+    held_out = text.held_out_nbytes
+    train, validation = whole.split([len(content) - held_out, held_out])
+    digest = hashlib.sha256(content).hexdigest()
+    return Corpus(train, validation, text.source, len(text.parts), digest)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from shardgrad.programs.train.launcher import (
     torchrun_world_size,
 )
 from shardgrad.programs.train.rank import Job, run_rank
-from shardgrad.programs.train.texts import require_text
+from shardgrad.programs.train.texts import find_text
 
 RUNS = Path("runs")
 _STEP = re.compile(r"step_([0-9]{6,18})")
@@ -165,12 +165,7 @@ def _old_run(given: Mapping[str, Any], folder: Path, world_size: int | None) -> 
 def _check_inputs(config: TrainConfig) -> None:
     if config.tensorboard:
         require("tensorboard", feature="--tensorboard")
-    require_text(
-        config.data,
-        limit_nbytes=config.data_limit_mib * 2**20,
-        validation_fraction=config.validation_fraction,
-        seq_len=config.seq_len,
-    )
+    find_text(config.data, limit_nbytes=config.data_limit_mib * 2**20, seq_len=config.seq_len)
 
 
 def _saved_config(folder: Path) -> TrainConfig:

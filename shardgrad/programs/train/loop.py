@@ -28,6 +28,7 @@ from shardgrad.programs.train.record import RunRecord, StepMetrics
 from shardgrad.programs.train.sharding import build_model
 from shardgrad.programs.train.step import StepResult, TrainStep, validation_loss
 from shardgrad.programs.train.stop import StopRequest
+from shardgrad.programs.train.texts import find_text
 
 _NEVER = 2**62
 _PROMPT_BYTES = 40  # of the sample at the end
@@ -62,11 +63,9 @@ def train(
     )
     checkpoints.acquire(world)
     try:
+        limit_nbytes = config.data_limit_mib * 2**20
         corpus = load_corpus(
-            config.data,
-            limit_nbytes=config.data_limit_mib * 2**20,
-            validation_fraction=config.validation_fraction,
-            seq_len=config.seq_len,
+            find_text(config.data, limit_nbytes=limit_nbytes, seq_len=config.seq_len)
         )
         mesh = build_mesh(world, config.mesh, timeout_s=config.timeout)
         model = build_model(config, mesh, world.device)

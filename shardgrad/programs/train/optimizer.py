@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import shardgrad
 from shardgrad.programs.train.config import TrainConfig
+
+_FINAL_RATIO = 0.1  # of the peak, at the end of the decay
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
@@ -36,29 +39,21 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimi
 
 def build_schedule(optimizer: torch.optim.Optimizer, config: TrainConfig) -> LambdaLR:
     """Builds the schedule of :func:`lr_ratio`, to be stepped once per optimizer step."""
-
-    def ratio(step: int) -> float:
-        return lr_ratio(
-            step,
-            steps=config.steps,
-            warmup_steps=config.warmup_steps,
-            final_ratio=config.final_lr_ratio,
-        )
-
-    return LambdaLR(optimizer, ratio)
+    return LambdaLR(
+        optimizer, partial(lr_ratio, steps=config.steps, warmup_steps=config.warmup_steps)
+    )
 
 
-def lr_ratio(step: int, *, steps: int, warmup_steps: int, final_ratio: float) -> float:
+def lr_ratio(step: int, *, steps: int, warmup_steps: int) -> float:
     """Returns the learning rate of a step as a fraction of its peak: linear warmup, then cosine
     decay.
 
     Args:
         step: number of the step, from 0.
-        steps: number of steps of the run; step `steps - 1` and later ones get `final_ratio`.
+        steps: number of steps of the run; step `steps - 1` and later ones get a tenth.
         warmup_steps: the first step with the full rate, if the run is that long.
-        final_ratio: fraction at the end of the decay.
     """
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)
     progress = min(1.0, (step - warmup_steps) / max(1, steps - 1 - warmup_steps))
-    return final_ratio + (1 - final_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
+    return _FINAL_RATIO + (1 - _FINAL_RATIO) * 0.5 * (1 + math.cos(math.pi * progress))

@@ -76,9 +76,6 @@ class TransformerConfig:
 PRESETS: Mapping[str, TransformerConfig] = {
     "tiny": TransformerConfig(width=192, layers=2, heads=3, kv_heads=3, hidden=576),
     "small": TransformerConfig(width=384, layers=6, heads=6, kv_heads=6, hidden=1024),
-    "medium": TransformerConfig(
-        width=640, layers=10, heads=10, kv_heads=10, hidden=1728, tied=False
-    ),
     "gpt2": TransformerConfig(
         width=768, layers=12, heads=12, kv_heads=12, hidden=2048, vocab_size=50_257
     ),

@@ -14,8 +14,6 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-RECOMPUTATION = ("none", "selective", "full")
-
 _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}
 _ATTENTION = {

@@ -103,7 +103,7 @@ class TrainStep:
         loss = torch.zeros((), device=device)
         for number, (tokens, targets) in enumerate(micro_batches, start=1):
             is_last = number == len(micro_batches)
-            model.set_requires_gradient_sync(is_last or config.sync_every_microbatch)
+            model.set_requires_gradient_sync(is_last)
             recorder.enter("forward")
             part = model.loss(tokens.to(device), targets.to(device)) / len(micro_batches)
             recorder.enter("backward")
