@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -100,27 +101,27 @@ def first_difference(
     found = _compare(
         "initial value", reference.initial, [trace.initial for trace in ranks], _why_initial
     )
-    before, history = reference.initial, list[Snapshot]()
+    before = reference.initial
     for step, (gradients, parameters) in enumerate(
         zip(reference.gradients, reference.parameters, strict=True)
     ):
         if found is not None:
             return found
         own = [trace.gradients[step] for trace in ranks]
-        without = [
+        odd = [
             rank for rank, snapshot in enumerate(own) if (snapshot is None) != (gradients is None)
         ]
-        if without:
+        if odd:
             made = "made no optimizer step" if gradients is not None else "made an optimizer step"
-            made = f"{_ranks(without)} {made}, unlike the run on one rank"
+            made = f"{_ranks(odd)} {made}, unlike the run on one rank"
             return Difference(f"step {step}, update", "all parameters", made)
         if gradients is not None:
-            why = _WhyGradient(step, history, alone, len(ranks))
-            found = _compare(f"step {step}, gradient", gradients, [each or {} for each in own], why)
-            history.append(gradients)
+            why = partial(_why_gradient, reference.gradients[:step], alone)
+            theirs = [each or {} for each in own]
+            found = _compare(f"step {step}, gradient", gradients, theirs, why, _why_no_gradient)
         if found is None:
             after = [trace.parameters[step] for trace in ranks]
-            found = _compare(f"step {step}, value", parameters, after, _WhyUpdate(before))
+            found = _compare(f"step {step}, value", parameters, after, partial(_why_update, before))
         before = parameters
     return found
 
@@ -132,11 +133,16 @@ def last_difference(reference: Trace, ranks: Sequence[Trace]) -> Difference | No
 
 # -- comparing
 
-_Why = Callable[[str, Piece | None, Sequence[Piece | None]], str]
+_Why = Callable[[str, Piece, Sequence[Piece]], str]
+_WhyAbsent = Callable[[Piece | None, Sequence[Piece | None]], str]
 
 
 def _compare(
-    when: str, expected: Snapshot, ranks: Sequence[Snapshot], why: _Why
+    when: str,
+    expected: Snapshot,
+    ranks: Sequence[Snapshot],
+    why: _Why,
+    why_absent: _WhyAbsent = lambda expected, pieces: "not every run has it",
 ) -> Difference | None:
     names = dict.fromkeys([*expected, *(name for snapshot in ranks for name in snapshot)])
     differing = []
@@ -147,7 +153,14 @@ def _compare(
     if not differing:
         return None
     name, pieces = differing[0]
-    return Difference(when, name, why(name, expected.get(name), pieces), len(differing) - 1)
+    right, held = expected.get(name), [piece for piece in pieces if piece is not None]
+    if right is None or len(held) < len(pieces):
+        cause = why_absent(right, pieces)
+    elif (shapes := {piece.shape for piece in held}) != {right.shape}:
+        cause = f"it has shape {' and '.join(map(str, sorted(shapes)))} instead of {right.shape}"
+    else:
+        cause = why(name, right, held)
+    return Difference(when, name, cause, len(differing) - 1)
 
 
 def _agree(expected: Piece | None, piece: Piece | None) -> bool:
@@ -186,31 +199,18 @@ def _wrong(expected: Piece, pieces: Sequence[Piece]) -> list[int]:
 # -- why
 
 
-def _why_end(name: str, expected: Piece | None, pieces: Sequence[Piece | None]) -> str:
-    held = [piece for piece in pieces if piece is not None]
-    if expected is None or len(held) < len(pieces):
-        return "not every run returns it"
-    if (shapes := {piece.shape for piece in held}) != {expected.shape}:
-        return f"it has shape {' and '.join(map(str, sorted(shapes)))} instead of {expected.shape}"
-    wrong = _wrong(expected, held)
+def _why_end(name: str, expected: Piece, held: Sequence[Piece]) -> str:
     values = expected.values.double()
-    off = max(float((held[rank].values.double() - values).norm() / values.norm()) for rank in wrong)
+    off = max(float((piece.values.double() - values).norm() / values.norm()) for piece in held)
     how = f"it is off by {off:.2%}"
     if any(not _close(piece.values, held[0].values) for piece in held):
         return f"{how}, and ranks have different values, as where gradients are not averaged"
     return f"{how}, on all ranks alike"
 
 
-def _why_initial(name: str, expected: Piece | None, pieces: Sequence[Piece | None]) -> str:
-    held = [piece for piece in pieces if piece is not None]
-    if expected is None or len(held) < len(pieces):
-        return "not every run has this parameter: build() makes another model there"
-    shapes = {piece.shape for piece in (expected, *held)}
-    if len(shapes) > 1:
-        shown = " and ".join(map(str, sorted(shapes)))
-        return f"it has shapes {shown}: build() makes another model there"
+def _why_initial(name: str, expected: Piece, held: Sequence[Piece]) -> str:
     wrong = _wrong(expected, held)
-    if len(wrong) == len(pieces):
+    if len(wrong) == len(held):
         return "build() does not make the same weights twice: seed it"
     return (
         f"{_ranks(wrong)} begins with other weights: seed every rank alike before the model is "
@@ -218,113 +218,87 @@ def _why_initial(name: str, expected: Piece | None, pieces: Sequence[Piece | Non
     )
 
 
-@dataclass
-class _WhyGradient:
-    step: int
-    history: Sequence[Snapshot]  # expected gradients of earlier steps
-    alone: Callable[[], Sequence[Trace]]
-    world: int
+def _why_no_gradient(expected: Piece | None, pieces: Sequence[Piece | None]) -> str:
+    missing = [rank for rank, piece in enumerate(pieces) if piece is None]
+    if expected is None:
+        has = [rank for rank in range(len(pieces)) if rank not in missing]
+        return f"{_ranks(has)} has a gradient, and the run on one rank has none"
+    if len(missing) == len(pieces):
+        return "no rank has a gradient: it is not reduced, or frozen there"
+    return (
+        f"{_ranks(missing)} has no gradient: those of this parameter are not averaged, and its "
+        "module did not run there"
+    )
 
-    def __call__(self, name: str, expected: Piece | None, pieces: Sequence[Piece | None]) -> str:
-        missing = [rank for rank, piece in enumerate(pieces) if piece is None]
-        held = [piece for piece in pieces if piece is not None]
-        if expected is None:
-            has = [rank for rank in range(len(pieces)) if rank not in missing]
-            return f"{_ranks(has)} has a gradient, and the run on one rank has none"
-        if not held:
-            return "no rank has a gradient: it is not reduced, or frozen there"
-        if missing:
+
+def _why_gradient(
+    history: Sequence[Snapshot | None],  # expected gradients of earlier steps
+    alone: Callable[[], Sequence[Trace]],
+    name: str,
+    expected: Piece,
+    held: Sequence[Piece],
+) -> str:
+    right, wrong, world = expected.values, _wrong(expected, held), len(held)
+    if held[0].is_whole and any(not _close(piece.values, held[0].values) for piece in held):
+        mean = torch.stack([piece.values.double() for piece in held]).mean(0)
+        if _close(mean.to(right.dtype), right):
+            return "not averaged: every rank has its own, and their mean would be right"
+        return f"ranks hold different gradients; {_ranks(wrong)} is not right"
+    got = _stitched(held)
+    if not got.any():
+        return "it is zero on all ranks: the data of no rank came in"
+    scale = float((got.double() * right.double()).sum() / right.double().square().sum())
+    if scale and _close(got, right * scale):
+        if abs(scale / world - 1) < 0.01:
+            return f"{world} times too large: summed over the ranks, not averaged"
+        if abs(scale * world - 1) < 0.01:
+            return f"{world} times too small: averaged once too often, or only a part of the sum"
+        return f"{scale:.4g} times the expected one"
+    pieces = [snapshot.get(name) for snapshot in history if snapshot is not None]
+    former = [piece.values for piece in pieces if piece is not None]
+    last = f"the gradient of step {len(history) - 1}"
+    if former and _close(got, former[-1]):
+        return f"stale: it is {last}"
+    if former and _close(got, former[-1] + right):
+        return f"it contains {last} too: not set to zero"
+    # Later than in the first step, the runs on one rank's data have gone another way.
+    for rank, trace in enumerate(alone() if not history else ()):
+        own = (trace.gradients[0] or {}).get(name)
+        if own is not None and _close(got, own.values):
             return (
-                f"{_ranks(missing)} has no gradient: those of this parameter are not averaged, and "
-                "its module did not run there"
+                f"it is the gradient of part {rank} of the data alone: all ranks train on that "
+                "part, or what the others send is lost"
             )
-        if not held[0].is_whole:
-            return self._of(name, expected.values, _stitched(held)) or self._rows(expected, held)
-        if any(not _close(piece.values, held[0].values) for piece in held):
-            mean = sum(piece.values.double() for piece in held) / len(held)
-            if isinstance(mean, torch.Tensor) and _close(
-                mean.to(expected.values.dtype), expected.values
-            ):
-                return "not averaged: every rank has its own, and their mean would be right"
-            return f"ranks hold different gradients; {_ranks(_wrong(expected, held))} is not right"
+        if own is not None and _close(got, own.values / world):
+            return f"it is the contribution of part {rank} of the data: that of other ranks is lost"
+    if len(wrong) < world:
+        return f"what {_ranks(wrong)} holds of it is not right, the rest is"
+    return "what every rank holds of it is not right"
+
+
+def _why_update(before: Snapshot, name: str, expected: Piece, held: Sequence[Piece]) -> str:
+    former = before.get(name)
+    if former is None:
+        return "it is new"
+    wrong = _wrong(expected, held)
+    kept = [rank for rank in wrong if _close(held[rank].values, held[rank].of(former.values))]
+    if len(kept) == len(held):
+        return "gradients agree, and no rank updates it: the optimizer does not hold this parameter"
+    if kept:
+        return f"gradients agree, and {_ranks(kept)} does not update it"
+    step = expected.values.double() - former.values.double()
+    scales = set()
+    for rank in wrong:
+        own = held[rank].values.double() - held[rank].of(former.values).double()
+        part = held[rank].of(step)
+        scale = float((own * part).sum() / part.square().sum())
+        scales.add(f"{scale:.3g}" if _close(own.float(), (part * scale).float()) else "")
+    if len(scales) == 1 and "" not in scales:
         return (
-            self._of(name, expected.values, held[0].values)
-            or "it is the same on all ranks, and not right"
+            f"gradients agree, and the update of {_ranks(wrong)} is {scales.pop()} times the "
+            "expected one"
         )
-
-    def _of(self, name: str, expected: torch.Tensor, got: torch.Tensor) -> str | None:
-        """Says what a whole gradient is, if it is something known."""
-        if not got.any():
-            return "it is zero on all ranks: the data of no rank came in"
-        scale = float((got.double() * expected.double()).sum() / expected.double().square().sum())
-        if scale and _close(got, expected * scale):
-            if abs(scale / self.world - 1) < 0.01:
-                return f"{self.world} times too large: summed over the ranks, not averaged"
-            if abs(scale * self.world - 1) < 0.01:
-                return (
-                    f"{self.world} times too small: averaged once too often, or only a part of the "
-                    "sum"
-                )
-            return f"{scale:.4g} times the expected one"
-        pieces = [snapshot.get(name) for snapshot in self.history]
-        former = [piece.values for piece in pieces if piece is not None]
-        if former and _close(got, former[-1]):
-            return f"stale: it is the gradient of step {self.step - 1}"
-        if former and _close(got, former[-1] + expected):
-            return f"it contains the gradient of step {self.step - 1} too: not set to zero"
-        if self.step == 0:  # later, the runs on one rank's data have gone another way
-            for rank, trace in enumerate(self.alone()):
-                own = (trace.gradients[0] or {}).get(name)
-                if own is not None and _close(got, own.values):
-                    return (
-                        f"it is the gradient of part {rank} of the data alone: all ranks train on "
-                        "that part, or what the others send is lost"
-                    )
-                if own is not None and _close(got, own.values / self.world):
-                    return (
-                        f"it is the contribution of part {rank} of the data: that of other ranks "
-                        "is lost"
-                    )
-        return None
-
-    def _rows(self, expected: Piece, held: Sequence[Piece]) -> str:
-        wrong = _wrong(expected, held)
-        if len(wrong) < len(held):
-            return f"what {_ranks(wrong)} holds of it is not right, the rest is"
-        return "what every rank holds of it is not right"
-
-
-@dataclass
-class _WhyUpdate:
-    before: Snapshot  # expected parameters before the step
-
-    def __call__(self, name: str, expected: Piece | None, pieces: Sequence[Piece | None]) -> str:
-        held = [piece for piece in pieces if piece is not None]
-        former = self.before.get(name)
-        if expected is None or former is None or len(held) < len(pieces):
-            return "not every run has this parameter after the step"
-        wrong = _wrong(expected, held)
-        kept = [rank for rank in wrong if _close(held[rank].values, held[rank].of(former.values))]
-        if kept == list(range(len(pieces))):
-            return (
-                "gradients agree, and no rank updates it: the optimizer does not hold this "
-                "parameter"
-            )
-        if kept:
-            return f"gradients agree, and {_ranks(kept)} does not update it"
-        step = expected.values.double() - former.values.double()
-        scales = set()
-        for rank in wrong:
-            own = held[rank].values.double() - held[rank].of(former.values).double()
-            part = held[rank].of(step)
-            scale = float((own * part).sum() / part.square().sum())
-            scales.add(f"{scale:.3g}" if _close(own.float(), (part * scale).float()) else "")
-        if len(scales) == 1 and "" not in scales:
-            return (
-                f"gradients agree, and the update of {_ranks(wrong)} is {scales.pop()} times the "
-                "expected one"
-            )
-        return (
-            f"gradients agree, and the update of {_ranks(wrong)} does not: its optimizer has other "
-            "settings or state, or weights are written besides"
-        )
+    return (
+        f"gradients agree, and the update of {_ranks(wrong)} does not: its optimizer has other "
+        "settings or state, or weights are written besides"
+    )
