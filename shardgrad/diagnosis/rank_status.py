@@ -85,7 +85,7 @@ def rank_status(
     rank: int,
     *,
     thread: int,
-    error: BaseException | str | None = None,
+    error: BaseException | None = None,
     has_ended: bool = False,
     waits: str = "",
 ) -> RankStatus:
@@ -99,21 +99,20 @@ def rank_status(
         has_ended: see `RankStatus`.
         waits: see `RankStatus`; a wait for a recorded collective is found out.
     """
-    if isinstance(error, BaseException):
+    said, fix = recorder.reported or (None, "")
+    if error is None:
+        calls = thread_stacks().get(thread, ())
+    else:
         calls, fix = calls_of(error), str(getattr(error, "fix", None) or "")
         lines = str(error).strip().splitlines()
-        error = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-    else:
-        calls, fix = thread_stacks().get(thread, ()), ""
-        if error is None and recorder.reported is not None:
-            error, fix = recorder.reported
+        said = ": ".join((type(error).__name__, *lines[:1]))
     group, waiting_for = recorder.waiting_for()
     return RankStatus(
         rank=rank,
         step=recorder.step,
         phase=recorder.phase,
         unit=recorder.unit,
-        error=error,
+        error=said,
         fix=fix,
         has_ended=has_ended,
         waits=waits if waiting_for is None else "collective",
@@ -201,13 +200,14 @@ def diagnose(
         unwatched: ranks that have never started a watchdog.
     """
     found = (
-        _failed(statuses) or _apart(statuses, world_size) or _desynchronized(statuses)
-    ) or _silent(statuses, world_size, unwatched)
+        _failed(statuses)
+        or _apart(statuses, world_size)
+        or _desynchronized(statuses)
+        or _silent(statuses, world_size, unwatched)
+        or _late(statuses)
+    )
     if found is not None:
         return found
-    late = _late(statuses)
-    if late is not None:
-        return late
     waiting = [t for t in statuses.values() if t.waiting_for is not None]
     if not waiting:
         return Diagnosis((), "All ranks answer, and none waits for another.")

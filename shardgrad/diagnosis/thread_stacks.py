@@ -32,7 +32,6 @@ _WRAPPERS = {
     *("wrapper", "inner", "inner_func", "_fn", "decorate_context", "_no_grad_wrapper"),
     *("_wrapped_call_impl", "__call__"),
 }
-_ESCAPED = re.compile(r"\\(?:x(..)|u(.{4})|U(.{8}))")
 
 
 class Call(NamedTuple):
@@ -50,7 +49,8 @@ def thread_stacks() -> dict[int, tuple[Call, ...]]:
     file = os.memfd_create("stacks")
     try:
         faulthandler.dump_traceback(file, all_threads=True)
-        text = os.pread(file, os.fstat(file).st_size, 0).decode("ascii", "replace")
+        # Characters beyond ASCII are escaped as in Python.
+        text = os.pread(file, os.fstat(file).st_size, 0).decode("unicode_escape", "replace")
     finally:
         os.close(file)
     stacks: dict[int, list[Call]] = {}
@@ -60,9 +60,7 @@ def thread_stacks() -> dict[int, tuple[Call, ...]]:
             calls = stacks.setdefault(int(heading[1], 16), [])
         elif call := _CALL.fullmatch(line):
             filename, number, name = call.groups()
-            calls.append(
-                Call(_unescaped(filename), int(number) if number.isdigit() else 0, _unescaped(name))
-            )
+            calls.append(Call(filename, int(number) if number.isdigit() else 0, name))
     return {thread: tuple(calls) for thread, calls in stacks.items()}
 
 
@@ -105,7 +103,3 @@ def _is_library(filename: str) -> bool:
 def _torch_folder() -> str:
     # Programs that only read what ranks recorded import no torch.
     return str(Path(getattr(sys.modules.get("torch"), "__file__", None) or "/torch/_").parent) + "/"
-
-
-def _unescaped(text: str) -> str:
-    return _ESCAPED.sub(lambda found: chr(int(found[found.lastindex or 0], 16)), text)

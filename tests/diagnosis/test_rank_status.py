@@ -30,8 +30,10 @@ def rank_that_began(
     return recorder
 
 
-def account_of(rank: int, recorder: FlightRecorder, *, error: str = "") -> RankStatus:
-    return rank_status(recorder, rank, thread=threading.get_ident(), error=error or None)
+def account_of(
+    rank: int, recorder: FlightRecorder, *, error: Exception | None = None
+) -> RankStatus:
+    return rank_status(recorder, rank, thread=threading.get_ident(), error=error)
 
 
 def test_a_silent_rank_is_named_with_who_waits_for_it_and_where() -> None:
@@ -78,7 +80,7 @@ def test_who_left_the_common_order_is_who_differs_from_most(odd: int) -> None:
 
 def test_a_failure_comes_before_its_consequences() -> None:
     heard = {rank: account_of(rank, rank_that_began(UNITS)) for rank in (0, 2)}
-    heard[1] = account_of(1, rank_that_began(UNITS[:1]), error="ValueError: no")
+    heard[1] = account_of(1, rank_that_began(UNITS[:1]), error=ValueError("no"))
     finding = diagnose(heard, 4)  # rank 3 is silent
     assert finding.culprits == (1,)
     assert finding.what == "Rank 1 failed at step 412, forward (ValueError: no)."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim.lr_scheduler import LambdaLR
 
+from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.errors import CheckpointError, CheckpointSaveError
 from shardgrad.programs.checkpoint import Series, load, save, save_async
 from shardgrad.programs.checkpoint.peers import Peers
@@ -121,9 +122,13 @@ class Checkpoints:
             TrainingError: the save failed.
         """
         saving, self._saving = self._saving, None
-        if saving is not None:
-            with _translated_errors():
-                saving.result()
+        if saving is None:
+            return
+        noted: AbstractContextManager[None] = nullcontext()
+        if self._group is not None:  # for the report, should another rank not come
+            noted = recorder.group_log(self._group).waiting("writing of the checkpoint")
+        with _translated_errors(), noted:
+            saving.result()
 
     def load(self, state: TrainState, world: World) -> None:
         """Loads the newest checkpoint into `state`; the number of ranks may differ. A collective.
