@@ -61,11 +61,16 @@ def load(engine: str, folder: str, replicas: int, right: Tensors) -> None:
 
 
 @pytest.mark.parametrize(
-    ("writers", "write_replicas", "readers", "read_replicas"),
-    [(2, 1, 4, 1), (4, 1, 2, 1), (4, 2, 2, 1), (2, 1, 4, 2), (4, 2, 4, 1), (4, 1, 4, 4)],
-    ids=["2 to 4", "4 to 2", "2x2 to 2", "2 to 2x2", "2x2 to 4", "4 to 4x1"],
+    ("source", "target", "writers", "write_replicas", "readers", "read_replicas"),
+    [
+        ("fsdp2", "shardgrad", 2, 1, 4, 1),
+        ("fsdp2", "shardgrad", 4, 2, 2, 1),
+        ("fsdp2", "shardgrad", 4, 1, 4, 4),
+        ("shardgrad", "fsdp2", 4, 1, 2, 1),
+        ("shardgrad", "fsdp2", 2, 1, 4, 2),
+        ("shardgrad", "fsdp2", 4, 2, 4, 1),
+    ],
 )
-@pytest.mark.parametrize(("source", "target"), [("fsdp2", "shardgrad"), ("shardgrad", "fsdp2")])
 def test_a_checkpoint_of_one_engine_loads_in_the_other_in_another_world(
     two_ranks: Ranks,
     four_ranks: Ranks,

@@ -52,14 +52,13 @@ def _train(
     return [tensor.detach().cpu() for tensor in (*found, *local)]
 
 
-@pytest.mark.parametrize("pin_memory", [True, False])
 @pytest.mark.parametrize(
-    ("world_size", "replicas", "micro_batches", "sync_each", "options"),
+    ("world_size", "replicas", "micro_batches", "sync_each", "options", "pin_memory"),
     [
-        (1, 1, 1, True, {}),
-        (2, 1, 2, True, {}),
-        (2, 1, 2, False, {"mp_policy": BF16}),
-        (4, 2, 2, True, {"reshard_after_forward": False}),
+        (1, 1, 1, True, {}, False),
+        (2, 1, 2, True, {}, True),
+        (2, 1, 2, False, {"mp_policy": BF16}, False),
+        (4, 2, 2, True, {"reshard_after_forward": False}, True),
     ],
     ids=["one rank", "accumulating", "reduced at the end", "replicas"],
 )

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 import shardgrad
-from shardgrad.errors import CaptureError
 from tests.simulated.accelerator.device import NAME, Graph, checked
 from tests.simulated.accelerator.virtual_ranks import VirtualRanks
 from tests.simulated.programs.graphed import (
@@ -125,23 +124,3 @@ def test_the_next_gathers_wait_for_what_a_program_writes_after_the_step(
     with checked(raises=False) as hazards:
         VirtualRanks(2).run(clamped_through_data, waits_for_the_update_only)
     assert bool(hazards) is waits_for_the_update_only
-
-
-def what_cannot_be_captured_is_refused() -> None:
-    model = build(Setup())
-    optim = shardgrad.optim.AdamW(model.parameters())
-    stock = torch.optim.AdamW(model.parameters(), capturable=False)
-    side = torch.Stream(NAME)
-    side.wait_stream(torch.accelerator.current_stream())
-    with side:
-        loss_of(model, batch(0)).backward()
-        optim.step()
-        for wrong in (lambda: optim.param_groups[0].update(lr=0.5), stock.step):
-            graph = Graph()
-            with pytest.raises(CaptureError), graph.capture(side):
-                wrong()
-        assert optim.param_groups[0]["lr"] == 1e-3
-
-
-def test_an_assignment_or_a_stock_step_inside_a_capture_is_refused() -> None:
-    VirtualRanks(1).run(what_cannot_be_captured_is_refused)

@@ -76,8 +76,7 @@ def same_with_a_graph(settings: dict[str, Any]) -> None:
     "settings",
     [
         {},
-        {"accumulate": 3, "clip": 0.05},
-        {"accumulate": 2, "optimizer": "sgd"},
+        {"accumulate": 3, "clip": 0.05, "optimizer": "sgd"},
         {"activation_checkpointing": "full", "precision": "bf16-mixed"},
     ],
     ids=" ".join,
