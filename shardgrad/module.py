@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import difflib
-import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import new_class
-from typing import Any, Generic, Literal, NoReturn, TypeVar, cast
+from typing import Any, ClassVar, Generic, Literal, NoReturn, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.fsdp import UnshardHandle
-from torch.nn.parallel import DistributedDataParallel
 
 from shardgrad.checks.optimizer_hooks import note_cast
 from shardgrad.compat.torch_views import StateView, state_of
@@ -25,7 +22,6 @@ from shardgrad.engine.hooks import HookedUnit, like_forward, outside_graphs
 from shardgrad.engine.root import RootContext, context_of, lazy_init
 from shardgrad.engine.unit import Unit, unit_of, units_under
 from shardgrad.errors import (
-    CustomCommError,
     DeepcopyError,
     EngineError,
     ForwardMethodError,
@@ -34,14 +30,6 @@ from shardgrad.errors import (
     PickleError,
     RootError,
     UnsupportedError,
-    unsupported,
-)
-from shardgrad.features.custom_comms import (
-    Memory,
-    collectives_of,
-    new_reduce_group,
-    set_collectives,
-    start_symmetric_memory,
 )
 from shardgrad.policies import GradientReductionHandle
 
@@ -139,6 +127,19 @@ class _UnshardHandle(UnshardHandle):
         unit.wait_for_unshard(self._context.comm_ctx)
 
 
+class _NothingForDDP:
+    """In the place of the names that DistributedDataParallel shall leave alone."""
+
+    def __iter__(self) -> NoReturn:
+        raise EngineError(
+            "DistributedDataParallel was put around a sharded module, which reduces its gradients "
+            "itself",
+            expected="one of the two",
+            got="DistributedDataParallel(a sharded module)",
+            fix="leave out DDP; for replicas of shards, fully_shard over a 2-D mesh (HSDP)",
+        )
+
+
 class FSDPModule:
     """Methods of a sharded module; the same names and meanings as torch's.
 
@@ -162,6 +163,16 @@ class FSDPModule:
         if _original_new:
             self.__init__(*args, **kwargs)
         return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs forward. One that raises is abandoned: parameters are resharded."""
+        unit = self._unit
+        running = len(unit.running)
+        try:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        except BaseException:  # Ctrl-C too, which reaches no hook
+            unit.forward_failed(running)
+            raise
 
     # -- placing parameters
 
@@ -322,7 +333,7 @@ class FSDPModule:
         """Makes an all-reduce hook see sums; else accepted: the engine only ever sums, and divides
         last.
         """
-        set_collectives(self._unit.groups, only_sums=enable)
+        self._set_collectives(only_sums=enable)
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
@@ -379,7 +390,7 @@ class FSDPModule:
         call gets an input that lies in the output.
         Under `zero_stage="hfsdp"` it serves both axes. A group of one rank gathers nothing.
         """
-        set_collectives(self._unit.groups, all_gather=comm)
+        self._set_collectives(all_gather=comm)
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Reduces this unit's gradients through an object with torch's `ReduceScatter` protocol.
@@ -394,7 +405,7 @@ class FSDPModule:
 
         for group in self._unit.groups:
             refuse_own_reduce_scatter(group, comm)
-        set_collectives(self._unit.groups, reduce_scatter=comm)
+        self._set_collectives(reduce_scatter=comm)
 
     def set_all_gather_layout(self, layout: Any) -> None:
         """Takes torch's own layouts, as of 2.16, and changes nothing: they make the same copies in
@@ -403,8 +414,10 @@ class FSDPModule:
         Raises:
             UnsupportedError: it is another layout, or has a collective or a function of its own.
         """
+        from shardgrad.features.custom_comms import require_torchs
+
         parts = (getattr(layout, name, None) for name in ("comm", "output_fn"))
-        _require_torchs("set_all_gather_layout", type(layout), *parts)
+        require_torchs("set_all_gather_layout", type(layout), *parts)
 
     def set_reduce_scatter_input_fn(self, fn: Any) -> None:
         """Takes torch's own functions, as of 2.16; see `set_all_gather_layout`.
@@ -412,7 +425,9 @@ class FSDPModule:
         Raises:
             UnsupportedError: it is another function.
         """
-        _require_torchs("set_reduce_scatter_input_fn", fn)
+        from shardgrad.features.custom_comms import require_torchs
+
+        require_torchs("set_reduce_scatter_input_fn", fn)
 
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: torch.cuda.Stream | None = None
@@ -438,7 +453,7 @@ class FSDPModule:
                 got=repr(stream),
                 fix="set_all_reduce_hook(hook): it runs where reductions do",
             )
-        set_collectives(self._unit.groups, hook=hook, hook_stream=stream)
+        self._set_collectives(hook=hook, hook_stream=stream)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Makes the next forward's all-gathers wait for `event` only, not for the whole current
@@ -494,18 +509,10 @@ class FSDPModule:
         Creates one process group for each set of ranks. A collective: every rank of the mesh must
         call it.
         """
-        separate: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        for unit in self._units(recurse):
-            for group in unit.groups:
-                ranks = tuple(dist.get_process_group_ranks(group.mesh.gather_group))
-                reduce_group = collectives_of(group).reduce_group
-                if not enable:
-                    reduce_group = None
-                elif reduce_group is None:
-                    reduce_group = separate.get(ranks) or new_reduce_group(ranks)
-                if reduce_group is not None:
-                    separate[ranks] = reduce_group
-                set_collectives([group], reduce_group=reduce_group)
+        from shardgrad.features.custom_comms import separate_reductions
+
+        groups = [group for unit in self._units(recurse) for group in unit.groups]
+        separate_reductions(groups, enable=enable)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Stages this unit's messages in memory that the process group allocates, if its backend
@@ -516,9 +523,9 @@ class FSDPModule:
         Raises:
             CustomCommError: the unit has custom collectives.
         """
-        self._require_default_comms("set_allocate_memory_from_process_group")
-        staging = Memory.PROCESS_GROUP if enable else Memory.DEFAULT
-        set_collectives(self._unit.groups, staging=staging)
+        from shardgrad.features.custom_comms import stage_in_memory_of_process_group
+
+        stage_in_memory_of_process_group(self._unit, enable=enable)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """Stages all-gathers in symmetric memory, and reductions too where they only sum.
@@ -530,23 +537,14 @@ class FSDPModule:
             CustomCommError: the unit has custom collectives.
             RuntimeError: torch's own, if it was built without this backend of symmetric memory.
         """
-        self._require_default_comms("set_symm_mem")
-        for group in self._unit.groups:
-            start_symmetric_memory(group.mesh.gather_group, backend)
-            set_collectives([group], staging=Memory.SYMMETRIC)
+        from shardgrad.features.custom_comms import stage_in_symmetric_memory
 
-    def _require_default_comms(self, name: str) -> None:
-        for group in self._unit.groups:
-            collectives = collectives_of(group)
-            for comm in (collectives.all_gather, collectives.reduce_scatter):
-                if comm is not None:
-                    raise CustomCommError(
-                        f"cannot call {name}() when a collective is custom: {type(comm).__name__}",
-                        expected="a unit with the engine's own collectives",
-                        got=f"{type(comm).__name__}, which allocates its staging itself",
-                        where=f"unit {self._unit.name or 'root'!r}",
-                        fix="allocate from there in the object's own allocate()",
-                    )
+        stage_in_symmetric_memory(self._unit, backend)
+
+    def _set_collectives(self, **settings: Any) -> None:
+        from shardgrad.features.custom_comms import set_collectives
+
+        set_collectives(self._unit.groups, **settings)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accepted: gathers are always asynchronous, and slots make their order explicit."""
@@ -573,20 +571,8 @@ class FSDPModule:
             fix="torch.save(model.state_dict(), a path of each rank), or shardgrad.checkpoint.save",
         )
 
-    @property
-    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
-        """What DistributedDataParallel looks for first: the place to tell it that it comes too
-        late.
-        """
-        if sys._getframe(1).f_code is not DistributedDataParallel.__init__.__code__:
-            raise AttributeError("_ddp_params_and_buffers_to_ignore")
-        raise EngineError(
-            "DistributedDataParallel was put around a sharded module, which reduces its gradients "
-            "itself",
-            expected="one of the two",
-            got=f"DistributedDataParallel({type(self).__name__})",
-            fix="leave out DDP; for replicas of shards, fully_shard over a 2-D mesh (HSDP)",
-        )
+    # What DistributedDataParallel reads before all else, and nobody else.
+    _ddp_params_and_buffers_to_ignore: ClassVar[Iterable[str]] = _NothingForDDP()
 
     # -- inside
 
@@ -618,15 +604,6 @@ class FSDPModule:
         if dtypes != [group.dtype for group in groups]:
             note_cast()
         return result
-
-
-def _require_torchs(method: str, *parts: Any) -> None:
-    for part in parts:
-        if part is not None and not part.__module__.startswith(f"{torch_fsdp.__name__}."):
-            raise unsupported(
-                f"FSDPModule.{method}({getattr(part, '__name__', part)})",
-                instead="leave it out, or set_custom_all_gather and set_custom_reduce_scatter",
-            )
 
 
 def _units_of(modules: Sequence[Any]) -> list[Unit]:

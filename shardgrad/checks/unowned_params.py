@@ -13,12 +13,11 @@ does not tell.
 
 from __future__ import annotations
 
-import sys
 import warnings
 import weakref
 from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
-from types import FrameType
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -159,11 +158,9 @@ class UnownedParams:
 def _modules_on_stack() -> list[nn.Module]:
     """Returns the modules whose forward runs on this thread, outermost first."""
     found: dict[nn.Module, None] = {}
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame, _ in walk_stack(None):
         if frame.f_code is _CALL:
             found[frame.f_locals["self"]] = None
-        frame = frame.f_back
     return list(found)[::-1]
 
 

@@ -30,7 +30,7 @@ _OURS = str(Path(__file__).parents[1]) + "/"
 # Functions that decorators and `nn.Module.__call__` put around what the program has called.
 _WRAPPERS = {
     *("wrapper", "inner", "inner_func", "_fn", "decorate_context", "_no_grad_wrapper"),
-    *("_wrapped_call_impl", "__call__"),
+    *("_wrapped_call_impl", "__call__", "forward_failed"),
 }
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
@@ -37,7 +38,7 @@ from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.engine.root import RootContext, lazy_init
 from shardgrad.engine.spans import span
 from shardgrad.engine.unit import Unit
-from shardgrad.errors import UnsupportedError
+from shardgrad.errors import CollectiveError, UnsupportedError
 
 __all__ = ["HookedUnit", "like_forward", "outside_graphs"]
 
@@ -106,8 +107,7 @@ class HookedUnit(Unit):
         self.hooks = [
             [
                 module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True),
-                # Also after a forward that has raised: what it has gathered is resharded then.
-                module.register_forward_hook(self.post_forward, always_call=True),
+                module.register_forward_hook(self.post_forward),
             ]
             for module in self.modules
         ]
@@ -204,13 +204,10 @@ class HookedUnit(Unit):
         """Reshards if asked to, and returns the output, watched and cast."""
         context: RootContext | None = self.context
         if context is None:
-            return output  # `pre_forward` has raised, before there was a root
+            raise RuntimeError(f"post-forward of {self.name} before forward")
         recomputing = _graph_task() != -1
         if not recomputing and self.running:  # empty if a registered method has called forward
             self.running.pop()
-        # `always_call` brings a forward that raised here as well, with None for its output.
-        if output is None and context.has_failed_in(self):
-            return None
         if not context.scheduler.backward_running:
             for grads in self.grad_groups:
                 grads.refresh_trainable()
@@ -242,6 +239,14 @@ class HookedUnit(Unit):
     def _expects_backward(self) -> bool:
         """Returns whether gradients may go through a call: to its inputs, or to parameters."""
         return self.outstanding > 0 or any(grads.params for grads in self.grad_groups)
+
+    def forward_failed(self, running: int) -> None:
+        """Abandons forwards that have raised: all but the first `running` of those that ran."""
+        del self.running[running:]
+        if self.context is not None:
+            # Collectives that are dropped now may fail as well; the first error is the one to tell.
+            with suppress(CollectiveError):
+                self.context.forward_failed(self)
 
     def _refuse_outputs_in_parameters(self, output: Any) -> None:
         """Refuses outputs that are views of parameters, whose memory is about to be freed."""
@@ -339,17 +344,18 @@ def like_forward(unit: HookedUnit, method: Callable[..., Any]) -> Callable[..., 
     """
 
     def forward_method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = unit.pre_forward(self, args, kwargs)
-        unit.methods_running += 1
+        running = len(unit.running)
         try:
-            output = method(*args, **kwargs)
-        except Exception:
-            # What `always_call` does for a forward.
-            unit.post_forward(self, args, None)
+            args, kwargs = unit.pre_forward(self, args, kwargs)
+            unit.methods_running += 1
+            try:
+                output = method(*args, **kwargs)
+            finally:
+                unit.methods_running -= 1
+            return unit.post_forward(self, args, output)
+        except BaseException:
+            unit.forward_failed(running)
             raise
-        finally:
-            unit.methods_running -= 1
-        return unit.post_forward(self, args, output)
 
     return forward_method
 

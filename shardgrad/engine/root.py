@@ -8,7 +8,6 @@ was a root of its units; the real root takes over what it had noted.
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -53,7 +52,6 @@ class RootContext:
         self._written = comm_ctx.parameters_ready
         self._read = comm_ctx.streams.event()  # gradients
         self._forward_root: Unit | None = None
-        self._handled: BaseException | None = None  # by the program, when that forward began
         self._order: list[Unit] = []
         self._order_frozen = False
         self._position = 0
@@ -78,14 +76,10 @@ class RootContext:
         """
         if self.is_asleep:
             self.require_awake()
-        # A registered method may call forward as often as it likes; any other forward that begins
-        # while one of the same unit is open means that the open one was interrupted.
+        # A registered method may call forward as often as it likes.
         opens_again = self._forward_root is unit and unit.methods_running > 0
-        has_failed = self._forward_root is unit and not opens_again and not unit.runs_in_itself
-        # Another unit's forward is open, and the root is inside of none: that one was cut short.
-        if unit is self.root and self._forward_root not in (None, unit):
-            has_failed = True
-        is_cut_short = self.scheduler.backward_running or has_failed
+        # A backward that is still open was cut short: a recomputation does not come here.
+        is_cut_short = self.scheduler.backward_running
         if not (self._forward_root is None or opens_again or is_cut_short):
             return args, kwargs
         # A program that captures by `torch.cuda.graph` itself; `graphed_step` has quiesced already.
@@ -108,9 +102,6 @@ class RootContext:
             with span("inputs_to_device", unit.name):
                 (args,), (kwargs,) = _to_kwargs(args, kwargs, device, False)
         self._forward_root, self._position, self._order_before = unit, 0, len(self._backward_order)
-        # An evaluation in an except block runs while that exception is handled: it is not a
-        # failure of this forward.
-        self._handled = sys.exception()
         if not self._order_frozen:
             self._order.clear()
         # Here, since nobody is told of `zero_grad()`: it sets attributes to None.
@@ -261,17 +252,10 @@ class RootContext:
                 each.show_sharded()
         self._wait_until_read()
 
-    def has_failed_in(self, unit: Unit) -> bool:
-        """Returns whether a forward of `unit` ends by an exception; the outermost is cleared then.
-
-        A forward hook that is always called runs while the exception is handled.
-        """
-        error = sys.exception()
-        if error is None or error is self._handled:
-            return False
+    def forward_failed(self, unit: Unit) -> None:
+        """Clears an iteration whose outermost forward, of `unit`, has raised."""
         if self._forward_root is unit and not unit.running:
             self.recover()
-        return True
 
     def ran_forward(self, unit: Unit) -> int:
         """Notes a forward that will have a backward; returns its place in the order."""

@@ -5,11 +5,8 @@ What runs before and after its forward and backward is in `hooks.py`.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -25,12 +22,6 @@ from shardgrad.sharding.mesh import DataParallelMesh
 __all__ = ["Guest", "Unit", "attach_unit", "unit_of", "units_under"]
 
 _ATTRIBUTE = "_shardgrad_unit"
-# Functions that run a forward, their module as `self`, by name and file.
-_CALL = nn.Module._call_impl.__code__
-_CALLS = {
-    (_CALL.co_name, _CALL.co_filename),
-    ("forward_method", str(Path(__file__).with_name("hooks.py"))),
-}
 
 
 @dataclass
@@ -60,8 +51,8 @@ class Unit:
             direction.
         max_reductions: reductions that may be in flight; None for the default.
         partner: whose streams and staging are to be shared once this unit is a root.
-        methods_running: registered methods that run; a forward inside one is no remainder of one
-            that failed.
+        methods_running: registered methods that run; a forward inside one is an iteration of its
+            own.
         held: the program has unsharded them, and waited, or no output will say when backward comes:
             a forward with gradients leaves them so.
         before_outermost_forward: called before an outermost forward with gradients; may refuse it.
@@ -194,23 +185,6 @@ class Unit:
         if self.held and torch.is_grad_enabled():
             return False
         return not is_kept if self.reshard_after_forward is None else self.reshard_after_forward
-
-    @property
-    def runs_in_itself(self) -> bool:
-        """True if a module of this unit calls itself, or a registered method of its own.
-
-        Only the stack tells that from a forward that was interrupted: Ctrl-C runs no hooks.
-        """
-        if not self.running:
-            return False
-        running = 0
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            code = frame.f_code
-            if (code.co_name, code.co_filename) in _CALLS:
-                running += frame.f_locals.get("self") in self.modules
-            frame = frame.f_back
-        return running > 1
 
     def finish_backward(self, *, is_read_again: bool) -> None:
         """Frees, at the end of a backward, unsharded parameters that are not to be kept."""

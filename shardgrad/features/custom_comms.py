@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
+import torch.distributed.fsdp as torch_fsdp
 
 from shardgrad.engine.buffers import Allocate, Chunks
 from shardgrad.engine.comm_context import CollectiveConfig, CommContext, Route
@@ -25,14 +26,18 @@ from shardgrad.engine.transports import (
     StreamTransport,
     Work,
 )
+from shardgrad.engine.unit import Unit
+from shardgrad.errors import CustomCommError, unsupported
 
 __all__ = [
     "CustomCollectives",
     "Memory",
     "collectives_of",
-    "new_reduce_group",
+    "require_torchs",
+    "separate_reductions",
     "set_collectives",
-    "start_symmetric_memory",
+    "stage_in_memory_of_process_group",
+    "stage_in_symmetric_memory",
 ]
 
 
@@ -131,23 +136,74 @@ def _own(comm_ctx: CommContext, group: dist.ProcessGroup, comm: Any) -> Route:
     return Route(transport, comm_ctx.special_ring(key, allocate, depth=1))
 
 
-def new_reduce_group(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """Makes a process group of these ranks for reductions; a collective among them."""
-    group: dist.ProcessGroup = dist.new_group(
-        list(ranks), use_local_synchronization=True, group_desc="fsdp_reduce_scatter"
-    )
-    return group
+def separate_reductions(groups: Iterable[ParamGroup], *, enable: bool) -> None:
+    """Gives reductions a process group of their own, one for each set of ranks, or takes it away.
+
+    A collective among these ranks.
+    """
+    separate: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for group in groups:
+        ranks = tuple(dist.get_process_group_ranks(group.mesh.gather_group))
+        reduce_group = collectives_of(group).reduce_group if enable else None
+        if enable and reduce_group is None:
+            reduce_group = separate.get(ranks) or dist.new_group(
+                list(ranks), use_local_synchronization=True, group_desc="fsdp_reduce_scatter"
+            )
+        if reduce_group is not None:
+            separate[ranks] = reduce_group
+        set_collectives([group], reduce_group=reduce_group)
 
 
-def start_symmetric_memory(group: dist.ProcessGroup, backend: Literal["NCCL"]) -> None:
-    """Chooses torch's backend of symmetric memory and makes sure that the group's communicator
-    exists.
+def stage_in_memory_of_process_group(unit: Unit, *, enable: bool) -> None:
+    """Stages a unit's messages in memory that the process group allocates, or in the usual one.
 
     Raises:
+        CustomCommError: the unit has custom collectives.
+    """
+    _require_default_comms(unit, "set_allocate_memory_from_process_group")
+    set_collectives(unit.groups, staging=Memory.PROCESS_GROUP if enable else Memory.DEFAULT)
+
+
+def stage_in_symmetric_memory(unit: Unit, backend: Literal["NCCL"]) -> None:
+    """Stages a unit's messages in symmetric memory of torch's `backend`; a collective.
+
+    Raises:
+        CustomCommError: the unit has custom collectives.
         RuntimeError: torch's own, if it was built without this backend.
     """
-    symm_mem.set_backend(backend)
-    dist.barrier(group=group)
+    _require_default_comms(unit, "set_symm_mem")
+    for group in unit.groups:
+        symm_mem.set_backend(backend)
+        dist.barrier(group=group.mesh.gather_group)  # the group's communicator exists then
+        set_collectives([group], staging=Memory.SYMMETRIC)
+
+
+def _require_default_comms(unit: Unit, method: str) -> None:
+    for group in unit.groups:
+        collectives = collectives_of(group)
+        for comm in (collectives.all_gather, collectives.reduce_scatter):
+            if comm is not None:
+                raise CustomCommError(
+                    f"cannot call {method}() when a collective is custom: {type(comm).__name__}",
+                    expected="a unit with the engine's own collectives",
+                    got=f"{type(comm).__name__}, which allocates its staging itself",
+                    where=f"unit {unit.name or 'root'!r}",
+                    fix="allocate from there in the object's own allocate()",
+                )
+
+
+def require_torchs(method: str, *parts: Any) -> None:
+    """Refuses what `method` was given, unless all of it is torch's own.
+
+    Raises:
+        UnsupportedError: a part is not.
+    """
+    for part in parts:
+        if part is not None and not part.__module__.startswith(f"{torch_fsdp.__name__}."):
+            raise unsupported(
+                f"FSDPModule.{method}({getattr(part, '__name__', part)})",
+                instead="leave it out, or set_custom_all_gather and set_custom_reduce_scatter",
+            )
 
 
 def _from_process_group(group: dist.ProcessGroup) -> Allocate:

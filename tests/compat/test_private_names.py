@@ -69,7 +69,8 @@ WHY = {
     "torch.distributed.utils._apply_to_tensors": "tensors in inputs and outputs of any structure, "
     "as FSDP2 finds them",
     "torch.distributed.utils._to_kwargs": "inputs are moved to the device as FSDP2 does it",
-    "torch.nn.Module._call_impl": "a root that calls itself is told from one that was interrupted",
+    "torch.nn.Module._call_impl": "modules around a unit are looked at before their parameters "
+    "drift apart",
     "torch.nn.Module._buffers": "buffers are moved, and one in the place of another is seen",
     "torch.nn.Module._parameters": "modules register sharded or unsharded parameters in turn",
     "torch.optim.Optimizer._optimizer_load_state_dict_post_hooks": "a program's hooks run where "
@@ -120,9 +121,9 @@ def test_every_private_name_has_a_reason() -> None:
         for name in private_names(Path(shardgrad.__file__).parent)
         if re.search(rf"\b{name.rpartition('.')[2]}\b", text)
     }
-    # The first is Python's. Of torch's, the second is there from 2.15 on, and read where it is; the
-    # third is there where torch was built for CUDA, and makes the allocator of a pool of graphs.
-    assert used - known <= {"_getframe", "_has_grad_dtype_override", "_cuda_customAllocator"}
+    # The first is there from torch 2.15 on, and read where it is; the second is there where torch
+    # was built for CUDA, and makes the allocator of a pool of graphs.
+    assert used - known <= {"_has_grad_dtype_override", "_cuda_customAllocator"}
 
 
 def test_no_reason_is_left_for_a_name_that_is_gone() -> None:

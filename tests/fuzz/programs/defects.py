@@ -39,7 +39,14 @@ def _self_call_drops_gradients() -> Iterator[Patch]:
             if grads.shard is not None:
                 grads.shard.unbind()
 
-    yield mock.patch.object(Unit, "runs_in_itself", property(lambda self: False))
+    enter = RootContext.enter_forward
+
+    def enter_anew(self: RootContext, unit: Unit, *inputs: Any) -> Any:
+        if self._forward_root is unit and not unit.methods_running:
+            self.recover()
+        return enter(self, unit, *inputs)
+
+    yield mock.patch.object(RootContext, "enter_forward", enter_anew)
     yield mock.patch.object(RootContext, "recover", drop_all)
 
 
@@ -79,7 +86,7 @@ def _order_recorded_under_participate() -> Iterator[Patch]:
             self.keep_unsharded = kept
 
     def freeze(self: RootContext, unit: Unit) -> None:
-        is_over = self._forward_root is unit and not unit.runs_in_itself and unit is self.root
+        is_over = self._forward_root is unit and not unit.running and unit is self.root
         leave(self, unit)
         self._order_frozen |= is_over
 
