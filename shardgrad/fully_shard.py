@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -10,10 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from shardgrad.checks.argument_types import refuse_wrong_types
+from shardgrad.checks.arguments import (
+    refuse_combinations,
+    refuse_two_levels,
+    refuse_wrong_types,
+)
 from shardgrad.checks.lost_work import refuse_hooks
 from shardgrad.checks.misuse import guard_owner
 from shardgrad.checks.optimizer_hooks import watch_optimizers
@@ -26,30 +30,28 @@ from shardgrad.engine.collect import (
     Collected,
     collect,
     refuse_unresolved_ties,
-    validate_modules,
+    validated,
 )
 from shardgrad.engine.comm_context import SecondStep
 from shardgrad.engine.hooks import HookedUnit
 from shardgrad.engine.param import CLAIM, FSDPParam, is_extension, mark_sharded
 from shardgrad.engine.param_group import GroupSpec, ParamGroup
 from shardgrad.engine.unit import Unit, attach_unit
-from shardgrad.errors import OptionError, UnsupportedParameterError, unsupported
+from shardgrad.errors import OptionError, unsupported
 from shardgrad.features.param_dtypes import (
-    ParamDtypes,
     dtypes_of,
     keep_grad_dtypes,
     refuse_late_grad_dtypes,
-    refuse_unknown_fields,
     without_override,
 )
 from shardgrad.module import swap_class
 from shardgrad.ops.library import check_kernels
-from shardgrad.policies import GradientPolicy, SleepPolicy
-from shardgrad.sharding.byte_params import is_float8, travels_as_bytes
+from shardgrad.policies import GradientPolicy, ParamDtypes
 from shardgrad.sharding.dtensor import require_own_shards, require_shards
 from shardgrad.sharding.mesh import DataParallelMesh, default_mesh
 from shardgrad.sharding.offload import ShardMemory
-from shardgrad.sharding.placement import Place, places_of, travel_together
+from shardgrad.sharding.param_sharding import places_of, travel_together
+from shardgrad.sharding.shardable import travels_as_bytes
 from shardgrad.sharding.zero_stage import Stage
 
 __all__ = ["fully_shard"]
@@ -71,8 +73,7 @@ def fully_shard(
     gradient_policy: GradientPolicy = GradientPolicy(),
     zero_stage: Literal[1, 2, 3, "auto", "hfsdp"] = 3,
 ) -> _ModulesT:
-    """Shards a module's parameters, gradients and optimizer states over the ranks of a mesh, in
-    place.
+    """Shards a module's parameters, gradients and optimizer states in place, over a mesh of ranks.
 
     Takes what `torch.distributed.fsdp.fully_shard` takes. Apply it bottom-up: a call owns the
     parameters below it that no inner call owns, and they travel in one collective for each dtype
@@ -121,60 +122,44 @@ def fully_shard(
     Streams: none are made; shards are filled on the current stream.
     Capture: not safe; it allocates.
     """
-    arg: Any = module
-    modules: list[nn.Module] = list(arg) if isinstance(arg, list | tuple) else [arg]
-    validate_modules(modules)
-    offload_policy = offload_policy or OffloadPolicy()
-    _refuse_unsupported(mp_policy, offload_policy)
+    modules = validated(module)
     ignored = set(ignored_params or ())
-    refuse_wrong_types(mp_policy, gradient_policy, ignored)
+    refuse_wrong_types(mp_policy, offload_policy, gradient_policy, ignored)
     stage = Stage.of(zero_stage, reshard_after_forward)
-    data_mesh = _data_mesh(mesh, dp_mesh_dims)
-    if stage.over_both_axes:
-        if dp_mesh_dims is not None:
-            raise unsupported('zero_stage="hfsdp" with dp_mesh_dims', instead="zero_stage=3")
-        data_mesh = data_mesh.over_both_axes()
+    data_mesh = _data_mesh(mesh, dp_mesh_dims, stage)
     check_kernels(data_mesh.device.type)
     memory = ShardMemory.of(data_mesh.device, offload_policy)
     collected = collect(modules, ignored, data_mesh)
     names = {param: name for param, (name, _) in collected.params.items()}
-    if stage.over_both_axes:
-        _refuse_two_levels(names)
+    refuse_two_levels(names, stage)
     places = places_of(names, data_mesh, shard_placement_fn)
     dtypes = dtypes_of(names, lambda p: (p.dtype, places[p].mesh), mp_policy, gradient_policy)
+    refuse_combinations(names, places, dtypes, reshard_after_forward, stage)
     refuse_hooks(names.items())
-    _refuse_combinations(names, places, reshard_after_forward, stage, memory, dtypes)
     flag, _ = _reshard_plan(reshard_after_forward, data_mesh)
     grouped = travel_together(places, lambda p: (is_extension(p), dtypes[p]))
+    params = {
+        p: FSDPParam(name, owners, tuple(p.shape), p, places[p].sharding)
+        for p, (name, owners) in collected.params.items()
+    }
     groups = []
-    for originals in grouped:
-        group_mesh = places[originals[0]].mesh
-        params = [
-            FSDPParam(names[p], collected.params[p][1], tuple(p.shape), p, places[p].sharding)
-            for p in originals
-        ]
-        spec = GroupSpec(
-            group_mesh,
-            dtypes[originals[0]].mp_policy,
-            dtypes[originals[0]].gradient_policy,
-            memory,
-            stage,
-            all_gather_input=_all_gather_input(stage, memory),
-            second_step=_second_step(group_mesh, gradient_policy.wire_dtype),
-            regroup=_regroup,
-        )
-        smaller = _reshard_plan(reshard_after_forward, group_mesh)[1]
-        groups.append(_group(params, spec, smaller, type(modules[0]).__name__))
+    for each in grouped:
+        spec = _spec(places[each[0]].mesh, dtypes[each[0]], memory, stage)
+        groups.append(_group([params[p] for p in each], spec, reshard_after_forward))
     unit = HookedUnit(modules, groups, data_mesh, without_override(mp_policy), flag)
-    note_ignored(collected.managed_modules, ignored)
-    unit.before_outermost_forward = UnownedParams(unit).refuse
-    if stage.decides:
-        from shardgrad.features.zero_stage_auto import StageAuto
-
-        unit.before_outermost_forward = StageAuto(unit, unit.before_outermost_forward)
-    unit.accept = _accept
-    _commit(unit, collected, grouped)
+    unit.accept, unit.before_outermost_forward = _accept, _looks_of(unit, stage)
+    _commit(unit, collected, grouped, ignored)
     return module
+
+
+def _looks_of(unit: Unit, stage: Stage) -> Callable[[], None]:
+    """Returns what a unit calls before its forward is the outermost one."""
+    look = UnownedParams(unit).refuse
+    if not stage.decides:
+        return look
+    from shardgrad.features.zero_stage_auto import StageAuto
+
+    return StageAuto(unit, look)
 
 
 def _accept(units: Sequence[Unit]) -> None:
@@ -187,6 +172,22 @@ def _accept(units: Sequence[Unit]) -> None:
 
 
 # -- where strategies are chosen; a feature is imported by who asks for it
+
+
+def _spec(
+    mesh: DataParallelMesh, dtypes: ParamDtypes, memory: ShardMemory, stage: Stage
+) -> GroupSpec:
+    """Returns what a group of parameters on `mesh` with these dtypes is made from."""
+    return GroupSpec(
+        mesh,
+        dtypes.mp_policy,
+        dtypes.gradient_policy,
+        memory,
+        stage,
+        all_gather_input=_all_gather_input(stage, memory),
+        second_step=_second_step(mesh, dtypes.gradient_policy.wire_dtype),
+        regroup=_regroup,
+    )
 
 
 def _second_step(
@@ -217,15 +218,17 @@ def _second_step(
 def _group(
     params: list[FSDPParam],
     spec: GroupSpec,
-    mesh_after_forward: DataParallelMesh | None,
-    kind: str,
+    reshard_after_forward: bool | int | None,
 ) -> ParamGroup:
     """Returns the kind of group that parameters need, with their values in its shard."""
     original = params[0].sharded
+    _, mesh_after_forward = _reshard_plan(reshard_after_forward, spec.mesh)
     group: ParamGroup
     if is_extension(original):
-        from shardgrad.features.tensor_extensions import ExtensionGroup
+        from shardgrad.features.tensor_extensions import ExtensionGroup, require_extension
 
+        for p in params:
+            require_extension(p.sharded, p.name, reshard_after_forward, spec.shard_memory)
         group = ExtensionGroup(params, spec)
     elif mesh_after_forward is not None and not travels_as_bytes(original.dtype):
         from shardgrad.features.post_forward import PostForwardGroup
@@ -237,7 +240,6 @@ def _group(
         from shardgrad.features.wire_dtype import exchange_gradients
 
         exchange_gradients(group)
-    warn_of_padding(group.layout_of(params, with_flags=False), original.itemsize, kind)
     if spec.mesh.data_parallel_size > 1:
         from shardgrad.checks.same_weights import weights_before
 
@@ -275,31 +277,16 @@ def _all_gather_input(stage: Stage, memory: ShardMemory) -> type[AllGatherInput]
     return AllGatherInput
 
 
-# -- what is refused
+# -- what is asked of the arguments
 
 
-def _refuse_unsupported(mp_policy: MixedPrecisionPolicy, offload_policy: OffloadPolicy) -> None:
-    if not isinstance(mp_policy, MixedPrecisionPolicy):
-        raise OptionError(
-            "mp_policy must be a MixedPrecisionPolicy",
-            expected="torch.distributed.fsdp.MixedPrecisionPolicy",
-            got=repr(mp_policy),
-            fix="mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, "
-            "reduce_dtype=torch.float32)",
-        )
-    if type(offload_policy) not in (OffloadPolicy, CPUOffloadPolicy, SleepPolicy):
-        raise unsupported(
-            type(offload_policy).__name__,
-            instead="offload_policy=CPUOffloadPolicy() or OffloadPolicy()",
-        )
-    for policy in (mp_policy, offload_policy):
-        refuse_unknown_fields(policy)
-
-
-def _data_mesh(mesh: DeviceMesh | None, dims: Any) -> DataParallelMesh:
+def _data_mesh(mesh: DeviceMesh | None, dims: Any, stage: Stage) -> DataParallelMesh:
     mesh = mesh or default_mesh()
     if dims is None or not isinstance(mesh, DeviceMesh):
-        return DataParallelMesh.of(mesh)
+        data_mesh = DataParallelMesh.of(mesh)
+        return data_mesh.over_both_axes() if stage.over_both_axes else data_mesh
+    if stage.over_both_axes:
+        raise unsupported('zero_stage="hfsdp" with dp_mesh_dims', instead="zero_stage=3")
     if not hasattr(dims, "shard_names") or not hasattr(dims, "replicate_names"):
         raise OptionError(
             "dp_mesh_dims must be a DataParallelMeshDims",
@@ -308,57 +295,6 @@ def _data_mesh(mesh: DeviceMesh | None, dims: Any) -> DataParallelMesh:
             fix="dp_mesh_dims=DataParallelMeshDims(shard='dp')",
         )
     return DataParallelMesh.of_named_axes(mesh, dims)
-
-
-def _refuse_combinations(
-    names: Mapping[nn.Parameter, str],
-    places: Mapping[nn.Parameter, Place],
-    reshard_after_forward: bool | int | None,
-    stage: Stage,
-    memory: ShardMemory,
-    dtypes: Mapping[nn.Parameter, ParamDtypes],
-) -> None:
-    """Refuses parameters that some other argument of the call does not go together with."""
-    is_int = isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool)
-    for param, place in places.items():
-        name = names[param]
-        if stage.over_both_axes and (place.sharding.dim or place.mesh.levels is None):
-            what = f"dim {place.sharding.dim}" if place.sharding.dim else "a separate mesh"
-            raise unsupported(
-                f'zero_stage="hfsdp" for {name}, cut on {what},', instead="zero_stage=3"
-            )
-        if is_int and place.sharding.came_as_dtensor:
-            raise unsupported(
-                f"reshard_after_forward as an int for {name}, which is a DTensor already",
-                instead="reshard_after_forward=True or False",
-            )
-        if is_extension(param):
-            from shardgrad.features.tensor_extensions import require_extension
-
-            require_extension(param, name, reshard_after_forward, memory)
-        elif is_float8(param.dtype) and dtypes[param].mp_policy.param_dtype not in (
-            None,
-            param.dtype,
-        ):
-            raise UnsupportedParameterError(
-                f"parameter {name} is {param.dtype}, which is gathered as it is and not cast",
-                expected="mp_policy.param_dtype=None for units with float8 parameters",
-                got=f"param_dtype={dtypes[param].mp_policy.param_dtype}",
-                where=f"parameter {name}",
-                fix="a separate unit without mp_policy, or pass it in ignored_params",
-            )
-
-
-def _refuse_two_levels(names: Mapping[nn.Parameter, str]) -> None:
-    """Over two levels there are only plain parameters; their rows follow each other from rank to
-    rank.
-    """
-    for param, name in names.items():
-        if is_extension(param) or isinstance(param, DTensor):
-            what = "has fsdp_pre_all_gather" if is_extension(param) else "is a DTensor already"
-            raise unsupported(
-                f'zero_stage="hfsdp" for {name}, which {what},', instead="zero_stage=3"
-            )
 
 
 def _reshard_plan(
@@ -383,8 +319,16 @@ def _reshard_plan(
 
 
 @torch.inference_mode(mode=False)
-def _commit(unit: HookedUnit, collected: Collected, params: Iterable[list[nn.Parameter]]) -> None:
+def _commit(
+    unit: HookedUnit,
+    collected: Collected,
+    params: Iterable[list[nn.Parameter]],
+    ignored: set[nn.Parameter],
+) -> None:
     """Makes the changes. Nothing here raises on user input."""
+    for group in unit.groups:
+        warn_of_padding(group.layout, group.dtype.itemsize, type(unit.modules[0]).__name__)
+    note_ignored(collected.managed_modules, ignored)
     watch_optimizers(unit.modules)
     if dist.get_world_size() > 1:
         from shardgrad.diagnosis.watchdog import watch_ranks

@@ -24,6 +24,7 @@ __all__ = [
     "GradientReductionHandle",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "ParamDtypes",
     "SleepPolicy",
     "UnshardHandle",
 ]
@@ -102,3 +103,16 @@ class GradientPolicy:
     def attribute(self) -> str:
         """Name of the parameter attribute that holds the gradient."""
         return "decoupled_grad" if self.decoupled else "grad"
+
+
+@dataclass(frozen=True)
+class ParamDtypes:
+    """What one parameter is computed, reduced and kept in.
+
+    Attributes:
+        mp_policy: the unit's, without an override function.
+        gradient_policy: the call's, with the dtype that the parameter asks for.
+    """
+
+    mp_policy: MixedPrecisionPolicy
+    gradient_policy: GradientPolicy

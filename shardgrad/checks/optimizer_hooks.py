@@ -46,7 +46,6 @@ from shardgrad.checks.untrained_params import (
     concerns_unit,
     refuse_state_of_other_dtype,
 )
-from shardgrad.diagnosis.thread_stacks import LIMIT, thread_stacks
 from shardgrad.engine.grad_group import grads_of
 from shardgrad.engine.param import managed_by
 from shardgrad.engine.param_group import ParamGroup, group_of
@@ -180,6 +179,8 @@ class _OptimizerHooks:
 
 def _is_any_step_running() -> bool:
     """Returns whether a thread is inside torch's wrapper of `Optimizer.step`, or may be, unseen."""
+    from shardgrad.diagnosis.thread_stacks import LIMIT, thread_stacks
+
     stacks = thread_stacks()
     if LIMIT in (len(stacks), *map(len, stacks.values())):
         return True

@@ -26,10 +26,9 @@ from shardgrad.engine.spans import NOTHING, span
 from shardgrad.engine.streams import Stream, StreamEvent, Streams
 from shardgrad.engine.transports import MessageTag, Work
 from shardgrad.ops.movement import unpack_rows
-from shardgrad.sharding.byte_params import from_bytes, travels_as_bytes
 from shardgrad.sharding.layout import ShardLayout
 from shardgrad.sharding.mesh import DataParallelMesh
-from shardgrad.sharding.strided_pack import unpack_strided
+from shardgrad.sharding.shardable import from_bytes, travels_as_bytes
 from shardgrad.sharding.zero_copy import own_places
 
 __all__ = [
@@ -310,5 +309,7 @@ class UnshardedParams(UnshardedMemory):
         else:
             ops.unpack(gathered, self._flat, table, chunk_numel=chunk_numel)
         if layout.strided:
+            from shardgrad.sharding.strided_pack import unpack_strided
+
             unpack_strided(gathered, self._flat, layout)
         self._filled.record(self._streams.current())

@@ -28,7 +28,7 @@ from shardgrad.errors import (
 from shardgrad.sharding.mesh import DataParallelMesh
 from shardgrad.sharding.shardable import require_one_device, require_shardable
 
-__all__ = ["Collected", "collect", "is_replica", "refuse_unresolved_ties", "validate_modules"]
+__all__ = ["Collected", "collect", "is_replica", "refuse_unresolved_ties", "validated"]
 
 
 # torch's own; a sharded module is an instance of `FSDPModule` too.
@@ -64,8 +64,8 @@ class Collected:
     inner_units: Collection[Unit] = ()
 
 
-def validate_modules(modules: Sequence[nn.Module]) -> None:
-    """Refuses modules that cannot be a unit.
+def validated(arg: Any) -> list[nn.Module]:
+    """Returns the modules that `fully_shard` was given; refuses those that cannot be a unit.
 
     Raises:
         ContainerError: a container without forward.
@@ -73,6 +73,7 @@ def validate_modules(modules: Sequence[nn.Module]) -> None:
         EngineError: DDP, FSDP1 or torch's FSDP2 has the module, or one below it.
         OptionError: not modules at all, or an empty list.
     """
+    modules: list[nn.Module] = list(arg) if isinstance(arg, list | tuple) else [arg]
     if not modules or not all(isinstance(module, nn.Module) for module in modules):
         raise OptionError(
             "fully_shard expects a module or a non-empty list of modules",
@@ -102,6 +103,7 @@ def validate_modules(modules: Sequence[nn.Module]) -> None:
         for name, child in module.named_modules():
             if isinstance(child, _ENGINES):
                 _refuse_other_engine(name, child, is_root=child is module)
+    return modules
 
 
 def _refuse_other_engine(name: str, module: nn.Module, *, is_root: bool) -> None:

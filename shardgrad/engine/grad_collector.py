@@ -38,7 +38,6 @@ from shardgrad.engine.param_group import ParamGroup
 from shardgrad.engine.streams import Stream, StreamEvent, Streams
 from shardgrad.errors import GradientError
 from shardgrad.sharding.layout import Piece, ShardLayout
-from shardgrad.sharding.strided_pack import pack_strided
 
 __all__ = ["GradCollector"]
 
@@ -287,6 +286,8 @@ class GradCollector:
         rows = grads
         # What is cut along an inner dim has gaps, which the table of `ops.pack` cannot say.
         if layout.strided:
+            from shardgrad.sharding.strided_pack import pack_strided
+
             pack_strided(grads, target, layout, divisor=divisor, accumulate=accumulate)
             rows = [grads[i] for i in layout.straight]
         rows = [*rows, tail]

@@ -42,13 +42,13 @@ from shardgrad.engine.streams import Streams
 from shardgrad.engine.transports import MessageTag
 from shardgrad.errors import LostWorkWarning, listed
 from shardgrad.policies import REDUCES_IN_GRAD_DTYPE, GradientPolicy
-from shardgrad.sharding.byte_params import from_bytes, stored_shape, travels_as_bytes
 from shardgrad.sharding.dtensor import in_own_storage
 from shardgrad.sharding.gradient_objects import keep_for_current_stream
 from shardgrad.sharding.layout import ShardLayout, alignment_numel
 from shardgrad.sharding.mesh import DataParallelMesh
 from shardgrad.sharding.offload import ShardMemory
 from shardgrad.sharding.param_sharding import ParamSharding
+from shardgrad.sharding.shardable import from_bytes, stored_shape, travels_as_bytes
 from shardgrad.sharding.zero_copy import is_zero_copy
 from shardgrad.sharding.zero_stage import Stage
 

@@ -5,6 +5,14 @@ messages. `ExchangeTransport` is for gloo, whose reduce-scatter is an all-reduce
 twice the bytes: it uses an all-to-all, and the engine adds up the chunks as it writes gradients
 (docs/design/collectives.md). `PairTransport` does the same between two ranks, and `LocalTransport`
 is for a group of one. Nothing else in the engine asks how many ranks there are.
+
+[Note: Message tags]
+A transport that matches messages by order alone would, if one rank skipped a unit, deliver the
+bytes of another unit of the same size, and only the numbers would be wrong. Where the host can read
+what has arrived, every chunk therefore ends in the tag of its message, and is refused if the tag is
+not the expected one. A layout reserves the room (`sharding/layout.py`); the message of a zero-copy
+parameter has none, but follows one that has. A tag is three digits to the base 128, which every
+floating-point dtype in use, and a byte, holds exactly.
 """
 
 from __future__ import annotations
@@ -25,7 +33,6 @@ from shardgrad.engine.buffers import Chunks
 from shardgrad.engine.spans import NOTHING
 from shardgrad.errors import DesyncError, unsupported
 from shardgrad.sharding.layout import TAG_NUMEL
-from shardgrad.sharding.message_tags import MessageTag, meaning
 
 __all__ = [
     "CompletedWork",
@@ -46,6 +53,35 @@ __all__ = [
 # torch 2.13 gave these two new names; the old ones warn from then on.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+_BASE = 128
+_known_tags: dict[int, str] = {}
+
+
+@dataclass(frozen=True, eq=False)
+class MessageTag:
+    """A message's name ("all-gather of layers.3") and its tag. See [Note: Message tags].
+
+    The digits are the same on every rank, least significant first; none if there is no room for a
+    tag.
+    """
+
+    what: str
+    digits: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, what: str, code: int) -> MessageTag:
+        """Makes the tag with a number, and remembers what it stands for."""
+        _known_tags[code] = what
+        return cls(what, tuple(code // _BASE**i % _BASE for i in range(TAG_NUMEL)))
+
+
+def _meaning(digits: list[float]) -> str:
+    """Returns what a received tag stands for on this rank."""
+    code = sum(
+        int(digit) * _BASE**i for i, digit in enumerate(digits) if digit == digit and digit >= 0
+    )
+    return _known_tags.get(code, "something this rank does not know")
 
 
 class Work(Protocol):
@@ -159,9 +195,9 @@ class _PendingExchange(PendingWork):
         recorder.waits_in = self._log, self._entry
         members = self._log.ranks
         raise DesyncError(
-            f"rank {members[sender]} is somewhere else: it sent the {meaning(digits)}",
+            f"rank {members[sender]} is somewhere else: it sent the {_meaning(digits)}",
             expected=f"the {self._tag.what} from every rank of {list(members)}",
-            got=f"the {meaning(digits)}",
+            got=f"the {_meaning(digits)}",
             where=f"rank {dist.get_rank()}",
             fix=FIX,
         )

@@ -9,7 +9,7 @@ of all.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from functools import reduce
 from typing import Any
 
@@ -18,49 +18,17 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardgrad.engine.param_group import ParamGroup
-from shardgrad.errors import OptionError, UnsupportedParameterError, unsupported
-from shardgrad.policies import REDUCES_IN_GRAD_DTYPE, GradientPolicy
+from shardgrad.errors import OptionError, UnsupportedParameterError
+from shardgrad.policies import REDUCES_IN_GRAD_DTYPE, GradientPolicy, ParamDtypes
 
 __all__ = [
-    "ParamDtypes",
     "dtypes_of",
     "keep_grad_dtypes",
     "refuse_late_grad_dtypes",
-    "refuse_unknown_fields",
     "without_override",
 ]
 
 _OVERRIDE = "param_dtype_override_fn"  # older torch does not have it
-_KNOWN = {"param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs", _OVERRIDE}
-_KNOWN |= {"pin_memory"}  # of CPUOffloadPolicy
-
-
-def refuse_unknown_fields(policy: Any) -> None:
-    """Refuses a policy of a later torch that asks for what this version does not know.
-
-    Raises:
-        UnsupportedError: a field that is not known here, and not at its default.
-    """
-    for field in fields(policy):
-        value = getattr(policy, field.name)
-        if field.name not in _KNOWN and value != field.default:
-            raise unsupported(
-                f"{type(policy).__name__}({field.name}={value!r})",
-                instead=f"{field.name}={field.default!r}",
-            )
-
-
-@dataclass(frozen=True)
-class ParamDtypes:
-    """What one parameter is computed, reduced and kept in.
-
-    Attributes:
-        mp_policy: the unit's, without an override function.
-        gradient_policy: the call's, with the dtype that the parameter asks for.
-    """
-
-    mp_policy: MixedPrecisionPolicy
-    gradient_policy: GradientPolicy
 
 
 def dtypes_of(

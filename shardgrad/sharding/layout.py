@@ -16,7 +16,7 @@ nccl#413).
 
 The *tail* has room for one element per parameter, where gradients travel ([Note: Touched flags] in
 `engine/grad_collector.py`), and ends in room for the message's tag ([Note: Message tags] in
-`message_tags.py`).
+`engine/transports.py`).
 
 Parameters that travel by themselves ([Note: Zero-copy parameters] in `zero_copy.py`) come first in
 a chunk, so that what is left to be packed into one message is the end of it, and has a layout
@@ -45,7 +45,7 @@ __all__ = [
 ALIGNMENT_NBYTES = 128
 
 # Elements at the end of each chunk for the message's tag ([Note: Message tags] in
-# `message_tags.py`).
+# `engine/transports.py`).
 TAG_NUMEL = 3
 
 

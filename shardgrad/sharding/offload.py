@@ -45,12 +45,12 @@ class ShardMemory:
     is_virtual: bool = False
 
     @classmethod
-    def of(cls, device: torch.device, policy: OffloadPolicy) -> ShardMemory:
+    def of(cls, device: torch.device, policy: OffloadPolicy | None) -> ShardMemory:
         """Returns the memory that a policy asks for.
 
         Args:
             device: where parameters compute.
-            policy: torch's `CPUOffloadPolicy` or its base class, or a `SleepPolicy`.
+            policy: torch's `CPUOffloadPolicy` or its base class, a `SleepPolicy`, or None.
         """
         if isinstance(policy, SleepPolicy):
             return cls(device, is_virtual=True)

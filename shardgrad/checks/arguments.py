@@ -1,0 +1,158 @@
+"""Refusing arguments of `fully_shard` that Python would take and the first forward would stumble
+over: each by itself, and those that do not go together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
+
+from shardgrad.engine.param import is_extension
+from shardgrad.errors import OptionError, OptionTypeError, UnsupportedParameterError, unsupported
+from shardgrad.policies import GradientPolicy, ParamDtypes, SleepPolicy
+from shardgrad.sharding.param_sharding import Place
+from shardgrad.sharding.shardable import is_float8
+from shardgrad.sharding.zero_stage import Stage
+
+__all__ = ["refuse_combinations", "refuse_two_levels", "refuse_wrong_types"]
+
+# Fields of torch's policies; older torch does not have all of them.
+_KNOWN = {
+    "param_dtype",
+    "reduce_dtype",
+    "output_dtype",
+    "cast_forward_inputs",
+    "param_dtype_override_fn",
+}
+_KNOWN |= {"pin_memory"}  # of CPUOffloadPolicy
+
+
+def refuse_wrong_types(
+    mp_policy: Any, offload_policy: Any, gradient_policy: Any, ignored: Collection[Any]
+) -> None:
+    """Looks at the policies and their dtypes, and at what `ignored_params` holds.
+
+    Raises:
+        OptionError: `mp_policy` is no policy.
+        UnsupportedError: an offload policy that is not known here, or a field of a later torch that
+            is not at its default.
+        OptionTypeError: a dtype is no dtype, the gradient policy no policy, an ignored parameter no
+            tensor.
+    """
+    if not isinstance(mp_policy, MixedPrecisionPolicy):
+        raise OptionError(
+            "mp_policy must be a MixedPrecisionPolicy",
+            expected="torch.distributed.fsdp.MixedPrecisionPolicy",
+            got=repr(mp_policy),
+            fix="mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, "
+            "reduce_dtype=torch.float32)",
+        )
+    if type(offload_policy) not in (type(None), OffloadPolicy, CPUOffloadPolicy, SleepPolicy):
+        raise unsupported(
+            type(offload_policy).__name__,
+            instead="offload_policy=CPUOffloadPolicy() or OffloadPolicy()",
+        )
+    for policy in (mp_policy, offload_policy or OffloadPolicy()):
+        _refuse_unknown_fields(policy)
+    if not isinstance(gradient_policy, GradientPolicy):
+        raise OptionTypeError(
+            "gradient_policy must be a GradientPolicy",
+            expected="shardgrad.GradientPolicy",
+            got=repr(gradient_policy),
+            fix="gradient_policy=shardgrad.GradientPolicy(dtype=torch.float32)",
+        )
+    for policy, names in (
+        (mp_policy, ("param_dtype", "reduce_dtype", "output_dtype")),
+        (gradient_policy, ("dtype", "wire_dtype")),
+    ):
+        for field in names:
+            name, dtype = type(policy).__name__, getattr(policy, field)
+            if dtype is not None and not isinstance(dtype, torch.dtype):
+                raise OptionTypeError(
+                    f"{name}.{field} must be a torch.dtype",
+                    expected="a torch.dtype, or None",
+                    got=repr(dtype),
+                    fix=f"{name}({field}=torch.bfloat16)",
+                )
+    odd = [each for each in ignored if not isinstance(each, torch.Tensor)]
+    if odd:
+        raise OptionTypeError(
+            "ignored_params must hold parameters, not their names",
+            expected="set[nn.Parameter]",
+            got=repr(odd[0]),
+            fix="ignored_params=set(module.parameters()), of the modules to leave out",
+        )
+
+
+def _refuse_unknown_fields(policy: Any) -> None:
+    """Refuses a policy of a later torch that asks for what this version does not know.
+
+    Raises:
+        UnsupportedError: a field that is not known here, and not at its default.
+    """
+    for field in fields(policy):
+        value = getattr(policy, field.name)
+        if field.name not in _KNOWN and value != field.default:
+            raise unsupported(
+                f"{type(policy).__name__}({field.name}={value!r})",
+                instead=f"{field.name}={field.default!r}",
+            )
+
+
+def refuse_combinations(
+    names: Mapping[nn.Parameter, str],
+    places: Mapping[nn.Parameter, Place],
+    dtypes: Mapping[nn.Parameter, ParamDtypes],
+    reshard_after_forward: bool | int | None,
+    stage: Stage,
+) -> None:
+    """Refuses parameters that some other argument of the call does not go together with.
+
+    Raises:
+        UnsupportedError: by a ZeRO stage, or by a reshard to fewer ranks.
+        UnsupportedParameterError: a float8 parameter that would be cast.
+    """
+    is_int = isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool)
+    for param, place in places.items():
+        name = names[param]
+        if stage.over_both_axes and (place.sharding.dim or place.mesh.levels is None):
+            what = f"dim {place.sharding.dim}" if place.sharding.dim else "a separate mesh"
+            raise unsupported(
+                f'zero_stage="hfsdp" for {name}, cut on {what},', instead="zero_stage=3"
+            )
+        if is_int and place.sharding.came_as_dtensor:
+            raise unsupported(
+                f"reshard_after_forward as an int for {name}, which is a DTensor already",
+                instead="reshard_after_forward=True or False",
+            )
+        dtype = dtypes[param].mp_policy.param_dtype
+        is_cast = dtype not in (None, param.dtype)
+        if is_float8(param.dtype) and is_cast and not is_extension(param):
+            raise UnsupportedParameterError(
+                f"parameter {name} is {param.dtype}, which is gathered as it is and not cast",
+                expected="mp_policy.param_dtype=None for units with float8 parameters",
+                got=f"param_dtype={dtype}",
+                where=f"parameter {name}",
+                fix="a separate unit without mp_policy, or pass it in ignored_params",
+            )
+
+
+def refuse_two_levels(names: Mapping[nn.Parameter, str], stage: Stage) -> None:
+    """Over two levels there are only plain parameters; their rows follow each other from rank to
+    rank.
+
+    Raises:
+        UnsupportedError: another kind of parameter.
+    """
+    for param, name in names.items() if stage.over_both_axes else ():
+        if is_extension(param) or isinstance(param, DTensor):
+            what = "has fsdp_pre_all_gather" if is_extension(param) else "is a DTensor already"
+            raise unsupported(
+                f'zero_stage="hfsdp" for {name}, which {what},', instead="zero_stage=3"
+            )
