@@ -40,6 +40,7 @@ WHY = {
     "torch._foreach_add_": "the steps of a Muon bucket are counted in one launch",
     "torch.autograd.Variable._execution_engine": "a callback at the end of a backward, as FSDP2's",
     "torch.autograd.profiler._is_profiler_enabled": "spans cost nothing without a profiler",
+    "torch.Tensor._base": "backward may come to a unit by the base of a view that it returned",
     "torch.Tensor._post_accumulate_grad_hooks": "a program's hooks run on reduced gradients",
     "torch.distributed._composable.contract.REGISTRY_KEY": "torch's composable DDP refuses modules "
     "that are registered there",
