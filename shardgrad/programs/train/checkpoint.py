@@ -74,13 +74,14 @@ class Checkpoints:
         self._saving: Future[None] | None = None
 
     def acquire(self, world: World) -> None:
-        """Locks the folder, so that only this run writes into it. A collective.
+        """Locks the folder, so that only this run writes into it, and completes or removes what an
+        interrupted save left there. A collective.
 
         Raises:
             UsageError: another process writes there; on every rank.
         """
         try:
-            Peers(world.control).broadcast("lock", self._series.acquire)
+            Peers(world.control).broadcast("lock", self._series.recover)
         except CheckpointSaveError as error:
             if error.__cause__ is not None and not isinstance(error.__cause__, CheckpointSaveError):
                 raise error.__cause__ from None
@@ -152,12 +153,6 @@ class Checkpoints:
                 f"{self._folder / 'latest'}."
             ) from error
         _scatter_state(loaded, state, world)
-
-    def discard_unfinished(self) -> None:
-        """Removes or completes what an interrupted save left behind; rank 0 calls it before
-        training.
-        """
-        self._series.recover()
 
 
 @contextmanager

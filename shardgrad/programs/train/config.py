@@ -74,7 +74,6 @@ class TrainConfig:
         "Precision; bf16-mixed computes in bf16, and reduces gradients and updates weights in "
         "fp32.",
         choices=("fp32", "bf16-mixed"),
-        hints={"fp16": "fp16 would need loss scaling, which this program does not have"},
     )
     activation_checkpointing: str = setting(
         "none",

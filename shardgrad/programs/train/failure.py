@@ -54,8 +54,6 @@ def explain(error: BaseException) -> TrainingError:
     """
     if isinstance(error, TrainingError):
         return error
-    if isinstance(error, KeyboardInterrupt):
-        return Interrupted("Interrupted before the current step was finished.")
     reason = operating_system_reason(error)
     if reason is not None and reason.errno in _NO_SPACE:
         return TrainingError(

@@ -135,7 +135,6 @@ class Run:
         config, corpus, parameters = self.config, self.corpus, count_parameters(self.state.model)
         if self._record is None:
             return
-        self.checkpoints.discard_unfinished()
         starts = [event for event in self._record.events() if event["event"] == "start"]
         known = {str(event["digest"]) for event in starts if "digest" in event}
         self._record.begin(

@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.diagnosis.same_lines import require_same_lines
-from shardgrad.diagnosis.watchdog import OnStall, Watchdog
 from shardgrad.errors import RankDisagreementError
 from shardgrad.programs.train.config import TrainConfig, mesh_shape
 from shardgrad.programs.train.failure import UsageError
@@ -24,8 +23,6 @@ from shardgrad.programs.train.launcher import available_cores
 
 _Thing = TypeVar("_Thing")
 
-# Without progress; after that a rank answers others. Shorter than a timeout that ends the run.
-_QUIET_S = 0.5
 # In a larger world a gloo group connects two ranks when one first sends to the other. If all
 # connected at the start, every rank would read every other's address from the one store.
 _FULL_MESH_RANKS = 256
@@ -120,18 +117,6 @@ def require_same_settings(world: World, config: TrainConfig, folder: Path, *, re
             "the same."
         ) from None
     return Path(world.gather(str(folder))[0])
-
-
-def start_watchdog(world: World, *, stall_s: float, on_stall: OnStall) -> Watchdog:
-    """Starts the thread that answers other ranks' questions; see :class:`Watchdog`."""
-    return Watchdog(
-        dist.distributed_c10d._get_default_store(),
-        world.rank,
-        world.world_size,
-        stall_s=stall_s,
-        quiet_s=_QUIET_S,
-        on_stall=on_stall,
-    ).start()
 
 
 def build_mesh(world: World, text: str | None, *, timeout_s: float) -> DeviceMesh:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 RANK_STATUS = "rank_status.json"  # in the run folder: the status of every rank when a run failed
 _PATIENCE_S = 10.0  # how long to wait for the other ranks' status
+_QUIET_S = 0.5  # without progress; after that a rank answers others
 _STALL = 0.8  # fraction of the collectives' timeout: report before a backend ends the process
 
 
@@ -68,13 +69,19 @@ def run_rank(job: Job) -> None:
     try:
         import torch.distributed as dist
 
+        from shardgrad.diagnosis.watchdog import Watchdog
         from shardgrad.programs.train.loop import train
-        from shardgrad.programs.train.parallel import join, require_same_settings, start_watchdog
+        from shardgrad.programs.train.parallel import join, require_same_settings
 
         world = join(job.config)
-        watchdog = start_watchdog(
-            world, stall_s=_STALL * job.config.timeout, on_stall=_tell_of_stall
-        )
+        watchdog = Watchdog(
+            dist.distributed_c10d._get_default_store(),
+            rank,
+            world.world_size,
+            stall_s=_STALL * job.config.timeout,
+            quiet_s=_QUIET_S,
+            on_stall=_tell_of_stall,
+        ).start()
         folder = require_same_settings(world, job.config, folder, resume=job.resume)
         train(
             dataclasses.replace(job.config, run_dir=str(folder)),

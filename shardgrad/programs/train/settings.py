@@ -33,7 +33,6 @@ def setting(
     bare: str | None = None,
     flag: str | None = None,
     section: str = "",
-    hints: Mapping[str, str] | None = None,
 ) -> Any:
     """Declares a field of a dataclass as a setting.
 
@@ -46,11 +45,10 @@ def setting(
         bare: the value of the option without one.
         flag: the option; the field's name with dashes, if it is not given.
         section: of the help, which begins with this field.
-        hints: by the beginning of a refused value, what the error says of it in parentheses.
     """
     facts = {
         **{"help": words, "choices": tuple(choices), "least": least, "most": most},
-        **{"bare": bare, "flag": flag, "section": section, "hints": hints or {}},
+        **{"bare": bare, "flag": flag, "section": section},
     }
     if isinstance(default, type):
         return field(default_factory=default, metadata=facts)
@@ -119,8 +117,6 @@ def _check_limits(what: str, facts: Mapping[str, Any], value: Any) -> None:
     if facts["choices"] and value not in facts["choices"]:
         alike = get_close_matches(value, facts["choices"], n=1, cutoff=0.75)
         hint = f": did you mean {alike[0]!r}?" if alike else "."
-        for beginning, words in facts["hints"].items():
-            hint = f" ({words})." if value.startswith(beginning) else hint
         raise UsageError(f"{what} can be {', '.join(facts['choices'])}, not {value!r}{hint}")
     if facts["least"] is not None and not value >= facts["least"]:
         raise UsageError(f"{what} is {value}: give at least {facts['least']}.")
