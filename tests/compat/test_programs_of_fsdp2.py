@@ -27,7 +27,6 @@ from tests.support.parity import (
     float64,
     hsdp_mesh,
     make_optimizer,
-    recompute,
     same_bits_as_fsdp2,
     stack,
     token_loss,
@@ -135,38 +134,6 @@ def test_a_forward_without_inputs_uses_parameters_directly(two_ranks: Ranks) -> 
     two_ranks.run(same_bits_as_fsdp2, train_with_parameters_used_directly)
 
 
-def train_a_child_several_times(engine: Engine, where: str) -> Tensors:
-    """One unit runs twice in a forward, frozen or without gradients the second time."""
-
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(5, 5), nn.Linear(5, 3)
-            self.frozen = nn.Linear(5, 5).requires_grad_(False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.frozen(torch.tanh(self.first(x)))
-            if where == "no_grad":
-                with torch.no_grad():
-                    x = x + self.frozen(self.first(x))
-            else:
-                x = self.frozen(torch.tanh(self.first(x)))
-            return self.last(x)
-
-    torch.manual_seed(0)
-    model = Twice()
-    for inner in (model.first, model.frozen):
-        engine.fully_shard(inner)
-    return train_squares(engine, engine.fully_shard(model), 5)
-
-
-@pytest.mark.parametrize("where", ["with gradients", "no_grad"])
-def test_trainable_and_frozen_units_run_several_times_in_a_forward(
-    two_ranks: Ranks, where: str
-) -> None:
-    two_ranks.run(same_bits_as_fsdp2, train_a_child_several_times, where)
-
-
 # -- beside torch's data parallelism
 
 
@@ -227,18 +194,6 @@ def test_the_switch_for_asynchronous_unshards_changes_nothing(two_ranks: Ranks) 
 
 
 # -- everything at once
-
-
-def train_hsdp_with_everything(engine: Engine) -> Tensors:
-    """Replicas, recomputation, micro-batches without synchronisation, sizes that no rank count
-    divides.
-    """
-    model = engine.shard_tower(recompute(tower()), mesh=hsdp_mesh(2, 2))
-    return train(engine, model, micro_batches=3, sync_each=False)
-
-
-def test_replicas_recompute_and_accumulate_like_an_unsharded_run(four_ranks: Ranks) -> None:
-    four_ranks.run(close_to_unsharded, train_hsdp_with_everything)
 
 
 def train_through_the_old_path(engine: Engine) -> Tensors:

@@ -9,7 +9,6 @@ behind.
 | `injector.py` | injects a fault inside a rank |
 | `processes.py` | runs the program: ranks forked from a process that has imported PyTorch |
 | `hosts.py` | two hosts on one machine: network namespaces and a link that can be cut |
-| `tampering.py` | damages checkpoints on the disk |
 | `reports.py` | checks that a report names the right rank, step and location |
 | `judge.py` | runs a drill and judges it |
 | `record.py` | records of drills, one line of JSON each |

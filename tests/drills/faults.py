@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 
 from tests.drills.injector import FilePoint, InjectionPoint, PhasePoint, Plan
 from tests.drills.processes import EVERY, STEPS, TIMEOUT_S, Program
-from tests.drills.tampering import TAMPERINGS
 
-__all__ = ["CATALOGUE", "Expectation", "Fault", "Tampering"]
+__all__ = ["CATALOGUE", "Expectation", "Fault"]
 
 
 class Expectation(Enum):
@@ -25,7 +22,6 @@ class Expectation(Enum):
     SAYS = "every rank exits with a report that names its own location; the run can be resumed"
     SURVIVES = "the run continues, with the same losses"
     STOPS = "the run stops as on request; it can be resumed"
-    REFUSED = "the resume is refused with a report, or continues exactly from an older checkpoint"
 
 
 @dataclass(frozen=True)
@@ -62,21 +58,6 @@ class Fault:
         is_of_the_first = isinstance(point, FilePoint) and point.operation > 1
         rank = 0 if is_of_the_first else random.randrange(program.ranks)
         return program, Plan(self.action, rank, random.choice(self.steps), point, self.seconds)
-
-
-@dataclass(frozen=True)
-class Tampering:
-    """One kind of damage to the files of a run, between two runs.
-
-    Args:
-        name: name of the kind.
-        tamper: damages a run folder with two checkpoints, given a random generator.
-        expects: expected outcome.
-    """
-
-    name: str
-    tamper: Callable[[Path, random.Random], None] = field(repr=False)
-    expects: Expectation = Expectation.REFUSED
 
 
 _FORWARD = (PhasePoint("forward"), *(PhasePoint("forward", number) for number in (1, 2, 3)))
@@ -119,7 +100,7 @@ def _everywhere(name: str, action: str, **facts: object) -> list[Fault]:
     return found
 
 
-CATALOGUE: tuple[Fault | Tampering, ...] = (
+CATALOGUE: tuple[Fault, ...] = (
     *_everywhere("killed", "kill", words=("ended by SIGKILL",)),
     *_everywhere("stopped", "stop", words=("does not answer",)),
     *_everywhere("slowed for a moment", "sleep", seconds=0.7, expects=_E.SURVIVES),
@@ -229,5 +210,4 @@ CATALOGUE: tuple[Fault | Tampering, ...] = (
         programs=(Program(4, ("--mesh", "2x2")),),
         words=("Replicas have drifted apart",),
     ),
-    *(Tampering(f"checkpoint {name}", tamper) for name, tamper in TAMPERINGS.items()),
 )

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardgrad.programs.train.rank import RANK_STATUS
-from tests.drills.faults import Expectation, Fault, Tampering
+from tests.drills.faults import Expectation, Fault
 from tests.drills.injector import Trace
 from tests.drills.processes import (
     PATIENT_S,
@@ -79,13 +79,11 @@ class Judge:
         self._folder = folder
         self._undisturbed: dict[Program, Path] = {}
 
-    def hold(self, kind: Fault | Tampering, seed: int) -> Verdict:
+    def hold(self, kind: Fault, seed: int) -> Verdict:
         """Runs one drill; everything that is drawn for it follows from the seed."""
         draw = random.Random(f"{kind.name} {seed}")
         run = self._folder / "run"
         shutil.rmtree(run, ignore_errors=True)
-        if isinstance(kind, Tampering):
-            return self._hold_tampering(kind, seed, draw, run)
         for _ in range(_DRAWS):
             program, plan = kind.draw(draw)
             outcome = self._runner.run(program, program.arguments(run), plan)
@@ -116,44 +114,6 @@ class Judge:
             resumed_on,
             tuple(map(self._shortened, problems)),
         )
-
-    def _hold_tampering(
-        self, kind: Tampering, seed: int, draw: random.Random, run: Path
-    ) -> Verdict:
-        """Resumes a run whose newest checkpoint is damaged; it may continue only with the exact
-        losses.
-        """
-        program = Program(2)
-        self._cut_short(program, run)
-        kind.tamper(run, draw)
-        outcome = self._runner.run(program, program.resumption(run))
-        problems = [] if outcome.ended else ["it did not end within the bound"]
-        if outcome.succeeded:
-            problems += self._compare(run, program, program.ranks)
-        elif _sentence(outcome.words) == "" or "Traceback" in outcome.words:
-            problems.append(f"no report says why: {outcome.words[-300:]!r}")
-        return Verdict(
-            kind.name,
-            seed,
-            program.ranks,
-            "between two runs",
-            self._shortened(_sentence(outcome.words)),
-            round(outcome.took_s, 3),
-            program.ranks if outcome.succeeded else 0,
-            tuple(map(self._shortened, problems)),
-        )
-
-    def _cut_short(self, program: Program, run: Path) -> None:
-        """Creates the folder of a run that ended after its second checkpoint of three."""
-        shutil.copytree(self._reference(program), run)
-        checkpoints = run / "checkpoints"
-        names = sorted(path.name for path in checkpoints.glob("step_*"))
-        shutil.rmtree(checkpoints / names[-1])
-        (checkpoints / "latest").write_text(names[-2] + "\n", encoding="ascii")
-        # The settings name the folder.
-        path = run / "config.json"
-        text = path.read_text(encoding="utf-8").replace(str(self._reference(program)), str(run))
-        path.write_text(text, encoding="utf-8")
 
     def _reference(self, program: Program) -> Path:
         """Returns the folder of an undisturbed run of this program."""

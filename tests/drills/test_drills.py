@@ -32,7 +32,6 @@ SHORT = [
     "launcher killed",
     "NaN in the loss",
     "replica differs in one bit",
-    "checkpoint truncated",
 ]
 
 

@@ -94,8 +94,7 @@ def test_other_calls_are_captured_after_a_first_capture_failed() -> None:
     assert step.replays >= 2
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("evaluates_first", [False, True])
+@pytest.mark.parametrize(("reshard", "evaluates_first"), [(True, False), (False, True)])
 def test_torch_alone_captures_a_step(reshard: bool, evaluates_first: bool) -> None:
     def graphed() -> list[float]:
         model, optimizer = build({"reshard_after_forward": reshard})

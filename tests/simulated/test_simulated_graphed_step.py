@@ -71,15 +71,7 @@ SETUPS = {
     "tied": (2, Setup(tied=True)),
     "frozen": (2, Setup(frozen=True)),
     "narrow on the wire": (2, Setup(options={"gradient_policy": NARROW})),
-    "narrow on the wire, gradients whole": (
-        2,
-        Setup(options={"gradient_policy": NARROW, "zero_stage": 1}),
-    ),
     "narrow on the wire, replicas": (4, Setup(replicas=2, options={"gradient_policy": NARROW})),
-    "narrow on the wire, four replicas": (
-        4,
-        Setup(replicas=4, options={"gradient_policy": NARROW}),
-    ),
     "low precision": (
         2,
         Setup(options={"mp_policy": shardgrad.MixedPrecisionPolicy(torch.bfloat16, torch.float32)}),
