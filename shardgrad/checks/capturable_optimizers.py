@@ -18,12 +18,10 @@ can be a tensor. Other optimizers are captured: nothing is known about them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-import torch
 from torch import optim
 from torch.optim.optimizer import Optimizer
 
+from shardgrad.checks.untrained_params import params_of
 from shardgrad.engine.param import managed_by
 from shardgrad.errors import CaptureError
 
@@ -76,11 +74,6 @@ def _makes_momentum(optimizer: Optimizer) -> bool:
     )
 
 
-def _params(optimizer: Optimizer) -> Iterable[torch.Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
-
-
 def refuse_uncapturable_step(optimizer: Optimizer) -> None:
     """Refuses a step that no graph can repeat.
 
@@ -90,7 +83,7 @@ def refuse_uncapturable_step(optimizer: Optimizer) -> None:
     Raises:
         CaptureError: the step cannot be part of the graph.
     """
-    managed = next((m for p in _params(optimizer) if (m := managed_by(p)) is not None), None)
+    managed = next((m for p in params_of(optimizer) if (m := managed_by(p)) is not None), None)
     why = None if managed is None else why_not_capturable(optimizer)
     if managed is None or why is None:
         return

@@ -44,6 +44,7 @@ from shardgrad.checks.unowned_params import warn_of_unowned
 from shardgrad.checks.untrained_params import (
     FirstStepCheck,
     concerns_unit,
+    params_of,
     refuse_state_of_other_dtype,
 )
 from shardgrad.engine.grad_group import grads_of
@@ -150,9 +151,7 @@ class _OptimizerHooks:
     def _examine(
         self, optimizer: Optimizer, version: tuple[int, int], before: _Watched | None
     ) -> _Watched:
-        params = [
-            param for optim_group in optimizer.param_groups for param in optim_group["params"]
-        ]
+        params = list(params_of(optimizer))
         groups = {
             group_of(managed): None
             for param in params

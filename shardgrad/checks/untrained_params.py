@@ -31,6 +31,7 @@ __all__ = [
     "FirstStepCheck",
     "UntrainedParameterWarning",
     "concerns_unit",
+    "params_of",
     "refuse_state_of_other_dtype",
 ]
 
@@ -79,7 +80,7 @@ def refuse_state_of_other_dtype(optimizer: Optimizer) -> None:
     """
     if not type(optimizer).__module__.startswith("torch.optim.") or isinstance(optimizer, SGD):
         return  # others may keep them apart on purpose, and SGD adds up in whatever dtype
-    for param in _params(optimizer):
+    for param in params_of(optimizer):
         managed = managed_by(param)
         for key, value in optimizer.state.get(param, {}).items() if managed is not None else ():
             is_moment = (
@@ -139,7 +140,7 @@ class FirstStepCheck:
         """
         if self.is_over or _is_capturing(optimizer):
             return
-        unsharded = sum(map(is_unsharded_param, _params(optimizer)))
+        unsharded = sum(map(is_unsharded_param, params_of(optimizer)))
         if unsharded:
             raise OptimizerParameterError(
                 f"{type(optimizer).__name__} was built over {unsharded} unsharded parameters, as a "
@@ -152,7 +153,7 @@ class FirstStepCheck:
             )
         replaced = sum(
             is_replaced(param) and managed_by(param) is None
-            for param in _params(optimizer)
+            for param in params_of(optimizer)
             if param.requires_grad
         )
         if replaced:
@@ -163,7 +164,7 @@ class FirstStepCheck:
                 got="parameters that fully_shard has replaced",
                 fix="build the optimizer after fully_shard",
             )
-        known = ((param, managed_by(param)) for param in _params(optimizer))
+        known = ((param, managed_by(param)) for param in params_of(optimizer))
         refuse_hooks((param, managed.name) for param, managed in known if managed is not None)
         self._samples, self._without = [], []
         training = [group for group in optimizer.param_groups if float(group.get("lr", 1.0)) != 0]
@@ -227,7 +228,7 @@ def _changes_nothing(optimizer: Optimizer) -> bool:
     if all(float(group.get("lr", 1.0)) == 0 for group in optimizer.param_groups):
         return True
     verdicts = [getattr(optimizer, "found_inf", None)]
-    for param in _params(optimizer):
+    for param in params_of(optimizer):
         managed = managed_by(param)
         if managed is not None and (shard := grads_of(group_of(managed)).shard):
             verdicts.append(shard.nonfinite)
@@ -246,7 +247,8 @@ def _is_idle(group: dict[str, Any]) -> bool:
     return not any(param.requires_grad for param in group["params"])
 
 
-def _params(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+def params_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """Yields the parameters of an optimizer, group by group."""
     for group in optimizer.param_groups:
         yield from group["params"]
 
@@ -260,5 +262,5 @@ def _warn(optimizer: Optimizer, what: str, question: str) -> None:
 
 
 def _is_capturing(optimizer: Optimizer) -> bool:
-    first = next(_params(optimizer), None)
+    first = next(params_of(optimizer), None)
     return first is not None and is_capturing(first.device)

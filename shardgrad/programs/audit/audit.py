@@ -42,6 +42,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -196,13 +197,10 @@ def _run(
         ]
         for process in processes:
             process.start()
-        deadline_s: float | None = None
-        while any(process.is_alive() for process in processes):
-            time.sleep(0.05)
-            if deadline_s is None and any(process.exitcode is not None for process in processes):
-                deadline_s = time.monotonic() + _TIMEOUT_S
-            if deadline_s is not None and time.monotonic() > deadline_s:
-                break
+        wait([process.sentinel for process in processes])  # for the first
+        end_s = time.monotonic() + _TIMEOUT_S
+        for process in processes:
+            process.join(max(0.0, end_s - time.monotonic()))
         late = [process.is_alive() for process in processes]
         for process in processes:
             process.kill()
@@ -233,8 +231,8 @@ def _rank(
     folder: str,
     engine: bool = True,
 ) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    os.environ |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    for kind in ("", "LOCAL_"):
+        os.environ |= {f"{kind}RANK": str(rank), f"{kind}WORLD_SIZE": str(world)}
     trace, where = Trace(), f"{target.rpartition(':')[2]}()"
     try:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world))

@@ -24,7 +24,6 @@ _REPLACED = ".replaced"  # suffix of the old folder while the new one takes its 
 _POINTER = "latest"
 _POINTER_NBYTES = 4096  # a path, at most
 _STEP = re.compile(r"step_([0-9]{6,18})")
-_under_way: set[Path] = set()  # temporary folders in use by this process; others are left over
 
 
 class Publication:
@@ -53,13 +52,6 @@ class Publication:
             OSError: the folder cannot be created.
         """
         final = self._final
-        if self.aside in _under_way:
-            raise CheckpointSaveError(
-                f"a save into {printable(final)} is still running",
-                expected="one save into a folder at a time",
-                got="another, which would write over what the first one completes",
-                fix="wait() for the asynchronous save first, or choose another name",
-            )
         if final.exists() and not _is_complete(final) and not _is_empty_folder(final):
             raise CheckpointSaveError(
                 f"{printable(final)} is not a checkpoint, and would be replaced by one",
@@ -70,8 +62,16 @@ class Publication:
         of_series = final.parent / _LOCK
         if of_series.exists():
             FileLock.take(of_series, final.parent).release()
-        self._lock = FileLock.take(_with(final, _LOCK), final)
-        _under_way.add(self.aside)
+        lock = FileLock.take(_with(final, _LOCK), final)
+        if lock.count > 1:
+            lock.release()
+            raise CheckpointSaveError(
+                f"a save into {printable(final)} is still running",
+                expected="one save into a folder at a time",
+                got="another, which would write over what the first one completes",
+                fix="wait for the asynchronous save first, or choose another name",
+            )
+        self._lock = lock
         try:
             shutil.rmtree(self.aside, ignore_errors=True)
             self.aside.mkdir()
@@ -109,7 +109,6 @@ class Publication:
 
     def _end(self) -> None:
         lock, self._lock = self._lock, None
-        _under_way.discard(self.aside)
         if lock is not None:
             lock.release()
 

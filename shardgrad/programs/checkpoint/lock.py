@@ -37,13 +37,16 @@ class FileLock:
     Args:
         path: of the lock's file, which is there while the lock is held.
         what: is written by its holder, for the error.
+
+    Attributes:
+        count: how often this process has taken it.
     """
 
     def __init__(self, path: Path, what: Path) -> None:
         self._path = path
         self._what = what
         self._process = os.getpid()
-        self._count = 0
+        self.count = 0
         while True:
             self._descriptor = os.open(
                 path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644
@@ -72,7 +75,7 @@ class FileLock:
             held = _held.get(key)
             if held is None or not held.holds():
                 held = _held[key] = cls(Path(key), what)
-            held._count += 1
+            held.count += 1
             return held
 
     def holds(self) -> bool:
@@ -88,8 +91,8 @@ class FileLock:
     def release(self) -> None:
         """Gives it back; the last of several times, it is free."""
         with _held_lock:
-            self._count -= 1
-            if self._count or self._process != os.getpid():
+            self.count -= 1
+            if self.count or self._process != os.getpid():
                 return
             if _held.get(str(self._path)) is self:
                 del _held[str(self._path)]
