@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,7 +19,7 @@ from shardgrad.programs.train import loop
 from shardgrad.programs.train.checkpoint import TrainState
 from shardgrad.programs.train.config import TrainConfig
 from shardgrad.programs.train.corpus import Sampler
-from shardgrad.programs.train.failure import TrainingError
+from shardgrad.programs.train.failure import TrainingError, UsageError
 from shardgrad.programs.train.model import Transformer, materialise
 from shardgrad.programs.train.optimizer import build_optimizer, build_schedule
 from shardgrad.programs.train.parallel import World
@@ -212,6 +213,13 @@ def test_neither_a_validation_nor_a_save_counts_in_the_speed_of_training(
     (metrics,) = display.progress.call_args.args
     assert metrics.elapsed_s == 84.0
     assert metrics.tokens_per_s == 2 * config.global_batch(1) * config.seq_len / 4.0
+
+
+def test_ranks_that_have_read_different_texts_are_refused() -> None:
+    for digests, words in ((["a", "b", "a", "c"], "rank 1, 3"), (["a", "a"], "")):
+        world = cast(World, SimpleNamespace(gather=lambda _, digests=digests: digests))
+        with pytest.raises(UsageError, match=words) if words else nullcontext():
+            loop.require_same_text(world, "a")
 
 
 def result(loss: float, norm: float) -> StepResult:

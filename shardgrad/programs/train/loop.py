@@ -67,6 +67,7 @@ def train(
         corpus = load_corpus(
             find_text(config.data, limit_nbytes=limit_nbytes, seq_len=config.seq_len)
         )
+        require_same_text(world, corpus.digest)
         mesh = build_mesh(world, config.mesh, timeout_s=config.timeout)
         model = build_model(config, mesh, world.device)
         optimizer = build_optimizer(model, config)
@@ -87,6 +88,21 @@ def train(
             run.until_done(stop)
     finally:
         checkpoints.release()
+
+
+def require_same_text(world: World, digest: str) -> None:
+    """Refuses ranks that have read different texts under one name. A collective.
+
+    Raises:
+        UsageError: on every rank.
+    """
+    digests = world.gather(digest)
+    others = [str(rank) for rank, each in enumerate(digests) if each != digests[0]]
+    if others:
+        raise UsageError(
+            f"The text that rank 0 has read is not that of rank {', '.join(others[:8])}: put the "
+            "same files where --data points to on every machine."
+        )
 
 
 @dataclass
