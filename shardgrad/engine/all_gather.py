@@ -186,7 +186,7 @@ class AllGather:
             slot.holder = self
             # The copy-out that read this slot last may still be at work on its stream.
             slot.start_writing(stream)
-            staging = slot.take(source.dtype, source.staged_chunks, source.chunk.numel())
+            [staging] = slot.take((source.dtype, source.staged_chunks, source.chunk.numel()))
             sent = source.stage(slot, staging)
             self._gathered = staging.whole if transport.gather_chunks else sent
             messages = [(sent, staging, source.tag)]

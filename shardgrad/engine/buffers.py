@@ -32,10 +32,14 @@ import torch
 from shardgrad.engine.streams import NoStreams, Stream, StreamEvent, Streams
 from shardgrad.sharding.layout import TAG_NUMEL
 
-__all__ = ["Allocate", "Chunks", "Holder", "RecurringBuffer", "Slot", "SlotRing"]
+__all__ = ["Allocate", "Chunks", "Holder", "PieceSize", "RecurringBuffer", "Slot", "SlotRing"]
 
 # Gives a number of bytes on a device, as a 1-D tensor of uint8.
 Allocate = Callable[[int, torch.device], torch.Tensor]
+
+# Of equal pieces: their dtype, how many, and the elements of each; multiples of 128 bytes, so that
+# all are aligned.
+PieceSize = tuple[torch.dtype, int, int]
 
 
 def _allocate(nbytes: int, device: torch.device) -> torch.Tensor:
@@ -99,7 +103,7 @@ class Slot:
         self._bytes = self._nothing = torch.empty(0, dtype=torch.uint8, device=device)
         # What was reserved, without its storage if it is gone.
         self._sizes: dict[int, torch.Tensor] = {}
-        self._views: dict[tuple[int, torch.dtype, int, int, int], Chunks] = {}
+        self._views: dict[tuple[object, ...], tuple[list[Chunks], int]] = {}
         self._taken = 0
         self._allocated_on = streams.current()
         # An event for each stream that has written, not one for the slot: several streams may fill
@@ -151,23 +155,23 @@ class Slot:
         self._sizes.clear()
         self._bytes = self._nothing
 
-    def take(self, dtype: torch.dtype, count: int, numel: int) -> Chunks:
-        """Returns the next pieces, in every use the same; multiples of 128 bytes, so that all are
-        aligned.
-        """
+    def take(self, *sizes: PieceSize) -> list[Chunks]:
+        """Returns what comes next in the slot, one behind the other, in every use the same."""
         # Views are made once for each place and shape: a steady step makes none.
-        key = (self.nbytes, dtype, count, numel, self._taken)
-        chunks = self._views.get(key)
-        if chunks is None:
-            begin, end = self._taken, self._taken + count * numel * dtype.itemsize
-            if end > self.nbytes:
-                raise RuntimeError(
-                    f"a slot of {self.nbytes} bytes was asked for bytes {begin} to {end}"
-                )
-            with torch.inference_mode(mode=False):
-                chunks = self._views[key] = Chunks(self._bytes[begin:end].view(dtype), count)
-        self._taken += chunks.whole.nbytes
-        return chunks
+        key = self.nbytes, self._taken, sizes
+        if (found := self._views.get(key)) is None:
+            chunks, end = [], self._taken
+            for dtype, count, numel in sizes:
+                begin, end = end, end + count * numel * dtype.itemsize
+                if end > self.nbytes:
+                    raise RuntimeError(
+                        f"a slot of {self.nbytes} bytes was asked for bytes {begin} to {end}"
+                    )
+                with torch.inference_mode(mode=False):
+                    chunks.append(Chunks(self._bytes[begin:end].view(dtype), count))
+            found = self._views[key] = chunks, end
+        self._taken = found[1]
+        return found[0]
 
     def start_writing(self, stream: Stream) -> None:
         """Makes `stream` wait until the slot is free; call it before the first write."""
@@ -260,11 +264,13 @@ class SlotRing:
         slot.reserve(nbytes)
         return slot
 
-    def take(self, *sizes: tuple[torch.dtype, int, int]) -> tuple[Slot, list[Chunks]]:
-        """Returns the next slot and, for each dtype, count and length, its pieces in it."""
-        nbytes = sum(dtype.itemsize * count * numel for dtype, count, numel in sizes)
+    def take(self, sizes: Sequence[PieceSize]) -> tuple[Slot, list[Chunks]]:
+        """Returns the next slot, and its pieces of these sizes."""
+        nbytes = 0
+        for dtype, count, numel in sizes:
+            nbytes += dtype.itemsize * count * numel
         slot = self.acquire(nbytes)
-        return slot, [slot.take(*size) for size in sizes]
+        return slot, slot.take(*sizes)
 
     def _next(self) -> Slot:
         # In turn, and not whichever is free: a step lends the same slots to the same groups again,

@@ -27,7 +27,7 @@ from torch import nn
 from torch._C import DisableTorchFunctionSubclass
 
 from shardgrad import ops
-from shardgrad.engine.buffers import Chunks, Slot, SlotRing
+from shardgrad.engine.buffers import Chunks, PieceSize, Slot, SlotRing
 from shardgrad.engine.comm_context import CommContext
 from shardgrad.engine.grad_collector import GradCollector
 from shardgrad.engine.grad_shard import GradShard
@@ -89,23 +89,26 @@ class Waiting(Enum):
     SUM = auto()  # the sum of unreduced gradients
 
 
-# The first element of a chunk that it brings, what is sent, room for what comes, and the tag.
-_Message = tuple[int, Chunks, Chunks, MessageTag]
+# What a message brings and its tag, what is sent, and room for what comes.
+_Message = tuple[tuple[int, int, MessageTag], Chunks, Chunks]
 
 
 class _Route(NamedTuple):
     """How a group's gradients travel, as long as nothing is changed about that."""
 
-    made_for: tuple[object, ...]  # the root's context, the group's collectives, `divide_factor`
     transport: Transport  # of the reduce-scatter
     ring: SlotRing  # of the slots that are sent
     before: float  # what gradients are divided by before the reduction
     after: float  # and after it
-    room: tuple[int, int]  # of the second step
     end: Stream  # that reductions end on: the next reduce-scatter does not wait for a second step
-    done: StreamEvent  # recorded at the end of each reduction
     is_local: bool  # nothing is sent: the end packs into the gradient shard
-    is_whole: bool  # zero-copy gradients are sent from where they are
+    # Of each message, the beginning and the length of what it brings, and its tag. All after the
+    # first are gradients that are sent from where they are.
+    messages: list[tuple[int, int, MessageTag]]
+    # All memory lies in one slot, in this order, so that a step uses the same addresses again: what
+    # is sent, the sum of the first step, room for the second, what becomes the gradient shard on
+    # the host, and what each message receives.
+    sizes: list[PieceSize]
 
 
 _HOOKED = "_shardgrad_hooked"
@@ -146,7 +149,9 @@ class GradGroup:
         self._sum: Slot | None = None
         self._has_sent_sum = False  # in the last reduction
         self._shard: GradShard | None = None
-        self._route: _Route | None = None
+        self._made_for: tuple[object, ...] = ()  # what `_routes` depend on, besides places
+        self._routes: dict[bool, _Route] = {}  # by whether a sum is sent
+        self._done: StreamEvent  # recorded at the end of each reduction
         self._trainable: tuple[bool, ...] = ()
         # What sharded and unsharded parameters had in common last.
         self._agreed: tuple[bool, ...] = ()
@@ -155,7 +160,6 @@ class GradGroup:
         self._hooked: object = None
         self.unsharded: list[nn.Parameter] = []  # those of `params`, once they exist
         self._both: list[nn.Parameter] = []  # all of the group's, sharded and then unsharded
-        self._zero_copy_tags: list[MessageTag] = []
         self._second = None if group.spec.second_step is None else group.spec.second_step()
         self.collector = GradCollector(group, [], self._second)
         _of[id(group)] = self
@@ -257,9 +261,8 @@ class GradGroup:
         pack_stream = self.collector.pack_stream
         self.collector = GradCollector(self.group, placed, self._second)
         self.collector.pack_stream = pack_stream
-        self._route = None
+        self._made_for = ()
         self._leave_shard()
-        self._zero_copy_tags = [MessageTag(f"reduce-scatter of {p.name}") for p in placed]
         self._hook()
 
     def _leave_shard(self) -> None:
@@ -415,7 +418,7 @@ class GradGroup:
         if slot.holder is not None:
             slot.holder.complete()
         chunks = self._chunks_of(slot)
-        divisor = self._route_under(comm_ctx).before
+        divisor, _ = self._divisors()
         self.collector.pack(
             slot, chunks.whole, comm_ctx.streams, divisor, accumulate=self.waiting is Waiting.SUM
         )
@@ -426,7 +429,7 @@ class GradGroup:
         dtype, ranks = self.group.reduce_dtype, self.group.mesh.shard_size
         chunk_numel = self.collector.layout.chunk_numel
         slot.reserve(ranks * chunk_numel * dtype.itemsize)
-        return slot.take(dtype, ranks, chunk_numel)
+        return slot.take((dtype, ranks, chunk_numel))[0]
 
     # -- reducing
 
@@ -435,38 +438,54 @@ class GradGroup:
         changed.
         """
         # Each step asks for each group, so the answer is kept until one of these is another.
-        made_for = comm_ctx, self.group.collectives, self.divide_factor
-        if self._route is None or self._route.made_for != made_for:
-            group, streams, layout = self.group, comm_ctx.streams, self.collector.layout
-            transport, ring = group.collectives.for_reduce(comm_ctx, group.mesh.gather_group)
-            end, room = streams.reduce, (0, 0)
-            if self._second is not None:
-                end, room = streams.second, self._second.room(comm_ctx, layout.chunk_numel)
-            before, after = self._divisors()
-            # Gradients that autograd made can be read as they are, without a message of our own.
-            reads = before == 1 and group.collectives.reduces_plainly
-            # With nothing to send, the pack may write the gradient shard, if no message and no step
-            # in between would round what it reads, or change it.
-            dtype = group.reduce_dtype
-            is_exact = dtype == torch.promote_types(dtype, group.gather_dtype)
-            is_exact &= dtype in (group.gather_dtype, group.gradient_dtype)
-            ends_here = self._second is group.collectives.hook is None
-            is_sent = transport.sends or group.shard_memory.is_offloaded
-            is_local = reads and is_exact and ends_here and not is_sent
-            is_whole = reads and not is_local and group.wire_dtype == group.gather_dtype
-            self._route = _Route(
-                made_for,
-                transport,
-                ring,
-                before,
-                after,
-                room,
-                end,
-                streams.event(),
-                is_local,
-                is_whole and bool(layout.zero_copy),
-            )
-        return self._route
+        group, is_summed = self.group, self.waiting is Waiting.SUM
+        made_for = comm_ctx, group.collectives, self.divide_factor, group.reduce_tag
+        if self._made_for != made_for:
+            self._made_for, self._routes = made_for, {}
+            self._done = comm_ctx.streams.event()
+        route = self._routes.get(is_summed)
+        if route is None:
+            route = self._routes[is_summed] = self._new_route(comm_ctx, is_summed=is_summed)
+        return route
+
+    def _new_route(self, comm_ctx: CommContext, *, is_summed: bool) -> _Route:
+        group, layout, second = self.group, self.collector.layout, self._second
+        transport, ring = group.collectives.for_reduce(comm_ctx, group.mesh.gather_group)
+        end, room = comm_ctx.streams.reduce, (0, 0)
+        if second is not None:
+            end, room = comm_ctx.streams.second, second.room(comm_ctx, layout.chunk_numel)
+        before, after = self._divisors()
+        # Gradients that autograd made can be read as they are, without a message of our own.
+        reads = before == 1 and group.collectives.reduces_plainly and not is_summed
+        wire, sums, read = group.wire_dtype, group.reduce_dtype, group.gather_dtype
+        # With nothing to send, the pack may write the gradient shard, if no message and no step in
+        # between would round what it reads, or change it.
+        is_exact = sums == torch.promote_types(sums, read) and sums in (read, group.gradient_dtype)
+        ends_here = second is group.collectives.hook is None
+        is_offloaded = group.shard_memory.is_offloaded
+        is_local = reads and is_exact and ends_here and not (transport.sends or is_offloaded)
+        # On a mesh of two dims the first step leaves what the ranks of the other dim hold together.
+        ranks = transport.size
+        chunk_numel = layout.chunk_numel * group.mesh.shard_size // ranks
+        # Zero-copy gradients are messages of their own, which bring the beginning of the chunk.
+        is_whole = reads and not is_local and wire == read and bool(layout.zero_copy)
+        skipped = layout.packed_offset if is_whole else 0
+        messages = [(skipped, chunk_numel - skipped, group.reduce_tag)]
+        for i in layout.zero_copy if is_whole else ():
+            piece, tag = layout.pieces[i], MessageTag(f"reduce-scatter of {self.params[i].name}")
+            messages.append((piece.shard_offset, piece.shard_numel, tag))
+        # On the wire gradients may be narrower than their sum; then the sum needs other memory. A
+        # sum of micro-batches lies in chunks already, and is sent from where it is.
+        is_cast = wire != sums
+        has_own = is_whole or (is_cast and not ends_here)
+        sizes = [
+            (wire, ranks if is_cast or not is_summed else 0, chunk_numel - skipped),
+            (sums, int(has_own), chunk_numel),
+            (sums, *room),
+            (group.gradient_dtype, int(is_offloaded), layout.chunk_numel),
+            *((wire, transport.receive_chunks, numel) for _, numel, _ in messages),
+        ]
+        return _Route(transport, ring, before, after, end, is_local, messages, sizes)
 
     def _divisors(self) -> tuple[float, float]:
         """Returns what gradients are divided by before the reduction, and after it.
@@ -497,14 +516,13 @@ class GradGroup:
         # Zero-bubble schedules write gradients of unsharded parameters without autograd's hook.
         self._collect_written(streams)
         route = self._route_under(comm_ctx)
-        transport, end = route.transport, route.end
+        transport, end, done = route.transport, route.end, self._done
         is_local = route.is_local and self.waiting is Waiting.NOTHING
-        messages: list[_Message] = []
         if is_local:
             # The pack writes the gradient shard itself. It comes after the former reduction, which
             # may have ended on another pack stream.
             end = self.collector.pack_stream
-            route.done.wait(end)
+            done.wait(end)
         shard = None  # without the second step, only a partial sum is left
         if all_reduces or self._second is None:
             shard = self.require_shard()
@@ -514,10 +532,9 @@ class GradGroup:
                 # for each stream, become gradients without more memory.
                 shard.stream = self.collector.pack_stream
         with streams.on(self.collector.pack_stream):  # slots are allocated for it
-            if is_local:
-                memory = self._pack_later(comm_ctx)
-            else:
-                messages, memory = self._pack_messages(route, comm_ctx, shard)
+            messages, memory = (
+                self._pack_later(comm_ctx) if is_local else self._pack_messages(route, comm_ctx)
+            )
         stream, reader = streams.reduce, streams.current()
         with (
             span("post_backward_reduce", group.name),
@@ -528,10 +545,10 @@ class GradGroup:
                 slot.start_reading(stream)
             # NCCL makes one launch of them; elsewhere they follow each other.
             with transport.together(messages):
-                works = [
-                    (begin, send.numel, transport.reduce_scatter(send, receive, tag))
-                    for begin, send, receive, tag in messages
-                ]
+                works = []
+                for (begin, numel, tag), send, receive in messages:
+                    work = transport.reduce_scatter(send, receive, tag)
+                    works.append((begin, numel, work))
             reduction = Reduction(
                 works=works,
                 memory=memory,
@@ -544,15 +561,15 @@ class GradGroup:
                 collectives=group.collectives,
                 comm_ctx=comm_ctx,
                 end=end,
-                done=route.done,
+                done=done,
             )
             for slot in memory.slots:
                 slot.holder = reduction
             if self._second is not None:
                 # What follows the reduce-scatter has a stream of its own, so that the next group's
                 # reduce-scatter does not wait for it.
-                route.done.record(stream)
-                route.done.wait(end)
+                done.record(stream)
+                done.wait(end)
         with streams.on(end):
             if shard is not None:
                 shard.part_with_kept(reader)
@@ -572,44 +589,21 @@ class GradGroup:
         return reduction
 
     def _pack_messages(
-        self, route: _Route, comm_ctx: CommContext, shard: GradShard | None
+        self, route: _Route, comm_ctx: CommContext
     ) -> tuple[list[_Message], ReductionMemory]:
         """Packs the gradients into a message, except those that are sent from where they are."""
-        group, streams, transport = self.group, comm_ctx.streams, route.transport
-        layout = self.collector.layout
-        # A sum of micro-batches lies in chunks already, and is sent from where it is.
+        streams, transport, is_whole = comm_ctx.streams, route.transport, len(route.messages) > 1
         summed = self._sum if self.waiting is Waiting.SUM else None
         if summed is not None:
             # What has arrived since is added first, so that one message brings all of it.
             self.accumulate(comm_ctx)
-        is_whole = route.is_whole and summed is None
-        # On a mesh of two dims the first step leaves what the ranks of the other dim hold together.
-        ranks, received = transport.size, transport.receive_chunks
-        chunk_numel = layout.chunk_numel * group.mesh.shard_size // ranks
-        # Zero-copy gradients are messages of their own, which bring the beginning of the chunk.
-        alone = [layout.pieces[i] for i in layout.zero_copy if is_whole]
-        places = [(p.shard_offset, p.shard_numel) for p in alone]
-        skipped = layout.packed_offset if is_whole else 0
-        places.insert(0, (skipped, chunk_numel - skipped))
-        # On the wire gradients may be narrower than their sum; then the sum needs other memory.
-        wire, sums = group.wire_dtype, group.reduce_dtype
-        is_cast = wire != sums
-        in_place = summed is not None and not is_cast
-        is_read_again = self._second is not None or group.collectives.hook is not None
-        has_own = is_whole or (is_cast and is_read_again)
-        is_staged = shard is not None and shard.needs_staging
-        # All of it lies in one slot, in this order, so that a step uses the same addresses again.
-        slot, (send, own, room, staging, *receive) = route.ring.take(
-            (wire, 0 if in_place else ranks, chunk_numel - skipped),
-            (sums, int(has_own), chunk_numel),
-            (sums, *route.room),
-            (group.gradient_dtype, int(is_staged), layout.chunk_numel),
-            *((wire, received, numel) for _, numel in places),
-        )
-        lent: list[torch.Tensor] = []
+        slot, (send, own, room, staging, *receive) = route.ring.take(route.sizes)
+        sent = [send]
         if summed is None:
             lent = self.collector.pack(slot, send.whole, streams, route.before, zero_copy=is_whole)
-        elif is_cast:
+            for gradient in lent:
+                sent.append(Chunks(gradient, transport.size))
+        elif send.count:
             # The sum stays as wide as it was added up; only what travels is narrower.
             stream = self.collector.pack_stream
             slot.start_writing(stream)
@@ -619,29 +613,24 @@ class GradGroup:
         else:
             # Nothing is packed: the reduce stream is the first that writes to the slot.
             slot.start_writing(streams.reduce)
-            summed.reserve(0)
-            send = summed.take(sums, ranks, chunk_numel)
-        if is_whole and not received:
+            sent = [Chunks(self._chunks_of(summed).whole, transport.size)]
+        if is_whole and not transport.receive_chunks:
             # A transport that needs no room adds up in this rank's chunk, and only reads.
-            receive = [Chunks(own.whole.narrow(0, *place), 1) for place in places]
-        sent = [send, *(Chunks(gradient, ranks) for gradient in lent)]
-        tags = [group.reduce_tag, *(self._zero_copy_tags[i] for i in layout.zero_copy if is_whole)]
-        begins = [begin for begin, _ in places]
-        messages = list(zip(begins, sent, receive, tags, strict=True))
+            receive = [Chunks(own.whole.narrow(0, *place), 1) for *place, _ in route.messages]
         memory = ReductionMemory(
             [slot] if summed is None else [slot, summed],
-            own.whole if has_own else send.part(transport.rank),
+            own.whole if own.count else sent[0].part(transport.rank),
             room,
-            staging.whole if is_staged else None,
+            staging.whole if staging.count else None,
         )
-        return messages, memory
+        return list(zip(route.messages, sent, receive, strict=True)), memory
 
-    def _pack_later(self, comm_ctx: CommContext) -> ReductionMemory:
+    def _pack_later(self, comm_ctx: CommContext) -> tuple[list[_Message], ReductionMemory]:
         """Leaves it to the end, which packs into the gradient shard: there is nothing to send."""
         collector = self.collector
         collector.touched = tuple(map(or_, collector.touched, collector.flags))
         write = partial(collector.pack, None, streams=comm_ctx.streams)
-        return ReductionMemory([], _NOTHING, _NO_ROOM, None, write)
+        return [], ReductionMemory([], _NOTHING, _NO_ROOM, None, write)
 
     def abandon_backward(self) -> bool:
         """Drops what a failed backward has not sent; returns whether what earlier ones left goes

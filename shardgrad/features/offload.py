@@ -40,8 +40,8 @@ class OffloadedInput(AllGatherInput):
         """See `AllGatherInput`."""
         chunk = self.chunk
         if chunk.dtype != self.dtype:
-            landing = slot.take(chunk.dtype, 1, chunk.numel()).whole
-            chunk = landing.copy_(chunk, non_blocking=True)
+            [landing] = slot.take((chunk.dtype, 1, chunk.numel()))
+            chunk = landing.whole.copy_(chunk, non_blocking=True)
         sent = staging.part(self.transport.rank).copy_(chunk, non_blocking=True)
         self._read.record(self.comm_ctx.streams.gather)
         return sent

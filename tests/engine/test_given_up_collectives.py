@@ -88,7 +88,7 @@ def test_what_an_abandoned_reduction_brings_is_written_to_its_old_memory(
     comm_ctx, tag = CommContext(torch.device("cpu")), MessageTag.of("reduce-scatter of few", 2)
     ring = SlotRing(comm_ctx.streams, comm_ctx.device, depth=1, elastic=False)
     slot = ring.acquire(3 * 4 * NUMEL)
-    send, receive = slot.take(torch.float32, 2, NUMEL), slot.take(torch.float32, 1, NUMEL)
+    send, receive = slot.take((torch.float32, 2, NUMEL), (torch.float32, 1, NUMEL))
     send.whole.fill_(1.0)
     if dist.get_rank() == 1:
         store.wait([go_on])
