@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch.optim.optimizer import Optimizer
 
 from shardgrad.engine.grad_group import Waiting, grads_of
+from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.param import managed_by
 from shardgrad.engine.param_group import ParamGroup
 from shardgrad.errors import GradientError, listed
 from shardgrad.sharding.dtensor import require_own_shards
-from shardgrad.sharding.gradient_objects import GradientObjects
 
 __all__ = ["refuse_hooks", "refuse_replaced_data", "refuse_unreduced", "require_own_state"]
 
@@ -49,13 +49,13 @@ def refuse_unreduced(optimizer: Optimizer, groups: Iterable[ParamGroup]) -> None
         )
 
 
-def refuse_replaced_data(objects: GradientObjects) -> None:
+def refuse_replaced_data(shard: GradShard) -> None:
     """Refuses gradients after `param.grad.data = dtensor`, which leaves every value as it was.
 
     Raises:
         GradientError: there is one.
     """
-    if not objects.have_own_data():
+    if not shard.have_own_data():
         raise GradientError(
             "the data of gradients was replaced, which changes no value of a DTensor",
             expected="gradients changed in place, or other gradients",

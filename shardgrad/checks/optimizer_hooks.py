@@ -123,7 +123,7 @@ class _OptimizerHooks:
                 group.take_writes()
                 shard = grads_of(group).shard
                 if shard is not None:
-                    refuse_replaced_data(shard.objects)
+                    refuse_replaced_data(shard)
                     shard.look(is_captured=is_captured)
             refuse_unreduced(optimizer, groups)
             if watched.state_id != id(optimizer.state):  # loaded

@@ -2,7 +2,7 @@
 
 `sys._current_frames()` creates frame objects, which is wrong here for two reasons. A frame that a
 thread refers to outlives its call and keeps its local variables alive, so gradients would seem to
-be kept by the program ([Note: Kept gradients] in `gradient_objects.py`). And CPython 3.11 before
+be kept by the program ([Note: Kept gradients] in `grad_shard.py`). And CPython 3.11 before
 3.11.9 may collect garbage while it holds the lock of its list of threads, where a finalizer that
 needs this lock waits for ever (https://github.com/python/cpython/issues/106883). faulthandler reads
 the frames and creates no object.

@@ -2,10 +2,21 @@
 
 [Note: Gradient binding]
 Each parameter's gradient is one DTensor, over one place of the shard, until the program keeps it. A
-reduction overwrites it if it is None, else adds to it; see [Note: Kept gradients] in
-`gradient_objects.py`. A gradient that is another tensor (assigned by hand, or accumulated by
-autograd through a DTensor operation) is copied into the shard and the binding restored. A parameter
-that got no gradient on any rank stays None.
+reduction overwrites it if it is None, else adds to it. A gradient that is another tensor (assigned
+by hand, or accumulated by autograd through a DTensor operation) is copied into the shard and the
+binding restored. A parameter that got no gradient on any rank stays None.
+
+[Note: Kept gradients]
+In plain torch, `g = p.grad; p.grad = None` and another backward leave `g` as it was: the backward
+makes a new tensor. Here it may write to the same memory. So before memory whose gradient is None is
+written or freed, the engine looks whether the program still holds anything over it: the gradient
+itself, or something else with its storage. If so, the program keeps this memory, and the group goes
+on with other memory and new objects in those places. A graph that knows the memory is of no use
+then, and is captured again.
+
+Every gradient has a storage that no other one has, so reference counts tell, in a few passes in C
+over however many there are, and a program that keeps none pays nothing else. Alternatives:
+docs/design/gradients.md.
 
 [Note: Live flags]
 Kernels that read the shard (norms, optimizers) do not look at `param.grad`, but at one element per
@@ -30,27 +41,48 @@ decide at each replay.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, auto
-from operator import gt
+from itertools import repeat
+from operator import attrgetter, gt, is_, is_not, ne
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shardgrad.engine.param import FSDPParam
-from shardgrad.engine.streams import Stream, StreamEvent, Streams
+from shardgrad.engine.streams import Stream, StreamEvent, Streams, keep_for_current_stream
 from shardgrad.errors import ForeignParameterError
 from shardgrad.policies import GradientPolicy
-from shardgrad.sharding.gradient_objects import Bound, GradientObjects, keep_for_current_stream
+from shardgrad.sharding.dtensor import dtensor_like, in_own_storage, storages_of
 from shardgrad.sharding.layout import Piece, ShardLayout
 from shardgrad.sharding.mesh import DataParallelMesh
 from shardgrad.sharding.offload import ShardMemory
 
 __all__ = ["GradMemory", "GradShard", "HostState"]
 
+# What is bound to a parameter: its gradient in the shard, None, or a tensor that the program has
+# assigned.
+OWN = True
+Bound = bool | torch.Tensor | None
+
 # Per parameter, what is bound; `nonfinite`, and of which places; per parameter, what the flag says.
 HostState = tuple[tuple[Bound, ...], torch.Tensor | None, frozenset[int], tuple[bool, ...]]
+
+
+_uses_of: Callable[[int], int] = torch._C._storage_Use_Count
+
+
+def _references_when_bound() -> int:
+    """Returns how many references to a tensor's object a `.grad` is, which depends on torch's
+    version.
+    """
+    param, grad = torch.zeros(1), torch.zeros(1)
+    before = sys.getrefcount(grad)
+    param.grad = grad
+    return sys.getrefcount(grad) - before
 
 
 class GradMemory(Enum):
@@ -66,6 +98,15 @@ class GradShard:
     """Gradients of one group on one rank.
 
     `layout` has a tail; for `home` see [Note: Shards on the host] in `sharding/offload.py`.
+
+    Attributes:
+        flat: the memory, 1-D; without elements if there has been none.
+        values: the gradients in it, with zeros between them.
+        flags: [Note: Live flags].
+        own: the gradients, which exist without memory, too.
+        views: of the memory, for each parameter, in its local shape.
+        moves: how often memory that graphs know was left to the program; they are of no use then.
+        is_captured: a graph is being captured; see `look`.
     """
 
     def __init__(
@@ -89,17 +130,14 @@ class GradShard:
         self._brought: StreamEvent | None = None
         self.memory = GradMemory.NONE
         self.stream: Stream = None  # that memory is allocated on, now or next; None on the CPU
-        # How often memory that graphs know was left to the program; they are of no use then.
         self.moves = 0
-        self.is_captured = False  # a graph is being captured; see `look`
+        self.is_captured = False
         self._allocated: StreamEvent | None = None
         self._nothing = home.zeros(0, dtype)
-        self._take(self._nothing)
         self.touched: tuple[bool, ...] = ()  # on this rank, in the last reduction; empty before it
         # Float32 device scalar, above zero if an infinity or a NaN was found; None if nothing has
         # looked.
         self.nonfinite: torch.Tensor | None = None
-        self.objects = GradientObjects(self.params, layout, mesh.shard_rank, self._nothing, policy)
         self._index = {id(param): i for i, param in enumerate(self.params)}
         # What the flags say, as far as the host has made sure.
         self.flagged = [False] * len(self.params)
@@ -109,17 +147,54 @@ class GradShard:
         self._flags_before: torch.Tensor | None = None
         # Flags for `decide`, and their arrival.
         self._told: tuple[torch.Tensor, StreamEvent] | None = None
+        for param in self.params:
+            if policy.decoupled:
+                setattr(param, self.attribute, getattr(param, self.attribute, None))
+            elif param.dtype != dtype:
+                param.grad_dtype = dtype
+        self._gradient_of = attrgetter(self.attribute)
+        self._references_when_bound = 1 if policy.decoupled else _references_when_bound()
+        # Tensors of the meta device, and fake ones, have the storage of the flat memory.
+        self._is_watched = bool(params) and self._nothing.untyped_storage().device.type != "meta"
+        self._overwritten: list[int] = []
+        self._placed: tuple[int, int] | None = None  # storage and address
+        self._locals = [self._nothing] * self.count
+        self.own = [cast(DTensor, param) for param in self.params]
+        self._renew(range(self.count))
+        self.place_in(self._nothing)
+        # While nothing else refers to them; later objects have the same.
+        self._unkept = self._counts()
+
+    def _renew(self, places: Iterable[int]) -> None:
+        """Makes new gradients for these places, without memory."""
+        for place in places:
+            local = self._locals[place] = self._nothing.new_empty(0)
+            self.own[place] = dtensor_like(local, cast(DTensor, self.params[place]))
 
     # -- memory: see the note
 
-    def _take(self, flat: torch.Tensor) -> None:
-        """Lies in `flat` from now on, whose storage comes and goes, as that of a
-        `RecurringBuffer`.
+    def place_in(self, flat: torch.Tensor) -> None:
+        """Points the gradients to 1-D memory, whose storage comes and goes, in a storage of its own
+        each, as `in_own_storage` says why. Without elements it is none.
+
+        Memory that was gone and is back at its address costs nothing.
         """
-        layout, self.flat = self._layout, flat
+        memory = flat.untyped_storage()
+        placed = memory._cdata, memory.data_ptr() if self._is_watched else 0
+        if self._placed == placed:
+            return
+        layout, self.flat, self._placed = self._layout, flat, placed
         numel, count = (layout.tail_offset, len(layout.pieces)) if flat.numel() else (0, 0)
-        self.values = flat.narrow(0, 0, numel)  # the gradients; zero between them
-        self.flags = flat.narrow(0, numel, count)  # [Note: Live flags]
+        self.values, self.flags = flat.narrow(0, 0, numel), flat.narrow(0, numel, count)
+        self.views = layout.local_views(flat, self.mesh.shard_rank) if count else []
+        for place, view in enumerate(self.views or [self._nothing] * self.count):
+            if self._is_watched:
+                self._locals[place].set_(in_own_storage(view))  # type: ignore[call-overload]
+            else:
+                self._locals[place] = self.own[place]._local_tensor = view.data
+        self._watched: list[torch.Tensor] = [*self.own, *self._locals]
+        self._storages = [local.untyped_storage()._cdata for local in self._locals]
+        self._own_data = storages_of(self.own)
 
     def allocate(self, *, zeroed: bool = True) -> None:
         """Gets memory, if there is none; it is zeroed, or else the caller writes all of it.
@@ -132,15 +207,16 @@ class GradShard:
         self.stream = self.current_stream() or self.stream  # none on the host
         stays = self._is_persistent or self._home.is_offloaded or self._home.is_virtual
         may_go = self.stream is not None and not (stays or self.is_captured)
-        if self.flat.numel():
-            self.flat.untyped_storage().resize_(self.flat.nbytes)
+        flat = self.flat
+        if flat.numel():
+            flat.untyped_storage().resize_(flat.nbytes)
             if zeroed:
-                self.flat.zero_()
+                flat.zero_()
         elif zeroed or not may_go:
-            self._take(self._home.zeros(numel, self._nothing.dtype))
+            flat = self._home.zeros(numel, flat.dtype)
         else:
-            self._take(self._nothing.new_empty(numel))
-        self.objects.place(self.flat)
+            flat = self._nothing.new_empty(numel)
+        self.place_in(flat)
         self.memory = GradMemory.HELD if may_go else GradMemory.FIXED
 
     def fix(self) -> None:
@@ -167,7 +243,7 @@ class GradShard:
     @property
     def may_be_freed(self) -> bool:
         """True if memory may be freed, unless a reduction is in flight: all gradients are None."""
-        return self.memory is GradMemory.HELD and self.objects.are_absent()
+        return self.memory is GradMemory.HELD and self.are_absent()
 
     def free(self, reader: Stream) -> None:
         """Frees the memory, or leaves it to the program, which reads on `reader`, if that keeps
@@ -179,12 +255,11 @@ class GradShard:
             return
         self._forget_verdict(range(self.count))
         self.flagged = [False] * self.count
-        kept = self.objects.kept()
+        kept = self._kept()
         if kept:
             self._record(reader)
-            self.objects.leave(kept)
-            self.objects.take_away()
-            self._take(self._nothing)
+            self._renew(kept)
+            self.place_in(self._nothing)
         else:
             self.flat.untyped_storage().resize_(0)
         self.memory = GradMemory.NONE
@@ -220,7 +295,7 @@ class GradShard:
         self._forget_verdict(range(self.count))
         # The common case after zero_grad(): the reduction overwrites, which saves a pass that
         # zeroes and one that reads.
-        if self.objects.are_absent():
+        if self.are_absent():
             return False
         # The pass adds to all of the memory, and what is None counts as zero.
         for i, live in enumerate(self.settle()):
@@ -238,9 +313,10 @@ class GradShard:
         if self._is_persistent or not self.has_memory:
             return
         if self.is_captured:
-            self.objects.note_overwritten()
+            bound = enumerate(self.bound())
+            self._overwritten += [place for place, grad in bound if grad is None]
         else:
-            self._part_with(self.objects.kept(), reader)
+            self._part_with(self._kept(), reader)
 
     def _part_with(self, places: Sequence[int], reader: Stream) -> None:
         """Makes the memory of these places one that the program holds nothing of."""
@@ -248,14 +324,37 @@ class GradShard:
             return
         # On a device, fixed memory is that which graphs know.
         self.moves += self.memory is GradMemory.FIXED and self.stream is not None
-        if self.objects.are_absent():
+        if self.are_absent():
             self.free(reader)
         else:
             self._record(reader)
             self.stream = self.current_stream() or self.stream  # none on the host
-            self.objects.leave(places)
-            self._take(self._home.zeros(self.flat.numel(), self.flat.dtype).copy_(self.flat))
-            self.objects.place(self.flat)
+            self._renew(places)
+            self.place_in(self._home.zeros(self.flat.numel(), self.flat.dtype).copy_(self.flat))
+
+    def _counts(self) -> list[int]:
+        """Returns how often gradients, then local tensors and storages are referred to."""
+        return [*map(sys.getrefcount, self._watched), *map(_uses_of, self._storages)]
+
+    def held(self) -> list[int]:
+        """Returns the places of which the program holds more than the gradient that is bound."""
+        # In a steady step the counts are those of the beginning, and nothing else is looked at.
+        counts, size = self._counts(), self.count
+        if counts == self._unkept or not self._is_watched:
+            return []
+        for place, grad in enumerate(self.bound()):
+            if grad is self.own[place]:
+                counts[place] -= self._references_when_bound
+        differ = list(map(ne, counts, self._unkept))
+        return [place for place in range(size) if any(differ[place::size])]
+
+    def _kept(self) -> list[int]:
+        """Returns the places whose gradients are None, but held by the program."""
+        # A gradient that is bound may be held as well: it is added to, and meant to change.
+        bound = self.bound()
+        if not any(map(is_, bound, repeat(None))):
+            return []
+        return [place for place in self.held() if bound[place] is None]
 
     def reduce_into(
         self,
@@ -320,12 +419,15 @@ class GradShard:
             self._told = self._bring_flags(streams)
         self._bind(self.flagged)
 
+    def _bind_own(self, place: int) -> None:
+        if self._gradient_of(self.params[place]) is not self.own[place]:
+            setattr(self.params[place], self.attribute, self.own[place])
+
     def _bind(self, places: Sequence[bool]) -> None:
-        for param, own, live in zip(self.params, self.objects.plain, places, strict=True):
+        for place, (param, live) in enumerate(zip(self.params, places, strict=True)):
             if not live:
                 continue
-            if getattr(param, self.attribute, None) is not own:
-                setattr(param, self.attribute, own)
+            self._bind_own(place)
             # Autograd, which would run them, never accumulates here; FSDP2 runs them after its
             # reduction too.
             hooks = param._post_accumulate_grad_hooks
@@ -387,7 +489,7 @@ class GradShard:
 
     def view(self, place: int) -> torch.Tensor:
         """Returns a parameter's part of `flat`, in the local shape."""
-        return self.objects.views[place]
+        return self.views[place]
 
     @property
     def numel(self) -> int:
@@ -398,6 +500,18 @@ class GradShard:
     def count(self) -> int:
         """Number of parameters with a place."""
         return len(self.params)
+
+    def bound(self) -> list[torch.Tensor | None]:
+        """Returns what is bound to the parameters, in order."""
+        return list(map(self._gradient_of, self.params))
+
+    def are_absent(self) -> bool:
+        """Returns whether no parameter has a gradient."""
+        return not any(map(is_not, map(self._gradient_of, self.params), repeat(None)))
+
+    def have_own_data(self) -> bool:
+        """Returns False after `grad.data = dtensor`, which leaves the values as they were."""
+        return all(map(is_, storages_of(self.own), self._own_data))
 
     def settle(self) -> list[bool]:
         """Makes flags and values agree with what is bound; returns which parameters have a
@@ -414,17 +528,16 @@ class GradShard:
         """
         # In a steady step every gradient is bound as it was: one pass in C over however many there
         # are.
-        own = self.objects
-        if own.are_bound() and all(self.flagged):
+        if all(map(is_, map(self._gradient_of, self.params), self.own)) and all(self.flagged):
             return [True] * self.count
         # All gradients are read before one is written: they may have changed places.
-        gradients, foreign = own.gradients(), []
+        gradients, foreign = self.bound(), []
         for i, grad in enumerate(gradients):
             if grad is None:
                 if self.flagged[i]:
                     self.flags[i].zero_()
                     self.flagged[i] = False
-            elif grad is not own.plain[i]:
+            elif grad is not self.own[i]:
                 foreign.append((i, self._require_sharded_alike(i, grad)))
             elif not self.flagged[i]:
                 self.flags[i].fill_(1)
@@ -442,7 +555,7 @@ class GradShard:
             self.nonfinite = None
 
     def _require_sharded_alike(self, index: int, grad: torch.Tensor) -> DTensor:
-        own = self.objects.plain[index]
+        own = self.own[index]
         if (
             not isinstance(grad, DTensor)
             or grad.placements != own.placements
@@ -467,7 +580,7 @@ class GradShard:
         if not self.is_captured:
             # Gradients may have changed places, in this model or between two: what is written over
             # may be what another parameter has been given.
-            places = {place for place, _ in foreign}.intersection(self.objects.held())
+            places = {place for place, _ in foreign}.intersection(self.held())
             if places and self._is_persistent:
                 raise ForeignParameterError(
                     "a gradient was assigned where the program keeps the one of before, whose "
@@ -484,19 +597,29 @@ class GradShard:
                 keep_for_current_stream(grad.to_local())  # it is dropped next
                 self.flags[place].fill_(1)
             self.flagged[place] = True
-            self.objects.bind(place)
+            self._bind_own(place)
 
     # -- for graphs
 
+    def begin_capture(self) -> list[int]:
+        """Returns a list to which the capture that begins adds what each replay overwrites."""
+        self._overwritten = []
+        return self._overwritten
+
     def host_state(self) -> HostState:
         """Returns what the host knows of the gradients; their values are in device memory."""
-        return self.objects.bound(), self.nonfinite, frozenset(self.judged), tuple(self.flagged)
+        pairs = zip(self.bound(), self.own, strict=True)
+        bound = tuple([OWN if grad is own else grad for grad, own in pairs])
+        return bound, self.nonfinite, frozenset(self.judged), tuple(self.flagged)
 
     def restore(self, state: HostState) -> None:
         """Makes the host know what it knew when `state` was read; device memory is not touched."""
         bound, self.nonfinite, judged, flagged = state
         self.judged, self.flagged = set(judged), list(flagged)
-        self.objects.restore(bound)
+        for param, own, what in zip(self.params, self.own, bound, strict=True):
+            grad = own if what is OWN else what
+            if self._gradient_of(param) is not grad:
+                setattr(param, self.attribute, grad)
 
     def zero(self, places: Sequence[int]) -> None:
         """Zeroes gradients that are not None, as `zero_grad(set_to_none=False)` does.

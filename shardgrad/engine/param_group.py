@@ -38,12 +38,11 @@ from shardgrad.engine.all_gather import AllGather, AllGatherInput, UnshardedMemo
 from shardgrad.engine.comm_context import CollectiveConfig, CommContext, SecondStep
 from shardgrad.engine.param import FSDPParam, Registration, local_of, mark_sharded
 from shardgrad.engine.spans import span
-from shardgrad.engine.streams import Streams
+from shardgrad.engine.streams import Streams, keep_for_current_stream
 from shardgrad.engine.transports import MessageTag
 from shardgrad.errors import LostWorkWarning, listed
 from shardgrad.policies import REDUCES_IN_GRAD_DTYPE, GradientPolicy
 from shardgrad.sharding.dtensor import in_own_storage
-from shardgrad.sharding.gradient_objects import keep_for_current_stream
 from shardgrad.sharding.layout import ShardLayout, alignment_numel
 from shardgrad.sharding.mesh import DataParallelMesh
 from shardgrad.sharding.offload import ShardMemory

@@ -28,6 +28,7 @@ __all__ = [
     "StreamEvent",
     "Streams",
     "is_capturing",
+    "keep_for_current_stream",
     "streams_for",
     "wait_for_device",
     "wait_for_stream",
@@ -262,6 +263,14 @@ def wait_for_stream(stream: torch.Stream, other: torch.Stream) -> None:
     """Makes later work of `stream` start after what `other` has been given so far."""
     if stream != other:
         stream.wait_stream(other)
+
+
+def keep_for_current_stream(tensor: torch.Tensor) -> None:
+    """Tells the allocator that the current stream reads a tensor of another one, which is dropped
+    next.
+    """
+    if tensor.device.type != "cpu":
+        tensor.record_stream(torch.accelerator.current_stream(tensor.device))
 
 
 def wait_for_device(device: torch.device) -> None:

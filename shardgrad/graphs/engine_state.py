@@ -159,7 +159,7 @@ class ModuleState(Capturable):
         gradients that are None are forgotten.
         """
         for shard in shards:
-            if shard.nonfinite is not None and shard.objects.are_absent():
+            if shard.nonfinite is not None and shard.are_absent():
                 shard.nonfinite = None
                 shard.judged.clear()
         return tuple([(id(shard.nonfinite), frozenset(shard.judged)) for shard in shards])
@@ -224,7 +224,7 @@ class ModuleState(Capturable):
         use, so that is done outside.
         """
         shards = [shard for shard in self._shards() if shard.has_memory and shard not in others]
-        if not all(shard.objects.are_absent() for shard in shards):
+        if not all(shard.are_absent() for shard in shards):
             raise CaptureAgain(
                 "gradients are there at a border of a graph, and their memory is its own"
             )
@@ -273,7 +273,7 @@ class ModuleState(Capturable):
     def at_eager_border(self) -> None:
         """See `Capturable`."""
         for shard in self._shards():
-            if shard.memory is GradMemory.HELD and not shard.objects.are_absent():
+            if shard.memory is GradMemory.HELD and not shard.are_absent():
                 shard.fix()
 
     def before_replays(self) -> Callable[[], bool]:
@@ -281,11 +281,11 @@ class ModuleState(Capturable):
         self.at_eager_border()  # a capture that begins with gradients knows their addresses as well
         self._with_memory = {shard for shard in self._shards() if shard.has_memory}
         self._registered_before = self._registered()
-        found = [(shard, shard.objects.begin_capture()) for shard in self._shards()]
+        found = [(shard, shard.begin_capture()) for shard in self._shards()]
 
         def overwrites_nothing_held() -> bool:
             return not any(
-                {*overwritten}.intersection(shard.objects.held())
+                {*overwritten}.intersection(shard.held())
                 for shard, overwritten in found
                 if overwritten and shard.has_memory
             )

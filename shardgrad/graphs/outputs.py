@@ -48,7 +48,7 @@ def apart_from(state: Iterable[torch.Tensor], outputs: Any) -> Any:
     """Returns the outputs, with copies of those that lie in memory that the step's state has.
 
     A graph's outputs are kept as long as the graph; gradients that are kept are parted with
-    ([Note: Kept gradients] in `sharding/gradient_objects.py`), and would no longer be what a replay
+    ([Note: Kept gradients] in `engine/grad_shard.py`), and would no longer be what a replay
     writes.
 
     Streams: the current one.

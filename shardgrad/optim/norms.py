@@ -168,7 +168,7 @@ def _tables_of(shard: GradShard, places: tuple[int, ...]) -> list[_Table]:
     if places not in known:
         by_groups: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
         for place in places:
-            groups = _own_groups(shard.mesh, groups_cut_over(shard.objects.plain[place]))
+            groups = _own_groups(shard.mesh, groups_cut_over(shard.own[place]))
             by_groups.setdefault(groups, []).append(place)
         known[places] = [
             (groups, *_table(shard, together)) for groups, together in by_groups.items()

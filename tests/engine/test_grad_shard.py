@@ -35,9 +35,10 @@ def test_gradients_are_placed_again_in_memory_that_was_taken_away_and_is_back() 
     before = SHARDGRAD.snapshot(model)
     for grads in unit_of(model.layers[0]).grad_groups:
         shard = grads.require_shard()
-        shard.objects.take_away()
-        assert all(grad.to_local().numel() == 0 for grad in shard.objects.plain)
-        shard.objects.place(shard.flat)
+        flat = shard.flat
+        shard.place_in(flat.new_empty(0))
+        assert all(grad.to_local().numel() == 0 for grad in shard.own)
+        shard.place_in(flat)
     assert_same_bits(SHARDGRAD.snapshot(model), before)
 
 
