@@ -113,5 +113,9 @@ def test_no_process_shared_memory_or_temporary_file_is_left(how: str, tmp_path: 
     finally:
         for pid in members(process.pid):
             os.kill(pid, signal.SIGKILL)
+    assert "Traceback" not in errors
+    if how == "killed parent":  # a request to stop, which ranks hear without their launcher
+        latest = (folder / "checkpoints" / "latest").read_text()
+        assert latest == f"step_{max(losses(folder)):06d}\n"
     assert orphaned_segments() <= segments
     assert list(temporary.iterdir()) == []

@@ -285,25 +285,6 @@ def test_an_interrupt_saves_the_step_and_says_how_to_go_on(tmp_path: Path) -> No
     assert f"Resumed after step {done}." in train("--resume", folder, "--steps", str(done + 1))
 
 
-def test_ranks_whose_launcher_is_killed_save_and_end_without_a_traceback(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    process = start(
-        *MICRO,
-        "--steps",
-        "100000",
-        "--checkpoint-every",
-        "100000",
-        "--run-dir",
-        folder,
-        program=TRAIN,
-    )
-    wait_for_steps(folder, 2, process)
-    os.kill(process.pid, signal.SIGKILL)
-    _, _, errors = end(process)  # when the ranks, which have its output, have ended as well
-    assert "Traceback" not in errors
-    assert (folder / "checkpoints" / "latest").read_text() == f"step_{max(losses(folder)):06d}\n"
-
-
 def test_the_death_of_one_rank_ends_the_others_and_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     process = start(*MICRO, "--steps", "100000", "--run-dir", folder, program=TRAIN)
