@@ -20,7 +20,7 @@ import functools
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -119,7 +119,8 @@ class HookedUnit(Unit):
         """Unshards the parameters, and returns the inputs, cast and watched."""
         # Which unit is the outermost is not known before one runs, so the first forward of all
         # makes the root, when every call of `fully_shard` has been made.
-        if self.context is None or not self.is_unsharded:
+        is_transformed = peek_interpreter_stack() is not None
+        if is_transformed and (self.context is None or not self.is_unsharded):
             self._refuse_transforms()
         context: RootContext = self.context or lazy_init(self)
         recorder.unit = self.name
@@ -151,18 +152,17 @@ class HookedUnit(Unit):
             args, kwargs = self._watch_inputs(context, args, kwargs, counted=not recomputing)
         return args, kwargs
 
-    def _refuse_transforms(self) -> None:
+    def _refuse_transforms(self) -> NoReturn:
         """Refuses work of the engine inside a transform of `torch.func`, which would transform it
         too: gathering writes to memory that the transform takes for a constant.
         """
-        if peek_interpreter_stack() is not None:
-            raise UnsupportedError(
-                "a sharded module was called inside a transform of torch.func",
-                expected="unsharded parameters, and inputs without gradients of their own",
-                where=f"unit {self.name or 'root'!r}",
-                fix="torch.autograd.grad and torch.autograd.functional.jacobian work; or call "
-                "unshard() on each unit before torch.func.vmap",
-            )
+        raise UnsupportedError(
+            "a sharded module was called inside a transform of torch.func",
+            expected="unsharded parameters, and inputs without gradients of their own",
+            where=f"unit {self.name or 'root'!r}",
+            fix="torch.autograd.grad and torch.autograd.functional.jacobian work; or call "
+            "unshard() on each unit before torch.func.vmap",
+        )
 
     def _watch_inputs(
         self, context: RootContext, args: tuple[Any, ...], kwargs: dict[str, Any], *, counted: bool
@@ -187,7 +187,8 @@ class HookedUnit(Unit):
             self.outstanding += 1
             for grads in self.grad_groups:
                 grads.waits_for_unit = True
-        self._refuse_transforms()
+        if peek_interpreter_stack() is not None:
+            self._refuse_transforms()
         inputs = map(leaves.__getitem__, found)
         # One node for all of them: autograd runs its backward once, after the last of their
         # gradients, and on the stream that forward was on.

@@ -5,23 +5,19 @@ them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import repeat
-from operator import attrgetter, is_, is_not
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardgrad.sharding.dtensor import in_own_storage, storages_of
+from shardgrad.sharding.dtensor import in_own_storage
 from shardgrad.sharding.param_sharding import ParamSharding
 
 __all__ = [
     "CLAIM",
     "FSDPParam",
     "Owner",
-    "Registration",
     "fsdp_param_of",
     "is_extension",
     "is_replaced",
@@ -48,8 +44,6 @@ _managed: weakref.WeakValueDictionary[int, FSDPParam] = weakref.WeakValueDiction
 _shown: weakref.WeakValueDictionary[int, FSDPParam] = weakref.WeakValueDictionary()
 
 Owner = tuple[nn.Module, str]
-
-_LOCAL = attrgetter("_local_tensor")
 
 
 @dataclass(eq=False)
@@ -99,60 +93,6 @@ class FSDPParam:
         if self.unsharded is None:
             raise RuntimeError(f"{self.name} has never been unsharded")
         return self.unsharded
-
-
-class Registration:
-    """What modules register for sharded parameters, as the engine left it (objects, memory, no
-    extensions).
-
-    Compared at every forward and replay, changed by every unshard and reshard, so the loops are
-    C's.
-    """
-
-    def __init__(self, params: Iterable[FSDPParam]) -> None:
-        self._registers: list[dict[str, nn.Parameter | None]] = []
-        self._attributes: list[str] = []
-        self._managed: list[FSDPParam] = []
-        self._params: list[nn.Parameter] = []
-        self._locals: list[torch.Tensor | None] = []
-        self._pieces: list[torch.Tensor | None] = []  # of flat shards
-        for p in params:
-            if p.is_flat:
-                self._pieces.append(p.expected_local)
-            for module, attribute in p.owners:
-                self._registers.append(module._parameters)
-                self._attributes.append(attribute)
-                self._managed.append(p)
-                self._params.append(p.sharded)
-                self._locals.append(p.expected_local)
-        self._storages = storages_of(self._params)
-
-    def holds(self) -> bool:
-        """Returns whether modules register just these parameters, with their data and memory
-        where they were.
-        """
-        registered = map(dict.get, self._registers, self._attributes)
-        return (
-            all(map(is_, registered, self._params))
-            and all(map(is_, map(_LOCAL, self._params), self._locals))
-            and all(map(is_, storages_of(self._params), self._storages))
-            and not any(map(hasattr, self._pieces, repeat("fsdp_pre_all_gather")))
-        )
-
-    def with_other_data(self) -> list[str]:
-        """Returns the names of parameters whose `data` a program has replaced."""
-        is_other = map(is_not, storages_of(self._params), self._storages)
-        is_same = map(is_, map(_LOCAL, self._params), self._locals)
-        found = zip(self._managed, is_other, is_same, strict=True)
-        return [p.name for p, other, same in found if other and same]
-
-    def change(self, to: Callable[[FSDPParam], nn.Parameter | None]) -> None:
-        """Makes modules register what `to` gives for each parameter."""
-        # Straight into the dicts of parameters, as FSDP2 does: this runs for each parameter at each
-        # unshard and reshard, and `nn.Module.__setattr__` asks many questions.
-        places = zip(self._registers, self._attributes, self._managed, strict=True)
-        for register, attribute, managed in places:
-            register[attribute] = to(managed)
 
 
 def mark_sharded(p: FSDPParam) -> None:

@@ -24,8 +24,8 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from itertools import chain
-from operator import attrgetter
+from itertools import chain, repeat
+from operator import attrgetter, is_, is_not
 
 import torch
 from torch import nn
@@ -36,13 +36,13 @@ from torch.distributed.tensor import DTensor
 
 from shardgrad.engine.all_gather import AllGather, AllGatherInput, UnshardedMemory, UnshardedParams
 from shardgrad.engine.comm_context import CollectiveConfig, CommContext, SecondStep
-from shardgrad.engine.param import FSDPParam, Registration, local_of, mark_sharded
+from shardgrad.engine.param import FSDPParam, local_of, mark_sharded
 from shardgrad.engine.spans import span
 from shardgrad.engine.streams import Streams, keep_for_current_stream
 from shardgrad.engine.transports import MessageTag
 from shardgrad.errors import LostWorkWarning, listed
 from shardgrad.policies import REDUCES_IN_GRAD_DTYPE, GradientPolicy
-from shardgrad.sharding.dtensor import in_own_storage
+from shardgrad.sharding.dtensor import in_own_storage, storages_of
 from shardgrad.sharding.layout import ShardLayout, alignment_numel
 from shardgrad.sharding.mesh import DataParallelMesh
 from shardgrad.sharding.offload import ShardMemory
@@ -51,9 +51,9 @@ from shardgrad.sharding.shardable import from_bytes, stored_shape, travels_as_by
 from shardgrad.sharding.zero_copy import is_zero_copy
 from shardgrad.sharding.zero_stage import Stage
 
-__all__ = ["GroupSpec", "ParamGroup", "ParamState", "group_of"]
+__all__ = ["GroupSpec", "ParamGroup", "ParamState", "Registration", "group_of"]
 
-_VERSION = attrgetter("_version")
+_VERSION, _LOCAL = attrgetter("_version"), attrgetter("_local_tensor")
 _SHARDED_PARAM, _UNSHARDED_PARAM = attrgetter("sharded"), attrgetter("unsharded")
 
 
@@ -97,6 +97,60 @@ class GroupSpec:
     all_gather_input: type[AllGatherInput] = AllGatherInput
     second_step: Callable[[], SecondStep] | None = None
     regroup: Callable[[ParamGroup], Callable[[], list[ParamGroup]] | None] = lambda group: None
+
+
+class Registration:
+    """What modules register for sharded parameters, as the engine left it (objects, memory, no
+    extensions).
+
+    Compared at every forward and replay, changed by every unshard and reshard, so the loops are
+    C's.
+    """
+
+    def __init__(self, params: Iterable[FSDPParam]) -> None:
+        self._registers: list[dict[str, nn.Parameter | None]] = []
+        self._attributes: list[str] = []
+        self._managed: list[FSDPParam] = []
+        self._params: list[nn.Parameter] = []
+        self._locals: list[torch.Tensor | None] = []
+        self._pieces: list[torch.Tensor | None] = []  # of flat shards
+        for p in params:
+            if p.is_flat:
+                self._pieces.append(p.expected_local)
+            for module, attribute in p.owners:
+                self._registers.append(module._parameters)
+                self._attributes.append(attribute)
+                self._managed.append(p)
+                self._params.append(p.sharded)
+                self._locals.append(p.expected_local)
+        self._storages = storages_of(self._params)
+
+    def holds(self) -> bool:
+        """Returns whether modules register just these parameters, with their data and memory
+        where they were.
+        """
+        registered = map(dict.get, self._registers, self._attributes)
+        return (
+            all(map(is_, registered, self._params))
+            and all(map(is_, map(_LOCAL, self._params), self._locals))
+            and all(map(is_, storages_of(self._params), self._storages))
+            and not any(map(hasattr, self._pieces, repeat("fsdp_pre_all_gather")))
+        )
+
+    def with_other_data(self) -> list[str]:
+        """Returns the names of parameters whose `data` a program has replaced."""
+        is_other = map(is_not, storages_of(self._params), self._storages)
+        is_same = map(is_, map(_LOCAL, self._params), self._locals)
+        found = zip(self._managed, is_other, is_same, strict=True)
+        return [p.name for p, other, same in found if other and same]
+
+    def change(self, to: Callable[[FSDPParam], nn.Parameter | None]) -> None:
+        """Makes modules register what `to` gives for each parameter."""
+        # Straight into the dicts of parameters, as FSDP2 does: this runs for each parameter at each
+        # unshard and reshard, and `nn.Module.__setattr__` asks many questions.
+        places = zip(self._registers, self._attributes, self._managed, strict=True)
+        for register, attribute, managed in places:
+            register[attribute] = to(managed)
 
 
 class ParamGroup:
@@ -495,7 +549,8 @@ class ParamGroup:
 
         Streams: storage returns to the allocator on the stream it was allocated on.
         """
-        self.cancel_unshard()
+        if self.state is UNSHARDING:
+            self.cancel_unshard()
         if drop_kept:
             for source in self._inputs:
                 source.forget()

@@ -25,8 +25,8 @@ from torch import nn
 
 from shardgrad.engine.grad_group import SWITCHES
 from shardgrad.engine.grad_shard import GradMemory, GradShard
-from shardgrad.engine.param import Registration, managed_by
-from shardgrad.engine.param_group import ParamGroup
+from shardgrad.engine.param import managed_by
+from shardgrad.engine.param_group import ParamGroup, Registration
 from shardgrad.engine.replaced_params import adopt
 from shardgrad.engine.root import RootContext, context_of
 from shardgrad.engine.streams import is_capturing
