@@ -67,7 +67,7 @@ class Muon(FlatOptimizer):
             itself, as a projection's attention heads; mostly given for a group.
         ns_dtype: in which matrices travel and are orthogonalised: bfloat16, float32 or float64.
         momentum_dtype: None for the dtype of the gradients.
-        master: "float32" for a float32 copy of 16-bit weights. See [Note: Exact weights].
+        master: "float32" or "remainder" next to 16-bit weights. See [Note: Exact weights].
         check_finite: see `FlatOptimizer`.
 
     Raises:
@@ -80,8 +80,8 @@ class Muon(FlatOptimizer):
     hypers: ClassVar[Sequence[Hyper]] = (
         Hyper("lr", at_least_zero, may_be_tensor=True),
         Hyper("momentum", at_least_zero),
+        Hyper("eps", at_least_zero),  # where `ops.sgd_` has the dampening of a momentum
         Hyper("weight_decay", at_least_zero),
-        Hyper("eps", at_least_zero),
     )
     fixed: ClassVar[Sequence[str]] = (
         "nesterov",
@@ -109,8 +109,6 @@ class Muon(FlatOptimizer):
         master: Master = None,
         check_finite: bool = False,
     ) -> None:
-        if master == "remainder":
-            raise unsupported('Muon(master="remainder")', instead='master="float32"')
         if ns_dtype not in _ITERATION_DTYPES:
             raise OptionError(
                 "matrices cannot be orthogonalised in this dtype",

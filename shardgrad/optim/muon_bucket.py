@@ -1,40 +1,47 @@
 """One bucket of a step of Muon: segments whose matrices are exchanged together.
 
-[Note: Blocks]
-A segment's state is one flat buffer, in which each parameter's piece begins on a multiple of some
-number of elements. Behind each other, and viewed as rows of that many elements, *blocks*, every row
-of a bucket's states belongs to one parameter, so a number for each parameter (whether it has a
-gradient, its learning rate) becomes a number for each row, and one launch updates all parameters.
-Gradients and weights lie among those of other optimizers' parameters; they are copied into buffers
-of the same form. These live as long as the bucket's part of a step, in memory that activations have
-at other times.
+[Note: Two steps of SGD]
+What Muon does to each element is what `ops.sgd_` does, in one pass and for a segment at a time:
+
+- momentum: a step of rate -1 from zero leaves the direction. With a momentum of m, gradients that
+  are multiplied by 1 - m make it `m buffer + (1 - m) grad`, and with Nesterov's look ahead
+  `m buffer' + (1 - m) grad`, as in `torch.optim.Muon`;
+- weights: the gradient is the orthogonal matrix, read from where it arrives, multiplied by what
+  `adjust_lr_fn` says; the matrices of a segment for which that is the same are one launch.
+
+So parameters without a gradient, steps to be skipped, schedules and masters are that kernel's.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate, pairwise
+from dataclasses import dataclass
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from shardgrad import ops
 from shardgrad.engine.param import managed_by
 from shardgrad.engine.param_group import group_of
 from shardgrad.errors import CollectiveError
 from shardgrad.optim.flat import Update
 from shardgrad.optim.newton_schulz import newton_schulz
 from shardgrad.optim.ownership import Exchange, Matrix
+from shardgrad.optim.precision import Precision
 from shardgrad.optim.segment import Segment
 from shardgrad.sharding.mesh import DataParallelMesh
 
-__all__ = ["EPS", "LR", "MOMENTUM", "WEIGHT_DECAY", "Bucket", "matrices_of", "mesh_of"]
+__all__ = ["EPS", "MOMENTUM", "Bucket", "matrices_of", "mesh_of"]
 
 # Indices into the group's device mirror, in the order of `Muon.hypers`.
-LR, MOMENTUM, WEIGHT_DECAY, EPS = range(4)
+MOMENTUM, EPS = 1, 2
 
 _Span = tuple[int, int]  # first element, and how many
+_Piece = tuple[int, int, int, int, int, int]  # see `ops.segment_rows`
 
 
 def mesh_of(segment: Segment) -> DataParallelMesh | None:
@@ -57,6 +64,22 @@ def matrices_of(update: Update) -> list[list[Matrix]]:
     ]
 
 
+@dataclass(frozen=True)
+class _Weights:
+    """Matrices of a segment whose learning rate is multiplied by the same number.
+
+    Attributes:
+        ratio: this number, float64, on the device.
+        rows, tiles: the table of a launch; a row for each matrix that this rank has a part of.
+        steps: a count for each row, which nobody reads.
+    """
+
+    ratio: torch.Tensor
+    rows: torch.Tensor
+    tiles: int
+    steps: torch.Tensor
+
+
 class Bucket:
     """Segments whose matrices are exchanged together.
 
@@ -73,58 +96,49 @@ class Bucket:
         segments = self.segments = [update.segment for update in updates]
         self._dtype = dtype
         self._options, self._device = segments[0].options, segments[0].device
-        self._compute = torch.promote_types(segments[0].dtype, torch.float32)
+        # Arithmetic is as wide as what a launch writes.
+        is_double = segments[0].dtype is torch.float64
+        self._direction_dtype = torch.float64 if is_double else dtype
         mesh = mesh_of(segments[0])
         self._process_group = None if mesh is None else mesh.shard_group
         rank = 0 if mesh is None else mesh.shard_rank
-
-        # Where this rank's pieces are in the flat buffers, and in these the parts of matrices. The
-        # last ranks may have pieces without elements, which foreach refuses.
-        self._numels = [segment.numel for segment in segments]
-        self._held = [[row for row in update.launch.places if row.numel] for update in updates]
-        self._tables = [update.launch.rows for update in updates]  # whose identities are a key
-        self._pieces: list[_Span] = []
-        self._parts: list[_Span] = []
-        matrices: list[Matrix] = []
-        params: list[torch.Tensor] = []
-        spans: list[int] = []
-        flag_index: list[int] = []
-        flags_before = 1
-        bases = accumulate(self._numels, initial=0)
-        for base, update in zip(bases, updates, strict=False):
-            segment, rows = update.segment, update.launch.places
-            for row, of_param in zip(rows, matrices_of(update), strict=True):
-                begin = base + row.state_offset
-                numels = [matrix.local_numel(rank) for matrix in of_param]
-                self._pieces.append((begin, row.numel))
-                self._parts += zip(accumulate(numels, initial=begin), numels, strict=False)
-                matrices += of_param
-            # See [Note: Blocks]. Padding of the state belongs to the blocks of some parameter.
-            flat = segment.state["momentum_buffer"]
-            views = segment.local_views(flat)
-            begins = [int(view.storage_offset() - flat.storage_offset()) for view in views]
-            spans += [end - begin for begin, end in pairwise([*begins, segment.numel])]
-            # A frozen parameter has no row: its flag is the first one, which is always zero.
-            flags = {row.step_index: flags_before + row.flag_index for row in rows}
-            flag_index += [flags.get(i, 0) for i in range(len(segment.params))]
-            flags_before += update.launch.touched.numel()
-            params += segment.params
-        self._pieces = _with_elements(self._pieces)
-        self._parts = _with_elements(self._parts)
-        self._exchange = Exchange.of(matrices, 1 if mesh is None else mesh.shard_size, rank)
-
-        # Constants of each parameter, in device memory.
-        self._block = math.gcd(*spans) or 1
-        ratios = [_lr_factor(self._options, *param.shape[-2:]) for param in params]
-        numbers, blocks = (
-            torch.tensor(values, device="cpu")
-            for values in (range(len(spans)), [span // self._block for span in spans])
+        matrices = [matrices_of(update) for update in updates]
+        together = list(chain.from_iterable(chain.from_iterable(matrices)))
+        exchange = self._exchange = Exchange.of(
+            together, 1 if mesh is None else mesh.shard_size, rank
         )
-        on_device = segments[0].on_device
-        self._param_of_block = on_device(numbers.repeat_interleave(blocks))
-        self._flag_index = on_device(torch.tensor(flag_index, device="cpu"))
-        self._no_flag = torch.zeros(1, device=self._device)
-        self._ratios = on_device(torch.tensor(ratios, dtype=torch.float64, device="cpu"))
+        self._numel = sum(segment.numel for segment in segments)
+        self._tables = [update.launch.rows for update in updates]  # whose identities are a key
+        # A step of rate -1; the momentum comes from the group's mirror.
+        rates = torch.tensor([-1.0, 0.0, 0.0, 0.0], dtype=torch.float64, device="cpu")
+        self._rates = segments[0].on_device(rates)
+        self._momentum: list[tuple[torch.Tensor, int]] = []
+        self._weights: list[list[_Weights]] = []
+        self._parts: list[_Span] = []  # of the direction
+        self._sent = [each for each in exchange.send_slices if each.numel]
+        places = iter(exchange.send_slices)
+        bases = accumulate((segment.numel for segment in segments), initial=0)
+        for base, update, of_segment in zip(bases, updates, matrices, strict=False):
+            into_direction = []
+            by_ratio = defaultdict[float, list[_Piece]](list)
+            for row, of_param in zip(update.launch.places, of_segment, strict=True):
+                direction = base + row.state_offset
+                into_direction.append((direction, *row[1:6]))
+                shape = update.segment.params[row.step_index].shape
+                pieces = by_ratio[_lr_factor(self._options, *shape[-2:])]
+                begin = 0
+                for _ in of_param:
+                    offset, numel = next(places)
+                    if numel:
+                        self._parts.append((direction + begin, numel))
+                        memory = row.param_offset + begin, offset, row.state_offset + begin
+                        pieces.append((*memory, numel, len(pieces), row.flag_index))
+                        begin += numel
+            rows, tiles = ops.segment_rows(into_direction)
+            self._momentum.append((update.segment.on_device(rows), tiles))
+            self._weights.append(
+                [_weights(update.segment, ratio, pieces) for ratio, pieces in by_ratio.items()]
+            )
 
     def run(self, updates: Sequence[Update]) -> None:
         """Updates all segments.
@@ -136,74 +150,65 @@ class Bucket:
             CollectiveError: an exchange failed; the momentum has changed, the parameters of this
                 bucket have not.
         """
-        live = self._live(updates)
-        counts = [len(segment.params) for segment in self.segments]
-        steps = [segment.steps for segment in self.segments]
-        torch._foreach_add_(steps, list(live.float().split(counts)))
-        live_blocks = self._per_block(live)
-        direction = self._step_momentum(updates, live_blocks)
         exchange = self._exchange
-        parts = _views(direction, self._parts)
+        direction = self._step_momentum(updates)
         send = torch.empty(sum(exchange.sent), dtype=self._dtype, device=self._device)
-        sent_parts = _with_elements(exchange.send_slices)
-        _copy(_views(send, sent_parts), parts)
+        _copy(_views(send, self._sent), _views(direction, self._parts))
+        del direction
         received = self._all_to_all(send, exchange.sent, exchange.received)
         self._orthogonalise(received, updates[0].hyper[EPS])
-        send = self._all_to_all(received, exchange.received, exchange.sent)
-        _copy(parts, _views(send, sent_parts))
-        self._step_weights(updates, live_blocks, direction)
+        orthogonal = self._all_to_all(received, exchange.received, exchange.sent)
+        self._step_weights(updates, orthogonal)
 
-    # -- arithmetic
+    # -- arithmetic; see [Note: Two steps of SGD]
 
-    def _live(self, updates: Sequence[Update]) -> torch.Tensor:
-        """Returns which parameters change: bool, one for each."""
-        flags = torch.cat([self._no_flag, *(update.launch.touched for update in updates)])
-        live = flags.index_select(0, self._flag_index) > 0
-        skip = updates[0].skip
-        return live if skip is None else live & ~(skip > 0)
-
-    def _per_block(self, per_param: torch.Tensor) -> torch.Tensor:
-        return per_param.index_select(0, self._param_of_block).unsqueeze(1)
-
-    def _blocks(self, name: str) -> torch.Tensor:
-        """Returns a copy of all segments' states of this name."""
-        states = [segment.state[name] for segment in self.segments]
-        return torch.cat(states).view(-1, self._block)
-
-    def _keep(self, name: str, blocks: torch.Tensor) -> None:
-        states = [segment.state[name] for segment in self.segments]
-        _copy(states, blocks.view(-1).split(self._numels))
-
-    def _gathered(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Returns pieces of parameters in a buffer that has the form of a state."""
-        flat = torch.zeros(sum(self._numels), dtype=self._compute, device=self._device)
-        _copy(_views(flat, self._pieces), pieces)
-        return flat
-
-    def _step_momentum(self, updates: Sequence[Update], live_blocks: torch.Tensor) -> torch.Tensor:
-        """Advances the momentum, and returns the direction."""
+    def _step_momentum(self, updates: Sequence[Update]) -> torch.Tensor:
+        """Advances momentum and step counts; returns the direction, in the form of the states."""
         first = updates[0]
-        flat = self._gathered(
-            [
-                update.launch.grad.narrow(0, row.grad_offset, row.numel)
-                for update, rows in zip(updates, self._held, strict=True)
-                for row in rows
-            ]
-        )
-        direction = flat.view(-1, self._block)
-        if first.scale is not None:
-            direction.mul_(first.scale.to(self._compute))
         momentum = first.hyper[MOMENTUM]
-        buffer = self._blocks("momentum_buffer")
-        fresh = (1 - momentum).to(self._compute)
-        moved = torch.lerp(buffer.to(self._compute), direction, fresh).to(buffer.dtype)
-        buffer = torch.where(live_blocks, moved, buffer)
-        self._keep("momentum_buffer", buffer)
-        if self._options["nesterov"]:
-            direction.lerp_(buffer.to(self._compute), momentum.to(self._compute))
-        else:
-            direction.copy_(buffer)
-        return flat
+        self._rates[MOMENTUM].copy_(momentum)
+        gain = 1 - momentum
+        if first.scale is not None:
+            gain = gain * first.scale.view(())
+        direction = torch.zeros(self._numel, dtype=self._direction_dtype, device=self._device)
+        for update, (rows, tiles) in zip(updates, self._momentum, strict=True):
+            segment = update.segment
+            ops.sgd_(
+                direction,
+                update.launch.grad,
+                segment.state["momentum_buffer"],
+                master=None,
+                steps=segment.steps,
+                ticket=segment.ticket,
+                touched=update.launch.touched,
+                rows=rows,
+                tiles=tiles,
+                hyper=self._rates,
+                scale=gain,
+                found_inf=update.skip,
+                nesterov=self._options["nesterov"],
+            )
+        return direction
+
+    def _step_weights(self, updates: Sequence[Update], orthogonal: torch.Tensor) -> None:
+        """Applies weight decay and the orthogonal matrices."""
+        for update, tables in zip(updates, self._weights, strict=True):
+            for table in tables:
+                ops.sgd_(
+                    update.launch.param,
+                    orthogonal,
+                    momentum_buffer=None,
+                    master=Precision.exact(update.segment.state),
+                    steps=table.steps,
+                    ticket=update.segment.ticket,
+                    touched=update.launch.touched,
+                    rows=table.rows,
+                    tiles=table.tiles,
+                    hyper=update.hyper,
+                    scale=table.ratio,
+                    found_inf=update.skip,
+                    decoupled=True,
+                )
 
     def _orthogonalise(self, received: torch.Tensor, eps: torch.Tensor) -> None:
         """Puts the pieces of owned matrices together, orthogonalises these, and cuts them again."""
@@ -225,31 +230,6 @@ class Bucket:
                 )
             )
         _copy(pieces, rows)
-
-    def _step_weights(
-        self, updates: Sequence[Update], live_blocks: torch.Tensor, direction: torch.Tensor
-    ) -> None:
-        """Applies weight decay and the orthogonalised direction."""
-        params = [
-            update.launch.param.narrow(0, row.param_offset, row.numel)
-            for update, rows in zip(updates, self._held, strict=True)
-            for row in rows
-        ]
-        hyper = updates[0].hyper
-        flat = self._gathered(params)
-        weight = exact = flat.view(-1, self._block)
-        has_master = "master" in self.segments[0].state
-        if has_master:
-            # The last write of the weight counts, as in [Note: Exact weights] of ops/weights.py.
-            master = self._blocks("master")
-            exact = torch.where(master.to(self.segments[0].dtype) == weight, master, weight)
-        decay = (1 - hyper[LR] * hyper[WEIGHT_DECAY]).to(self._compute)
-        rate = self._per_block(hyper[LR] * self._ratios).to(self._compute)
-        moved = (exact * decay).addcmul_(direction.view_as(exact), rate, value=-1)
-        if has_master:
-            self._keep("master", torch.where(live_blocks, moved, master))
-        torch.where(live_blocks, moved, weight, out=weight)
-        _copy(params, _views(flat, self._pieces))
 
     def _all_to_all(
         self, out: torch.Tensor, sent: Sequence[int], received: Sequence[int]
@@ -274,8 +254,15 @@ class Bucket:
         return into
 
 
-def _with_elements(spans: Iterable[_Span]) -> list[_Span]:
-    return [(begin, numel) for begin, numel in spans if numel]
+def _weights(segment: Segment, ratio: float, pieces: Sequence[_Piece]) -> _Weights:
+    rows, tiles = ops.segment_rows(pieces)
+    on_device = segment.on_device
+    return _Weights(
+        on_device(torch.tensor(ratio, dtype=torch.float64, device="cpu")),
+        on_device(rows),
+        tiles,
+        on_device(torch.zeros(len(pieces), dtype=torch.float32, device="cpu")),
+    )
 
 
 def _views(flat: torch.Tensor, spans: Iterable[_Span]) -> list[torch.Tensor]:

@@ -35,6 +35,10 @@ _ALIGNMENT_NUMEL = 64
 # A bucket ends as soon as no rank has more than this share of the mean work above it.
 _UNEVENNESS = 0.05
 
+# Nor before it has so many elements for each rank: a smaller one is launched for longer than it
+# computes.
+_LEAST_NUMEL = 1 << 24
+
 
 class Matrix(NamedTuple):
     """One matrix of a parameter, and who has which of its rows.
@@ -129,13 +133,16 @@ def buckets(segments: Sequence[Sequence[Matrix]], world_size: int) -> list[range
 
     Returns:
         Ranges of indices that cover all segments. In each no rank has more than `_UNEVENNESS` above
-        the mean work, and would without its last segment; what is left over joins the last one.
+        the mean work, and the mean rank has `_LEAST_NUMEL` elements; without its last segment one
+        of both would not be so. What is left over joins the last one.
     """
     ends = [0]
     for end in range(1, len(segments) + 1):
         together = [matrix for segment in segments[ends[-1] : end] for matrix in segment]
         _, load = owners(together, world_size)
-        if max(load) and max(load) * world_size <= sum(load) * (1 + _UNEVENNESS):
+        is_even = max(load) * world_size <= sum(load) * (1 + _UNEVENNESS)
+        numel = sum(prod(matrix.shape) for matrix in together)
+        if any(load) and is_even and numel >= _LEAST_NUMEL * world_size:
             ends.append(end)
     ends[max(1, len(ends) - 1) :] = [len(segments)]
     return [range(begin, end) for begin, end in pairwise(ends)]

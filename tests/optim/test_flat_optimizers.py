@@ -164,6 +164,7 @@ def test_no_megabyte_is_allocated_after_the_first_step(name: str) -> None:
         ("AdamW", {"stochastic_rounding": True}, True),
         ("Muon", {}, False),
         ("Muon", {"master": "float32"}, True),
+        ("Muon", {"master": "remainder"}, True),
     ],
 )
 @pytest.mark.filterwarnings("ignore::shardgrad.UntrainedParameterWarning")
