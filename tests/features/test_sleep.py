@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 import shardgrad
 from shardgrad.errors import AsleepError, OptionError, RootError
@@ -214,6 +214,7 @@ def test_a_use_while_asleep_is_refused_and_changes_nothing() -> None:
         lambda: shardgrad.export_table(model),
         lambda: next(model.parameters()).full_tensor(),
         lambda: next(model.parameters()).to_local(),
+        lambda: next(model.parameters()).redistribute(placements=[Replicate()]),
         lambda: shardgrad.sleep(model, optimizer, level=2),
     )
     for use in uses:
@@ -261,6 +262,7 @@ def test_what_cannot_sleep_is_refused() -> None:
         shardgrad.sleep(model, level=4)
     with pytest.raises(OptionError, match=r"(?s)optimizer of shardgrad\.optim.*SGD"):
         shardgrad.sleep(model, torch.optim.SGD(model.parameters()))
-    with pytest.raises(RootError, match=r"(?s)needs the root.*Block"):
-        shardgrad.sleep(model.layers[0])
+    for use in (shardgrad.sleep, shardgrad.wake):
+        with pytest.raises(RootError, match=r"(?s)needs the root.*Block"):
+            use(model.layers[0])
     optimizer.step()
