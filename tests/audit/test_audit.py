@@ -10,7 +10,12 @@ import pytest
 import torch
 
 from shardgrad.programs.audit.audit import _left, _rank
-from shardgrad.programs.audit.first_difference import Piece, Trace, first_difference
+from shardgrad.programs.audit.first_difference import (
+    Piece,
+    Trace,
+    first_difference,
+    last_difference,
+)
 from tests.support.processes import CONTEXT
 from tests.support.programs import run
 
@@ -88,8 +93,8 @@ def test_values_that_a_program_returns_are_compared() -> None:
 
 def test_a_program_that_trains_something_else_with_its_engine_is_found() -> None:
     status, said = audited("trains_past_the_wrapper")
-    assert "do not end as they do without an engine. First in end of 0.weight, and 3 more" in said
-    assert "ranks have different values, as where gradients are not averaged" in said
+    assert "do not end as they do without an engine. First in step 0, gradient of 0.weight" in said
+    assert ", and 3 more: not averaged: every rank has its own" in said
     assert status == 1
 
 
@@ -201,11 +206,19 @@ def test_the_rank_whose_rows_are_wrong_is_named() -> None:
     assert "what rank 1 holds of it is not right, the rest is" in said(reference, *ranks)
 
 
+def test_the_end_is_told_where_optimizers_have_seen_other_tensors() -> None:
+    flat = torch.zeros(3)
+    runs = [
+        Trace(parameters=[{"p": whole(values)}], returned={"w": whole(end)})
+        for values, end in ((WEIGHT, WEIGHT), (flat, 2 * WEIGHT))
+    ]
+    assert str(last_difference(runs[0], runs[1:])).startswith("end of w: it is off by 100.00%")
+
+
 def test_a_rank_without_an_optimizer_step_is_named() -> None:
     idle = Trace({"w": whole(WEIGHT)}, [None], [{"w": whole(WEIGHT)}])
     assert said(trace(GRADIENT), trace(GRADIENT), idle) == (
-        "step 0, update of all parameters: rank 1 made no optimizer step, unlike the run on one "
-        "rank"
+        "step 0, update of all parameters: rank 1 made no optimizer step, unlike the other run"
     )
 
 

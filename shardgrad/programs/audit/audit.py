@@ -52,7 +52,11 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.optim.optimizer import Optimizer
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from shardgrad.errors import OptionError
 from shardgrad.programs.audit.first_difference import (
@@ -69,6 +73,7 @@ from shardgrad.programs.function_named import function_named
 Step = Callable[[int, list[int]], object]
 
 _WRAPPERS = re.compile(r"\b(module|_fsdp_wrapped_module)\.")
+_STEPS_TOLD = 10  # of a program that makes its steps by itself: both runs keep copies
 _TIMEOUT_S = 60.0  # of a collective, and of what the other ranks may take once one has ended
 
 
@@ -248,13 +253,17 @@ def _rank(
             setattr(dist, name, _done)  # a script's own calls: the group is there until the end
         if not engine:
             remove_engines()
+        params = _note_steps(trace)
         torch.manual_seed(0)
         built: object = function_named(target, flag="--audit")()
         if isinstance(built, nn.Module | Mapping):
             where = "what the program returned"
             trace.returned = dict(_returned(built))
+            if isinstance(built, nn.Module):
+                _name(trace, params, built)
         else:
             model, optimizer, step = _checked(built, target)
+            trace = Trace()
             found: list[Snapshot] = []
             optimizer.register_step_pre_hook(
                 lambda *_: found.append(_snapshot(model, gradients=True))
@@ -275,6 +284,45 @@ def _rank(
     torch.save(left, f"{folder}/{rank}.tmp")
     os.replace(f"{folder}/{rank}.tmp", f"{folder}/{rank}.pt")
     os._exit(isinstance(left, _Failed))  # backends' threads may wait for ranks that have ended
+
+
+def _note_steps(trace: Trace) -> dict[torch.Tensor, str]:
+    """Notes what the first steps of all optimizers find and leave; returns the parameters that they
+    have met, with names.
+    """
+    names: dict[torch.Tensor, str] = {}
+
+    def held(optimizer: Optimizer) -> dict[str, torch.Tensor]:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        return {names.setdefault(param, f"parameter {len(names)}"): param for param in params}
+
+    def before(optimizer: Optimizer, *_: Any) -> None:
+        if len(trace.gradients) < _STEPS_TOLD:
+            params = held(optimizer)
+            trace.initial = _pieces(params) | trace.initial
+            trace.gradients.append(_pieces({name: param.grad for name, param in params.items()}))
+
+    def after(optimizer: Optimizer, *_: Any) -> None:
+        if len(trace.parameters) < len(trace.gradients):
+            trace.parameters.append(_pieces(held(optimizer)))
+
+    register_optimizer_step_pre_hook(before)
+    register_optimizer_step_post_hook(after)
+    return names
+
+
+def _name(trace: Trace, params: Mapping[torch.Tensor, str], model: nn.Module) -> None:
+    """Names what was noted of parameters as the model does."""
+    names = {
+        params[param]: _WRAPPERS.sub("", name)
+        for name, param in model.named_parameters()
+        if param in params
+    }
+    steps = (trace.initial, *trace.gradients, *trace.parameters)
+    for snapshot in filter(None, steps):
+        named = {names.get(name, name): piece for name, piece in snapshot.items()}
+        snapshot.clear()
+        snapshot.update(named)
 
 
 def _done(*_: Any, **__: Any) -> None:
@@ -347,11 +395,21 @@ def _gather(model: nn.Module, until: ExitStack) -> None:
 
 def _snapshot(model: nn.Module, *, gradients: bool = False) -> Snapshot:
     """Copies what this rank holds of parameters, or of their gradients; without a collective."""
-    found: Snapshot = {}
-    for name, param in model.named_parameters():
-        tensor = param.grad if gradients else param
-        found[name] = None if tensor is None else _piece(tensor.detach())
-    return found
+    params = model.named_parameters()
+    return _pieces({name: param.grad if gradients else param for name, param in params})
+
+
+def _pieces(tensors: Mapping[str, torch.Tensor | None]) -> Snapshot:
+    return {
+        name: _piece(tensor.detach()) if tensor is not None and _has_memory(tensor) else None
+        for name, tensor in tensors.items()
+    }
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Returns False of what an engine has freed, as a parameter that it has replaced by shards."""
+    is_freed = tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
+    return isinstance(tensor, DTensor) or not is_freed
 
 
 def _piece(tensor: torch.Tensor) -> Piece:

@@ -113,7 +113,7 @@ def first_difference(
         ]
         if odd:
             made = "made no optimizer step" if gradients is not None else "made an optimizer step"
-            made = f"{_ranks(odd)} {made}, unlike the run on one rank"
+            made = f"{_ranks(odd)} {made}, unlike the other run"
             return Difference(f"step {step}, update", "all parameters", made)
         if gradients is not None:
             why = partial(_why_gradient, reference.gradients[:step], alone)
@@ -127,8 +127,25 @@ def first_difference(
 
 
 def last_difference(reference: Trace, ranks: Sequence[Trace]) -> Difference | None:
-    """Returns where what `ranks` returned departs from `reference`; None if it does not."""
-    return _compare("end", reference.returned, [trace.returned for trace in ranks], _why_end)
+    """Returns where `ranks` that returned something else than `reference` first depart from it;
+    None if they did not.
+
+    That is in an optimizer step, or else in what was returned: an engine may show optimizers other
+    tensors than the model's parameters.
+    """
+    end = _compare("end", reference.returned, [trace.returned for trace in ranks], _why_end)
+    if end is None or not all(_steps_alike(reference, trace) for trace in ranks):
+        return end
+    return first_difference(reference, ranks) or end
+
+
+def _steps_alike(trace: Trace, other: Trace) -> bool:
+    """Returns whether optimizers made as many steps, with parameters of the same shapes."""
+    shapes, others = (
+        [{name: piece and piece.shape for name, piece in step.items()} for step in each.parameters]
+        for each in (trace, other)
+    )
+    return shapes == others
 
 
 # -- comparing
@@ -211,7 +228,7 @@ def _why_end(name: str, expected: Piece, held: Sequence[Piece]) -> str:
 def _why_initial(name: str, expected: Piece, held: Sequence[Piece]) -> str:
     wrong = _wrong(expected, held)
     if len(wrong) == len(held):
-        return "build() does not make the same weights twice: seed it"
+        return "the program does not make the same weights twice: seed it"
     return (
         f"{_ranks(wrong)} begins with other weights: seed every rank alike before the model is "
         "built"
@@ -222,7 +239,7 @@ def _why_no_gradient(expected: Piece | None, pieces: Sequence[Piece | None]) -> 
     missing = [rank for rank, piece in enumerate(pieces) if piece is None]
     if expected is None:
         has = [rank for rank in range(len(pieces)) if rank not in missing]
-        return f"{_ranks(has)} has a gradient, and the run on one rank has none"
+        return f"{_ranks(has)} has a gradient, and the other run has none"
     if len(missing) == len(pieces):
         return "no rank has a gradient: it is not reduced, or frozen there"
     return (
@@ -243,7 +260,7 @@ def _why_gradient(
         mean = torch.stack([piece.values.double() for piece in held]).mean(0)
         if _close(mean.to(right.dtype), right):
             return "not averaged: every rank has its own, and their mean would be right"
-        return f"ranks hold different gradients; {_ranks(wrong)} is not right"
+        return "not averaged: every rank has its own"
     got = _stitched(held)
     if not got.any():
         return "it is zero on all ranks: the data of no rank came in"
