@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from types import new_class
 from typing import Any, ClassVar, Generic, Literal, NoReturn, TypeVar, cast
 
@@ -35,27 +34,12 @@ from shardgrad.policies import GradientReductionHandle
 
 __all__ = [
     "FSDPModule",
-    "disable_fsdp_module_new_init",
     "register_fsdp_forward_method",
     "share_comm_ctx",
     "swap_class",
 ]
 
 _sharded_classes: dict[type, type] = {}
-_original_new = True
-
-
-@contextmanager
-def disable_fsdp_module_new_init() -> Iterator[None]:
-    """Builds originals without calling `__init__` while active; Dynamo uses it to rebuild
-    guards.
-    """
-    global _original_new
-    previous, _original_new = _original_new, False
-    try:
-        yield
-    finally:
-        _original_new = previous
 
 
 def swap_class(module: nn.Module) -> None:
@@ -160,8 +144,7 @@ class FSDPModule:
         """Builds the original class, so that slicing a sharded container gives a plain one."""
         original = cls.__mro__[cls._orig_cls_mro_index]
         self = original.__new__(original, *args, **kwargs)
-        if _original_new:
-            self.__init__(*args, **kwargs)
+        self.__init__(*args, **kwargs)
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

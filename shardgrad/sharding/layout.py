@@ -271,11 +271,6 @@ class ShardLayout:
         """Elements of the tail; the last `TAG_NUMEL` are for a tag."""
         return self.chunk_numel - self.tail_offset
 
-    @property
-    def padding_numel(self) -> int:
-        """Elements of a chunk that hold no parameter on a rank with full pieces."""
-        return self.chunk_numel - sum(p.shard_numel for p in self.pieces)
-
     def local_views(self, chunk: torch.Tensor, rank: int) -> list[torch.Tensor]:
         """Splits a chunk (1-D, `chunk_numel`) into the local tensors of `rank`, in order, without
         copying.
