@@ -16,8 +16,8 @@ import shardgrad
 from tests.support.parity import SHARDGRAD, UNSHARDED, Route
 from tests.support.ranks import on_ranks
 
-OPERATIONS = ("backward", "clip", "clip", "assign", "poison", "step", "step", "zero")
-PROGRAMS, LENGTH, LR = 40, 14, 0.1
+OPERATIONS = ("backward", "clip", "clip", "assign", "hide", "poison", "step", "step", "zero")
+PROGRAMS, LENGTH, LR = 25, 14, 0.1
 RANKS, WIDTH = 2, 4
 LAYERS, ROOT = 4, {2, 3}  # layers, and those that are not units of their own
 
@@ -99,6 +99,18 @@ class Both:
         if place not in self.spoiled:
             for params in (self.params, self.right):
                 params[place].grad = torch.ones_like(params[place])
+
+    def hide(self) -> None:
+        """A gradient is away while all the others are clipped, and comes back as it was."""
+        place = self.rng.randrange(LAYERS)
+        if not self.spoiled:
+            pair = self.params[place], self.right[place]
+            kept = [param.grad for param in pair]
+            for param in pair:
+                param.grad = None
+            self.clip(must=tuple(range(LAYERS)))
+            for param, grad in zip(pair, kept, strict=True):
+                param.grad = grad
 
     def step(self) -> None:
         k = self.rng.randrange(2)
