@@ -105,7 +105,6 @@ class GradShard:
         flags: [Note: Live flags].
         own: the gradients, which exist without memory, too.
         views: of the memory, for each parameter, in its local shape.
-        moves: how often memory that graphs know was left to the program; they are of no use then.
         is_captured: a graph is being captured; see `look`.
     """
 
@@ -130,7 +129,6 @@ class GradShard:
         self._brought: StreamEvent | None = None
         self.memory = GradMemory.NONE
         self.stream: Stream = None  # that memory is allocated on, now or next; None on the CPU
-        self.moves = 0
         self.is_captured = False
         self._allocated: StreamEvent | None = None
         self._nothing = home.zeros(0, dtype)
@@ -141,7 +139,7 @@ class GradShard:
         self._index = {id(param): i for i, param in enumerate(self.params)}
         # What the flags say, as far as the host has made sure.
         self.flagged = [False] * len(self.params)
-        self._seen: dict[tuple[bool, ...], list[bool]] = {}
+        self._seen: dict[tuple[bool, ...], tuple[bool, ...]] = {}
         self.judged: set[int] = set()  # places that `nonfinite` is of
         # A reduction that adds, if parameters have hooks.
         self._flags_before: torch.Tensor | None = None
@@ -322,8 +320,6 @@ class GradShard:
         """Makes the memory of these places one that the program holds nothing of."""
         if not places:
             return
-        # On a device, fixed memory is that which graphs know.
-        self.moves += self.memory is GradMemory.FIXED and self.stream is not None
         if self.are_absent():
             self.free(reader)
         else:
@@ -414,7 +410,7 @@ class GradShard:
         # Where this rank has a gradient of every parameter, the others can add none.
         self.flagged = list(touched)
         if not all(touched) and self.is_captured:
-            self.flagged = list(self._seen.get(touched, [True] * len(touched)))
+            self.flagged = list(self._seen.get(touched, (True,) * len(touched)))
         elif not all(touched):
             self._told = self._bring_flags(streams)
         self._bind(self.flagged)
@@ -466,7 +462,7 @@ class GradShard:
         ]
         # A capture cannot ask the device: it takes the answer of the eager step that had the same
         # gradients on this rank.
-        self._seen[self.touched] = touched
+        self._seen[self.touched] = tuple(touched)
         return touched
 
     def unbind(self) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import chain, repeat
-from operator import attrgetter, is_not
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -47,8 +47,6 @@ _CONTEXT = attrgetter("context")
 _GENERATION = attrgetter("generation")
 _GRAD_SHARD = attrgetter("shard")
 _SWITCHES = attrgetter("reshard_after_forward", "reshard_after_backward", "unshard_in_backward")
-_FLAGGED = attrgetter("flagged")
-_MOVES = attrgetter("moves")
 _ADDRESS = torch.Tensor.data_ptr
 
 
@@ -88,10 +86,12 @@ class ModuleState(Capturable):
         self._trainable = [*sharded, *self._plain]
         self._addressed = [*self._plain, *self._module.buffers()]
         self._registration = Registration(params)
-        self._bindings: dict[str, list[nn.Parameter]] = {}  # by the attribute for gradients
+        # Of the sharded parameters, by the attribute that has it.
+        bound: dict[str, list[nn.Parameter]] = {}
         for group in self._groups:
-            bound = self._bindings.setdefault(group.gradient_policy.attribute, [])
-            bound += [p.sharded for p in group.params]
+            of = bound.setdefault(group.gradient_policy.attribute, [])
+            of += [p.sharded for p in group.params]
+        self._gradients = [(attrgetter(name), of) for name, of in bound.items()]
         self._modules = list(self._module.modules())
         self._module_ids = tuple(map(id, self._modules))
         # What registers modules, buffers, and parameters outside of units.
@@ -101,7 +101,8 @@ class ModuleState(Capturable):
             self._registers += filter(None, (module._modules, module._buffers))
             if plain.intersection(map(id, module._parameters.values())):
                 self._registers.append(module._parameters)
-        self._collected_from = self._identities()
+        self._collected_from = list(self._origins())
+        self._generations = tuple(map(_GENERATION, self._groups))
 
     def _follow(self) -> None:
         """Takes over parameters that the program has replaced, and collects again if that would
@@ -110,19 +111,22 @@ class ModuleState(Capturable):
         if not self._registration.holds():
             for group in self._groups:
                 adopt(group)
-        if self._identities() != self._collected_from:
+        before = self._collected_from
+        is_same = (
+            tuple(map(_GENERATION, self._groups)) == self._generations
+            and sum(map(len, self._registers), len(self._units)) == len(before)
+            and all(map(is_, self._origins(), before))
+        )
+        if not is_same:
             self._units = units_under(self._module)
             self._collect()
 
-    def _identities(self) -> tuple[list[Any], ...]:
-        """Returns the objects that `_collect` started from; units get their root in the first
+    def _origins(self) -> Iterator[Any]:
+        """Yields the objects that `_collect` starts from: units get their root in the first
         forward, and a program may replace modules, buffers, and parameters outside of units.
         """
-        return (
-            list(map(_CONTEXT, self._units)),
-            list(map(_GENERATION, self._groups)),
-            list(map(id, chain.from_iterable(map(dict.values, self._registers)))),
-        )
+        registered = chain.from_iterable(map(dict.values, self._registers))
+        return chain(map(_CONTEXT, self._units), registered)
 
     def guards(self) -> Hashable:
         """See `Capturable`."""
@@ -130,14 +134,12 @@ class ModuleState(Capturable):
         with torch._C.DisableTorchFunctionSubclass():  # DTensors answer three times as fast
             return (
                 self._module_ids,
+                self._generations,
                 tuple(map(_REQUIRES_GRAD, self._trainable)),
                 tuple(map(_ADDRESS, self._addressed)),
                 tuple([None if g is None else g.data_ptr() for g in map(_GRAD, self._plain)]),
-                tuple(map(_GENERATION, self._groups)),
                 self._bound(shards),
-                tuple(chain.from_iterable(map(_FLAGGED, shards))),
-                self._verdicts(shards),
-                tuple(map(_MOVES, shards)),
+                tuple(map(self._gradients_of, shards)),
                 self._switches(),
             )
 
@@ -146,23 +148,21 @@ class ModuleState(Capturable):
 
         Tensors that the program has assigned are taken over, and flags made to agree.
         """
-        found = (
-            map(getattr, params, repeat(attribute), repeat(None))
-            for attribute, params in self._bindings.items()
-        )
-        if not any(map(is_not, chain.from_iterable(found), repeat(None))):
+        found = chain.from_iterable(map(read, params) for read, params in self._gradients)
+        if all(map(is_, found, repeat(None))):
             return ()
         return tuple([tuple(shard.settle()) for shard in shards])
 
-    def _verdicts(self, shards: Sequence[GradShard]) -> Hashable:
-        """Returns the verdicts on gradients by identity, and of which places they are. Those on
-        gradients that are None are forgotten.
+    def _gradients_of(self, shard: GradShard) -> Hashable:
+        """Returns where the gradients lie, if a graph may know it; what their flags say; and the
+        verdict on them by identity, with the places that it is of. That on gradients that are None
+        is forgotten.
         """
-        for shard in shards:
-            if shard.nonfinite is not None and shard.are_absent():
-                shard.nonfinite = None
-                shard.judged.clear()
-        return tuple([(id(shard.nonfinite), frozenset(shard.judged)) for shard in shards])
+        if shard.nonfinite is not None and shard.are_absent():
+            shard.nonfinite = None
+            shard.judged.clear()
+        address = shard.flat.data_ptr() if shard.memory is GradMemory.FIXED else 0
+        return address, tuple(shard.flagged), id(shard.nonfinite), frozenset(shard.judged)
 
     def _switches(self) -> tuple[Any, ...]:
         """Returns the host state that a step may set, apart from gradients."""
@@ -269,6 +269,7 @@ class ModuleState(Capturable):
         self._join_post_optim_events()
         for context in self._contexts:
             context.free_gradients()
+        self.at_eager_border()  # of gradients that are there, a capture will know the addresses
 
     def at_eager_border(self) -> None:
         """See `Capturable`."""
@@ -278,7 +279,6 @@ class ModuleState(Capturable):
 
     def before_replays(self) -> Callable[[], bool]:
         """See `Capturable`."""
-        self.at_eager_border()  # a capture that begins with gradients knows their addresses as well
         self._with_memory = {shard for shard in self._shards() if shard.has_memory}
         self._registered_before = self._registered()
         found = [(shard, shard.begin_capture()) for shard in self._shards()]

@@ -29,7 +29,7 @@ class Contents:
     ) -> None:
         self._groups = list(groups)
         self._params = [list(group["params"]) for group in groups]
-        self._values = _values(state)
+        self._values = list(chain.from_iterable(map(dict.values, state.values())))
 
     def same_groups(self, groups: Sequence[Mapping[str, Any]]) -> bool:
         """Returns whether these are the same groups with the same parameters."""
@@ -40,11 +40,10 @@ class Contents:
 
     def same_state(self, state: Mapping[Any, dict[str, Any]]) -> bool:
         """Returns whether this state has the same tensors, in the same order."""
-        return _same(_values(state), self._values)
-
-
-def _values(state: Mapping[Any, dict[str, Any]]) -> list[Any]:
-    return list(chain.from_iterable(map(dict.values, state.values())))
+        entries = state.values()
+        return sum(map(len, entries)) == len(self._values) and all(
+            map(is_, chain.from_iterable(map(dict.values, entries)), self._values)
+        )
 
 
 def _same(left: Sequence[Any], right: Sequence[Any]) -> bool:

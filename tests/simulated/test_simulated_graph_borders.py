@@ -230,6 +230,82 @@ def write_after_an_error(graphed: Callable[..., Any]) -> list[Any]:
     return weights(model)
 
 
+def thawed_beside_gradients_that_are_kept(graphed: Callable[..., Any]) -> list[Any]:
+    """While one parameter is frozen, a forward gives the others' gradients other memory."""
+    model = build(Setup())
+    optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
+    first, *_ = model.parameters()
+
+    @graphed(model)
+    def gradients(x: Tensor) -> Tensor:
+        loss = loss_of(model, x)
+        loss.backward()
+        return loss
+
+    seen = []
+    for number in range(12):
+        if number == 8:
+            for is_trained in (False, True):
+                first.requires_grad_(is_trained)
+                with torch.no_grad():
+                    seen.append(loss_of(model, batch(number)).item())
+        seen.append(gradients(batch(number)).item())
+        optimizer.step()
+        first.grad = None  # that of all others is added to
+    require_replays(gradients, 2, 7)
+    return seen + weights(model)
+
+
+def gradient_assigned_after_a_replay(graphed: Callable[..., Any]) -> list[Any]:
+    """The others have none, but their flags on the device say what the replay has left."""
+    model = build(Setup())
+    optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
+    first, *_ = model.parameters()
+
+    @graphed(model, optimizer)
+    def step(x: Tensor, *, updates: bool) -> Tensor:
+        loss = loss_of(model, x)
+        loss.backward()
+        if updates:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+    seen = []
+    for number in range(16):
+        seen.append(step(batch(number), updates=number % 2 == 0).item())
+        optimizer.zero_grad()
+        if number > 1:
+            first.grad = torch.ones_like(first)
+            optimizer.step()
+            optimizer.zero_grad()
+    require_replays(step, 2, 11)
+    return seen + weights(model)
+
+
+def verdict_of_before_the_call(graphed: Callable[..., Any]) -> list[Any]:
+    """In some calls the gradients were clipped before, and every third time one is an infinity."""
+    model = build(Setup())
+    optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
+
+    @graphed(model, optimizer)
+    def update(x: Tensor) -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for number in range(16):
+        x = batch(number)
+        is_bad = number > 8 and number % 3 == 0
+        if is_bad:
+            x[0, 0] = torch.inf
+        loss_of(model, x).backward()
+        if number % 4 == 1 or is_bad:
+            shardgrad.clip_grad_norm_(model, CLIPS_HARD)
+        update(batch(0))
+    require_replays(update, 2, 13)
+    return weights(model)
+
+
 def _record_post_optim_event(model: nn.Module, device: torch.device) -> None:
     event = torch.Event(device)
     event.record(torch.accelerator.current_stream())
@@ -248,6 +324,9 @@ def _record_post_optim_event(model: nn.Module, device: torch.device) -> None:
         event_of_the_optimizer,
         update_on_another_stream,
         write_after_an_error,
+        thawed_beside_gradients_that_are_kept,
+        gradient_assigned_after_a_replay,
+        verdict_of_before_the_call,
     ],
     ids=lambda program: program.__name__.replace("_", " "),
 )
