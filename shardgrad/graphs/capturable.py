@@ -16,9 +16,11 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 from functools import singledispatch
 from itertools import chain
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardgrad.errors import OptionError
@@ -33,6 +35,11 @@ __all__ = [
     "capturable",
     "nothing",
 ]
+
+
+# Of every tensor of a state at every call, so each is one pass in C.
+_ADDRESS = torch.Tensor.data_ptr
+_LOCAL = attrgetter("_local_tensor")
 
 
 class CaptureAgain(Exception):
@@ -171,6 +178,10 @@ class OptimizerState(Capturable):
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._rates: dict[int, torch.Tensor] = {}  # by the number of the group
+        # What the state held at the last look, and of that the tensors.
+        self._values: list[Any] = []
+        self._plain: list[torch.Tensor] = []
+        self._dtensors: list[DTensor] = []
 
     def begin_call(self) -> None:
         """See `Capturable`."""
@@ -194,13 +205,15 @@ class OptimizerState(Capturable):
             if key != "params"
         )
         params = tuple(tuple(map(id, group["params"])) for group in self._optimizer.param_groups)
-        states = (entry.values() for entry in self._optimizer.state.values())
-        tensors = [
-            local_tensor(value)
-            for value in chain(*states, self._rates.values())
-            if isinstance(value, torch.Tensor)
-        ]
-        return numbers, params, tuple(map(torch.Tensor.data_ptr, tensors))
+        values = list(chain.from_iterable(map(dict.values, self._optimizer.state.values())))
+        values += self._rates.values()
+        if len(values) != len(self._values) or not all(map(is_, values, self._values)):
+            self._values = values
+            tensors = [value for value in values if isinstance(value, torch.Tensor)]
+            self._dtensors = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+            self._plain = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
+        addresses = map(_ADDRESS, chain(self._plain, map(_LOCAL, self._dtensors)))
+        return numbers, params, tuple(addresses)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Capturable`."""

@@ -61,20 +61,26 @@ class Place:
         name: as the program writes it, such as "batch['targets']" or "self.mask".
         root: where the way begins: the function, or a module, which stays.
         way: each step gives a part of what the one before gave.
+        given: identities of parameters whose memory the step's participants guard.
     """
 
     name: str
     root: Any
     way: tuple[_Get, ...] = ()
+    given: frozenset[int] = frozenset()
 
     def key(self) -> Hashable:
-        """Returns where the tensor that is there now lies, and how; None if there is no tensor."""
+        """Returns where the tensor that is there now lies, and how; which one it is, of those that
+        were given; None if there is no tensor.
+        """
         found = self.root
         try:
             for part_of in self.way:
                 found = part_of(found)
         except _GONE:
             return None
+        if id(found) in self.given:
+            return id(found)
         if not isinstance(found, torch.Tensor):
             return None
         local = local_tensor(found)
@@ -114,8 +120,8 @@ class Reads(TorchDispatchMode):
         self._made: set[int] = set()  # storages of the block's own
         self._written: dict[int, tuple[StorageWeakRef, torch.device]] = {}
         self._candidates: dict[int, Place] = {}
-        given = {id(param) for module in modules for param in module.parameters()}
-        for place, value in closed_over(function, modules):
+        given = frozenset(id(param) for module in modules for param in module.parameters())
+        for place, value in closed_over(function, modules, given):
             if isinstance(value, nn.Module):
                 for param in value.parameters():
                     if id(param) not in given and _is_part(param):
@@ -229,10 +235,12 @@ def _identity(tensor: torch.Tensor) -> int:
 
 
 def closed_over(
-    function: Callable[..., Any], modules: Iterable[nn.Module]
+    function: Callable[..., Any],
+    modules: Iterable[nn.Module],
+    given: frozenset[int] = frozenset(),
 ) -> Iterator[tuple[Place, Any]]:
     """Yields tensors, modules, numbers and strings with their places, those with the shortest way
-    first.
+    first; `given` is for `Place`.
 
     Capture: safe. Nothing on the device is read.
     """
@@ -263,7 +271,7 @@ def closed_over(
                 if not isinstance(part, _LEAVES):
                     is_behind = name.startswith((".", "["))
                     full = place.name + name if is_behind else name or place.name
-                    waiting.append((Place(full, root, (*way, part_of)), part, depth + 1))
+                    waiting.append((Place(full, root, (*way, part_of), given), part, depth + 1))
 
 
 def _parts(value: Any) -> Iterator[tuple[str, _Get]]:

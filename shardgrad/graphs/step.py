@@ -116,18 +116,17 @@ def graphed_step(
 ) -> Callable[[Callable[_P, _R]], GraphedStep[_P, _R]]:
     """Makes a training step one graph: its launches are captured once and replayed from then on.
 
-    A decorator, or called on a function: `step = graphed_step(model, optimizer)(function)`. The
-    function may contain everything that a step consists of, from the forward to `zero_grad`, for
-    any number of micro-batches. The graph computes the same numbers as the function, bit for bit.
+    A decorator, or called on a function: `step = graphed_step(model, optimizer)(function)`. That
+    may contain all of a step, from the forward to `zero_grad`, for any number of micro-batches. The
+    graph computes the same numbers as the function, bit for bit.
 
     The first calls run eagerly and are steps of training like all others. A call is captured when
     `warmup` calls have run and one of them began with the same input key (structure, shapes and
     dtypes of the inputs) and equal guards: the host state that decides what a step launches, such
     as which parameters require a gradient, which gradients are there, training mode, and numbers in
     the groups of an optimizer that is not of `shardgrad.optim`. Otherwise the step runs eagerly
-    once and is captured at its next occurrence. A tensor that the function closes over
-    (`graphs/closed_over.py`) is read where it is; another one in its place is another graph, once
-    it has stayed there for a call.
+    once and is captured at its next occurrence. A tensor that the function closes over is read
+    where it is; another one in its place is another graph, once it has stayed there for a call.
 
     What a capture cannot hold raises at its line. What it would freeze, such as a number that
     changes from call to call, is found at the first call after the capture: the step is captured
@@ -146,9 +145,8 @@ def graphed_step(
             return loss
 
     Args:
-        capturables: every module, optimizer and `shardgrad.GradScaler` that the function uses.
-            State of objects that are not given is neither guarded nor restored; a sharded module
-            that the function uses and that is not given is refused.
+        capturables: every module, optimizer and `shardgrad.GradScaler` that it uses. State of
+            others is not guarded or restored; a sharded module that is not given is refused.
         warmup: eager calls before the first capture, at least 1.
         pool: of another graphed step that uses the same models; None for a new one.
         max_graphs: graphs to keep. The least recently used one is dropped.
@@ -165,17 +163,15 @@ def graphed_step(
             (`shardgrad.graphs.outside` makes a call in an eager region under any setting.) Ranks
             capture together: if only some can, the collectives of the others fail or time out, and
             they raise a CaptureError that names a rank that could not.
-        verify: this many replays are repeated eagerly, from a copy of the state, and compared bit
-            for bit.
-        replay_twice_every: one in this many replays is repeated from a copy of the state and
-            compared: a difference is silent data corruption. 0 for never.
+        verify: this many replays are repeated eagerly from the same state, and compared.
+        replay_twice_every: one in this many replays is repeated from the same state and compared: a
+            difference is silent data corruption. 0 for never.
 
     Returns:
         A decorator that turns a function into a `GraphedStep`.
 
     Streams: every call runs on the pool's stream, after the caller's current stream, which then
-    waits for
-        it. Outputs may be used on the caller's stream.
+        waits for it. Outputs may be used on the caller's stream.
     Capture: not safe; inside a step or capture, call the function itself.
 
     Raises:
@@ -194,18 +190,7 @@ def graphed_step(
     )
     for each in capturables:
         capturable(each)  # refuses here already, before there is a function
-
-    def decorate(function: Callable[_P, _R]) -> GraphedStep[_P, _R]:
-        if not callable(function):
-            raise OptionError(
-                "graphed_step makes a function one graph",
-                expected="the function that takes a step",
-                got=f"a {type(function).__name__}",
-                fix="graphed_step(model, optimizer)(step), and not (step(batch))",
-            )
-        return GraphedStep(function, capturables, settings)
-
-    return decorate
+    return lambda function: GraphedStep(function, capturables, settings)
 
 
 @dataclass
@@ -239,6 +224,13 @@ class GraphedStep(Generic[_P, _R]):
     def __init__(
         self, function: Callable[_P, _R], objects: Sequence[Any], settings: StepSettings
     ) -> None:
+        if not callable(function):
+            raise OptionError(
+                "graphed_step makes a function one graph",
+                expected="the function that takes a step",
+                got=f"a {type(function).__name__}",
+                fix="graphed_step(model, optimizer)(step), and not (step(batch))",
+            )
         functools.update_wrapper(self, function)
         self._function = function
         self._settings = settings

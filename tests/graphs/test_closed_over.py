@@ -196,6 +196,17 @@ def test_a_place_to_which_no_way_leads_any_more_has_no_key() -> None:
         assert place.key() is None
 
 
+def test_another_parameter_in_a_list_is_elsewhere() -> None:
+    model = nn.Linear(2, 2)
+    held: list[torch.Tensor] = [model.weight]
+    with Reads(lambda: held, [model]) as reads:
+        held[0] * 2
+    ((place, before),) = reads.places.items()
+    assert place.key() == before
+    held[0] = model.weight.detach()
+    assert place.key() != before
+
+
 def test_numbers_that_a_step_closes_over_have_names() -> None:
     rate, held = 0.5, {"on": True}
     numbers = read(lambda: torch.ones(1) * rate if held["on"] else None).numbers
