@@ -161,7 +161,9 @@ class ModuleState(Capturable):
         if shard.nonfinite is not None and shard.are_absent():
             shard.nonfinite = None
             shard.judged.clear()
-        address = shard.flat.data_ptr() if shard.memory is GradMemory.FIXED else 0
+        # Memory on the host is always fixed, and of no graph.
+        is_known = shard.memory is GradMemory.FIXED and shard.stream is not None
+        address = shard.flat.data_ptr() if is_known else 0
         return address, tuple(shard.flagged), id(shard.nonfinite), frozenset(shard.judged)
 
     def _switches(self) -> tuple[Any, ...]:
