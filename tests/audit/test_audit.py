@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardgrad.programs.audit.audit import _left, _rank
+from shardgrad.programs.audit.audit import _left, _pieces, _rank
 from shardgrad.programs.audit.first_difference import (
     Piece,
     Trace,
@@ -204,6 +204,15 @@ def test_the_rank_whose_rows_are_wrong_is_named() -> None:
         for own, values in (((0, 2), GRADIENT), ((2, 3), GRADIENT.flip(1)))
     ]
     assert "what rank 1 holds of it is not right, the rest is" in said(reference, *ranks)
+
+
+def test_sparse_gradients_are_noted_and_freed_parameters_are_not() -> None:
+    freed = WEIGHT.clone()
+    freed.untyped_storage().resize_(0)
+    noted = _pieces({"sparse": GRADIENT.to_sparse(), "freed": freed})
+    assert noted["freed"] is None
+    assert noted["sparse"] is not None
+    assert torch.equal(noted["sparse"].values, GRADIENT)
 
 
 def test_the_end_is_told_where_optimizers_have_seen_other_tensors() -> None:

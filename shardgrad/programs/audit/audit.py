@@ -408,13 +408,15 @@ def _pieces(tensors: Mapping[str, torch.Tensor | None]) -> Snapshot:
 
 def _has_memory(tensor: torch.Tensor) -> bool:
     """Returns False of what an engine has freed, as a parameter that it has replaced by shards."""
-    is_freed = tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
-    return isinstance(tensor, DTensor) or not is_freed
+    if isinstance(tensor, DTensor) or tensor.layout is not torch.strided:
+        return True
+    return tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0
 
 
 def _piece(tensor: torch.Tensor) -> Piece:
     if not isinstance(tensor, DTensor):
-        return Piece(tensor.cpu().clone(), tuple(tensor.shape), (0,) * tensor.dim())
+        values = tensor.to_dense().cpu().clone()  # of a sparse gradient
+        return Piece(values, tuple(tensor.shape), (0,) * tensor.dim())
     _, offset = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
