@@ -149,10 +149,11 @@ class FSDPModule:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs forward. One that raises is abandoned: parameters are resharded."""
+        original: Any = type(self).__mro__[self._orig_cls_mro_index]
         unit = self._unit
         running = len(unit.running)
         try:
-            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+            return original.__call__(self, *args, **kwargs)
         except BaseException:  # Ctrl-C too, which reaches no hook
             unit.forward_failed(running)
             raise

@@ -133,7 +133,7 @@ def test_the_command_line_names_its_extra_in_one_sentence(
         (
             "tensorboard",
             ["train", "--tensorboard"],
-            "shardgrad.programs.train.launch.spawn",
+            "shardgrad.programs.train.launch.launch_ranks",
             "--tensorboard needs tensorboard, which is not installed: pip install "
             "'shardgrad[tensorboard]'",
         ),

@@ -37,7 +37,6 @@ WHY = {
     "torch._amp_update_scale_": "the loss scale changes as under torch's GradScaler, in one launch",
     "torch._foreach_copy_": "the copies of a unit are one launch",
     "torch._foreach_mul_": "gradients that are clipped one by one are one launch",
-    "torch._foreach_add_": "the steps of a Muon bucket are counted in one launch",
     "torch.autograd.Variable._execution_engine": "a callback at the end of a backward, as FSDP2's",
     "torch.autograd.profiler._is_profiler_enabled": "spans cost nothing without a profiler",
     "torch.Tensor._base": "backward may come to a unit by the base of a view that it returned",
