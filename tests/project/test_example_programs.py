@@ -16,7 +16,7 @@ TIMEOUT_S = 200.0
 pytestmark = pytest.mark.timeout(300)
 
 
-def on_two_ranks(program: Path, *options: str | Path) -> list[str]:
+def on_two_ranks(program: Path, *options: str | Path, ends_well: bool = True) -> list[str]:
     """Runs a program under torchrun; returns the lines about its steps."""
     done = programs.run(
         "torch.distributed.run",
@@ -27,8 +27,9 @@ def on_two_ranks(program: Path, *options: str | Path) -> list[str]:
         *options,
         timeout=TIMEOUT_S,
     )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [line for line in done.stdout.splitlines() if "loss" in line]
+    lines = [line for line in done.stdout.splitlines() if "loss" in line]
+    assert done.returncode == 0 or not ends_well, done.stderr[-4000:]
+    return lines
 
 
 def loss_of(line: str) -> float:
@@ -96,6 +97,7 @@ def test_fine_tuning_gives_the_losses_of_fsdp2_and_loads_again(
     options += ["--steps", "4", "--batch-size", "2", "--seq-len", "32", "--lr", "1e-3"]
     ours = on_two_ranks(EXAMPLES / "finetune.py", *options, "--save", saved)
     assert len(ours) == 4
-    assert ours == on_two_ranks(with_fsdp2(tmp_path), *options)
+    # Its losses count: a rank of FSDP2's was once aborted by torch while it ended.
+    assert ours == on_two_ranks(with_fsdp2(tmp_path), *options, ends_well=False)
     name = "adapter_model" if lora != "0" else "model"
     assert (saved / f"{name}.safetensors").stat().st_size > 0
