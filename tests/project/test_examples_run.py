@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 import shardgrad
 from shardgrad.programs.train.model import Transformer, materialise
@@ -24,8 +23,7 @@ from tests.support.ranks import Ranks, on_ranks
 
 DOCS = Path(__file__).parents[2] / "docs"
 SIZES = TransformerConfig(width=32, layers=3, heads=2, kv_heads=2, hidden=32)
-# What a page begins with: a model that it shards, a sharded one, or nothing.
-UNSHARDED = ("compile", "from_deepspeed")
+# What a page begins with: a sharded model, or nothing.
 SHARDED = (
     *("accumulate_gradients", "checkpoints"),
     *("migrate_to_graphed_step", "optimize_and_clip", "ranks_without_a_batch", "read_an_error"),
@@ -39,7 +37,6 @@ SECTIONS = {
     "accumulate_gradients": ("optimize_and_clip", "Accumulate gradients"),
     "audit_a_program": ("check_a_program", "Audit a program"),
     "compile": ("other_parallelism", "torch.compile"),
-    "from_deepspeed": ("from_another_engine", "DeepSpeed ZeRO"),
     "tied_weights": ("other_parallelism", "Tied weights"),
     "use_muon": ("optimize_and_clip", "Muon"),
 }
@@ -67,15 +64,10 @@ class Model(Transformer):
         return self.layers
 
 
-class ScalarModel(Model):
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return super().forward(tokens).mean()
-
-
-def built(kind: type[Model] = Model, *, sharded: bool = False) -> Model:
+def built(*, sharded: bool = False) -> Model:
     torch.manual_seed(0)
     with torch.device("meta"):
-        model = kind(SIZES)
+        model = Model(SIZES)
     materialise(model, model, device=torch.device("cpu"), seed=0)
     if sharded:
         for block in model.layers:
@@ -91,13 +83,12 @@ def tokens() -> torch.Tensor:
 def surroundings(page: str, folder: str) -> dict[str, Any]:
     """Returns what a page takes for granted."""
     names: dict[str, Any] = {"folder": folder}
-    if page in UNSHARDED:
-        names["model"] = built(ScalarModel if page == "from_deepspeed" else Model)
-        names |= {"mesh": init_device_mesh("cpu", (2,)), "batches": [tokens() for _ in range(8)]}
+    if page == "compile":
+        names["model"] = built()
     if page in SHARDED:
         model = built(sharded=True)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        if page == "migrate_to_graphed_step":
+        if page in ("migrate_to_graphed_step", "optimize_and_clip"):
             optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-3)  # type: ignore[assignment]
 
         def step() -> None:
@@ -143,7 +134,7 @@ def after(page: str, number: int, names: dict[str, Any]) -> None:
     "page",
     [
         pytest.param("compile", marks=pytest.mark.long),
-        *sorted({*UNSHARDED, *SHARDED, *WHOLE} - {"compile"}),
+        *sorted({*SHARDED, *WHOLE}),
     ],
 )
 @on_ranks(2)
