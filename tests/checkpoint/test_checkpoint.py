@@ -7,8 +7,6 @@ from __future__ import annotations
 import copy
 import io
 import os
-import threading
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -256,59 +254,13 @@ def test_what_the_system_takes_in_parts_is_written_whole(tmp_path: Path) -> None
     manifest.check(tmp_path, {"x": (stream.nbytes, stream.checksum)}, ["x"])
 
 
-# -- asynchronous saving
-
-
-def test_an_asynchronous_save_holds_the_state_of_its_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate = threading.Event()
-    begin = folders.Publication.finish
-    monkeypatch.setattr(folders.Publication, "finish", lambda self: (gate.wait(10), begin(self))[1])
-    ours = state()
-    saving = checkpoint.save_async(ours, tmp_path / "c")
-    for tensor in ours["model"].values():
-        tensor.zero_()
-    ours["groups"][0]["lr"] = 7.0
-    held = [weakref.ref(tensor) for tensor in ours["model"].values()]
-    del ours, tensor
-    assert not any(tensor() is not None for tensor in held), "the copy is all that is needed"
-    assert not saving.done()
-    assert not (tmp_path / "c").exists()
-    gate.set()
-    saving.result(10)
-    assert same(checkpoint.load(state(1), tmp_path / "c"), state())
-
-
-def test_two_saves_into_one_folder_do_not_write_over_each_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate = threading.Event()
-    finish = folders.Publication.finish
-    monkeypatch.setattr(
-        folders.Publication, "finish", lambda self: (gate.wait(10), finish(self))[1]
-    )
-    saving = checkpoint.save_async(small(1), tmp_path / "c")
-    for again in (checkpoint.save, checkpoint.save_async):
-        with pytest.raises(CheckpointSaveError, match="still running"):
-            again(small(2), tmp_path / "c")
-    gate.set()
-    saving.result(10)
-    assert checkpoint.load(small(0), tmp_path / "c")["n"] == 1
-    checkpoint.save(small(3), tmp_path / "c")
-    assert checkpoint.load(small(0), tmp_path / "c")["n"] == 3
-
-
-def test_an_asynchronous_save_that_fails_says_so_when_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(self: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(folders.Publication, "finish", full)
-    saving = checkpoint.save_async(state(), tmp_path / "c")
     with pytest.raises(CheckpointSaveError, match="No space left"):
-        saving.result(10)
+        checkpoint.save(state(), tmp_path / "c")
     assert list(tmp_path.iterdir()) == []
 
 

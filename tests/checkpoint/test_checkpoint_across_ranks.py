@@ -9,7 +9,6 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,7 +21,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import shardgrad
 from shardgrad import checkpoint
 from shardgrad.errors import CheckpointError, CheckpointSaveError
-from shardgrad.programs.checkpoint.saving import _Planner
 from tests.support.parity import (
     SHARDGRAD,
     Tensors,
@@ -30,7 +28,6 @@ from tests.support.parity import (
     hsdp_mesh,
     tower,
 )
-from tests.support.processes import FairClock
 from tests.support.ranks import Ranks, on_ranks
 from tests.support.two_engines import ENGINES, build, take_steps, whole
 
@@ -250,48 +247,6 @@ def ranks_open_one_checkpoint(folder: str) -> None:
 
 def test_ranks_that_see_different_checkpoints_load_none(two_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks.run(ranks_open_one_checkpoint, str(tmp_path))
-
-
-def a_copy_that_fails_on_one_rank_fails_on_all(folder: str) -> str:
-    group = dist.new_group(backend="gloo")
-
-    def fail(self: _Planner) -> None:
-        raise MemoryError("no room for the copy")
-
-    with patch.object(_Planner, "copy", fail if dist.get_rank() else _Planner.copy):
-        clock = FairClock()
-        with pytest.raises(CheckpointSaveError, match="no room for the copy") as caught:
-            checkpoint.save_async({"x": torch.ones(3)}, folder, group=group).result(60)
-    assert clock.elapsed_s() < 10
-    checkpoint.save_async({"x": torch.ones(3)}, folder, group=group).result(60)
-    return str(caught.value)
-
-
-def test_an_asynchronous_save_without_room_for_its_copy_fails_on_all_ranks_at_once(
-    two_ranks: Ranks, tmp_path: Path
-) -> None:
-    for words in two_ranks.run(a_copy_that_fails_on_one_rank_fails_on_all, str(tmp_path / "c")):
-        assert "rank 1" in words
-    assert [path.name for path in tmp_path.iterdir()] == ["c"]
-
-
-def training_goes_on_while_a_checkpoint_is_written(folder: str) -> None:
-    group = dist.new_group(backend="gloo")
-    model, optim = build(SHARDGRAD, 0, 1)
-    take_steps(SHARDGRAD, model, optim, range(2))
-    right = whole(model, optim)
-    with pytest.raises(CheckpointSaveError, match="group"):
-        checkpoint.save_async(nested(model, optim), folder)
-    saving = checkpoint.save_async(nested(model, optim), folder, group=group)
-    take_steps(SHARDGRAD, model, optim, range(2, 6))
-    saving.result(60)
-    dist.barrier()
-    assert not torch.equal(whole(model, optim)["head.weight"], right["head.weight"])
-    load("shardgrad", folder, 1, right)
-
-
-def test_training_goes_on_while_a_checkpoint_is_written(two_ranks: Ranks, tmp_path: Path) -> None:
-    two_ranks.run(training_goes_on_while_a_checkpoint_is_written, str(tmp_path / "c"))
 
 
 def a_model_is_exported_whole(folder: str) -> None:

@@ -221,9 +221,3 @@ def test_the_state_of_several_optimizers_crosses_at_once(
     for each, its in ((model, optims), (other, other_optims)):
         take_step(each, its, 1)
     assert_same_bits(SHARDGRAD.snapshot(other), SHARDGRAD.snapshot(model))
-
-
-# -- parts
-
-
-# -- asynchronous saving

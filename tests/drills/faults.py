@@ -81,7 +81,6 @@ _PLACES = {
     "optimizer": (_OPTIMIZER, None),
     "checkpoint": (_CHECKPOINT, _SAVES),
 }
-_ASIDE = ("--checkpoint-async",)
 _ALL_WRITE = (Program(2), Program(3))  # no replicas: only one replica writes a piece
 _MAJORITY = (Program(3), Program(4))  # with two ranks that differ, either may be the wrong one
 _LAUNCHED = (Program(2, launched=True), Program(3, launched=True))
@@ -157,14 +156,6 @@ CATALOGUE: tuple[Fault, ...] = (
     ),
     Fault(
         "crash between writes of a checkpoint", "kill", _WRITES, words=("SIGKILL",), steps=_SAVES
-    ),
-    Fault(
-        "killed in a checkpoint on a thread",
-        "kill",
-        _WRITES[:6],
-        programs=(Program(2, _ASIDE), Program(3, _ASIDE)),
-        words=("SIGKILL",),
-        steps=(STEPS,),  # the last step waits for the thread, so the fault is in no later step
     ),
     Fault("disk full", "disk full", _WRITES[:6], words=("disk is full",), steps=_SAVES),
     Fault("disk read-only", "read-only", _WRITES[:6], words=("Read-only",), steps=_SAVES),

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 
 from shardgrad import checkpoint
 from shardgrad.errors import CheckpointError
-from shardgrad.programs.train.launch import _step_of_latest
 from tests.fuzz.inputs import CHANGES, EDITS, ODD, ODD_TEXTS, Target, changed, edited, scratch
 
 
@@ -155,7 +154,6 @@ def feed_pointer(text: bytes) -> str:
     assert found in (folder / "step_000004", folder / "step_000005"), (
         f"{found} is none of this folder"
     )
-    assert _step_of_latest(folder) in (None, int(found.name.removeprefix("step_")))
     return "newest" if found.name == "step_000005" else "another"
 
 

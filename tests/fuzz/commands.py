@@ -53,9 +53,7 @@ PATHS = st.one_of(
     st.sampled_from(
         ["ours", "torch", "damaged", "run", "runs", "new", "missing", ".", "/dev/null", "pipe"]
     ),
-    st.sampled_from(
-        ["run/config.json", "settings.toml", "settings.json", "text", "/dev/zero", "x" * 300]
-    ),
+    st.sampled_from(["run/config.json", "settings.json", "text", "/dev/zero", "x" * 300]),
     WORDS,
 )
 OVERRIDES = st.one_of(
@@ -182,8 +180,7 @@ def _workplace() -> Path:
     shutil.copytree(samples() / "ours", folder / "damaged")
     (folder / "damaged" / "manifest.json").write_text("{}")
     (folder / "text").write_bytes(bytes(range(256)) * 40)
-    (folder / "settings.toml").write_text("steps = 3\nranks = 2\n")
-    (folder / "settings.json").write_text('{"batch-size": 2, "preset": "tiny"}')
+    (folder / "settings.json").write_text('{"batch_size": 2, "preset": "tiny"}')
     os.mkfifo(folder / "pipe")
     for run in (folder / "run", folder / "runs" / "first"):
         (run / "checkpoints").mkdir(parents=True)

@@ -25,15 +25,12 @@ import shardgrad
 from tests.support.processes import FairClock, communicate
 from tests.support.programs import Program
 
-ENGINE = "shardgrad"
 STEPS, HALF = 6, 3
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 100  # programs that interpreters start may have to wait for a core
 # Two blocks of a few thousand parameters; every step leaves a line.
 MICRO = [
     *(
-        "--engine",
-        ENGINE,
         "--device",
         "cpu",
         "--steps",
@@ -157,7 +154,7 @@ def test_a_loss_is_the_mean_since_the_last_line_and_a_sample_comes_with_it(
 ) -> None:
     """With all that changes how blocks run, and nothing that changes what they compute."""
     options = [*MICRO, "--ranks", "2", "--run-dir", tmp_path, "--log-every", "3"]
-    options += ["--stage", "2", "--activation-checkpointing", "selective", "--sample-bytes", "5"]
+    options += ["--stage", "2", "--activation-checkpointing", "--sample-bytes", "5"]
     output = train(*options)
     each, means = losses(two_ranks), losses(tmp_path)
     assert list(means) == [3, 6]

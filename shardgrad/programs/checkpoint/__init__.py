@@ -14,7 +14,7 @@ from shardgrad.programs.checkpoint.loading import load
 from shardgrad.programs.checkpoint.manifest import verify
 from shardgrad.programs.checkpoint.metadata import read_metadata
 from shardgrad.programs.checkpoint.safetensors import export_checkpoint
-from shardgrad.programs.checkpoint.saving import save, save_async
+from shardgrad.programs.checkpoint.saving import save
 
 __all__ = [
     "Series",
@@ -22,6 +22,5 @@ __all__ = [
     "load",
     "read_metadata",
     "save",
-    "save_async",
     "verify",
 ]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -34,10 +33,9 @@ class _Failed(NamedTuple):
 class Peers:
     """The ranks of a process group, or one process, with torch's collectives for checkpoints.
 
-    Each is recorded in the flight recorder as "`step` of the checkpoint", but for those of another
-    thread than the one that made this object. If a part fails on any rank, all ranks raise the
-    error of the lowest of these, with its global rank; it has a cause only on the rank whose error
-    it is.
+    Each is recorded in the flight recorder as "`step` of the checkpoint". If a part fails on any
+    rank, all ranks raise the error of the lowest of these, with its global rank; it has a cause
+    only on the rank whose error it is.
 
     Args:
         group: a process group; None is the default group, or this process alone.
@@ -55,7 +53,6 @@ class Peers:
         self._torch = _DistWrapper(group, dist.is_initialized(), 0)
         self._error = error
         self._where = where
-        self._trains = threading.get_ident()
         self.rank = self._torch.get_rank()
         self.count = self._torch.get_world_size()
         self._cause: Exception | None = None  # of this rank's last failure
@@ -115,16 +112,11 @@ class Peers:
         cause, self._cause = self._cause, None
         raise type(result.error)(**told) from (cause if result.rank == self.rank else None)
 
-    @contextmanager
-    def _noted(self, step: str) -> Iterator[None]:
-        """Records a collective that training waits for; it does not for those of a background
-        save.
-        """
-        if self._log is None or threading.get_ident() != self._trains:
-            yield
-        else:
-            with self._log.waiting(f"{step} of the checkpoint"):
-                yield
+    def _noted(self, step: str) -> AbstractContextManager[None]:
+        """Records a collective that the host waits for in the block."""
+        return (
+            nullcontext() if self._log is None else self._log.waiting(f"{step} of the checkpoint")
+        )
 
     def _told(self, error: Exception) -> ShardgradError:
         """Returns an error as one of ours, which can be sent to the other ranks."""

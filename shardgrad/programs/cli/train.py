@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,12 @@ _NEWEST = ""  # the value of --resume without a folder
 
 _SECTIONS = sections_of(TrainConfig)
 _SECTIONS["Run folder and checkpoints"] += ("resume",)
-_SECTIONS["Settings"] = ("config_file", "print_config")
+_SECTIONS["Settings"] = ("config_file",)
 _EXAMPLES = [
     "shardgrad train",
     "shardgrad train --preset small --data my_texts/ --steps 2000 --ranks 4",
     "shardgrad train --mesh 2x2 --precision bf16-mixed --activation-checkpointing",
     "shardgrad train --resume",
-    "shardgrad train --lr 1e-3 --print-config > run.json; shardgrad train --config run.json",
     "torchrun --nproc-per-node 2 -m shardgrad train",
 ]
 
@@ -43,12 +41,8 @@ _EXAMPLES = [
     "--config",
     "config_file",
     type=click.Path(path_type=Path),
-    help="Read settings from a TOML or JSON file; options on the command line take precedence.",
-)
-@click.option(
-    "--print-config",
-    is_flag=True,
-    help="Print all settings as JSON, in the form that --config reads, and start nothing.",
+    help="Read settings from a file such as a run's config.json; options on the command line take "
+    "precedence.",
 )
 @click.pass_context
 def train(
@@ -56,7 +50,6 @@ def train(
     /,
     resume: str | None,
     config_file: Path | None,
-    print_config: bool,
     **flags: Any,
 ) -> None:
     """Train a byte-level language model, by default on the source of Python's standard library.
@@ -69,11 +62,4 @@ def train(
     given = read_settings(config_file) if config_file is not None else {}
     given |= given_for(TrainConfig, flags)
     folder = None if resume is None else newest_run() if resume == _NEWEST else Path(resume)
-    job = prepare(given, resume=folder, debug=is_debug(ctx))
-    if print_config:
-        # The default folder has the time of day in its name.
-        click.echo(
-            dataclasses.replace(job.config, run_dir=given.get("run_dir")).to_json(), nl=False
-        )
-        return
-    sys.exit(start(job))
+    sys.exit(start(prepare(given, resume=folder, debug=is_debug(ctx))))

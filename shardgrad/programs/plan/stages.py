@@ -13,9 +13,9 @@ from shardgrad.engine.param_group import ParamGroup
 from shardgrad.engine.unit import units_under
 from shardgrad.policies import GradientPolicy, MixedPrecisionPolicy
 from shardgrad.programs.plan.models import PlanModel
+from shardgrad.programs.plan.recompute import checkpointed
 from shardgrad.programs.plan.request import Request
 from shardgrad.programs.train.failure import UsageError
-from shardgrad.programs.train.recompute import checkpointed
 
 DTYPES: dict[str | None, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim.lr_scheduler import LambdaLR
 
-from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.errors import CheckpointError, CheckpointSaveError
-from shardgrad.programs.checkpoint import Series, load, save, save_async
+from shardgrad.programs.checkpoint import Series, load, save
 from shardgrad.programs.checkpoint.peers import Peers
 from shardgrad.programs.train.failure import CheckpointUnusable, TrainingError, UsageError
 from shardgrad.programs.train.model import Transformer
@@ -58,20 +54,11 @@ class Checkpoints:
     Args:
         folder: folder of the checkpoints, visible to all ranks.
         keep: number of checkpoints to keep.
-        is_async: write in the background from a copy. The checkpoint is complete when the next save
-            begins or :meth:`finish` returns.
-        timeout_s: timeout of the background collectives, in seconds.
     """
 
-    def __init__(
-        self, folder: Path, *, keep: int, is_async: bool = False, timeout_s: float = 120.0
-    ) -> None:
+    def __init__(self, folder: Path, *, keep: int) -> None:
         self._folder = folder
         self._series = Series(folder, keep=keep)
-        self._is_async = is_async
-        self._timeout = timedelta(seconds=timeout_s)
-        self._group: dist.ProcessGroup | None = None
-        self._saving: Future[None] | None = None
 
     def acquire(self, world: World) -> None:
         """Locks the folder, so that only this run writes into it, and completes or removes what an
@@ -88,48 +75,24 @@ class Checkpoints:
             raise UsageError(f"{error.what} ({error.got}): {error.fix}.") from error
 
     def release(self) -> None:
-        """Unlocks the folder, unless a background save still runs."""
-        if self._saving is None or self._saving.done():
-            self._series.release()
+        """Unlocks the folder."""
+        self._series.release()
 
     def save(self, state: TrainState, world: World) -> Path:
-        """Saves the state, or starts to save it in the background. A collective.
+        """Saves the state. A collective.
 
         Returns:
             The folder of the checkpoint.
 
         Raises:
-            TrainingError: on every rank if any rank could not write, in this save or in the
-                previous background save. Existing checkpoints are unchanged.
+            TrainingError: on every rank if any rank could not write. Existing checkpoints are
+                unchanged.
         """
-        self.finish()
         final = self._series.path_of(state.step)
         publish = partial(self._series.publish, final)
         with _translated_errors():
-            what = _gather_state(state, world)
-            if not self._is_async:
-                save(what, final, group=world.control, then=publish)
-                return final
-            if self._group is None and world.world_size > 1:
-                # Once: the steps use `world.control` while a save is under way.
-                self._group = dist.new_group(backend="gloo", timeout=self._timeout)
-            self._saving = save_async(what, final, group=self._group, then=publish)
+            save(_gather_state(state, world), final, group=world.control, then=publish)
         return final
-
-    def finish(self) -> None:
-        """Waits for a background save. A collective.
-
-        Raises:
-            TrainingError: the save failed.
-        """
-        saving, self._saving = self._saving, None
-        if saving is None:
-            return
-        noted: AbstractContextManager[None] = nullcontext()
-        if self._group is not None:  # for the report, should another rank not come
-            noted = recorder.group_log(self._group).waiting("writing of the checkpoint")
-        with _translated_errors(), noted:
-            saving.result()
 
     def load(self, state: TrainState, world: World) -> None:
         """Loads the newest checkpoint into `state`; the number of ranks may differ. A collective.

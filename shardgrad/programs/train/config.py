@@ -7,7 +7,6 @@ import json
 import math
 import os
 import stat
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,11 +58,6 @@ class TrainConfig:
         "Device type to train on; auto uses the accelerator if there is one.",
         choices=("auto", "cpu", "accelerator"),
     )
-    engine: str = setting(
-        "shardgrad",
-        "Engine that shards the model; fsdp2 is torch's.",
-        choices=("shardgrad", "fsdp2"),
-    )
     stage: str = setting(
         "3",
         "ZeRO stage, as `zero_stage` of fully_shard; hfsdp needs a --mesh of two axes.",
@@ -75,18 +69,14 @@ class TrainConfig:
         "fp32.",
         choices=("fp32", "bf16-mixed"),
     )
-    activation_checkpointing: str = setting(
-        "none",
-        "Recompute the activations of each block in backward instead of keeping them: full "
-        "recomputes all, selective keeps attention and every second matrix product.",
-        choices=("none", "selective", "full"),
-        bare="full",
+    activation_checkpointing: bool = setting(
+        False, "Recompute the activations of each block in backward instead of keeping them."
     )
     compile: bool = setting(False, "Compile each block with torch.compile.")
     graph: str = setting(
         "auto",
-        "Capture each step as one CUDA graph, with the same results; auto does so with --engine "
-        "shardgrad on devices that have graphs.",
+        "Capture each step as one CUDA graph, with the same results; auto does so on devices that "
+        "have graphs.",
         choices=("auto", "on", "off"),
     )
     timeout: float = setting(120.0, "Timeout of collectives, in seconds.", least=1, most=1e8)
@@ -149,27 +139,15 @@ class TrainConfig:
         "Steps between two checkpoints; the last step is always saved.",
         least=1,
     )
-    checkpoint_async: bool = setting(
-        False, "Write checkpoints in the background, from a copy in host memory."
-    )
     keep: int = setting(2, "Number of checkpoints to keep.", least=1)
 
     def __post_init__(self) -> None:
         check(self)
         transformer_config(self.preset, self.override)
         mesh = mesh_shape(self.mesh, self.ranks)
-        if self.stage != "3" and self.engine != "shardgrad":
-            raise UsageError(
-                f"--stage {self.stage} is for --engine shardgrad: leave one of them out."
-            )
         if self.stage == "hfsdp" and len(mesh) != 2:
             raise UsageError(
                 "--stage hfsdp shards over two axes: give a mesh with both, such as --mesh 2x2."
-            )
-        if self.graph == "on" and self.engine == "fsdp2":
-            raise UsageError(
-                "--graph on is for --engine shardgrad, whose steps can be captured: leave one of "
-                "them out."
             )
 
     def global_batch(self, world_size: int) -> int:
@@ -208,10 +186,7 @@ def mesh_shape(text: str | None, ranks: int | None = None) -> tuple[int, ...]:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Reads the settings in a TOML or JSON file.
-
-    Args:
-        path: a file ending in `.toml`, or a JSON file. Names may be written with dashes.
+    """Reads the settings in a `config.json`.
 
     Returns:
         The values by field name. Their types and limits are checked by `TrainConfig`.
@@ -221,13 +196,11 @@ def read_settings(path: Path) -> dict[str, Any]:
     """
     text = read_text(path)
     try:
-        raw = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-    except (ValueError, RecursionError) as error:  # both decoders' errors are ValueErrors
-        kind = "TOML" if path.suffix == ".toml" else "JSON"
-        raise UsageError(f"{path} is not valid {kind} ({error}): correct it there.") from error
-    if not isinstance(raw, dict):
-        raise UsageError(f"{path} contains no table of settings: write `name = value` for each.")
-    settings = {name.replace("-", "_"): value for name, value in raw.items()}
+        settings = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path} is not valid JSON ({error}): correct it there.") from error
+    if not isinstance(settings, dict):
+        raise UsageError(f'{path} contains no settings: write {{"name": value}} for each.')
     known = [one.name for one in dataclasses.fields(TrainConfig)]
     for name in settings:
         if name not in known:

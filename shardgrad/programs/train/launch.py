@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 import tempfile
 import time
 from collections.abc import Mapping
@@ -15,13 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shardgrad.extras import require
-from shardgrad.programs.train.config import (
-    TrainConfig,
-    mesh_shape,
-    read_settings,
-    read_text,
-    resumed,
-)
+from shardgrad.programs.train.config import TrainConfig, mesh_shape, read_settings, resumed
 from shardgrad.programs.train.failure import UsageError, reason_of
 from shardgrad.programs.train.launcher import (
     is_restarted,
@@ -33,8 +26,6 @@ from shardgrad.programs.train.rank import Job, run_rank
 from shardgrad.programs.train.texts import find_text
 
 RUNS = Path("runs")
-_STEP = re.compile(r"step_([0-9]{6,18})")
-_NO_CHECKPOINT = "{} has no checkpoint yet: start the run again, with another --run-dir."
 
 
 def prepare(given: Mapping[str, Any], *, resume: Path | None, debug: bool) -> Job:
@@ -107,18 +98,6 @@ def _has_checkpoint(folder: str | None) -> bool:
     return folder is not None and Series(Path(folder) / "checkpoints").latest() is not None
 
 
-def _step_of_latest(folder: Path) -> int | None:
-    """Returns the step of the checkpoint that `latest` names, if it is there. Imports no
-    PyTorch.
-    """
-    pointer = folder / "latest"
-    try:
-        name = _STEP.fullmatch(Path(read_text(pointer).strip()).name)
-    except UsageError:
-        return None
-    return int(name[1]) if name and (pointer.with_name(name[0]) / ".metadata").is_file() else None
-
-
 def newest_run() -> Path:
     """Returns the folder in `runs/` that was started last."""
     configs = sorted(RUNS.glob("*/config.json"), key=lambda path: path.stat().st_mtime)
@@ -151,15 +130,7 @@ def _old_run(given: Mapping[str, Any], folder: Path, world_size: int | None) -> 
         raise UsageError(
             f"--resume {folder} goes on in that folder: leave out --run-dir {given['run_dir']}."
         )
-    config = resumed(saved, given, world_size=world_size)
-    step = _step_of_latest(folder / "checkpoints")
-    if step is not None and step >= config.steps:
-        raise UsageError(
-            f"The run has already made {step} steps: give a larger --steps to continue."
-        )
-    if step is None and not _has_checkpoint(str(folder)):
-        raise UsageError(_NO_CHECKPOINT.format(folder))
-    return config
+    return resumed(saved, given, world_size=world_size)
 
 
 def _check_inputs(config: TrainConfig) -> None:
@@ -175,5 +146,7 @@ def _saved_config(folder: Path) -> TrainConfig:
         )
     config = TrainConfig(**read_settings(folder / "config.json"))
     if not any(folder.glob("checkpoints/*")):
-        raise UsageError(_NO_CHECKPOINT.format(folder))
+        raise UsageError(
+            f"{folder} has no checkpoint yet: start the run again, with another --run-dir."
+        )
     return config

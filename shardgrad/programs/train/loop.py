@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from shardgrad.checks.replica_report import replica_report
 from shardgrad.diagnosis.flight_recorder import recorder
@@ -55,12 +54,7 @@ def train(
             f"--graph on needs a device with graphs, and {world.device.type} has none: leave it "
             "out."
         )
-    checkpoints = Checkpoints(
-        folder / "checkpoints",
-        keep=config.keep,
-        is_async=config.checkpoint_async,
-        timeout_s=config.timeout,
-    )
+    checkpoints = Checkpoints(folder / "checkpoints", keep=config.keep)
     checkpoints.acquire(world)
     try:
         limit_nbytes = config.data_limit_mib * 2**20
@@ -161,9 +155,8 @@ class Run:
         )
         ranks = "1 rank" if self.world.world_size == 1 else f"{self.world.world_size} ranks"
         self.display.note(
-            f"{parameters:,} parameters, {ranks} on {self.world.device.type}, engine "
-            f"{config.engine}; {corpus.nbytes:,} bytes from {corpus.file_count} files of "
-            f"{corpus.source}; run folder {self.folder}"
+            f"{parameters:,} parameters, {ranks} on {self.world.device.type}; {corpus.nbytes:,} "
+            f"bytes from {corpus.file_count} files of {corpus.source}; run folder {self.folder}"
         )
         if self.state.step:
             self.display.note(f"Resumed after step {self.state.step}.")
@@ -196,9 +189,7 @@ class Run:
             if is_stopping or self._is_due(config.checkpoint_every):
                 self._save()
             if is_stopping:
-                self.checkpoints.finish()
                 raise Interrupted(f"Stopped as asked after step {state.step}, which is saved.")
-        self.checkpoints.finish()
         self._close()
 
     def _is_due(self, every: int) -> bool:
@@ -209,8 +200,6 @@ class Run:
         device.
         """
         recorder.enter("metrics")
-        norm = result.grad_norm
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         self._require_finite()
         mean = float(self._loss_sum) / self._unreported_steps
         self._loss_sum.zero_()
@@ -225,7 +214,7 @@ class Run:
             step=state.step,
             loss=sum(row[0] for row in rows) / len(rows),
             lr=result.lr,
-            grad_norm=float(norm),
+            grad_norm=float(result.grad_norm),
             tokens_per_s=tokens / (now_s - self._reported_s),
             memory_nbytes=tuple(int(row[1]) for row in rows),
             elapsed_s=elapsed_s,
@@ -238,9 +227,7 @@ class Run:
 
     def _watch(self, result: StepResult) -> None:
         """Adds up a step's loss and notes whether it is finite, without waiting for the device."""
-        norm = result.grad_norm
-        norm = norm.to_local() if isinstance(norm, DTensor) else norm
-        is_finite = torch.stack((result.loss, norm)).isfinite()
+        is_finite = torch.stack((result.loss, result.grad_norm)).isfinite()
         first = self._bad_steps.clamp(max=self.state.step)
         self._bad_steps = torch.where(is_finite, self._bad_steps, first)
         self._loss_sum += result.loss

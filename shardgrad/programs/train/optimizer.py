@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -19,8 +18,6 @@ _FINAL_RATIO = 0.1  # of the peak, at the end of the decay
 def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
     """Builds AdamW, or SGD with momentum. Matrices have weight decay, vectors (norm weights) do
     not.
-
-    With `--engine fsdp2` the optimizer is torch's, else shardgrad's.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
@@ -28,13 +25,9 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimi
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    library: Any = torch.optim if config.engine == "fsdp2" else shardgrad.optim
-    optimizer: torch.optim.Optimizer
     if config.optimizer == "sgd":
-        optimizer = library.SGD(groups, lr=config.lr, momentum=0.9)
-    else:
-        optimizer = library.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
-    return optimizer
+        return shardgrad.optim.SGD(groups, lr=config.lr, momentum=0.9)
+    return shardgrad.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95))
 
 
 def build_schedule(optimizer: torch.optim.Optimizer, config: TrainConfig) -> LambdaLR:

@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 
-import shardgrad
+from shardgrad import fully_shard
 from shardgrad.programs.train.config import TrainConfig
 from shardgrad.programs.train.model import Transformer, materialise
 from shardgrad.programs.train.presets import transformer_config
-from shardgrad.programs.train.recompute import checkpointed
 
 
 def build_model(config: TrainConfig, mesh: DeviceMesh, device: torch.device) -> Transformer:
@@ -26,7 +25,6 @@ def build_model(config: TrainConfig, mesh: DeviceMesh, device: torch.device) -> 
     Returns:
         A module with `layers`, `forward(tokens) -> logits` and `loss(tokens, targets)`.
     """
-    shard: Any = shardgrad.fully_shard if config.engine == "shardgrad" else fsdp2_fully_shard
     policy = precision_policy(config.precision)
     stage: dict[str, Any] = {}
     if config.stage != "3":
@@ -35,15 +33,14 @@ def build_model(config: TrainConfig, mesh: DeviceMesh, device: torch.device) -> 
         model = Transformer(transformer_config(config.preset, config.override))
     for name, block in list(model.layers.named_children()):
         materialise(model, block, device=device, seed=config.seed)
-        block = checkpointed(block, config.activation_checkpointing)
-        if (
-            config.compile
-        ):  # with what is recomputed inside: operators that are compiled are not seen outside
+        if config.activation_checkpointing:  # of unsharded parameters, so before fully_shard
+            block = checkpoint_wrapper(block)
+        if config.compile:
             block.compile()
         model.layers.register_module(name, block)
-        shard(block, mesh=mesh, mp_policy=policy, **stage)
+        fully_shard(block, mesh=mesh, mp_policy=policy, **stage)
     materialise(model, model, device=device, seed=config.seed)
-    shard(model, mesh=mesh, mp_policy=policy, **stage)
+    fully_shard(model, mesh=mesh, mp_policy=policy, **stage)
     return model
 
 

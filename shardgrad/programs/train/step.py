@@ -30,7 +30,7 @@ class StepResult:
 
     Args:
         loss: this rank's mean loss over its micro-batches, fp32 scalar.
-        grad_norm: norm of all gradients before clipping, a scalar; a DTensor if the gradients are.
+        grad_norm: norm of all gradients before clipping, a scalar.
         lr: learning rate of the step.
     """
 
@@ -111,12 +111,7 @@ class TrainStep:
             loss += part.detach()
         recorder.enter("clip")
         # The norm is reported without clipping too: an infinite limit clips nothing.
-        clip = (
-            torch.nn.utils.clip_grad_norm_
-            if config.engine == "fsdp2"
-            else shardgrad.clip_grad_norm_
-        )
-        grad_norm = clip(model.parameters(), config.clip or math.inf)
+        grad_norm = shardgrad.clip_grad_norm_(model.parameters(), config.clip or math.inf)
         recorder.enter("optimizer")
         self._state.optimizer.step()
         self._state.optimizer.zero_grad()
@@ -125,7 +120,7 @@ class TrainStep:
 
 def _is_graphed(config: TrainConfig, device: torch.device) -> bool:
     if config.graph == "auto":
-        return config.engine == "shardgrad" and GraphPool(device).can_capture
+        return GraphPool(device).can_capture
     return config.graph == "on"
 
 
