@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -102,14 +103,16 @@ def sources(package: Path) -> Path:
     """A source tree in a path with a space."""
     root = package.parent
     shutil.copytree(ROOT / "csrc", root / "csrc")
-    for name in ("setup.py", "pyproject.toml", "LICENSE"):
+    for name in ("setup.py", "pyproject.toml", "LICENSE", "MANIFEST.in"):
         shutil.copy(ROOT / name, root)
     (root / "README.md").touch()
+    (root / "tests").mkdir()
+    (root / "tests" / "test_of_a_tree.py").touch()
     return root
 
 
 def wheel_without_compiler(root: Path, **environment: str) -> Path:
-    command = (sys.executable, "setup.py", "--quiet", "bdist_wheel")
+    command = (sys.executable, "setup.py", "--quiet", "sdist", "bdist_wheel")
     done = run(*command, cwd=root, CC="no-such-compiler", CXX="no-such-compiler", **environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("the compiled ops were not built") == 1
@@ -129,10 +132,14 @@ def test_without_a_compiler_the_wheel_is_for_every_platform_and_says_what_it_is(
     (sources / "README.md").write_text("[a](docs/README.md), [b](#b), [c](https://example.org/c)\n")
     (sources / "shardgrad" / "_commit.txt").write_text("0123456789ab\n")
     wheel = wheel_without_compiler(sources, SHARDGRAD_SOURCE_URL="https://example.org/shardgrad/")
-    assert wheel.name.endswith("-py3-none-any.whl")
+    assert wheel.name.endswith("+g0123456789ab-py3-none-any.whl")
     with zipfile.ZipFile(wheel) as archive:
         assert not any(name.endswith(".so") for name in archive.namelist())
         assert archive.read("shardgrad/_commit.txt") == b"0123456789ab\n"
+    with tarfile.open(next(sources.glob("dist/*.tar.gz"))) as archive:
+        names = [name.partition("/")[2] for name in archive.getnames()]
+    assert "csrc/element.h" in names
+    assert not any("test_of_a_tree" in name for name in names)  # it would need the others
     source = "https://example.org/shardgrad"
     metadata = metadata_of(wheel)
     assert f"Project-URL: Source, {source}\n" in metadata
