@@ -44,7 +44,9 @@ def _times(of: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[
 def verdict(record: Mapping[str, Any]) -> tuple[bool, str]:
     """Returns whether the machine was quiet, and a sentence that says so or why not."""
     environment = record["environment"]
-    load, cores = environment.get("load_before", 0.0), environment["cores"]
+    # Older records have the load of the moment when each of them began.
+    load = environment.get("load_before", environment["load_average_1min"])
+    cores = environment["cores"]
     name, distance = widest(record["summary"])
     if distance > ALLOWED:
         cause = f"a quartile of {name} is {distance:.0%} from its median; {ALLOWED:.0%} are allowed"

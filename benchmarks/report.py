@@ -26,10 +26,10 @@ def show(record: Record) -> None:
     console, table = Console(highlight=False), table_of(record)
     if not console.is_terminal:
         console.width = _WIDTH
-    if headline(record):
-        console.print(headline(record), style="bold", markup=False)
     for note in table.notes:
         console.print(note, style="yellow", markup=False)
+    if headline(record):
+        console.print(headline(record), style="bold", markup=False)
     console.print(table.title, style="italic", markup=False)
     for columns in _that_fit(table, console.width):
         drawn = rich.table.Table("")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.engines.summary import flops_per_step, peak_of
+from benchmarks.engines.comparison import Measured, Outcome
+from benchmarks.engines.summary import flops_per_step, peak_of, summarise
+from benchmarks.engines.task import Task
+from benchmarks.measure import Cost
 from benchmarks.models import facts_of
 from shardgrad.programs.train.presets import PRESETS, TransformerConfig
 
@@ -38,3 +41,12 @@ def test_the_peak_is_published_or_measured() -> None:
     assert peak_of({"device_name": "NVIDIA H100 PCIe"}, "fp32")[0] == 51e12
     assert peak_of({"matmul_flops_per_s": 5e9}, "fp32")[0] == 5e9
     assert peak_of({"matmul_flops_per_s": 5e9}, "fp32")[1].startswith("measured")
+
+
+def test_an_mfu_of_more_than_all_is_not_told() -> None:
+    task, model = Task(ranks=1), {"numel": 10, "units": 2, "attention_numel": 0}
+    outcome = Outcome({"fsdp2": Measured([Cost(1.0, 1.0)] * 2, rounds=[0, 1])})
+    needed = flops_per_step(model, tokens=task.tokens, seq_len=task.seq_len)
+    for peak, mfu in ((2 * needed, 0.5), (needed / 2, None)):
+        outcome.hardware = {"model": model, "matmul_flops_per_s": peak}
+        assert summarise(outcome, task)["fsdp2"]["mfu"] == mfu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from benchmarks.engines.trace import Observation, Traffic
 from benchmarks.measure import Cost
 from benchmarks.readme import BEGIN, END, FIGURES, front, pages, records_in, replaced
 from benchmarks.records import is_result
+from benchmarks.report import render, show
 
 NAMES = (
     "fsdp2",
@@ -95,3 +97,21 @@ def test_the_tables_are_up_to_date() -> None:
     for page, fresh in pages(list(filter(is_result, records_in(*FIGURES)))).items():
         text = page.read_text(encoding="utf-8")
         assert replaced(text, fresh) == text, f"{page} is out of date: make figures"
+
+
+def test_whether_the_machine_was_quiet_and_the_ratio_stand_before_everything_else(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    quiet, noisy = make_record(), changed(load_before=2.0)
+    ratio = "shardgrad takes 2.00 of FSDP2's step"
+    for record, verdict in ((quiet, "The machine was quiet"), (noisy, "The machine was not quiet")):
+        show(record)
+        out = capsys.readouterr().out
+        assert 0 == out.index(verdict) < out.index(ratio) < out.index("tiny, fp32"), out
+    page = render([noisy, quiet, quiet]).partition("<main>")[2]
+    shown = re.sub(r"<details>.*?</details>|<[^>]*>", "", page, flags=re.DOTALL)
+    lines = [line for line in shown.splitlines() if line]
+    assert lines[0] == "shardgrad benchmarks"
+    assert lines[1].startswith("tiny, fp32")
+    assert lines[2].startswith("The machine was not quiet")
+    assert lines[3].startswith("shardgrad takes 2.00")

@@ -48,7 +48,7 @@ def test_every_engine_has_its_numbers(measured: tuple[Path, dict[str, Any], str]
         assert of["ratio_to_base"]["median"] > 0
         assert of["peak_rss_nbytes"] > of["peak_rss_beyond_imports_nbytes"] > 0
         assert of["tokens_per_s"] > 0
-        assert of["mfu"] > 0
+        assert of["mfu"] is None or 0 < of["mfu"] <= 1
         assert len(record["samples"][name]["wall_s"]) == record["config"]["rounds"] == 2
     assert record["summary"]["fsdp2"]["ratio_to_base"]["median"] == 1
     assert {"git", "torch", "cpu", "cores", "versions", "ops_backend"} <= set(record["environment"])
