@@ -271,7 +271,7 @@ class StepOutputError(ShardgradError, TypeError):
 
 
 class ReplayMismatchError(ShardgradError, RuntimeError):
-    """A replay and an eager step, or two replays, from the same state gave different bits."""
+    """A replay drew another amount of random numbers than the eager step."""
 
 
 def listed(names: Sequence[object], most: int = 3, separator: str = ", ") -> str:

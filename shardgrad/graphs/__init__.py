@@ -2,7 +2,7 @@
 
 Read `step.py` first (warm-up, capture, replay), then `captured.py` (the graphs of one step),
 `capturable.py` (the protocol) and `engine_state.py` (the engine's adapters). `pool.py` owns stream
-and memory, `verify.py` compares what runs from the same state, `preflight.py` knows what neither a
+and memory, `comparison.py` compares two captures of a step, `preflight.py` knows what neither a
 capture nor a comparison finds.
 """
 

@@ -150,7 +150,7 @@ class CapturedStep:
 
     Attributes:
         key, graph, reads: as given.
-        is_confirmed: True once a second capture has been compared with the first.
+        is_compared: True once a second capture has been compared with the first.
         outputs: as given; every replay overwrites them.
     """
 
@@ -164,7 +164,7 @@ class CapturedStep:
         reads: Reads,
     ) -> None:
         self.key, self.graph, self.reads, self.outputs = key, graph, reads, outputs
-        self.is_confirmed = False
+        self.is_compared = False
         self._capturables = capturables
         # Guards are compared at the beginning of a call, and an eager region may change what they
         # cover.

@@ -1,8 +1,8 @@
 """What keeps a step from being a graph and is known before one is captured.
 
 A capture raises at the call that no graph can hold, and what it freezes is found by capturing twice
-(`verify.py`). Here is what neither finds: settings with which a capture would harm the process are
-refused before it, and what makes captures fail far from its cause is added to their errors.
+(`comparison.py`). Here is what neither finds: settings with which a capture would harm the process
+are refused before it, and what makes captures fail far from its cause is added to their errors.
 """
 
 from __future__ import annotations

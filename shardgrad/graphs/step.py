@@ -18,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
 import torch
@@ -31,6 +32,7 @@ from shardgrad.errors import CaptureError, CollectiveError, OptionError, Shardgr
 from shardgrad.graphs.capturable import CaptureAgain, EagerOptimizer, capturable
 from shardgrad.graphs.captured import CapturedStep, Key, SplitGraph
 from shardgrad.graphs.closed_over import Place, Reads
+from shardgrad.graphs.comparison import Comparison
 from shardgrad.graphs.eager_regions import handle_eager_calls
 from shardgrad.graphs.habits import Habits
 from shardgrad.graphs.inputs import InputBuffers, Inputs, flatten_inputs
@@ -50,7 +52,6 @@ from shardgrad.graphs.program_line import line_that_raised
 from shardgrad.graphs.random_state import RandomState
 from shardgrad.graphs.recomputation import Redraws
 from shardgrad.graphs.status import StatusReader, StepStatus
-from shardgrad.graphs.verify import StepState, compare_runs
 
 __all__ = ["GraphedStep", "StepSettings", "UncapturableStepWarning", "graphed_step"]
 
@@ -65,6 +66,15 @@ class _ThreadState(threading.local):
 
 
 _thread = _ThreadState()
+
+
+class _Way(Enum):
+    """How a call runs."""
+
+    EAGER = auto()
+    CAPTURE = auto()  # then the graph is replayed
+    COMPARE = auto()  # it is captured again, and both graphs are replayed; the second one stays
+    REPLAY = auto()
 
 
 class UncapturableStepWarning(UserWarning):
@@ -82,8 +92,6 @@ class StepSettings:
     clone_outputs: bool = False
     bucket: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]] | None = None
     on_uncapturable: Literal["raise", "eager", "split"] = "raise"
-    verify: int = 0
-    replay_twice_every: int = 0
 
     def __post_init__(self) -> None:
         for name in ("warmup", "max_graphs", "accumulate"):
@@ -111,8 +119,6 @@ def graphed_step(
     clone_outputs: bool = False,
     bucket: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]] | None = None,
     on_uncapturable: Literal["raise", "eager", "split"] = "raise",
-    verify: int = 0,
-    replay_twice_every: int = 0,
 ) -> Callable[[Callable[_P, _R]], GraphedStep[_P, _R]]:
     """Makes a training step one graph: its launches are captured once and replayed from then on.
 
@@ -163,9 +169,6 @@ def graphed_step(
             (`shardgrad.graphs.outside` makes a call in an eager region under any setting.) Ranks
             capture together: if only some can, the collectives of the others fail or time out, and
             they raise a CaptureError that names a rank that could not.
-        verify: this many replays are repeated eagerly from the same state, and compared.
-        replay_twice_every: one in this many replays is repeated from the same state and compared: a
-            difference is silent data corruption. 0 for never.
 
     Returns:
         A decorator that turns a function into a `GraphedStep`.
@@ -185,8 +188,6 @@ def graphed_step(
         clone_outputs,
         bucket,
         on_uncapturable,
-        verify,
-        replay_twice_every,
     )
     for each in capturables:
         capturable(each)  # refuses here already, before there is a function
@@ -262,7 +263,6 @@ class GraphedStep(Generic[_P, _R]):
 
     def _begin_counting(self) -> None:
         self.eager_steps = self.captures = self.replays = 0
-        self._to_verify = self._settings.verify
 
     @property
     def outside(self) -> list[str]:
@@ -301,19 +301,29 @@ class GraphedStep(Generic[_P, _R]):
         is_new = captured is None and bool(kind.seen) and guards not in kind.seen
         self._habits.guarded(guards, is_new=is_new)
         moved = self._moved_places(captured)
+        way = self._way(captured, kind, guards)
         try:
-            if captured is not None and not captured.is_confirmed and captured.prepare():
-                return self._confirm(captured, kind, guards, caller)
-            if captured is None and self._is_due(kind, guards):
+            if way is _Way.CAPTURE:
                 captured = self._capture_or_refuse(kind, key, moved)
                 self.captures += captured is not None
             if captured is None or not captured.prepare():
                 return self._run_eagerly(kind, guards, caller)
+            if way is _Way.COMPARE:
+                return self._compare(captured, kind, guards, caller)
         except CollectiveError as error:
             self._require_same_on_all_ranks(error)
             raise
         self.replays += 1
-        return self._replay(captured, kind, caller)
+        return captured.replay()
+
+    def _way(self, captured: CapturedStep | None, kind: _InputKind, guards: Hashable) -> _Way:
+        if captured is not None:
+            return _Way.REPLAY if captured.is_compared else _Way.COMPARE
+        # A capture initializes nothing once an eager step with these guards has run.
+        is_due = self.eager_steps >= self._settings.warmup and guards in kind.seen
+        if is_due and self.pool.can_capture and not kind.refused:
+            return _Way.CAPTURE
+        return _Way.EAGER
 
     def _run_eagerly(self, kind: _InputKind, guards: Hashable, caller: Stream) -> Any:
         def call_region(call: Callable[[], Any]) -> None:
@@ -360,28 +370,6 @@ class GraphedStep(Generic[_P, _R]):
         now = self._places.items()
         return sorted({place.name for place, key in now if before.get(place, key) != key})
 
-    def _replay(self, captured: CapturedStep, kind: _InputKind, caller: Stream) -> Any:
-        def run_eagerly() -> Any:
-            args, kwargs = kind.buffers.arguments
-            return used_on(detached(self._function(*args, **kwargs)), caller)
-
-        every = self._settings.replay_twice_every
-        if self._to_verify:
-            self._to_verify -= 1
-            again, name = run_eagerly, "an eager step"
-        elif every and self.replays % every == 0:
-            again, name = captured.replay, "the same replay"
-        else:
-            return captured.replay()
-        state = self._state_before(captured)
-        return compare_runs(state, captured.replay, again, names=("a replay", name))
-
-    def _state_before(self, captured: CapturedStep) -> StepState:
-        """Returns what a step starts from, with all memory that its graph writes."""
-        return StepState(
-            self._capturables, captured.reads.written(), self.pool.device, self._generators
-        )
-
     def poll(self) -> StepStatus | None:
         """Returns the status of a recent step without waiting for the device; None until one has
         arrived.
@@ -407,15 +395,6 @@ class GraphedStep(Generic[_P, _R]):
         return (
             f"{self._name}: {self.captures} graphs captured, {self.replays} calls replayed, "
             f"{self.eager_steps} eager; {why}"
-        )
-
-    def _is_due(self, kind: _InputKind, guards: Hashable) -> bool:
-        """True once an eager step with these guards has run: a capture initializes nothing then."""
-        return (
-            self.pool.can_capture
-            and self.eager_steps >= self._settings.warmup
-            and guards in kind.seen
-            and not kind.refused
         )
 
     def _kind(self, inputs: Inputs) -> _InputKind:
@@ -462,35 +441,36 @@ class GraphedStep(Generic[_P, _R]):
         self._evict()
         return captured
 
-    def _confirm(
+    def _compare(
         self, first: CapturedStep, kind: _InputKind, guards: Hashable, caller: Stream
     ) -> Any:
         """Takes a step by a second capture, and compares it with the first: what differs from the
         same state was frozen, such as a number that Python has changed since.
         """
-        state = self._state_before(first)
+        comparison = Comparison(
+            self._capturables, first.reads.written(), self.pool.device, self._generators
+        )
         self._graphs.remove(first)
         try:
             again = self._capture_or_refuse(kind, first.key, ())
             if again is None:
                 return self._run_eagerly(kind, guards, caller)
-            again.is_confirmed = True
+            again.is_compared = True
             self.replays += 1
             if first.graph.has_eager_regions:  # functions passed to `outside` are called once
                 return again.replay()
-            state.restore()
-            outputs, frozen = state.always_different(first.replay, again.replay, again.reads.groups)
+            outputs, frozen = comparison.frozen(first.replay, again.replay, again.reads.groups)
             if frozen:
                 self._graphs.remove(again)
                 outputs = clones(outputs)
                 again.reset()
                 if self._settings.on_uncapturable == "raise":
-                    state.restore()
+                    comparison.restore()
                 self._refuse_frozen(kind, frozen, first.reads.numbers, again.reads.numbers)
             return outputs
         finally:
             first.reset()
-            del state  # with its copies, whose memory goes back to the device
+            del comparison  # with its copies, whose memory goes back to the device
             torch.get_device_module(self.pool.device).empty_cache()
 
     def _capture(self, kind: _InputKind, key: Key) -> CapturedStep:

@@ -227,10 +227,7 @@ def test_a_pinned_batch_is_sent_from_where_it_is(device: torch.device, pinned: b
     assert copies.call_count == (0 if pinned else 2)
 
 
-def test_a_second_capture_and_the_comparison_take_no_more_memory(device: torch.device) -> None:
-    # Activations and state have segments of their own, and do not fit beside each other.
-    model = nn.Sequential(*(nn.Linear(768, 768) for _ in range(3))).to(device)
-    shardgrad.fully_shard(model, mesh=init_device_mesh(device.type, (1,)))
+def graphed_training(model: nn.Module) -> GraphedStep[[Tensor], Tensor]:
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
 
     @shardgrad.graphed_step(model, optimizer, warmup=WARMUP)
@@ -240,6 +237,15 @@ def test_a_second_capture_and_the_comparison_take_no_more_memory(device: torch.d
         optimizer.step()
         optimizer.zero_grad()
         return loss
+
+    return step
+
+
+def test_a_second_capture_and_the_comparison_take_no_more_memory(device: torch.device) -> None:
+    # Activations and state have segments of their own, and do not fit beside each other.
+    model = nn.Sequential(*(nn.Linear(768, 768) for _ in range(3))).to(device)
+    shardgrad.fully_shard(model, mesh=init_device_mesh(device.type, (1,)))
+    step = graphed_training(model)
 
     held, peaks = [], []
     for _ in range(WARMUP + 3):
@@ -255,16 +261,7 @@ def test_a_replayed_step_returns_before_the_device_is_done(device: torch.device)
     """With the device busy, calls go on: neither input copies nor the status word make the host
     wait.
     """
-    model = build(device)
-    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
-
-    @shardgrad.graphed_step(model, optimizer, warmup=WARMUP)
-    def step(x: Tensor) -> Tensor:
-        loss = loss_of(model, x)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
+    step = graphed_training(build(device))
 
     for number in range(WARMUP + 2):
         step(batch(number, device))

@@ -25,7 +25,6 @@ from shardgrad.engine.streams import is_capturing
 from shardgrad.errors import (
     CaptureError,
 )
-from shardgrad.graphs.captured import CapturedStep
 from tests.simulated.accelerator.device import NAME, checked
 from tests.simulated.accelerator.virtual_ranks import VirtualRanks
 from tests.simulated.programs.graphed import (
@@ -616,48 +615,10 @@ def test_an_output_is_not_written_over_while_its_caller_reads_it(warmup: int, cl
 # -- trust
 
 
-def replays_of_the_graph(every: int) -> None:
-    replays, replay = [], CapturedStep.replay
-
-    def counted(captured: CapturedStep, **options: Any) -> Any:
-        replays.append(captured)
-        return replay(captured, **options)
-
-    @shardgrad.graphed_step(warmup=1, replay_twice_every=every)
-    def step(x: Tensor) -> Tensor:
-        return x * 2
-
-    x = torch.ones(2, device=NAME)
-    for _ in range(3):  # an eager call, and two captures
-        step(x)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CapturedStep, "replay", counted)
-        for _ in range(6):
-            step(x)
-    step.close()
-    assert len(replays) == 6 + (6 // every if every else 0)
-
-
-@pytest.mark.parametrize("every", [0, 1, 2, 3])
-def test_one_replay_in_as_many_as_asked_for_is_repeated(every: int) -> None:
-    VirtualRanks(1).run(replays_of_the_graph, every)
-
-
-def verified(graphed: Callable[..., Any], setup: Setup) -> list[Any]:
-    model = build(setup)
-    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
-    step = training_step(graphed, model, optimizer, verify=2, replay_twice_every=2)
-    return [step(batch(number)).item() for number in range(9)] + weights(model)
-
-
-def test_looking_again_changes_nothing() -> None:
-    same_on(2, verified, Setup(dropout=0.3))
-
-
-def runs_of_the_function(verify: int) -> None:
+def runs_of_the_function() -> None:
     runs = 0
 
-    @shardgrad.graphed_step(warmup=1, verify=verify)
+    @shardgrad.graphed_step(warmup=1)
     def step(x: Tensor) -> Tensor:
         nonlocal runs
         runs += 1
@@ -666,15 +627,14 @@ def runs_of_the_function(verify: int) -> None:
     for _ in range(2):
         for _ in range(7):
             step(torch.ones(2, device=NAME))
-        assert runs == 1 + 2 + verify, "an eager call, two captures, and replays that are repeated"
+        assert runs == 1 + 2, "an eager call, and two captures"
         step.reset()
         runs = 0
     step.close()
 
 
-@pytest.mark.parametrize("verify", [0, 1, 2, 3])
-def test_as_many_replays_as_asked_for_are_repeated_eagerly(verify: int) -> None:
-    VirtualRanks(1).run(runs_of_the_function, verify)
+def test_the_function_runs_for_two_captures_and_for_no_later_call() -> None:
+    VirtualRanks(1).run(runs_of_the_function)
 
 
 class Counter(shardgrad.graphs.Capturable):
@@ -692,7 +652,7 @@ def forgotten_state(told: bool) -> None:
     counter = Counter(told=told)
     doubled = torch.ones((), device=NAME)
 
-    @shardgrad.graphed_step(model, counter, verify=1)
+    @shardgrad.graphed_step(model, counter)
     def step(x: Tensor) -> Tensor:
         counter.value.add_(1)
         dist.all_reduce(doubled)
@@ -700,7 +660,7 @@ def forgotten_state(told: bool) -> None:
 
     for number in range(3):
         step(batch(number))
-    for number in range(3, 6):  # verified, compared with another capture, and replayed
+    for number in range(3, 6):  # captured, compared with another capture, and replayed
         seen = step(batch(number)).item()
         assert seen == pytest.approx(batch(number).sum().item() + number + 1)
         assert doubled.item() == 2 ** (number + 1)

@@ -548,7 +548,7 @@ def uncapturable_optimizer(graphed: Callable[..., Any]) -> list[Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, capturable=False, foreach=False)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
 
-    @graphed(model, optimizer, on_uncapturable="split", verify=1)
+    @graphed(model, optimizer, on_uncapturable="split")
     def step(x: Tensor) -> Tensor:
         loss = loss_of(model, x)
         loss.backward()

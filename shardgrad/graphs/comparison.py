@@ -1,4 +1,12 @@
-"""Does a step do the same again, from the same state: a replay, an eager step, another capture?"""
+"""What a capture has frozen: two captures of a step run from the same state, and are compared.
+
+The partner of a graph is a second capture, made in the next call, when Python has had the chance to
+change what it changes from call to call. An eager step would be none: it needs the memory of
+activations twice; code that asks whether it is being captured rightly gives it other bits; and it
+cannot run once more without Python doing its part once more. That last is needed, since some
+kernels have no fixed order of sums, such as attention's backward, whose atomics give the same bits
+for a while and others then. A difference by chance shows when both graphs are replayed again.
+"""
 
 from __future__ import annotations
 
@@ -10,26 +18,25 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from shardgrad.errors import ReplayMismatchError, listed
 from shardgrad.graphs.capturable import Capturable
 from shardgrad.graphs.outputs import local_tensor
 from shardgrad.graphs.random_state import RandomState
 from shardgrad.ops.library import has_kernels
 from shardgrad.ops.virtual_memory import virtual_zeros
 
-__all__ = ["StepState", "compare_runs"]
+__all__ = ["Comparison"]
 
 _PIECE_NBYTES = 2**24
 _ALIGNMENT = 512  # of a copy, as in torch's allocator
 _ODD = -0x61C8864680B583EB  # 2**64 divided by the golden ratio
-_REPEATS = 5  # what differs by chance in every fourth run is taken for frozen once in 10,000 then
+_ROUNDS = 6  # what differs by chance in every fourth run is taken for frozen once in 10,000 then
 
 
-class StepState:
-    """What a step starts from: memory, host state, and random numbers.
+class Comparison:
+    """Compares two captures of a step from the state that it finds when it is made.
 
     Args:
-        capturables: whose state it is.
+        capturables: whose state a step starts from.
         memory: all that the step writes. What is of no capturable is restored, and not compared:
             it may be scratch.
         device: whose random numbers are drawn.
@@ -44,14 +51,14 @@ class StepState:
         generators: Sequence[torch.Generator],
     ) -> None:
         self._capturables = capturables
-        known = {tensor.untyped_storage()._cdata for _, tensor in self.tensors()}
+        known = {tensor.untyped_storage()._cdata for _, tensor in self._state()}
         self._others = [t for t in memory if t.untyped_storage()._cdata not in known]
         self._snapshots = [each.snapshot() for each in capturables]
         self._device = device
         self._random = RandomState(device, generators)
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _state(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the memory in which the state of capturables lies now, by its name."""
         for number, each in enumerate(self._capturables):
             suffix = f" (capturable {number})" if len(self._capturables) > 1 else ""
@@ -59,7 +66,7 @@ class StepState:
                 yield name + suffix, local_tensor(tensor)
 
     def restore(self) -> None:
-        """Makes the next step start from this state; of memory only what `differences` copied."""
+        """Makes the next step start from the state; memory is put back once `frozen` has begun."""
         with torch.no_grad():
             for tensor, value in self._copies:
                 tensor.copy_(value)
@@ -67,100 +74,61 @@ class StepState:
             restore()
         self._random.restore()
 
-    def always_different(
+    def frozen(
         self,
         first: Callable[[], Any],
-        second: Callable[[], Any],
+        again: Callable[[], Any],
         groups: Iterable[dist.ProcessGroup],
     ) -> tuple[Any, list[str]]:
-        """Runs two captures of a step from this state; the effects of the second stay.
+        """Replays two captures of a step; the effects of the last replay stay.
 
-        Some kernels have no fixed order of sums, such as attention's backward, whose atomics give
-        the same bits for a while and others then. So where anything differs on any rank, the runs
-        are repeated, by all ranks alike.
+        Where anything differs on any rank, all ranks replay both again, to tell what is frozen from
+        what differs by chance.
 
         Args:
             first: a replay of one capture.
-            second: a replay of the other.
+            again: a replay of the other.
             groups: in which the step communicates, so that its ranks agree.
 
         Returns:
-            What `second` returned, and the names of what differed from `first` each time, and
-            never between two runs of `first`.
-        """
-        outputs, (found,) = self.differences(first, second)
-        for _ in range(_REPEATS):
-            if not _on_any_rank(bool(found), groups, self._device):
-                break
-            self.restore()
-            outputs, (unordered, again) = self.differences(first, first, second)
-            found = [name for name in found if name in again and name not in unordered]
-        return outputs, found
+            What `again` returned, and the names of the outputs and the memory in which `first` gave
+            the same bits each time, and `again` never these.
 
-    def differences(self, *runs: Callable[[], Any]) -> tuple[Any, list[list[str]]]:
-        """Runs a step in several ways from this state; the effects of the last one stay.
-
-        Returns:
-            What the last one returned, and of each but the first the names of the outputs and the
-            memory whose bits differ from the first one's.
-
-        Streams: everything on the current stream; the host waits for each comparison.
+        Streams: everything on the current stream; the host waits for each replay.
         Capture: not safe.
         """
-        if not self._copies:
-            # What was staged may have given its memory back since.
-            others = [each for each in self._others if each.untyped_storage().nbytes()]
-            memory = [*others, *(tensor for _, tensor in self.tensors())]
-            self._copies = list(zip(memory, _copies(memory, self._device), strict=True))
+        self.restore()  # the host's state, which the second capture has changed
+        self._copy_memory()
+        of_first: dict[str, set[Hashable]] = {}
+        of_again: dict[str, set[Hashable]] = {}
         outputs: Any = None
-        expected: dict[str, Hashable] = {}
-        found: list[list[str]] = []
-        for run in runs:
-            if expected:
+        frozen: list[str] = []
+        for number in range(_ROUNDS):
+            if number:
                 self.restore()
-            outputs = run()
-            digests = {
-                name: _digest(tensor) for name, tensor in (*_named(outputs), *self.tensors())
-            }
-            if expected:
-                common = [name for name in digests if name in expected]
-                found.append([name for name in common if digests[name] != expected[name]])
-            else:
-                expected = digests
-        return outputs, found
+            self._note(first(), of_first)
+            self.restore()
+            outputs = again()
+            self._note(outputs, of_again)
+            frozen = [
+                name
+                for name, bits in of_again.items()
+                if len(of_first.get(name, ())) == 1 and bits.isdisjoint(of_first[name])
+            ]
+            if not _on_any_rank(bool(frozen), groups, self._device):
+                break
+        return outputs, frozen
 
+    def _note(self, outputs: Any, seen: dict[str, set[Hashable]]) -> None:
+        """Adds the bits that a replay has left, by the names of outputs and memory."""
+        for name, tensor in (*_named(outputs), *self._state()):
+            seen.setdefault(name, set()).add(_digest(tensor))
 
-def compare_runs(
-    state: StepState,
-    first: Callable[[], Any],
-    second: Callable[[], Any],
-    names: tuple[str, str],
-) -> Any:
-    """Runs a step in two ways from the same state, and compares outputs and state bit for bit.
-
-    Args:
-        state: of now.
-        first: runs the step; its effects are undone.
-        second: runs the step again; its effects stay.
-        names: of the two ways, for an error.
-
-    Returns:
-        What `second` returned.
-
-    Raises:
-        ReplayMismatchError: naming the tensors that differ.
-    """
-    outputs, (different,) = state.differences(first, second)
-    if different:
-        raise ReplayMismatchError(
-            f"{names[0]} and {names[1]} from the same state differ in {listed(different)}",
-            expected="the same bits",
-            got=f"other bits in {len(different)} tensors",
-            fix="does the step use state that graphed_step was not given, do something else while "
-            "it is captured, or use a kernel whose sums have no fixed order? if none, suspect the "
-            "hardware",
-        )
-    return outputs
+    def _copy_memory(self) -> None:
+        # What was staged may have given its memory back since.
+        others = [each for each in self._others if each.untyped_storage().nbytes()]
+        memory = [*others, *(tensor for _, tensor in self._state())]
+        self._copies = list(zip(memory, _copies(memory, self._device), strict=True))
 
 
 def _on_any_rank(found: bool, groups: Iterable[dist.ProcessGroup], device: torch.device) -> bool:
