@@ -306,6 +306,38 @@ def verdict_of_before_the_call(graphed: Callable[..., Any]) -> list[Any]:
     return weights(model)
 
 
+def verdict_of_a_part(graphed: Callable[..., Any]) -> list[Any]:
+    """In every other call a part of the gradients was zeroed after they had been looked at."""
+    model = build(Setup())
+    optimizer = shardgrad.optim.SGD(
+        [block.first.weight for block in model], lr=0.1, weight_decay=0.1
+    )
+    scaler = shardgrad.GradScaler(init_scale=64.0, growth_interval=3)
+
+    @graphed(model, optimizer, scaler)
+    def update(x: Tensor) -> None:
+        scaler.step(optimizer)
+        scaler.update()
+
+    seen = []
+    for number in range(16):
+        x = batch(number)
+        if number > 8 and number % 3 == 0:
+            x[0, 0] = torch.inf
+        scaler.scale(loss_of(model, x)).backward()
+        scaler.unscale_(optimizer)
+        for part in ("first", "second"):
+            params = [p for block in model for p in getattr(block, part).parameters()]
+            shardgrad.clip_grad_norm_(params, CLIPS_HARD)
+        if number % 2:
+            optimizer.zero_grad(set_to_none=False)
+        update(batch(0))
+        seen.append(scaler.get_scale())
+        model.zero_grad()
+    require_replays(update, 2, 13)
+    return seen + weights(model)
+
+
 def _record_post_optim_event(model: nn.Module, device: torch.device) -> None:
     event = torch.Event(device)
     event.record(torch.accelerator.current_stream())
@@ -327,6 +359,7 @@ def _record_post_optim_event(model: nn.Module, device: torch.device) -> None:
         thawed_beside_gradients_that_are_kept,
         gradient_assigned_after_a_replay,
         verdict_of_before_the_call,
+        verdict_of_a_part,
     ],
     ids=lambda program: program.__name__.replace("_", " "),
 )
