@@ -24,7 +24,6 @@ from shardgrad.checks.optimizer_hooks import watch_optimizers
 from shardgrad.checks.padding import warn_of_padding
 from shardgrad.checks.unowned_params import UnownedParams, note_ignored
 from shardgrad.compat.torch_views import show_to_torch, state_of
-from shardgrad.engine.all_gather import AllGatherInput
 from shardgrad.engine.collect import (
     Claim,
     Collected,
@@ -35,7 +34,7 @@ from shardgrad.engine.collect import (
 from shardgrad.engine.comm_context import SecondStep
 from shardgrad.engine.hooks import HookedUnit
 from shardgrad.engine.param import CLAIM, FSDPParam, is_extension, mark_sharded
-from shardgrad.engine.param_group import GroupSpec, ParamGroup
+from shardgrad.engine.param_group import AllGather, GroupSpec, ParamGroup
 from shardgrad.engine.unit import Unit, attach_unit
 from shardgrad.errors import OptionError, unsupported
 from shardgrad.features.param_dtypes import (
@@ -184,7 +183,7 @@ def _spec(
         dtypes.gradient_policy,
         memory,
         stage,
-        all_gather_input=_all_gather_input(stage, memory),
+        all_gather=_all_gather(stage, memory),
         second_step=_second_step(mesh, dtypes.gradient_policy.wire_dtype),
         regroup=_regroup,
     )
@@ -262,19 +261,19 @@ def _regroup(group: ParamGroup) -> Callable[[], list[ParamGroup]] | None:
     return regroup(group)
 
 
-def _all_gather_input(stage: Stage, memory: ShardMemory) -> type[AllGatherInput]:
+def _all_gather(stage: Stage, memory: ShardMemory) -> type[AllGather]:
     """Returns what makes the input of all-gathers: from the device or the host, over one axis or
     two.
     """
     if stage.over_both_axes:
-        from shardgrad.features.hfsdp import HfsdpInput, OffloadedHfsdpInput
+        from shardgrad.features.hfsdp import HfsdpGather, OffloadedHfsdpGather
 
-        return OffloadedHfsdpInput if memory.is_offloaded else HfsdpInput
+        return OffloadedHfsdpGather if memory.is_offloaded else HfsdpGather
     if memory.is_offloaded:
-        from shardgrad.features.offload import OffloadedInput
+        from shardgrad.features.offload import OffloadedGather
 
-        return OffloadedInput
-    return AllGatherInput
+        return OffloadedGather
+    return AllGather
 
 
 # -- what is asked of the arguments

@@ -15,6 +15,11 @@ The buffer's memory is there, and `is_filled`, while parameters are unsharded. I
 ZeRO stages 1 and 2, and for what is left unsharded by an evaluation, or by a backward whose graph
 may read parameters again. Modules register sharded parameters then, which clipping and optimizers
 look for, and `unshard` has nothing to gather.
+
+[Note: Unsharded parameters]
+They are objects that stay, over memory that comes and goes. Resharding frees a tensor's storage and
+unsharding fills it again, so what autograd saved in forward is valid in backward. They are detached
+from the buffer's version counter: autograd sees no in-place change.
 """
 
 from __future__ import annotations
@@ -28,19 +33,22 @@ from itertools import chain, repeat
 from operator import attrgetter, is_, is_not
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass
 from torch.autograd.graph import increment_version
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from shardgrad.engine.all_gather import AllGather, AllGatherInput, UnshardedMemory, UnshardedParams
+from shardgrad import ops
+from shardgrad.engine.buffers import Chunks, RecurringBuffer, Slot
 from shardgrad.engine.comm_context import CollectiveConfig, CommContext, SecondStep
-from shardgrad.engine.param import FSDPParam, local_of, mark_sharded
-from shardgrad.engine.spans import span
-from shardgrad.engine.streams import Streams, keep_for_current_stream
-from shardgrad.engine.transports import MessageTag
+from shardgrad.engine.param import FSDPParam, local_of, mark_sharded, mark_unsharded
+from shardgrad.engine.spans import NOTHING, span
+from shardgrad.engine.streams import Stream, StreamEvent, Streams, keep_for_current_stream
+from shardgrad.engine.transports import MessageTag, Work
 from shardgrad.errors import LostWorkWarning, listed
+from shardgrad.ops.movement import unpack_rows
 from shardgrad.policies import REDUCES_IN_GRAD_DTYPE, GradientPolicy
 from shardgrad.sharding.dtensor import in_own_storage, storages_of
 from shardgrad.sharding.layout import ShardLayout, alignment_numel
@@ -48,10 +56,20 @@ from shardgrad.sharding.mesh import DataParallelMesh
 from shardgrad.sharding.offload import ShardMemory
 from shardgrad.sharding.param_sharding import ParamSharding
 from shardgrad.sharding.shardable import from_bytes, stored_shape, travels_as_bytes
-from shardgrad.sharding.zero_copy import is_zero_copy
+from shardgrad.sharding.zero_copy import is_zero_copy, own_places
 from shardgrad.sharding.zero_stage import Stage
 
-__all__ = ["GroupSpec", "ParamGroup", "ParamState", "Registration", "group_of"]
+__all__ = [
+    "AllGather",
+    "GroupSpec",
+    "ParamGroup",
+    "ParamState",
+    "Registration",
+    "UnshardedMemory",
+    "UnshardedParams",
+    "ZeroCopyGather",
+    "group_of",
+]
 
 _VERSION, _LOCAL = attrgetter("_version"), attrgetter("_local_tensor")
 _SHARDED_PARAM, _UNSHARDED_PARAM = attrgetter("sharded"), attrgetter("unsharded")
@@ -76,6 +94,273 @@ def group_of(p: FSDPParam) -> ParamGroup:
     return _groups[id(p)]
 
 
+class AllGather:
+    """The all-gathers of a group, one at a time: what this rank sends, and what is in flight, which
+    holds its slot until the chunks have been read.
+
+    Special ones, such as of a shard on the host, are subclasses under `features/`, chosen in
+    `fully_shard.py`.
+
+    Attributes:
+        chunk: 1-D, this rank's, with room for the tag at its end; it travels in `dtype`.
+        process_group: the ranks that gather; by default those of the mesh.
+        transport, ring: what the message goes through, and where it is staged.
+        staged_chunks: chunks of the slot that an all-gather needs; 0 if the shard is read where it
+            is.
+        staging_nbytes: bytes of the slot.
+        ready: recorded where `chunk` was last filled; None if the program or an optimizer does
+            that.
+        supports_zero_copy: True if parameters may be gathered from `chunk`, where they live, by
+            themselves.
+        complete: see `Holder`.
+    """
+
+    supports_zero_copy = True
+
+    def __init__(
+        self,
+        chunk: torch.Tensor,
+        mesh: DataParallelMesh,
+        dtype: torch.dtype,
+        tag: MessageTag,
+        comm_ctx: CommContext,
+        collectives: CollectiveConfig,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.chunk = chunk
+        self.dtype = dtype
+        self.tag = tag
+        self.comm_ctx = comm_ctx
+        self.streams = comm_ctx.streams
+        self.process_group = process_group or mesh.gather_group
+        self.transport, self.ring = collectives.for_gather(comm_ctx, self.process_group)
+        self.staged_chunks = self.transport.gather_chunks
+        self.staging_nbytes = self.staged_chunks * chunk.numel() * dtype.itemsize
+        self.ready: StreamEvent | None = None
+        self._works: list[Work] = []
+
+    def refresh(self, name: str, version: object) -> None:
+        """Brings the chunk of the unit `name` up to date with a version of the parameters."""
+
+    def stage(self, slot: Slot, staging: Chunks) -> torch.Tensor:
+        """Returns the chunk to send: a copy of the shard in `dtype`, in this rank's part of
+        `staging`, or the shard itself, which the copy-out casts if nothing is sent.
+
+        Streams: the copy is made on the current one.
+        """
+        # Cast on the way into staging, so that the wire carries the narrow dtype; without a cast
+        # the shard is sent from where it is.
+        if self.chunk.dtype == self.dtype or self.staged_chunks == 0:
+            return self.chunk
+        return staging.part(self.transport.rank).copy_(self.chunk, non_blocking=True)
+
+    def launch(
+        self, name: str, finish: Callable[[], None], zero_copy: ZeroCopyGather | None = None
+    ) -> None:
+        """Starts an all-gather of the unit `name`.
+
+        `finish` is called when another all-gather needs the slot; it has to `wait` and to
+        `release`. Parameters in `zero_copy` are not in the chunks: they are gathered into memory
+        that the gather stream may write.
+
+        Streams: copies and collective go to the gather stream, after the parameters were last
+        written. Capture: safe once slots have grown.
+        """
+        self.complete, transport, stream = finish, self.transport, self.streams.gather
+        with span("all_gather", name), self.streams.on(stream):
+            # The optimizer has written the shards on the stream that forward was called on.
+            self.comm_ctx.parameters_ready.wait(stream)
+            if self.ready is not None:
+                self.ready.wait(stream)
+            slot = self._slot = self.ring.acquire(self.staging_nbytes)
+            slot.holder = self
+            # The copy-out that read this slot last may still be at work on its stream.
+            slot.start_writing(stream)
+            [staging] = slot.take((self.dtype, self.staged_chunks, self.chunk.numel()))
+            sent = self.stage(slot, staging)
+            self._gathered = staging.whole if transport.gather_chunks else sent
+            messages = [(sent, staging, self.tag)]
+            if zero_copy is not None:
+                messages += zero_copy.messages(transport.rank)
+            self._works = []
+            with NOTHING if zero_copy is None else transport.together(messages):
+                # The large ones go to their places; under NCCL all of them are one launch.
+                for each in messages:
+                    self._works.append(transport.all_gather(*each))
+            slot.finish_writing(stream)
+
+    def wait(self, stream: Stream) -> torch.Tensor:
+        """Ends the collective; returns the chunks of all ranks in order, side by side (1-D), for
+        `stream` to read until `release`.
+
+        Raises:
+            CollectiveError: it failed.
+        """
+        for work in self._works:
+            work.wait()
+        self._works = []
+        # The stream of the forward waits for the gather, and the host does not.
+        self._slot.start_reading(stream)
+        return self._gathered
+
+    def release(self, stream: Stream) -> None:
+        """Says that what `stream` has been given so far is the last to read the chunks."""
+        self._slot.release(stream)
+        if self._works or not self.ring.keeps:
+            # If it failed, some may be on their way.
+            self._slot.give_back(is_written=bool(self._works))
+
+    def table(self, layout: ShardLayout) -> torch.Tensor:
+        """Returns the table with which `ops.unpack` reads what was gathered."""
+        return layout.table
+
+    def forget(self) -> None:
+        """Forgets what is kept of the parameters between steps."""
+
+    def wait_until_read(self) -> None:
+        """Makes the host wait until its memory has been read, if the chunk lives there."""
+
+    def memory(self) -> Iterator[tuple[str, torch.UntypedStorage]]:
+        """Yields what is kept besides the shard, with its owner."""
+        return iter(())
+
+
+class ZeroCopyGather:
+    """The all-gathers from a shard straight into the unsharded parameters; see
+    `sharding/zero_copy.py`.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        layout: ShardLayout,
+        shard: torch.Tensor,
+        unsharded: torch.Tensor,
+    ) -> None:
+        self._layout, self._shard, self._unsharded = layout, shard, unsharded
+        self._own_places: torch.Tensor | None = None
+        self._tags = [MessageTag(f"all-gather of {name}") for name in names]
+        # Views are made here once: addresses of shard and unsharded memory do not change.
+        pieces = [layout.pieces[i] for i in layout.zero_copy]
+        self._sent = [shard.narrow(0, p.shard_offset, p.shard_numel) for p in pieces]
+        whole = (unsharded.narrow(0, p.unsharded_offset, p.numel) for p in pieces)
+        self._places = [Chunks(flat, layout.world_size) for flat in whole]
+
+    def messages(self, rank: int) -> list[tuple[torch.Tensor, Chunks, MessageTag]]:
+        """Returns what `rank` sends, where it is received (1-D, in rank order), and the tag of each
+        parameter.
+
+        Streams: on the current one, this rank's own pieces are first cast to their places.
+        """
+        sent = self._sent
+        if self._shard.dtype != self._unsharded.dtype:
+            if self._own_places is None:
+                self._own_places = own_places(self._layout, rank)
+            # This rank's own pieces are what it sends, so they are cast into place first.
+            ops.unpack(
+                self._shard,
+                self._unsharded,
+                self._own_places,
+                chunk_numel=self._shard.numel(),
+            )
+            sent = [places.part(rank) for places in self._places]
+        return list(zip(sent, self._places, self._tags, strict=True))
+
+
+class UnshardedMemory:
+    """Buffers that a group's unsharded parameters lie in, allocated and freed as one."""
+
+    def __init__(self, buffers: Sequence[RecurringBuffer], streams: Streams) -> None:
+        self.buffers = list(buffers)
+        self._streams = streams
+        self._allocated = streams.event()
+        self._filled = streams.event()
+
+    def allocate(self) -> None:
+        """Brings the memory back, for the current stream."""
+        for buffer in self.buffers:
+            buffer.allocate()
+
+    def allocate_for(self, stream: Stream) -> None:
+        """Brings the memory back on the current stream, for `stream`, which waits for that, to
+        write into.
+        """
+        self.allocate()
+        self._allocated.record(self._streams.current())
+        self._allocated.wait(stream)
+
+    def filled(self) -> None:
+        """Says that the current stream has written the parameters."""
+        self._filled.record(self._streams.current())
+
+    def wait(self) -> None:
+        """Makes the current stream wait for the parameters, which another one may have written."""
+        self._filled.wait(self._streams.current())
+
+    def free(self) -> None:
+        """Gives the memory back, after the last use on the current stream."""
+        for buffer in self.buffers:
+            buffer.free()
+
+
+class UnshardedParams(UnshardedMemory):
+    """One flat buffer, and the unsharded tensor of each parameter over it, which this makes. See
+    [Note: Unsharded parameters].
+
+    The buffer has `dtype`, bytes if the parameters travel as bytes; the tensors have the
+    parameters' dtype. `zero_copy` has the all-gathers of zero-copy parameters; None if there are
+    none.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[FSDPParam],
+        layout: ShardLayout,
+        shard: torch.Tensor,
+        dtype: torch.dtype,
+        device: torch.device,
+        streams: Streams,
+    ) -> None:
+        buffer = RecurringBuffer.empty(layout.unsharded_numel, dtype, device, streams)
+        super().__init__([buffer], streams)
+        self._flat = buffer.tensor
+        self._travel_as_bytes = travels_as_bytes(params[0].sharded.dtype)
+        # Made for training even if the first forward is an evaluation in inference mode.
+        with torch.inference_mode(mode=False):
+            for p, view in zip(params, layout.unsharded_views(self._flat), strict=True):
+                # `.data` gives the view another version counter.
+                unsharded = p.sharding.unsharded_tensor(from_bytes(view, p.sharded.dtype).data)
+                # Made once: autograd graphs, hooks and the collector know these objects, whose
+                # memory comes and goes.
+                p.unsharded = nn.Parameter(unsharded, requires_grad=p.sharded.requires_grad)
+                mark_unsharded(p.unsharded, p)
+            names = [params[i].name for i in layout.zero_copy]
+            self.zero_copy = ZeroCopyGather(names, layout, shard, self._flat) if names else None
+
+    def fill(self, gathered: torch.Tensor, layout: ShardLayout, source: AllGather) -> None:
+        """Copies the parameters out of what was gathered from `source`: 1-D, the chunks of all
+        ranks side by side.
+
+        `layout` may leave out zero-copy parameters, which are there already.
+
+        Streams: on the current one.
+        """
+        # As late as this, if nothing was gathered in place: while its chunks travel, the next unit
+        # takes no memory here.
+        self.buffers[0].allocate()
+        table, chunk_numel = source.table(layout), source.chunk.numel()
+        if self._travel_as_bytes:
+            # Bytes are only carried, in rows, and there is nothing to cast.
+            unpack_rows(gathered, self._flat, table.tolist(), chunk_numel)
+        else:
+            ops.unpack(gathered, self._flat, table, chunk_numel=chunk_numel)
+        if layout.strided:
+            from shardgrad.sharding.strided_pack import unpack_strided
+
+            unpack_strided(gathered, self._flat, layout)
+        self._filled.record(self._streams.current())
+
+
 @dataclass(frozen=True)
 class GroupSpec:
     """What `fully_shard` decided about a group.
@@ -94,7 +379,7 @@ class GroupSpec:
     gradient_policy: GradientPolicy
     shard_memory: ShardMemory
     stage: Stage
-    all_gather_input: type[AllGatherInput] = AllGatherInput
+    all_gather: type[AllGather] = AllGather
     second_step: Callable[[], SecondStep] | None = None
     regroup: Callable[[ParamGroup], Callable[[], list[ParamGroup]] | None] = lambda group: None
 
@@ -195,12 +480,12 @@ class ParamGroup:
         self.generation = 0
         # Of the values in unsharded memory, or on their way there.
         self._gathered_version = (-1, -1)
-        self._all_gather: AllGather | None = None
+        self._gather: AllGather | None = None  # made once for a root
+        self._in_flight: AllGather | None = None
         self._unsharded: UnshardedMemory | None = None
         # Of the unsharded parameters: moves with what the program writes to them.
         self._unsharded_versions: tuple[int, ...] = ()
         self._taken_version = (-1, -1)  # of the shard, when it took such writes last
-        self._inputs: list[AllGatherInput] = []
         self.set_tags("", 0)
         first = params[0].sharded
         self._set_dtypes(first.dtype)
@@ -217,12 +502,12 @@ class ParamGroup:
             f"all-gather of {name} from its neighbours", 4 * number + 1
         )
         self.reduce_tag = MessageTag.of(f"reduce-scatter of {name}", 4 * number + 2)
-        self._inputs = []
+        self._gather = None
 
     def set_collectives(self, collectives: CollectiveConfig) -> None:
         """Changes what carries the group's messages; only while none is in flight."""
         self.collectives = collectives
-        self._inputs = []
+        self._gather = None
 
     # -- the shard
 
@@ -277,7 +562,7 @@ class ParamGroup:
         """Drops what is made on demand from layout and dtypes."""
         self._unsharded = None
         self._unsharded_versions = (0,) * len(self.params)
-        self._inputs = []
+        self._gather = None
 
     def layout_of(self, params: Sequence[FSDPParam], *, with_flags: bool) -> ShardLayout:
         """Returns the layout of `params`; `with_flags` reserves one element for each behind the
@@ -298,11 +583,7 @@ class ParamGroup:
 
     def _is_zero_copy(self, sharding: ParamSharding) -> bool:
         """See [Note: Zero-copy parameters] in `sharding/zero_copy.py`."""
-        if (
-            not self.is_flat
-            or self._holds_bytes
-            or not self.spec.all_gather_input.supports_zero_copy
-        ):
+        if not self.is_flat or self._holds_bytes or not self.spec.all_gather.supports_zero_copy:
             return False
         shape, dim, size = sharding.shape, sharding.dim, self.mesh.shard_size
         return is_zero_copy(shape, dim, size, alignment=self.alignment, dtype=self.gather_dtype)
@@ -380,7 +661,7 @@ class ParamGroup:
             self._allocate()
         elif any(_lies_elsewhere(*both) for both in zip(locals_, self.local_views(), strict=True)):
             self.shard = self.shard_memory.zeros(self.layout.chunk_numel, self.shard_dtype)
-            self._inputs = []
+            self._gather = None
         for p, new, local, view in zip(
             self.params, shown, locals_, self.local_views(), strict=True
         ):
@@ -401,8 +682,8 @@ class ParamGroup:
         if self._unsharded is not None:
             for buffer in self._unsharded.buffers:
                 yield "unsharded parameters", buffer.tensor.untyped_storage()
-        for source in self._inputs:
-            yield from source.memory()
+        if self._gather is not None:
+            yield from self._gather.memory()
 
     # -- unshard
 
@@ -431,35 +712,37 @@ class ParamGroup:
                 unsharded = list(map(_UNSHARDED_PARAM, self.params))
                 increment_version(unsharded)
                 self._unsharded_versions = _versions(unsharded)
-            self._all_gather = self._launch(comm_ctx, version)
+            self._in_flight = self._launch(comm_ctx, version)
             self._gathered_version = version
         self.state = UNSHARDING
 
     def _launch(self, comm_ctx: CommContext, version: tuple[int, int]) -> AllGather:
         """Starts the all-gather of the shard."""
-        if not self._inputs or self._inputs[0].comm_ctx is not comm_ctx:
-            self._inputs = self._make_inputs(comm_ctx)
-        source = self._inputs[-1]
-        source.refresh(self.name, version)
-        if len(self._inputs) == 1:
-            return AllGather(source, self.name, self.wait_for_unshard)
-        # What is gathered in place needs its memory before the gather, and not only before the
-        # copy-out.
-        unsharded = self._unsharded_params(comm_ctx.streams)
-        unsharded.allocate_for(comm_ctx.streams.gather)
-        return AllGather(source, self.name, self.wait_for_unshard, unsharded.zero_copy)
+        gather = self._gather
+        if gather is None or gather.comm_ctx is not comm_ctx:
+            gather = self._gather = self._make_gather(comm_ctx)
+        gather.refresh(self.name, version)
+        zero_copy = None
+        if self._sends_zero_copy:
+            # What is gathered in place needs its memory before the gather, and not only before the
+            # copy-out.
+            unsharded = self._unsharded_params(comm_ctx.streams)
+            unsharded.allocate_for(comm_ctx.streams.gather)
+            zero_copy = unsharded.zero_copy
+        gather.launch(self.name, self.wait_for_unshard, zero_copy)
+        return gather
 
-    def _make_inputs(self, comm_ctx: CommContext) -> list[AllGatherInput]:
-        """Returns the shard as an input and, if there are zero-copy parameters, what is left
-        without them.
-        """
-        make, layout = self.spec.all_gather_input, self.layout
-        chunks = [self.shard]
-        if layout.zero_copy and self.collectives.gathers_plainly:
-            skipped = layout.packed_offset
-            chunks.append(self.shard.narrow(0, skipped, layout.chunk_numel - skipped))
+    @property
+    def _sends_zero_copy(self) -> bool:
+        """True if zero-copy parameters are gathered by themselves."""
+        return bool(self.layout.zero_copy) and self.collectives.gathers_plainly
+
+    def _make_gather(self, comm_ctx: CommContext) -> AllGather:
+        """Returns the all-gather of the shard, or of what zero-copy parameters leave of it."""
+        skipped = self.layout.packed_offset if self._sends_zero_copy else 0
+        chunk = self.shard.narrow(0, skipped, self.layout.chunk_numel - skipped)
         dtype, tag = self.gather_dtype, self._gather_tag
-        return [make(chunk, self.mesh, dtype, tag, comm_ctx, self.collectives) for chunk in chunks]
+        return self.spec.all_gather(chunk, self.mesh, dtype, tag, comm_ctx, self.collectives)
 
     def wait_for_unshard(self) -> None:
         """Ends the all-gather: parameters are unsharded and registered afterwards.
@@ -469,7 +752,7 @@ class ParamGroup:
         Raises:
             CollectiveError: the all-gather failed.
         """
-        gather, self._all_gather = self._all_gather, None
+        gather, self._in_flight = self._in_flight, None
         if gather is not None:
             self._copy_out(gather)
         elif self._unsharded is not None and self.state is not SHARDED:
@@ -494,8 +777,8 @@ class ParamGroup:
 
     def _fill(self, gathered: torch.Tensor, gather: AllGather) -> None:
         """Copies the chunks of all ranks into the unsharded parameters, on the current stream."""
-        layout = self.layout.packed if gather.is_zero_copy else self.layout
-        self._unsharded_params(gather.streams).fill(gathered, layout, gather.source)
+        layout = self.layout.packed if self._sends_zero_copy else self.layout
+        self._unsharded_params(gather.streams).fill(gathered, layout, gather)
 
     def _unsharded_params(self, streams: Streams) -> UnshardedParams:
         """Returns the unsharded parameters' memory and objects, made at the first call."""
@@ -524,19 +807,19 @@ class ParamGroup:
         """Drops an all-gather that nothing will use; waits until its memory is ours again."""
         if self.state is not UNSHARDING:
             return
-        gather, self._all_gather = self._all_gather, None
+        gather, self._in_flight = self._in_flight, None
         self.state = SHARDED
         if gather is not None:
             # The gather has read the shard, which the program may write next.
             gather.wait(gather.streams.current())
             gather.release(gather.streams.gather)
-            if gather.is_zero_copy:
+            if self._sends_zero_copy:
                 self._free()
 
     def wait_until_read(self) -> None:
         """Makes the host wait until its memory has been read, if the shard lives there."""
-        for source in self._inputs:
-            source.wait_until_read()
+        if self._gather is not None:
+            self._gather.wait_until_read()
 
     # -- reshard
 
@@ -551,9 +834,8 @@ class ParamGroup:
         """
         if self.state is UNSHARDING:
             self.cancel_unshard()
-        if drop_kept:
-            for source in self._inputs:
-                source.forget()
+        if drop_kept and self._gather is not None:
+            self._gather.forget()
         if self.state is UNSHARDED:
             self.show_sharded()
         # Memory goes by `resize_(0)` of the storage: tensors that autograd has saved stay the same
@@ -609,8 +891,8 @@ class ParamGroup:
         self._taken_version = self._version()
         # A unit that another root has taken over has none yet; its all-gathers wait for the
         # forward that opens them, and that comes after this.
-        for source in self._inputs[:1]:
-            streams = source.comm_ctx.streams
+        if self._gather is not None:
+            streams = self._gather.streams
             copied = streams.event()
             copied.record(streams.current())
             copied.wait(streams.gather)

@@ -21,27 +21,27 @@ from functools import lru_cache
 
 import torch
 
-from shardgrad.engine.all_gather import AllGather, AllGatherInput
 from shardgrad.engine.buffers import Chunks
 from shardgrad.engine.comm_context import CollectiveConfig, CommContext
+from shardgrad.engine.param_group import AllGather
 from shardgrad.engine.transports import MessageTag, Transport, Work
-from shardgrad.features.offload import OffloadedInput
+from shardgrad.features.offload import OffloadedGather
 from shardgrad.sharding.layout import ShardLayout
 from shardgrad.sharding.mesh import DataParallelMesh, TwoLevels
 
-__all__ = ["HfsdpInput", "OffloadedHfsdpInput", "OuterReduceScatter"]
+__all__ = ["HfsdpGather", "OffloadedHfsdpGather", "OuterReduceScatter"]
 
 
-class HfsdpInput(AllGatherInput):
+class HfsdpGather(AllGather):
     """What a rank gathers from over the inner axis: the chunks of its outer ranks, side by side.
 
     Args:
         chunk: this rank's own, which the outer axis gathers.
-        mesh, dtype, tag, comm_ctx, collectives: see `AllGatherInput`.
+        mesh, dtype, tag, comm_ctx, collectives: see `AllGather`.
     """
 
     supports_zero_copy = False
-    _outer_input: type[AllGatherInput] = AllGatherInput
+    _outer_gather: type[AllGather] = AllGather
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class HfsdpInput(AllGatherInput):
         self._levels = _two_levels(mesh)
         self._table: tuple[torch.Tensor, torch.Tensor] | None = None
         outer = self._levels.outer
-        self._own = self._outer_input(chunk, mesh, dtype, tag, comm_ctx, collectives, outer)
+        self._own = self._outer_gather(chunk, mesh, dtype, tag, comm_ctx, collectives, outer)
         with torch.inference_mode(mode=False):
             inner_shard = torch.empty(
                 outer.size() * chunk.numel(), dtype=dtype, device=comm_ctx.device
@@ -75,39 +75,39 @@ class HfsdpInput(AllGatherInput):
             return
         streams = self.comm_ctx.streams
         self._filled.wait(streams.gather)
-        gather = AllGather(self._own, name, _nothing)
+        self._own.launch(name, _nothing)
         with streams.on(streams.gather), torch.no_grad():
             try:
-                self.chunk.copy_(gather.wait(streams.gather))
+                self.chunk.copy_(self._own.wait(streams.gather))
             finally:
-                gather.release(streams.gather)
+                self._own.release(streams.gather)
             self._filled.record(streams.gather)
         self._version = version
 
     def table(self, layout: ShardLayout) -> torch.Tensor:
-        """See `AllGatherInput`: what was gathered are inner shards."""
+        """See `AllGather`: what was gathered are inner shards."""
         if self._table is None or self._table[0] is not layout.table:
             chunk_numel = self._own.chunk.numel()
             self._table = layout.table, _for_inner_shards(layout.table, chunk_numel, self._levels)
         return self._table[1]
 
     def forget(self) -> None:
-        """See `AllGatherInput`."""
+        """See `AllGather`."""
         self._version = None
 
     def wait_until_read(self) -> None:
-        """See `AllGatherInput`."""
+        """See `AllGather`."""
         self._own.wait_until_read()
 
     def memory(self) -> Iterator[tuple[str, torch.UntypedStorage]]:
-        """See `AllGatherInput`."""
+        """See `AllGather`."""
         yield "inner shards", self.chunk.untyped_storage()
 
 
-class OffloadedHfsdpInput(HfsdpInput):
+class OffloadedHfsdpGather(HfsdpGather):
     """The same, from shards on the host."""
 
-    _outer_input = OffloadedInput
+    _outer_gather = OffloadedGather
 
 
 def _nothing() -> None:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from shardgrad.engine.all_gather import AllGatherInput
 from shardgrad.engine.buffers import Chunks, Slot
 from shardgrad.engine.comm_context import CollectiveConfig, CommContext
+from shardgrad.engine.param_group import AllGather
 from shardgrad.engine.transports import MessageTag
 from shardgrad.sharding.mesh import DataParallelMesh
 
-__all__ = ["OffloadedInput"]
+__all__ = ["OffloadedGather"]
 
 
-class OffloadedInput(AllGatherInput):
+class OffloadedGather(AllGather):
     """A shard in host memory, copied to the device for each all-gather, and cast there."""
 
     supports_zero_copy = False
@@ -37,7 +37,7 @@ class OffloadedInput(AllGatherInput):
         self._read = comm_ctx.streams.event()
 
     def stage(self, slot: Slot, staging: Chunks) -> torch.Tensor:
-        """See `AllGatherInput`."""
+        """See `AllGather`."""
         chunk = self.chunk
         if chunk.dtype != self.dtype:
             [landing] = slot.take((chunk.dtype, 1, chunk.numel()))
@@ -47,5 +47,5 @@ class OffloadedInput(AllGatherInput):
         return sent
 
     def wait_until_read(self) -> None:
-        """See `AllGatherInput`."""
+        """See `AllGather`."""
         self._read.wait_on_host()

@@ -9,11 +9,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from shardgrad.engine.all_gather import AllGather, AllGatherInput
 from shardgrad.engine.buffers import RecurringBuffer
 from shardgrad.engine.comm_context import CollectiveConfig, CommContext
 from shardgrad.engine.param import FSDPParam, mark_post_forward
-from shardgrad.engine.param_group import GroupSpec, ParamGroup, ParamState
+from shardgrad.engine.param_group import AllGather, GroupSpec, ParamGroup, ParamState
 from shardgrad.engine.transports import MessageTag
 from shardgrad.sharding.layout import ShardLayout
 from shardgrad.sharding.mesh import DataParallelMesh
@@ -22,7 +21,7 @@ from shardgrad.sharding.param_sharding import sharding_of
 __all__ = ["PostForwardGroup"]
 
 
-class PostForwardInput(AllGatherInput):
+class PostForwardGather(AllGather):
     """This rank's chunk of a group over the smaller mesh; its memory is there between `fill` and
     `free`.
 
@@ -104,7 +103,7 @@ class PostForwardInput(AllGatherInput):
         self._buffer.free()
 
     def memory(self) -> Iterator[tuple[str, torch.UntypedStorage]]:
-        """See `AllGatherInput`."""
+        """See `AllGather`."""
         yield "post-forward shards", self._buffer.tensor.untyped_storage()
 
 
@@ -124,7 +123,7 @@ class PostForwardGroup(ParamGroup):
         mesh_after_forward: DataParallelMesh | None,
     ) -> None:
         self.mesh_after_forward = mesh_after_forward
-        self._smaller: PostForwardInput | None = None
+        self._smaller: PostForwardGather | None = None
         self._is_over_fewer = False  # modules register the parameters over fewer ranks
         super().__init__(params, spec)
 
@@ -150,8 +149,8 @@ class PostForwardGroup(ParamGroup):
         """Reshards to fewer ranks."""
         if self.mesh_after_forward is None:
             self.reshard()
-        elif self.state is ParamState.UNSHARDED:
-            smaller = self._smaller_input(self._inputs[0].comm_ctx, self.mesh_after_forward)
+        elif self.state is ParamState.UNSHARDED and self._gather is not None:
+            smaller = self._smaller_gather(self._gather.comm_ctx, self.mesh_after_forward)
             smaller.fill()
             self.reshard()
             smaller.register()
@@ -171,7 +170,7 @@ class PostForwardGroup(ParamGroup):
         """See `ParamGroup`."""
         self.mesh_after_forward = None
 
-    def _smaller_input(self, comm_ctx: CommContext, mesh: DataParallelMesh) -> PostForwardInput:
+    def _smaller_gather(self, comm_ctx: CommContext, mesh: DataParallelMesh) -> PostForwardGather:
         if self._smaller is None or self._smaller.comm_ctx is not comm_ctx:
             shardings = [p.sharding for p in self.params]
             layout = ShardLayout.of(
@@ -182,7 +181,7 @@ class PostForwardGroup(ParamGroup):
                 dims=[sharding.dim for sharding in shardings],
             )
             dtype, tag = self.gather_dtype, self._regather_tag
-            self._smaller = PostForwardInput(
+            self._smaller = PostForwardGather(
                 self.params, layout, mesh, dtype, tag, comm_ctx, self.collectives
             )
         return self._smaller
@@ -190,14 +189,14 @@ class PostForwardGroup(ParamGroup):
     def _launch(self, comm_ctx: CommContext, version: tuple[int, int]) -> AllGather:
         if self._smaller is not None and self._is_over_fewer:
             self._smaller.follow()
-            return AllGather(self._smaller, self.name, self.wait_for_unshard)
+            self._smaller.launch(self.name, self.wait_for_unshard)
+            return self._smaller
         return super()._launch(comm_ctx, version)
 
     def _fill(self, gathered: torch.Tensor, gather: AllGather) -> None:
-        source = gather.source
-        if isinstance(source, PostForwardInput):
-            self._unsharded_params(gather.streams).fill(gathered, source.layout, source)
-            source.free()
+        if isinstance(gather, PostForwardGather):
+            self._unsharded_params(gather.streams).fill(gathered, gather.layout, gather)
+            gather.free()
             self._is_over_fewer = False
         else:
             super()._fill(gathered, gather)

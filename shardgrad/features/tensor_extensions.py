@@ -30,11 +30,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardgrad.engine.all_gather import AllGather, AllGatherInput, UnshardedMemory
 from shardgrad.engine.buffers import RecurringBuffer
 from shardgrad.engine.comm_context import CommContext
 from shardgrad.engine.param import FSDPParam, is_extension, local_of, mark_sharded, mark_unsharded
-from shardgrad.engine.param_group import ParamGroup
+from shardgrad.engine.param_group import AllGather, ParamGroup, UnshardedMemory
 from shardgrad.engine.streams import Streams
 from shardgrad.errors import ExtensionError, unsupported
 from shardgrad.features.post_forward import PostForwardGroup
@@ -235,9 +234,9 @@ class ExtensionGroup(ParamGroup):
                     into.view(tensor.dtype).copy_(tensor.reshape(-1))
         return super()._launch(comm_ctx, version)
 
-    def _make_inputs(self, comm_ctx: CommContext) -> list[AllGatherInput]:
+    def _make_gather(self, comm_ctx: CommContext) -> AllGather:
         tag = self._gather_tag
-        return [AllGatherInput(self.shard, self.mesh, _BYTE, tag, comm_ctx, self.collectives)]
+        return AllGather(self.shard, self.mesh, _BYTE, tag, comm_ctx, self.collectives)
 
     def _ask(self, p: FSDPParam) -> tuple[Sequence[torch.Tensor], Any]:
         local: Any = local_of(p.sharded)
@@ -308,7 +307,7 @@ class ExtensionGroup(ParamGroup):
             )
         with torch.inference_mode(mode=False):
             memory.allocate()
-            chunks = gathered.view(-1, gather.source.chunk.numel())
+            chunks = gathered.view(-1, gather.chunk.numel())
             into: list[torch.Tensor] = []
             pieces: list[torch.Tensor] = []
             for place in (place for inputs in self._tensors for place in inputs):

@@ -12,7 +12,7 @@ is sharded evenly on its outermost dim, its pieces in rank order *are* the param
 Which parameters are zero-copy is a fact of shapes, dtypes and the mesh, the same on every rank, and
 so are the sizes and the order of messages: first the packed one, which carries the touched flags,
 then one for each zero-copy parameter. What a message could not carry as it is goes into the packed
-one like all others: parameters whose `AllGatherInput` says that it does not support zero-copy, and
+one like all others: parameters whose `AllGather` says that it does not support zero-copy, and
 gradients that are cast or divided before they are sent, or that were summed on this rank before.
 """
 

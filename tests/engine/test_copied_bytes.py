@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardgrad.engine.all_gather import ZeroCopyGather
+from shardgrad.engine.param_group import ZeroCopyGather
 from shardgrad.sharding import zero_copy
 from shardgrad.sharding.layout import ALIGNMENT_NBYTES, TAG_NUMEL
 from tests.support.parity import FSDP2, SHARDGRAD, Engine, stack
