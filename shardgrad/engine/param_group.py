@@ -103,6 +103,9 @@ class AllGather:
 
     Attributes:
         chunk: 1-D, this rank's, with room for the tag at its end; it travels in `dtype`.
+        layout: of the parameters that are in the chunks.
+        table: with which `ops.unpack` reads what was gathered.
+        zero_copy: of parameters that are not in the chunks; None if all are.
         process_group: the ranks that gather; by default those of the mesh.
         transport, ring: what the message goes through, and where it is staged.
         staged_chunks: chunks of the slot that an all-gather needs; 0 if the shard is read where it
@@ -120,6 +123,7 @@ class AllGather:
     def __init__(
         self,
         chunk: torch.Tensor,
+        layout: ShardLayout,
         mesh: DataParallelMesh,
         dtype: torch.dtype,
         tag: MessageTag,
@@ -128,6 +132,9 @@ class AllGather:
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.chunk = chunk
+        self.layout = layout
+        self.table = layout.table
+        self.zero_copy: ZeroCopyGather | None = None
         self.dtype = dtype
         self.tag = tag
         self.comm_ctx = comm_ctx
@@ -154,14 +161,11 @@ class AllGather:
             return self.chunk
         return staging.part(self.transport.rank).copy_(self.chunk, non_blocking=True)
 
-    def launch(
-        self, name: str, finish: Callable[[], None], zero_copy: ZeroCopyGather | None = None
-    ) -> None:
+    def launch(self, name: str, finish: Callable[[], None]) -> None:
         """Starts an all-gather of the unit `name`.
 
         `finish` is called when another all-gather needs the slot; it has to `wait` and to
-        `release`. Parameters in `zero_copy` are not in the chunks: they are gathered into memory
-        that the gather stream may write.
+        `release`. Zero-copy parameters are gathered into memory that the gather stream may write.
 
         Streams: copies and collective go to the gather stream, after the parameters were last
         written. Capture: safe once slots have grown.
@@ -180,10 +184,10 @@ class AllGather:
             sent = self.stage(slot, staging)
             self._gathered = staging.whole if transport.gather_chunks else sent
             messages = [(sent, staging, self.tag)]
-            if zero_copy is not None:
-                messages += zero_copy.messages(transport.rank)
+            if self.zero_copy is not None:
+                messages += self.zero_copy.messages(transport.rank)
             self._works = []
-            with NOTHING if zero_copy is None else transport.together(messages):
+            with NOTHING if self.zero_copy is None else transport.together(messages):
                 # The large ones go to their places; under NCCL all of them are one launch.
                 for each in messages:
                     self._works.append(transport.all_gather(*each))
@@ -209,10 +213,6 @@ class AllGather:
         if self._works or not self.ring.keeps:
             # If it failed, some may be on their way.
             self._slot.give_back(is_written=bool(self._works))
-
-    def table(self, layout: ShardLayout) -> torch.Tensor:
-        """Returns the table with which `ops.unpack` reads what was gathered."""
-        return layout.table
 
     def forget(self) -> None:
         """Forgets what is kept of the parameters between steps."""
@@ -240,7 +240,7 @@ class ZeroCopyGather:
         self._layout, self._shard, self._unsharded = layout, shard, unsharded
         self._own_places: torch.Tensor | None = None
         self._tags = [MessageTag(f"all-gather of {name}") for name in names]
-        # Views are made here once: addresses of shard and unsharded memory do not change.
+        # Views are made once: a group that gets another shard or buffer makes another all-gather.
         pieces = [layout.pieces[i] for i in layout.zero_copy]
         self._sent = [shard.narrow(0, p.shard_offset, p.shard_numel) for p in pieces]
         whole = (unsharded.narrow(0, p.unsharded_offset, p.numel) for p in pieces)
@@ -308,56 +308,50 @@ class UnshardedParams(UnshardedMemory):
     [Note: Unsharded parameters].
 
     The buffer has `dtype`, bytes if the parameters travel as bytes; the tensors have the
-    parameters' dtype. `zero_copy` has the all-gathers of zero-copy parameters; None if there are
-    none.
+    parameters' dtype.
     """
 
     def __init__(
         self,
         params: Sequence[FSDPParam],
         layout: ShardLayout,
-        shard: torch.Tensor,
         dtype: torch.dtype,
         device: torch.device,
         streams: Streams,
     ) -> None:
         buffer = RecurringBuffer.empty(layout.unsharded_numel, dtype, device, streams)
         super().__init__([buffer], streams)
-        self._flat = buffer.tensor
+        self.flat = buffer.tensor
         self._travel_as_bytes = travels_as_bytes(params[0].sharded.dtype)
         # Made for training even if the first forward is an evaluation in inference mode.
         with torch.inference_mode(mode=False):
-            for p, view in zip(params, layout.unsharded_views(self._flat), strict=True):
+            for p, view in zip(params, layout.unsharded_views(self.flat), strict=True):
                 # `.data` gives the view another version counter.
                 unsharded = p.sharding.unsharded_tensor(from_bytes(view, p.sharded.dtype).data)
                 # Made once: autograd graphs, hooks and the collector know these objects, whose
                 # memory comes and goes.
                 p.unsharded = nn.Parameter(unsharded, requires_grad=p.sharded.requires_grad)
                 mark_unsharded(p.unsharded, p)
-            names = [params[i].name for i in layout.zero_copy]
-            self.zero_copy = ZeroCopyGather(names, layout, shard, self._flat) if names else None
 
-    def fill(self, gathered: torch.Tensor, layout: ShardLayout, source: AllGather) -> None:
-        """Copies the parameters out of what was gathered from `source`: 1-D, the chunks of all
-        ranks side by side.
-
-        `layout` may leave out zero-copy parameters, which are there already.
+    def fill(self, gathered: torch.Tensor, gather: AllGather) -> None:
+        """Copies the parameters out of what was gathered: 1-D, the chunks of all ranks side by
+        side. Zero-copy parameters are there already.
 
         Streams: on the current one.
         """
         # As late as this, if nothing was gathered in place: while its chunks travel, the next unit
         # takes no memory here.
         self.buffers[0].allocate()
-        table, chunk_numel = source.table(layout), source.chunk.numel()
+        chunk_numel = gather.chunk.numel()
         if self._travel_as_bytes:
             # Bytes are only carried, in rows, and there is nothing to cast.
-            unpack_rows(gathered, self._flat, table.tolist(), chunk_numel)
+            unpack_rows(gathered, self.flat, gather.table.tolist(), chunk_numel)
         else:
-            ops.unpack(gathered, self._flat, table, chunk_numel=chunk_numel)
-        if layout.strided:
+            ops.unpack(gathered, self.flat, gather.table, chunk_numel=chunk_numel)
+        if gather.layout.strided:
             from shardgrad.sharding.strided_pack import unpack_strided
 
-            unpack_strided(gathered, self._flat, layout)
+            unpack_strided(gathered, self.flat, gather.layout)
         self._filled.record(self._streams.current())
 
 
@@ -722,27 +716,28 @@ class ParamGroup:
         if gather is None or gather.comm_ctx is not comm_ctx:
             gather = self._gather = self._make_gather(comm_ctx)
         gather.refresh(self.name, version)
-        zero_copy = None
-        if self._sends_zero_copy:
+        if gather.zero_copy is not None:
             # What is gathered in place needs its memory before the gather, and not only before the
             # copy-out.
-            unsharded = self._unsharded_params(comm_ctx.streams)
-            unsharded.allocate_for(comm_ctx.streams.gather)
-            zero_copy = unsharded.zero_copy
-        gather.launch(self.name, self.wait_for_unshard, zero_copy)
+            self._unsharded_params(comm_ctx.streams).allocate_for(comm_ctx.streams.gather)
+        gather.launch(self.name, self.wait_for_unshard)
         return gather
-
-    @property
-    def _sends_zero_copy(self) -> bool:
-        """True if zero-copy parameters are gathered by themselves."""
-        return bool(self.layout.zero_copy) and self.collectives.gathers_plainly
 
     def _make_gather(self, comm_ctx: CommContext) -> AllGather:
         """Returns the all-gather of the shard, or of what zero-copy parameters leave of it."""
-        skipped = self.layout.packed_offset if self._sends_zero_copy else 0
-        chunk = self.shard.narrow(0, skipped, self.layout.chunk_numel - skipped)
-        dtype, tag = self.gather_dtype, self._gather_tag
-        return self.spec.all_gather(chunk, self.mesh, dtype, tag, comm_ctx, self.collectives)
+        layout, chunk, zero_copy = self.layout, self.shard, None
+        if layout.zero_copy and self.collectives.gathers_plainly:
+            names = [self.params[i].name for i in layout.zero_copy]
+            unsharded = self._unsharded_params(comm_ctx.streams)
+            unsharded.allocate()  # no view is made of memory that is gone
+            zero_copy = ZeroCopyGather(names, layout, self.shard, unsharded.flat)
+            skipped = layout.packed_offset
+            chunk = self.shard.narrow(0, skipped, layout.chunk_numel - skipped)
+            layout = layout.packed
+        dtype, tag, collectives = self.gather_dtype, self._gather_tag, self.collectives
+        gather = self.spec.all_gather(chunk, layout, self.mesh, dtype, tag, comm_ctx, collectives)
+        gather.zero_copy = zero_copy
+        return gather
 
     def wait_for_unshard(self) -> None:
         """Ends the all-gather: parameters are unsharded and registered afterwards.
@@ -777,16 +772,13 @@ class ParamGroup:
 
     def _fill(self, gathered: torch.Tensor, gather: AllGather) -> None:
         """Copies the chunks of all ranks into the unsharded parameters, on the current stream."""
-        layout = self.layout.packed if self._sends_zero_copy else self.layout
-        self._unsharded_params(gather.streams).fill(gathered, layout, gather)
+        self._unsharded_params(gather.streams).fill(gathered, gather)
 
     def _unsharded_params(self, streams: Streams) -> UnshardedParams:
         """Returns the unsharded parameters' memory and objects, made at the first call."""
         if not isinstance(self._unsharded, UnshardedParams):
             device, dtype = self.mesh.device, self.gather_dtype
-            self._unsharded = UnshardedParams(
-                self.params, self.layout, self.shard, dtype, device, streams
-            )
+            self._unsharded = UnshardedParams(self.params, self.layout, dtype, device, streams)
         return self._unsharded
 
     def has_memory_of(self, tensor: torch.Tensor) -> bool:
@@ -813,7 +805,7 @@ class ParamGroup:
             # The gather has read the shard, which the program may write next.
             gather.wait(gather.streams.current())
             gather.release(gather.streams.gather)
-            if self._sends_zero_copy:
+            if gather.zero_copy is not None:
                 self._free()
 
     def wait_until_read(self) -> None:

@@ -120,8 +120,8 @@ class RootContext:
         before = self.comm_ctx.is_captured
         self.comm_ctx.is_captured = is_capturing(self.comm_ctx.device)
         for grads in self.grad_groups:
-            if grads.shard is not None:
-                grads.shard.look(is_captured=self.comm_ctx.is_captured)
+            if (shard := grads.shard) is not None:
+                shard.look(is_captured=self.comm_ctx.is_captured)
         return self.comm_ctx.is_captured != before
 
     def require_awake(self) -> None:
@@ -140,7 +140,7 @@ class RootContext:
         Streams: those that it was allocated on wait for the current one, and for the optimizer's.
         Capture: safe; memory that is there is kept at its address, and none is freed.
         """
-        shards = [grads.shard for grads in self.grad_groups if grads.shard is not None]
+        shards = [shard for grads in self.grad_groups if (shard := grads.shard) is not None]
         left = self.scheduler.left
         free = [shard for shard in (*shards, *left) if shard.may_be_freed]
         if not (free or left) or self.scheduler.is_any_in_flight:
@@ -211,8 +211,12 @@ class RootContext:
         """
         if self.keep_unsharded or self.scheduler.reads_again:
             return False
-        is_kept = unit is self.root or unit is self._first_in_backward()
-        return unit.reshards_after_forward(is_kept=is_kept)
+        # The program has called `unshard()` itself, and reads the parameters after forward too.
+        if unit.held and torch.is_grad_enabled():
+            return False
+        if unit.reshard_after_forward is not None:
+            return unit.reshard_after_forward
+        return unit is not self.root and unit is not self._first_in_backward()
 
     def _first_in_backward(self) -> Unit | None:
         """Returns the unit that stays gathered for the backward, which begins with it, if one does.

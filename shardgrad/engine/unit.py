@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -174,17 +173,6 @@ class Unit:
             group.reshard_if_stale()
             grads.refresh_trainable()
         return replaced
-
-    def reshards_after_forward(self, *, is_kept: bool) -> bool:
-        """Returns whether its parameters are resharded once its forward is over.
-
-        Not where the program holds them for a backward. `is_kept` is the root's answer where
-        neither the program nor `fully_shard` has given one.
-        """
-        # The program has called `unshard()` itself, and reads the parameters after forward too.
-        if self.held and torch.is_grad_enabled():
-            return False
-        return not is_kept if self.reshard_after_forward is None else self.reshard_after_forward
 
     def finish_backward(self, *, is_read_again: bool) -> None:
         """Frees, at the end of a backward, unsharded parameters that are not to be kept."""

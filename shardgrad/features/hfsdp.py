@@ -37,7 +37,7 @@ class HfsdpGather(AllGather):
 
     Args:
         chunk: this rank's own, which the outer axis gathers.
-        mesh, dtype, tag, comm_ctx, collectives: see `AllGather`.
+        layout, mesh, dtype, tag, comm_ctx, collectives: see `AllGather`.
     """
 
     supports_zero_copy = False
@@ -46,6 +46,7 @@ class HfsdpGather(AllGather):
     def __init__(
         self,
         chunk: torch.Tensor,
+        layout: ShardLayout,
         mesh: DataParallelMesh,
         dtype: torch.dtype,
         tag: MessageTag,
@@ -53,14 +54,17 @@ class HfsdpGather(AllGather):
         collectives: CollectiveConfig,
     ) -> None:
         self._levels = _two_levels(mesh)
-        self._table: tuple[torch.Tensor, torch.Tensor] | None = None
         outer = self._levels.outer
-        self._own = self._outer_gather(chunk, mesh, dtype, tag, comm_ctx, collectives, outer)
+        self._own = self._outer_gather(
+            chunk, layout, mesh, dtype, tag, comm_ctx, collectives, outer
+        )
         with torch.inference_mode(mode=False):
             inner_shard = torch.empty(
                 outer.size() * chunk.numel(), dtype=dtype, device=comm_ctx.device
             )
-        super().__init__(inner_shard, mesh, dtype, tag, comm_ctx, collectives)
+        super().__init__(inner_shard, layout, mesh, dtype, tag, comm_ctx, collectives)
+        # What is gathered are inner shards.
+        self.table = _for_inner_shards(layout.table, chunk.numel(), self._levels)
         self._filled = self.ready = comm_ctx.streams.event()
         self._filled.record(comm_ctx.streams.current())  # what had this memory before is here
         self._version: object = None
@@ -83,13 +87,6 @@ class HfsdpGather(AllGather):
                 self._own.release(streams.gather)
             self._filled.record(streams.gather)
         self._version = version
-
-    def table(self, layout: ShardLayout) -> torch.Tensor:
-        """See `AllGather`: what was gathered are inner shards."""
-        if self._table is None or self._table[0] is not layout.table:
-            chunk_numel = self._own.chunk.numel()
-            self._table = layout.table, _for_inner_shards(layout.table, chunk_numel, self._levels)
-        return self._table[1]
 
     def forget(self) -> None:
         """See `AllGather`."""

@@ -9,6 +9,7 @@ from shardgrad.engine.buffers import Chunks, Slot
 from shardgrad.engine.comm_context import CollectiveConfig, CommContext
 from shardgrad.engine.param_group import AllGather
 from shardgrad.engine.transports import MessageTag
+from shardgrad.sharding.layout import ShardLayout
 from shardgrad.sharding.mesh import DataParallelMesh
 
 __all__ = ["OffloadedGather"]
@@ -22,6 +23,7 @@ class OffloadedGather(AllGather):
     def __init__(
         self,
         chunk: torch.Tensor,
+        layout: ShardLayout,
         mesh: DataParallelMesh,
         dtype: torch.dtype,
         tag: MessageTag,
@@ -29,7 +31,7 @@ class OffloadedGather(AllGather):
         collectives: CollectiveConfig,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        super().__init__(chunk, mesh, dtype, tag, comm_ctx, collectives, process_group)
+        super().__init__(chunk, layout, mesh, dtype, tag, comm_ctx, collectives, process_group)
         # On the device also where nothing is sent, and there first as it is on the host.
         self.staged_chunks = self.staged_chunks or 1
         landing = 0 if chunk.dtype == dtype else chunk.numel() * chunk.itemsize

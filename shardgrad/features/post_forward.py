@@ -45,14 +45,13 @@ class PostForwardGather(AllGather):
         comm_ctx: CommContext,
         collectives: CollectiveConfig,
     ) -> None:
-        self.layout = layout
         self._mesh = mesh
         self._params = params
         self._streams = comm_ctx.streams
         self._buffer = RecurringBuffer.empty(
             layout.chunk_numel, dtype, mesh.device, comm_ctx.streams
         )
-        super().__init__(self._buffer.tensor, mesh, dtype, tag, comm_ctx, collectives)
+        super().__init__(self._buffer.tensor, layout, mesh, dtype, tag, comm_ctx, collectives)
         self._filled = self.ready = comm_ctx.streams.event()
         with torch.inference_mode(mode=False):
             self._views = layout.local_views(self.chunk, mesh.shard_rank)
@@ -194,9 +193,7 @@ class PostForwardGroup(ParamGroup):
         return super()._launch(comm_ctx, version)
 
     def _fill(self, gathered: torch.Tensor, gather: AllGather) -> None:
+        super()._fill(gathered, gather)
         if isinstance(gather, PostForwardGather):
-            self._unsharded_params(gather.streams).fill(gathered, gather.layout, gather)
             gather.free()
             self._is_over_fewer = False
-        else:
-            super()._fill(gathered, gather)

@@ -235,8 +235,8 @@ class ExtensionGroup(ParamGroup):
         return super()._launch(comm_ctx, version)
 
     def _make_gather(self, comm_ctx: CommContext) -> AllGather:
-        tag = self._gather_tag
-        return AllGather(self.shard, self.mesh, _BYTE, tag, comm_ctx, self.collectives)
+        tag, collectives = self._gather_tag, self.collectives
+        return AllGather(self.shard, self.layout, self.mesh, _BYTE, tag, comm_ctx, collectives)
 
     def _ask(self, p: FSDPParam) -> tuple[Sequence[torch.Tensor], Any]:
         local: Any = local_of(p.sharded)

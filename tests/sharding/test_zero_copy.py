@@ -102,6 +102,23 @@ def test_two_ranks_train_to_the_bits_of_fsdp2(two_ranks: Ranks, options: dict[st
     two_ranks.run(same_bits_as_fsdp2, train_stack, **options)
 
 
+@pytest.mark.parametrize("dtype", [None, BF16], ids=["as they are", "cast on the way"])
+@on_ranks(2)
+def test_weights_assigned_after_a_step_are_those_that_are_gathered(
+    dtype: torch.dtype | None,
+) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=dtype, cast_forward_inputs=False)
+    with weights_direct():
+        model, plain = sharded_stack(SHARDGRAD, mp_policy=policy), stack(*SIZES)
+        x = SHARDGRAD.inputs(0, SIZES[0]).to(dtype or torch.float32)
+        model(x).sum().backward()
+        model.load_state_dict(
+            {name: -shard for name, shard in model.state_dict().items()}, assign=True
+        )
+        plain.load_state_dict({name: -weight for name, weight in plain.state_dict().items()})
+        assert torch.equal(model(x), plain.to(dtype)(x))
+
+
 @pytest.mark.parametrize(
     "options",
     [{}, {"reshard_after_forward": 2}, {"replicas": 2}, {"micro_batches": 2, "sync_each": False}],
