@@ -37,15 +37,9 @@ from shardgrad.engine.param import CLAIM, FSDPParam, is_extension, mark_sharded
 from shardgrad.engine.param_group import AllGather, GroupSpec, ParamGroup
 from shardgrad.engine.unit import Unit, attach_unit
 from shardgrad.errors import OptionError, unsupported
-from shardgrad.features.param_dtypes import (
-    dtypes_of,
-    keep_grad_dtypes,
-    refuse_late_grad_dtypes,
-    without_override,
-)
 from shardgrad.module import swap_class
 from shardgrad.ops.library import check_kernels
-from shardgrad.policies import GradientPolicy, ParamDtypes
+from shardgrad.policies import REDUCES_IN_GRAD_DTYPE, GradientPolicy, ParamDtypes
 from shardgrad.sharding.dtensor import require_own_shards, require_shards
 from shardgrad.sharding.mesh import DataParallelMesh, default_mesh
 from shardgrad.sharding.offload import ShardMemory
@@ -132,7 +126,12 @@ def fully_shard(
     names = {param: name for param, (name, _) in collected.params.items()}
     refuse_two_levels(names, stage)
     places = places_of(names, data_mesh, shard_placement_fn)
-    dtypes = dtypes_of(names, lambda p: (p.dtype, places[p].mesh), mp_policy, gradient_policy)
+    dtypes = dict.fromkeys(names, ParamDtypes(mp_policy, gradient_policy))
+    if REDUCES_IN_GRAD_DTYPE:
+        from shardgrad.features.param_dtypes import dtypes_of, without_override
+
+        dtypes = dtypes_of(names, lambda p: (p.dtype, places[p].mesh), mp_policy, gradient_policy)
+        mp_policy = without_override(mp_policy)
     refuse_combinations(names, places, dtypes, reshard_after_forward, stage)
     refuse_hooks(names.items())
     flag, _ = _reshard_plan(reshard_after_forward, data_mesh)
@@ -145,7 +144,7 @@ def fully_shard(
     for each in grouped:
         spec = _spec(places[each[0]].mesh, dtypes[each[0]], memory, stage)
         groups.append(_group([params[p] for p in each], spec, reshard_after_forward))
-    unit = HookedUnit(modules, groups, data_mesh, without_override(mp_policy), flag)
+    unit = HookedUnit(modules, groups, data_mesh, mp_policy, flag)
     unit.accept, unit.before_outermost_forward = _accept, _looks_of(unit, stage)
     _commit(unit, collected, grouped, ignored)
     return module
@@ -247,13 +246,19 @@ def _group(
         note()
     else:
         group.shard_params()
-    keep_grad_dtypes(group)
+    if REDUCES_IN_GRAD_DTYPE:
+        from shardgrad.features.param_dtypes import keep_grad_dtypes
+
+        keep_grad_dtypes(group)
     return group
 
 
 def _regroup(group: ParamGroup) -> Callable[[], list[ParamGroup]] | None:
     """At lazy init, refuses what has come too late, and gives new extensions a separate group."""
-    refuse_late_grad_dtypes(group)
+    if REDUCES_IN_GRAD_DTYPE:
+        from shardgrad.features.param_dtypes import refuse_late_grad_dtypes
+
+        refuse_late_grad_dtypes(group)
     if not any(is_extension(param) for p in group.params for param in p.registered()):
         return None
     from shardgrad.features.tensor_extensions import regroup

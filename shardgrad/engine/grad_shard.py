@@ -118,6 +118,7 @@ class GradShard:
         home: ShardMemory,
     ) -> None:
         self.params = [p.sharded for p in params]  # the trainable ones, in layout order
+        self.count = len(params)
         self._managed = list(params)  # the same
         self._layout = layout
         self.attribute = policy.attribute  # of a parameter: what its gradient is bound to
@@ -308,18 +309,16 @@ class GradShard:
 
         In a capture, it is noted what each replay has to part with.
         """
-        if self._is_persistent or not self.has_memory:
+        if self._is_persistent or self.memory is GradMemory.NONE:
             return
         if self.is_captured:
             bound = enumerate(self.bound())
             self._overwritten += [place for place, grad in bound if grad is None]
-        else:
-            self._part_with(self._kept(), reader)
+        elif kept := self._kept():
+            self._part_with(kept, reader)
 
     def _part_with(self, places: Sequence[int], reader: Stream) -> None:
         """Makes the memory of these places one that the program holds nothing of."""
-        if not places:
-            return
         if self.are_absent():
             self.free(reader)
         else:
@@ -367,7 +366,7 @@ class GradShard:
         """
         accumulate = self.prepare()
         # Memory comes as late as this, so that the peak at the loss has none of it.
-        if not self.has_memory:
+        if self.memory is GradMemory.NONE:
             with streams.on(self.stream):
                 self.allocate(zeroed=False)
             self._allocated = self._allocated or streams.event()
@@ -492,11 +491,6 @@ class GradShard:
         """Elements of `values`."""
         return self._layout.tail_offset
 
-    @property
-    def count(self) -> int:
-        """Number of parameters with a place."""
-        return len(self.params)
-
     def bound(self) -> list[torch.Tensor | None]:
         """Returns what is bound to the parameters, in order."""
         return list(map(self._gradient_of, self.params))
@@ -586,7 +580,8 @@ class GradShard:
                     where=self._name(min(places)),
                     fix="param.grad.copy_(other), or persistent=False",
                 )
-            self._part_with(sorted(places), self.current_stream())
+            if places:
+                self._part_with(sorted(places), self.current_stream())
         for place, grad in foreign:
             with torch.no_grad():
                 self.view(place).copy_(grad.to_local())

@@ -146,9 +146,6 @@ class AllGather:
         self.ready: StreamEvent | None = None
         self._works: list[Work] = []
 
-    def refresh(self, name: str, version: object) -> None:
-        """Brings the chunk of the unit `name` up to date with a version of the parameters."""
-
     def stage(self, slot: Slot, staging: Chunks) -> torch.Tensor:
         """Returns the chunk to send: a copy of the shard in `dtype`, in this rank's part of
         `staging`, or the shard itself, which the copy-out casts if nothing is sent.
@@ -161,8 +158,8 @@ class AllGather:
             return self.chunk
         return staging.part(self.transport.rank).copy_(self.chunk, non_blocking=True)
 
-    def launch(self, name: str, finish: Callable[[], None]) -> None:
-        """Starts an all-gather of the unit `name`.
+    def launch(self, name: str, version: object, finish: Callable[[], None]) -> None:
+        """Starts an all-gather of the unit `name`, whose parameters are of a `version`.
 
         `finish` is called when another all-gather needs the slot; it has to `wait` and to
         `release`. Zero-copy parameters are gathered into memory that the gather stream may write.
@@ -715,12 +712,11 @@ class ParamGroup:
         gather = self._gather
         if gather is None or gather.comm_ctx is not comm_ctx:
             gather = self._gather = self._make_gather(comm_ctx)
-        gather.refresh(self.name, version)
         if gather.zero_copy is not None:
             # What is gathered in place needs its memory before the gather, and not only before the
             # copy-out.
             self._unsharded_params(comm_ctx.streams).allocate_for(comm_ctx.streams.gather)
-        gather.launch(self.name, self.wait_for_unshard)
+        gather.launch(self.name, version, self.wait_for_unshard)
         return gather
 
     def _make_gather(self, comm_ctx: CommContext) -> AllGather:

@@ -330,7 +330,7 @@ class PairTransport(ExchangeTransport):
 
     def all_gather(self, chunk: torch.Tensor, staging: Chunks, tag: MessageTag) -> Work:
         """See `Transport.all_gather`."""
-        own, taken = staging.part(self.rank), staging.part(self._other)
+        own, taken = staging.parts[self.rank], staging.parts[self._other]
         # The copy-out reads all chunks from staging, this rank's own as well.
         if chunk is not own:
             own.copy_(chunk)
@@ -339,8 +339,7 @@ class PairTransport(ExchangeTransport):
 
     def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
         """See `Transport.reduce_scatter`. A sum of two has one order, whichever comes first."""
-        kept, given = send.part(self.rank), send.part(self._other)
-        taken = receive.part(0)
+        kept, given, taken = send.parts[self.rank], send.parts[self._other], receive.whole
         self._write(tag, send.ends, receive)
         return self._swap(given, taken, (kept, taken), receive, (self._other,), tag)
 

@@ -16,7 +16,7 @@ gradients once a reduction, and optimizer states take as little as if all ranks 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 
 import torch
@@ -69,17 +69,21 @@ class HfsdpGather(AllGather):
         self._filled.record(comm_ctx.streams.current())  # what had this memory before is here
         self._version: object = None
 
-    def refresh(self, name: str, version: object) -> None:
-        """Gathers over the outer axis, if the parameters are of another version.
+    def launch(self, name: str, version: object, finish: Callable[[], None]) -> None:
+        """Gathers over the outer axis, if the parameters are of another version, then over the
+        inner one.
 
-        Streams: everything goes to the gather stream. Over gloo the host waits.
+        Streams: everything goes to the gather stream. Over gloo the host waits for the outer axis.
         Capture: safe once slots have grown.
         """
-        if self._version == version:
-            return
+        if self._version != version:
+            self._gather_outer(name, version)
+        super().launch(name, version, finish)
+
+    def _gather_outer(self, name: str, version: object) -> None:
         streams = self.comm_ctx.streams
         self._filled.wait(streams.gather)
-        self._own.launch(name, _nothing)
+        self._own.launch(name, version, _nothing)
         with streams.on(streams.gather), torch.no_grad():
             try:
                 self.chunk.copy_(self._own.wait(streams.gather))

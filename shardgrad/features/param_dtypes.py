@@ -1,9 +1,9 @@
 """Dtypes of single parameters, from torch 2.15 on: the policy's `param_dtype_override_fn`, and
 `grad_dtype`.
 
-Parameters with different ones are in different param groups, each with a policy for all of its
-parameters. Without a `reduce_dtype` they are reduced, as in torch, in one that holds the gradients
-of all.
+`fully_shard.py` imports this file where torch has them. Parameters with different ones are in
+different param groups, each with a policy for all of its parameters. Without a `reduce_dtype` they
+are reduced, as in torch, in one that holds the gradients of all.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardgrad.engine.param_group import ParamGroup
 from shardgrad.errors import OptionError, UnsupportedParameterError
-from shardgrad.policies import REDUCES_IN_GRAD_DTYPE, GradientPolicy, ParamDtypes
+from shardgrad.policies import GradientPolicy, ParamDtypes
 
 __all__ = [
     "dtypes_of",
@@ -28,7 +28,7 @@ __all__ = [
     "without_override",
 ]
 
-_OVERRIDE = "param_dtype_override_fn"  # older torch does not have it
+_OVERRIDE = "param_dtype_override_fn"
 
 
 def dtypes_of(
@@ -115,7 +115,7 @@ def _grad_dtype(param: nn.Parameter, name: str, policy: MixedPrecisionPolicy) ->
 
 
 def _has_grad_dtype(param: torch.Tensor) -> bool:
-    if not (REDUCES_IN_GRAD_DTYPE and param.is_floating_point()):
+    if not param.is_floating_point():
         return False
     return bool(param._has_grad_dtype_override)  # type: ignore[attr-defined]
 
@@ -123,7 +123,7 @@ def _has_grad_dtype(param: torch.Tensor) -> bool:
 def keep_grad_dtypes(group: ParamGroup) -> None:
     """Gives sharded parameters the `grad_dtype` that a program has asked for."""
     policy = group.gradient_policy
-    if REDUCES_IN_GRAD_DTYPE and policy.dtype is not None and not policy.decoupled:
+    if policy.dtype is not None and not policy.decoupled:
         for p in group.params:
             p.sharded.grad_dtype = policy.dtype
 

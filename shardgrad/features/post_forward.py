@@ -188,7 +188,7 @@ class PostForwardGroup(ParamGroup):
     def _launch(self, comm_ctx: CommContext, version: tuple[int, int]) -> AllGather:
         if self._smaller is not None and self._is_over_fewer:
             self._smaller.follow()
-            self._smaller.launch(self.name, self.wait_for_unshard)
+            self._smaller.launch(self.name, version, self.wait_for_unshard)
             return self._smaller
         return super()._launch(comm_ctx, version)
 
