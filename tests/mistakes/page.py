@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tests.mistakes import building, optimizing, ranks_apart, running, saving
@@ -21,18 +22,23 @@ APART = [name for name, each in MISTAKES.items() if each.program.__module__ == r
 TOGETHER = [name for name in MISTAKES if name not in APART]  # leave the group as it was
 
 
-def _row(each: Mistake) -> str:
-    says, cure = (f"`{text.replace('`', '').replace('|', '/')}`" for text in (each.says, each.cure))
-    return f"| {each.typed} | {says} | {cure} |\n"
+def _rows(mistakes: Iterable[Mistake]) -> Iterator[str]:
+    """Yields a row for each answer, with all that is typed to get it."""
+    typed: dict[tuple[str, str], list[str]] = {}
+    for each in mistakes:
+        typed.setdefault((each.says, each.cure), []).append(each.typed)
+    for answer, programs in typed.items():
+        says, cure = (f"`{text.replace('`', '').replace('|', '/')}`" for text in answer)
+        yield f"| {'; '.join(programs)} | {says} | {cure} |\n"
 
 
 def table() -> str:
     """Returns a table for each kind of mistake."""
     parts = []
     for title, module in PARTS.items():
-        rows = [
-            _row(each) for each in MISTAKES.values() if each.program.__module__ == module.__name__
-        ]
+        rows = _rows(
+            each for each in MISTAKES.values() if each.program.__module__ == module.__name__
+        )
         parts.append(
             f"\n### {title}\n\n| typed | the first line begins with | cure "
             f"|\n|---|---|---|\n{''.join(rows)}"
