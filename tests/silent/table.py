@@ -181,9 +181,7 @@ def written(
         lines.append(_row([f"**{topic}**", *[""] * (len(columns) + 1)]))
         lines += [_line(name, columns) for name in cases]
     lines.append("")
-    lines += [_WHAT_AUDITS_FIND, *_audits(audits), "", _WHAT_HAPPENS_HERE]
-    for topic in _TOPICS.values():
-        lines += [line for name in topic for line in _here(name, columns[OURS][name])]
+    lines += [_WHAT_AUDITS_FIND, *_audits(audits)]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -204,15 +202,6 @@ def _cell(engine: str, found: Mapping[str, Any]) -> str:
         if engine == OURS and found["verdict"] == "refused"
         else words
     )
-
-
-def _here(name: str, found: Mapping[str, Any]) -> list[str]:
-    """Returns what this engine says, where it says something."""
-    title = case(name).title.rstrip(".")
-    if found["verdict"].endswith("warned"):
-        first = next((line for line in found["warned"] if "shardgrad" in line), found["warned"][0])
-        return [f'- {title}: "{first.removeprefix("shardgrad: ").split(". ")[0]}".']
-    return []
 
 
 def _counted(columns: Mapping[str, Mapping[str, Any]]) -> str:
@@ -264,8 +253,9 @@ record, `benchmarks/results/silent.jsonl`. This project is *never silently wrong
 such a mistake in a program of your own, with any engine: [audit it](../how_to/check_a_program.md).
 
 *Wrong* is other numbers, without a word; *wrong, warns* other numbers, and a warning that a program without a mistake
-does not get. *Hangs* is no end and no word within 13 seconds; *hangs, warns* waits, and says for what. *Backend fails* is
-gloo's own error, such as a lost connection; over NCCL, a hang. A refusal is any other exception.
+does not get. *Hangs* is no end and no word within 13 seconds; *hangs, warns* waits, and [says for
+what](../how_to/read_an_error.md#one-rank-does-what-the-others-do-not). *Backend fails* is gloo's own error, such as a
+lost connection; over NCCL, a hang. A refusal is any other exception.
 
 {counts}
 
@@ -282,8 +272,4 @@ _WHAT_AUDITS_FIND = """\
 
 `shardgrad doctor --audit` [runs a program with its engine, whichever it is, and without](../how_to/check_a_program.md).
 What it says of these programs, where they end (`python -m tests.silent --audit`, record `benchmarks/results/audit.jsonl`):
-"""
-
-_WHAT_HAPPENS_HERE = """\
-## What warnings say here
 """
