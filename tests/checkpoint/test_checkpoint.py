@@ -157,36 +157,6 @@ def newest(series: checkpoint.Series) -> int:
     return int(ours["n"])
 
 
-def test_a_folder_that_cannot_take_its_name_leaves_the_old_one_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checkpoint.save(small(1), tmp_path / "c")
-    rename = Path.rename
-
-    def fails(self: Path, target: Path) -> Path:
-        if self.name == "c.tmp":
-            raise OSError(28, "No space left on device")
-        return rename(self, target)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "rename", fails)
-        with pytest.raises(CheckpointSaveError, match="No space left"):
-            checkpoint.save(small(2), tmp_path / "c")
-    assert checkpoint.load(small(0), tmp_path / "c")["n"] == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["c"]
-
-
-def test_what_replaced_nothing_whole_is_not_taken_for_a_replacement(tmp_path: Path) -> None:
-    """Somebody began to copy what an interruption had left, and was interrupted too."""
-    series = checkpoint.Series(tmp_path)
-    checkpoint.save(small(1), series.path_of(1))
-    series.path_of(1).rename(tmp_path / "step_000001.replaced")
-    series.path_of(1).mkdir()
-    (series.path_of(1) / DATA).write_bytes(b"")
-    series.recover()
-    assert newest(series) == 1
-
-
 def test_a_checkpoint_may_take_the_place_of_the_folder_one_is_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,12 +166,14 @@ def test_a_checkpoint_may_take_the_place_of_the_folder_one_is_in(
     assert checkpoint.load(small(0), tmp_path / "here")["n"] == 1
 
 
-def test_a_name_that_is_taken_by_something_else_is_left_alone(tmp_path: Path) -> None:
+def test_a_name_that_is_taken_is_left_alone(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
-    with pytest.raises(CheckpointSaveError, match="is not a checkpoint"):
-        checkpoint.save(small(1), tmp_path / "mine")
+    for taken in (tmp_path / "mine", saved):
+        with pytest.raises(CheckpointSaveError, match="exists already"):
+            checkpoint.save(small(1), taken)
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "years of work"
+    assert same(checkpoint.load(state(1), saved), state())
 
 
 def test_what_is_no_data_is_refused_before_anything_is_written(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ import torch
 
 from shardgrad import checkpoint
 from shardgrad.errors import CheckpointError, CheckpointSaveError
-from shardgrad.programs.checkpoint import Series, folder
+from shardgrad.programs.checkpoint import Series
 from shardgrad.programs.checkpoint.folder import Publication
 from shardgrad.programs.checkpoint.lock import FileLock
 from tests.support.processes import FairClock
@@ -265,7 +265,7 @@ def test_latest_is_always_there_and_never_older_while_two_processes_save(tmp_pat
             )
             path = series.latest()
             assert path is not None, f"latest went away after step {seen[-1]}"
-            step = int(path.name.removesuffix(".replaced")[5:])
+            step = int(path.name[5:])
             assert step >= seen[-1], f"latest went from step {seen[-1]} back to {step}"
             if step > seen[-1]:
                 seen.append(step)
@@ -290,6 +290,10 @@ def test_what_a_run_that_went_back_abandoned_is_neither_latest_nor_kept_for_it(
         save(series, step)
     (tmp_path / "latest").write_text("step_000020\n")
     again = Series(tmp_path, keep=keep)  # another process, or the same one
+    with pytest.raises(CheckpointSaveError, match=r"step_000030 exists already(.|\n)*recover"):
+        save(again, 30, number=31)
+    again.recover()
+    assert names(tmp_path) == ["step_000010", "step_000020"]
     save(again, 30, number=31)
     assert again.latest() == again.path_of(30)
     assert checkpoint.load(small(0), again.path_of(30))["n"] == 31
@@ -323,23 +327,3 @@ def test_a_reader_between_the_name_and_its_removal_finds_the_newer_one(
     # Each that it lists is removed before it looks at it.
     monkeypatch.setattr(reader, "complete", list)
     assert reader.latest() == series.path_of(3)
-
-
-def test_a_checkpoint_that_is_replaced_while_a_reader_looks_for_it_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The old one has left its name; the new one takes it when the reader has looked there."""
-    series = Series(tmp_path)
-    save(series, 1)
-    path, aside = series.path_of(1), tmp_path / "new"
-    path.rename(aside)
-    look = folder._is_complete
-
-    def looks(candidate: Path) -> bool:
-        found = look(candidate)
-        if aside.exists():
-            aside.rename(path)
-        return found
-
-    monkeypatch.setattr(folder, "_is_complete", looks)
-    assert folder._complete(path) == path

@@ -165,7 +165,7 @@ POINTERS = st.one_of(
         st.sampled_from(
             ["step_000004", "step_000005", "step_5", "step_000009", "ours", "step_\u0661\u0661"]
         ),
-        st.sampled_from(["", "\n", "/", "/manifest.json", "\0", ".replaced", ".abandoned", "\n\n"]),
+        st.sampled_from(["", "\n", "/", "/manifest.json", "\0", ".tmp", ".abandoned", "\n\n"]),
     ).map(lambda parts: "".join(parts).encode()),
 )
 

@@ -1,7 +1,7 @@
 """Folders that appear whole, and the series of them that a run writes.
 
-A checkpoint is written under a temporary name, synced and renamed. At every moment, also after an
-interruption, the old checkpoint of a name exists, or the new one, or both.
+A checkpoint is written under a temporary name, synced and renamed. A name is used once: nothing
+that is complete is written over.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from shardgrad.programs.text import printable
 
 _ASIDE = ".tmp"
 _LOCK = ".lock"  # the name of the lock of a series, and the suffix of that of one checkpoint
-_REPLACED = ".replaced"  # suffix of the old folder while the new one takes its name
 _POINTER = "latest"
 _POINTER_NBYTES = 4096  # a path, at most
 _STEP = re.compile(r"step_([0-9]{6,18})")
@@ -47,31 +46,23 @@ class Publication:
         """Creates the temporary folder.
 
         Raises:
-            CheckpointSaveError: the final path exists and is not a checkpoint, a save into it is
-                running, or another process writes the folder that it is in.
+            CheckpointSaveError: the final path exists and is no empty folder, or another process
+                writes it or the folder that it is in.
             OSError: the folder cannot be created.
         """
         final = self._final
-        if final.exists() and not _is_complete(final) and not _is_empty_folder(final):
+        if final.exists() and not (final.is_dir() and not any(final.iterdir())):
             raise CheckpointSaveError(
-                f"{printable(final)} is not a checkpoint, and would be replaced by one",
-                expected="a new name, or that of a checkpoint",
-                got="a folder with other files" if final.is_dir() else "a file",
-                fix="choose another name, or remove what is there",
+                f"{printable(final)} exists already",
+                expected="a new name",
+                got="a checkpoint" if _is_complete(final) else "other files",
+                fix="choose another name, or remove what is there; if a run went back, "
+                "series.recover() removes the checkpoints after the one it goes on from",
             )
         of_series = final.parent / _LOCK
         if of_series.exists():
             FileLock.take(of_series, final.parent).release()
-        lock = FileLock.take(_with(final, _LOCK), final)
-        if lock.count > 1:
-            lock.release()
-            raise CheckpointSaveError(
-                f"a save into {printable(final)} is still running",
-                expected="one save into a folder at a time",
-                got="another, which would write over what the first one completes",
-                fix="wait for the asynchronous save first, or choose another name",
-            )
-        self._lock = lock
+        self._lock = FileLock.take(_with(final, _LOCK), final)
         try:
             shutil.rmtree(self.aside, ignore_errors=True)
             self.aside.mkdir()
@@ -83,22 +74,11 @@ class Publication:
         """Renames the folder to its final name. The files in it are on the disk already.
 
         Raises:
-            OSError: the old folder, if there was one, still has the final name.
+            OSError: the folder still has the temporary name.
         """
         sync(self.aside)
-        replaced = _with(self._final, _REPLACED)
-        is_replacement = self._final.exists()
-        if is_replacement:
-            shutil.rmtree(replaced, ignore_errors=True)
-            self._final.rename(replaced)
-        try:
-            self.aside.rename(self._final)
-        except OSError:
-            if is_replacement:
-                replaced.rename(self._final)
-            raise
-        sync(self._final.parent)  # before anything of the old one is removed
-        shutil.rmtree(replaced, ignore_errors=True)
+        self.aside.rename(self._final)
+        sync(self._final.parent)  # before anybody counts on it
         self._end()
 
     def abandon(self) -> None:
@@ -117,9 +97,8 @@ class Series:
     """Checkpoints `step_000200/` and so on in one folder, and the file `latest`, which names one of
     them.
 
-    A run resumes from the checkpoint in `latest`, which may be edited to return to an older one.
-    Retention removes checkpoints of later steps than the one that is published first, then the
-    oldest ones.
+    A run resumes from the checkpoint in `latest`, which may be edited to return to an older one:
+    :meth:`recover` removes those of later steps.
 
     One process writes: the first that calls `acquire` or `publish`, until it calls `release` or
     ends.
@@ -169,9 +148,8 @@ class Series:
 
     def complete(self) -> list[Path]:
         """Returns every complete checkpoint, oldest step first."""
-        names = {path.name.removesuffix(_REPLACED) for path in self._folder.glob("step_*")}
-        steps = sorted(int(match[1]) for name in names if (match := _STEP.fullmatch(name)))
-        return [found for step in steps if (found := _complete(self.path_of(step))) is not None]
+        named = (path for path in self._folder.glob("step_*") if _STEP.fullmatch(path.name))
+        return sorted(filter(_is_complete, named), key=_step_of)
 
     def latest(self) -> Path | None:
         """Returns the checkpoint that `latest` names, else that of the newest step; None if there
@@ -183,45 +161,40 @@ class Series:
         """
         name = self._named()
         while True:
-            named = _complete(self._folder / name) if name else None
-            if named is not None:
-                return named
+            if name and _is_complete(self._folder / name):
+                return self._folder / name
             newest = next(reversed(self.complete()), None)
             before, name = name, self._named()
             if name == before:  # else the named one was removed because there is a newer one
                 return newest
 
     def publish(self, path: Path) -> None:
-        """Writes a checkpoint's name into `latest`, and removes others beyond `keep`.
+        """Writes a checkpoint's name into `latest`, and removes the oldest others beyond `keep`.
 
         Raises:
             CheckpointSaveError: another process writes there.
             OptionError: the name is not one of a step.
             OSError: `latest` could not be written and is unchanged.
         """
-        path = self._folder / path.name
-        step = _step_of(path)
+        path = self.path_of(_step_of(path))
         self.acquire()
         replace_synced(self._folder / _POINTER, path.name + "\n")
         others = [one for one in self.complete() if one != path]
-        later = [one for one in others if _step_of(one) > step]  # of a run that went back
-        older = [one for one in others if _step_of(one) < step]
-        for one in [*later, *older][: max(0, len(others) + 1 - self._keep)]:
+        for one in others[: max(0, len(others) + 1 - self._keep)]:
             _discard(one)
 
     def recover(self) -> None:
-        """Completes or removes what an interrupted save left; call it before the first save.
+        """Removes what an interrupted save left, and what a run that goes back left behind it: the
+        checkpoints of later steps than that in `latest`. Call it before the first save.
 
         Raises:
             CheckpointSaveError: another process writes there.
         """
         self.acquire()
-        for replaced in self._folder.glob("*" + _REPLACED):
-            final = replaced.with_name(replaced.name.removesuffix(_REPLACED))
-            if not final.exists():
-                replaced.rename(final)
-            elif _is_complete(final):  # else the replaced one may be the only one
-                shutil.rmtree(replaced, ignore_errors=True)
+        newest = self.latest()
+        for one in self.complete():
+            if newest is not None and _step_of(one) > _step_of(newest):
+                _discard(one)
         for leftover in self._folder.glob("*" + _ASIDE):
             shutil.rmtree(leftover, ignore_errors=True)
         for leftover in self._folder.glob("?*" + _LOCK):
@@ -240,11 +213,11 @@ class Series:
 
 
 def _with(path: Path, suffix: str) -> Path:
-    return path.with_name(path.name.removesuffix(_REPLACED) + suffix)
+    return path.with_name(path.name + suffix)
 
 
 def _step_of(path: Path) -> int:
-    found = _STEP.fullmatch(path.name.removesuffix(_REPLACED))
+    found = _STEP.fullmatch(path.name)
     if found is None:
         raise OptionError(
             "only checkpoints of steps can be published",
@@ -266,19 +239,5 @@ def _discard(checkpoint: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def _complete(path: Path) -> Path | None:
-    """Returns the path of a complete checkpoint: the given one, or its backup while it is
-    replaced.
-    """
-    for candidate in (path, _with(path, _REPLACED), path):
-        if _is_complete(candidate):
-            return candidate
-    return None
-
-
 def _is_complete(path: Path) -> bool:
     return (path / METADATA).is_file()  # writers of torch's format write it last
-
-
-def _is_empty_folder(path: Path) -> bool:
-    return path.is_dir() and not any(path.iterdir())

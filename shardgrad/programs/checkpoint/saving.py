@@ -29,13 +29,13 @@ def save(
     """Saves a state in the format of `torch.distributed.checkpoint`. A collective of all ranks of a
     group.
 
-    The folder is created, or replaces an existing checkpoint, when all its data is on the disk.
+    The folder is created when all its data is on the disk.
 
     Args:
         state: nested dictionaries and lists of tensors, numbers, strings, booleans and None, and
             tuples without tensors. Of a DTensor each rank saves its shard; of what several ranks
             have under one name, one of them saves its own.
-        folder: path of the checkpoint, on a disk visible to all ranks.
+        folder: path of the checkpoint, a new one, on a disk visible to all ranks.
         group: the ranks that share the checkpoint; None is the default group, or this process
             alone.
         then: called on the first rank after the folder is complete; if it raises, all ranks raise.
@@ -43,7 +43,7 @@ def save(
     Raises:
         CheckpointError: the state has an entry that is not data; on every rank.
         CheckpointSaveError: a rank could not write, or the ranks together do not hold an entire
-            tensor; on every rank. An existing checkpoint is unchanged.
+            tensor, or the path is taken; on every rank.
 
     Streams: reads tensors on the current stream, and waits for it.
     """
