@@ -17,7 +17,6 @@ from torch import nn
 
 from shardgrad.programs.cli import main
 from shardgrad.programs.plan import depth, world
-from shardgrad.programs.plan.advice import variants
 from shardgrad.programs.plan.calibration import Calibration
 from shardgrad.programs.plan.cost import AxisLayout, CostModel, compute_s, model_flops
 from shardgrad.programs.plan.hardware import TAKEN_NBYTES, Machine, machine_of
@@ -271,7 +270,7 @@ def test_more_bandwidth_is_never_slower_and_more_ranks_are_never_faster() -> Non
         assert times == sorted(times)
 
 
-# -- depth and advice
+# -- depth
 
 
 def test_a_line_through_shallow_models_leads_to_the_deep_one() -> None:
@@ -359,18 +358,6 @@ def test_stage_auto_leaves_blocks_unsharded_while_there_is_room() -> None:
     assert gathers == [gathers[0], gathers[0] - 2, gathers[0] - 4]
 
 
-def test_advice_names_an_embedding_and_a_head_that_the_root_has_and_do_not_share_a_weight() -> None:
-    untied = TINY.but(override={"tied": False})
-    named = "--unit embedding --unit head"
-    assert [added for added, _ in variants(untied)] == [
-        "--stage auto",
-        named,
-        "--blocks-per-unit 2",
-    ]
-    assert named not in dict(variants(TINY))
-    assert named not in dict(variants(untied.but(units=("embedding", "head"))))
-
-
 def test_each_byte_at_the_peak_has_the_owner_that_it_has_between_steps() -> None:
     rehearsal = rehearsal_of()
     memory = memory_of(rehearsal)
@@ -409,12 +396,9 @@ def run(*arguments: str) -> Result:
 
 
 def test_the_command_prints_a_plan_for_programs() -> None:
-    result = run("--ranks", "16", "--json", "--advice")
+    result = run("--ranks", "16", "--json")
     assert result.exit_code == 0, result.output
     plan = json.loads(result.stdout)
-    assert set(plan["advice"]) == {"--stage auto", "--blocks-per-unit 2"}
-    gathers = [made["traffic"][0]["count"] for made in (plan, *plan["advice"].values())]
-    assert gathers[0] > max(gathers[1:])
     assert plan["memory"]["peak_nbytes"] == make_plan(TINY, H100).peak_nbytes
     assert plan["time"]["step_s"] == pytest.approx(make_plan(TINY, H100).step_s)
     assert {row["kind"] for row in plan["traffic"]} == {
@@ -457,27 +441,6 @@ def two_layers() -> tuple[nn.Module, object]:
         return total
 
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), loss
-
-
-def reads_an_embedding() -> tuple[nn.Module, object]:
-    class Model(nn.ModuleDict):
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            found = nn.functional.embedding(tokens, self["embedding"].weight)
-            out: torch.Tensor = self["head"](found)
-            return out
-
-    def loss(model: nn.Module, batch_size: int, seq_len: int) -> torch.Tensor:
-        out: torch.Tensor = model(torch.zeros(batch_size, dtype=torch.long))
-        return out.mean()
-
-    return Model({"embedding": nn.Embedding(8, 4), "head": nn.Linear(4, 4)}), loss
-
-
-def test_advice_says_what_could_not_be_planned_and_why() -> None:
-    result = run("--model", f"{__name__}:reads_an_embedding", "--advice")
-    assert result.exit_code == 0, result.output
-    said = " ".join(result.stdout.split())
-    assert "1 more could not be planned: --unit embedding --unit head: aten." in said
 
 
 def test_a_model_of_ones_own_is_planned() -> None:

@@ -25,14 +25,9 @@ _EXAMPLES = [
 
 @click.command(cls=Command, sections=sections_of(*_SETTINGS), examples=_EXAMPLES)
 @options_of(*_SETTINGS)
-@click.option(
-    "--advice",
-    is_flag=True,
-    help="Also plan other ways to shard the model over these ranks, and print what each changes.",
-)
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as one JSON object.")
 @click.pass_context
-def plan(ctx: click.Context, /, as_json: bool, advice: bool, **options: Any) -> None:
+def plan(ctx: click.Context, /, as_json: bool, **options: Any) -> None:
     """Predict memory, traffic and time of one training step.
 
     The engine itself runs the step on fake tensors in a fake process group, with a few of the
@@ -67,9 +62,7 @@ def plan(ctx: click.Context, /, as_json: bool, advice: bool, **options: Any) -> 
     from rich.console import Console
 
     from shardgrad.programs.plan import report
-    from shardgrad.programs.plan.advice import variants
     from shardgrad.programs.plan.planning import make_plan
-    from shardgrad.programs.train.failure import TrainingError
 
     # Warnings of torch about its own internals, which the user of a plan cannot act on.
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")
@@ -80,14 +73,7 @@ def plan(ctx: click.Context, /, as_json: bool, advice: bool, **options: Any) -> 
     if not console.is_terminal:
         console = Console(highlight=False, width=100)
     made = make_plan(request, machine, calibration)
-    others, refused = {}, {}
-    for added, other in variants(request) if advice else ():
-        try:
-            others[added] = make_plan(other, machine, calibration)
-        # Such as a module whose weight is read outside of its forward, which cannot be a unit.
-        except (RuntimeError, TrainingError) as error:
-            refused[added] = str(error).splitlines()[0]
     if as_json:
-        click.echo(json.dumps(report.as_json(made, others, refused)))
+        click.echo(json.dumps(report.as_json(made)))
     else:
-        report.show(made, others, refused, console)
+        report.show(made, console)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
-from rich.markup import escape
 from rich.table import Table
 
 from shardgrad.programs.plan.hardware import BANDWIDTH_SHARE, MATMUL_SHARE, TAKEN_NBYTES
@@ -15,31 +13,13 @@ from shardgrad.programs.plan.planning import Plan
 from shardgrad.programs.train.display import nice_nbytes
 
 
-def show(
-    plan: Plan, others: Mapping[str, Plan], refused: Mapping[str, str], console: Console
-) -> None:
-    """Prints a plan, and what `others` change, which are plans by the options that they add;
-    `refused` are the reasons why there is none.
-    """
-    parts: list[RenderableType] = [
-        _heading(plan),
-        "",
-        _memory(plan),
-        "",
-        _traffic(plan),
-        "",
-        _time(plan),
-    ]
-    if others:
-        parts += ["", _advice(plan, others)]
-    if refused:
-        reasons = "; ".join(f"{options}: {reason}" for options, reason in refused.items())
-        parts += ["", escape(f"{len(refused)} more could not be planned: {reasons}")]
-    parts += ["", _sources(plan)]
-    console.print(Group(*parts))
+def show(plan: Plan, console: Console) -> None:
+    """Prints a plan."""
+    tables = _memory(plan), "", _traffic(plan), "", _time(plan)
+    console.print(Group(_heading(plan), "", *tables, "", _sources(plan)))
 
 
-def as_json(plan: Plan, others: Mapping[str, Plan], refused: Mapping[str, str]) -> dict[str, Any]:
+def as_json(plan: Plan) -> dict[str, Any]:
     """Returns a plan as plain values of one rank; sizes are in bytes, times in seconds."""
     return {
         "model": plan.name,
@@ -65,8 +45,6 @@ def as_json(plan: Plan, others: Mapping[str, Plan], refused: Mapping[str, str]) 
                 *("tokens_per_s", "tokens_per_s_range", "mfu"),
             )
         },
-        "advice": {options: as_json(other, {}, {}) for options, other in others.items()},
-        "no_advice": dict(refused),
     }
 
 
@@ -143,21 +121,6 @@ def _time(plan: Plan) -> Table:
     table.add_row("tokens/s, a rank", f"{plan.tokens_per_s:,.0f}")
     table.add_row("tokens/s, all ranks", f"{plan.tokens_per_s * request.ranks:,.0f}")
     table.add_row("MFU, as PaLM counts", f"{plan.mfu:.1%}")
-    return table
-
-
-def _advice(plan: Plan, others: Mapping[str, Plan]) -> Table:
-    table = Table(
-        "the same with", "step", "messages", "needs", "of this step", box=None, pad_edge=False
-    )
-    for options, other in others.items():
-        table.add_row(
-            options,
-            _ms(other.step_s),
-            str(sum(row.count for row in other.traffic)),
-            nice_nbytes(other.needed_nbytes) + ("" if other.fits else ", [red]does not fit"),
-            f"{other.step_s / plan.step_s:.1%}",
-        )
     return table
 
 
