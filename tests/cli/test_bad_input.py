@@ -32,7 +32,7 @@ LINES = [
     *("train --override layers=1000000000", "train --override norm_eps=nan"),
     *("train --override width=17 --override heads=3", "train --override vocab_size=255"),
     *("train --override heads=4 --override kv_heads=3", "train --override layers=1.5"),
-    *("train --override widht=16", "train --override tied=1", "train --override layers=0"),
+    *("train --override widht=16", "train --override tied=maybe", "train --override layers=0"),
     *("plan --mesh 3x4 --ranks 8", "plan --mesh 2x2x2", "plan --reshard-to 4 --stage 2"),
     *("plan --precision fp8", "plan --batch-size 0", "plan --ranks 2000000", "plan --mfu 40"),
     *("train --override layers", "train --override layers=x", "train --override nothing=3"),

@@ -120,8 +120,6 @@ def values_of(option: click.Option) -> st.SearchStrategy[str] | None:
     if isinstance(option.type, click.types.IntParamType | click.types.FloatParamType):
         return NUMBERS
     choices = list(option.type.choices) if isinstance(option.type, click.Choice) else []
-    if not choices and option.metavar is not None and "|" in option.metavar:
-        choices = option.metavar.split("|")
     if choices:
         return st.one_of(st.sampled_from(choices), WORDS)
     return TEXTS[option.opts[0]]
@@ -294,7 +292,9 @@ SIZES = st.one_of(st.integers(1, 64), st.sampled_from([2**10, 2**16, 2**20, 2**2
 REQUESTS = st.fixed_dictionaries(
     {"preset": st.just("tiny"), "override": st.fixed_dictionaries({"layers": st.integers(1, 2)})},
     optional={
-        **dict.fromkeys(("ranks", "batch_size", "seq_len"), SIZES),
+        "ranks": SIZES.filter(lambda size: size <= 2**20),
+        "batch_size": SIZES.filter(lambda size: size <= 2**16),
+        "seq_len": SIZES.filter(lambda size: size <= 2**22),
         "accumulate": st.integers(1, 3),
         "stage": st.sampled_from(["1", "2", "3", "hfsdp"]),
         "mesh": st.sampled_from([None, "2", "2x4", "4x16", "1024x1024"]),

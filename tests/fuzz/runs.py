@@ -140,15 +140,6 @@ FIELDS = st.sampled_from(list(TrainConfig.__dataclass_fields__))
 KEYS = st.one_of(FIELDS, st.sampled_from(["unknown", "batch-size", "", "a.b"]))
 
 
-def feed_settings(settings: dict[str, Any]) -> str:
-    try:
-        config = TrainConfig(**settings)
-        resumed(config, {}, world_size=3)
-    except TrainingError:
-        return "refused"
-    return "taken"
-
-
 def feed_saved_settings(changes: list[tuple[list[int], str, Any]]) -> str:
     """A `config.json` of which parts were changed, resumed on another number of ranks."""
     right = json.loads(TrainConfig(ranks=2, batch_size=6, override={"layers": 1}).to_json())
@@ -165,7 +156,7 @@ def feed_settings_file(text: bytes) -> str:
     path = scratch() / "settings.json"
     path.write_bytes(text)
     try:
-        TrainConfig(**read_settings(path))
+        resumed(TrainConfig(**read_settings(path)), {}, world_size=3)
     except TrainingError:
         return "refused"
     return "taken"
@@ -254,9 +245,6 @@ TARGETS = {
     "metrics": Target(EVENTS, feed_metrics),
     "lock": Target(LOCKS, feed_lock),
     "environment": Target(VARIABLES, feed_environment),
-    "settings": Target(
-        st.dictionaries(FIELDS, st.one_of(PLAUSIBLE, ODD), max_size=3), feed_settings
-    ),
     "saved settings": Target(CHANGES, feed_saved_settings),
     "file of settings": Target(SETTINGS_FILES, feed_settings_file),
     "mesh": Target(st.one_of(ODD_TEXTS, st.from_regex(r"[0-9x²]{1,8}")), feed_mesh),

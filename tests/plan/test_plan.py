@@ -452,7 +452,6 @@ def test_a_model_of_ones_own_is_planned() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--device", "cpu"], "--device can be a100-40, a100, h100, h200, b200, not 'cpu'"),
         (["--unit", "Atention"], "no module has this name or class; there are Attention, "),
         (["--unit", "head"], "FeedForward, Projection, RMSNorm, embedding, norm."),
         (["--model", "nowhere:build"], "importing nowhere failed"),

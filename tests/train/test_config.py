@@ -114,8 +114,10 @@ def test_the_command_line_has_every_setting() -> None:
 
 def test_flags_win_over_the_file(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
-    path.write_text('{"lr": -5, "steps": -7}')
-    result = CliRunner().invoke(main, ["train", "--config", str(path), "--lr", "0.1"])
-    assert "--steps is -7" in result.stderr  # the file's lr would have been refused as well
-    result = CliRunner().invoke(main, ["train", "--config", str(path), "--steps", "3"])
-    assert "--lr is -5.0" in result.stderr
+    path.write_text('{"steps": 7, "mesh": "3x"}')
+    for flags, words in (([], "--mesh 3x is not a mesh"), (["--mesh", "2y"], "--mesh 2y is not")):
+        result = CliRunner().invoke(main, ["train", "--config", str(path), *flags])
+        assert words in result.stderr
+    path.write_text('{"steps": -7}')
+    result = CliRunner().invoke(main, ["train", "--config", str(path)])
+    assert f"{path} sets 'steps': -7 is not in the range x>=1" in result.stderr

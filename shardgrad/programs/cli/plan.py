@@ -8,12 +8,12 @@ from typing import Any
 import click
 
 from shardgrad.programs.cli.command import Command, given
-from shardgrad.programs.cli.options import given_for, options_of, sections_of
 from shardgrad.programs.plan.calibration import Calibration
 from shardgrad.programs.plan.hardware import MachineOptions, machine_of
 from shardgrad.programs.plan.request import PLAN_PRESETS, Request
 from shardgrad.programs.train.config import mesh_shape
 from shardgrad.programs.train.presets import transformer_config
+from shardgrad.programs.train.settings import given_for, options_of, sections_of
 
 _SETTINGS = Request, MachineOptions, Calibration
 _EXAMPLES = [

@@ -9,8 +9,8 @@ from typing import Any
 import click
 
 from shardgrad.programs.cli.command import Command, is_debug
-from shardgrad.programs.cli.options import given_for, options_of, sections_of
 from shardgrad.programs.train.config import TrainConfig, read_settings
+from shardgrad.programs.train.settings import given_for, options_of, sections_of
 
 _NEWEST = ""  # the value of --resume without a folder
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardgrad.programs.train.failure import UsageError
-from shardgrad.programs.train.settings import check, setting
+from shardgrad.programs.train.settings import Number, setting
 
 
 @dataclass(frozen=True)
@@ -23,20 +22,15 @@ class Calibration:
         None,
         "Measured MFU of forward and backward without communication, to calibrate the predicted "
         "time.",
+        Number(0, 1, min_open=True),
         section="Measurements",
     )
     compute_s: float | None = setting(
         None,
         "Measured seconds of forward and backward without communication, instead of --mfu.",
-        least=1e-9,
-        most=1e9,
+        Number(1e-9, 1e9),
     )
     scale: float | None = None
-
-    def __post_init__(self) -> None:
-        check(self)
-        if self.mfu is not None and not 0 < self.mfu <= 1:
-            raise UsageError(f"--mfu is {self.mfu}: give a fraction of the peak, such as 0.4.")
 
     def factor(self, flops: float, seconds: float, peak_flops: float) -> float | None:
         """Returns the factor on the roofline's durations; None without a measurement.

@@ -11,8 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import click
+
 from shardgrad.programs.plan.request import MOST_RANKS
-from shardgrad.programs.train.settings import check, setting
+from shardgrad.programs.train.settings import Number, Whole, setting
 
 GB, GIB = 1e9, 2**30
 # Of the peak, what cuBLAS reaches on transformer shapes at full power, and of the memory's
@@ -238,29 +240,27 @@ EAGER_LAUNCH_S = 7e-6
 class MachineOptions:
     """A machine as the command line describes it."""
 
-    device: str = setting("h100", "Device type.", choices=DEVICES, section="Machine")
+    device: str = setting("h100", "Device type.", click.Choice(tuple(DEVICES)), section="Machine")
     memory_gib: float | None = setting(
         None,
         "Memory of each device in GiB.  [default: that of the device type]",
-        least=1,
-        most=2.0**30,
+        Number(1, 2.0**30),
     )
     devices_per_node: int = setting(
-        8, "Number of devices in a node.", least=1, most=MOST_RANKS, flag="--node"
+        8, "Number of devices in a node.", Whole(1, MOST_RANKS), flag="--node"
     )
     link: str | None = setting(
         None,
         "Link between the devices of a node.  [default: that of the device type]",
-        choices=LINKS,
+        click.Choice(tuple(LINKS)),
     )
     network: str = setting(
-        "ib400", "Type of the network cards that connect nodes.", choices=NETWORKS
+        "ib400", "Type of the network cards that connect nodes.", click.Choice(tuple(NETWORKS))
     )
     cards_per_node: int | None = setting(
         None,
         "Number of network cards in a node.  [default: one per device]",
-        least=1,
-        most=MOST_RANKS,
+        Whole(1, MOST_RANKS),
         flag="--cards",
     )
     is_graphed: bool = setting(
@@ -269,9 +269,6 @@ class MachineOptions:
         flag="--graph",
     )
 
-    def __post_init__(self) -> None:
-        check(self)
-
 
 def machine_of(device: str = "h100", **options: Any) -> Machine:
     """Returns the machine that the command line's options describe.
@@ -279,9 +276,6 @@ def machine_of(device: str = "h100", **options: Any) -> Machine:
     Args:
         device: a key of `DEVICES`.
         **options: other fields of `MachineOptions`.
-
-    Raises:
-        UsageError: there is no such device, link or network, or a number is beyond its limits.
     """
     chosen = MachineOptions(device, **options)
     kind = DEVICES[chosen.device]

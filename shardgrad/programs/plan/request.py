@@ -6,10 +6,12 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import click
+
 from shardgrad.programs.train.config import mesh_shape
 from shardgrad.programs.train.failure import UsageError
 from shardgrad.programs.train.presets import PRESETS, Scalar, TransformerConfig
-from shardgrad.programs.train.settings import check, setting
+from shardgrad.programs.train.settings import Pair, Whole, setting
 
 # With a preset for plans only.
 PLAN_PRESETS: Mapping[str, TransformerConfig] = {
@@ -39,22 +41,20 @@ class Request:
     preset: str = setting(
         "8b",
         "Built-in model; 70b is for plans only.",
-        choices=PLAN_PRESETS,
+        click.Choice(tuple(PLAN_PRESETS)),
         section="Model",
     )
     model: str | None = setting(
-        None,
-        "Plan the model that a function returns, MODULE:FUNCTION, instead of a built-in one.",
+        None, "Plan the model that a function returns, MODULE:FUNCTION, instead of a built-in one."
     )
     override: dict[str, Scalar] = setting(  # noqa: RUF009  # it calls `field`
-        dict, "Replace one field of the built-in model's configuration; may be repeated."
+        dict, "Replace one field of the built-in model's configuration; may be repeated.", Pair()
     )
 
     ranks: int = setting(
         8,
         "Number of ranks.  [default: the size of --mesh, or 8]",
-        least=1,
-        most=MOST_RANKS,
+        Whole(1, MOST_RANKS),
         section="Ranks and sharding",
     )
     mesh: str | None = setting(
@@ -63,10 +63,12 @@ class Request:
         "over all]",
     )
     stage: str = setting(
-        "3", "ZeRO stage, as `zero_stage` of fully_shard.", choices=("1", "2", "3", "auto", "hfsdp")
+        "3",
+        "ZeRO stage, as `zero_stage` of fully_shard.",
+        click.Choice(("1", "2", "3", "auto", "hfsdp")),
     )
     blocks_per_unit: int = setting(
-        1, "Blocks that travel together, as those of a list given to fully_shard.", least=1
+        1, "Blocks that travel together, as those of a list given to fully_shard.", Whole(1)
     )
     units: tuple[str, ...] = setting(
         (),
@@ -78,35 +80,36 @@ class Request:
     precision: str = setting(
         "bf16-mixed",
         "bf16-mixed computes in bf16 with fp32 weights; bf16 keeps bf16 weights as well.",
-        choices=("fp32", "bf16-mixed", "bf16"),
+        click.Choice(("fp32", "bf16-mixed", "bf16")),
         section="Precision and memory",
     )
     reduce_dtype: str | None = setting(
-        None, "Dtype of gradient reductions.  [default: fp32]", choices=("fp32", "bf16")
+        None, "Dtype of gradient reductions.  [default: fp32]", click.Choice(("fp32", "bf16"))
     )
     wire_dtype: str | None = setting(
-        None, "Dtype that gradients travel in.  [default: the reduce dtype]", choices=("bf16",)
+        None,
+        "Dtype that gradients travel in.  [default: the reduce dtype]",
+        click.Choice(("bf16",)),
     )
     activation_checkpointing: str = setting(
         "none",
         "Recompute the activations of each block in backward: all, or all but those that cost "
         "most.",
-        choices=("none", "selective", "full"),
+        click.Choice(("none", "selective", "full")),
         bare="full",
     )
 
     # Beyond the limits, torch could not count the elements of an activation.
     batch_size: int = setting(
-        1, "Sequences per rank in each micro-batch.", least=1, most=2**16, section="Steps"
+        1, "Sequences per rank in each micro-batch.", Whole(1, 2**16), section="Steps"
     )
-    seq_len: int = setting(8192, "Tokens per sequence.", least=1, most=2**22)
-    accumulate: int = setting(1, "Micro-batches per step.", least=1, most=2**20)
+    seq_len: int = setting(8192, "Tokens per sequence.", Whole(1, 2**22))
+    accumulate: int = setting(1, "Micro-batches per step.", Whole(1, 2**20))
     no_sync: bool = setting(False, "Reduce gradients only after the last micro-batch.")
 
     blocks: int | None = None
 
     def __post_init__(self) -> None:
-        check(self)
         if self.override and self.model is not None:
             raise UsageError(f"--override is for --preset: change the function {self.model}.")
         mesh_shape(self.mesh, self.ranks)

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import click
+
 from shardgrad.programs.train.failure import UsageError, reason_of
 from shardgrad.programs.train.presets import PRESETS, Scalar, suggestion, transformer_config
-from shardgrad.programs.train.settings import check, setting
+from shardgrad.programs.train.settings import Number, Pair, Whole, converted, setting
 
 # A resumed run cannot change these: its checkpoint has the tensors of this model.
 MODEL_FIELDS = ("preset", "override")
@@ -29,23 +31,23 @@ class TrainConfig:
     preset: str = setting(
         "tiny",
         "Size of the built-in transformer.",
-        choices=tuple(PRESETS),
+        click.Choice(tuple(PRESETS)),
         section="Model and data",
     )
     override: dict[str, Scalar] = setting(  # noqa: RUF009  # it calls `field`
-        dict, "Replace one field of the model's configuration; may be repeated."
+        dict, "Replace one field of the model's configuration; may be repeated.", Pair()
     )
     data: str | None = setting(
         None, "File or folder to train on, read as bytes.  [default: Python's standard library]"
     )
-    data_limit_mib: int = setting(16, "Read at most this many MiB of the data.", least=1)
-    seed: int = setting(0, "Seed of the initial weights and of the order of the data.", least=0)
+    data_limit_mib: int = setting(16, "Read at most this many MiB of the data.", Whole(1))
+    seed: int = setting(0, "Seed of the initial weights and of the order of the data.", Whole(0))
 
     ranks: int | None = setting(
         None,
         "Number of ranks to start.  [default: one per accelerator, else 2; under torchrun, its "
         "ranks]",
-        least=1,
+        Whole(1),
         section="Ranks and engine",
     )
     mesh: str | None = setting(
@@ -56,18 +58,18 @@ class TrainConfig:
     device: str = setting(
         "auto",
         "Device type to train on; auto uses the accelerator if there is one.",
-        choices=("auto", "cpu", "accelerator"),
+        click.Choice(("auto", "cpu", "accelerator")),
     )
     stage: str = setting(
         "3",
         "ZeRO stage, as `zero_stage` of fully_shard; hfsdp needs a --mesh of two axes.",
-        choices=("1", "2", "3", "auto", "hfsdp"),
+        click.Choice(("1", "2", "3", "auto", "hfsdp")),
     )
     precision: str = setting(
         "fp32",
         "Precision; bf16-mixed computes in bf16, and reduces gradients and updates weights in "
         "fp32.",
-        choices=("fp32", "bf16-mixed"),
+        click.Choice(("fp32", "bf16-mixed")),
     )
     activation_checkpointing: bool = setting(
         False, "Recompute the activations of each block in backward instead of keeping them."
@@ -77,55 +79,46 @@ class TrainConfig:
         "auto",
         "Capture each step as one CUDA graph, with the same results; auto does so on devices that "
         "have graphs.",
-        choices=("auto", "on", "off"),
+        click.Choice(("auto", "on", "off")),
     )
-    timeout: float = setting(120.0, "Timeout of collectives, in seconds.", least=1, most=1e8)
+    timeout: float = setting(120.0, "Timeout of collectives, in seconds.", Number(1, 1e8))
 
-    steps: int = setting(
-        400,
-        "Number of optimizer steps.",
-        least=1,
-        section="Steps",
-    )
-    batch_size: int = setting(8, "Sequences per rank in each micro-batch.", least=1, most=2**20)
+    steps: int = setting(400, "Number of optimizer steps.", Whole(1), section="Steps")
+    batch_size: int = setting(8, "Sequences per rank in each micro-batch.", Whole(1, 2**20))
     accumulate: int = setting(
-        1, "Micro-batches per step, whose gradients are accumulated.", least=1
+        1, "Micro-batches per step, whose gradients are accumulated.", Whole(1)
     )
-    seq_len: int = setting(128, "Length of a sequence in bytes.", least=2)
+    seq_len: int = setting(128, "Length of a sequence in bytes.", Whole(2))
 
     optimizer: str = setting(
         "adamw",
         "Optimizer that updates the weights; sgd has momentum.",
-        choices=("adamw", "sgd"),
+        click.Choice(("adamw", "sgd")),
         section="Optimizer",
     )
-    lr: float = setting(3e-3, "Peak learning rate.", least=0)
+    lr: float = setting(3e-3, "Peak learning rate.", Number(0))
     warmup_steps: int = setting(
-        40, "Steps over which the learning rate increases linearly to its peak.", least=0
+        40, "Steps over which the learning rate increases linearly to its peak.", Whole(0)
     )
     weight_decay: float = setting(
-        0.1, "Decoupled weight decay of matrices; norm weights do not decay.", least=0
+        0.1, "Decoupled weight decay of matrices; norm weights do not decay.", Number(0)
     )
-    clip: float = setting(1.0, "Maximum gradient norm; 0 disables clipping.", least=0)
+    clip: float = setting(1.0, "Maximum gradient norm; 0 disables clipping.", Number(0))
 
     log_every: int = setting(
-        10,
-        "Steps between two lines of metrics.",
-        least=1,
-        section="Metrics and checks",
+        10, "Steps between two lines of metrics.", Whole(1), section="Metrics and checks"
     )
     eval_every: int = setting(
-        100, "Steps between two validations; the last step is always validated.", least=1
+        100, "Steps between two validations; the last step is always validated.", Whole(1)
     )
-    eval_samples: int = setting(64, "Number of held-out sequences in a validation.", least=1)
+    eval_samples: int = setting(64, "Number of held-out sequences in a validation.", Whole(1))
     tensorboard: bool = setting(
         False, "Write the metrics for TensorBoard too, into the run folder."
     )
     sample_bytes: int = setting(
         60,
         "Length of the text that the trained model writes at the end; 0 for none.",
-        least=0,
-        most=2**20,
+        Whole(0, 2**20),
     )
     plot: bool = setting(True, "Do not draw the loss curve.")
 
@@ -135,14 +128,11 @@ class TrainConfig:
         section="Run folder and checkpoints",
     )
     checkpoint_every: int = setting(
-        100,
-        "Steps between two checkpoints; the last step is always saved.",
-        least=1,
+        100, "Steps between two checkpoints; the last step is always saved.", Whole(1)
     )
-    keep: int = setting(2, "Number of checkpoints to keep.", least=1)
+    keep: int = setting(2, "Number of checkpoints to keep.", Whole(1))
 
     def __post_init__(self) -> None:
-        check(self)
         transformer_config(self.preset, self.override)
         mesh = mesh_shape(self.mesh, self.ranks)
         if self.stage == "hfsdp" and len(mesh) != 2:
@@ -189,10 +179,11 @@ def read_settings(path: Path) -> dict[str, Any]:
     """Reads the settings in a `config.json`.
 
     Returns:
-        The values by field name. Their types and limits are checked by `TrainConfig`.
+        The values by field name, without those that are null.
 
     Raises:
-        UsageError: the file cannot be read or parsed, or has an unknown name.
+        UsageError: the file cannot be read or parsed, has an unknown name, or a value that makes no
+            sense.
     """
     text = read_text(path)
     try:
@@ -201,13 +192,21 @@ def read_settings(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path} is not valid JSON ({error}): correct it there.") from error
     if not isinstance(settings, dict):
         raise UsageError(f'{path} contains no settings: write {{"name": value}} for each.')
-    known = [one.name for one in dataclasses.fields(TrainConfig)]
+    known = {one.name: one for one in dataclasses.fields(TrainConfig)}
     for name in settings:
         if name not in known:
             raise UsageError(
-                f"{path} sets {name!r}, which does not exist: {suggestion(name, known)}"
+                f"{path} sets {name!r}, which does not exist: {suggestion(name, list(known))}"
             )
-    return settings
+    given = {name: value for name, value in settings.items() if value is not None}
+    override = given.pop("override", {})
+    if not isinstance(override, dict):
+        raise UsageError(f"{path} sets 'override' to no names and values: correct it there.")
+    values = {
+        name: converted(f"{path} sets {name!r}", known[name], value)
+        for name, value in given.items()
+    }
+    return {**values, "override": override} if override else values
 
 
 def read_text(path: Path) -> str:

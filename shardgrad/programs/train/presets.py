@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardgrad.programs.train.failure import UsageError
-from shardgrad.programs.train.settings import check, setting
+from shardgrad.programs.train.settings import Number, Whole, converted, setting
 
 Scalar = bool | int | float | str
 BYTE_VALUES = 256
@@ -19,7 +19,7 @@ def _size(default: Any = dataclasses.MISSING, *, least: int = 1, most: int = 2**
     """Declares a size: beyond `most`, building the model would not end, or torch could not count
     its elements.
     """
-    return setting(default, "", least=least, most=most)
+    return setting(default, "", Whole(least, most))
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,11 @@ class TransformerConfig:
     hidden: int = _size()
     vocab_size: int = _size(BYTE_VALUES, least=BYTE_VALUES)
     tied: bool = setting(True, "")
-    rope_theta: float = setting(10_000.0, "")
-    norm_eps: float = setting(1e-5, "")
-    init_std: float = setting(0.02, "")
+    rope_theta: float = setting(10_000.0, "", Number())
+    norm_eps: float = setting(1e-5, "", Number())
+    init_std: float = setting(0.02, "", Number())
 
     def __post_init__(self) -> None:
-        check(self, of="The model's ")
         if self.width % self.heads or (self.width // self.heads) % 2:
             raise UsageError(
                 f"The model's width {self.width} does not split into {self.heads} heads of even "
@@ -109,12 +108,15 @@ def transformer_config(
     Raises:
         UsageError: there is no such field, or a value has another type.
     """
-    fields = [field.name for field in dataclasses.fields(TransformerConfig)]
+    fields = {field.name: field for field in dataclasses.fields(TransformerConfig)}
     for name in overrides:
         if name not in fields:
-            raise UsageError(f"The model has no field {name!r}: {suggestion(name, fields)}")
-    # Checked there, field by field.
-    return dataclasses.replace(presets[preset], **overrides)  # type: ignore[arg-type]
+            raise UsageError(f"The model has no field {name!r}: {suggestion(name, list(fields))}")
+    changes = {
+        name: converted(f"The model's {name}", fields[name], value)
+        for name, value in overrides.items()
+    }
+    return dataclasses.replace(presets[preset], **changes)
 
 
 def suggestion(name: str, known: list[str]) -> str:

@@ -1,124 +1,155 @@
-"""Fields of a dataclass that are settings: their help, their limits, and the check of their values.
+"""Fields of a dataclass that are settings, each of which is an option of a command.
 
-Values come from the command line, from files and from programs; all are checked here, in one place.
-`shardgrad.programs.cli.options` makes options from them. This module does not import PyTorch.
+click's types check the values, those of files too, which are read as on a command line. This module
+does not import PyTorch.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import typing
-from collections.abc import Callable, Mapping
-from dataclasses import field
-from difflib import get_close_matches
+from collections.abc import Callable, Iterator
 from typing import Any
+
+import click
 
 from shardgrad.programs.train.failure import UsageError
 
-_LARGEST = 2**63 - 1  # of any integer, as torch counts
-_WORDS: dict[Any, str] = {
-    **{int: "a whole number", float: "a number", bool: "true or false", str: "a text"},
-    **{dict: "names and values", tuple: "a list"},
-}
+_Decorator = Callable[[Callable[..., None]], Callable[..., None]]
+
+
+class Text(click.types.StringParamType):
+    """A text that may be a path."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> str:
+        """Returns the text; refuses one that a shell gives for an unknown variable, and one that no
+        path may have.
+        """
+        if not value or "\0" in value:
+            self.fail(f"{value!r} is empty, or has a null character: leave it out.", param, ctx)
+        return str(value)
+
+
+class Whole(click.IntRange):
+    """A whole number that torch can count with."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> int:
+        """Returns the number."""
+        number: int = super().convert(value, param, ctx)
+        if number >= 2**63:
+            self.fail("it has more than 63 bits: give a smaller number.", param, ctx)
+        return number
+
+
+class Number(click.FloatRange):
+    """A finite number."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> float:
+        """Returns the number."""
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
+
+
+class Pair(click.ParamType):  # type: ignore[type-arg]
+    """`layers=2`, of which the value is a text."""
+
+    name = "key=value"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[str, str]:
+        """Returns the key and the value."""
+        key, _, rest = value.partition("=")
+        if not (key and rest):
+            self.fail(f"{value!r} is not KEY=VALUE: write, for example, layers=2.", param, ctx)
+        return key, rest
 
 
 def setting(
-    default: Any | Callable[[], Any],
+    default: Any,
     words: str,
+    kind: Any = Text(),  # noqa: B008  # it has no state
     *,
-    choices: typing.Iterable[str] = (),
-    least: float | None = None,
-    most: float | None = None,
-    bare: str | None = None,
-    flag: str | None = None,
     section: str = "",
+    flag: str | None = None,
+    bare: str | None = None,
 ) -> Any:
     """Declares a field of a dataclass as a setting.
 
     Args:
-        default: its value if it is not given; a class is called for each instance.
+        default: its value if it is not given; `dict` for pairs, and a tuple, may be given several
+            times; a boolean is a switch.
         words: help.
-        choices: the texts that it can be; any, if there are none.
-        least: smallest number.
-        most: largest number.
-        bare: the value of the option without one.
-        flag: the option; the field's name with dashes, if it is not given.
+        kind: click's type of its values.
         section: of the help, which begins with this field.
+        flag: the option; the field's name with dashes, if it is not given.
+        bare: the value of the option without one.
     """
-    facts = {
-        **{"help": words, "choices": tuple(choices), "least": least, "most": most},
-        **{"bare": bare, "flag": flag, "section": section},
-    }
-    if isinstance(default, type):
-        return field(default_factory=default, metadata=facts)
-    return field(default=default, metadata=facts)
+    facts = {"help": words, "kind": kind, "section": section, "flag": flag, "bare": bare}
+    if default is dict:
+        return dataclasses.field(default_factory=dict, metadata=facts)
+    return dataclasses.field(default=default, metadata=facts)
 
 
-def flag_of(one: dataclasses.Field[Any]) -> str:
-    """Returns the option of a setting."""
-    return str(one.metadata.get("flag") or "--" + one.name.replace("_", "-"))
-
-
-def check(settings: Any, *, of: str = "") -> None:
-    """Checks the values of a dataclass's settings; whole numbers become floats where those are
-    meant.
-
-    Args:
-        settings: the dataclass's instance, which is changed.
-        of: what errors say before a field's name, instead of calling it by its option.
+def converted(what: str, one: dataclasses.Field[Any], value: object) -> Any:
+    """Returns the value of a setting that is no text yet, or that a file has.
 
     Raises:
-        UsageError: a value has another type, is none of the choices, or is beyond a limit.
+        UsageError: it makes no sense; the text begins with `what`.
     """
-    kinds = typing.get_type_hints(type(settings))
-    for one in dataclasses.fields(settings):
-        value = getattr(settings, one.name)
-        if not one.metadata or (value is None and type(None) in typing.get_args(kinds[one.name])):
-            continue
-        what = of + one.name if of else flag_of(one)
-        value = _of_kind(what, value, kind_of(kinds[one.name]))
-        _check_limits(what, one.metadata, value)
-        object.__setattr__(settings, one.name, value)
+    kind = click.BOOL if isinstance(one.default, bool) else one.metadata["kind"]
+    try:
+        return kind.convert(str(value), None, None)
+    except click.BadParameter as error:
+        raise UsageError(f"{what}: {error.message}") from None
 
 
-def kind_of(hint: Any) -> Any:
-    """Returns the class of a setting's values, besides None."""
-    hint = next(
-        (each for each in typing.get_args(hint) if type(None) in typing.get_args(hint)), hint
-    )
-    return typing.get_origin(hint) or hint
+def options_of(*classes: type) -> _Decorator:
+    """Returns a decorator that adds one option to a command for each setting of dataclasses; one
+    that was not given is None, or ().
+    """
+
+    def add(command: Callable[..., None]) -> Callable[..., None]:
+        for one in reversed(list(_settings_of(*classes))):
+            command = _option(one)(command)
+        return command
+
+    return add
 
 
-def _of_kind(what: str, value: Any, kind: Any) -> Any:
-    if kind is float and type(value) is int:
-        try:
-            value = float(value)
-        except OverflowError:
-            raise UsageError(
-                f"{what} is a number of {value.bit_length()} bits: give a smaller one."
-            ) from None
-    if type(value) is not kind:
-        raise UsageError(f"{what} needs {_WORDS[kind]}, not {value!r:.100}.")
-    if kind is str and not value:  # as of a variable that the shell does not know
-        raise UsageError(f"{what} is empty: give a value, or leave it out.")
-    if kind is str and "\0" in value:  # which no path may have
-        raise UsageError(f"{what} has a null character: leave it out.")
-    if kind is float and not math.isfinite(value):
-        raise UsageError(f"{what} is {value}: give a finite number.")
-    if kind is int and abs(value) > _LARGEST:
-        raise UsageError(
-            f"{what} is a number of {value.bit_length()} bits: give one of at most 63."
-        )
-    return value
+def sections_of(*classes: type) -> dict[str, tuple[str, ...]]:
+    """Returns the names of the settings by the sections of the help."""
+    sections: dict[str, tuple[str, ...]] = {}
+    title = ""
+    for one in _settings_of(*classes):
+        title = one.metadata["section"] or title
+        sections[title] = (*sections.get(title, ()), one.name)
+    return sections
 
 
-def _check_limits(what: str, facts: Mapping[str, Any], value: Any) -> None:
-    if facts["choices"] and value not in facts["choices"]:
-        alike = get_close_matches(value, facts["choices"], n=1, cutoff=0.75)
-        hint = f": did you mean {alike[0]!r}?" if alike else "."
-        raise UsageError(f"{what} can be {', '.join(facts['choices'])}, not {value!r}{hint}")
-    if facts["least"] is not None and not value >= facts["least"]:
-        raise UsageError(f"{what} is {value}: give at least {facts['least']}.")
-    if facts["most"] is not None and not value <= facts["most"]:
-        raise UsageError(f"{what} is {value}: give at most {facts['most']}.")
+def given_for(cls: type, flags: dict[str, Any]) -> dict[str, Any]:
+    """Returns the values of a dataclass's settings that were given on the command line."""
+    values = {one.name: (one.metadata["kind"], flags[one.name]) for one in _settings_of(cls)}
+    return {
+        name: dict(value) if isinstance(kind, Pair) else value
+        for name, (kind, value) in values.items()
+        if value not in (None, ())
+    }
+
+
+def _settings_of(*classes: type) -> Iterator[dataclasses.Field[Any]]:
+    return (one for each in classes for one in dataclasses.fields(each) if one.metadata)
+
+
+def _option(one: dataclasses.Field[Any]) -> _Decorator:
+    facts, default = one.metadata, one.default
+    flag, words = facts["flag"] or "--" + one.name.replace("_", "-"), facts["help"]
+    if isinstance(default, bool):
+        switch = f"--no-{flag[2:]}" if default else flag
+        return click.option(switch, one.name, flag_value=not default, default=None, help=words)
+    if default in (dataclasses.MISSING, ()):
+        return click.option(flag, one.name, type=facts["kind"], multiple=True, help=words)
+    if default is not None and "[default" not in words:
+        words += f"  [default: {default}]"
+    bare = {} if facts["bare"] is None else {"is_flag": False, "flag_value": facts["bare"]}
+    return click.option(flag, one.name, type=facts["kind"], default=None, help=words, **bare)
