@@ -13,8 +13,6 @@ from torch import nn
 
 import shardgrad
 
-_Built = tuple[nn.Module, torch.optim.Optimizer, Callable[[int, list[int]], object]]
-
 
 def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 9), nn.Tanh(), nn.Linear(9, 3))
@@ -25,141 +23,19 @@ def batch(index: int, parts: Iterable[int]) -> torch.Tensor:
     return torch.cat([torch.randn(4, 8, generator=seed) for seed in seeds])
 
 
-def sharded() -> _Built:
-    model = net()
-    for layer in (model[0], model[2], model):
-        shardgrad.fully_shard(layer)
-    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=0.1)
-
-    def step(index: int, parts: list[int]) -> None:
-        model(batch(index, parts)).square().mean().backward()
-        shardgrad.clip_grad_norm_(model, 0.01)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return model, optimizer, step
-
-
-def with_the_environment_of_a_launcher() -> _Built:
+def with_the_environment_of_a_launcher() -> nn.Module:
     assert [os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")] == ["0", "0", "1"]
-    return sharded()
+    return net()
 
 
-def _trained(
-    model: nn.Module, run: Callable[[torch.Tensor], Any], after: Callable[[], None]
-) -> _Built:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step(index: int, parts: list[int]) -> None:
-        run(batch(index, parts)).square().mean().backward()
-        after()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return model, optimizer, step
-
-
-def replicated() -> _Built:
-    model = nn.parallel.DistributedDataParallel(net())
-    return _trained(model, model, lambda: None)
-
-
-def fsdp2_sharded() -> _Built:
-    model = fsdp2.fully_shard(net())
-    return _trained(model, model, lambda: None)
-
-
-def past_the_wrapper() -> _Built:
-    model = nn.parallel.DistributedDataParallel(net())
-    return _trained(model, model.module, lambda: None)
-
-
-def summed() -> _Built:
-    model = net()
-
-    def add_up() -> None:
-        for param in model.parameters():
-            dist.all_reduce(param.grad)
-
-    return _trained(model, model, add_up)
-
-
-def seeded_by_rank() -> _Built:
-    torch.manual_seed(dist.get_rank())
-    model = fsdp2.fully_shard(net())
-    return _trained(model, model, lambda: None)
-
-
-def only_the_data_of_rank_0() -> _Built:
-    model = net()
-
-    def from_rank_0() -> None:
-        for param in model.parameters():
-            dist.broadcast(param.grad, 0)
-
-    return _trained(model, model, from_rank_0)
-
-
-def one_step_late() -> _Built:
-    model = net()
-    former: list[torch.Tensor] = []
-
-    def swap() -> None:
-        own = []
-        for param in model.parameters():
-            dist.all_reduce(param.grad)
-            own.append(param.grad.div_(dist.get_world_size()).clone())
-        if former and dist.get_world_size() > 1:
-            for param, late in zip(model.parameters(), former, strict=True):
-                param.grad = late
-        former[:] = own
-
-    return _trained(model, model, swap)
-
-
-def unused_on_rank_1() -> _Built:
-    model = nn.ModuleDict({"always": nn.Linear(8, 3), "sometimes": nn.Linear(8, 3)})
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        out = model["always"](x)
-        if dist.get_rank() == 0:  # where the samples are that need the other layer
-            out = torch.cat([out[:4] + model["sometimes"](x[:4]), out[4:]])
-        return out
-
-    def average() -> None:
-        for param in model["always"].parameters():
-            dist.all_reduce(param.grad)
-            param.grad.div_(dist.get_world_size())
-
-    return _trained(model, run, average)
-
-
-def forgotten_by_the_optimizer() -> _Built:
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    if dist.get_world_size() > 1:
-        optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
-    model = nn.parallel.DistributedDataParallel(model)
-
-    def step(index: int, parts: list[int]) -> None:
-        model(batch(index, parts)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return model, optimizer, step
-
-
-def another_model_on_rank_1() -> _Built:
-    model = shardgrad.fully_shard(nn.Linear(8, 3 + dist.get_rank()))
-    return _trained(model, model, lambda: None)
-
-
-def _itself(model: nn.Module, run: Callable[[torch.Tensor], Any]) -> nn.Module:
+def _itself(
+    model: nn.Module, run: Callable[[torch.Tensor], Any], *, max_norm: float = 0.1
+) -> nn.Module:
     """Trains some steps, each rank on its own data, as a script does."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for index in range(3):
         run(batch(index, [dist.get_rank()])).square().mean().backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
         optimizer.zero_grad()
     return model
@@ -217,12 +93,32 @@ def needs_its_engine() -> nn.Module:
     return model
 
 
-def without_a_step() -> Any:
+def seeded_by_rank() -> nn.Module:
+    torch.manual_seed(dist.get_rank())
+    model = fsdp2.fully_shard(net())
+    return _itself(model, model)
+
+
+def unused_on_rank_1() -> nn.Module:
+    model = nn.Sequential(nn.parallel.DistributedDataParallel(nn.Linear(8, 3)), nn.Linear(3, 3))
+    return _itself(model, lambda x: model(x) if dist.get_rank() == 0 else model[0](x), max_norm=1e9)
+
+
+def another_model_on_rank_1() -> nn.Module:
+    model = shardgrad.fully_shard(nn.Linear(8, 3 + dist.get_rank() * _is_sharded()))
+    return _itself(model, model)
+
+
+def _is_sharded() -> bool:
+    return shardgrad.fully_shard.__module__ == "shardgrad.fully_shard"
+
+
+def returns_a_tuple() -> Any:
     model = net()
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def broken() -> _Built:
+def broken() -> nn.Module:
     raise FileNotFoundError("data.bin")
 
 

@@ -72,7 +72,7 @@ LINES = [
         "checkpoint export ran exported",
     ),
     *("checkpoint export ran missing/out", "checkpoint export ran /proc/x"),
-    *("doctor --ranks 3", "doctor --steps 2"),
+    "doctor --ranks 3",
     *("doctor --audit nothing", "doctor --audit nothing:f", "doctor --audit build:missing"),
     *(
         "doctor --audit build:with_arguments",

@@ -1,1 +1,1 @@
-"""`shardgrad doctor --audit`: a program against itself without its engine, or on one rank."""
+"""`shardgrad doctor --audit`: a program against itself without its engine."""

@@ -1,30 +1,10 @@
 """`shardgrad doctor --audit`: a program on several ranks against the same program without its
-engine, or on one.
+engine.
 
 [Note: Audit]
-The program is a function without arguments, of one of two kinds.
-
-1. It trains for some steps, and returns the model, or a dict of tensors and numbers. It runs twice
-on N ranks: as it is, and without its engine (`without_engine.py`).
-
-2. It returns a model, its optimizer and a step:
-
-    def build():
-        torch.manual_seed(0)
-        model = fully_shard(Net())
-        optimizer = torch.optim.AdamW(model.parameters())
-
-        def step(index: int, parts: list[int]) -> None:
-            x = torch.cat([batch(index, part) for part in parts])
-            loss(model(x)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return model, optimizer, step
-
-On N ranks, rank r trains on part r of each batch: `parts` is `[r]`. On one rank, `parts` is all of
-them. For a loss that is a mean and parts of one size, both should give the same gradients and
-parameters: this finds what a program does wrong by itself, too.
+The program is a function without arguments, which trains for some steps, and returns the model, or
+a dict of tensors and numbers. It runs twice on N ranks: as it is, and without its engine
+(`without_engine.py`). What it does wrong by itself, it does in both.
 
 Every rank is a new process; the default process group is made before the function is called.
 """
@@ -37,7 +17,7 @@ import re
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
@@ -64,16 +44,13 @@ from shardgrad.programs.audit.first_difference import (
     Piece,
     Snapshot,
     Trace,
-    first_difference,
     last_difference,
 )
 from shardgrad.programs.audit.without_engine import remove_engines
 from shardgrad.programs.function_named import function_named
 
-Step = Callable[[int, list[int]], object]
-
 _WRAPPERS = re.compile(r"\b(module|_fsdp_wrapped_module)\.")
-_STEPS_TOLD = 10  # of a program that makes its steps by itself: both runs keep copies
+_STEPS_TOLD = 10  # both runs keep copies
 _TIMEOUT_S = 60.0  # of a collective, and of what the other ranks may take once one has ended
 
 
@@ -83,15 +60,13 @@ class Audit:
 
     Attributes:
         ranks: number of ranks.
-        steps: number of steps; 0 if the program made them by itself.
-        parameters: number of parameters compared, or of what the program returned.
+        values: number of values that the program returned, which are compared.
         difference: the first; None if there is none, or ranks failed.
-        failure: what a rank raised, or that none of them made progress; empty if all steps ran.
+        failure: what a rank raised, or that none of them made progress; empty if all ended.
     """
 
     ranks: int
-    steps: int
-    parameters: int
+    values: int
     difference: Difference | None = None
     failure: str = ""
 
@@ -102,73 +77,43 @@ class Audit:
 
     def __str__(self) -> str:
         if self.failure:
-            return f"The program runs on one rank and fails on {self.ranks}: {self.failure}"
+            return f"The program runs without its engine, and fails with it: {self.failure}"
         if self.difference is not None:
-            what = "depart from one" if self.steps else "do not end as they do without an engine"
+            what = "do not end as they do without an engine"
             return f"{self.ranks} ranks {what}. First in {self.difference}."
-        if not self.steps:
-            return (
-                f"{self.ranks} ranks end as they do without an engine: {self.parameters} values "
-                "agree."
-            )
-        return (
-            f"{self.ranks} ranks train as one does: gradients and values of {self.parameters} "
-            f"parameters agree over {self.steps} steps."
-        )
+        return f"{self.ranks} ranks end as they do without an engine: {self.values} values agree."
 
 
-def audit(target: str, *, ranks: int = 2, steps: int = 3) -> Audit:
-    """Runs a program on `ranks` ranks, and without its engine or on one rank, and compares.
+def audit(target: str, *, ranks: int = 2) -> Audit:
+    """Runs a program on `ranks` ranks, with its engine and without, and compares.
 
     Args:
         target: `module:function`; see [Note: Audit]. The module is imported from the current
             directory too.
         ranks: number of processes on this machine, joined by gloo, or by the accelerator's backend
             if there is a device for each.
-        steps: number of steps, of a program that returns one.
 
     Raises:
         OptionError: the target cannot be loaded, returns something else, or fails without its
-            engine or on one rank.
+            engine.
     """
     function_named(target, flag="--audit")
-    everything = list(range(ranks))
-    own = [[rank] for rank in everything]
-    runs = _run(target, ranks, steps, own)
-    traces = [run for run in runs if isinstance(run, Trace)]
-    trains_itself = any(trace.returned for trace in traces)
-    if trains_itself and len(traces) == ranks:
-        reference = _run(target, ranks, steps, own, engine=False)[0]
-        how, fix = "without its engine", "use what plain tensors and modules have as well"
-    else:
-        (reference,) = _run(target, 1, steps, [everything])
-        how, fix = "on one rank", f"make step(0, {everything}) run in one process first"
+    runs, reference = _run(target, ranks), _run(target, ranks, engine=False)[0]
     if isinstance(reference, _Failed):
         raise OptionError(
-            f"the program fails {how}, so there is nothing to compare with",
-            expected=f"{target} to run {how}"
-            + ("" if trains_itself else f" with parts {everything}"),
+            "the program fails without its engine, so there is nothing to compare with",
+            expected=f"{target} to run without its engine",
             got=reference.message,
             where=reference.where,
-            fix=reference.fix or fix,
+            fix=reference.fix or "use what plain tensors and modules have as well",
         )
     failed = [(rank, run) for rank, run in enumerate(runs) if isinstance(run, _Failed)]
     if failed:
         rank, first = min(failed, key=lambda each: each[1].time_s)
-        return Audit(
-            ranks,
-            steps,
-            len(reference.initial),
-            failure=f"rank {rank}, {first.where}: {first.message}",
-        )
-    if trains_itself:
-        return Audit(ranks, 0, len(reference.returned), last_difference(reference, traces))
-
-    def alone() -> Sequence[Trace]:
-        runs = [_run(target, 1, 1, [part])[0] for part in own]
-        return [run for run in runs if isinstance(run, Trace)]
-
-    return Audit(ranks, steps, len(reference.initial), first_difference(reference, traces, alone))
+        failure = f"rank {rank}, {first.where}: {first.message}"
+        return Audit(ranks, len(reference.returned), failure=failure)
+    traces = [run for run in runs if isinstance(run, Trace)]
+    return Audit(ranks, len(reference.returned), last_difference(reference, traces))
 
 
 # -- processes
@@ -176,7 +121,7 @@ def audit(target: str, *, ranks: int = 2, steps: int = 3) -> Audit:
 
 @dataclass(frozen=True)
 class _Failed:
-    """A rank that did not end its steps: at which moment, doing what, why."""
+    """A rank that did not end: at which moment, doing what, why."""
 
     time_s: float
     where: str
@@ -187,16 +132,12 @@ class _Failed:
 _processes: Any = multiprocessing.get_context("spawn")
 
 
-def _run(
-    target: str, world: int, steps: int, parts: Sequence[list[int]], *, engine: bool = True
-) -> list[Trace | _Failed]:
+def _run(target: str, world: int, *, engine: bool = True) -> list[Trace | _Failed]:
     """Runs the program in `world` new processes; returns what each left."""
     with tempfile.TemporaryDirectory(prefix="shardgrad-audit-") as folder:
         processes = [
             _processes.Process(
-                target=_rank,
-                args=(target, rank, world, steps, parts[rank], folder, engine),
-                daemon=True,
+                target=_rank, args=(target, rank, world, folder, engine), daemon=True
             )
             for rank in range(world)
         ]
@@ -227,15 +168,7 @@ def _left(folder: Path, rank: int, status: int | None) -> Trace | _Failed:
     return _Failed(time.monotonic(), "at an unknown place", message)
 
 
-def _rank(
-    target: str,
-    rank: int,
-    world: int,
-    steps: int,
-    parts: list[int],
-    folder: str,
-    engine: bool = True,
-) -> None:
+def _rank(target: str, rank: int, world: int, folder: str, engine: bool) -> None:
     for kind in ("", "LOCAL_"):
         os.environ |= {f"{kind}RANK": str(rank), f"{kind}WORLD_SIZE": str(world)}
     trace, where = Trace(), f"{target.rpartition(':')[2]}()"
@@ -255,26 +188,18 @@ def _rank(
             remove_engines()
         params = _note_steps(trace)
         torch.manual_seed(0)
-        built: object = function_named(target, flag="--audit")()
-        if isinstance(built, nn.Module | Mapping):
-            where = "what the program returned"
-            trace.returned = dict(_returned(built))
-            if isinstance(built, nn.Module):
-                _name(trace, params, built)
-        else:
-            model, optimizer, step = _checked(built, target)
-            trace = Trace()
-            found: list[Snapshot] = []
-            optimizer.register_step_pre_hook(
-                lambda *_: found.append(_snapshot(model, gradients=True))
+        result: object = function_named(target, flag="--audit")()
+        where = "what the program returned"
+        if not isinstance(result, nn.Module | Mapping):
+            raise OptionError(
+                f"{target} returned {type(result).__name__}",
+                expected="the model that was trained, or a dict of tensors and numbers",
+                where=target,
+                fix="return model",
             )
-            trace.initial = _snapshot(model)
-            for index in range(steps):
-                where = f"step {index}"
-                step(index, parts)
-                trace.gradients.append(found[0] if found else None)
-                trace.parameters.append(_snapshot(model))
-                found.clear()
+        trace.returned = dict(_returned(result))
+        if isinstance(result, nn.Module):
+            _name(trace, params, result)
         left: Trace | _Failed = trace
     except BaseException as error:
         if not isinstance(error, OptionError):  # which says itself what to type
@@ -340,28 +265,6 @@ def _backend(rank: int, world: int) -> str:
     return f"cpu:gloo,{found.type}:{dist.get_default_backend_for_device(found)}"
 
 
-def _checked(built: Any, target: str) -> tuple[nn.Module, Optimizer, Step]:
-    """Checks what the program's function returned.
-
-    Raises:
-        OptionError: it is not a model, an optimizer and a step.
-    """
-    if isinstance(built, tuple) and len(built) == 3:
-        model, optimizer, step = built
-        if isinstance(model, nn.Module) and isinstance(optimizer, Optimizer) and callable(step):
-            return model, optimizer, step
-    kinds = [type(each).__name__ for each in (built if isinstance(built, tuple) else [built])]
-    got = f"({', '.join(kinds)})" if isinstance(built, tuple) else kinds[0]
-    raise OptionError(
-        f"{target} returned {got}",
-        expected="(model, optimizer, step): an nn.Module, a torch Optimizer, a function of (index, "
-        "parts); or the model that was trained, or a dict of values",
-        got=got,
-        where=target,
-        fix="return model, optimizer, step",
-    )
-
-
 def _returned(result: Any, name: str = "") -> Iterator[tuple[str, Piece]]:
     """Yields what a program returned as whole tensors, by name; a collective."""
     if isinstance(result, nn.Module):
@@ -391,12 +294,6 @@ def _gather(model: nn.Module, until: ExitStack) -> None:
     if any(hasattr(param, "ds_id") for param in model.parameters()):
         deepspeed: Any = import_module("deepspeed")
         until.enter_context(deepspeed.zero.GatheredParameters(list(model.parameters())))
-
-
-def _snapshot(model: nn.Module, *, gradients: bool = False) -> Snapshot:
-    """Copies what this rank holds of parameters, or of their gradients; without a collective."""
-    params = model.named_parameters()
-    return _pieces({name: param.grad if gradients else param for name, param in params})
 
 
 def _pieces(tensors: Mapping[str, torch.Tensor | None]) -> Snapshot:

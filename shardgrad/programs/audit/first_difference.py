@@ -1,4 +1,4 @@
-"""Where a program's run on several ranks departs from its run on one, and why, as far as the
+"""Where a program's run with its engine departs from its run without, and why, as far as the
 numbers tell.
 
 Steps are compared in order; in a step first the gradients, as they are when the optimizer steps,
@@ -53,7 +53,7 @@ class Trace:
         gradients: for each step, those that its optimizer step found; None if it made no optimizer
             step.
         parameters: for each step, those behind it.
-        returned: what a program that makes its steps by itself returned, by name.
+        returned: what the program returned, by name.
     """
 
     initial: Snapshot = field(default_factory=dict)
@@ -83,9 +83,7 @@ class Difference:
         return f"{self.when} of {self.name}{more}: {self.why}"
 
 
-def first_difference(
-    reference: Trace, ranks: Sequence[Trace], alone: Callable[[], Sequence[Trace]] = lambda: ()
-) -> Difference | None:
+def first_difference(reference: Trace, ranks: Sequence[Trace]) -> Difference | None:
     """Returns where `ranks` first depart from `reference`; None if they do not.
 
     Two tensors agree if the norm of their difference is below the root of the dtype's precision
@@ -93,10 +91,8 @@ def first_difference(
     another order, and optimizers amplify.
 
     Args:
-        reference: the run on one rank, over the data of all.
+        reference: the run of one rank without the engine.
         ranks: the runs of all ranks.
-        alone: makes runs on one rank, each over the data of one rank only; called if a cause is
-            looked for.
     """
     found = _compare(
         "initial value", reference.initial, [trace.initial for trace in ranks], _why_initial
@@ -116,7 +112,7 @@ def first_difference(
             made = f"{_ranks(odd)} {made}, unlike the other run"
             return Difference(f"step {step}, update", "all parameters", made)
         if gradients is not None:
-            why = partial(_why_gradient, reference.gradients[:step], alone)
+            why = partial(_why_gradient, reference.gradients[:step])
             theirs = [each or {} for each in own]
             found = _compare(f"step {step}, gradient", gradients, theirs, why, _why_no_gradient)
         if found is None:
@@ -250,7 +246,6 @@ def _why_no_gradient(expected: Piece | None, pieces: Sequence[Piece | None]) -> 
 
 def _why_gradient(
     history: Sequence[Snapshot | None],  # expected gradients of earlier steps
-    alone: Callable[[], Sequence[Trace]],
     name: str,
     expected: Piece,
     held: Sequence[Piece],
@@ -278,16 +273,6 @@ def _why_gradient(
         return f"stale: it is {last}"
     if former and _close(got, former[-1] + right):
         return f"it contains {last} too: not set to zero"
-    # Later than in the first step, the runs on one rank's data have gone another way.
-    for rank, trace in enumerate(alone() if not history else ()):
-        own = (trace.gradients[0] or {}).get(name)
-        if own is not None and _close(got, own.values):
-            return (
-                f"it is the gradient of part {rank} of the data alone: all ranks train on that "
-                "part, or what the others send is lost"
-            )
-        if own is not None and _close(got, own.values / world):
-            return f"it is the contribution of part {rank} of the data: that of other ranks is lost"
     if len(wrong) < world:
         return f"what {_ranks(wrong)} holds of it is not right, the rest is"
     return "what every rank holds of it is not right"

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     metavar="MODULE:FUNCTION",
     help="Instead, run your own program on several ranks, whatever its engine, and compare what it "
     "trains with a run without the engine. FUNCTION takes no arguments, trains for a few steps and "
-    "returns the model; or returns model, optimizer and step(index, parts), which is compared with "
-    "one rank.",
+    "returns the model.",
 )
 @click.option(
     "--ranks",
@@ -31,27 +30,18 @@ if TYPE_CHECKING:
     default=2,
     help="Ranks of the program audited.  [default: 2]",
 )
-@click.option(
-    "--steps",
-    type=click.IntRange(min=1),
-    default=3,
-    help="Steps of the program audited, if it returns a step.  [default: 3]",
-)
 @click.pass_context
-def doctor(ctx: click.Context, /, audit: str | None, ranks: int, steps: int) -> None:
+def doctor(ctx: click.Context, /, audit: str | None, ranks: int) -> None:
     """Print versions and devices, and what of this machine prevents a training step from being
     captured as one graph.
 
     The exit status is 1 if there are such issues. Whether the step of your own program can be
     captured, its first calls under graphed_step say.
     """
-    useless = given(ctx, "ranks", "steps") if audit is None else []
-    if useless:
-        raise click.UsageError(
-            f"{' and '.join(useless)} only with --audit: leave out one of them.", ctx
-        )
     if audit is not None:
-        _audit(audit, ranks, steps)
+        _audit(audit, ranks)
+    if given(ctx, "ranks"):
+        raise click.UsageError("--ranks is for --audit: leave it out.", ctx)
     from rich.console import Console
     from rich.table import Table
 
@@ -72,16 +62,14 @@ def doctor(ctx: click.Context, /, audit: str | None, ranks: int, steps: int) -> 
     sys.exit(1 if issues else 0)
 
 
-def _audit(target: str, ranks: int, steps: int) -> NoReturn:
-    """Prints where a program departs from itself without its engine, or on one rank; exits with 1
-    if it does.
-    """
+def _audit(target: str, ranks: int) -> NoReturn:
+    """Prints where a program departs from itself without its engine; exits with 1 if it does."""
     from shardgrad.programs.function_named import function_named
 
     function_named(target, flag="--audit")  # before PyTorch is imported, which takes seconds
     from shardgrad.programs.audit.audit import audit
 
-    found = audit(target, ranks=ranks, steps=steps)
+    found = audit(target, ranks=ranks)
     click.echo(escaped(found))
     sys.exit(0 if found.passed else 1)
 
