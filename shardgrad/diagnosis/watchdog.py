@@ -3,8 +3,8 @@
 [Note: Watchdog]
 A collective cannot be used to ask why a collective hangs, so question and answers go through the
 store of the process group. A thread on every rank compares the time with that of the last
-collective, and does no more until this is 10 s ago. From then on it looks whether a rank has
-asked, and answers with the rank's status; and it asks itself, after 10 s, 20 s, 40 s, ...
+collective, and does no more until this is half a second ago. From then on it looks whether a rank
+has asked, and answers with the rank's status; and it asks itself, after 10 s, 20 s, 40 s, ...
 A rank that does not answer goes on, or has ended, is stopped, or is cut off.
 
 What follows for the program is a warning: of what looks stuck, some may still end, and a thread
@@ -15,8 +15,7 @@ may still come, and nothing is said of it.
 Over NCCL hosts wait for the device, not in a collective: there a rank waits if its host stands on
 one line and its stream is not done. So a rank that is late with its own work does not count.
 
-`shardgrad train` prints more, and asks at once when a rank fails, so its ranks answer from the
-first second on.
+A rank of `shardgrad train` asks at once when it fails because another did, to say which.
 """
 
 from __future__ import annotations
@@ -44,9 +43,7 @@ from shardgrad.diagnosis.rank_status import Diagnosis, RankStatus, diagnose, ran
 from shardgrad.diagnosis.thread_stacks import Call, calls_of, passes_collective, thread_stacks
 from shardgrad.errors import CollectiveError
 
-__all__ = ["OnStall", "WaitingRanksWarning", "Watchdog", "watch_ranks"]
-
-OnStall = Callable[[Diagnosis, dict[int, RankStatus]], None]
+__all__ = ["WaitingRanksWarning", "Watchdog", "watch_ranks"]
 
 STALL_S = 10.0
 PERIOD_S = 0.5
@@ -73,9 +70,6 @@ class Watchdog:
             to it.
         rank: of this process.
         world_size: number of ranks.
-        stall_s: seconds without progress after which the ranks are asked.
-        quiet_s: seconds without progress before which this rank does not answer; None: `stall_s`.
-        on_stall: called on the watchdog's thread with what `query_ranks` returns.
         device: of the collectives; hosts wait for one that is not the CPU.
 
     Attributes:
@@ -88,9 +82,6 @@ class Watchdog:
         rank: int,
         world_size: int,
         *,
-        stall_s: float = STALL_S,
-        quiet_s: float | None = None,
-        on_stall: OnStall = lambda diagnosis, statuses: None,
         device: torch.device | None = None,
     ) -> None:
         # A thread that waits in a connection holds its lock, so each thread has its own.
@@ -100,13 +91,10 @@ class Watchdog:
         self._store, self._asking = (PrefixStore(prefix, clone()) for _ in range(2))
         self._rank = rank
         self._world_size = world_size
-        self._stall_s = stall_s
-        self._quiet_s = stall_s if quiet_s is None else quiet_s
-        self._on_stall = on_stall
+        self._stall_s = STALL_S
         self._device = device
         self._world = None if world is None else weakref.ref(world)
         self._training_thread = threading.get_ident()
-        self._error: BaseException | None = None
         self._answered = 0  # the number of the last question that this rank has answered
         self._is_closing = threading.Event()
         self._farewell: Callable[[], None] | None = None
@@ -138,17 +126,6 @@ class Watchdog:
     def is_current(self) -> bool:
         """Whether the world is the one that it was made for."""
         return dist.group.WORLD is (None if self._world is None else self._world())
-
-    @property
-    def location(self) -> str:
-        """Where this rank is, for example "step 3, backward of layers.1"."""
-        return self._own().location
-
-    def report_error(self, error: BaseException) -> None:
-        """Tells the other ranks, without waiting, that this rank failed with `error`."""
-        self._error = error
-        own = self._own()
-        _within(self._silence_s, lambda: self._answer(self._asking, lambda: own, _LAST))
 
     def query_ranks(self, *, timeout_s: float) -> tuple[Diagnosis, dict[int, RankStatus]]:
         """Asks every rank for its status, on a rank that fails because another did.
@@ -182,7 +159,7 @@ class Watchdog:
             own = replace(own, error=None, has_ended=False, waits="collective")
             statuses = {own.rank: own, ended.rank: ended}
             recorder.waits_in = None  # no wait is left that could be given up
-            self._on_stall(diagnose(statuses, self._world_size), statuses)
+            _warn_or_give_up(diagnose(statuses, self._world_size), statuses)
 
     # -- the thread
 
@@ -193,7 +170,7 @@ class Watchdog:
         while not self._is_closing.wait(self.period_s) and self.is_current:
             since_s = recorder.progress_s
             idle_s = time.monotonic() - since_s
-            if idle_s < self._quiet_s:
+            if idle_s < self.period_s:
                 ask_s, told = self._stall_s, ""
                 continue
             with suppress(Exception):  # also of warnings that are made errors
@@ -203,7 +180,7 @@ class Watchdog:
                     found = self._find(since_s)
                     if found is not None and found[0].sentence != told:
                         told = found[0].sentence
-                        self._on_stall(*found)
+                        _warn_or_give_up(*found)
         self._is_closing.wait()
         if self._farewell is not None:
             with suppress(Exception):
@@ -244,9 +221,7 @@ class Watchdog:
         return not torch.accelerator.current_stream(self._device).query()
 
     def _own(self, waits: str = "") -> RankStatus:
-        return rank_status(
-            recorder, self._rank, thread=self._training_thread, error=self._error, waits=waits
-        )
+        return rank_status(recorder, self._rank, thread=self._training_thread, waits=waits)
 
     # -- questions and answers
 
@@ -338,9 +313,6 @@ def _within(seconds: float, work: Callable[[], None]) -> bool:
     return done.is_set()
 
 
-# -- programs that start none
-
-
 class _Process:
     """The watchdog of this process."""
 
@@ -350,8 +322,8 @@ class _Process:
 _process = _Process()
 
 
-def watch_ranks(device: torch.device) -> None:
-    """Starts a watchdog for the world of a program that has none.
+def watch_ranks(device: torch.device) -> Watchdog | None:
+    """Returns the watchdog for the world, which is started if there is none; None where it is off.
 
     The environment variable `SHARDGRAD_WATCHDOG=0` keeps it off, and `1` turns it on for more than
     1,024 ranks.
@@ -361,23 +333,23 @@ def watch_ranks(device: torch.device) -> None:
     """
     world, switch = dist.group.WORLD, os.environ.get("SHARDGRAD_WATCHDOG", "")
     former = _process.watchdog
-    if world is None or switch == "0" or (former is not None and former.is_current):
-        return
+    if world is None or switch == "0":
+        return None
+    if former is not None and former.is_current:
+        return former
     size = dist.get_world_size()
     is_known = any(name in dist.get_backend_config(world) for name in _BACKENDS)
     if size == 1 or not is_known or (size > _MOST_RANKS and switch != "1"):
-        return
+        return None
     if former is not None:
         former.close()
-    Watchdog(
+    Finalize(None, _end, exitpriority=100)  # also in processes of multiprocessing
+    return Watchdog(
         dist.distributed_c10d._get_default_store(),
         dist.get_rank(),
         size,
-        stall_s=STALL_S,
-        on_stall=_warn_or_give_up,
         device=None if device.type == "cpu" else device,
     ).start()
-    Finalize(None, _end, exitpriority=100)  # also in processes of multiprocessing
 
 
 def _warn_or_give_up(diagnosis: Diagnosis, statuses: dict[int, RankStatus]) -> None:

@@ -59,7 +59,7 @@ def test_every_collective_of_a_save_is_in_the_journal_of_all_ranks(
 def ask_a_late_rank() -> tuple[tuple[int, ...], str, str]:
     """Rank 0 asks while rank 1 is in a loop of Python that takes two seconds."""
     store = dist.distributed_c10d._get_default_store()
-    watchdog = Watchdog(store, dist.get_rank(), 2, quiet_s=0.0).start()
+    watchdog = Watchdog(store, dist.get_rank(), 2).start()
     dist.barrier()
     recorder.enter("data", step=7)
     try:

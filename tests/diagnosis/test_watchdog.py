@@ -38,7 +38,7 @@ def test_closing_waits_for_a_look_under_way(monkeypatch: pytest.MonkeyPatch) -> 
             return 0
 
     monkeypatch.setattr(module, "PrefixStore", lambda _, store: SlowStore())
-    watchdog = Watchdog(dist.HashStore(), 0, 1, quiet_s=0.0).start()
+    watchdog = Watchdog(dist.HashStore(), 0, 1).start()
     assert is_looking.wait(10)
     watchdog.close()
     assert watchdog.closed
@@ -58,8 +58,10 @@ def test_until_a_collective_is_old_nothing_is_sent_and_no_stack_is_read(
     monkeypatch.setattr(module, "PrefixStore", lambda *_: store)
     monkeypatch.setattr(module, "thread_stacks", stacks)
     monkeypatch.setattr(module, "PERIOD_S", 0.05)
+    monkeypatch.setattr(module, "_process", module._Process())
     recorder.enter("forward")
     watchdog = Watchdog(dist.HashStore(), 0, 2).start()
+    recorder.progress_s += 1.0  # as of collectives that come one after the other
     time.sleep(1.0)
     watchdog.close()
     assert [call[0] for call in store.method_calls] == ["set"]  # that it has started
@@ -109,7 +111,8 @@ def test_a_rank_that_failed_and_has_left_is_heard_by_those_that_ask_later(
         found, answers = Watchdog(store, rank, 4).query_ranks(timeout_s=1.0)
         assert sorted(answers) == list(range(rank + 1))
     assert found.culprits == (3,)
-    Watchdog(store, 3, 4).report_error(ValueError("a mistake"))
+    monkeypatch.setattr(module, "_process", module._Process())
+    Watchdog(store, 3, 4).start().end(ValueError("a mistake"))
     found, _ = Watchdog(store, 0, 4).query_ranks(timeout_s=1.0)
     assert found.what.endswith("(ValueError: a mistake).")
     assert found.culprits == (3,)

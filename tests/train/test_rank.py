@@ -7,7 +7,9 @@ import threading
 from pathlib import Path
 from typing import Any, cast
 
-from shardgrad.diagnosis.flight_recorder import FlightRecorder
+import pytest
+
+from shardgrad.diagnosis.flight_recorder import FlightRecorder, recorder
 from shardgrad.diagnosis.rank_status import Diagnosis, RankStatus, rank_status
 from shardgrad.diagnosis.watchdog import Watchdog
 from shardgrad.programs.train import rank
@@ -19,8 +21,6 @@ GONE = RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer 
 class Answers:
     """A watchdog that has been told what happened."""
 
-    location = "step 5, forward of layers.1"
-
     def __init__(self, *culprits: int, witnesses: tuple[int, ...]) -> None:
         found = f"Rank {culprits[0]} does not answer."
         self.finding = Diagnosis(culprits, found, f"Ranks {witnesses} were waiting for it.")
@@ -30,7 +30,8 @@ class Answers:
     def query_ranks(self, *, timeout_s: float) -> tuple[Diagnosis, dict[int, RankStatus]]:
         return self.finding, self.answers
 
-    def report_error(self, error: BaseException) -> None:
+    def end(self, error: BaseException | None) -> None:
+        assert error is not None
         self.told.append(error)
 
 
@@ -55,7 +56,11 @@ def test_the_first_witness_of_a_lost_rank_tells_it_and_keeps_what_all_have_said(
     assert [status["rank"] for status in kept["ranks"]] == [0, 2]
 
 
-def test_an_error_of_one_rank_is_its_own_report_and_is_told_to_the_others(tmp_path: Path) -> None:
+def test_an_error_of_one_rank_is_its_own_report_and_is_told_to_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "unit", "layers.1")
+    recorder.enter("forward", step=5)
     watchdog, error = Answers(1, witnesses=(0,)), ValueError("a mistake")
     (sentence,) = told(error, 0, tmp_path, watchdog)
     assert sentence.startswith(

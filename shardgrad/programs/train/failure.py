@@ -7,7 +7,7 @@ from __future__ import annotations
 import errno
 import resource
 
-from shardgrad.errors import DesyncError
+from shardgrad.errors import CollectiveError, DesyncError
 from shardgrad.programs.text import printable
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -87,6 +87,8 @@ def explain(error: BaseException) -> TrainingError:
             "Another rank did not answer in time: look for its message, or, if it was slow, raise "
             "--timeout."
         )
+    if isinstance(error, CollectiveError):
+        return PeerLost(f"A collective failed: {_first_line(error)}.")
     return TrainingError(
         f"{type(error).__name__}: {_first_line(error)} (run again with --debug for the traceback)"
     )

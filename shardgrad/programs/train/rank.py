@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardgrad.diagnosis.flight_recorder import recorder
+from shardgrad.diagnosis.rank_status import Diagnosis, RankStatus, describe_location
 from shardgrad.programs.text import escaped
 from shardgrad.programs.train.config import TrainConfig
 from shardgrad.programs.train.failure import (
@@ -27,13 +29,10 @@ from shardgrad.programs.train.failure import (
 from shardgrad.programs.train.stop import StopRequest
 
 if TYPE_CHECKING:
-    from shardgrad.diagnosis.rank_status import Diagnosis, RankStatus
     from shardgrad.diagnosis.watchdog import Watchdog
 
 RANK_STATUS = "rank_status.json"  # in the run folder: the status of every rank when a run failed
 _PATIENCE_S = 10.0  # how long to wait for the other ranks' status
-_QUIET_S = 0.5  # without progress; after that a rank answers others
-_STALL = 0.8  # fraction of the collectives' timeout: report before a backend ends the process
 
 
 @dataclass(frozen=True)
@@ -69,19 +68,12 @@ def run_rank(job: Job) -> None:
     try:
         import torch.distributed as dist
 
-        from shardgrad.diagnosis.watchdog import Watchdog
+        from shardgrad.diagnosis.watchdog import watch_ranks
         from shardgrad.programs.train.loop import train
         from shardgrad.programs.train.parallel import join, require_same_settings
 
         world = join(job.config)
-        watchdog = Watchdog(
-            dist.distributed_c10d._get_default_store(),
-            rank,
-            world.world_size,
-            stall_s=_STALL * job.config.timeout,
-            quiet_s=_QUIET_S,
-            on_stall=_tell_of_stall,
-        ).start()
+        watchdog = watch_ranks(world.device)
         folder = require_same_settings(world, job.config, folder, resume=job.resume)
         train(
             dataclasses.replace(job.config, run_dir=str(folder)),
@@ -90,7 +82,8 @@ def run_rank(job: Job) -> None:
             stop,
             resume=job.resume,
         )
-        watchdog.close()
+        if watchdog is not None:
+            watchdog.close()
         dist.destroy_process_group()
     except BaseException as error:  # CheckpointException of torch is not an Exception
         stop.close()
@@ -138,13 +131,13 @@ def _report(
 ) -> list[str]:
     """Returns what this rank is to tell of a failure; nothing, if another rank tells it."""
     hint = [] if isinstance(failure, UsageError | CheckpointUnusable) else [resume_hint(folder)]
-    if watchdog is None:  # the ranks have not met
-        return [" ".join([str(failure), *hint])]
-    if isinstance(error, TrainingError):  # all ranks have found it together
-        return [" ".join([str(failure), *hint])] if rank == 0 else []
-    if not isinstance(failure, PeerLost):
-        watchdog.report_error(error)
-        return [" ".join([f"Rank {rank} failed at {watchdog.location}: {failure}", *hint])]
+    if isinstance(error, TrainingError):  # all ranks have found it together, once they have met
+        return [" ".join([str(failure), *hint])] if rank == 0 or watchdog is None else []
+    if watchdog is None or not isinstance(failure, PeerLost):
+        if watchdog is not None:
+            watchdog.end(error)
+        where = describe_location(recorder.step, recorder.phase, recorder.unit)
+        return [" ".join([f"Rank {rank} failed at {where}: {failure}", *hint])]
     finding, answers = watchdog.query_ranks(timeout_s=_PATIENCE_S)
     culprits = set(finding.culprits)
     if rank != min(set(answers) - culprits, default=rank):
@@ -154,13 +147,6 @@ def _report(
         return []  # a rank that failed by itself tells it
     what = finding.what if culprits else f"Rank {rank}: {failure} {finding.what}"
     return [" ".join(filter(None, [what, finding.waits, *hint])), *finding.stack]
-
-
-def _tell_of_stall(finding: Diagnosis, answers: dict[int, RankStatus]) -> None:
-    """Prints which rank the others wait for, on the lowest waiting rank, once per stall."""
-    waiting = [rank for rank, answer in answers.items() if rank not in finding.culprits]
-    if finding.culprits and int(os.environ["RANK"]) == min(waiting, default=-1):
-        tell(finding.sentence, *finding.stack)
 
 
 def _keep(finding: Diagnosis, answers: dict[int, RankStatus], folder: Path) -> None:
