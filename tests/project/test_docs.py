@@ -106,8 +106,18 @@ def test_every_function_of_the_interface_has_an_example_that_compiles() -> None:
         compile(textwrap.dedent(found[1]), name, "exec")
 
 
-def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text(encoding="utf-8")) < 5_000
+def test_the_readme_is_short_and_counts_programs_as_their_page_does() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(readme) < 5_000
+    said = r"\[(\d+) programs.*silently wrong in (\d+) and hangs or crashes in (\d+);\s+shardgrad in none"
+    found = re.search(said, readme, flags=re.DOTALL)
+    assert found
+    page = (ROOT / "docs/explanation/right_where_others_are_wrong.md").read_text(encoding="utf-8")
+    rows = {
+        name: cells.split(" | ") for name, cells in re.findall(r"^\| (\w+) \| (.*) \|$", page, re.M)
+    }
+    assert list(found.groups()) == [rows["torch"][0], *rows["FSDP2"][3:5]]
+    assert rows["shardgrad"][3:5] == ["0", "0"]
 
 
 def test_the_readme_example_trains_on_two_ranks_as_printed(tmp_path: Path) -> None:
