@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from shardgrad.engine.streams import Stream, is_capturing
 from shardgrad.errors import CaptureError
 from shardgrad.graphs.outputs import local_tensor
 from shardgrad.graphs.program_line import is_of_the_program
@@ -94,6 +95,7 @@ class Reads(TorchDispatchMode):
         function: of the step.
         modules: that the step uses.
         generators: of random numbers, that the graph knows besides its device's default one.
+        stream: on which the block runs.
 
     Attributes:
         places: of tensors that the function closes over and operations read, with `Place.key` at
@@ -109,9 +111,10 @@ class Reads(TorchDispatchMode):
         function: Callable[..., Any],
         modules: Iterable[nn.Module],
         generators: Sequence[torch.Generator] = (),
+        stream: Stream = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._generators = generators
+        self._generators, self._stream = generators, stream
         self.places: dict[Place, Hashable] = {}
         self.numbers: dict[str, Any] = {}
         self.groups: set[dist.ProcessGroup] = set()
@@ -165,6 +168,8 @@ class Reads(TorchDispatchMode):
                 continue
             if (place := self._candidates.pop(identity, None)) is not None:
                 self.places[place] = self._keys[place]
+            if writes and tensor.device.type not in ("cpu", "meta"):
+                self._require_captured(tensor.device)
             if writes and identity and identity not in self._written:
                 reference = StorageWeakRef(tensor.untyped_storage())
                 self._written[identity] = reference, tensor.device
@@ -179,6 +184,20 @@ class Reads(TorchDispatchMode):
                 expected="the device's default generator, or those that were given",
                 got="another one, which a graph cannot advance",
                 fix="graphed_step(..., generator)",
+            )
+
+    def _require_captured(self, device: torch.device) -> None:
+        """Refuses a write on a stream that is no part of the capture, which takes place during it.
+        On the step's own, between two parts of a split graph, torch writes what a graph draws from.
+        """
+        stream = torch.accelerator.current_stream(device)
+        if stream != self._stream and not is_capturing(device):
+            raise CaptureError(
+                "it writes on a stream that is not captured, which a replay would not",
+                expected="streams that wait for the step's, and that it waits for",
+                got=str(stream),
+                fix="inside the step, side.wait_stream(torch.cuda.current_stream()) before that "
+                "work, and torch.cuda.current_stream().wait_stream(side) after it",
             )
 
     def written(self) -> Iterator[torch.Tensor]:

@@ -488,7 +488,7 @@ class GraphedStep(Generic[_P, _R]):
             kind.seen[key[1]],
         )
         generators = [*self._generators, *kind.seen[key[1]].generators]
-        reads = Reads(self._function, self._modules, generators)
+        reads = Reads(self._function, self._modules, generators, self.pool.stream)
         args, kwargs = kind.buffers.arguments
         try:
             with _stale_streams_overridden(), graph.captured(), reads:

@@ -516,7 +516,7 @@ def model_and_optimizer() -> tuple[Any, Any]:
     return model, shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def side_stream(*, waits_before: bool, waits_after: bool) -> None:
+def side_stream(*, waits_before: bool, works: bool = True, waits_after: bool) -> None:
     model, optimizer = model_and_optimizer()
     side, count = torch.cuda.Stream(), torch.zeros((), device="cuda")
 
@@ -526,8 +526,9 @@ def side_stream(*, waits_before: bool, waits_after: bool) -> None:
         loss.backward()
         if waits_before:
             side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            count.add_(1)  # allocates nothing, which would be an error of its own
+        if works:
+            with torch.cuda.stream(side):
+                count.add_(1)  # allocates nothing, which would be an error of its own
         if waits_after:
             torch.cuda.current_stream().wait_stream(side)
         optimizer.step()
@@ -603,9 +604,17 @@ FAR = {
         partial(side_stream, waits_before=True, waits_after=False),
         r"not waited for in it[\s\S]*current_stream\(\)\.wait_stream\(side\) after that work",
     ),
+    "a wait for work of before": (
+        partial(side_stream, waits_before=False, works=False, waits_after=True),
+        r"outside of it[\s\S]*in step: torch.*wait_stream\(side\)[\s\S]*side\.wait_stream\(torch",
+    ),
     "work that did not wait": (
         partial(side_stream, waits_before=False, waits_after=True),
-        r"outside of it[\s\S]*in step: torch.*wait_stream\(side\)[\s\S]*side\.wait_stream\(torch",
+        r"writes on a stream that is not captured[\s\S]*in step: count\.add_\(1\)",
+    ),
+    "work that neither waited nor is joined": (
+        partial(side_stream, waits_before=False, waits_after=False),
+        r"writes on a stream that is not captured[\s\S]*in step: count\.add_\(1\)",
     ),
     "the first update": (
         first_update,
