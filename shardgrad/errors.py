@@ -48,7 +48,6 @@ __all__ = [
     "StepInputError",
     "StepOutputError",
     "TiedParameterError",
-    "UnitBypassedError",
     "UnownedParameterError",
     "UnsupportedError",
     "UnsupportedParameterError",
@@ -190,10 +189,6 @@ class ExtensionError(ShardgradError, AssertionError):
 
 class ForeignParameterError(ShardgradError, RuntimeError):
     """A sharded parameter was replaced by something its unit cannot take over."""
-
-
-class UnitBypassedError(ShardgradError, RuntimeError):
-    """Sharded parameters were used outside their unit's forward."""
 
 
 class UnownedParameterError(ShardgradError, RuntimeError):

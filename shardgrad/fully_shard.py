@@ -19,7 +19,6 @@ from shardgrad.checks.arguments import (
     refuse_wrong_types,
 )
 from shardgrad.checks.lost_work import refuse_hooks
-from shardgrad.checks.misuse import guard_owner
 from shardgrad.checks.optimizer_hooks import watch_optimizers
 from shardgrad.checks.padding import warn_of_padding
 from shardgrad.checks.unowned_params import UnownedParams, note_ignored
@@ -32,7 +31,7 @@ from shardgrad.engine.collect import (
     validated,
 )
 from shardgrad.engine.comm_context import SecondStep
-from shardgrad.engine.hooks import HookedUnit
+from shardgrad.engine.hooks import HookedUnit, forward_around, forward_with
 from shardgrad.engine.param import CLAIM, FSDPParam, is_extension, mark_sharded
 from shardgrad.engine.param_group import AllGather, GroupSpec, ParamGroup
 from shardgrad.engine.unit import Unit, attach_unit
@@ -368,7 +367,7 @@ def _take_inherited(claims: Sequence[Claim]) -> None:
         inner.set_groups([group for group in smaller if group is not None])
 
 
-def _install_hooks(unit: Unit, managed_modules: Sequence[nn.Module]) -> None:
+def _install_hooks(unit: HookedUnit, managed_modules: Sequence[nn.Module]) -> None:
     """Guards inner modules, and keeps state dicts and loading on the sharded parameters.
 
     Modules of inner units too, where they register a parameter that this unit owns since it is
@@ -399,7 +398,10 @@ def _install_hooks(unit: Unit, managed_modules: Sequence[nn.Module]) -> None:
             module.register_state_dict_pre_hook(to_shards)
             module.register_load_state_dict_pre_hook(to_own_shards)
             if module not in unit.modules:
-                guard_owner(module, partial(unit.group_owning, module))
+                forward_around(module, unit)
+        # Attention gives its projection's weight to a function, and does not call the projection.
+        if isinstance(module, nn.MultiheadAttention):
+            forward_with(module.out_proj, module)
     for module in unit.modules:
         module.register_load_state_dict_post_hook(take_over)
 

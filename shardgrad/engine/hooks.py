@@ -35,12 +35,13 @@ from torch.distributed.utils import _apply_to_tensors
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from shardgrad.diagnosis.flight_recorder import recorder
+from shardgrad.engine.param_group import ParamState
 from shardgrad.engine.root import RootContext, lazy_init
 from shardgrad.engine.spans import span
-from shardgrad.engine.unit import Unit
+from shardgrad.engine.unit import Unit, unit_of
 from shardgrad.errors import CollectiveError, UnsupportedError
 
-__all__ = ["HookedUnit", "like_forward", "outside_graphs"]
+__all__ = ["HookedUnit", "forward_around", "forward_with", "like_forward", "outside_graphs"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -336,6 +337,72 @@ class HookedUnit(Unit):
             if self.outstanding == self.open == 0 and context.scheduler.backward_running:
                 for grads in self.grad_groups:
                     context.scheduler.close(grads)
+
+
+def forward_with(module: nn.Module, user: nn.Module) -> None:
+    """Makes the parameters of a unit's `module` unsharded while `user` runs as well, which reads
+    them without calling `module`.
+    """
+    unit = unit_of(module)
+    if not isinstance(unit, HookedUnit):
+        return
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments:
+        return unit.pre_forward(module, args, kwargs)
+
+    def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return unit.post_forward(module, args, output)
+
+    # Inside of the hooks of the user's own unit, if it has one.
+    user.register_forward_pre_hook(before, with_kwargs=True)
+    user.register_forward_hook(after, prepend=True)
+
+
+def forward_around(module: nn.Module, unit: HookedUnit) -> None:
+    """Makes a call of `module` around the forward of the unit that owns its parameters, as by a
+    method of the model, gather and reshard as that forward does.
+    """
+    runs_around = gathers = is_outermost = is_hooked = False
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments | None:
+        nonlocal runs_around, gathers, is_outermost, is_hooked
+        runs_around = False
+        if unit.running or torch.compiler.is_compiling():
+            return None
+        owner = unit.group_owning(module)
+        if owner is None:
+            return None
+        if _graph_task() == -1:
+            owner.reshard_if_stale()
+        runs_around, gathers = True, owner.state is not ParamState.UNSHARDED
+        if not is_hooked:  # now, since a call inside of the unit's forward needs no such hook
+            module.register_forward_hook(after)
+            is_hooked = True
+        if not gathers:
+            return None
+        args, kwargs = unit.pre_forward(unit.modules[0], args, kwargs)
+        # `after` does not come if the call raises: nothing may be left open.
+        unit.running.clear()
+        context: RootContext = unit.context
+        is_outermost = context.forward_root is unit
+        if is_outermost:
+            context.forward_root = None
+        return args, kwargs
+
+    def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if not runs_around:
+            return None
+        if not gathers:
+            is_plain = torch.is_grad_enabled() and peek_interpreter_stack() is None
+            # Its parameters may be resharded by the backward of another call.
+            for tensor in _tensors_with_grad(output) if is_plain else ():
+                tensor.register_hook(functools.partial(unit.pre_backward, _Call(0)))
+            return None
+        if is_outermost:
+            unit.context.forward_root = unit
+        return unit.post_forward(unit.modules[0], args, output)
+
+    module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
 
 
 def like_forward(unit: HookedUnit, method: Callable[..., Any]) -> Callable[..., Any]:

@@ -36,6 +36,7 @@ class RootContext:
         keep_unsharded: True while ranks may run different units (`features/participation.py`):
             nothing is resharded before the backward is over, and units are gathered in order, see
             `gather_through`.
+        forward_root: the outermost unit whose forward runs; None between forwards.
         is_asleep: True while the shards' memory is given back (`features/sleep.py`).
         post_optim_event: what the next forward's all-gathers wait for, if the program said so.
     """
@@ -51,7 +52,7 @@ class RootContext:
         self.post_optim_event: torch.Event | None = None
         self._written = comm_ctx.parameters_ready
         self._read = comm_ctx.streams.event()  # gradients
-        self._forward_root: Unit | None = None
+        self.forward_root: Unit | None = None
         self._order: list[Unit] = []
         self._order_frozen = False
         self._position = 0
@@ -77,10 +78,10 @@ class RootContext:
         if self.is_asleep:
             self.require_awake()
         # A registered method may call forward as often as it likes.
-        opens_again = self._forward_root is unit and unit.methods_running > 0
+        opens_again = self.forward_root is unit and unit.methods_running > 0
         # A backward that is still open was cut short: a recomputation does not come here.
         is_cut_short = self.scheduler.backward_running
-        if not (self._forward_root is None or opens_again or is_cut_short):
+        if not (self.forward_root is None or opens_again or is_cut_short):
             return args, kwargs
         # A program that captures by `torch.cuda.graph` itself; `graphed_step` has quiesced already.
         if self.crosses_border():
@@ -101,7 +102,7 @@ class RootContext:
         if device.type != "cpu":
             with span("inputs_to_device", unit.name):
                 (args,), (kwargs,) = _to_kwargs(args, kwargs, device, False)
-        self._forward_root, self._position, self._order_before = unit, 0, len(self._backward_order)
+        self.forward_root, self._position, self._order_before = unit, 0, len(self._backward_order)
         if not self._order_frozen:
             self._order.clear()
         # Here, since nobody is told of `zero_grad()`: it sets attributes to None.
@@ -231,9 +232,9 @@ class RootContext:
 
     def leave_forward(self, unit: Unit) -> None:
         """Closes the forward that `unit` opened; what was prefetched and not used is dropped."""
-        if self._forward_root is not unit or unit.running:
+        if self.forward_root is not unit or unit.running:
             return
-        self._forward_root = None
+        self.forward_root = None
         # The first whole forward of the root decides what is prefetched from now on.
         if unit is self.root and not self.keep_unsharded:
             self._order_frozen = True
@@ -258,7 +259,7 @@ class RootContext:
 
     def forward_failed(self, unit: Unit) -> None:
         """Clears an iteration whose outermost forward, of `unit`, has raised."""
-        if self._forward_root is unit and not unit.running:
+        if self.forward_root is unit and not unit.running:
             self.recover()
 
     def ran_forward(self, unit: Unit) -> int:
@@ -282,7 +283,7 @@ class RootContext:
 
     def gather_in_order(self) -> None:
         """Makes `gather_through` begin with the first unit; nothing is resharded from now on."""
-        if self._forward_root is not None or self.scheduler.backward_running:
+        if self.forward_root is not None or self.scheduler.backward_running:
             # here, on every rank: one without a batch has no forward that would do it
             self.recover()
         self.keep_unsharded = True
@@ -290,7 +291,7 @@ class RootContext:
 
     def gather_rest(self) -> None:
         """Ends any forward, and unshards the units that `gather_through` has not come to."""
-        self._forward_root = None
+        self.forward_root = None
         if self._gathered == 0:
             self.require_awake()
             for unit in self.units:
@@ -339,7 +340,7 @@ class RootContext:
         Gradients that a failed backward left half-written are dropped with a warning; what they
         were added to becomes None. See [Note: States of a group's gradients] in `grad_group.py`.
         """
-        self._forward_root = None
+        self.forward_root = None
         self.keep_unsharded = False
         self.scheduler.enrolment = None
         if not self.scheduler.backward_running:
@@ -371,7 +372,7 @@ class RootContext:
     def abort(self) -> None:
         """Drops all that is under way: a capture failed, and nothing in it has run."""
         self.crosses_border()
-        self._forward_root = None
+        self.forward_root = None
         self.keep_unsharded = False
         self._backward_order.clear()
         for unit in self.units:
@@ -385,7 +386,7 @@ class RootContext:
         Streams: the current stream waits for what was in flight. Capture: safe.
         """
         self.crosses_border()
-        if self._forward_root is not None or self.scheduler.backward_running:
+        if self.forward_root is not None or self.scheduler.backward_running:
             self.recover()
         self.scheduler.join()
         for unit in self.units:

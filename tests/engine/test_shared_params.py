@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardgrad.errors import UnitBypassedError
 from tests.support.parity import (
     SHARDGRAD,
     VOCABULARY,
@@ -91,33 +90,13 @@ def tied_units(engine: Engine) -> nn.Sequential:
     return model
 
 
-@pytest.mark.parametrize("trained_before", [False, True], ids=["first", "after_a_step"])
-@on_ranks(2)
-def test_a_unit_whose_tied_weight_the_root_owns_is_not_called_by_itself(
-    trained_before: bool,
-) -> None:
-    model, x = tied_units(SHARDGRAD), SHARDGRAD.inputs(0, WIDTH)
-    if trained_before:
-        model(x).sum().backward()
-    with pytest.raises(UnitBypassedError) as caught:
-        model[2](x)
-    name = "0.weight" if trained_before else "weight"
-    for part in (
-        f"which owns its tied {name}",
-        f"rank {dist.get_rank()}",
-        "register_fsdp_forward_method(",
-    ):
-        assert part in str(caught.value), str(caught.value)
-    model(x).sum().backward()  # nothing is broken by the refusal
-
-
-def use_a_tied_unit_by_itself(engine: Engine) -> Tensors:
-    """The program says beforehand that it uses the root's parameters around its forward."""
+def use_a_tied_unit_by_itself(engine: Engine, unshards: bool) -> Tensors:
+    """The root's parameter is used around its forward; the program may say so beforehand."""
     model = tied_units(engine)
     for step in range(3):
         x = engine.inputs(step, WIDTH, dtype=torch.get_default_dtype())
         model(x).square().mean().backward()
-        if not engine.whole_batch:
+        if unshards and not engine.whole_batch:
             model.unshard()
         model[2](x).square().mean().backward()
     return engine.snapshot(model)
@@ -233,7 +212,8 @@ def test_shared_parameters_equal_an_unsharded_run(two_ranks: Ranks, program: obj
     two_ranks.run(close_to_unsharded, program)
 
 
-def test_a_unit_whose_tied_weight_was_unsharded_before_may_be_called_by_itself(
-    two_ranks: Ranks,
+@pytest.mark.parametrize("unshards", [False, True])
+def test_a_unit_whose_tied_weight_the_root_owns_may_be_called_by_itself(
+    two_ranks: Ranks, unshards: bool
 ) -> None:
-    two_ranks.run(close_to_unsharded, use_a_tied_unit_by_itself)
+    two_ranks.run(close_to_unsharded, use_a_tied_unit_by_itself, unshards)

@@ -240,23 +240,6 @@ def another_path_on_one_rank() -> None:
 
 
 @mistake(
-    typed="an exception on one rank, caught",
-    says="CollectiveError: the all-gather of FSDPNet cannot end: Rank 0 failed ",
-    on={1: "CollectiveError: the all-gather of FSDPNet cannot end: Rank 0 failed "},
-    cure='shardgrad.register_fsdp_forward_method(model, "method")',
-)
-def a_caught_exception_on_one_rank() -> None:
-    model = sharded()
-    backward(model)
-    if first():
-        try:
-            model.loss(batch())
-        except shardgrad.ShardgradError:
-            time.sleep(30)
-    backward(model)
-
-
-@mistake(
     typed="`print(model.head.weight.norm())` on one rank",
     says=f"{APART}rank 0 in full_tensor() at",
     cure="full_tensor() is a collective: call it on every rank, and use the result on one",

@@ -13,33 +13,6 @@ from tests.mistakes.table import mistake
 
 
 @mistake(
-    typed="`model.loss(x)`",
-    says="UnitBypassedError: Linear, an inner module of unit 'root', was called directly",
-    cure='shardgrad.register_fsdp_forward_method(model, "method")',
-)
-def a_method() -> None:
-    sharded().loss(batch())
-
-
-@mistake(
-    typed="`model.head(x)`, a part of a unit",
-    says="UnitBypassedError: Linear, an inner module of unit 'root', was called directly",
-    cure="make this module a unit as well: shardgrad.fully_shard(module)",
-)
-def a_part_of_a_unit() -> None:
-    sharded().head(batch())
-
-
-@mistake(
-    typed="`model.forward(x)`",
-    says="UnitBypassedError: Linear, an inner module of unit 'root', was called directly",
-    cure="call the unit itself",
-)
-def forward_by_name() -> None:
-    sharded().forward(batch())
-
-
-@mistake(
     typed="`x @ model.head.weight`, outside of the model",
     says="RuntimeError: aten.mm.default got mixed torch.Tensor and DTensor",
     cure="need to convert all torch.Tensor to DTensor",

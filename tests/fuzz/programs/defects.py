@@ -42,7 +42,7 @@ def _self_call_drops_gradients() -> Iterator[Patch]:
     enter = RootContext.enter_forward
 
     def enter_anew(self: RootContext, unit: Unit, *inputs: Any) -> Any:
-        if self._forward_root is unit and not unit.methods_running:
+        if self.forward_root is unit and not unit.methods_running:
             self.recover()
         return enter(self, unit, *inputs)
 
@@ -86,7 +86,7 @@ def _order_recorded_under_participate() -> Iterator[Patch]:
             self.keep_unsharded = kept
 
     def freeze(self: RootContext, unit: Unit) -> None:
-        is_over = self._forward_root is unit and not unit.running and unit is self.root
+        is_over = self.forward_root is unit and not unit.running and unit is self.root
         leave(self, unit)
         self._order_frozen |= is_over
 
