@@ -19,7 +19,7 @@ from shardgrad.compat.torch_views import StateView, state_of
 from shardgrad.engine.comm_context import CommContext
 from shardgrad.engine.hooks import HookedUnit, like_forward, outside_graphs
 from shardgrad.engine.root import RootContext, context_of, lazy_init
-from shardgrad.engine.unit import Unit, unit_of, units_under
+from shardgrad.engine.unit import UNIT, Unit, unit_of, units_under
 from shardgrad.errors import (
     DeepcopyError,
     EngineError,
@@ -562,7 +562,7 @@ class FSDPModule:
 
     @property
     def _unit(self) -> HookedUnit:
-        unit = unit_of(cast(nn.Module, self))
+        unit = self.__dict__.get(UNIT)
         if not isinstance(unit, HookedUnit):
             raise UnsupportedError(
                 f"{type(self).__name__} has lost its unit", fix="call fully_shard again"

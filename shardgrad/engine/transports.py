@@ -279,8 +279,8 @@ class ExchangeTransport(Transport):
         """See `Transport.all_gather`."""
         # Asynchronous, so that the host packs and launches while gloo's threads move bytes.
         call = partial(_all_gather, staging.whole, chunk, group=self.group, async_op=True)
-        self._write(tag, chunk[-TAG_NUMEL:], staging)
-        return self._start(call, chunk, (staging.whole,), staging, range(self.size), tag)
+        ends, senders = chunk[-TAG_NUMEL:], range(self.size)
+        return self._start(call, chunk, ends, (staging.whole,), staging, senders, tag)
 
     def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
         """See `Transport.reduce_scatter`. Chunks come back in the order in which gloo's ring adds
@@ -289,35 +289,35 @@ class ExchangeTransport(Transport):
         call = partial(
             dist.all_to_all_single, receive.whole, send.whole, group=self.group, async_op=True
         )
-        self._write(tag, send.ends, receive)
-        chunks = [receive.parts[self.rank - 1 - further] for further in range(self.size)]
-        return self._start(call, send.part(0), chunks, receive, range(self.size), tag)
+        senders = range(self.size)
+        chunks = [receive.parts[self.rank - 1 - further] for further in senders]
+        return self._start(call, send.part(0), send.ends, chunks, receive, senders, tag)
 
     def _start(
         self,
         call: Callable[[], dist.Work],
         sent: torch.Tensor,
+        ends: torch.Tensor,
         chunks: Sequence[torch.Tensor],
         received: Chunks,
         senders: Sequence[int],
         tag: MessageTag,
     ) -> Work:
-        entry, work = self._log.start(tag.what, sent, call)
-        return _PendingExchange(entry, work, chunks, self._log, received, senders, tag)
-
-    def _write(self, tag: MessageTag, ends: torch.Tensor, received: Chunks) -> None:
-        """Writes the tag at the ends of what is sent, and wipes old ones where it arrives.
+        """Writes the tag at the ends of what is sent, and wipes old ones where it arrives; then
+        makes the call.
 
         A message too short to have a tag is then not taken for an earlier one.
         """
-        if not tag.digits:
-            return
-        key = tag, ends.dtype
-        digits = self._digits.get(key)
-        if digits is None:
-            digits = self._digits[key] = torch.tensor(tag.digits, dtype=key[1], device=ends.device)
-        received.ends.fill_(-1)
-        ends.copy_(digits)  # last: what is sent may be among what is received
+        if tag.digits:
+            key = tag, ends.dtype
+            digits = self._digits.get(key)
+            if digits is None:
+                digits = torch.tensor(tag.digits, dtype=ends.dtype, device=ends.device)
+                self._digits[key] = digits
+            received.ends.fill_(-1)
+            ends.copy_(digits)  # last: what is sent may be among what is received
+        entry, work = self._log.start(tag.what, sent, call)
+        return _PendingExchange(entry, work, chunks, self._log, received, senders, tag)
 
 
 class PairTransport(ExchangeTransport):
@@ -334,19 +334,20 @@ class PairTransport(ExchangeTransport):
         # The copy-out reads all chunks from staging, this rank's own as well.
         if chunk is not own:
             own.copy_(chunk)
-        self._write(tag, own[-TAG_NUMEL:], staging)
-        return self._swap(own, taken, (staging.whole,), staging, (0, 1), tag)
+        ends = own[-TAG_NUMEL:]
+        return self._swap(own, taken, ends, (staging.whole,), staging, (0, 1), tag)
 
     def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
         """See `Transport.reduce_scatter`. A sum of two has one order, whichever comes first."""
         kept, given, taken = send.parts[self.rank], send.parts[self._other], receive.whole
-        self._write(tag, send.ends, receive)
-        return self._swap(given, taken, (kept, taken), receive, (self._other,), tag)
+        chunks, senders = (kept, taken), (self._other,)
+        return self._swap(given, taken, send.ends, chunks, receive, senders, tag)
 
     def _swap(
         self,
         given: torch.Tensor,
         taken: torch.Tensor,
+        ends: torch.Tensor,
         chunks: Sequence[torch.Tensor],
         received: Chunks,
         senders: Sequence[int],
@@ -358,7 +359,7 @@ class PairTransport(ExchangeTransport):
         call = partial(
             dist.all_to_all_single, taken, given, splits, splits, group=self.group, async_op=True
         )
-        return self._start(call, given, chunks, received, senders, tag)
+        return self._start(call, given, ends, chunks, received, senders, tag)
 
 
 def _backend_for(group: dist.ProcessGroup, device: torch.device) -> str | None:

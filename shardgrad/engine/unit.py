@@ -18,9 +18,10 @@ from shardgrad.engine.param import Owner
 from shardgrad.engine.param_group import ParamGroup, ParamState
 from shardgrad.sharding.mesh import DataParallelMesh
 
-__all__ = ["Guest", "Unit", "attach_unit", "unit_of", "units_under"]
+__all__ = ["UNIT", "Guest", "Unit", "attach_unit", "unit_of", "units_under"]
 
-_ATTRIBUTE = "_shardgrad_unit"
+# Where a module keeps its unit.
+UNIT = "_shardgrad_unit"
 
 
 @dataclass
@@ -193,7 +194,7 @@ class Unit:
 
 def unit_of(module: nn.Module) -> Unit | None:
     """Returns the unit that `fully_shard` made of a module, or None."""
-    unit: Unit | None = module.__dict__.get(_ATTRIBUTE)
+    unit: Unit | None = module.__dict__.get(UNIT)
     return unit
 
 
@@ -201,7 +202,7 @@ def attach_unit(unit: Unit) -> None:
     """Makes `unit_of` find it."""
     for module in unit.modules:
         # Past `__setattr__`, which a module may have its own of.
-        module.__dict__[_ATTRIBUTE] = unit
+        module.__dict__[UNIT] = unit
 
 
 def units_under(module: nn.Module) -> list[Unit]:
@@ -214,7 +215,7 @@ def units_under(module: nn.Module) -> list[Unit]:
         child = left.pop()
         if child not in seen:
             seen.add(child)
-            if _ATTRIBUTE in child.__dict__:
-                found[child.__dict__[_ATTRIBUTE]] = None
+            if UNIT in child.__dict__:
+                found[child.__dict__[UNIT]] = None
             left += reversed(child._modules.values())
     return list(found)
