@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from docutils import nodes
+from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -43,13 +45,33 @@ myst_heading_anchors = 3
 # A help text's `--flag` is no dash.
 smartquotes = False
 
+TORCH = "https://docs.pytorch.org/docs/stable/"
+TORCH_PAGES = {
+    "torch.Tensor": "tensors.html#torch.Tensor",
+    "torch.dtype": "tensor_attributes.html#torch.dtype",
+    "torch.device": "tensor_attributes.html#torch.device",
+    "torch.Stream": "generated/torch.Stream.html",
+    "torch.Event": "generated/torch.Event.html",
+    "torch.nn.modules.module.Module": "generated/torch.nn.Module.html",
+    "torch.nn.parameter.Parameter": "generated/torch.nn.parameter.Parameter.html",
+    "torch.optim.optimizer.Optimizer": "optim.html#torch.optim.Optimizer",
+    "torch.distributed.device_mesh.DeviceMesh": "distributed.html#device-mesh",
+    "torch.distributed.distributed_c10d.ProcessGroup": "distributed.html#groups",
+}
+for name in ("MixedPrecisionPolicy", "OffloadPolicy", "UnshardHandle"):
+    path = f"torch.distributed.fsdp.{name}"
+    TORCH_PAGES[path] = f"distributed.fsdp.fully_shard.html#{path}"
+
 
 def chapters() -> dict[str, list[str]]:
-    """The pages of the sidebar: by chapter, in the order in which the index first names them."""
+    """The pages of the sidebar: by chapter, or group of a chapter, in the order in which the index
+    first names them.
+    """
     index = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
     found, chapter = {"Start": ["docs/README"]}, "Start"
-    for heading, page in re.findall(r"^## (.*)$|\]\((\w+/\w+)\.md", index, flags=re.MULTILINE):
-        chapter = heading or chapter
+    named = r"^(?:## (.*)|([A-Z][a-z, ]+):)$|\]\((\w+/\w+)\.md"
+    for heading, group, page in re.findall(named, index, flags=re.MULTILINE):
+        chapter = heading or group or chapter
         if page and not any(f"docs/{page}" in pages for pages in found.values()):
             found.setdefault(chapter, []).append(f"docs/{page}")
     found["Project"] = ["CONTRIBUTING", "benchmarks/README", "CHANGELOG", "SECURITY"]
@@ -76,6 +98,14 @@ def add_contents(app: Sphinx, name: str, source: list[str]) -> None:
             )
 
 
+def to_torch(
+    app: Sphinx, env: Any, node: pending_xref, words: nodes.Element
+) -> nodes.reference | None:
+    """Links a class of torch to its page. Sphinx would have to download an index for that."""
+    page = TORCH_PAGES.get(node["reftarget"])
+    return nodes.reference("", "", words, refuri=TORCH + page) if page else None
+
+
 def for_napoleon(
     app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]
 ) -> None:
@@ -92,7 +122,8 @@ def for_napoleon(
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
-    """Connects the two hooks."""
+    """Connects the hooks."""
     app.connect("source-read", add_contents)
+    app.connect("missing-reference", to_torch)
     app.connect("autodoc-process-docstring", for_napoleon, priority=400)  # before Napoleon, at 500
     return {"parallel_read_safe": True}
