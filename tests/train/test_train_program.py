@@ -185,6 +185,10 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_to_the_bit(
     two_ranks: Path, tmp_path: Path
 ) -> None:
     folder = copy_as_of_half(two_ranks, tmp_path / "resumed")
+    status, _, errors = end(start("--resume", folder, "--steps", str(HALF)))
+    assert (status, len(errors.splitlines())) == (2, 1), errors
+    assert f"already made {HALF} steps" in errors
+    assert (folder / "checkpoints" / f"step_{STEPS:06d}").exists(), "removed for nothing"
     assert f"Resumed after step {HALF}." in train("--resume", folder)
     assert losses(folder) == losses(two_ranks)
     assert validation(folder) == validation(two_ranks)

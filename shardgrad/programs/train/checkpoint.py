@@ -61,14 +61,13 @@ class Checkpoints:
         self._series = Series(folder, keep=keep)
 
     def acquire(self, world: World) -> None:
-        """Locks the folder, so that only this run writes into it, and completes or removes what an
-        interrupted save left there. A collective.
+        """Locks the folder, so that only this run writes into it. A collective.
 
         Raises:
             UsageError: another process writes there; on every rank.
         """
         try:
-            Peers(world.control).broadcast("lock", self._series.recover)
+            Peers(world.control).broadcast("lock", self._series.acquire)
         except CheckpointSaveError as error:
             if error.__cause__ is not None and not isinstance(error.__cause__, CheckpointSaveError):
                 raise error.__cause__ from None
@@ -77,6 +76,11 @@ class Checkpoints:
     def release(self) -> None:
         """Unlocks the folder."""
         self._series.release()
+
+    def recover(self, world: World) -> None:
+        """Removes what an interrupted save, or a run that goes back, left there. A collective."""
+        with _translated_errors():
+            Peers(world.control).broadcast("recovery", self._series.recover)
 
     def save(self, state: TrainState, world: World) -> Path:
         """Saves the state. A collective.

@@ -75,6 +75,7 @@ def train(
             raise UsageError(
                 f"The run has already made {state.step} steps: give a larger --steps to continue."
             )
+        checkpoints.recover(world)  # not before it is known that this run goes on
         title = f"{config.preset} on {world.world_size} x {world.device.type}"
         with Display(config.steps, title, leads=world.leads) as display:
             run = Run(config, world, folder, state, corpus, checkpoints, display)
