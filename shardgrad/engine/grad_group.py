@@ -457,7 +457,8 @@ class GradGroup:
         before, after = self._divisors()
         # Gradients that autograd made can be read as they are, without a message of our own.
         reads = before == 1 and group.collectives.reduces_plainly and not is_summed
-        wire, sums, read = group.wire_dtype, group.reduce_dtype, group.gather_dtype
+        sums, read = group.reduce_dtype, group.gather_dtype
+        wire = sums if not transport.sends else group.gradient_policy.wire_dtype or sums
         # With nothing to send, the pack may write the gradient shard, if no message and no step in
         # between would round what it reads, or change it.
         is_exact = sums == torch.promote_types(sums, read) and sums in (read, group.gradient_dtype)

@@ -526,8 +526,6 @@ class ParamGroup:
             follows = follows if self.gradient_policy.wire_dtype is None else torch.float32
             self.reduce_dtype = self.mp_policy.reduce_dtype or follows
             self.gradient_dtype = self.gradient_policy.dtype or dtype
-        wire_dtype = self.gradient_policy.wire_dtype or self.reduce_dtype
-        self.wire_dtype = wire_dtype if self.mesh.gather_group.size() > 1 else self.reduce_dtype
         # One for all dtypes that a chunk may have, so that a parameter has the same offset in the
         # shard, in what is gathered and in what is reduced.
         self.alignment = alignment_numel(
@@ -536,7 +534,7 @@ class ParamGroup:
                 self.gather_dtype,
                 self.reduce_dtype,
                 self.gradient_dtype,
-                wire_dtype,
+                self.gradient_policy.wire_dtype or self.reduce_dtype,
             ]
         )
 

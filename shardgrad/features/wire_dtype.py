@@ -133,7 +133,7 @@ class StreamExchange(StreamTransport):
 def exchange_over(comm_ctx: CommContext, group: dist.ProcessGroup) -> Transport:
     """Returns the transport of `group` whose reduce-scatters bring chunks and not their sum."""
     transport = comm_ctx.transport(group)
-    if transport.receive_chunks or transport.size == 1:
+    if transport.receive_chunks or not transport.sends:
         return transport  # which exchanges anyway, or has nothing to send
     return comm_ctx.own_transport(("exchange", group), partial(StreamExchange, group))
 
