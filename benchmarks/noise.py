@@ -34,7 +34,7 @@ def widest(summary: Mapping[str, Any]) -> tuple[str, float]:
 def _times(of: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
     for name, value in of.items():
         # Beside the time of a step, what is worked out of it is not looked at.
-        is_time = name == "wall_s" or (str(name).endswith("_s") and "wall_s" not in of)
+        is_time = name == "wall_s" or ("wall_s" not in of and "_s_" in f"{name}_")
         if isinstance(value, Mapping) and "quartiles" not in value:
             yield from _times(value, (*path, str(name)))
         elif isinstance(value, Mapping) and is_time:

@@ -76,8 +76,9 @@ def render(records: Sequence[Record]) -> str:
     """The page as HTML. Whatever records hold is shown as text and never becomes markup or script.
 
     Args:
-        records: in the order of the page.
+        records: in the order of the page, but for steps, which are first.
     """
+    records = sorted(records, key=lambda record: record["benchmark"] != "training_step")
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )

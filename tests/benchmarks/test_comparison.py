@@ -100,11 +100,11 @@ def test_an_engine_that_does_not_fit_with_the_others_is_measured_with_the_base_l
 
 
 def test_quartiles_far_from_the_median_or_a_load_before_mean_that_it_was_not_quiet() -> None:
-    def said(low: float, load: float = 0.2) -> tuple[bool, str]:
+    def said(low: float, load: float = 0.2, field: str = "wall_s") -> tuple[bool, str]:
         return verdict(
             {
                 "environment": {"load_average_1min": 2.0, "load_before": load, "cores": 2},
-                "summary": {"bf16": {"a": {"wall_s": {"median": 1.0, "quartiles": [low, 1.05]}}}},
+                "summary": {"bf16": {"a": {field: {"median": 1.0, "quartiles": [low, 1.05]}}}},
             }
         )
 
@@ -115,6 +115,7 @@ def test_quartiles_far_from_the_median_or_a_load_before_mean_that_it_was_not_qui
     )
     assert said(0.85)[0] is False
     assert "a quartile of bf16, a is 15% from its median" in said(0.85)[1]
+    assert [said(0.85, field=field)[0] for field in ("cpu_s", "host_s_per_unit")] == [False] * 2
     assert said(0.95, load=24.0)[0] is False
     assert "the load was 24.0 on 2 cores before" in said(0.95, load=24.0)[1]
 
