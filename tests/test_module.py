@@ -24,8 +24,6 @@ from tests.support.parity import (
     Tensors,
     Tower,
     assert_same_bits,
-    close_to_unsharded,
-    hsdp_mesh,
     make_optimizer,
     same_bits_as_fsdp2,
     stack,
@@ -114,50 +112,6 @@ def test_zero_grad_finds_the_gradients_of_units_that_are_unsharded(set_to_none: 
     assert gradients
     for grad in gradients:
         assert grad is None if set_to_none else grad is not None and not grad.to_local().any()
-
-
-def drop_micro_batches(engine: Engine, switch: str, set_to_none: bool) -> Tensors:
-    """Two micro-batches are dropped before they were reduced, as after a loss that is not
-    finite.
-    """
-    sharding = {} if engine.whole_batch or switch != "all_reduce" else {"mesh": hsdp_mesh(2, 2)}
-    if switch == "last" and not engine.whole_batch:
-        sharding = {"zero_stage": 1}
-    model = engine.shard_tower(tower(), **sharding)
-    optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-    def synchronize(flag: bool) -> None:
-        if not engine.whole_batch:
-            set_flag = {
-                "sync": model.set_requires_gradient_sync,
-                "all_reduce": model.set_requires_all_reduce,
-                "last": model.set_is_last_backward,
-            }
-            set_flag[switch](flag)
-
-    for step in range(3):
-        for micro in range(4):
-            synchronize(micro == 3)
-            token_loss(model, engine.tokens(4 * step + micro)).backward()
-            if micro == 1:
-                model.zero_grad(set_to_none)
-        optim.step()
-        model.zero_grad(set_to_none)
-    return engine.snapshot(model)
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("switch", ["sync", "last"])
-def test_zero_grad_of_the_model_drops_micro_batches_that_wait(
-    two_ranks: Ranks, switch: str, set_to_none: bool
-) -> None:
-    two_ranks.run(close_to_unsharded, drop_micro_batches, switch, set_to_none)
-
-
-def test_zero_grad_of_the_model_drops_what_waits_for_the_sum_over_replicas(
-    four_ranks: Ranks,
-) -> None:
-    four_ranks.run(close_to_unsharded, drop_micro_batches, "all_reduce", True)
 
 
 @on_ranks(2)
@@ -356,27 +310,6 @@ def test_a_penalty_of_sharded_weights_after_the_forward_trains_like_fsdp2(
     two_ranks: Ranks,
 ) -> None:
     two_ranks.run(same_bits_as_fsdp2, train_with_a_penalty_of_weights)
-
-
-def hooks_run_once(engine: Engine) -> dict[str, int]:
-    model = engine.shard_tower(tower())
-    counts = {name: 0 for name, _ in model.named_parameters()}
-    for name, param in model.named_parameters():
-
-        def count(param: torch.Tensor, name: str = name) -> None:
-            assert isinstance(param.grad, DTensor)
-            counts[name] += 1
-
-        param.register_post_accumulate_grad_hook(count)
-    train(engine, model, steps=2, micro_batches=2, sync_each=False)
-    return counts
-
-
-@on_ranks(2)
-def test_hooks_on_sharded_parameters_run_once_a_reduction() -> None:
-    counts = hooks_run_once(SHARDGRAD)
-    assert counts == hooks_run_once(FSDP2)
-    assert set(counts.values()) == {2}
 
 
 def train_stepping_in_hooks(engine: Engine) -> Tensors:

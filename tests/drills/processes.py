@@ -13,7 +13,6 @@ import importlib
 import json
 import multiprocessing
 import os
-import re
 import shutil
 import signal
 import tempfile
@@ -27,6 +26,7 @@ from typing import Any
 from shardgrad.programs.train import launch, loop
 from tests.drills.hosts import Hosts
 from tests.drills.injector import Plan, Trace, arm
+from tests.support.processes import orphaned_segments
 
 __all__ = [
     "PATIENT_S",
@@ -35,7 +35,6 @@ __all__ = [
     "Program",
     "ProgramRunner",
     "losses",
-    "orphaned_segments",
 ]
 
 STEPS, EVERY = 6, 2
@@ -43,7 +42,6 @@ TIMEOUT_S = 8.0
 PATIENT_S = 60.0  # where nothing is to break: a busy machine may be slow
 _SEQUENCES = 12  # in a global batch: every number of ranks up to 4 divides it
 _POLL_S = 0.02
-_SEGMENTS = re.compile(r"torch_(\d+)_")  # of shared memory, with the process that made them
 # Modules that every rank imports late. Imported here once, so that forked ranks have them.
 _WARM = (
     launch,
@@ -217,14 +215,6 @@ class ProgramRunner:
         for pid in set(leaders) - set(statuses):
             os.waitpid(pid, 0)
         return [statuses.get(pid) for pid in leaders], left
-
-
-def orphaned_segments() -> set[str]:
-    """Returns the names of torch's shared-memory segments whose process has ended."""
-    made = {name: _SEGMENTS.match(name) for name in os.listdir("/dev/shm")}
-    return {
-        name for name, by in made.items() if by is not None and not Path("/proc", by[1]).exists()
-    }
 
 
 def losses(folder: Path) -> dict[int, float]:

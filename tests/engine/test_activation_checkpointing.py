@@ -17,8 +17,6 @@ from tests.support.parity import (
     WIDTH,
     Engine,
     Tensors,
-    Tower,
-    close_to_unsharded,
     same_bits_as_fsdp2,
     tower,
     train,
@@ -36,33 +34,6 @@ class Recomputed(nn.Module):
 
     def forward(self, *args: Tensor) -> Tensor:
         return checkpoint(self.inner, *args, use_reentrant=self.use_reentrant)
-
-
-def recomputing_tower(engine: Engine, placing: str, use_reentrant: bool) -> Tower:
-    """Builds a tower whose blocks are recomputed.
-
-    `inside`: the unit contains the checkpoint. `outside`: the checkpoint contains the unit.
-    `across`: one checkpoint contains all units.
-    """
-    model = tower()
-    for i in range(len(model.layers)):
-        if placing == "inside":
-            model.layers[i] = Recomputed(model.layers[i], use_reentrant)
-            engine.fully_shard(model.layers[i])
-        else:
-            engine.fully_shard(model.layers[i])
-    if placing == "outside":
-        for i in range(len(model.layers)):
-            model.layers[i] = Recomputed(model.layers[i], use_reentrant)
-    if placing == "across":
-        model.layers = nn.ModuleList([Recomputed(nn.Sequential(*model.layers), use_reentrant)])
-    return engine.fully_shard(model)
-
-
-def train_recomputing(
-    engine: Engine, placing: str, use_reentrant: bool, **options: object
-) -> Tensors:
-    return train(engine, recomputing_tower(engine, placing, use_reentrant), **options)
 
 
 def by_composition(module: nn.Module) -> nn.Module:
@@ -108,37 +79,9 @@ def train_in_units_of(
     return {name.replace("_checkpoint_wrapped_module.", ""): value for name, value in found.items()}
 
 
-PLACINGS = pytest.mark.parametrize("placing", ["inside", "outside", "across"])
-REENTRANT = pytest.mark.parametrize(
-    "use_reentrant", [False, True], ids=["non_reentrant", "reentrant"]
-)
-
-
-@PLACINGS
-@REENTRANT
-def test_recomputed_blocks_equal_an_unsharded_run(
-    two_ranks: Ranks, placing: str, use_reentrant: bool
-) -> None:
-    two_ranks.run(close_to_unsharded, train_recomputing, placing, use_reentrant)
-
-
 @pytest.mark.parametrize("recomputed", [by_composition, by_a_wrapper, by_its_caller])
 @pytest.mark.parametrize("units", ["blocks", "lists", "tied"])
 def test_every_kind_of_recomputation_goes_with_every_kind_of_unit(
     two_ranks: Ranks, units: str, recomputed: Callable[[nn.Module], nn.Module]
 ) -> None:
     two_ranks.run(same_bits_as_fsdp2, train_in_units_of, units, recomputed)
-
-
-@REENTRANT
-def test_recomputed_blocks_accumulate_like_an_unsharded_run(
-    two_ranks: Ranks, use_reentrant: bool
-) -> None:
-    two_ranks.run(
-        close_to_unsharded,
-        train_recomputing,
-        "outside",
-        use_reentrant,
-        micro_batches=3,
-        sync_each=False,
-    )

@@ -52,40 +52,6 @@ def two_forwards_one_backward(engine: Engine, model: nn.Module, step: int) -> No
     (chosen - 0.5 * rejected).backward()
 
 
-def two_forwards_two_backwards(engine: Engine, model: nn.Module, step: int) -> None:
-    first = token_loss(model, engine.tokens(2 * step))
-    second = token_loss(model, engine.tokens(2 * step + 1))
-    first.backward()
-    second.backward()
-
-
-def backward_twice(engine: Engine, model: nn.Module, step: int) -> None:
-    loss = token_loss(model, engine.tokens(step))
-    loss.backward(retain_graph=True)
-    (0.5 * loss).backward()
-
-
-def evaluation_before_and_after(engine: Engine, model: nn.Module, step: int) -> None:
-    with torch.no_grad():
-        token_loss(model, engine.tokens(100 + step))
-    token_loss(model, engine.tokens(step)).backward()
-    model.eval()
-    with torch.no_grad():
-        model(engine.tokens(200 + step)[0])
-    model.train()
-
-
-def inference_first(engine: Engine, model: nn.Module, step: int) -> None:
-    with torch.inference_mode():
-        model(engine.tokens(100 + step)[0])
-    token_loss(model, engine.tokens(step)).backward()
-
-
-def forward_without_backward(engine: Engine, model: nn.Module, step: int) -> None:
-    token_loss(model, engine.tokens(100 + step))
-    token_loss(model, engine.tokens(step)).backward()
-
-
 def no_grad_inside(engine: Engine, model: nn.Module, step: int) -> None:
     tokens, targets = engine.tokens(step)
     with torch.no_grad():
@@ -97,31 +63,12 @@ def no_grad_inside(engine: Engine, model: nn.Module, step: int) -> None:
     ).backward()
 
 
-LOOPS = [
-    two_forwards_one_backward,
-    two_forwards_two_backwards,
-    backward_twice,
-    evaluation_before_and_after,
-    inference_first,
-    forward_without_backward,
-    no_grad_inside,
-]
-
-
 def train_tower_with(
     engine: Engine, loop: Loop, reshard_after_forward: bool | None = None, recomputed: bool = False
 ) -> Tensors:
     model = recompute(tower()) if recomputed else tower()
     engine.shard_tower(model, reshard_after_forward=reshard_after_forward)
     return train_with(engine, model, loop)
-
-
-@pytest.mark.parametrize("reshard_after_forward", [None, False])
-@pytest.mark.parametrize("loop", LOOPS)
-def test_any_order_of_forwards_and_backwards_equals_an_unsharded_run(
-    two_ranks: Ranks, loop: Loop, reshard_after_forward: bool | None
-) -> None:
-    two_ranks.run(close_to_unsharded, train_tower_with, loop, reshard_after_forward)
 
 
 @pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
@@ -364,87 +311,6 @@ def test_a_dict_of_parameters_serves_functional_call_in_every_step() -> None:
         torch.func.functional_call(model, params, (x,)).square().mean().backward()
         for expected, got in zip(called.parameters(), model.parameters(), strict=True):
             assert torch.equal(expected.grad.full_tensor(), got.grad.full_tensor())
-
-
-def by_loading(model: nn.Module, average: Tensors, x: Tensor) -> Tensor:
-    back = model.state_dict()
-    model.load_state_dict(average, assign=True)
-    out = model(x)
-    model.reshard()
-    model.load_state_dict(back, assign=True)
-    return out
-
-
-def by_assignment(model: nn.Module, average: Tensors, x: Tensor) -> Tensor:
-    back = dict(model.named_parameters())
-    for name in back:
-        layer, attribute = name.split(".")
-        setattr(
-            model.get_submodule(layer), attribute, nn.Parameter(average[name], requires_grad=False)
-        )
-    out = model(x)
-    model.reshard()
-    for name, param in back.items():
-        layer, attribute = name.split(".")
-        setattr(model.get_submodule(layer), attribute, param)
-    return out
-
-
-def by_functional_call(model: nn.Module, average: Tensors, x: Tensor) -> Tensor:
-    out: Tensor = torch.func.functional_call(model, average, (x,))
-    model.reshard()
-    return out
-
-
-def by_swapping(model: nn.Module, average: Tensors, x: Tensor) -> Tensor:
-    others = {name: nn.Parameter(value) for name, value in average.items()}
-    for name, param in model.named_parameters():
-        torch.utils.swap_tensors(param, others[name])
-    out = model(x)
-    model.reshard()
-    for name, param in model.named_parameters():
-        torch.utils.swap_tensors(param, others[name])
-    return out
-
-
-Swap = Callable[[nn.Module, Tensors, Tensor], Tensor]
-
-
-def train_with_an_average(engine: Engine, swap: Swap) -> Tensors:
-    """An average of the weights is put in for an evaluation, and the weights are put back, by
-    objects.
-    """
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
-    for module in (model[0], model[2], model):
-        engine.fully_shard(module)
-    if engine.whole_batch:
-        model.reshard = lambda: None  # type: ignore[assignment]
-    found: Tensors = {}
-
-    def loop(engine: Engine, model: nn.Module, step: int) -> None:
-        x = engine.inputs(step, 5, dtype=torch.float64)
-        model(x).square().mean().backward()
-        for param in model.parameters():
-            assert param.grad is not None
-            with torch.no_grad():
-                param.sub_(param.grad, alpha=0.1)
-        model.zero_grad()
-        average = {name: param.detach().clone() * 5 for name, param in model.named_parameters()}
-        fixed = torch.linspace(-1, 1, 15, dtype=torch.float64).view(3, 5)
-        with torch.no_grad():
-            found[f"evaluation {step}"] = swap(model, average, fixed)
-
-    for step in range(3):
-        loop(engine, model, step)
-    return found | engine.snapshot(model)
-
-
-@pytest.mark.parametrize("swap", [by_loading, by_assignment, by_functional_call, by_swapping])
-def test_weights_that_are_put_back_after_an_evaluation_are_those_of_before(
-    two_ranks: Ranks, swap: Swap
-) -> None:
-    two_ranks.run(close_to_unsharded, train_with_an_average, swap)
 
 
 @on_ranks(2)

@@ -115,26 +115,6 @@ def test_a_unit_with_several_outputs_ends_when_one_with_one_does() -> None:
     assert orders[0] == orders[1]
 
 
-class CallsItself(nn.Module):
-    """Its input needs no gradient, and that of its inner call does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, x: torch.Tensor, *, inner: bool = False) -> torch.Tensor:
-        return self.second(x) if inner else self(self.first(x).tanh(), inner=True)
-
-
-@on_ranks(2)
-def test_a_unit_that_calls_itself_is_reduced_once_its_outer_call_is_over() -> None:
-    model = nn.Sequential(SHARDGRAD.fully_shard(CallsItself()), nn.Linear(6, 6))
-    SHARDGRAD.fully_shard(model)
-    with profile(activities=[ProfilerActivity.CPU]) as profiled:
-        model(SHARDGRAD.inputs(0, 6)).sum().backward()
-    assert counted(profiled)["FSDP::post_backward_reduce"] == 2
-
-
 # -- between micro-batches
 
 

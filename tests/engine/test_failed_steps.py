@@ -23,11 +23,9 @@ from tests.support.parity import (
     SHARDGRAD,
     WIDTH,
     Block,
-    Tensors,
     Tower,
     assert_same_bits,
     hsdp_mesh,
-    make_optimizer,
     token_loss,
     tower,
     watching_collectives,
@@ -57,37 +55,6 @@ def trapped_tower(at: int, reshard_after_forward: bool | None, **options: Any) -
     return SHARDGRAD.shard_tower(model, reshard_after_forward=reshard_after_forward, **options)
 
 
-def train_with_a_failure(
-    where: str | None, at: int, reshard_after_forward: bool | None, reset: bool = False
-) -> Tensors:
-    """Trains for three steps; in between, one fails and is left out."""
-    model = trapped_tower(at, reshard_after_forward)
-    optim = make_optimizer("adamw", model)
-    for step in range(3):
-        if step == 1 and where is not None:
-            model.layers[at].armed = where
-            with pytest.raises(Trap):
-                token_loss(model, SHARDGRAD.tokens(77)).backward()
-            model.layers[at].armed = None
-            optim.zero_grad()
-            if reset:
-                model.reset_iter_state()
-        token_loss(model, SHARDGRAD.tokens(step)).backward()
-        optim.step()
-        if step < 2:
-            optim.zero_grad()
-    return SHARDGRAD.snapshot(model)
-
-
-def a_failed_step_changes_nothing(
-    where: str, at: int, reshard_after_forward: bool | None, reset: bool
-) -> None:
-    assert_same_bits(
-        train_with_a_failure(where, at, reshard_after_forward, reset),
-        train_with_a_failure(None, at, reshard_after_forward),
-    )
-
-
 @on_ranks(2)
 def test_sums_that_replicas_have_not_exchanged_are_dropped_with_a_failed_backward() -> None:
     runs = []
@@ -103,34 +70,6 @@ def test_sums_that_replicas_have_not_exchanged_are_dropped_with_a_failed_backwar
         token_loss(model, SHARDGRAD.tokens(0)).backward()
         runs.append(SHARDGRAD.snapshot(model))
     assert_same_bits(*runs)
-
-
-@on_ranks(2)
-def test_a_forward_after_a_failed_one_computes_with_the_weights_of_then() -> None:
-    runs = []
-    for where in ("forward", None):
-        model = trapped_tower(2, False)
-        params = list(model.parameters())  # sharded
-        model.layers[2].armed = where
-        if where is not None:
-            with pytest.raises(Trap):
-                token_loss(model, SHARDGRAD.tokens(0))
-        model.layers[2].armed = None
-        with torch.no_grad():
-            for param in params:
-                param.to_local().mul_(1.5)
-        token_loss(model, SHARDGRAD.tokens(0)).backward()
-        runs.append(SHARDGRAD.snapshot(model))
-    assert_same_bits(*runs)
-
-
-@pytest.mark.parametrize("reset", [False, True], ids=["by_itself", "reset_iter_state"])
-@pytest.mark.parametrize("at", [0, 2])
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_the_step_after_a_failed_one_is_right(
-    two_ranks: Ranks, where: str, at: int, reset: bool
-) -> None:
-    two_ranks.run(a_failed_step_changes_nothing, where, at, None, reset)
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["of_the_model", "of_a_unit_by_itself"])

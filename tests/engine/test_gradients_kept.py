@@ -153,41 +153,6 @@ def recomputes_inside_a_unit_of_which_one_rank_uses_all(shard: Shard) -> nn.Modu
 # -- freezing and summing
 
 
-def freezes_between_micro_batches(shard: Shard) -> nn.Module:
-    model = shard_each(shard, mlp())
-    set_sync(model, False)
-    model(batch()).square().sum().backward()
-    model[0].bias.requires_grad_(False)
-    model[3].weight.requires_grad_(False)
-    model(batch(1)).square().sum().backward()
-    has_none_yet(model)
-    set_sync(model, True)
-    model(batch(2)).square().sum().backward()
-    return model
-
-
-def freezes_between_forward_and_backward(shard: Shard) -> nn.Module:
-    model = shard_each(shard, mlp())
-    loss = model(batch()).square().mean()
-    model[1].requires_grad_(False)
-    model[2].weight.requires_grad_(False)
-    model[3].weight.requires_grad_(False)
-    loss = loss + model(batch(1)).square().mean()
-    model[2].weight.requires_grad_(True)  # only the first forward has used it
-    loss.backward()
-    return model
-
-
-def sums_while_a_sum_is_in_flight(shard: Shard) -> nn.Module:
-    model = shard_each(shard, mlp())
-    for number, syncs in enumerate((False, True, False, True)):
-        set_sync(model, syncs)
-        if isinstance(model, shardgrad.FSDPModule):
-            model.set_is_last_backward(number == 3)
-        model(batch(number)).square().mean().backward()
-    return model
-
-
 def runs_a_layer_before_its_root(shard: Shard) -> nn.Module:
     """Reductions of the layer are in flight when the model first runs."""
     model = shard_each(shard, mlp())
@@ -197,33 +162,6 @@ def runs_a_layer_before_its_root(shard: Shard) -> nn.Module:
         layer.set_is_last_backward(False)
     loss.backward()
     model(batch(1)).square().mean().backward()
-    return model
-
-
-class Alternating(nn.Module):
-    """Trains every other layer, others in the next step; decides so in its forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = mlp()
-        self.step = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        for place, layer in enumerate(self.layers):
-            layer.requires_grad_((self.step + place) % 2 == 0)
-            x = layer(x)
-        return x
-
-
-def trains_other_layers_in_each_step(shard: Shard) -> nn.Module:
-    model = Alternating()
-    for layer in model.layers:
-        shard(layer)
-    shard(model)
-    for step in range(4):
-        model.zero_grad()
-        model.step = step
-        model(batch(step)).square().mean().backward()
     return model
 
 
@@ -299,36 +237,6 @@ def freezes_its_own_parameter_in_forward(shard: Shard) -> nn.Module:
 # -- gradients that the program writes
 
 
-def last_reduction(model: Any) -> None:
-    """Does what torch's pipeline stages do at the end of a step (`stage.perform_reduce_grad`)."""
-    if not isinstance(model, shardgrad.FSDPModule):
-        return
-    model.set_is_last_backward(True)
-    model.set_reshard_after_backward(True)
-    model.set_requires_gradient_sync(True)
-    state = model._get_fsdp_state()
-    for each in state._state_ctx.all_states:
-        for group in each._fsdp_param_groups:
-            group.post_backward()
-    state._root_post_backward_final_callback()
-
-
-def puts_weight_gradients_by_hand(shard: Shard) -> nn.Module:
-    """As zero-bubble schedules do: gradients of inputs first, those of weights later."""
-    model = shard_each(shard, mlp())
-    if isinstance(model, shardgrad.FSDPModule):
-        model.set_is_last_backward(False)
-        model.set_reshard_after_backward(False)
-        model.set_requires_gradient_sync(False)
-    for number in range(3):
-        loss = model(batch(number)).square().mean()
-        params = [p for p in model.parameters() if p.requires_grad]
-        for param, gradient in zip(params, torch.autograd.grad(loss, params), strict=True):
-            param.grad = gradient if param.grad is None else param.grad + gradient
-    last_reduction(model)
-    return model
-
-
 def adds_by_hand_to_what_a_backward_adds(shard: Shard, freezes: bool = False) -> nn.Module:
     model = shard_each(shard, mlp())
     if isinstance(model, shardgrad.FSDPModule):
@@ -346,37 +254,12 @@ def freezes_what_it_has_written_a_gradient_of(shard: Shard) -> nn.Module:
     return adds_by_hand_to_what_a_backward_adds(shard, freezes=True)
 
 
-def scales_gradients_in_hooks(shard: Shard) -> nn.Module:
-    """A hook runs once in each backward that has a gradient of its parameter, and in no other."""
-
-    def doubles(param: Tensor) -> None:
-        assert param.grad is not None
-        param.grad.mul_(2)
-
-    model = shard(mlp())
-    for param in model.parameters():
-        param.register_post_accumulate_grad_hook(doubles)
-    later = list(model.children())[2]
-    for number in range(3):
-        handle = later.register_forward_pre_hook(lambda module, args: (args[0].detach(),))
-        if number == 1:
-            handle.remove()
-        model(batch(number)).square().mean().backward()
-        handle.remove()
-    return model
-
-
 PROGRAMS = [
     extracts_features_by_an_exception,
     recomputes_inside_a_unit_of_which_one_rank_uses_all,
-    sums_while_a_sum_is_in_flight,
     runs_a_layer_before_its_root,
-    freezes_between_micro_batches,
-    freezes_between_forward_and_backward,
-    trains_other_layers_in_each_step,
     drops_sums_that_one_rank_has,
     freezes_its_own_parameter_in_forward,
-    scales_gradients_in_hooks,
 ]
 
 
@@ -391,7 +274,6 @@ def test_a_program_has_the_gradients_of_plain_torch(
 @pytest.mark.parametrize(
     "program",
     [
-        puts_weight_gradients_by_hand,
         adds_by_hand_to_what_a_backward_adds,
         freezes_what_it_has_written_a_gradient_of,
     ],
@@ -401,10 +283,6 @@ def test_a_gradient_put_on_an_unsharded_parameter_is_reduced(
     two_ranks: Ranks, program: Program
 ) -> None:
     two_ranks.run(gradients_are_plain_torch, program, reshard_after_forward=False)
-
-
-def test_what_waits_whole_until_the_last_micro_batch_is_kept(two_ranks: Ranks) -> None:
-    two_ranks.run(gradients_are_plain_torch, freezes_between_micro_batches, zero_stage=1)
 
 
 @pytest.mark.parametrize("between", ["freezes", "in flight", "thaws"])

@@ -20,8 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardgrad import fully_shard
 from shardgrad.engine.grad_group import GradGroup, grads_of
-from shardgrad.engine.grad_shard import GradShard
-from shardgrad.engine.param_group import ParamGroup
 from shardgrad.engine.unit import unit_of
 from shardgrad.sharding.offload import ShardMemory
 from tests.support.recorded_streams import RecordedStreams
@@ -138,27 +136,6 @@ def test_the_host_waits_before_it_touches_its_memory(
 def test_accumulated_gradients_are_ordered_too(streams: RecordedStreams) -> None:
     train(streams, micro_batches=2)
     assert streams.hazards == []
-
-
-@pytest.mark.parametrize(
-    ("owner", "method", "program"),
-    [
-        (GradShard, "wait_on_host", train),
-        (GradShard, "wait_on_host", read_in_hooks),
-        (ParamGroup, "wait_until_read", evaluate),
-        (ParamGroup, "wait_until_read", gather_by_hand),
-    ],
-)
-def test_a_missing_wait_of_the_host_is_found(
-    streams: RecordedStreams,
-    monkeypatch: pytest.MonkeyPatch,
-    owner: type,
-    method: str,
-    program: Callable[[RecordedStreams], None],
-) -> None:
-    monkeypatch.setattr(owner, method, lambda self: None)
-    program(streams)
-    assert any("on host" in hazard.second for hazard in streams.hazards)
 
 
 class Partly(nn.Linear):

@@ -1,6 +1,7 @@
 """Programs that people wrote, or that once failed, are kept as data and agree with plain torch.
 
-`tests/fuzz/programs` says what a program is, and draws others at random.
+`tests/fuzz/programs` says what a program is, and draws others at random; tests/simulated runs those
+on simulated devices.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ import pytest
 from tests.fuzz import programs
 from tests.fuzz.programs.program import Program
 from tests.fuzz.programs.worlds import Worlds
-from tests.simulated.accelerator import build
 
-KEPT = Path(programs.__file__).parent / "seeds"
+PROGRAMS = {
+    path.stem: program
+    for path in sorted((Path(programs.__file__).parent / "seeds").glob("*.json"))
+    if not (program := Program.from_json(path.read_text())).is_simulated
+}
 
 
 @pytest.fixture(scope="module")
@@ -24,10 +28,7 @@ def worlds() -> Iterator[Worlds]:
         yield made
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in KEPT.glob("*.json")))
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_a_kept_program_agrees_with_plain_torch(worlds: Worlds, name: str) -> None:
-    program = Program.from_json((KEPT / f"{name}.json").read_text())
-    if program.is_simulated and build.compiler() is None:
-        pytest.skip("the simulated accelerator needs g++")
-    differences = worlds.run(program).differences
-    assert not differences, f"{differences[0]}\n{program}"
+    differences = worlds.run(PROGRAMS[name]).differences
+    assert not differences, f"{differences[0]}\n{PROGRAMS[name]}"

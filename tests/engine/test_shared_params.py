@@ -16,7 +16,6 @@ from tests.support.parity import (
     Engine,
     Tensors,
     close_to_unsharded,
-    recompute,
     same_bits_as_fsdp2,
     stack,
     tower,
@@ -36,25 +35,6 @@ def train_tied_in_one_unit(engine: Engine) -> Tensors:
     for layer in model.layers:
         engine.fully_shard(layer)
     return train(engine, engine.fully_shard(model))
-
-
-def train_tied_and_recomputed(engine: Engine) -> Tensors:
-    model = recompute(tied_tower())
-    for layer in model.layers:
-        engine.fully_shard(layer)
-    return train(engine, engine.fully_shard(model))
-
-
-def train_tied_across_units(engine: Engine) -> Tensors:
-    model = tied_tower()
-    for inner in (model.embedding, *model.layers, model.head):
-        engine.fully_shard(inner)
-    return train(engine, engine.fully_shard(model))
-
-
-def train_tied_to_the_root(engine: Engine) -> Tensors:
-    """The embedding is a unit of its own, the head belongs to the root."""
-    return train(engine, engine.shard_tower(tied_tower()))
 
 
 def train_tied_in_a_list(engine: Engine) -> Tensors:
@@ -195,21 +175,6 @@ def test_a_unit_called_three_times_trains_bit_for_bit_like_fsdp2(
     two_ranks: Ranks, reshard_after_forward: bool
 ) -> None:
     two_ranks.run(same_bits_as_fsdp2, train_recurrent, reshard_after_forward)
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
-        train_tied_in_one_unit,
-        train_tied_and_recomputed,
-        train_tied_across_units,
-        train_tied_to_the_root,
-        train_tied_in_a_list,
-        train_a_stack_of_shared_blocks,
-    ],
-)
-def test_shared_parameters_equal_an_unsharded_run(two_ranks: Ranks, program: object) -> None:
-    two_ranks.run(close_to_unsharded, program)
 
 
 @pytest.mark.parametrize("unshards", [False, True])

@@ -17,10 +17,8 @@ from tests.support.parity import (
     Engine,
     Tensors,
     close_to_unsharded,
-    make_optimizer,
     same_bits_as_fsdp2,
     stack,
-    token_loss,
     tower,
     train,
     train_squares,
@@ -42,18 +40,6 @@ def freeze_after_sharding(engine: Engine) -> Tensors:
     for layer in model.layers:
         layer.norm.requires_grad_(False)
     return train(engine, model)
-
-
-def unfreeze_between_steps(engine: Engine) -> Tensors:
-    model = tower()
-    model.layers[1].requires_grad_(False)
-    model.head.bias.requires_grad_(False)
-    engine.shard_tower(model)
-    train(engine, model, steps=2)
-    model.requires_grad_(True)
-    train(engine, model, steps=2, first_step=2)
-    model.layers[0].up.requires_grad_(False)
-    return train(engine, model, steps=2, first_step=4)
 
 
 class LoraLinear(nn.Module):
@@ -105,27 +91,6 @@ def train_two_dtypes(engine: Engine) -> Tensors:
     return train_squares(engine, engine.fully_shard(TwoDtypes()), 5)
 
 
-def freeze_while_whole(engine: Engine) -> Tensors:
-    """A forward leaves the root whole; what is frozen then stays frozen when it is sharded
-    again.
-    """
-    model = engine.shard_tower(tower())
-    with torch.no_grad():
-        model(engine.tokens(9)[0])
-    model.head.requires_grad_(False)
-    if not engine.whole_batch:
-        model.reshard()
-    optim = make_optimizer("adamw", model)
-    for step in range(2):
-        token_loss(model, engine.tokens(step)).backward()
-        optim.step()
-        optim.zero_grad()
-        with torch.no_grad():
-            model(engine.tokens(10 + step)[0])
-        model.head.requires_grad_(step == 0)
-    return engine.snapshot(model)
-
-
 def only_what_trains_is_reduced(engine: Engine, when: str) -> int:
     """Returns how many elements this rank sends to reduce one unit of which a part is frozen."""
     model = stack(8, 16, 4)
@@ -163,13 +128,6 @@ def test_frozen_and_ignored_parameters_train_bit_for_bit_like_fsdp2(
     two_ranks: Ranks, program: object
 ) -> None:
     two_ranks.run(same_bits_as_fsdp2, program)
-
-
-@pytest.mark.parametrize(
-    "program", [train_half_frozen, unfreeze_between_steps, freeze_while_whole, train_lora]
-)
-def test_freezing_and_unfreezing_equals_an_unsharded_run(two_ranks: Ranks, program: object) -> None:
-    two_ranks.run(close_to_unsharded, program)
 
 
 def test_several_dtypes_in_one_unit_equal_an_unsharded_run(two_ranks: Ranks) -> None:

@@ -17,10 +17,8 @@ from tests.support.parity import (
     Tensors,
     close_to_unsharded,
     hsdp_mesh,
-    make_optimizer,
     many_small,
     same_bits_as_fsdp2,
-    token_loss,
     tower,
     train,
 )
@@ -58,24 +56,6 @@ def train_hsdp_tower(
     **options: Any,
 ) -> Tensors:
     return train_tower(engine, {"mesh": hsdp_mesh(*shape), "mp_policy": mp_policy}, **options)
-
-
-def train_deferring_the_all_reduce(engine: Engine) -> Tensors:
-    """HSDP on 2 x 2: each micro-batch is reduced inside its shard group, the last one across
-    replicas.
-    """
-    model = engine.shard_tower(tower(), mesh=hsdp_mesh(2, 2))
-    optim = make_optimizer("adamw", model)
-    for step in range(2):
-        for micro in range(3):
-            if not engine.whole_batch:
-                model.set_requires_all_reduce(micro == 2)
-            (token_loss(model, engine.tokens(3 * step + micro)) / 3).backward()
-            if not engine.whole_batch and micro < 2:
-                assert all(param.grad is None for param in model.parameters())
-        optim.step()
-        optim.zero_grad()
-    return engine.snapshot(model)
 
 
 @RESHARD
@@ -167,12 +147,6 @@ def test_fp16_reduction_stays_within_fp16_rounding_of_fsdp2(two_ranks: Ranks) ->
     two_ranks.run(train_and_compare_distance, {"mp_policy": FP16}, 2**-6)
 
 
-def test_an_all_reduce_deferred_to_the_last_micro_batch_equals_an_unsharded_run(
-    four_ranks: Ranks,
-) -> None:
-    four_ranks.run(close_to_unsharded, train_deferring_the_all_reduce)
-
-
 def test_fp32_on_four_ranks_differs_from_fsdp2_only_by_the_order_of_sums(four_ranks: Ranks) -> None:
     # The head's shards have odd sizes, so gloo adds some elements with those of another rank. Four
     # terms in another order differ by a few times 2^-24, relative to the largest term.
@@ -190,38 +164,6 @@ def test_a_sharded_run_equals_an_unsharded_one_on_the_concatenated_batch(
 ) -> None:
     worlds[world_size].run(
         close_to_unsharded, train_tower, {}, micro_batches=micro_batches, sync_each=sync_each
-    )
-
-
-@OPTIMIZER
-@ZEROING
-def test_four_ranks_equal_an_unsharded_run_for_every_optimizer_and_zeroing(
-    four_ranks: Ranks, optimizer: str, set_to_none: bool
-) -> None:
-    four_ranks.run(
-        close_to_unsharded, train_tower, {}, optimizer=optimizer, set_to_none=set_to_none
-    )
-
-
-@RESHARD
-def test_four_ranks_equal_an_unsharded_run_however_they_reshard(
-    four_ranks: Ranks, reshard_after_forward: bool | int | None
-) -> None:
-    four_ranks.run(
-        close_to_unsharded, train_tower, {"reshard_after_forward": reshard_after_forward}
-    )
-
-
-@ACCUMULATION
-def test_hsdp_two_by_two_equals_an_unsharded_run(
-    four_ranks: Ranks, micro_batches: int, sync_each: bool
-) -> None:
-    four_ranks.run(
-        close_to_unsharded,
-        train_hsdp_tower,
-        (2, 2),
-        micro_batches=micro_batches,
-        sync_each=sync_each,
     )
 
 

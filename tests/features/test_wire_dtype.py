@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-import shardgrad
 from shardgrad import GradientPolicy
 from shardgrad.errors import (
     CustomCommError,
@@ -265,19 +264,6 @@ def test_one_rank_sends_nothing_and_rounds_nothing() -> None:
     assert_same_bits(trains_to(WIRE), trains_to(GradientPolicy()))
 
 
-@on_ranks(2)
-def test_a_rank_without_a_batch_takes_part() -> None:
-    model = SHARDGRAD.shard_tower(tower(), gradient_policy=WIRE)
-    with shardgrad.participate(model):
-        if dist.get_rank() == 1:
-            token_loss(model, SHARDGRAD.tokens(0)).backward()
-    right = {
-        name: grad.to(BF16).float() / 2
-        for name, grad in grads_of_every_rank(0, torch.float32)[1].items()
-    }
-    assert_same_bits(whole_gradients(model), right)
-
-
 @pytest.mark.parametrize("replicas", [1, 2])
 @on_ranks(4)
 def test_a_hook_sees_the_average_in_float32(replicas: int) -> None:
@@ -291,19 +277,6 @@ def test_a_hook_sees_the_average_in_float32(replicas: int) -> None:
     assert_same_bits(
         whole_gradients(model), {name: 2 * grad for name, grad in case.expected().items()}
     )
-
-
-@on_ranks(2)
-def test_settings_of_collectives_keep_the_wire_dtype() -> None:
-    case = Case()
-    model = case.shard(tower())
-    model.set_separate_reduce_scatter_group()
-    for module in (*model.layers, model.embedding, model):
-        module.set_allocate_memory_from_process_group_for_comm(True)
-        module.set_gradient_divide_factor(4.0)
-    case.run(model)
-    right = {name: grad / 2 for name, grad in case.expected().items()}  # by 4 and not by 2
-    assert_same_bits(whole_gradients(model), right)
 
 
 def test_parts_that_replicas_add_up_are_aligned_and_cover_the_chunk() -> None:

@@ -17,6 +17,7 @@ from tests.fuzz.programs.worlds import Worlds
 from tests.simulated.accelerator import build
 
 FIXED = 150
+ON_STREAMS = 40
 CHANGING = 50
 
 
@@ -40,6 +41,10 @@ def all_agree(worlds: Worlds, programs: list[Program]) -> None:
 
 def test_programs_nobody_thought_of_agree_with_plain_torch(worlds: Worlds) -> None:
     all_agree(worlds, [program_of(seed) for seed in range(FIXED)])
+
+
+def test_programs_on_streams_agree_with_plain_torch(worlds: Worlds) -> None:
+    all_agree(worlds, [program_of(10_000 + n, f"sim{1 + n % 2}") for n in range(ON_STREAMS)])
 
 
 def test_programs_of_this_commit_agree_with_plain_torch(worlds: Worlds) -> None:

@@ -92,36 +92,3 @@ def test_other_calls_are_captured_after_a_first_capture_failed() -> None:
     losses(step, range(4), rows=6)
     assert step.captures == 1
     assert step.replays >= 2
-
-
-@pytest.mark.parametrize(("reshard", "evaluates_first"), [(True, False), (False, True)])
-def test_torch_alone_captures_a_step(reshard: bool, evaluates_first: bool) -> None:
-    def graphed() -> list[float]:
-        model, optimizer = build({"reshard_after_forward": reshard})
-        step = step_of(model, optimizer)
-        x = batch(0)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            seen = []
-            for number in range(3):
-                x.copy_(batch(number))
-                seen.append(step(x).item())
-            if evaluates_first:
-                with torch.no_grad():
-                    model(x)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                loss = step(x)
-            for number in range(3, 6):
-                x.copy_(batch(number))
-                graph.replay()
-                seen.append(loss.item())
-            optimizer.zero_grad()
-            seen += losses(step, range(6, 8))
-        torch.cuda.current_stream().wait_stream(stream)
-        torch.cuda.synchronize()
-        graph.reset()
-        return seen
-
-    assert graphed() == eager_losses(8)

@@ -15,12 +15,9 @@ from torch import Tensor
 
 from shardgrad import ops
 from tests.support.segments import (
-    ADAM,
     DTYPES,
     Segment,
-    assert_same,
     assert_same_bits,
-    hyper,
     run_adam,
     run_norm,
     run_sgd,
@@ -81,20 +78,6 @@ def test_updates_on_the_device_equal_the_reference(
         assert_close(actual, expected)
 
 
-@pytest.mark.parametrize("master", [torch.float32, torch.int16], ids=str)
-def test_exact_weights_on_the_device_go_the_way_of_a_float32_parameter(
-    device: torch.device, master: torch.dtype
-) -> None:
-    s = Segment.of((3000, 5), param=torch.bfloat16, master=master, taken=0).to(device)
-    plain = Segment.of((3000, 5), taken=0).to(device)
-    plain = replace(plain, param=s.param.float())
-    for step in range(5):
-        run_adam("compiled", s.with_gradients(step))
-        run_adam("compiled", plain.with_gradients(step))
-    for exact, expected in zip(s.exact(), plain.params(), strict=True):
-        assert_same_bits(exact.cpu(), expected.cpu())
-
-
 def test_aligned_rows_on_the_device_equal_unaligned_ones(device: torch.device) -> None:
     sizes = (4096, 512, 5001)
     odd = Segment.of(
@@ -124,33 +107,6 @@ def test_aligned_rows_on_the_device_equal_unaligned_ones(device: torch.device) -
         assert run_norm("compiled", even, norm_type) == run_norm("compiled", odd, norm_type)
 
 
-@pytest.mark.parametrize("rule", RUN)
-def test_found_inf_on_the_device_leaves_everything_as_it_is(
-    device: torch.device, rule: str
-) -> None:
-    s = Segment.of(param=torch.bfloat16, master=torch.float32).to(device)
-    before = s.clone()
-    RUN[rule]("compiled", s, found_inf=torch.ones(1, device=device))
-    assert_same(s, before)
-
-
-@pytest.mark.parametrize("rule", RUN)
-def test_ten_thousand_tiny_parameters_on_the_device(device: torch.device, rule: str) -> None:
-    expected = Segment.of(tuple(i % 7 for i in range(10_000)), taken=0)
-    expected.touched[::3] = 0
-    actual = expected.to(device)
-    RUN[rule]("compiled", actual)
-    RUN[rule]("reference", expected)
-    assert_same_bits(actual.steps.cpu(), expected.steps)
-    assert_close(actual, expected)
-
-
-def test_a_segment_without_elements_on_the_device_counts_steps(device: torch.device) -> None:
-    s = Segment.of((0, 0)).to(device)
-    run_adam("compiled", s)
-    assert (s.steps == 4).all()
-
-
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, 0.0, 3.0, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_norms_on_the_device_equal_the_reference(
@@ -170,42 +126,3 @@ def test_norms_on_the_device_equal_the_reference(
         assert not_finite == 1
         if math.isnan(poison) and norm_type != 0:
             assert math.isnan(value)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not HAS_CUDA, reason="no GPU")
-def test_a_captured_clip_and_update_replays_like_an_eager_one() -> None:
-    device = torch.device("cuda")
-    eager = Segment.of(param=torch.bfloat16, grad=torch.bfloat16, master=torch.float32, taken=0).to(
-        device
-    )
-    replayed = eager.clone()
-    out = torch.zeros(2, dtype=torch.float64, device=device)
-    scratch = torch.zeros(ops.NORM_SCRATCH_NUMEL, dtype=torch.float64, device=device)
-    scale, values = torch.ones(1, device=device), hyper(*ADAM, device=device)
-
-    def step(s: Segment) -> None:
-        where: dict[str, Any] = {"touched": s.touched, "rows": s.rows, "tiles": s.tiles}
-        ops.norm_(out, scratch, s.grad, **where)
-        scale.copy_((1.0 / out[0].sqrt().clamp(min=1.0)).reshape(1))
-        ops.adam_(
-            s.param, s.grad, s.first, s.second, steps=s.steps, ticket=s.ticket, hyper=values,
-            master=s.master, scale=scale, **where,
-        )  # fmt: skip
-
-    graph = torch.cuda.CUDAGraph()
-    before = replayed.clone()
-    with torch.cuda.graph(graph):
-        step(replayed)
-    assert_same(replayed, before)  # capturing runs nothing
-    for number in range(5):
-        fresh = eager.with_gradients(number).grad
-        values[0] = 1e-2 / (number + 1)
-        for s in (eager, replayed):
-            s.grad.copy_(fresh)
-            s.touched[2] = number % 2
-        step(eager)
-        expected = out.clone()
-        graph.replay()
-        assert_same_bits(out.cpu(), expected.cpu())
-        assert_same(replayed, eager)

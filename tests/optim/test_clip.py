@@ -6,14 +6,10 @@ import math
 from functools import partial
 from itertools import product
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import shardgrad
 from shardgrad.errors import GradientError, OptionError
@@ -115,24 +111,6 @@ def test_units_on_other_meshes_and_plain_parameters_share_a_norm() -> None:
     torch.testing.assert_close(norms[0], norms[1], rtol=1e-6, atol=0)
 
 
-@on_ranks(4)
-def test_a_norm_is_one_message_though_an_equal_mesh_was_there_before() -> None:
-    """Torch takes what it knows of a DTensor of the same shape: its mesh is the one of before."""
-    sent = []
-    for widths in ((6, 10), (6, 10, 14)):
-        model, mesh = (
-            stack(*widths),
-            init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")),
-        )
-        for unit in (*(layer for layer in model if isinstance(layer, nn.Linear)), model):
-            shardgrad.fully_shard(unit, mesh=mesh)
-        model(SHARDGRAD.inputs(0, 6)).square().mean().backward()
-        with patch.object(dist, "all_reduce", side_effect=dist.all_reduce) as all_reduce:
-            shardgrad.clip_grad_norm_(model, 1.0)
-        sent.append(all_reduce.call_count)
-    assert sent == [1, 1]
-
-
 @on_ranks(2)
 def test_bad_arguments_are_refused() -> None:
     model = SHARDGRAD.fully_shard(stack(5, 3))
@@ -156,50 +134,7 @@ def test_bad_arguments_are_refused() -> None:
     assert shardgrad.clip_grad_norm_([], 1.0) == 0
 
 
-@on_ranks(2)
-def test_parameters_cut_by_tensor_parallelism_are_counted_once() -> None:
-    """Parameters cut on another dimension by hand, as tensor parallelism does, beside a unit of
-    ours.
-    """
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    whole = [torch.arange(24.0).view(4, 6), torch.ones(3, 4)]
-    cut = [
-        nn.Parameter(distribute_tensor(tensor, mesh, [placement]))
-        for tensor, placement in zip(whole, (Shard(1), Replicate()), strict=True)
-    ]
-    for param, tensor in zip(cut, whole, strict=True):
-        param.grad = distribute_tensor(tensor, mesh, param.placements)
-    model = SHARDGRAD.fully_shard(stack(5, 3))
-    model(SHARDGRAD.inputs(0, 5)).sum().backward()
-    gradients = [p.grad.full_tensor().clone() for p in (*model.parameters(), *cut)]
-    right = torch.linalg.vector_norm(torch.cat([g.flatten() for g in gradients]))
-    norm = shardgrad.clip_grad_norm_([*model.parameters(), *cut], 1.0)
-    torch.testing.assert_close(norm, right)
-    for param, before in zip((*model.parameters(), *cut), gradients, strict=True):
-        torch.testing.assert_close(param.grad.full_tensor(), before / (right + 1e-6))
-
-
 # -- whatever happened before
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"reshard_after_forward": False}, {"reshard_after_forward": 1}, {"zero_stage": 2}],
-    ids=["default", "unsharded", "over_fewer_ranks", "stage_2"],
-)
-@on_ranks(2)
-def test_clipping_after_an_evaluation_finds_every_gradient(options: dict[str, Any]) -> None:
-    """Modules still show unsharded parameters then; the gradients are those of the sharded ones."""
-    model = SHARDGRAD.shard_tower(tower(), **options)
-    token_loss(model, SHARDGRAD.tokens(0)).backward()
-    expected = shardgrad.clip_grad_norm_(list(model.parameters()), math.inf)
-    with torch.no_grad():
-        token_loss(model, SHARDGRAD.tokens(1))
-    assert torch.equal(shardgrad.clip_grad_norm_(model, 1e-3), expected)
-    for module in model.modules():
-        if isinstance(module, shardgrad.FSDPModule):
-            module.reshard()
-    assert shardgrad.clip_grad_norm_(model, math.inf).item() == pytest.approx(1e-3, rel=1e-2)
 
 
 @pytest.mark.parametrize("make", [None, shardgrad.GradScaler, partial(torch.amp.GradScaler, "cpu")])

@@ -15,13 +15,12 @@ from torch import nn
 
 import shardgrad
 from shardgrad.errors import (
-    CaptureError,
     GradientError,
     OptimizerParameterError,
     OptionError,
     UnsupportedError,
 )
-from shardgrad.optim import SGD, Adam, AdamW
+from shardgrad.optim import SGD, AdamW
 from shardgrad.optim.hyper import OptimGroup
 
 CPU = torch.device("cpu")
@@ -34,28 +33,6 @@ def plain(*sizes: int) -> nn.Module:
 
 def mirror(optim: torch.optim.Optimizer, group: int = 0) -> list[float]:
     return optim.param_groups[group].on(CPU).tolist()
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs"),
-    [
-        (AdamW, torch.optim.AdamW),
-        (Adam, torch.optim.Adam),
-        (lambda p: SGD(p, momentum=0.9), lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9)),
-    ],
-)
-def test_a_plain_module_trains_as_with_torch(ours: Any, theirs: Any) -> None:
-    a, b = plain(5, 7, 3), plain(5, 7, 3)
-    a_optim, b_optim = ours(a.parameters()), theirs(b.parameters())
-    for step in range(5):
-        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
-        for model, optim in ((a, a_optim), (b, b_optim)):
-            optim.zero_grad()
-            model(x).square().mean().backward()
-            optim.step()
-    for p, q in zip(a.parameters(), b.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
-        assert optim.state[q].keys() <= {"step", *a_optim.state[p].keys()}
 
 
 def test_parameters_whose_memory_is_not_in_row_order_are_updated_in_place() -> None:
@@ -289,51 +266,6 @@ def test_zero_grad_zeroes_or_forgets_decoupled_gradients_too() -> None:
     assert not p.decoupled_grad.any()  # type: ignore[attr-defined]
     optim.zero_grad()
     assert p.decoupled_grad is None  # type: ignore[attr-defined]
-
-
-class TestUnderCapture:
-    """A device that says it is capturing; the CPU has no graphs of its own."""
-
-    @pytest.fixture
-    def capturing(self, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-        state = [False]
-        monkeypatch.setattr(
-            torch.cpu, "is_current_stream_capturing", lambda: state[0], raising=False
-        )
-        return state
-
-    def test_what_a_launch_has_as_an_argument_is_fixed_by_a_capture(
-        self, capturing: list[bool]
-    ) -> None:
-        p = nn.Parameter(torch.ones(3))
-        optim = SGD([p], lr=1.0)
-        p.grad = torch.ones(3)
-        optim.step()
-        optim.param_groups[0]["maximize"] = True
-        capturing[0] = True
-        optim.step()
-        capturing[0] = False
-        with pytest.raises(CaptureError, match="maximize"):
-            optim.param_groups[0]["maximize"] = False
-        optim.param_groups[0]["lr"] = 0.5
-        saved = optim.state_dict()
-        saved["param_groups"][0].update(maximize=False, lr=0.25)
-        saved["state"] = {0: {"step": torch.tensor(7.0)}}
-        with pytest.raises(CaptureError, match="maximize"):
-            optim.load_state_dict(saved)
-        assert (optim.param_groups[0]["lr"], optim.state[p]["step"]) == (0.5, 2)
-
-    def test_a_loss_scale_that_every_replay_would_reset_is_refused(
-        self, capturing: list[bool]
-    ) -> None:
-        scaler, loss = shardgrad.GradScaler(), torch.ones(())
-        capturing[0] = True
-        with pytest.raises(CaptureError, match="first loss"):
-            scaler.scale(loss)
-        capturing[0] = False
-        assert scaler.scale(loss) == 2.0**16
-        capturing[0] = True
-        assert scaler.scale(loss) == 2.0**16
 
 
 def test_a_scaler_and_a_clip_work_on_plain_parameters() -> None:

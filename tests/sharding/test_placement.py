@@ -24,7 +24,6 @@ from tests.support.parity import (
     Engine,
     Tensors,
     assert_close,
-    close_to_unsharded,
     float64,
     hsdp_mesh,
     same_bits_as_fsdp2,
@@ -126,23 +125,8 @@ def train_hsdp(engine: Engine) -> Tensors:
     return train(engine, wide, mesh=hsdp_mesh(2, 2), shard_placement_fn=largest_dim)
 
 
-def train_resharding_to_two(engine: Engine) -> Tensors:
-    return train(engine, cube, reshard_after_forward=2, shard_placement_fn=last_dim)
-
-
-def train_any_dim(engine: Engine) -> Tensors:
-    return train(engine, cube, shard_placement_fn=last_dim)
-
-
 def test_four_ranks_train_any_dim_like_fsdp2(four_ranks: Ranks) -> None:
     four_ranks.run(same_bits_as_fsdp2, train_hsdp)
-
-
-@pytest.mark.parametrize("program", [train_any_dim, train_resharding_to_two])
-def test_any_dim_trains_like_an_unsharded_model(
-    four_ranks: Ranks, program: Callable[..., Tensors]
-) -> None:
-    four_ranks.run(close_to_unsharded, program)
 
 
 def faces_of(engine: Engine) -> dict[str, Any]:
@@ -178,37 +162,6 @@ def test_faces_are_those_of_fsdp2_and_contiguous() -> None:
 
 
 # -- our own optimizers, clipping and state
-
-
-def train_with(make: Callable[..., Any], clip: Callable[..., Tensor], cls: str) -> Tensors:
-    model = cube()
-    shardgrad.fully_shard(model, shard_placement_fn=last_dim)
-    optim = getattr(make, cls)(model.parameters(), lr=1e-2)
-    found: Tensors = {}
-    for step in range(3):
-        model(SHARDGRAD.inputs(step, 4)).square().sum().backward()
-        found[f"norm {step}"] = full(clip(model.parameters(), 0.1))
-        optim.step()
-        optim.zero_grad()
-    found |= SHARDGRAD.snapshot(model)
-    for name, param in model.named_parameters():
-        for key, value in optim.state[param].items():
-            if key != "step" and isinstance(value, DTensor):
-                assert value.placements == param.placements
-                found[f"{name}.{key}"] = value.full_tensor()
-    return found
-
-
-def full(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).float()
-
-
-@on_ranks(2)
-def test_flat_optimizers_and_clipping_see_every_element_of_any_dim() -> None:
-    ours = train_with(shardgrad.optim, shardgrad.clip_grad_norm_, "AdamW")
-    theirs = train_with(torch.optim, nn.utils.clip_grad_norm_, "AdamW")
-    for name, right in theirs.items():
-        torch.testing.assert_close(ours[name], right, rtol=1e-5, atol=1e-6, msg=name)
 
 
 @on_ranks(2)

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-import shardgrad
 from shardgrad.sharding import zero_copy
 from shardgrad.sharding.layout import ShardLayout
 from tests.support.parity import (
@@ -24,7 +23,6 @@ from tests.support.parity import (
     Engine,
     Tensors,
     assert_same_bits,
-    close_to_unsharded,
     hsdp_mesh,
     same_bits_as_fsdp2,
     stack,
@@ -119,15 +117,6 @@ def test_weights_assigned_after_a_step_are_those_that_are_gathered(
         assert torch.equal(model(x), plain.to(dtype)(x))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"reshard_after_forward": 2}, {"replicas": 2}, {"micro_batches": 2, "sync_each": False}],
-    ids=["plain", "resharded to two ranks", "replicas", "summed here first"],
-)
-def test_four_ranks_train_like_one(four_ranks: Ranks, options: dict[str, Any]) -> None:
-    four_ranks.run(close_to_unsharded, train_stack, **options)
-
-
 def fully_in(dtype: torch.dtype) -> Tensors:
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
     return train_stack(SHARDGRAD, steps=1, mp_policy=policy)
@@ -139,19 +128,6 @@ def test_low_precision_is_what_it_is_when_packed(dtype: torch.dtype) -> None:
     ours = fully_in(dtype)
     with patch(f"{__name__}.weights_direct", nullcontext):
         assert_same_bits(ours, fully_in(dtype))
-
-
-@on_ranks(2)
-def test_a_rank_without_a_gradient_sends_zeros() -> None:
-    with weights_direct():
-        model = sharded_stack(SHARDGRAD)
-        with shardgrad.participate(model):
-            if dist.get_rank() == 0:
-                model(torch.ones(2, SIZES[0])).sum().backward()
-        alone = stack(*SIZES)
-        alone(torch.ones(2, SIZES[0])).sum().backward()
-        for ours, whole in zip(model.parameters(), alone.parameters(), strict=True):
-            assert torch.equal(ours.grad.full_tensor(), whole.grad / 2)
 
 
 class Sum(nn.Module):
@@ -199,16 +175,6 @@ def messages_of_a_step(change: Callable[[nn.Module], None] | None = None) -> lis
 
 
 WEIGHT = SIZES[0] * SIZES[1]
-
-
-def test_every_direct_parameter_has_a_message_of_its_own_behind_the_packed_one(
-    two_ranks: Ranks,
-) -> None:
-    first, second = two_ranks.run(messages_of_a_step)
-    assert first == second
-    sizes = [numel for _, numel in first]
-    assert sizes[1::2] == [WEIGHT // 2] * (len(sizes) // 2)  # to or from the other rank
-    assert max(sizes[::2]) < 256  # a bias, the flags and the label
 
 
 def gather_by_itself(model: nn.Module) -> None:

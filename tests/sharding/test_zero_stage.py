@@ -14,8 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.distributed.tensor import DTensor
 
 from shardgrad.engine.grad_group import grads_of
 from shardgrad.engine.param_group import ParamGroup
@@ -26,7 +24,6 @@ from shardgrad.features.zero_stage_auto import stay_unsharded
 from tests.support.parity import (
     GATHERED,
     SHARDGRAD,
-    Engine,
     Tensors,
     Tower,
     assert_same_bits,
@@ -42,47 +39,6 @@ STEPS = 3
 
 def groups_of(model: nn.Module) -> list[ParamGroup]:
     return [group for unit in units_under(model) for group in unit.groups]
-
-
-def train_micro_batches(
-    engine: Engine, model: Tower, *, micro_batches: int, sync_each: bool, steps: int = STEPS
-) -> Tensors:
-    """Trains as FSDP2's users do with micro-batches: they say which backward is the last."""
-    optim = make_optimizer("adamw", model)
-    found: Tensors = {}
-    for step in range(steps):
-        for micro in range(micro_batches):
-            last = micro == micro_batches - 1
-            model.set_is_last_backward(last)
-            model.set_requires_gradient_sync(sync_each or last)
-            loss = token_loss(model, engine.tokens(step * micro_batches + micro)) / micro_batches
-            loss.backward()
-            found[f"loss {step}.{micro}"] = loss.detach().clone()
-            assert all(isinstance(param, DTensor) for param in model.parameters())
-        optim.step()
-        if step == steps - 1:
-            found.update(engine.snapshot(model))
-        optim.zero_grad()
-    return found
-
-
-def equals_stage_3(
-    stage: int, micro_batches: int, sync_each: bool, options: dict[str, Any]
-) -> None:
-    ours = train_micro_batches(
-        SHARDGRAD,
-        SHARDGRAD.shard_tower(tower(), zero_stage=stage, **options),
-        micro_batches=micro_batches,
-        sync_each=True if stage == 1 else sync_each,  # it waits for the last backward by itself
-    )
-    options = {key: value for key, value in options.items() if key != "reshard_after_forward"}
-    theirs = train_micro_batches(
-        SHARDGRAD,
-        SHARDGRAD.shard_tower(tower(), **options),
-        micro_batches=micro_batches,
-        sync_each=sync_each,
-    )
-    assert_same_bits(ours, theirs)
 
 
 # -- traffic
@@ -266,22 +222,6 @@ def a_written_shard_is_gathered_anew(stage: int | str) -> None:
 
 
 # -- tests
-
-
-@pytest.mark.parametrize(
-    ("stage", "micro_batches", "sync_each", "options"),
-    [
-        (1, 1, True, {}),
-        (1, 3, False, {}),
-        (2, 1, True, {"reshard_after_forward": False}),
-        (2, 3, True, {"offload_policy": CPUOffloadPolicy()}),
-        (2, 2, False, {}),
-    ],
-)
-def test_each_stage_trains_bit_for_bit_like_stage_3(
-    two_ranks: Ranks, stage: int, micro_batches: int, sync_each: bool, options: dict[str, Any]
-) -> None:
-    two_ranks.run(equals_stage_3, stage, micro_batches, sync_each, options)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -12,15 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
-import shardgrad
 from shardgrad.engine.streams import AcceleratorStreams
 from tests.simulated.accelerator.device import NAME, checked
-from tests.simulated.accelerator.virtual_ranks import VirtualRanks, one_at_a_time
+from tests.simulated.accelerator.virtual_ranks import VirtualRanks
 from tests.simulated.programs.towers import batch, sharded_tower
-from tests.support.parity import Route, stack, token_loss
+from tests.support.parity import token_loss
 from tests.support.traps import Trap, TrapInBackward
 
 
@@ -80,30 +77,6 @@ def test_gradients_that_a_failed_backward_has_bound_are_taken_back() -> None:
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def _steps_after_a_failed_evaluation() -> None:
-    """The gradients are those of a completed backward; the next layers had been gathered ahead."""
-    model = sharded_tower(reshard_after_forward=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for fails in range(3):
-        data = batch(0)
-        token_loss(model, data).backward()
-        trap = model.layers[fails].register_forward_pre_hook(_spring)
-        with pytest.raises(Trap), torch.no_grad():
-            model(data[0])
-        trap.remove()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def _spring(*_: Any) -> None:
-    raise Trap
-
-
-def test_a_step_after_a_failed_forward_waits_for_what_that_was_gathering() -> None:
-    with checked():
-        VirtualRanks(2).run(_steps_after_a_failed_evaluation)
-
-
 def _steps_with_hooks_on_a_side_stream() -> None:
     model, side = sharded_tower(), torch.Stream(NAME)
     for layer in model.layers:
@@ -115,26 +88,6 @@ def _steps_with_hooks_on_a_side_stream() -> None:
 def test_hooks_on_their_own_stream_come_after_reductions_and_before_gradients() -> None:
     with checked():
         VirtualRanks(2).run(_steps_with_hooks_on_a_side_stream)
-
-
-def _writes_after_a_shorter_forward() -> None:
-    """The second forward has gathered a layer ahead that it does not run."""
-    with one_at_a_time():
-        model = Route(stack(6, 6, 6, 6))
-    model, mesh = model.to(NAME), init_device_mesh(NAME, (dist.get_world_size(),))
-    for module in (*model.layers, model):
-        shardgrad.fully_shard(module, mesh=mesh, reshard_after_forward=False)
-    x = torch.ones(2, 6, device=NAME)
-    with torch.no_grad():
-        for used in (range(5), range(4)):
-            model(x, *used)
-            for param in model.parameters():
-                param.mul_(0.5)
-
-
-def test_a_write_waits_for_what_was_gathered_for_a_layer_that_did_not_run() -> None:
-    with checked():
-        VirtualRanks(2).run(_writes_after_a_shorter_forward)
 
 
 def _writes_in_forward() -> None:

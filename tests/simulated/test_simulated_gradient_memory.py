@@ -305,30 +305,6 @@ def test_what_is_kept_has_what_the_optimizers_stream_writes() -> None:
     run_checked(2, kept_while_an_optimizer_writes)
 
 
-def thawed_between_backwards() -> None:
-    """Weights begin to require grad between two backwards, so biases' gradients move to other
-    places.
-    """
-    model = build(Setup())
-    for block in model:
-        block.first.weight.requires_grad_(False)
-    loss_of(model, batch(0)).backward()
-    sizes = [shard.flat.numel() for shard in shards(model)]
-
-    def allocates(*_: Any) -> None:  # where memory was that a reduction has left
-        for numel in sizes:
-            torch.full((numel,), 7.0, device=NAME)
-
-    for block in model:
-        block.first.weight.requires_grad_(True)
-        block.register_full_backward_hook(allocates)
-    loss_of(model, batch(1)).backward()
-
-
-def test_gradients_that_move_to_other_places_are_not_freed_before_they_are_read() -> None:
-    run_checked(2, thawed_between_backwards)
-
-
 def frozen_without_gradients() -> None:
     model = build(Setup())
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=0.01)

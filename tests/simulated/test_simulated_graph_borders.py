@@ -25,103 +25,6 @@ from tests.simulated.programs.graphed import (
 CLIPS_HARD = 0.01
 
 
-def scaled_batch(number: int, rows: int = 4) -> Tensor:
-    """Returns data whose gradients are clipped by another factor at every step."""
-    return batch(number, rows) * 10.0 ** (number % 4)
-
-
-def update_of_the_step_before(graphed: Callable[..., Any]) -> list[Any]:
-    model = build(Setup())
-    optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
-
-    @graphed(model, optimizer)
-    def step(x: Tensor) -> tuple[Tensor, Tensor]:
-        optimizer.step()
-        optimizer.zero_grad()
-        loss = loss_of(model, x)
-        loss.backward()
-        return loss, shardgrad.clip_grad_norm_(model, CLIPS_HARD)
-
-    seen = [value.item() for number in range(9) for value in step(scaled_batch(number))]
-    require_replays(step, 1, 6)
-    return seen + weights(model)
-
-
-def gradients_and_update(graphed: Callable[..., Any]) -> list[Any]:
-    """Two graphs of gradients, for two shapes, and one of the update, which reads what either
-    left.
-    """
-    model = build(Setup())
-    optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
-
-    @graphed(model)
-    def gradients(x: Tensor) -> tuple[Tensor, Tensor]:
-        loss = loss_of(model, x)
-        loss.backward()
-        return loss, shardgrad.clip_grad_norm_(model, CLIPS_HARD)
-
-    pool = {"pool": gradients.pool} if isinstance(gradients, shardgrad.graphs.GraphedStep) else {}
-
-    @graphed(model, optimizer, **pool)
-    def update(x: Tensor) -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
-    seen = []
-    for number in range(20):
-        seen += [value.item() for value in gradients(scaled_batch(number, 4 if number % 2 else 6))]
-        update(batch(0))
-    require_replays(gradients, 2, 17)
-    require_replays(update, 1, 17)
-    return seen + weights(model)
-
-
-def eager_update(graphed: Callable[..., Any], dtype: torch.dtype = torch.float32) -> list[Any]:
-    model = build(Setup(dtype=dtype))
-    optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
-
-    @graphed(model)
-    def gradients(x: Tensor) -> Tensor:
-        loss = loss_of(model, x)
-        loss.backward()
-        shardgrad.clip_grad_norm_(model, CLIPS_HARD)
-        return loss
-
-    seen = []
-    for number in range(12):
-        seen.append(gradients(scaled_batch(number, 4 if number % 2 else 6).to(dtype)).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    require_replays(gradients, 2, 9)
-    return seen + weights(model)
-
-
-def eager_update_in_float64(graphed: Callable[..., Any]) -> list[Any]:
-    """The factor is float64, the verdict float32."""
-    return eager_update(graphed, torch.float64)
-
-
-def units_clipped_apart(graphed: Callable[..., Any]) -> list[Any]:
-    """Blocks have one factor or two by turns: graphs must not take one for the other."""
-    model = build(Setup(depth=2))
-    optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
-
-    @graphed(model, optimizer)
-    def update(x: Tensor) -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
-    seen = []
-    for number in range(12):
-        loss = loss_of(model, scaled_batch(number))
-        loss.backward()
-        for part in (model,) if number % 2 else tuple(model):
-            seen.append(shardgrad.clip_grad_norm_(part, CLIPS_HARD).item())
-        update(batch(0))
-    require_replays(update, 2, 9)
-    return seen + weights(model)
-
-
 def scaler_updated_in_the_next_call(graphed: Callable[..., Any]) -> list[Any]:
     """The scaler's verdict crosses a border; every third step has an infinity."""
     model = build(Setup())
@@ -230,59 +133,6 @@ def write_after_an_error(graphed: Callable[..., Any]) -> list[Any]:
     return weights(model)
 
 
-def thawed_beside_gradients_that_are_kept(graphed: Callable[..., Any]) -> list[Any]:
-    """While one parameter is frozen, a forward gives the others' gradients other memory."""
-    model = build(Setup())
-    optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
-    first, *_ = model.parameters()
-
-    @graphed(model)
-    def gradients(x: Tensor) -> Tensor:
-        loss = loss_of(model, x)
-        loss.backward()
-        return loss
-
-    seen = []
-    for number in range(12):
-        if number == 8:
-            for is_trained in (False, True):
-                first.requires_grad_(is_trained)
-                with torch.no_grad():
-                    seen.append(loss_of(model, batch(number)).item())
-        seen.append(gradients(batch(number)).item())
-        optimizer.step()
-        first.grad = None  # that of all others is added to
-    require_replays(gradients, 2, 7)
-    return seen + weights(model)
-
-
-def gradient_assigned_after_a_replay(graphed: Callable[..., Any]) -> list[Any]:
-    """The others have none, but their flags on the device say what the replay has left."""
-    model = build(Setup())
-    optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
-    first, *_ = model.parameters()
-
-    @graphed(model, optimizer)
-    def step(x: Tensor, *, updates: bool) -> Tensor:
-        loss = loss_of(model, x)
-        loss.backward()
-        if updates:
-            optimizer.step()
-            optimizer.zero_grad()
-        return loss
-
-    seen = []
-    for number in range(16):
-        seen.append(step(batch(number), updates=number % 2 == 0).item())
-        optimizer.zero_grad()
-        if number > 1:
-            first.grad = torch.ones_like(first)
-            optimizer.step()
-            optimizer.zero_grad()
-    require_replays(step, 2, 11)
-    return seen + weights(model)
-
-
 def verdict_of_before_the_call(graphed: Callable[..., Any]) -> list[Any]:
     """In some calls the gradients were clipped before, and every third time one is an infinity."""
     model = build(Setup())
@@ -347,17 +197,10 @@ def _record_post_optim_event(model: nn.Module, device: torch.device) -> None:
 @pytest.mark.parametrize(
     "program",
     [
-        update_of_the_step_before,
-        gradients_and_update,
-        eager_update,
-        eager_update_in_float64,
-        units_clipped_apart,
         scaler_updated_in_the_next_call,
         event_of_the_optimizer,
         update_on_another_stream,
         write_after_an_error,
-        thawed_beside_gradients_that_are_kept,
-        gradient_assigned_after_a_replay,
         verdict_of_before_the_call,
         verdict_of_a_part,
     ],

@@ -298,23 +298,6 @@ def test_an_exception_inside_a_capture_leaves_the_step_to_be_repeated(half_way: 
     same_on(2, exception_in_the_step, Setup(), half_way)
 
 
-def refusals() -> None:
-    x = torch.ones(2, device=NAME)
-    pool = shardgrad.graphs.GraphPool(NAME)
-    with pool.turn(), pool.capture():
-        x.add(1)
-        with pytest.raises(CaptureError, match="a capture inside a capture"), pool.capture():
-            pass
-    step = shardgrad.graphed_step(torch.Generator(), warmup=1)(lambda x: x * 2)
-    step(x)
-    with pytest.raises(CaptureError, match="support the device's default generator only"):
-        step(x)
-
-
-def test_what_graphs_of_this_device_cannot_hold_is_refused_in_words() -> None:
-    VirtualRanks(1).run(refusals)
-
-
 # -- tensors that a step closes over
 
 

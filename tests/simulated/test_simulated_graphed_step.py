@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -195,118 +194,6 @@ def test_200_steps_of_everything_are_bit_for_bit_those_of_eager() -> None:
     same_on(2, everything)
 
 
-def accumulation(graphed: Callable[..., Any], mode: str) -> list[Any]:
-    """Several micro-batches in a step: in one graph from a list, or two graphs told apart by a
-    boolean.
-    """
-    model = build(Setup())
-    optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-    @graphed(model, optimizer)
-    def whole(micro_batches: list[Tensor]) -> Tensor:
-        total = torch.zeros((), device=NAME)
-        for number, x in enumerate(micro_batches):
-            if mode == "deferred":
-                model.set_requires_gradient_sync(number + 1 == len(micro_batches))
-            if mode == "overlapped":
-                model.set_is_last_backward(number + 1 == len(micro_batches))
-            loss = loss_of(model, x)
-            loss.backward()
-            total = total + loss.detach()
-        optimizer.step()
-        optimizer.zero_grad()
-        return total
-
-    @graphed(model, optimizer)
-    def micro(x: Tensor, *, last: bool) -> Tensor:
-        model.set_requires_gradient_sync(last)
-        loss = loss_of(model, x)
-        loss.backward()
-        if last:
-            optimizer.step()
-            optimizer.zero_grad()
-        return loss
-
-    seen = []
-    for number in range(8):
-        data = [batch(3 * number + i) for i in range(3)]
-        if mode != "pair":
-            seen.append(whole(data).item())
-        else:
-            seen += [micro(x, last=i == 2).item() for i, x in enumerate(data)]
-    if mode == "pair":
-        # Three kinds of calls: on nothing, on a sum, and the last one.
-        require_replays(micro, 3, 24 - 6)
-    else:
-        require_replays(whole, 1, 5)
-    return seen + weights(model)
-
-
-@pytest.mark.parametrize("mode", ["reduced each", "deferred", "overlapped", "pair"])
-def test_accumulation_is_one_graph_or_a_pair(mode: str) -> None:
-    same_on(2, accumulation, mode)
-
-
-def unused_parameters(graphed: Callable[..., Any]) -> list[Any]:
-    """A branch that no rank uses, then rank 0 alone, then all: weight decay moves only what is
-    touched.
-    """
-    model = build(Setup(depth=2))
-    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.5)
-
-    @graphed(model, optimizer)
-    def step(x: Tensor) -> Tensor:
-        loss = loss_of(model, x)
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    seen: list[Any] = []
-    for number in range(15):
-        model[0].uses_spare = number >= 10 or (number >= 5 and dist.get_rank() == 0)
-        if number in (5, 10) and isinstance(step, shardgrad.graphs.GraphedStep):
-            step.reset()
-        seen.append(step(batch(number)).item())
-        seen.append(model[0].spare.weight.grad is None)
-        seen.append(model[0].spare.weight.to_local().detach().cpu().clone())
-        optimizer.zero_grad()
-    return seen
-
-
-def test_a_parameter_that_nobody_used_stays_as_it_is_in_a_replay_too() -> None:
-    same_on(2, unused_parameters)
-
-
-def training_and_evaluation(graphed: Callable[..., Any]) -> list[Any]:
-    model = build(Setup(dropout=0.3))
-    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
-
-    train = training_step(graphed, model, optimizer)
-
-    pool = getattr(train, "pool", None)
-
-    @graphed(model, **({} if pool is None else {"pool": pool}))
-    def evaluate(x: Tensor) -> Tensor:
-        with torch.no_grad():
-            return loss_of(model, x)
-
-    seen = []
-    for number in range(12):
-        seen.append(train(batch(number)).item())
-        model.eval()
-        seen.append(evaluate(batch(-1 - number)).item())
-        with torch.no_grad():  # not in a graph, between two that are
-            seen.append(loss_of(model, batch(99)).item())
-        model.train()
-    require_replays(train, 1, 9)
-    require_replays(evaluate, 1, 9)
-    return seen + weights(model)
-
-
-def test_evaluation_in_a_graph_and_without_one_sees_what_training_replayed() -> None:
-    same_on(2, training_and_evaluation)
-
-
 def evaluated_at_rest(graphed: Callable[..., Any], setup: Setup) -> list[Any]:
     """An evaluation is captured while nothing has changed since the last one, and gathers all the
     same.
@@ -429,71 +316,6 @@ def test_a_weights_version_moves_with_a_replay_as_with_an_optimizers_step() -> N
     VirtualRanks(2).run(versions_of_a_weight)
 
 
-def changes_between(graphed: Callable[..., Any], change: str) -> list[Any]:
-    """Something is changed between steps: the graph goes on with it, or another one is captured."""
-    model = build(Setup())
-    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
-
-    step = training_step(graphed, model, optimizer)
-    seen = []
-    for number in range(12):
-        if number == 6:
-            _change(change, model, optimizer)
-        seen.append(step(batch(number)).item())
-    if isinstance(step, shardgrad.graphs.GraphedStep):
-        assert step.replays >= 6, "after the change it is replayed again"
-    return seen + weights(model)
-
-
-def _change(change: str, model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
-    if change == "frozen":
-        model[1].requires_grad_(False)
-    elif change == "load":
-        model.load_state_dict({k: v.detach() * 0.5 for k, v in model.state_dict().items()})
-    elif change == "in place":
-        with torch.no_grad():
-            for param in model.parameters():
-                param.mul_(0.5)
-    elif change == "group":
-        group = optimizer.param_groups[0]
-        group.update(lr=0.5, betas=(0.5, 0.6), eps=1e-3, weight_decay=0.3)
-    elif change == "reshard":
-        model[0].set_reshard_after_forward(False)
-    elif change == "moved away and back":
-        model.cpu()
-        model.to(NAME)
-    elif change == "another group":
-        extra = nn.Parameter(torch.ones(3, device=NAME))
-        optimizer.add_param_group({"params": [extra], "lr": 0.1})
-    elif change == "evaluated":
-        model.eval()
-        with torch.no_grad():
-            model(batch(99))
-        model.train()
-    elif change == "kept whole":
-        for block in model:
-            block.unshard()
-    elif change == "skipped":
-        loss_of(model, batch(98)).backward()
-        optimizer.zero_grad()
-    elif (
-        change == "reads again"
-    ):  # a backward that made a graph, of which the program has dropped the rest
-        inputs = batch(97).requires_grad_()
-        torch.autograd.grad(loss_of(model, inputs), inputs, create_graph=True)
-
-
-CHANGES = (
-    *("frozen", "load", "in place", "group", "another group", "reshard"),
-    *("evaluated", "kept whole", "skipped", "moved away and back", "reads again"),
-)
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_change_between_steps_is_followed(change: str) -> None:
-    same_on(2, changes_between, change)
-
-
 def resharded_after(steps: int) -> None:
     """A step whose backward keeps no graph ends what an earlier one had kept, eager or replayed."""
     model = build(Setup())
@@ -503,7 +325,10 @@ def resharded_after(steps: int) -> None:
 
     for number in range(steps):
         step(batch(number))
-    _change("reads again", model, optimizer)
+    inputs = batch(
+        97
+    ).requires_grad_()  # a backward that made a graph, of which the rest is dropped
+    torch.autograd.grad(loss_of(model, inputs), inputs, create_graph=True)
     step(batch(steps))
     with torch.no_grad():
         model(batch(99))

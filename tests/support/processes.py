@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import re
 import subprocess
 import time
 from collections.abc import Sequence
@@ -106,3 +107,11 @@ def run(
             process.kill()
             raise
     return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
+def orphaned_segments() -> set[str]:
+    """Returns the names of torch's shared-memory segments whose process has ended."""
+    made = {name: re.match(r"torch_(\d+)_", name) for name in os.listdir("/dev/shm")}
+    return {
+        name for name, by in made.items() if by is not None and not Path("/proc", by[1]).exists()
+    }

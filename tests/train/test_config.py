@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from pathlib import Path
 from typing import Any
 
@@ -64,27 +63,6 @@ def test_the_largest_batch_is_shared_at_once() -> None:
     config = resumed(saved, {"ranks": 3}, world_size=None)
     assert config.batch_size * config.accumulate * 3 == 3 * 2**18 * 2**40 * 2
     assert config.batch_size <= saved.batch_size
-
-
-def test_a_file_of_settings_that_claims_40_gib_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "run.json"
-    path.touch()
-    os.truncate(path, 40 * 2**30)
-    with pytest.raises(UsageError, match="more than 1048576 bytes"):
-        read_settings(path)
-
-
-@pytest.mark.timeout(100)
-@pytest.mark.parametrize("flag", ["--config", "--resume"])
-def test_a_named_pipe_is_not_waited_for(flag: str, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    (run / "checkpoints" / "step_000001").mkdir(parents=True)
-    for name in (".metadata", "manifest.json"):
-        (run / "checkpoints" / "step_000001" / name).touch()
-    os.mkfifo(run / "config.json")
-    given = run / "config.json" if flag == "--config" else run
-    result = CliRunner().invoke(main, ["train", flag, str(given)])
-    assert (result.exit_code, "config.json is no regular file" in result.stderr) == (2, True)
 
 
 def test_a_resumed_run_keeps_what_is_not_given_anew() -> None:

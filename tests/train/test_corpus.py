@@ -111,14 +111,3 @@ def test_validation_sequences_do_not_overlap_nor_leave_the_text(
     assert all(later - earlier >= seq_len for earlier, later in itertools.pairwise(starts))
     tokens, _ = windows(torch.zeros(nbytes, dtype=torch.uint8), starts, seq_len)
     assert tokens.shape == (len(starts), seq_len)
-
-
-@pytest.mark.timeout(100)
-def test_what_is_no_regular_file_in_a_folder_of_text_is_passed_over(tmp_path: Path) -> None:
-    """Opening a named pipe waits for a writer; a device has no end."""
-    (tmp_path / "text").write_bytes(b"text" * 100)
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "zero").symlink_to("/dev/zero")
-    (tmp_path / "dangling").symlink_to("nothing")
-    corpus = corpus_of(tmp_path, limit_nbytes=2**43)
-    assert (corpus.nbytes, corpus.file_count) == (400, 1)

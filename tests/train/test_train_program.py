@@ -15,14 +15,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import shardgrad
-from tests.support.processes import FairClock, communicate
+from tests.support.processes import FairClock, communicate, orphaned_segments
 from tests.support.programs import Program
 
 STEPS, HALF = 6, 3
@@ -262,7 +262,26 @@ def wait_for_steps(folder: Path, count: int, process: Started) -> None:
     pytest.fail("the run did not get that far")
 
 
-def test_an_interrupt_saves_the_step_and_says_how_to_go_on(tmp_path: Path) -> None:
+@pytest.fixture
+def left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[object]]:
+    """Lists the temporary files and the shared memory that runs since then have left."""
+    temporary, segments = tmp_path / "temporary", orphaned_segments()
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+
+    def listed() -> list[object]:
+        # Where torch's compiler keeps what it has compiled, if anything has imported it.
+        files = [path for path in temporary.iterdir() if "torchinductor" not in path.name]
+        return [*files, *(orphaned_segments() - segments)]
+
+    return listed
+
+
+@pytest.mark.parametrize("is_launcher_killed", [False, True], ids=["Ctrl-C", "launcher killed"])
+def test_a_stop_saves_the_step_and_says_how_to_go_on(
+    is_launcher_killed: bool, tmp_path: Path, left: Callable[[], list[object]]
+) -> None:
+    """Ranks whose launcher was killed stop as if asked to."""
     folder = tmp_path / "run"
     process = start(
         *MICRO,
@@ -275,23 +294,29 @@ def test_an_interrupt_saves_the_step_and_says_how_to_go_on(tmp_path: Path) -> No
         program=TRAIN,
     )
     wait_for_steps(folder, 2, process)
-    # To the whole group, as a terminal does: the launcher and each rank hear it.
-    os.killpg(process.pid, signal.SIGINT)
-    status, _, errors = end(process)
-    assert status == 130
-    assert f"resume with: shardgrad train --resume {folder}" in errors
+    if is_launcher_killed:
+        os.kill(process.pid, signal.SIGKILL)
+    else:  # to the whole group, as a terminal does: the launcher and each rank hear it
+        os.killpg(process.pid, signal.SIGINT)
+    status, _, errors = end(process)  # when no rank holds the other end of its output any more
+    assert left() == []
+    assert status == (-signal.SIGKILL if is_launcher_killed else 130)
+    assert is_launcher_killed or f"resume with: shardgrad train --resume {folder}" in errors
     assert "Traceback" not in errors
     done = max(losses(folder))
     assert (folder / "checkpoints" / "latest").read_text() == f"step_{done:06d}\n"
     assert f"Resumed after step {done}." in train("--resume", folder, "--steps", str(done + 1))
 
 
-def test_the_death_of_one_rank_ends_the_others_and_is_named(tmp_path: Path) -> None:
+def test_the_death_of_one_rank_ends_the_others_and_is_named(
+    tmp_path: Path, left: Callable[[], list[object]]
+) -> None:
     folder = tmp_path / "run"
     process = start(*MICRO, "--steps", "100000", "--run-dir", folder, program=TRAIN)
     wait_for_steps(folder, HALF + 1, process)
     os.kill(ranks_of(process)[1], signal.SIGKILL)
     status, _, errors = end(process)
+    assert left() == []
     assert status == 1
     assert "Rank 1 was ended by SIGKILL" in errors
     assert "resume with: shardgrad train --resume" in errors

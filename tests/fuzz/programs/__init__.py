@@ -12,7 +12,8 @@
 | `worlds.py` | ranks that live for many programs: processes, or threads with simulated devices |
 | `shrink.py` | makes a program that fails small |
 | `defects.py` | defects that the engine once had, to see that they are found |
-| `seeds/` | programs that are kept; `tests/engine/test_kept_programs.py` runs them |
+| `streams.py` | the streams of a device, as a careful program uses them |
+| `seeds/` | kept programs; `tests/engine/test_kept_programs.py` and `tests/simulated` run them |
 
     python -m tests.fuzz.programs --seed 7 --count 200
     python -m tests.fuzz.programs --replay tests/fuzz/programs/seeds/NAME.json

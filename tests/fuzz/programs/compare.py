@@ -10,6 +10,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -19,8 +20,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from tests.fuzz.programs.net import Net, Plan
 from tests.fuzz.programs.plain import Exchange, Plain
 from tests.fuzz.programs.program import Op, Program
-from tests.fuzz.programs.script import Seen, do
+from tests.fuzz.programs.script import Seen
 from tests.fuzz.programs.sharded import Sharded
+from tests.fuzz.programs.streams import Streams
 
 _STATES = ("momentum_buffer", "exp_avg", "exp_avg_sq")
 
@@ -70,12 +72,12 @@ def run(
     build: Callable[[Plan], Net],
     *,
     device: str = "cpu",
-    call: Callable[..., Any] | None = None,
+    streams: Streams | None = None,
 ) -> Outcome:
     """Runs a program."""
     plain = Plain(program, rank, build, exchange)
     try:
-        engine = Sharded(program, rank, build, device=device, call=call)
+        engine = Sharded(program, rank, build, device=device, streams=streams)
         cuts = {name: _slices(param) for name, param in engine.params.items()}
     except Exception:
         found = Difference(-1, "error", traceback.format_exc(limit=-4))
@@ -83,9 +85,9 @@ def run(
     outcome = Outcome()
     shown: list[tuple[int, Op, Seen, Seen]] = []
     for place, op in enumerate(program.ops):
-        seen = _kept(do(engine, op))
+        seen = engine.plan.streams.call(program.model.caller, partial(engine.do, op))
         plain.lose(engine.lost())
-        expected = _kept(do(plain, op))
+        expected = plain.do(op)
         shown.append((place, op, expected, seen))
         if ("error" in seen) != ("error" in expected):  # what follows would only repeat it
             outcome.is_broken = True
@@ -93,10 +95,6 @@ def run(
     outcome.differences = list(islice(_differences(program, shown, cuts), 1))
     engine.close()
     return outcome
-
-
-def _kept(seen: Seen) -> Seen:
-    return {key: v.detach().clone() if isinstance(v, Tensor) else v for key, v in seen.items()}
 
 
 def _slices(param: Any) -> tuple[slice, ...]:

@@ -7,6 +7,7 @@ shrinking before it tries a shorter program.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import replace
 
 from tests.fuzz.programs.program import Block, Op, Program
@@ -14,6 +15,7 @@ from tests.fuzz.programs.program import Block, Op, Program
 # Ends the state in which a failed backward is not cleared yet.
 _FORWARDS = ("train", "evaluate", "forward")
 _SETTINGS = ("sync", "sync_unit", "all_reduce", "last", "keep", "whole")
+_GRAPHED = ("train", "evaluate", "sync", "all_reduce", "last", "clip", "scaled", "step", "zero")
 MOST_GRAPHS = 2
 
 
@@ -78,6 +80,8 @@ class State:
             return False  # a hazard that harms no one: the next forward drops what is zeroed
         if do == "poke" and self._failed_forward and self.program.is_simulated:
             return False  # another one: the next forward drops what is being gathered
+        if do in ("poke", "load", "resume") and self.program.optimizer.event:
+            return False  # the next forward waits for the update alone
         if do == "forward":
             return self._graphs < MOST_GRAPHS and not self._failed
         if do == "backward":
@@ -146,6 +150,7 @@ class State:
                 and is_capturable
                 and not self._reenters
                 and not self._has_hooks
+                and self._has_inside(op.inside)
             )
         if do == "edit":
             if op.how == "add":
@@ -159,11 +164,26 @@ class State:
             return not self._reenters and not self._in_flight
         if do in ("unshard", "reshard"):
             return self._ran
+        if do == "move":
+            return not self._graphs and self.program.is_simulated
+        if do == "skip":
+            return not self._graphs and op.n < len(model.blocks)
         return True
+
+    def _has_inside(self, inside: tuple[Op, ...]) -> bool:
+        """Returns whether operations may be in a graph, one call after another."""
+        state = copy(self)
+        for op in (*inside, *inside):
+            if op.do not in _GRAPHED or "torch" in op.how or not state.allows(op):
+                return False
+            state.after(op)
+        return state._is_reduced
 
     def after(self, op: Op) -> None:
         """Takes note that an operation was done."""
         do = op.do
+        for inner in op.inside if do == "graphed" else ():
+            self.after(inner)
         if do in (
             *_FORWARDS,
             "fail_backward",
@@ -255,6 +275,13 @@ def fits(program: Program) -> bool:
         ):
             return False
         if block.kind == "buffer" and sharding.param_dtype:
+            return False
+        # Torch recomputes in the stream of whichever saved tensor is needed first.
+        if block.recompute and (
+            block.apart
+            or set(block.sides) - {0}
+            or any(inner.stream or inner.sides or inner.hooks >= 0 for inner in block.inner)
+        ):
             return False
         if block.kind == "again" and any(inner.recompute == "reentrant" for inner in block.inner):
             return False  # it runs twice

@@ -8,7 +8,16 @@ from itertools import product
 from typing import Any
 
 from tests.fuzz.programs.contract import State, fits
-from tests.fuzz.programs.program import Block, Model, Op, Optimizer, Program, Sharding
+from tests.fuzz.programs.program import (
+    PLAIN_STEP,
+    Block,
+    Model,
+    Op,
+    Optimizer,
+    Program,
+    Sharding,
+)
+from tests.fuzz.programs.streams import SIDE_STREAMS
 
 KINDS = ("linear", "mlp", "norm", "gain", "spare", "table", "buffer", "experts", "branch", "again")
 TIEABLE = tuple(kind for kind in ("linear", *KINDS) if kind not in ("mlp", "experts"))
@@ -40,6 +49,15 @@ SCALED = tuple(
     " ".join(filter(None, each))
     for each in product(("", "torch"), ("", "clip", "part"), ("", "inf"))
 )
+# What a graph is made of.
+GRAPHED = (
+    PLAIN_STEP,
+    "train 1; train 2; clip 3 ours; step; zero",
+    "sync 0; train 1; sync 1; train 2; step; zero 0 zeros",
+    "last 0; train 1; last 1; train 2; clip 2 part; step; zero",
+    "zero; train 3; clip 2 ours; step",
+    "scaled 1 clip; evaluate 2 no_grad",
+)
 
 
 def program_of(seed: int, world: str = "") -> Program:
@@ -53,9 +71,9 @@ def program_of(seed: int, world: str = "") -> Program:
         program = Program(seed, world, model, sharding, _optimizer(rng, world))
         if fits(program):
             break
-    return Program(
-        seed, world, program.model, program.sharding, program.optimizer, _ops(rng, late, program)
-    )
+    if program.is_simulated:
+        program = _on_streams(random.Random(f"streams {seed}"), program)
+    return replace(program, ops=_ops(rng, late, program))
 
 
 def _weighted(rng: random.Random, weights: dict[str, int]) -> str:
@@ -167,6 +185,36 @@ def _optimizer(rng: random.Random, world: str) -> Optimizer:
     )
 
 
+# -- streams
+
+
+def _on_streams(rng: random.Random, program: Program) -> Program:
+    """Returns a program with what it computes on streams of its own."""
+    model, places = program.model, range(SIDE_STREAMS + 1)
+
+    def spread(block: Block) -> Block:
+        sides = () if block.recompute else tuple(rng.choices(places, k=rng.choice((0, 0, 1, 2))))
+        return replace(
+            block,
+            inner=tuple(map(spread, block.inner)),
+            sides=sides,
+            apart=bool(sides) and _often(rng, 0.3),
+            hooks=rng.choice((-1, -1, *places)),
+        )
+
+    model = replace(
+        model,
+        blocks=tuple(map(spread, model.blocks)),
+        parallel=_often(rng, 0.15),
+        stem=rng.choice((0, 0, *places)),
+        caller=rng.choice((0, 0, *places)),
+    )
+    chosen, place = program.optimizer, rng.choice((0, 0, *places))
+    chosen = replace(chosen, stream=place, event=_often(rng, 0.2))
+    spread_out = replace(program, model=model, optimizer=chosen)
+    return spread_out if fits(spread_out) else program
+
+
 # -- operations
 
 
@@ -180,6 +228,8 @@ def _ops(rng: random.Random, late: random.Random, program: Program) -> tuple[Op,
         weights |= {"load": 2.0, "resume": 1.0}
     if _often(late, 0.3):
         weights["scaled"] = 4.0
+    if program.is_simulated:
+        weights |= {"move": 2.0, "skip": 1.0}
     if "freeze" in kinds:
         weights["unfreeze"] = 1.0
     state, ops = State(program), []
@@ -234,12 +284,13 @@ def _op(rng: random.Random, kind: str, program: Program) -> Op:
         "participate": ("all", "some"),
         "look": ("", "grads"),
         "backward": ("", "", "", "retain"),
+        "graphed": GRAPHED,
     }
     if kind == "unfreeze":
         return Op("freeze", rng.randrange(24), "un")
     if kind in ("freeze", "hook", "poke", "write"):
         n = rng.randrange(24)
-    elif kind == "partial":
+    elif kind in ("partial", "skip"):
         n = rng.randrange(blocks)
     elif kind == "backward":
         n = rng.randrange(2)
@@ -250,7 +301,7 @@ def _op(rng: random.Random, kind: str, program: Program) -> Op:
     elif kind in ("sync_unit", "unshard", "reshard"):
         n = rng.randrange(8)
     elif kind == "graphed":
-        n = rng.choice((3, 4))
+        n = rng.choice((4, 5))
     elif kind in ("step", "zero", "look", "save", "load", "resume", "edit"):
         n = 0
     return Op(kind, n, rng.choice(hows.get(kind, ("",))))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +12,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.fuzz.programs.program import Block, Model
+from tests.fuzz.programs.streams import NoStreams
 
 ROWS = 3
+LARGE = 16  # a block with more inside has it in its last side, too
 
 
 class TrapError(Exception):
@@ -26,7 +29,8 @@ class Plan:
         rank: of this process.
         routes: the experts that blocks use: 0 or 1.
         fails: ("forward" | "backward", position in the order), or None.
-        call: runs a function in a stream; plain torch has none.
+        skipped: blocks that do not run.
+        streams: of a device; plain torch has none.
     """
 
     def __init__(self, rank: int) -> None:
@@ -34,7 +38,8 @@ class Plan:
         self.micro = 0
         self.by_rank = False  # which expert runs depends on the rank, though experts are units
         self.fails: tuple[str, int] | None = None
-        self.call: Callable[..., Any] = lambda place, function, *args: function(*args)
+        self.skipped: set[int] = set()
+        self.streams = NoStreams()
 
     def expert(self, *, are_units: bool) -> int:
         return (self.micro + (self.rank if self.by_rank or not are_units else 0)) % 2
@@ -64,17 +69,26 @@ class FuzzBlock(nn.Module):
             self.spare = nn.Parameter(torch.ones(block.hidden))
         elif block.kind == "table":
             self.table = nn.Embedding(block.hidden, width)
-        elif block.kind == "branch":
-            self.side = nn.Linear(width, width)
         elif block.kind == "buffer":
             self.register_buffer("mean", torch.zeros(width))
+        self.places = block.sides or ((0,) if block.kind == "branch" else ())
+        self.sides = nn.ModuleList(nn.Linear(width, width) for _ in self.places)
+        if self.sides and block.hidden > LARGE:
+            sizes = (width, block.hidden), (block.hidden, width)
+            self.sides[-1] = nn.Sequential(*(nn.Linear(*each) for each in sizes))
         if block.frozen:
             next(iter(self.parameters())).requires_grad_(False)
 
-    def forward(self, x: Tensor, again: bool = True) -> Tensor:
+    def forward(self, x: Tensor, again: bool = True) -> Any:
         for block in self.inner:
             x = run(block, x)
-        return x + 0.5 * torch.tanh(self._body(x, again))
+        inputs = [x] * len(self.sides)
+        if self.block.kind == "branch":
+            inputs[-1] = x.detach()
+        calls = [partial(_side, *each) for each in zip(self.sides, inputs, strict=True)]
+        out = around(x) + 0.5 * torch.tanh(self._body(x, again))
+        outs = self.plan.streams.all(self.places, calls, *inputs)
+        return (out, *outs) if self.block.apart else sum(outs, out)
 
     def _body(self, x: Tensor, again: bool) -> Tensor:
         kind = self.block.kind
@@ -90,28 +104,52 @@ class FuzzBlock(nn.Module):
             return self.lin(x) + self.table(
                 torch.arange(len(x), device=x.device) % self.block.hidden
             )
-        if kind == "branch":
-            return self.lin(x) + self.side(x.detach())
         if kind == "buffer":
             if self.training:
                 with torch.no_grad():
                     self.mean.lerp_(x.detach().mean(0), 0.1)
             return self.lin(x - self.mean)
         if kind == "again" and again:
-            x = x + 0.1 * self(x, again=False)
+            x = x + 0.1 * whole(self(x, again=False))
         return self.lin(x)
 
 
-def run(block: FuzzBlock, x: Tensor) -> Tensor:
-    """Runs a block as its description says: recomputed or not, in its stream."""
-    kind = block.block.recompute
+def around(x: Tensor) -> Tensor:
+    """Returns what goes around layers, with a gradient of its own.
 
-    def call(x: Tensor) -> Tensor:
+    Torch adds to a gradient in place once nobody holds it, even if a backward on another stream,
+    such as that of a detached side, which nobody waits for, still reads it.
+    """
+    return x * 1.0
+
+
+def _side(layer: nn.Module, x: Tensor) -> Tensor:
+    return 0.5 * torch.tanh(layer(x))
+
+
+def whole(out: Any) -> Tensor:
+    """Returns what a block computes, of which it may give parts."""
+    return sum(out[1:], out[0]) if isinstance(out, tuple) else out
+
+
+def run_all(blocks: Sequence[FuzzBlock], x: Tensor) -> list[Tensor]:
+    """Runs blocks side by side as they say: recomputed or not, each in its stream."""
+
+    def call(block: FuzzBlock) -> Any:
+        kind = block.block.recompute
         if not kind:
             return block(x)
         return checkpoint(block, x, use_reentrant=kind == "reentrant", preserve_rng_state=False)
 
-    return block.plan.call(block.block.stream, call, x)
+    if not blocks:
+        return []
+    places, calls = [b.block.stream for b in blocks], [partial(call, b) for b in blocks]
+    return [whole(out) for out in blocks[0].plan.streams.all(places, calls, x)]
+
+
+def run(block: FuzzBlock, x: Tensor) -> Tensor:
+    """Runs one."""
+    return run_all([block], x)[0]
 
 
 class Net(nn.Module):
@@ -138,11 +176,15 @@ class Net(nn.Module):
                 guess = self(x, again=False)
             out = guess[0] if self.model.aux else guess
             x = x + 0.1 * out.sum(1, keepdim=True)
-        x = torch.tanh(self.stem(x))
+        x = self.plan.streams.call(self.model.stem, lambda x: torch.tanh(self.stem(x)), x)
         middle = x
         fails = self.plan.fails if again else None
-        for place, index in enumerate(self.model.order):
-            x = run(self.blocks[index], x)
+        running = [index for index in self.model.order if index not in self.plan.skipped]
+        if self.model.parallel:
+            x = sum(run_all([self.blocks[index] for index in running], x), around(x))
+        for place, index in enumerate(running):
+            if not self.model.parallel:
+                x = run(self.blocks[index], x)
             if place == 0:
                 middle = x
             if fails == ("forward", place):

@@ -197,16 +197,6 @@ class Plain(Script):
             for name, into in self.model_state().items():
                 into.copy_(state[name])
 
-    def graphed(self, op: Op) -> Seen:
-        losses = []
-        for _ in range(op.n):
-            loss, _ = self._loss(Op("train", 7))
-            self.backward_of(loss)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            losses.append(loss.detach())
-        return {f"loss {i}": loss for i, loss in enumerate(losses)}
-
     # -- settings
 
     def sync(self, op: Op) -> Seen:

@@ -14,7 +14,7 @@ class Block:
     Attributes:
         kind: "linear"; "mlp"; "norm": after a LayerNorm; "gain": times a parameter of one element;
             "spare": with a parameter that is not used; "table": plus rows of an embedding;
-            "buffer": less a running mean; "experts": one of two layers; "branch": plus a layer of
+            "buffer": less a running mean; "experts": one of two layers; "branch": with a side of
             the detached input; "again": calls itself once.
         hidden: size of what is inside.
         bias: layers have one.
@@ -23,7 +23,12 @@ class Block:
         frozen: the first parameter does not train at first.
         recompute: "", "saved" or "reentrant" activation checkpointing.
         inner: blocks inside, which run before f.
-        stream: where it runs, on a device with streams.
+        stream: where it is sharded and runs, on a device with streams.
+        sides: further layers of its input, each in a stream of its own; of a "branch" the last one
+            gets the detached input.
+        apart: what its sides compute are outputs of their own.
+        hooks: the stream in which the nodes are born that accumulate its gradients, and so where
+            its hooks run; -1: where forward uses the parameters first.
     """
 
     kind: str = "linear"
@@ -35,6 +40,9 @@ class Block:
     recompute: str = ""
     inner: tuple[Block, ...] = ()
     stream: int = 0
+    sides: tuple[int, ...] = ()
+    apart: bool = False
+    hooks: int = -1
 
 
 @dataclass(frozen=True)
@@ -51,6 +59,9 @@ class Model:
         aux: a second output, from the middle.
         guess: "", "no_grad" or "grad": forward first calls the root itself.
         several: these two neighbours are one unit, a list.
+        parallel: blocks get the same input, and do not wait for each other.
+        stem: the stream in which the stem runs.
+        caller: the stream in which every operation is called.
     """
 
     width: int = 4
@@ -61,6 +72,9 @@ class Model:
     aux: bool = False
     guess: str = ""
     several: tuple[int, ...] = ()
+    parallel: bool = False
+    stem: int = 0
+    caller: int = 0
 
 
 @dataclass(frozen=True)
@@ -104,12 +118,19 @@ class Optimizer:
         kind: "sgd", "momentum", "adam", "adamw".
         groups: 1 or 2; the second has the parameters of the last block.
         partial: parameters of the last block are left out; `edit` may add them.
+        stream: where it updates.
+        event: only the next forward waits for the update, by `set_post_optim_event`.
     """
 
     library: str = "torch"
     kind: str = "sgd"
     groups: int = 1
     partial: bool = False
+    stream: int = 0
+    event: bool = False
+
+
+PLAIN_STEP = "train 7; step; zero"
 
 
 @dataclass(frozen=True)
@@ -118,13 +139,19 @@ class Op:
 
     Attributes:
         do: what; the methods of `plain.Plain` and `sharded.Sharded` of this name.
-        n: which micro-batch, block, parameter or graph.
-        how: a variant.
+        n: which micro-batch, block, parameter or graph; of "graphed", how many calls.
+        how: a variant; of "graphed", the operations in the graph, such as "train 1; step; zero".
     """
 
     do: str
     n: int = 0
     how: str = ""
+
+    @property
+    def inside(self) -> tuple[Op, ...]:
+        """The operations in a graph."""
+        words = [part.split(" ", 2) for part in (self.how or PLAIN_STEP).split("; ")]
+        return tuple(Op(do, *map(int, rest[:1]), *rest[1:]) for do, *rest in words)
 
     def __str__(self) -> str:
         return f"{self.do}({self.n}{f', {self.how!r}' if self.how else ''})"
@@ -151,7 +178,8 @@ class Program:
 
     def to_json(self) -> str:
         """Returns it as text, without what is as by default."""
-        return json.dumps(_brief(self), indent=1)
+        lines = (f" {json.dumps(key)}: {json.dumps(value)}" for key, value in _brief(self).items())
+        return "{\n" + ",\n".join(lines) + "\n}\n"
 
     @staticmethod
     def from_json(text: str) -> Program:
@@ -174,7 +202,7 @@ class Program:
 
 
 def _block(data: dict[str, Any]) -> Block:
-    return Block(**{**data, "inner": tuple(map(_block, data.get("inner", ())))})
+    return Block(**{**_tuples(data), "inner": tuple(map(_block, data.get("inner", ())))})
 
 
 def _tuples(data: dict[str, Any]) -> dict[str, Any]:

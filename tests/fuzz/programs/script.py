@@ -20,6 +20,7 @@ from tests.fuzz.programs.program import Op, Optimizer, Program
 # worth.
 EPS = {"": 1e-3, "float32": 1e-3, "bfloat16": 1.0}  # by dtype of the parameters in forward
 LR = 0.05
+PARTIAL = 500  # the first batch of units that are called by themselves
 
 # What an operation shows: tensors, and facts such as "None" or an exception's name.
 Seen = dict[str, Any]
@@ -44,6 +45,7 @@ class Script(ABC):
         self._left_out: list[nn.Parameter] = []
         self._hooks: dict[str, Any] = {}
         self._scalers: dict[bool, Any] = {}  # torch's, and ours
+        self.call = 0  # of a graph
 
     # -- what differs between engines
 
@@ -68,8 +70,8 @@ class Script(ABC):
     def before_forward(self) -> None:  # noqa: B027  (most need nothing)
         """Runs before each outermost forward."""
 
-    def to_device(self, x: Tensor) -> Tensor:
-        return x
+    def batch(self, number: int) -> Tensor:
+        return nets.batch(self.program.seed, number, self.rank, self.program.model.width)
 
     def cut(self, value: Tensor) -> Tensor:
         """Returns what this rank holds of a parameter, a gradient or a state."""
@@ -89,8 +91,8 @@ class Script(ABC):
 
     def _input(self, op: Op) -> Tensor:
         self.plan.micro = op.n
-        x = nets.batch(self.program.seed, op.n, self.rank, self.program.model.width)
-        return self.to_device(x).requires_grad_("x" in op.how)
+        number = op.n + 10 * self.call  # other data in each call of a graph
+        return self.batch(number).requires_grad_("x" in op.how)
 
     def _loss(self, op: Op) -> tuple[Tensor, Tensor]:
         x = self._input(op)
@@ -147,14 +149,12 @@ class Script(ABC):
     def partial(self, op: Op) -> Seen:
         """Calls a unit by itself, not through the root."""
         self.plan.micro = op.n
-        x = self.to_device(
-            nets.batch(self.program.seed, 50 + op.n, self.rank, self.program.model.width)
-        )
+        x = self.batch(PARTIAL + op.n)
         self.before_forward()
         if op.how == "no_grad":
             with torch.no_grad():
-                return {"out": self.net.blocks[op.n](x)}
-        loss = nets.loss_of(self.net.blocks[op.n](x), 0)
+                return {"out": nets.whole(self.net.blocks[op.n](x))}
+        loss = nets.loss_of(nets.whole(self.net.blocks[op.n](x)), 0)
         self.backward_of(loss)
         return {"loss": loss.detach()}
 
@@ -194,6 +194,15 @@ class Script(ABC):
         finally:
             self.plan.fails = None
         self.backward_of(loss)
+        return {}
+
+    def skip(self, op: Op) -> Seen:
+        """From now on a block does not run, or runs again."""
+        self.plan.skipped ^= {op.n}
+        return {}
+
+    def move(self, op: Op) -> Seen:
+        """From now on blocks are in other streams."""
         return {}
 
     # -- gradients
@@ -309,6 +318,25 @@ class Script(ABC):
             self.optimizer.state.clear()
         return {}
 
+    # -- graphs
+
+    def graphed(self, op: Op) -> Seen:
+        """Calls a graph of operations some times."""
+        seen: Seen = {}
+        for self.call in range(op.n):
+            for key, value in self.call_graph(op.inside).items():
+                seen[f"call {self.call}, {key}"] = value.detach().clone()
+        self.call = 0
+        return seen
+
+    def call_graph(self, inside: tuple[Op, ...]) -> Seen:
+        """Does the operations; the graph that stands for them is another engine's."""
+        seen: Seen = {}
+        for place, op in enumerate(inside):
+            shown = getattr(self, op.do)(op)
+            seen |= {f"operation {place}, {key}": value for key, value in shown.items()}
+        return seen
+
     # -- state
 
     def save(self, op: Op) -> Seen:
@@ -358,6 +386,16 @@ class Script(ABC):
             if key in ("exp_avg", "exp_avg_sq", "momentum_buffer") and value is not None:
                 yield f"{name}.{key}", self.cut(value)
 
+    def do(self, op: Op) -> Seen:
+        """Does an operation, and returns copies of what it shows; an exception is shown, too."""
+        try:
+            seen = getattr(self, op.do)(op)
+        except Exception as error:
+            if isinstance(error, TrapError):
+                return {"error": "TrapError"}
+            return {"error": type(error), "message": str(error)}
+        return {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in seen.items()}
+
     def _name(self, n: int) -> str:
         return self.names[n % len(self.names)]
 
@@ -372,13 +410,3 @@ def _halve(param: Tensor) -> None:
 
 def copied(state: Any) -> Any:
     return copy.copy(tree_map_only(Tensor, lambda t: t.detach().clone(), state))
-
-
-def do(script: Script, op: Op) -> Seen:
-    """Does an operation; an exception is what it shows."""
-    try:
-        return getattr(script, op.do)(op)
-    except Exception as error:
-        if isinstance(error, TrapError):
-            return {"error": "TrapError"}
-        return {"error": type(error), "message": str(error)}

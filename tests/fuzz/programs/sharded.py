@@ -6,7 +6,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -22,9 +22,10 @@ import shardgrad
 from shardgrad.engine import root
 from shardgrad.sharding import zero_copy
 from tests.fuzz.programs import net as nets
-from tests.fuzz.programs.net import Net, Plan
+from tests.fuzz.programs.net import FuzzBlock, Net, Plan
 from tests.fuzz.programs.program import Op, Program
-from tests.fuzz.programs.script import Script, Seen
+from tests.fuzz.programs.script import PARTIAL, Script, Seen
+from tests.fuzz.programs.streams import Streams
 
 # What the engine has warned of on this thread, which stands for a rank.
 _warned = threading.local()
@@ -58,7 +59,7 @@ class Sharded(Script):
         rank: of this process or thread.
         build: makes the model on the CPU.
         device: "cpu" or "sim".
-        call: runs a function in a stream.
+        streams: of the device.
     """
 
     def __init__(
@@ -68,13 +69,16 @@ class Sharded(Script):
         build: Callable[[Plan], Net],
         *,
         device: str = "cpu",
-        call: Callable[..., Any] | None = None,
+        streams: Streams | None = None,
     ) -> None:
         super().__init__(program, rank, build)
-        self._device = device
-        self._steps: list[Any] = []
-        if call is not None:
-            self.plan.call = call
+        self._device, self._streams = device, streams
+        self._steps: dict[Any, Any] = {}
+        self._given: list[Tensor] | None = None  # inputs, in a graph
+        self._updated: torch.Event | None = None
+        self._batches: dict[int, Tensor] = {}
+        if streams is not None:
+            self.plan.streams = streams
         self.make()
 
     # -- making
@@ -85,6 +89,8 @@ class Sharded(Script):
         if self._device != "cpu":
             self.net.to(self._device)
             self.net.tie()
+        originals = list(self.net.parameters())  # which outlive the copies that are made of them
+        self._nodes: list[Any] = []
         options: dict[str, Any] = {
             "mesh": _mesh(self._device, sharding.mesh, self.program.ranks),
             "reshard_after_forward": sharding.reshard,
@@ -105,12 +111,22 @@ class Sharded(Script):
                 wire_dtype=getattr(torch, sharding.wire_dtype)
             )
         for unit in nets.units(self.net):
-            shardgrad.fully_shard(unit if len(unit) > 1 else unit[0], **options)
+            place = unit[0].block.stream if isinstance(unit[0], FuzzBlock) else 0
+            whole = unit if len(unit) > 1 else unit[0]
+            self.plan.streams.call(place, partial(shardgrad.fully_shard, whole, **options))
         self.units: list[Any] = [unit[0] for unit in nets.units(self.net)][::-1]  # the root first
         self.params = dict(self.net.named_parameters())
         is_flat = self.program.optimizer.library == "shardgrad"
         self.optimizer = self._make_optimizer(shardgrad.optim if is_flat else torch.optim)
         self._set_units()
+        for op in self.program.ops:
+            for call in range(op.n if op.do == "graphed" else 1):
+                for each in op.inside if op.do == "graphed" else (op,):
+                    self.batch(each.n + (PARTIAL if each.do == "partial" else 10 * call))
+        if self._device != "cpu":
+            # From here on only the engine's first step, and what it refuses, make the host wait.
+            torch.accelerator.synchronize()
+        del originals
 
     def _set_units(self) -> None:
         sharding = self.program.sharding
@@ -129,8 +145,27 @@ class Sharded(Script):
 
     # -- what differs from plain torch
 
-    def to_device(self, x: Tensor) -> Tensor:
-        return x.to(self._device)
+    def batch(self, number: int) -> Tensor:
+        """Returns a batch; all are on the device from the beginning, as a copy makes hosts wait."""
+        if number not in self._batches:
+            self._batches[number] = super().batch(number).to(self._device)
+        return self._batches[number].detach()
+
+    def before_forward(self) -> None:
+        """Makes the nodes that accumulate gradients, each in its stream; forward finds them."""
+        if self._streams is None or self._given is not None:
+            return
+        self._nodes.clear()
+        for unit in self.units:
+            place = unit.block.hooks if isinstance(unit, FuzzBlock) else -1
+            groups = unit._unit.grad_groups if place >= 0 else ()
+            whole = [param.unsharded for group in groups for param in group.params]
+            with self._streams.at(max(place, 0)):
+                self._nodes += [
+                    torch.autograd.graph.get_gradient_edge(param).node
+                    for param in whole
+                    if param is not None and param.requires_grad
+                ]
 
     def backward_of(self, loss: Tensor, **options: Any) -> None:
         loss.backward(**options)
@@ -175,6 +210,31 @@ class Sharded(Script):
             gone.update(rest.partition(" they had been added")[0].split(", ") if is_named else ())
         return [i for i, name in enumerate(names) if gone.issuperset(name.split(", "))]
 
+    # -- streams
+
+    def move(self, op: Op) -> Seen:
+        if self._streams is not None:
+            self._streams.shift = op.n
+        return {}
+
+    def step(self, op: Op) -> Seen:
+        chosen = self.program.optimizer
+        if self._streams is None or self._given is not None or not chosen.event:
+            self.plan.streams.call(chosen.stream, lambda: self.optimizer.step())
+            return {}
+        stream, self._updated = self._streams.at(chosen.stream), torch.Event(self._device)
+        stream.wait_stream(torch.accelerator.current_stream())
+        with stream:
+            self.optimizer.step()
+            self._updated.record()
+        self.net.set_post_optim_event(self._updated)
+        return {}
+
+    def do(self, op: Op) -> Seen:
+        if self._updated is not None and (op.do not in ("forward", "train", "zero") or op.how):
+            torch.accelerator.current_stream().wait_event(self._updated)
+        return super().do(op)
+
     # -- what only shardgrad has
 
     def participate(self, op: Op) -> Seen:
@@ -190,30 +250,36 @@ class Sharded(Script):
             self.plan.by_rank = False
         return seen
 
-    def graphed(self, op: Op) -> Seen:
-        """Steps of training in a graph; the first calls warm up."""
-        if not self._steps or self._steps[-1][0] is not self.net:
-            self._steps.append((self.net, self._graphed_step()))
-        step = self._steps[-1][1]
-        x = self._input(Op("train", 7))
-        return {f"loss {i}": step(x).detach().clone() for i in range(op.n)}
+    def call_graph(self, inside: tuple[Op, ...]) -> Seen:
+        """Calls the graph of these operations; its first call warms up."""
+        key = self.net, inside, *sorted(self.plan.skipped)
+        if key not in self._steps:
+            self._steps[key] = self._graphed_step(inside)
+        inputs = [self._input(op) for op in inside if op.do in ("train", "evaluate", "scaled")]
+        return self._steps[key](inputs)
 
-    def _graphed_step(self) -> Any:
-        net, optimizer = self.net, self.optimizer
+    def _graphed_step(self, inside: tuple[Op, ...]) -> Any:
+        scalers = [self._scaler(False) for op in inside if op.do == "scaled"][:1]
 
-        @shardgrad.graphed_step(net, optimizer, warmup=1)
-        def step(x: Tensor) -> Tensor:
-            loss = nets.loss_of(net(x), 0)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss
+        @shardgrad.graphed_step(self.net, self.optimizer, *scalers, warmup=1)
+        def step(inputs: list[Tensor]) -> Seen:
+            self._given = list(inputs)
+            try:
+                return super(Sharded, self).call_graph(inside)
+            finally:
+                self._given = None
 
         return step
 
+    def _input(self, op: Op) -> Tensor:
+        if self._given is None:
+            return super()._input(op)
+        self.plan.micro = op.n
+        return self._given.pop(0)
+
     def close(self) -> None:
         """Destroys graphs, which a process group has to outlive."""
-        for _, step in self._steps:
+        for step in self._steps.values():
             step.close()
 
     # -- settings

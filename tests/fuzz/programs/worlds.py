@@ -24,6 +24,7 @@ from tests.fuzz.programs.compare import Difference, Outcome, run
 from tests.fuzz.programs.net import Net, Plan
 from tests.fuzz.programs.program import Program
 from tests.fuzz.programs.sharded import noting_warnings, zero_copy_as_in
+from tests.fuzz.programs.streams import Streams
 from tests.support.ranks import RankError, Ranks
 
 COLLECTIVE_TIMEOUT_S = 10.0  # a rank that waits so long for another has found a hang
@@ -220,17 +221,11 @@ def run_simulated(texts: Sequence[str], *, defect: str) -> list[Outcome]:
 def _on_virtual_rank(program: Program, exchange: _Sum) -> Outcome:
     from tests.simulated.accelerator import device
     from tests.simulated.accelerator.virtual_ranks import one_at_a_time
-    from tests.simulated.programs.running import Streams
 
     def build(plan: Plan) -> Net:
         with one_at_a_time():
             return _build(program, plan)
 
-    streams = Streams(torch.accelerator.current_device_index())
-
-    def call(place: int, function: Any, *args: Any) -> Any:
-        # 0 is the caller's stream, which in a graph is not the device's default.
-        return streams.call(place, function, *args) if place else function(*args)
-
+    streams = Streams(torch.device(device.NAME, torch.accelerator.current_device_index()))
     rank = device.rank_thread.rank
-    return run(program, rank, exchange, build, device=device.NAME, call=call)
+    return run(program, rank, exchange, build, device=device.NAME, streams=streams)

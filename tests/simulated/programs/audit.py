@@ -1,29 +1,41 @@
-"""Which programs of the matrix make an edge of the engine, and which notices that it is gone."""
+"""Which kept programs make an edge of the engine, and which notices that it is gone."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 
+from tests.fuzz import programs
+from tests.fuzz.programs.compare import Outcome
+from tests.fuzz.programs.program import Program
+from tests.fuzz.programs.worlds import run_simulated
 from tests.simulated.programs.edges import Edge, watched
-from tests.simulated.programs.matrix import CASES
-from tests.simulated.programs.running import Outcome, run
+
+KEPT = {
+    path.stem: program
+    for path in sorted((Path(programs.__file__).parent / "seeds").glob("*.json"))
+    if (program := Program.from_json(path.read_text())).is_simulated
+}
 
 
-@cache  # the matrix judges the losses, the audit the edges
+def run(name: str) -> Outcome:
+    """Runs a kept program on virtual ranks."""
+    return run_simulated([KEPT[name].to_json()], defect="")[0]
+
+
+@cache  # one test judges the numbers, the audit the edges
 def ran(name: str) -> tuple[Outcome, Mapping[Edge, int]]:
-    """Runs a program of the matrix once; returns what came of it, and how often it made each
-    edge.
-    """
+    """Runs a kept program once; returns what came of it, and how often it made each edge."""
     with watched() as seen:
-        outcome = run(CASES[name])
+        outcome = run(name)
     return outcome, seen
 
 
 def edges() -> dict[Edge, dict[str, int]]:
     """Returns for each edge which programs make it, and how often."""
     found: dict[Edge, dict[str, int]] = {}
-    for name in CASES:
+    for name in KEPT:
         for edge, count in ran(name)[1].items():
             found.setdefault(edge, {})[name] = count
     return found
@@ -31,8 +43,12 @@ def edges() -> dict[Edge, dict[str, int]]:
 
 def is_noticed(makers: Mapping[str, int], removed: Edge) -> bool:
     """Returns whether one of the programs that make an edge has a hazard without it."""
-    for name in sorted(makers, key=lambda name: (CASES[name].model.ranks, -makers[name])):
+
+    def chance(name: str) -> tuple[bool, int, int]:
+        return not name.startswith("needed_for"), KEPT[name].ranks, -makers[name]
+
+    for name in sorted(makers, key=chance):
         with watched(removed):
-            if run(CASES[name]).hazards:
+            if run(name).differences:
                 return True
     return False
