@@ -77,7 +77,11 @@ def same_with_a_graph(settings: dict[str, Any]) -> None:
     [
         {},
         {"accumulate": 3, "clip": 0.05, "optimizer": "sgd"},
-        {"activation_checkpointing": True, "precision": "bf16-mixed"},
+        {
+            "activation_checkpointing": True,
+            "precision": "bf16-mixed",
+            "override": {**SHAPE, "tied": False},
+        },
     ],
     ids=" ".join,
 )

@@ -33,12 +33,14 @@ class PlanModel:
         blocks: qualified name of the module list of blocks, each of which becomes a unit; "" if
             there is none.
         loss: function of batch size and sequence length that runs forward and returns a scalar.
+        ends: names of the modules outside of the blocks that become units anyway.
     """
 
     name: str
     module: nn.Module
     blocks: str
     loss: Loss
+    ends: tuple[str, ...] = ()
 
     def named_blocks(self) -> list[tuple[str, nn.Module]]:
         """Returns the blocks with their names in the list."""
@@ -115,7 +117,7 @@ def build_plan_model(request: Request) -> PlanModel:
         return _user_model(request.model)
     config = transformer_config(request.preset, request.override, presets=PLAN_PRESETS)
     dense = _built(request.preset, lambda: Transformer(config))
-    return PlanModel(request.preset, dense, "layers", _loss_of(dense))
+    return PlanModel(request.preset, dense, "layers", _loss_of(dense), dense.ends)
 
 
 def _built(name: str, build: Callable[[], Any]) -> Any:

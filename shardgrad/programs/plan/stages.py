@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardgrad import fully_shard
+from shardgrad import FSDPModule, fully_shard
 from shardgrad.engine.param_group import ParamGroup
 from shardgrad.engine.unit import units_under
 from shardgrad.policies import GradientPolicy, MixedPrecisionPolicy
@@ -64,10 +64,14 @@ def shard_plan_model(plan_model: PlanModel, request: Request, mesh: DeviceMesh) 
         if count % request.blocks_per_unit == 0 or count == len(blocks):
             fully_shard(together, mesh=mesh, **policies)
             together = []
-    _materialise(plan_model.module, weights)
     if request.stage == "auto":
-        policies["zero_stage"] = 3  # the root's, which stage "auto" never keeps
-    fully_shard(plan_model.module, mesh=mesh, **policies)
+        policies["zero_stage"] = 3  # a plan says how many blocks stage "auto" keeps
+    ends = [name for name in plan_model.ends if name not in request.units]
+    for part in (*map(plan_model.module.get_submodule, ends), plan_model.module):
+        _materialise(part, weights)
+        fully_shard(part, mesh=mesh, **policies)
+        if isinstance(part, nn.Embedding) and isinstance(part, FSDPModule):
+            part.set_unshard_in_backward(False)  # which reads no weight
 
 
 def _materialise(module: nn.Module, dtype: torch.dtype | None) -> None:

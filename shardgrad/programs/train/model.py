@@ -120,6 +120,11 @@ class Transformer(nn.Module):
             else Projection(config.width, config.vocab_size, std=config.init_std)
         )
 
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """Names of modules that are units beside the blocks: embedding and head, unless tied."""
+        return () if self.head is None else ("embedding", "head")
+
     def forward(self, tokens: Tensor) -> Tensor:
         """Maps integers `[batch, sequence]` to logits `[batch, sequence, vocab_size]`."""
         stream = self.embedding(tokens)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from shardgrad import fully_shard
+from shardgrad import FSDPModule, fully_shard
 from shardgrad.programs.train.config import TrainConfig
 from shardgrad.programs.train.model import Transformer, materialise
 from shardgrad.programs.train.presets import transformer_config
@@ -39,8 +40,13 @@ def build_model(config: TrainConfig, mesh: DeviceMesh, device: torch.device) -> 
             block.compile()
         model.layers.register_module(name, block)
         fully_shard(block, mesh=mesh, mp_policy=policy, **stage)
-    materialise(model, model, device=device, seed=config.seed)
-    fully_shard(model, mesh=mesh, mp_policy=policy, **stage)
+    # In the root's unit an embedding and a head would be unsharded from the first layer to the end
+    # of backward, and the head's gradients reduced after those of all blocks.
+    for part in (*map(model.get_submodule, model.ends), model):
+        materialise(model, part, device=device, seed=config.seed)
+        fully_shard(part, mesh=mesh, mp_policy=policy, **stage)
+        if isinstance(part, nn.Embedding) and isinstance(part, FSDPModule):
+            part.set_unshard_in_backward(False)  # which reads no weight
     return model
 
 
