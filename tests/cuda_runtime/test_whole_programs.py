@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from torch import nn
 
 import shardgrad
 from tests.support.processes import run
+from tests.support.programs import run as program
+from tests.support.under_patch import skip_without
 
 ROOT = Path(__file__).parents[2]
 STEPS = 6
@@ -68,20 +71,58 @@ def test_one_and_two_ranks_train_alike_and_graphed_steps_as_eager_ones(tmp_path:
     assert curves[1][-1][1] < curves[1][0][1]
 
 
-def test_the_example_of_pretraining_is_captured_and_learns(tmp_path: Path) -> None:
-    options = "--width 32 --depth 2 --heads 2 --context 32 --batch-size 4 --accumulate 2 --lr 1e-2"
-    options += " --steps 20 --warmup 4 --save-every 20"
+def losses_of(example: str, *options: str | Path) -> list[float]:
+    """Runs a program of `examples/` on two ranks; returns the losses that it prints."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "examples/pretrain.py"]
-    command += ["--text", str(Path(argparse.__file__)), "--folder", str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HOSTCUDA_DEVICES": "2"}
-    environment |= {"OMP_NUM_THREADS": "1"}
-    done = run([*command, *options.split()], env=environment, timeout_s=100)
+    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", f"examples/{example}"]
+    environment = {**os.environ, "HOSTCUDA_DEVICES": "2", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = run([*command, *map(str, options)], env=environment, timeout_s=100)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     # A step that could not be captured would have said so.
     assert "UncapturableStepWarning" not in done.stderr
-    found = [float(line.split("loss ")[1].split(",")[0]) for line in done.stdout.splitlines()]
+    return [float(each) for each in re.findall(r"loss ([\d.]+)", done.stdout)]
+
+
+def test_the_example_of_pretraining_is_captured_and_learns(tmp_path: Path) -> None:
+    options = "--width 32 --depth 2 --heads 2 --context 32 --batch-size 4 --accumulate 2 --lr 1e-2"
+    options += " --steps 20 --warmup 4 --save-every 20"
+    text = Path(argparse.__file__)
+    found = losses_of("pretrain.py", *options.split(), "--text", text, "--folder", tmp_path)
     assert found[-1] < 0.8 * found[0]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("lora", ["0", "4"], ids=["all weights", "LoRA"])
+def test_the_example_of_fine_tuning_is_captured_and_learns(lora: str, tmp_path: Path) -> None:
+    skip_without("peft")
+    import transformers
+
+    from tests.support.tiny_models import llama
+
+    llama(vocab_size=384).save_pretrained(tmp_path)
+    transformers.ByT5Tokenizer().save_pretrained(tmp_path)
+    text = Path(argparse.__file__)
+    options = f"--lora {lora} --steps 8 --batch-size 2 --seq-len 32 --lr 1e-2"
+    found = losses_of("finetune.py", *options.split(), "--model", tmp_path, "--text", text)
+    assert len(found) == 8
+    assert found[-1] < found[0]
+
+
+@pytest.mark.long
+def test_engines_that_are_compared_agree_and_are_graphs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOSTCUDA_DEVICES", "2")
+    names = ["fsdp2", "shardgrad", "shardgrad-graphed", "ddp", "fsdp2-graphed"]
+    options = ["--device=cuda", "--clip=1", *(f"--engine={name}" for name in names)]
+    done = program("benchmarks", "training_step", "--smoke", "--out", tmp_path, *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = json.loads((tmp_path / "training_step.jsonl").read_text())
+    assert [*record["summary"]] == names
+    assert record["summary"]["shardgrad"]["loss_difference"] < 1e-6  # norms are summed otherwise
+    graphs = [name for name, of in record["summary"].items() if of["pool_nbytes"]]
+    assert graphs == ["shardgrad-graphed", "fsdp2-graphed"]
 
 
 def losses(*, compiled: bool, graphed: bool) -> torch.Tensor:
