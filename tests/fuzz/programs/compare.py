@@ -1,5 +1,7 @@
 """One program on one rank under plain torch and under shardgrad, and what differs.
 
+A program with graphs also runs eagerly under shardgrad, which gives the same bits.
+
 What operations show is kept and compared at the end, so that no rank stops in the middle, and
 nothing makes the host wait for a device in between. A rank compares its own part, without
 communication.
@@ -14,6 +16,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -76,8 +79,9 @@ def run(
 ) -> Outcome:
     """Runs a program."""
     plain = Plain(program, rank, build, exchange)
+    sharded = partial(Sharded, program, rank, build, device=device, streams=streams)
     try:
-        engine = Sharded(program, rank, build, device=device, streams=streams)
+        engine = sharded()
         cuts = {name: _slices(param) for name, param in engine.params.items()}
     except Exception:
         found = Difference(-1, "error", traceback.format_exc(limit=-4))
@@ -94,7 +98,26 @@ def run(
             break
     outcome.differences = list(islice(_differences(program, shown, cuts), 1))
     engine.close()
+    if any(op.do == "graphed" for op in program.ops) and not outcome.is_broken:
+        eager = sharded(graphs=False)
+        again = [
+            eager.plan.streams.call(program.model.caller, partial(eager.do, op))
+            for op in program.ops
+        ]
+        outcome.differences += list(islice(_other_bits(shown, again), 1))
     return outcome
+
+
+def _other_bits(shown: list[tuple[int, Op, Seen, Seen]], again: list[Seen]) -> Iterator[Difference]:
+    for (place, _, _, captured), eager in zip(shown, again, strict=True):
+        for key in captured.keys() | eager.keys():
+            left, right = captured.get(key), eager.get(key)
+            if isinstance(left, Tensor) and isinstance(right, Tensor):
+                is_same = torch.equal(left.cpu().nan_to_num(), right.cpu().nan_to_num())
+            else:
+                is_same = left == right
+            if not is_same:
+                yield Difference(place, key, "a graph gave other bits than the eager program")
 
 
 def _slices(param: Any) -> tuple[slice, ...]:

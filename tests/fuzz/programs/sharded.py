@@ -60,6 +60,7 @@ class Sharded(Script):
         build: makes the model on the CPU.
         device: "cpu" or "sim".
         streams: of the device.
+        graphs: False runs what a graph stands for eagerly.
     """
 
     def __init__(
@@ -70,8 +71,10 @@ class Sharded(Script):
         *,
         device: str = "cpu",
         streams: Streams | None = None,
+        graphs: bool = True,
     ) -> None:
         super().__init__(program, rank, build)
+        self._graphs = graphs
         self._device, self._streams = device, streams
         self._steps: dict[Any, Any] = {}
         self._given: list[Tensor] | None = None  # inputs, in a graph
@@ -252,6 +255,8 @@ class Sharded(Script):
 
     def call_graph(self, inside: tuple[Op, ...]) -> Seen:
         """Calls the graph of these operations; its first call warms up."""
+        if not self._graphs:
+            return super().call_graph(inside)
         key = self.net, inside, *sorted(self.plan.skipped)
         if key not in self._steps:
             self._steps[key] = self._graphed_step(inside)
