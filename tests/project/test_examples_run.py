@@ -156,6 +156,7 @@ def after(page: str, number: int, names: dict[str, Any]) -> None:
             assert names["block"].feed_forward.up.weight.placements == (names["Shard"](1),)
         names["model"](tokens()).mean().backward()
     elif page == "migrate_to_graphed_step" and number == 0:
+        names["step"]()  # between steps, parameters are sharded
         names["Average"](names["model"]).update()
     elif page == "migrate_to_graphed_step" and number == 1:
         (padded, targets), _ = names["to_a_multiple_of_128"](tokens(), tokens())

@@ -255,26 +255,22 @@ class Sharded(Script):
 
     def call_graph(self, inside: tuple[Op, ...]) -> Seen:
         """Calls the graph of these operations; its first call warms up."""
+        inputs = [self._input(op) for op in inside if op.do in ("train", "evaluate", "scaled")]
         if not self._graphs:
-            return super().call_graph(inside)
+            return self._do_inside(inside, inputs)
         key = self.net, inside, *sorted(self.plan.skipped)
         if key not in self._steps:
-            self._steps[key] = self._graphed_step(inside)
-        inputs = [self._input(op) for op in inside if op.do in ("train", "evaluate", "scaled")]
+            scalers = [self._scaler(False) for op in inside if op.do == "scaled"][:1]
+            graphed = shardgrad.graphed_step(self.net, self.optimizer, *scalers, warmup=1)
+            self._steps[key] = graphed(partial(self._do_inside, inside))
         return self._steps[key](inputs)
 
-    def _graphed_step(self, inside: tuple[Op, ...]) -> Any:
-        scalers = [self._scaler(False) for op in inside if op.do == "scaled"][:1]
-
-        @shardgrad.graphed_step(self.net, self.optimizer, *scalers, warmup=1)
-        def step(inputs: list[Tensor]) -> Seen:
-            self._given = list(inputs)
-            try:
-                return super(Sharded, self).call_graph(inside)
-            finally:
-                self._given = None
-
-        return step
+    def _do_inside(self, inside: tuple[Op, ...], inputs: list[Tensor]) -> Seen:
+        self._given = list(inputs)
+        try:
+            return super().call_graph(inside)
+        finally:
+            self._given = None
 
     def _input(self, op: Op) -> Tensor:
         if self._given is None:
