@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 import statistics
 import sys
+import textwrap
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ from shardgrad.programs.plan.rehearsal import Rehearsal  # noqa: E402
 from shardgrad.programs.plan.request import Request  # noqa: E402
 
 GIB = 2**30
-SIZES = (8, 64, 512, 4096)
+SIZES = (8, 64, 4096)
 
 
 @dataclass(frozen=True)
@@ -62,30 +63,22 @@ def rehearsals(name: str) -> list[Rehearsal]:
 
 GRAPHED = machine_of("h100", is_graphed=True)
 SHORT = "8b short"  # a sixteenth of the tokens: nothing to hide behind
-BASES = {
-    "8b": Request(preset="8b", batch_size=2, seq_len=8192, activation_checkpointing="full"),
-    "70b": Request(preset="70b", batch_size=1, seq_len=8192, activation_checkpointing="full"),
-}
-# Shards of a replica: as few as hold the model.
-INNER = {("8b", "HSDP"): 8, ("8b", "HFSDP"): 8, ("70b", "HSDP"): 64, ("70b", "HFSDP"): 8}
+LONG = Request(preset="8b", batch_size=2, seq_len=8192, activation_checkpointing="full")
 
 
 def weak_cases() -> list[Case]:
     cases = []
-    for preset, base in BASES.items():
-        for ranks in SIZES:
-            cases.append(Case(f"{preset} FSDP {ranks}", base.but(ranks=ranks), GRAPHED))
-            for layout in ("HSDP", "HFSDP"):
-                inner = INNER[preset, layout]
-                if ranks > inner:
-                    stage = "hfsdp" if layout == "HFSDP" else "3"
-                    request = base.but(ranks=ranks, mesh=f"{ranks // inner}x{inner}", stage=stage)
-                    cases.append(Case(f"{preset} {layout} {ranks}", request, GRAPHED))
+    for ranks in SIZES:
+        cases.append(Case(f"8b FSDP {ranks}", LONG.but(ranks=ranks), GRAPHED))
+        if ranks > 8:
+            replicas = LONG.but(ranks=ranks, mesh=f"{ranks // 8}x8")
+            cases.append(Case(f"8b HSDP {ranks}", replicas, GRAPHED))
+            cases.append(Case(f"8b HFSDP {ranks}", replicas.but(stage="hfsdp"), GRAPHED))
     return cases
 
 
 def short_cases() -> list[Case]:
-    base = BASES["8b"].but(batch_size=1, seq_len=1024)
+    base = LONG.but(batch_size=1, seq_len=1024)
     return [
         Case(f"{SHORT} FSDP 8", base.but(ranks=8), GRAPHED),
         Case(f"{SHORT} FSDP 512", base.but(ranks=512), GRAPHED),
@@ -228,17 +221,17 @@ def _foundry(
 
 
 PUBLISHED = [
-    Published("torchtitan, Llama 3.1 8B, 8 x H100, eager", TITAN, H100, 5762, None, 82.4),
+    Published("torchtitan (eager), Llama 3.1 8B, 8 x H100", TITAN, H100, 5762, None, 82.4),
     Published(
-        "torchtitan, Llama 3.1 8B, 128 x H100, eager",
+        "torchtitan (eager), Llama 3.1 8B, 128 x H100",
         TITAN.but(ranks=128),
         H100,
         5605,
-        "torchtitan, Llama 3.1 8B, 8 x H100, eager",
+        "torchtitan (eager), Llama 3.1 8B, 8 x H100",
         67.0,
     ),
     Published(
-        "torchtitan, Llama 3.1 8B, 8 x H100, compiled",
+        "torchtitan (compiled), Llama 3.1 8B, 8 x H100",
         TITAN,
         H100,
         6667,
@@ -246,11 +239,11 @@ PUBLISHED = [
         77.0,
     ),
     Published(
-        "torchtitan, Llama 3.1 8B, 128 x H100, compiled",
+        "torchtitan (compiled), Llama 3.1 8B, 128 x H100",
         TITAN.but(ranks=128),
         H100,
         6514,
-        "torchtitan, Llama 3.1 8B, 8 x H100, compiled",
+        "torchtitan (compiled), Llama 3.1 8B, 8 x H100",
         62.0,
     ),
     Published("torchtitan (older), Llama 3 8B, 64 x A100", OLDER, A100, 2973),
@@ -298,51 +291,60 @@ PUBLISHED = [
 
 def published_table() -> list[str]:
     lines = [
-        "| what | published, tokens/s a GPU | predicted range | likely | likely / published "
-        "| with the other row's MFU | GiB, predicted / published |",
-        "|---|---:|---:|---:|---:|---:|---:|",
+        "| runs | GPU | how many | in the range | likely / published: least, median, most |",
+        "|---|---|---:|---:|---:|",
     ]
-    ratios, inside, scaled_errors, unseen_errors = [], 0, [], []
-    by_name = {row.name: row for row in PUBLISHED}
-    for row in PUBLISHED:
-        plan = predicted(row.name)
-        least, most = plan.tokens_per_s_range
-        ratio = plan.tokens_per_s / row.tokens_per_s
-        ratios.append(ratio)
-        inside += least <= row.tokens_per_s <= most
-        unseen = _median_of_others(row)
-        unseen_errors.append(predicted(row.name, unseen).tokens_per_s / row.tokens_per_s - 1)
-        scaled = memory = ""
-        if row.after is not None:
-            from_other = predicted(row.name, fitted(by_name[row.after])).tokens_per_s
-            scaled_errors.append(from_other / row.tokens_per_s - 1)
-            scaled = f"{from_other:,.0f} ({scaled_errors[-1]:+.1%})"
-        if row.memory_gib is not None:
-            taken = plan.reserved_nbytes / GIB
-            memory = f"{taken:.1f} / {row.memory_gib:.1f}"
+    ratios = {row.name: predicted(row.name).tokens_per_s / row.tokens_per_s for row in PUBLISHED}
+    inside = [row for row in PUBLISHED if _is_inside(row)]
+    kinds = dict.fromkeys((_source(row), row.machine.device.name) for row in PUBLISHED)
+    for source, device in kinds:
+        rows = [
+            row for row in PUBLISHED if (_source(row), row.machine.device.name) == (source, device)
+        ]
+        of_kind = [ratios[row.name] for row in rows]
         lines.append(
-            f"| {row.name} | {row.tokens_per_s:,.0f} | {least:,.0f} to {most:,.0f} "
-            f"| {plan.tokens_per_s:,.0f} | {ratio:.2f} | {scaled} | {memory} |"
+            f"| {source} | {device.upper()} | {len(rows)} | {sum(row in inside for row in rows)} "
+            f"| {min(of_kind):.2f}, {statistics.median(of_kind):.2f}, {max(of_kind):.2f} |"
         )
-    worst = max(abs(error) for error in scaled_errors)
-    return [
-        *lines,
-        "",
-        f"Of {len(ratios)} runs {inside} are inside the range. Likely over published: median "
-        f"{statistics.median(ratios):.2f}, worst {min(ratios):.2f} and {max(ratios):.2f}; the "
-        f"median error "
-        f"is {statistics.median(abs(ratio - 1) for ratio in ratios):.0%}. With the median of the "
-        f"other "
-        f"sources' runs in its place, so that no run predicts itself, the median error is "
-        f"{statistics.median(map(abs, unseen_errors)):.0%} and the worst "
-        f"{max(unseen_errors, key=abs):+.0%}. With the compute of the same run "
-        f"on fewer GPUs, the worst error of {len(scaled_errors)} is {worst:.1%}.",
+    by_name = {row.name: row for row in PUBLISHED}
+    unseen = [
+        predicted(row.name, _median_of_others(row)).tokens_per_s / row.tokens_per_s - 1
+        for row in PUBLISHED
     ]
+    scaled = [
+        predicted(row.name, fitted(by_name[row.after])).tokens_per_s / row.tokens_per_s - 1
+        for row in PUBLISHED
+        if row.after is not None
+    ]
+    memory = [
+        predicted(row.name).reserved_nbytes / GIB / row.memory_gib
+        for row in PUBLISHED
+        if row.memory_gib is not None
+    ]
+    said = (
+        f"Of {len(ratios)} runs {len(inside)} are inside the range. The median error of what is "
+        f"likely is {statistics.median(abs(ratio - 1) for ratio in ratios.values()):.0%}; with the "
+        "median of the other sources' runs in its place, so that no run predicts itself, "
+        f"{statistics.median(map(abs, unseen)):.0%}, and the worst {max(unseen, key=abs):+.0%}. "
+        f"With the compute of the same run on fewer GPUs, the worst error of {len(scaled)} is "
+        f"{max(map(abs, scaled)):.1%}. Memory, of the {len(memory)} runs that say it, is "
+        f"{min(memory):.2f} to {max(memory):.2f} of theirs."
+    )
+    return [*lines, "", *textwrap.wrap(said, 120, break_on_hyphens=False)]
+
+
+def _is_inside(row: Published) -> bool:
+    least, most = predicted(row.name).tokens_per_s_range
+    return least <= row.tokens_per_s <= most
+
+
+def _source(row: Published) -> str:
+    return row.name.partition(",")[0]
 
 
 def _median_of_others(row: Published) -> Calibration:
     """The likely compute, as runs of the same GPU from other sources have it."""
-    source = row.name.partition(",")[0].split()[0]
+    source = _source(row).split()[0]
     others = [
         each
         for each in PUBLISHED
@@ -386,7 +388,6 @@ CASES = {case.name: case for case in (*weak_cases(), *short_cases(), *PUBLISHED_
 TABLES: dict[str, Callable[[], list[str]]] = {
     "8b": lambda: weak_table("8b"),
     "short": lambda: weak_table(SHORT),
-    "70b": lambda: weak_table("70b"),
     "published": published_table,
 }
 
