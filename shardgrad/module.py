@@ -606,7 +606,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Makes a method of a sharded module gather and reshard like forward. A no-op on a plain
     module.
 
-    For example a loss that the model computes by itself:
+    A method that reads a parameter itself needs it; modules that a method calls gather without it.
+    For example a loss that reads the weight of the model's head:
 
         shardgrad.register_fsdp_forward_method(model, "compute_loss")
         model.compute_loss(batch).backward()
