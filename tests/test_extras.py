@@ -28,13 +28,15 @@ OPTIONAL = (*EXTRAS, "jinja2", "accelerate", "peft")
 TWO_RANKS = """
 import sys
 import torch, torch.distributed as dist
-from shardgrad import clip_grad_norm_, fully_shard, optim, replica_report
+from torch.distributed.fsdp import fully_shard
+from shardgrad import clip_grad_norm_, optim, replica_report
 
 assert "numpy" not in sys.modules
 store = f"file://{sys.argv[2]}"
 dist.init_process_group("gloo", init_method=store, rank=int(sys.argv[1]), world_size=2)
 torch.manual_seed(0)
 model = fully_shard(torch.nn.Linear(4, 4))
+assert fully_shard.__wrapped__.__module__ == "shardgrad.fully_shard"
 optimizer = optim.AdamW(model.parameters(), lr=0.1)
 model(torch.ones(2, 4)).sum().backward()
 clip_grad_norm_(model, 1.0)
@@ -106,10 +108,10 @@ def test_help_and_usage_errors_import_no_pytorch(arguments: list[str]) -> None:
 def test_two_ranks_train_with_nothing_but_torch_installed(
     run_with_torch_alone: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
-    ranks = [
-        run_with_torch_alone("-c", TWO_RANKS, str(rank), str(tmp_path / "store"))
-        for rank in range(2)
-    ]
+    program = tmp_path / "program.py"
+    program.write_text(TWO_RANKS)
+    words = ("-m", "shardgrad.patch", str(program))
+    ranks = [run_with_torch_alone(*words, str(rank), str(tmp_path / "store")) for rank in range(2)]
     for rank in ranks:
         _, errors = communicate(rank, 100)
         assert rank.returncode == 0, errors

@@ -109,6 +109,24 @@ def test_a_parameter_replaced_by_hand_is_taken_over() -> None:
     assert torch.equal(model[0].weight, 2 * plain[0].weight)
 
 
+@on_ranks(2)
+def test_an_optimizer_built_right_after_a_parameter_was_replaced_trains_the_new_one() -> None:
+    x = torch.linspace(-1, 1, 3 * WIDTH).view(3, WIDTH)
+    for make in (shardgrad.optim.AdamW, torch.optim.AdamW):
+        model, plain = SHARDGRAD.fully_shard(stack(WIDTH, 5)), stack(WIDTH, 5)
+        model[0].weight = nn.Parameter(model[0].weight.detach() * 2)
+        with torch.no_grad():
+            plain[0].weight *= 2
+        optimizers = (make(model.parameters(), 0.1), torch.optim.AdamW(plain.parameters(), 0.1))
+        for trained, optimizer in zip((model, plain), optimizers, strict=True):
+            for _ in range(3):
+                trained(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        replaced, right = model[0].weight.full_tensor(), plain[0].weight.detach()
+        torch.testing.assert_close(replaced, right, atol=1e-3, rtol=0)
+
+
 class Product(nn.Module):
     """Multiplies by integers, until they are replaced."""
 

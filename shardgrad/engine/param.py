@@ -5,6 +5,7 @@ them.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -28,6 +29,7 @@ __all__ = [
     "mark_post_forward",
     "mark_sharded",
     "mark_unsharded",
+    "replaced_by",
 ]
 
 # Set on an original parameter once a unit has taken it, for those who still register the original.
@@ -127,6 +129,12 @@ def fsdp_param_of(param: torch.Tensor) -> FSDPParam | None:
     shown = _shown.get(id(param))
     is_shown = shown is not None and (shown.unsharded is param or shown.post_forward is param)
     return shown if is_shown else managed_by(param)
+
+
+def replaced_by(params: Iterable[torch.Tensor]) -> list[FSDPParam]:
+    """Returns what modules register one of these DTensors for, until its group takes that over."""
+    new = {id(p) for p in params if isinstance(p, DTensor) and managed_by(p) is None}
+    return [p for p in _managed.values() if new & set(map(id, p.registered()))] if new else []
 
 
 def is_sharded_by_us(param: torch.Tensor) -> bool:

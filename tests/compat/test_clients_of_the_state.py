@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from abc import ABC
 from typing import Any, Generic, Protocol, TypeVar
+from unittest import mock
 
 import pytest
 import torch
@@ -46,16 +48,26 @@ class WithUnshard(ABC, nn.Linear):
         return "of the program"
 
 
+class OfABC(ABC, torch.distributed.fsdp.FSDPModule): ...  # type: ignore[misc]
+
+
 CLASSES = [FromABC, FromGeneric, FromSlots, FromProtocol, FromChild, WithUnshard]
 
 
+@pytest.mark.parametrize("replaced", [False, True], ids=["", "replaced"])
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
 @on_ranks(2)
-def test_a_model_with_a_base_without_a_dict_is_sharded(cls: type[nn.Linear]) -> None:
+def test_a_model_with_a_base_without_a_dict_is_sharded(
+    cls: type[nn.Linear], replaced: bool
+) -> None:
     torch.manual_seed(0)
     model, plain = cls(4, 3), nn.Linear(4, 3)
     plain.load_state_dict(model.state_dict())
-    shardgrad.fully_shard(model, offload_policy=None)
+    # While verl and AReaL shard, torch's name is one of a class that derives from ABC.
+    place = importlib.import_module("torch.distributed.fsdp._fully_shard._fully_shard")
+    base = OfABC if replaced else place.FSDPModule
+    with mock.patch.object(place, "FSDPModule", base):
+        shardgrad.fully_shard(model, offload_policy=None)
     for each in (model, plain):
         each(torch.ones(2, 4)).square().sum().backward()
     grad = model.weight.grad

@@ -148,9 +148,12 @@ def test_without_a_compiler_the_wheel_is_for_every_platform_and_says_what_it_is(
     )
 
 
-def test_an_address_of_the_source_is_not_made_up(sources: Path) -> None:
+def test_an_address_of_the_source_and_a_commit_are_not_made_up(sources: Path) -> None:
     (sources / "README.md").write_text("[a](docs/README.md), [b](#b), [c](https://example.org/c)\n")
-    metadata = metadata_of(wheel_without_compiler(sources, SHARDGRAD_SOURCE_URL=""))
+    (sources / ".git").mkdir()  # and there is no git
+    wheel = wheel_without_compiler(sources, SHARDGRAD_SOURCE_URL="", PATH="")
+    assert "+g" not in wheel.name
+    metadata = metadata_of(wheel)
     assert "Project-URL" not in metadata
     assert "\na, [b](#b), [c](https://example.org/c)" in metadata
 
@@ -179,10 +182,12 @@ def test_the_version_has_the_commit_if_it_is_known(package: Path, described: str
         re.sub(r'__version__ = "[^"]*"', '__version__ = "1.2.3"', source)
     )
     (package / "__init__.py").write_text("")
+    (package.parent / ".git").mkdir()  # and there is no git
     if described:
         (package / "_commit.txt").write_text(described + "\n")
     program = "from shardgrad.version import described; print(described())"
-    done = run(sys.executable, "-c", program, cwd=package.parent, PYTHONPATH=str(package.parent))
+    environment = {"PYTHONPATH": str(package.parent), "PATH": ""}
+    done = run(sys.executable, "-c", program, cwd=package.parent, **environment)
     assert done.stdout == f"1.2.3 (commit {described or 'unknown'})\n"
 
 
