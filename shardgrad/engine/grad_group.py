@@ -25,7 +25,6 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 import torch
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass
-from torch.distributed.tensor import DTensor
 
 from shardgrad import ops
 from shardgrad.engine.buffers import Chunks, PieceSize, Slot, SlotRing
@@ -36,7 +35,7 @@ from shardgrad.engine.param import FSDPParam
 from shardgrad.engine.param_group import ParamGroup
 from shardgrad.engine.reduction import OVERFLOWING, PartialSum, Reduction, ReductionMemory
 from shardgrad.engine.spans import span
-from shardgrad.engine.streams import Stream, StreamEvent, Streams, keep_for_current_stream
+from shardgrad.engine.streams import Stream, StreamEvent, Streams
 from shardgrad.engine.transports import MessageTag, Transport
 from shardgrad.errors import CaptureError, listed
 from shardgrad.policies import REDUCES_IN_GRAD_DTYPE
@@ -394,19 +393,14 @@ class GradGroup:
         """Takes gradients that the program has set, as zero-bubble schedules do: no hook runs for
         them.
 
-        Streams: they are taken to be written on the current one. Their memory may be of any.
+        Streams: they are taken to be written on the current one; as in plain torch, a program
+            whose gradients lie in another one's memory calls `record_stream`.
         """
         for unsharded in self.unsharded:
-            grad = unsharded.grad
-            if grad is None:
-                continue
-            # As Megatron's fused weight gradients and zero-bubble schedules leave them
-            # (pytorch#144530).
-            self.collector.take(unsharded, grad, streams, is_written=True)
-            local = grad.to_local() if isinstance(grad, DTensor) else grad
-            for reader in {streams.current(), self.collector.pack_stream}:
-                with streams.on(reader):
-                    keep_for_current_stream(local)
+            if unsharded.grad is not None:
+                # As Megatron's fused weight gradients and zero-bubble schedules leave them
+                # (pytorch#144530).
+                self.collector.take(unsharded, unsharded.grad, streams, is_written=True)
 
     def accumulate(self, comm_ctx: CommContext) -> None:
         """Adds the collected gradients to this rank's unsharded sum, without communication."""

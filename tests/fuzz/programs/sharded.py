@@ -174,7 +174,12 @@ class Sharded(Script):
         loss.backward(**options)
 
     def gradients_of(self, loss: Tensor, inputs: list[Tensor]) -> list[Tensor]:
-        return list(torch.autograd.grad(loss, inputs))
+        gradients = list(torch.autograd.grad(loss, inputs))
+        if self._streams is not None:
+            # They lie in the memory of the streams that forward ran in, as in plain torch.
+            for gradient in gradients:
+                gradient.record_stream(torch.accelerator.current_stream())
+        return gradients
 
     def clip_ours(self, params: list[nn.Parameter] | None, max_norm: float) -> Tensor:
         return shardgrad.clip_grad_norm_(self.net if params is None else params, max_norm)
