@@ -118,7 +118,6 @@ _WORDS = {
     "backend error": "**backend fails**",
     "crashes": "**crashes**",
     "not offered": "-",
-    "not installed": "not installed",
 }
 
 
@@ -168,7 +167,7 @@ def written(
             count=len(columns[OURS]),
             torch=ours["config"]["versions"]["torch"],
             deepspeed=records["ZeRO-3"]["config"]["versions"]["deepspeed"],
-            commit=(ours["environment"]["git"] or "")[:12],
+            commits=", ".join(_commits(records)),
             cpu=ours["environment"]["cpu"],
             counts=_counted(columns),
         )
@@ -183,6 +182,13 @@ def written(
     lines.append("")
     lines += [_WHAT_AUDITS_FIND, *_audits(audits)]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _commits(records: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Yields each commit of the records, and the engines that were run there."""
+    commits = {engine: (each["environment"]["git"] or "")[:12] for engine, each in records.items()}
+    for commit in dict.fromkeys(commits.values()):
+        yield f"{commit} ({', '.join(engine for engine, at in commits.items() if at == commit)})"
 
 
 def _line(name: str, columns: Mapping[str, Mapping[str, Any]]) -> str:
@@ -230,7 +236,7 @@ def _kind(found: str) -> str:
         return "warns"
     if found in ("hangs", "crashes", "backend error"):
         return "hangs or crashes"
-    return "not offered" if found.startswith("not") else found
+    return found
 
 
 def _short(url: str) -> str:
@@ -259,10 +265,11 @@ lost connection; over NCCL, a hang. A refusal is any other exception.
 
 {counts}
 
-torch {torch}, DeepSpeed {deepspeed}, commit {commit}, {cpu}. FSDP1 has `use_orig_params=True`, DDP
-`find_unused_parameters=True`, DeepSpeed ZeRO stage 3 in float32 without clipping. That a graph draws numbers as its step
-does is tested in `tests/gpu`. A case can be right with an engine because what was reported has been fixed since. A
-`RuntimeError` is torch's own.
+torch {torch}, DeepSpeed {deepspeed}, {cpu}. Recorded at commits
+{commits}.
+FSDP1 has `use_orig_params=True`, DDP `find_unused_parameters=True`, DeepSpeed ZeRO stage 3 in float32 without
+clipping. That a graph draws numbers as its step does is tested in `tests/gpu`. A case can be right with an engine
+because what was reported has been fixed since. A `RuntimeError` is torch's own.
 
 ## The programs
 """
