@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import shardgrad
 from shardgrad import fully_shard
@@ -334,6 +335,17 @@ def frozen_on_one_rank() -> None:
 def a_policy_of_one_rank() -> None:
     dtype = torch.bfloat16 if dist.get_rank() else None
     backward(fully_shard(net(), mp_policy=shardgrad.MixedPrecisionPolicy(param_dtype=dtype)))
+
+
+@mistake(
+    typed="`mesh` of one rank",
+    says="RankDisagreementError: ranks built different models",
+    cure="build the model from the same configuration and in the same order on every rank",
+)
+def a_mesh_of_one_rank() -> None:
+    shape = (1, 2) if dist.get_rank() else (2, 1)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    backward(fully_shard(net(), mesh=mesh))
 
 
 @mistake(
