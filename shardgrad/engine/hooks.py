@@ -144,14 +144,19 @@ class HookedUnit(Unit):
         if not context.scheduler.backward_running:  # what the program has frozen inside the forward
             for grads in self.grad_groups:
                 grads.refresh_trainable()
-        dtype = self.mp_policy.param_dtype
-        if dtype is not None and self.mp_policy.cast_forward_inputs:
-            with span("cast_forward_inputs", self.name):
-                args, kwargs = _cast(dtype, args), _cast(dtype, kwargs)
+        args, kwargs = self.cast_inputs(args, kwargs)
         # Backward may recompute it.
         if torch.is_grad_enabled() or context.scheduler.enrolment is not None:
             args, kwargs = self._watch_inputs(context, args, kwargs, counted=not recomputing)
         return args, kwargs
+
+    def cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments:
+        """Returns the inputs of a forward in the dtype of its parameters, if the policy says so."""
+        dtype = self.mp_policy.param_dtype
+        if dtype is None or not self.mp_policy.cast_forward_inputs:
+            return args, kwargs
+        with span("cast_forward_inputs", self.name):
+            return _cast(dtype, args), _cast(dtype, kwargs)
 
     def _refuse_transforms(self) -> NoReturn:
         """Refuses work of the engine inside a transform of `torch.func`, which would transform it
@@ -379,7 +384,7 @@ def forward_around(module: nn.Module, unit: HookedUnit) -> None:
             module.register_forward_hook(after)
             is_hooked = True
         if not gathers:
-            return None
+            return unit.cast_inputs(args, kwargs)
         args, kwargs = unit.pre_forward(unit.modules[0], args, kwargs)
         # `after` does not come if the call raises: nothing may be left open.
         unit.running.clear()

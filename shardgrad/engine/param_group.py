@@ -641,6 +641,8 @@ class ParamGroup:
         self.generation += 1
         locals_ = [local_of(param) for param in shown]
         self.wait_until_read()
+        # What read the former shard, such as `model.to` or a copy of its state, may not be done.
+        keep_for_current_stream(self.shard)
         # `model.to(dtype)`, or loading weights of another one: what was made for the former dtype
         # goes.
         if dtype != self.dtype or self.shard.device != self.shard_memory.device:

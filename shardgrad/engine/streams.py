@@ -269,7 +269,7 @@ def keep_for_current_stream(tensor: torch.Tensor) -> None:
     """Tells the allocator that the current stream reads a tensor of another one, which is dropped
     next.
     """
-    if tensor.device.type != "cpu":
+    if tensor.device.type not in ("cpu", "meta"):
         tensor.record_stream(torch.accelerator.current_stream(tensor.device))
 
 

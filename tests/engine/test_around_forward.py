@@ -1,4 +1,6 @@
-"""Parameters used around their unit's forward: gradients are right."""
+"""Parameters used around their unit's forward: gradients are right. The kept programs of
+`tests/fuzz/programs/seeds` that call parts do so recomputed, nested and between evaluations.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import shardgrad
 from tests.support.parity import (
@@ -54,19 +55,6 @@ def forward_of_units(model: WithMethods, tokens: Tensor, targets: Tensor) -> Ten
     return F.cross_entropy(model.forward(tokens).flatten(0, 1), targets.flatten()) + again
 
 
-def after_an_evaluation(model: WithMethods, tokens: Tensor, targets: Tensor) -> Tensor:
-    with torch.no_grad():
-        model.loss(tokens, targets)
-        model.layers[0].up(torch.ones(2, WIDTH))
-    return model.loss(tokens, targets)
-
-
-def recomputed(model: WithMethods, tokens: Tensor, targets: Tensor) -> Tensor:
-    hidden = checkpoint(model.embedding, tokens, use_reentrant=False)
-    logits = checkpoint(model.head, model.norm(hidden), use_reentrant=False)
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
 def after_one_that_raises(model: WithMethods, tokens: Tensor, targets: Tensor) -> Tensor:
     for module in (model.head, model.layers[0].up):
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
@@ -78,8 +66,6 @@ WAYS = [
     WithMethods.loss,
     inner_modules,
     forward_of_units,
-    after_an_evaluation,
-    recomputed,
     after_one_that_raises,
 ]
 

@@ -48,13 +48,18 @@ class State:
         self._all_reduce = True
         self._is_last = True
         self._saved = False
-        self._edited = False
         self._froze = False
-        self._groups = 1 + (program.optimizer.groups == 2 and not program.optimizer.partial)
-        self._left_out = program.optimizer.partial
-        self._removed = False  # a group; no optimizer can save its state
+        self._library = program.optimizer.library
+        self._has_new_optimizer()
         self._has_hooks = False
         self._keeps_root = program.sharding.reshard in (None, False)  # unsharded after forward
+
+    def _has_new_optimizer(self) -> None:
+        optimizer = self.program.optimizer
+        self._groups = 1 + (optimizer.groups == 2 and not optimizer.partial)
+        self._left_out = optimizer.partial
+        self._edited = False
+        self._removed = False  # a group; no optimizer can save its state
 
     @property
     def _is_quiet(self) -> bool:
@@ -122,12 +127,11 @@ class State:
                 and self._is_quiet
                 and ((do == "load" and op.how == "model") or not self._edited)
             )
+        if do in ("assign", "renew", "cast"):
+            is_there = self._saved or op.how != "saved"
+            return self._is_reduced and is_there and not self.program.optimizer.event
         if do == "nan":
-            return (
-                self._is_reduced
-                and self.program.optimizer.library == "shardgrad"
-                and not self._reenters
-            )
+            return self._is_reduced and self._library == "shardgrad" and not self._reenters
         if do == "scaled":
             is_there = not (self.program.is_simulated and "torch" in op.how)
             # torch's scaler looks at the gradients of its optimizer, ours at all that were clipped.
@@ -140,9 +144,10 @@ class State:
             # refuses.
             return not self._recomputes
         if do == "graphed":
-            sharding, optimizer = self.program.sharding, self.program.optimizer
             is_capturable = (
-                optimizer.library == "shardgrad" and not self._left_out and not sharding.offload
+                self._library == "shardgrad"
+                and not self._left_out
+                and not self.program.sharding.offload
             )
             return (
                 self.program.is_simulated
@@ -223,6 +228,11 @@ class State:
                 self._groups, self._left_out = self._groups + 1, False
             elif op.how == "remove":
                 self._groups, self._left_out = self._groups - 1, True
+        elif do in ("assign", "renew"):
+            self._has_new_optimizer()
+            self._has_hooks &= do == "renew"
+            if op.how == "other":
+                self._library = "torch" if self._library == "shardgrad" else "shardgrad"
         elif do == "hook":
             self._has_hooks = True
         elif do == "whole":

@@ -43,6 +43,9 @@ EXTRA = (
     ),
     *("last", "keep", "whole", "unshard", "reshard", "participate", "graphed"),
 )
+LATE = ("around", "assign", "renew", "cast")
+# What a part that runs around forward runs in its own forward, or that it is recomputed.
+INSIDE = ("", "", "saved", "itself", "layer", "trap")
 MICROS = 6
 # How a loss scaler steps: torch's or ours, clipped in part or whole, with an infinity on one rank.
 SCALED = tuple(
@@ -57,6 +60,7 @@ GRAPHED = (
     "last 0; train 1; last 1; train 2; clip 2 part; step; zero",
     "zero; train 3; clip 2 ours; step",
     "scaled 1 clip; evaluate 2 no_grad",
+    "train 1 around twice; train 2; step; zero",
 )
 
 
@@ -228,6 +232,7 @@ def _ops(rng: random.Random, late: random.Random, program: Program) -> tuple[Op,
         weights |= {"load": 2.0, "resume": 1.0}
     if _often(late, 0.3):
         weights["scaled"] = 4.0
+    weights |= {kind: 2.5 for kind in LATE if _often(late, 0.15)}
     if program.is_simulated:
         weights |= {"move": 2.0, "skip": 1.0}
     if "freeze" in kinds:
@@ -285,7 +290,15 @@ def _op(rng: random.Random, kind: str, program: Program) -> Op:
         "look": ("", "grads"),
         "backward": ("", "", "", "retain"),
         "graphed": GRAPHED,
+        "assign": ("", "own", "saved"),
+        "renew": ("", "other"),
+        "cast": ("float32", "bfloat16"),
     }
+    if kind == "around":
+        do = rng.choice(("train", "train", "forward", "evaluate", "fail_forward"))
+        words = ("around", rng.choice(("", "twice")), rng.choice(("", "between")))
+        inside = "fails" if do == "fail_forward" else rng.choice(INSIDE)
+        return Op(do, n, " ".join(filter(None, (*words, inside))))
     if kind == "unfreeze":
         return Op("freeze", rng.randrange(24), "un")
     if kind in ("freeze", "hook", "poke", "write"):
@@ -302,6 +315,6 @@ def _op(rng: random.Random, kind: str, program: Program) -> Op:
         n = rng.randrange(8)
     elif kind == "graphed":
         n = rng.choice((4, 5))
-    elif kind in ("step", "zero", "look", "save", "load", "resume", "edit"):
+    elif kind in ("step", "zero", "look", "save", "load", "resume", "edit", "assign", "renew"):
         n = 0
     return Op(kind, n, rng.choice(hows.get(kind, ("",))))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -152,15 +153,29 @@ def run(block: FuzzBlock, x: Tensor) -> Tensor:
     return run_all([block], x)[0]
 
 
+class Part(nn.Linear):
+    """A layer of the root.
+
+    Attributes:
+        inside: what its next call runs first.
+    """
+
+    inside: Callable[[Tensor], Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        inside, self.inside = self.inside, None
+        return super().forward(x if inside is None else x + 0.1 * inside(x))
+
+
 class Net(nn.Module):
     """See `program.Model`."""
 
     def __init__(self, model: Model, plan: Plan) -> None:
         super().__init__()
         self.model, self.plan = model, plan
-        self.stem = nn.Linear(model.width, model.width)
+        self.stem = Part(model.width, model.width)
         self.blocks = nn.ModuleList(FuzzBlock(model.width, block, plan) for block in model.blocks)
-        self.head = nn.Linear(model.width, model.outputs)
+        self.head = Part(model.width, model.outputs)
         if model.aux:
             self.aux = nn.Linear(model.width, model.outputs)
         self.tie()
@@ -194,8 +209,33 @@ class Net(nn.Module):
         out = self.head(x)
         return (out, self.aux(middle)) if self.model.aux else out
 
+    def parts(self, x: Tensor, how: str) -> Tensor:
+        """Calls stem and head, not forward: twice, recomputed, around a block, or one call in
+        another.
+        """
 
-def _trap(grad: Tensor) -> None:
+        def of_trap(x: Tensor) -> Tensor:
+            self.head.inside = _trap
+            with suppress(TrapError):
+                self.head(x)
+            return x
+
+        inside: dict[str, Callable[[Tensor], Tensor]] = {
+            "itself": self.stem,
+            "layer": next(m for m in self.blocks[0].modules() if isinstance(m, nn.Linear)),
+            "trap": of_trap,
+            "fails": _trap,
+        }
+        self.stem.inside = next((inside[word] for word in how.split() if word in inside), None)
+        stem = partial(checkpoint, self.stem, use_reentrant=False) if "saved" in how else self.stem
+        x = torch.tanh(stem(x))
+        x = x + stem(x) if "twice" in how else x
+        if "between" in how:
+            x = run(self.blocks[0], x)
+        return self.head(x)
+
+
+def _trap(_: Tensor) -> NoReturn:
     raise TrapError
 
 

@@ -27,6 +27,8 @@ Exchange = Callable[[Tensor], Tensor]
 class Plain(Script):
     """See the module's docstring."""
 
+    libraries = {"torch": torch.optim, "shardgrad": torch.optim}  # noqa: RUF012
+
     def __init__(
         self, program: Program, rank: int, build: Callable[[Plan], Net], exchange: Exchange
     ) -> None:
@@ -57,7 +59,10 @@ class Plain(Script):
         self._sync = [True] * len(self.units)
         self._all_reduce = [True] * len(self.units)
         self._is_last = True
-        self.optimizer = self._make_optimizer(torch.optim)
+        self.optimizer = self.make_optimizer()
+
+    def out(self, x: Tensor, how: str = "") -> Any:
+        return super().out(x.to(self._dtype), how)
 
     def before_forward(self) -> None:
         for unit, names in enumerate(self.units):
@@ -74,23 +79,9 @@ class Plain(Script):
             for name, copy in self._copies.items():
                 copy.data.copy_(self.params[name].detach())
 
-    def _loss(self, op: Op) -> tuple[Tensor, Tensor]:
-        x = self._input(op)
-        self.before_forward()
-        which = 1 if "side" in op.how else 2 if "both" in op.how else 0
-        return nets.loss_of(self.net(x.to(self._dtype)), which), x
-
-    def evaluate(self, op: Op) -> Seen:
-        with _casting(self.net, self._dtype):
-            return super().evaluate(op)
-
     def partial(self, op: Op) -> Seen:
         with _casting(self.net.blocks[op.n], self._dtype):
             return super().partial(op)
-
-    def fail_forward(self, op: Op) -> Seen:
-        with _casting(self.net, self._dtype):
-            return super().fail_forward(op)
 
     # -- backward
 
@@ -192,10 +183,19 @@ class Plain(Script):
     def model_state(self) -> Mapping[str, Any]:
         return {**self.params, **dict(self.net.named_buffers())}
 
-    def load_model(self, state: Mapping[str, Any]) -> None:
+    def load_model(self, state: Mapping[str, Any], *, assign: bool = False) -> None:
         with torch.no_grad():
             for name, into in self.model_state().items():
                 into.copy_(state[name])
+                into.grad = None if assign else into.grad
+
+    def cast(self, op: Op) -> Seen:
+        dtype = getattr(torch, op.how)
+        for value in self.model_state().values():
+            for each in (value, value.grad):
+                if each is not None:
+                    each.data.copy_(each.data.to(dtype))
+        return {}
 
     # -- settings
 

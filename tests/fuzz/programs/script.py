@@ -30,14 +30,17 @@ class Script(ABC):
     """A model and an optimizer under one engine, on one rank.
 
     Attributes:
+        libraries: of optimizers, by the names that programs have for them.
         params: by name, what the optimizer updates and what has the final gradients.
     """
 
     params: dict[str, nn.Parameter]
     net: Net
+    libraries: Any
 
     def __init__(self, program: Program, rank: int, build: Callable[[Plan], Net]) -> None:
         self.program, self.rank = program, rank
+        self.library = program.optimizer.library
         self.plan = Plan(rank)
         self._build = build
         self.graphs: list[tuple[Tensor, Tensor]] = []
@@ -66,6 +69,10 @@ class Script(ABC):
         """Clips by `shardgrad.clip_grad_norm_`, or what stands for it; all gradients if `params` is
         None.
         """
+
+    def out(self, x: Tensor, how: str = "") -> Any:
+        """Runs forward, or parts around it."""
+        return self.net.parts(x, how) if "around" in how else self.net(x)
 
     def before_forward(self) -> None:  # noqa: B027  (most need nothing)
         """Runs before each outermost forward."""
@@ -98,12 +105,13 @@ class Script(ABC):
         x = self._input(op)
         self.before_forward()
         which = 1 if "side" in op.how else 2 if "both" in op.how else 0
-        return nets.loss_of(self.net(x), which), x
+        return nets.loss_of(self.out(x, op.how), which), x
 
     def _group(self, params: list[nn.Parameter], lr: float) -> dict[str, Any]:
         return {"params": params, "lr": lr}
 
-    def _make_optimizer(self, library: Any) -> torch.optim.Optimizer:
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        library = self.libraries[self.library]
         chosen: Optimizer = self.program.optimizer
         last = f"blocks.{len(self.program.model.blocks) - 1}."
         split = chosen.groups == 2 or chosen.partial
@@ -142,7 +150,7 @@ class Script(ABC):
         if op.how == "eval":
             self.net.eval()
         with torch.inference_mode() if op.how == "inference" else torch.no_grad():
-            out = self.net(x)
+            out = self.out(x, op.how)
         self.net.train()
         return {"out": out[0] if isinstance(out, tuple) else out}
 
@@ -178,11 +186,13 @@ class Script(ABC):
         x = self._input(op)
         self.before_forward()
         if op.how == "shape":
-            self.net(x[:, 1:])
+            self.out(x[:, 1:])
+        elif "around" in op.how:
+            self.out(x, op.how)
         else:
             self.plan.fails = ("forward", 0)
             try:
-                self.net(x)
+                self.out(x)
             finally:
                 self.plan.fails = None
         return {}
@@ -318,6 +328,13 @@ class Script(ABC):
             self.optimizer.state.clear()
         return {}
 
+    def renew(self, op: Op) -> Seen:
+        """From now on another optimizer updates, perhaps of the other library."""
+        if op.how == "other":
+            self.library = "torch" if self.library == "shardgrad" else "shardgrad"
+        self.optimizer = self.make_optimizer()
+        return {}
+
     # -- graphs
 
     def graphed(self, op: Op) -> Seen:
@@ -359,12 +376,24 @@ class Script(ABC):
             self.own(name).requires_grad_(requires_grad)
         return self.load(op)
 
+    def assign(self, op: Op) -> Seen:
+        """Loads with `assign=True`, and builds the optimizer again: what was saved, what is there,
+        or a copy of that.
+        """
+        state = self._saved[0] if op.how == "saved" else self.model_state()
+        self.load_model(state if op.how == "own" else copied(state), assign=True)
+        self._hooks.clear()
+        self.optimizer = self.make_optimizer()
+        if op.how == "saved":
+            self.optimizer.load_state_dict(copied(self._saved[1]))
+        return {}
+
     @abstractmethod
     def model_state(self) -> Mapping[str, Any]:
         """Returns the state dict."""
 
     @abstractmethod
-    def load_model(self, state: Mapping[str, Any]) -> None:
+    def load_model(self, state: Mapping[str, Any], *, assign: bool = False) -> None:
         """Loads a state dict."""
 
     # -- looking

@@ -63,6 +63,8 @@ class Sharded(Script):
         graphs: False runs what a graph stands for eagerly.
     """
 
+    libraries = {"torch": torch.optim, "shardgrad": shardgrad.optim}  # noqa: RUF012
+
     def __init__(
         self,
         program: Program,
@@ -119,8 +121,7 @@ class Sharded(Script):
             self.plan.streams.call(place, partial(shardgrad.fully_shard, whole, **options))
         self.units: list[Any] = [unit[0] for unit in nets.units(self.net)][::-1]  # the root first
         self.params = dict(self.net.named_parameters())
-        is_flat = self.program.optimizer.library == "shardgrad"
-        self.optimizer = self._make_optimizer(shardgrad.optim if is_flat else torch.optim)
+        self.optimizer = self.make_optimizer()
         self._set_units()
         for op in self.program.ops:
             for call in range(op.n if op.do == "graphed" else 1):
@@ -203,8 +204,13 @@ class Sharded(Script):
     def model_state(self) -> Mapping[str, Any]:
         return self.net.state_dict()
 
-    def load_model(self, state: Mapping[str, Any]) -> None:
-        self.net.load_state_dict(state)
+    def load_model(self, state: Mapping[str, Any], *, assign: bool = False) -> None:
+        self.net.load_state_dict(state, assign=assign)
+        self.params = dict(self.net.named_parameters())
+
+    def cast(self, op: Op) -> Seen:
+        self.net.to(getattr(torch, op.how)).double()
+        return {}
 
     def lost(self) -> list[int]:
         """Returns the units of which the engine has said that gradients are gone, and forgets
@@ -263,7 +269,7 @@ class Sharded(Script):
         inputs = [self._input(op) for op in inside if op.do in ("train", "evaluate", "scaled")]
         if not self._graphs:
             return self._do_inside(inside, inputs)
-        key = self.net, inside, *sorted(self.plan.skipped)
+        key = self.net, self.optimizer, inside, *sorted(self.plan.skipped)
         if key not in self._steps:
             scalers = [self._scaler(False) for op in inside if op.do == "scaled"][:1]
             graphed = shardgrad.graphed_step(self.net, self.optimizer, *scalers, warmup=1)
