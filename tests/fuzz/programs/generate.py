@@ -43,7 +43,7 @@ EXTRA = (
     ),
     *("last", "keep", "whole", "unshard", "reshard", "participate", "graphed"),
 )
-LATE = ("around", "assign", "renew", "cast")
+LATE = ("around", "assign", "renew")
 # What a part that runs around forward runs in its own forward, or that it is recomputed.
 INSIDE = ("", "", "saved", "itself", "layer", "trap")
 MICROS = 6
@@ -291,8 +291,7 @@ def _op(rng: random.Random, kind: str, program: Program) -> Op:
         "backward": ("", "", "", "retain"),
         "graphed": GRAPHED,
         "assign": ("", "own", "saved"),
-        "renew": ("", "other"),
-        "cast": ("float32", "bfloat16"),
+        "renew": ("",),
     }
     if kind == "around":
         do = rng.choice(("train", "train", "forward", "evaluate", "fail_forward"))
