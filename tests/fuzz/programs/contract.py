@@ -99,7 +99,8 @@ class State:
             if is_shared or op.n in model.several or not model.blocks[op.n].unit:
                 return False
             # A rank whose expert is frozen would have no backward, in which the others gather.
-            return not (self._froze and model.blocks[op.n].kind == "experts")
+            is_frozen = self._froze or model.blocks[op.n].frozen
+            return not (is_frozen and model.blocks[op.n].kind == "experts")
         if do in ("input_grad", "hand"):
             if do == "hand" and not self._keeps_root:
                 return False

@@ -177,9 +177,11 @@ class Sharded(Script):
     def gradients_of(self, loss: Tensor, inputs: list[Tensor]) -> list[Tensor]:
         gradients = list(torch.autograd.grad(loss, inputs))
         if self._streams is not None:
-            # They lie in the memory of the streams that forward ran in, as in plain torch.
+            # They lie in the memory of the streams that forward ran in, as in plain torch, and may
+            # be added to in any.
             for gradient in gradients:
-                gradient.record_stream(torch.accelerator.current_stream())
+                for stream in self._streams.known:
+                    gradient.record_stream(stream)
         return gradients
 
     def clip_ours(self, params: list[nn.Parameter] | None, max_norm: float) -> Tensor:
@@ -200,6 +202,12 @@ class Sharded(Script):
         if isinstance(scaler, shardgrad.GradScaler):
             return dict(scaler.buffers())["loss scale"].clone()
         return super().scale(scaler)
+
+    def save(self, op: Op) -> Seen:
+        seen = super().save(op)
+        if self._device != "cpu":
+            torch.accelerator.synchronize()  # as a file on the host would make it
+        return seen
 
     def model_state(self) -> Mapping[str, Any]:
         return self.net.state_dict()

@@ -31,11 +31,13 @@ class Streams(NoStreams):
     """The streams of a device, used as a careful program uses them.
 
     Attributes:
+        known: all of them; the first is current while they are made.
         shift: how far around all places but the caller's have moved.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.known = (torch.accelerator.current_stream(), *_side_streams(device))
         self.shift = 0
 
     def at(self, place: int) -> torch.Stream:
