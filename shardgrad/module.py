@@ -584,7 +584,10 @@ class FSDPModule:
         dtypes = [group.dtype for group in groups]
         result = super()._apply(*args, **kwargs)  # type: ignore[misc]
         for group in groups:
-            adopt(group)
+            # The modules of a list move one after another: their unit takes over what the last one
+            # has moved.
+            if len({(p.dtype, p.device) for each in group.params for p in each.registered()}) == 1:
+                adopt(group)
         if dtypes != [group.dtype for group in groups]:
             note_cast()
         return result
