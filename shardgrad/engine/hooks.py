@@ -377,9 +377,12 @@ def forward_around(module: nn.Module, unit: HookedUnit) -> None:
         owner = unit.group_owning(module)
         if owner is None:
             return None
+        is_cut_short = False
         if _graph_task() == -1:
             owner.reshard_if_stale()
-        runs_around, gathers = True, owner.state is not ParamState.UNSHARDED
+            # Of a backward that was cut short, the unit's forward clears what is left.
+            is_cut_short = unit.context is not None and unit.context.scheduler.backward_running
+        runs_around, gathers = True, is_cut_short or owner.state is not ParamState.UNSHARDED
         if not is_hooked:  # now, since a call inside of the unit's forward needs no such hook
             module.register_forward_hook(after)
             is_hooked = True

@@ -225,7 +225,8 @@ class RootContext:
         On the CPU this is the last unit of the recorded forward. On a device the loss is often the
         peak, and the all-gather overlaps with the head's backward.
         """
-        if not (self._order_frozen and self.comm_ctx.gather_ring.keeps and torch.is_grad_enabled()):
+        keeps = self._order_frozen and self.comm_ctx.gather_ring.keeps and torch.is_grad_enabled()
+        if not (keeps and self._order):  # empty if that forward found all units unsharded
             return None
         last = self._order[-1]
         return last if last is not self.root and last.reshard_after_forward is None else None

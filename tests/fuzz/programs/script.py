@@ -438,4 +438,7 @@ def _halve(param: Tensor) -> None:
 
 
 def copied(state: Any) -> Any:
-    return copy.copy(tree_map_only(Tensor, lambda t: t.detach().clone(), state))
+    copies = copy.copy(tree_map_only(Tensor, lambda t: t.detach().clone(), state))
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()  # as a file on the host would
+    return copies

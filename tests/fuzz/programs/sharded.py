@@ -203,12 +203,6 @@ class Sharded(Script):
             return dict(scaler.buffers())["loss scale"].clone()
         return super().scale(scaler)
 
-    def save(self, op: Op) -> Seen:
-        seen = super().save(op)
-        if self._device != "cpu":
-            torch.accelerator.synchronize()  # as a file on the host would make it
-        return seen
-
     def model_state(self) -> Mapping[str, Any]:
         return self.net.state_dict()
 
