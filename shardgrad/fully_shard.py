@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -42,7 +42,7 @@ from shardgrad.policies import REDUCES_IN_GRAD_DTYPE, GradientPolicy, ParamDtype
 from shardgrad.sharding.dtensor import require_own_shards, require_shards
 from shardgrad.sharding.mesh import DataParallelMesh, default_mesh
 from shardgrad.sharding.offload import ShardMemory
-from shardgrad.sharding.param_sharding import places_of, travel_together
+from shardgrad.sharding.param_sharding import Place, places_of, travel_together
 from shardgrad.sharding.shardable import travels_as_bytes
 from shardgrad.sharding.zero_stage import Stage
 
@@ -125,12 +125,7 @@ def fully_shard(
     names = {param: name for param, (name, _) in collected.params.items()}
     refuse_two_levels(names, stage)
     places = places_of(names, data_mesh, shard_placement_fn)
-    dtypes = dict.fromkeys(names, ParamDtypes(mp_policy, gradient_policy))
-    if REDUCES_IN_GRAD_DTYPE:
-        from shardgrad.features.param_dtypes import dtypes_of, without_override
-
-        dtypes = dtypes_of(names, lambda p: (p.dtype, places[p].mesh), mp_policy, gradient_policy)
-        mp_policy = without_override(mp_policy)
+    dtypes, mp_policy = _dtypes(names, places, mp_policy, gradient_policy)
     refuse_combinations(names, places, dtypes, reshard_after_forward, stage)
     refuse_hooks(names.items())
     flag, _ = _reshard_plan(reshard_after_forward, data_mesh)
@@ -169,6 +164,21 @@ def _accept(units: Sequence[Unit]) -> None:
 
 
 # -- where strategies are chosen; a feature is imported by who asks for it
+
+
+def _dtypes(
+    names: Mapping[nn.Parameter, str],
+    places: Mapping[nn.Parameter, Place],
+    mp_policy: MixedPrecisionPolicy,
+    gradient_policy: GradientPolicy,
+) -> tuple[dict[nn.Parameter, ParamDtypes], MixedPrecisionPolicy]:
+    """Returns the dtypes of each parameter, and the policy without what is of single ones."""
+    if not REDUCES_IN_GRAD_DTYPE:
+        return dict.fromkeys(names, ParamDtypes(mp_policy, gradient_policy)), mp_policy
+    from shardgrad.features.param_dtypes import dtypes_of, without_override
+
+    dtypes = dtypes_of(names, lambda p: (p.dtype, places[p].mesh), mp_policy, gradient_policy)
+    return dtypes, without_override(mp_policy)
 
 
 def _spec(
@@ -368,7 +378,8 @@ def _take_inherited(claims: Sequence[Claim]) -> None:
 
 
 def _install_hooks(unit: HookedUnit, managed_modules: Sequence[nn.Module]) -> None:
-    """Guards inner modules, and keeps state dicts and loading on the sharded parameters.
+    """Lets inner modules run around the unit's forward, and keeps state dicts and loading on the
+    sharded parameters.
 
     Modules of inner units too, where they register a parameter that this unit owns since it is
     tied.

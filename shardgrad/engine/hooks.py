@@ -367,11 +367,13 @@ def forward_around(module: nn.Module, unit: HookedUnit) -> None:
     """Makes a call of `module` around the forward of the unit that owns its parameters, as by a
     method of the model, gather and reshard as that forward does.
     """
-    runs_around = gathers = is_outermost = is_hooked = False
+    # Whether each call that runs around the unit's forward has gathered, the innermost last. One
+    # that raises leaves its entry: `after` does not come.
+    calls: list[bool] = []
+    is_hooked = False
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments | None:
-        nonlocal runs_around, gathers, is_outermost, is_hooked
-        runs_around = False
+        nonlocal is_hooked
         if unit.running or torch.compiler.is_compiling():
             return None
         owner = unit.group_owning(module)
@@ -382,33 +384,34 @@ def forward_around(module: nn.Module, unit: HookedUnit) -> None:
             owner.reshard_if_stale()
             # Of a backward that was cut short, the unit's forward clears what is left.
             is_cut_short = unit.context is not None and unit.context.scheduler.backward_running
-        runs_around, gathers = True, is_cut_short or owner.state is not ParamState.UNSHARDED
+        gathers = is_cut_short or owner.state is not ParamState.UNSHARDED
+        if gathers:  # no other call runs, or it would have gathered
+            calls.clear()
+        calls.append(gathers)
         if not is_hooked:  # now, since a call inside of the unit's forward needs no such hook
             module.register_forward_hook(after)
             is_hooked = True
         if not gathers:
             return unit.cast_inputs(args, kwargs)
         args, kwargs = unit.pre_forward(unit.modules[0], args, kwargs)
-        # `after` does not come if the call raises: nothing may be left open.
+        # Nothing may be left open if the call raises.
         unit.running.clear()
-        context: RootContext = unit.context
-        is_outermost = context.forward_root is unit
-        if is_outermost:
-            context.forward_root = None
+        if unit.context.forward_root is unit:
+            unit.context.forward_root = None
         return args, kwargs
 
     def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if not runs_around:
+        if unit.running or not calls:
             return None
-        if not gathers:
-            is_plain = torch.is_grad_enabled() and peek_interpreter_stack() is None
-            # Its parameters may be resharded by the backward of another call.
-            for tensor in _tensors_with_grad(output) if is_plain else ():
-                tensor.register_hook(functools.partial(unit.pre_backward, _Call(0)))
-            return None
-        if is_outermost:
-            unit.context.forward_root = unit
-        return unit.post_forward(unit.modules[0], args, output)
+        if calls.pop():
+            if unit.context.forward_root is None:
+                unit.context.forward_root = unit
+            return unit.post_forward(unit.modules[0], args, output)
+        is_plain = torch.is_grad_enabled() and peek_interpreter_stack() is None
+        # Its parameters may be resharded by the backward of another call.
+        for tensor in _tensors_with_grad(output) if is_plain else ():
+            tensor.register_hook(functools.partial(unit.pre_backward, _Call(0)))
+        return None
 
     module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
 

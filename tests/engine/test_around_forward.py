@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import shardgrad
 from tests.support.parity import (
@@ -107,6 +108,24 @@ def test_a_change_of_the_weights_is_seen_by_a_call_around_forward() -> None:
     assert not model.head(x).count_nonzero()
 
 
+class Twice(nn.Linear):
+    """Calls itself once."""
+
+    def forward(self, x: Tensor, again: bool = True) -> Tensor:
+        y = super().forward(x)
+        return self(y, again=False) if again else y
+
+
+@on_ranks(2)
+def test_a_module_that_calls_itself_is_resharded_once_the_outer_call_is_over() -> None:
+    model = nn.Sequential(Twice(WIDTH, WIDTH))
+    SHARDGRAD.fully_shard(model, reshard_after_forward=True)
+    for _ in range(2):
+        model[0](torch.ones(2, WIDTH)).sum().backward()
+        model[0](torch.ones(2, WIDTH))
+        assert isinstance(model[0].weight, DTensor)
+
+
 class Attention(nn.Module):
     """Attention whose projection is a unit: it reads the weight and does not call it."""
 
@@ -180,11 +199,15 @@ def head_outside_forward(engine: Engine) -> Tensors:
     return engine.snapshot(model)
 
 
+def two_units_under_a_root_that_owns_nothing(engine: Engine) -> nn.Sequential:
+    model = stack(5, 7, 5)
+    for module in (model[0], model[2], model):
+        engine.fully_shard(module)
+    return model
+
+
 def forward_of_a_root_that_owns_nothing(engine: Engine) -> Tensors:
-    model = stack(5, 7, 3)
-    engine.fully_shard(model[0])
-    engine.fully_shard(model[2])
-    engine.fully_shard(model)
+    model = two_units_under_a_root_that_owns_nothing(engine)
     for step in range(3):
         x = engine.inputs(step, 5, dtype=torch.get_default_dtype())
         (model.forward(x) if step != 1 else model(x)).square().mean().backward()
@@ -192,10 +215,7 @@ def forward_of_a_root_that_owns_nothing(engine: Engine) -> Tensors:
 
 
 def a_unit_that_trained_long_before_its_root(engine: Engine) -> Tensors:
-    model = stack(5, 7, 5)
-    engine.fully_shard(model[0])
-    engine.fully_shard(model[2])
-    engine.fully_shard(model)
+    model = two_units_under_a_root_that_owns_nothing(engine)
     optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(6):
         x = engine.inputs(step, 5, dtype=torch.get_default_dtype())

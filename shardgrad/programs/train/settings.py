@@ -33,6 +33,8 @@ class Text(click.types.StringParamType):
 class Whole(click.IntRange):
     """A whole number that torch can count with."""
 
+    name = "integer"
+
     def convert(self, value: Any, param: Any, ctx: Any) -> int:
         """Returns the number."""
         number: int = super().convert(value, param, ctx)
@@ -43,6 +45,8 @@ class Whole(click.IntRange):
 
 class Number(click.FloatRange):
     """A finite number."""
+
+    name = "number"
 
     def convert(self, value: Any, param: Any, ctx: Any) -> float:
         """Returns the number."""
