@@ -190,7 +190,7 @@ if in_stage 2; then
             --engine ddp --limit-s 60 --out "$out/steps-replicas"
     elif ((nodes * count == 1)); then
         # One rank: what an engine costs where nothing is sent, and what a graph takes away. An engine takes ten
-        # seconds to start, thirty with a billion parameters, so parts have few.
+        # seconds to start, thirty with a billion parameters and 40 GiB, and all are there at once: parts have few.
         part steps-gpt2 150 "${alone[@]}" "${bf16[@]}" --preset gpt2 --batch-size 1 --seq-len 1024 --rounds 20 \
             --steps 5 --limit-s 130 "${graphs[@]}" --engine compute --out "$out/steps-gpt2"
         part steps-compiled 120 "${alone[@]}" "${bf16[@]}" --preset gpt2 --batch-size 1 --seq-len 1024 --rounds 12 \
@@ -198,7 +198,7 @@ if in_stage 2; then
         part steps-1b 110 "${alone[@]}" "${bf16[@]}" "${long[@]}" --limit-s 100 --engine shardgrad \
             --engine shardgrad-graphed --out "$out/steps-1b"
         part steps-1b-floors 140 "${alone[@]}" "${bf16[@]}" "${long[@]}" --limit-s 130 --engine shardgrad-graphed \
-            --engine hand-graphed --engine fsdp2-graphed --out "$out/steps-1b-floors"
+            --engine hand-graphed --out "$out/steps-1b-floors"
         part steps-1b-256 110 "${alone[@]}" "${bf16[@]}" --preset 1b --batch-size 1 --seq-len 256 --rounds 8 --steps 3 \
             --limit-s 100 --engine shardgrad --engine shardgrad-graphed --out "$out/steps-1b-256"
         # In micro-batches, as what fits; fewer engines, since a step takes a second.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,10 @@ from rich.markup import escape
 
 from benchmarks.engines.catalogue import ENGINES
 from benchmarks.records import Record, read
-from benchmarks.tables import COLUMNS, Table, headline, rows_of, table_of, words
+from benchmarks.tables import COLUMNS, Table, heading, headline, rows_of, table_of, words
 
 _WIDTH = 100  # where there is no terminal that says how wide it is
+_PAGE_WIDTH = 155  # characters of a table that the page has room for beside a wide screen's margins
 _PAGE = Path(__file__).with_name("report.html")
 
 
@@ -26,6 +27,7 @@ def show(record: Record) -> None:
     console, table = Console(highlight=False), table_of(record)
     if not console.is_terminal:
         console.width = _WIDTH
+    console.print(table.verdict, style=None if table.is_quiet else "yellow", markup=False)
     for note in table.notes:
         console.print(note, style="yellow", markup=False)
     if headline(record):
@@ -53,8 +55,8 @@ def _that_fit(table: Table, width: int) -> Iterator[list[int]]:
     """Yields the columns of a table in groups, each of which fits with the names of the rows."""
     room = left = width - 4 - min(width // 2, max(map(len, table.rows), default=0))
     group: list[int] = []
-    for column, heading in enumerate(table.headings if table.rows else ()):
-        taken = 3 + max(len(heading), *(len(cells[column]) for cells in table.rows.values()))
+    for column, name in enumerate(table.headings if table.rows else ()):
+        taken = 3 + max(len(name), *(len(cells[column]) for cells in table.rows.values()))
         if group and taken > left:
             yield group
             group, left = [], room
@@ -94,8 +96,10 @@ def render(records: Sequence[Record]) -> str:
 
 
 def _section(record: Record) -> dict[str, Any]:
+    table = table_of(record)
     return {
-        "table": table_of(record),
+        "table": table,
+        "columns": list(_that_fit(table, _PAGE_WIDTH)),
         "headline": headline(record),
         "bars": _bars(record),
         "left_out": record.get("left_out", {}),
@@ -108,22 +112,26 @@ def _section(record: Record) -> dict[str, Any]:
 
 def _bars(record: Record) -> list[dict[str, Any]]:
     """Times of rows as parts of the longest one: name, words, and per cent of lower quartile,
-    median and upper quartile.
+    upper quartile and median.
     """
-    found = [
-        (", ".join(path), row["wall_s"])
-        for path, row in rows_of(record["summary"])
-        if "wall_s" in row
-    ]
-    longest = max((time["quartiles"][1] for _, time in found), default=1.0)
+    rows = {", ".join(path): row for path, row in rows_of(record["summary"]) if "wall_s" in row}
+    longest = max((row["wall_s"]["quartiles"][1] for row in rows.values()), default=1.0)
     return [
         {
             "name": name,
-            "words": words("wall_s", time),
-            "ends": [100 * part / longest for part in (*time["quartiles"], time["median"])],
+            "words": words("wall_s", row["wall_s"]["median"]) + _beside(row),
+            "ends": [
+                100 * part / longest
+                for part in (*row["wall_s"]["quartiles"], row["wall_s"]["median"])
+            ],
         }
-        for name, time in found
+        for name, row in rows.items()
     ]
+
+
+def _beside(row: Mapping[str, Any]) -> str:
+    field = "ratio_to_base"
+    return f", {row[field]['median']:.3g} {heading(field)}" if field in row else ""
 
 
 @click.command()

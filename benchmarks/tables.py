@@ -138,13 +138,17 @@ class Table:
         setting: where and with what it was measured.
         headings: of the columns after the first.
         rows: by name, a cell for each heading.
-        notes: what a reader has to know before looking at the numbers.
+        is_quiet: whether the machine was.
+        verdict: a sentence that says so, or why the numbers mean less.
+        notes: what else a reader has to know before looking at the numbers.
     """
 
     title: str
     setting: str
     headings: list[str]
     rows: dict[str, list[str]]
+    is_quiet: bool
+    verdict: str
     notes: list[str]
 
 
@@ -167,9 +171,11 @@ def table_of(record: Record) -> Table:
         name: ["" if row.get(field) is None else words(field, row[field]) for field in fields]
         for name, row in found.items()
     }
-    return Table(
-        title(record), setting(record), [heading(one) for one in fields], rows, notes(record)
-    )
+    headings = [heading(one) for one in fields]
+    is_quiet, sentence = verdict(record)
+    if record["config"].get("smoke"):
+        is_quiet, sentence = False, "A smoke run: the numbers mean nothing."
+    return Table(title(record), setting(record), headings, rows, is_quiet, sentence, notes(record))
 
 
 def rows_of(
@@ -242,24 +248,20 @@ def setting(record: Record) -> str:
 
 def headline(record: Record) -> str:
     """One sentence that compares the engine with its peer; empty where a record does not."""
-    ratio = record["summary"].get("shardgrad", {})
-    ratio = ratio.get("ratio_to_base") if isinstance(ratio, Mapping) else None
-    if (
-        record["benchmark"] != "training_step"
-        or not is_spread(ratio)
-        or record["config"].get("smoke")
-    ):
+    if record["benchmark"] != "training_step" or record["config"].get("smoke"):
         return ""
-    low, high = ratio["quartiles"]
-    return (
-        f"shardgrad takes {ratio['median']:.2f} of FSDP2's step; quartiles {low:.2f} to {high:.2f}."
-    )
+    found = []
+    for name in ("shardgrad", "shardgrad-graphed"):
+        ratio = record["summary"].get(name, {}).get("ratio_to_base")
+        if ratio is not None:
+            low, high = ratio["quartiles"]
+            found.append(f"{name} takes {ratio['median']:.2f} (quartiles {low:.2f} to {high:.2f})")
+    return f"Of FSDP2's step {', '.join(found)}." if found else ""
 
 
 def notes(record: Record) -> list[str]:
-    """What a reader has to know before looking at the numbers."""
-    is_smoke = record["config"].get("smoke")
-    found = ["A smoke run: the numbers mean nothing." if is_smoke else verdict(record)[1]]
+    """What a reader has to know before looking at the numbers, beside the verdict on noise."""
+    found = []
     if record["config"].get("share_device"):
         found.append("The ranks shared one device: this shows that it works, not how fast.")
     for name in record.get("disagreed", ()):

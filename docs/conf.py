@@ -31,12 +31,15 @@ include_patterns = ["*.md", "benchmarks/README.md", "docs/**.md"]
 exclude_patterns = [".*", "build", "runs", "shardgrad", "tests"]  # not walked
 html_theme = "furo"
 html_title = f"shardgrad {release}"
+html_static_path = ["site.css"]
+html_css_files = ["site.css"]
 html_extra_path = ["index.html"]  # leads to README.html
 
 default_role = "code"  # docstrings write `name` for code, as Markdown does
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented_params"
 autodoc_member_order = "bysource"
+autodoc_type_aliases = {"_ModulesT": "Module | list[Module]", "_State": "Mapping"}
 napoleon_custom_sections = ["Streams", "Capture"]
 napoleon_use_ivar = True
 

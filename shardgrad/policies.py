@@ -5,7 +5,7 @@ ours.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed.fsdp as torch_fsdp
@@ -37,17 +37,15 @@ REDUCES_IN_GRAD_DTYPE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2,
 DataParallelMeshDims = getattr(torch_fsdp, "DataParallelMeshDims", None)
 
 
-class _GradientReductionHandle:
-    """What `finalize_backward(async_op=True)` returns."""
+if not TYPE_CHECKING and hasattr(torch_fsdp, "GradientReductionHandle"):  # from torch 2.15 on
+    GradientReductionHandle = torch_fsdp.GradientReductionHandle
+else:
 
-    def wait(self) -> None:
-        """Makes the current stream wait for the gradients."""
+    class GradientReductionHandle:
+        """What `finalize_backward(async_op=True)` returns."""
 
-
-# Torch's class, from 2.15 on.
-GradientReductionHandle: Any = getattr(
-    torch_fsdp, "GradientReductionHandle", _GradientReductionHandle
-)
+        def wait(self) -> None:
+            """Makes the current stream wait for the gradients."""
 
 
 @dataclass

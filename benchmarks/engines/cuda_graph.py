@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import chain
 
 import torch
@@ -67,11 +68,13 @@ class PlainGraph:
             # Other threads may speak to the device: NCCL's watchdog does.
             with torch.cuda.graph(graph, pool, self._stream, capture_error_mode="thread_local"):
                 self._output = self._function(*self._inputs)
-        except Exception:
-            # torch leaves the allocator waiting for the end of a capture that broke, which would
+        except Exception as error:
+            # torch may leave the allocator waiting for the end of a capture that broke, which would
             # hold back the memory of whatever is measured after it.
-            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
-            raise
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+            # What broke it, such as memory that ran out, and not that it is broken.
+            raise error.__context__ or error from None
         self.pool_nbytes = max(0, torch.cuda.memory_reserved() - reserved)
         self._graph = graph
 

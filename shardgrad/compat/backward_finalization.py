@@ -24,7 +24,7 @@ _manual: WeakKeyDictionary[RootContext, bool] = WeakKeyDictionary()
 
 
 # The base depends on the installed torch.
-class _Handle(GradientReductionHandle):  # type: ignore[misc]
+class _Handle(GradientReductionHandle):
     """A reduction to be waited for; until then the root refuses to run forward."""
 
     def __init__(self, context: RootContext | None = None) -> None:

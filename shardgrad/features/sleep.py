@@ -24,7 +24,9 @@ from shardgrad.ops.virtual_memory import bring_back, give_back, is_virtual, requ
 __all__ = ["sleep", "wake"]
 
 
-class _Sleeper(Protocol):
+class Sleeper(Protocol):
+    """An optimizer of `shardgrad.optim`, or a `GraphPool`."""
+
     def offload(self) -> None:
         """Gives its memory back."""
 
@@ -39,8 +41,8 @@ _asleep = WeakKeyDictionary()
 
 def sleep(
     model: nn.Module,
-    optimizer: _Sleeper | None = None,
-    pool: _Sleeper | None = None,
+    optimizer: Sleeper | None = None,
+    pool: Sleeper | None = None,
     *,
     level: int = 1,
 ) -> None:
@@ -103,7 +105,7 @@ def sleep(
         context.is_asleep = True
 
 
-def wake(model: nn.Module, optimizer: _Sleeper | None = None, pool: _Sleeper | None = None) -> None:
+def wake(model: nn.Module, optimizer: Sleeper | None = None, pool: Sleeper | None = None) -> None:
     """Takes memory again that `sleep` has given back, at the same addresses.
 
     For example:
