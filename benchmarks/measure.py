@@ -8,7 +8,6 @@ round; what is reported is the median of these ratios, and their quartiles.
 from __future__ import annotations
 
 import gc
-import resource
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,14 +25,12 @@ class Cost:
     Attributes:
         wall_s: seconds on the clock, until the device has done it.
         cpu_s: seconds of all threads of the process, gloo's included.
-        minor_faults: pages mapped without disk.
         loopback_nbytes: received on the loopback interface, by every process of the machine.
         host_s: seconds until the host had asked for it; on a CPU the same as `wall_s`.
     """
 
     wall_s: float
     cpu_s: float
-    minor_faults: float = 0.0
     loopback_nbytes: float = 0.0
     host_s: float = 0.0
 
@@ -55,7 +52,6 @@ def cost_of(
     barrier()
     nbytes = loopback_nbytes()
     barrier()  # no rank sends before all have read the counter
-    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     cpu_s = time.process_time()
     began_s = time.perf_counter()
     for _ in range(repeats):
@@ -64,10 +60,9 @@ def cost_of(
     synchronize(device)
     wall_s = time.perf_counter() - began_s
     cpu_s = time.process_time() - cpu_s
-    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
     barrier()
     nbytes = loopback_nbytes() - nbytes
-    return Cost(*(value / repeats for value in (wall_s, cpu_s, faults, nbytes, host_s)))
+    return Cost(*(value / repeats for value in (wall_s, cpu_s, nbytes, host_s)))
 
 
 def synchronize(device: str) -> None:
@@ -121,7 +116,7 @@ def over_ranks(results: Sequence[Any]) -> Any:
     """The costs to the world from each rank's: `Cost`, lists of it, or dictionaries of either, all
     alike.
 
-    The slowest rank's time; a rank's mean CPU time and faults.
+    The slowest rank's time; a rank's mean CPU time.
     """
     first = results[0]
     if isinstance(first, Mapping):
@@ -131,7 +126,6 @@ def over_ranks(results: Sequence[Any]) -> Any:
     return Cost(
         wall_s=max(cost.wall_s for cost in results),
         cpu_s=statistics.fmean(cost.cpu_s for cost in results),
-        minor_faults=statistics.fmean(cost.minor_faults for cost in results),
         loopback_nbytes=first.loopback_nbytes,  # every rank read the same counter
         host_s=max(cost.host_s for cost in results),
     )

@@ -31,13 +31,6 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 Record = Mapping[str, Any]
 
-# What benchmarks were called when older records were made.
-_RENAMED = {
-    "bench": "training_step",
-    "optimizer": "optimizers",
-    "replay": "graphed_replay",
-}
-
 
 def environment() -> dict[str, Any]:
     """Code, versions and hardware. Ask at the start: the load tells whether the machine was quiet
@@ -63,24 +56,6 @@ def environment() -> dict[str, Any]:
     }
 
 
-def make_record(
-    benchmark: str,
-    *,
-    environment: Mapping[str, Any],
-    config: Mapping[str, Any],
-    samples: Any,
-    summary: Any,
-) -> dict[str, Any]:
-    """Puts a record together; see the table at the top of this file."""
-    return {
-        "benchmark": benchmark,
-        "environment": dict(environment),
-        "config": dict(config),
-        "samples": samples,
-        "summary": summary,
-    }
-
-
 def append(folder: Path, record: Record) -> Path:
     """Adds a record to its benchmark's file."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -91,7 +66,7 @@ def append(folder: Path, record: Record) -> Path:
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a file, under the names that benchmarks have now.
+    """The records of a file.
 
     Raises:
         ValueError: a line is not a record; says which.
@@ -107,7 +82,7 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
             raise ValueError(
                 f"{path}, line {number} is not a record of a benchmark: leave the file out"
             )
-        yield record | {"benchmark": _RENAMED.get(record["benchmark"], record["benchmark"])}
+        yield record
 
 
 def is_result(record: Record) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from benchmarks.launched import Launched
-from benchmarks.records import Record, append, environment, make_record
+from benchmarks.records import Record, append, environment
 from benchmarks.report import show, write
 
 
@@ -51,13 +51,13 @@ class Run:
         """
         config = {**config, "smoke": self.smoke}
         self.add(
-            make_record(
-                benchmark,
-                environment=self.environment,
-                config=config,
-                samples=samples,
-                summary=summary,
-            )
+            {
+                "benchmark": benchmark,
+                "environment": self.environment,
+                "config": config,
+                "samples": samples,
+                "summary": summary,
+            }
         )
 
     def add(self, record: Record) -> None:

@@ -114,10 +114,7 @@ COLUMNS: Mapping[str, tuple[str, str]] = {
 }
 # What a record has and its table does not, by benchmark.
 _SILENT: Mapping[str, tuple[str, ...]] = {
-    "training_step": (
-        *("minor_faults", "communication_s", "exposed_s", "loss_difference", "peak_rss_nbytes"),
-        "joules",
-    ),
+    "training_step": ("loss_difference",),
     "counts": (
         *("events", "allocations", "graphs", "edges", "peak_requested_nbytes"),
         *("peak_reserved_nbytes", "requested_ratio_to_fsdp2"),

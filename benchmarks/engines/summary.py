@@ -16,9 +16,8 @@ from benchmarks.engines.comparison import Measured, Outcome
 from benchmarks.engines.task import Length, Task
 from benchmarks.engines.trace import Observation
 from benchmarks.measure import samples_of, spread
-from benchmarks.records import make_record
 
-_COSTS = ("wall_s", "cpu_s", "minor_faults", "loopback_nbytes")
+_COSTS = ("wall_s", "cpu_s", "loopback_nbytes")
 _PACKAGES = ("shardgrad", "torch", "deepspeed", "megatron-fsdp", "flex-shard", "transformers")
 
 # Dense FLOP/s without sparsity, from NVIDIA's data sheets. fp32 is that of CUDA cores, as torch's
@@ -51,7 +50,6 @@ def record_of(
         outcome: what came of it.
         environment: as it was at the start.
     """
-    summary = summarise(outcome, task)
     config: dict[str, Any] = {
         **dataclasses.asdict(task),
         **dataclasses.asdict(length),
@@ -60,14 +58,12 @@ def record_of(
     if outcome.hardware:
         flops_per_s, words = peak_of(outcome.hardware, task.precision)
         config["mfu_peak"] = {"flops_per_s": flops_per_s, "words": words}
-    record = make_record(
-        "training_step",
-        environment={**environment, "versions": _versions(), **outcome.hardware},
-        config=config,
-        samples=_samples(outcome, task),
-        summary=summary,
-    )
-    return record | {
+    return {
+        "benchmark": "training_step",
+        "environment": {**environment, "versions": _versions(), **outcome.hardware},
+        "config": config,
+        "samples": _samples(outcome, task),
+        "summary": summarise(outcome, task),
         "left_out": {name: outcome.left_out[name] for name in names if name in outcome.left_out},
         "disagreed": outcome.disagreed,
         "unobserved": outcome.unobserved,
@@ -208,7 +204,6 @@ def _observed(observations: Sequence[Observation]) -> dict[str, Any]:
         return {}
     first = observations[0]
     of: dict[str, Any] = {
-        "peak_rss_nbytes": max(one.peak_rss_nbytes for one in observations),
         "peak_rss_beyond_imports_nbytes": max(
             one.peak_rss_nbytes - one.baseline_rss_nbytes for one in observations
         ),

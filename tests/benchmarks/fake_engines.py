@@ -55,7 +55,7 @@ class FakeEngine:
         if self._name == "fsdp2-keep" and is_second:
             raise RuntimeError("Connection closed by peer") if rank == 0 else KeyError("weight")
         seconds = SECONDS.get(self._name, 0.3) * (1 + self._turns / 100)
-        return Cost(seconds, seconds / 2, 1.0, 1000.0)
+        return Cost(seconds, seconds / 2, 1000.0)
 
     def observe(self) -> Observation:
         if self._name == "collectives":

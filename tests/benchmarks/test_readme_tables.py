@@ -46,7 +46,7 @@ def make_record(*, task: Task | None = None) -> dict[str, Any]:
     }
     for number, name in enumerate(NAMES, start=1):
         observation = Observation(100, 2**26, traffic={"all-gather": Traffic(3, 1000)})
-        costs = [Cost(number / 100 * (1 + i / 100), 0.01, 1.0, 1e6) for i in range(40)]
+        costs = [Cost(number / 100 * (1 + i / 100), 0.01, 1e6) for i in range(40)]
         outcome.measured[name] = Measured(costs, rounds=[*range(40)], observations=[observation])
     started = {
         "git": "0123456789abcdef",

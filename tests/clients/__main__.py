@@ -12,7 +12,7 @@ from typing import Any
 import click
 import torch
 
-from benchmarks.records import RESULTS, ROOT, append, environment, make_record, read
+from benchmarks.records import RESULTS, ROOT, append, environment, read
 from tests.clients.programs import under_both, under_fsdp2
 from tests.support.processes import CONTEXT
 from tests.support.ranks import RankError, Ranks
@@ -166,7 +166,13 @@ def measured(clients: list[Client], sources: str = "") -> dict[str, Any]:
         summary[name] = found
     ranks.stop()
     config = {"torch": torch.__version__, "ranks": 2}
-    return make_record("clients", environment=started, config=config, samples={}, summary=summary)
+    return {
+        "benchmark": "clients",
+        "environment": started,
+        "config": config,
+        "samples": {},
+        "summary": summary,
+    }
 
 
 def _others(newest: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from benchmarks.records import RESULTS, append, environment, make_record
+from benchmarks.records import RESULTS, append, environment
 from shardgrad.programs.audit import audit
 from tests.silent.engines import ENGINES
 from tests.silent.judge import LIMIT_S, RANKS, TOLERANCE, judged, run
@@ -68,10 +68,10 @@ def measured(engine: str, at_once: int, started: dict[str, Any]) -> dict[str, An
 
     with ThreadPoolExecutor(at_once) as pool:
         summary = dict(zip(CASES, pool.map(told, CASES), strict=True))
-    return make_record(
-        "silent",
-        environment=started,
-        config={
+    return {
+        "benchmark": "silent",
+        "environment": started,
+        "config": {
             "engine": engine,
             "versions": _versions(),
             "ranks": RANKS,
@@ -79,9 +79,9 @@ def measured(engine: str, at_once: int, started: dict[str, Any]) -> dict[str, An
             "tolerance": TOLERANCE,
             "usual_warnings": sorted(usual),
         },
-        samples={},
-        summary=summary,
-    )
+        "samples": {},
+        "summary": summary,
+    }
 
 
 def audited(engine: str, at_once: int, started: dict[str, Any]) -> dict[str, Any]:
@@ -101,7 +101,13 @@ def audited(engine: str, at_once: int, started: dict[str, Any]) -> dict[str, Any
     with ThreadPoolExecutor(at_once) as pool:
         summary = dict(zip(ended, pool.map(told, ended), strict=True))
     config = {"engine": engine, "versions": _versions(), "ranks": RANKS}
-    return make_record("audit", environment=started, config=config, samples={}, summary=summary)
+    return {
+        "benchmark": "audit",
+        "environment": started,
+        "config": config,
+        "samples": {},
+        "summary": summary,
+    }
 
 
 def _versions() -> dict[str, str]:
