@@ -320,9 +320,10 @@ class GradGroup:
                 self.refresh_trainable()
             group = self.group
             dtype, policy, memory = group.gradient_dtype, group.gradient_policy, group.shard_memory
-            shard = self._shard = GradShard(
-                self.params, self.collector.layout, group.mesh, dtype, policy, memory
-            )
+            with torch.inference_mode(mode=False):  # it is for training as well
+                shard = self._shard = GradShard(
+                    self.params, self.collector.layout, group.mesh, dtype, policy, memory
+                )
         return shard
 
     # -- states

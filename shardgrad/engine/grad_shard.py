@@ -24,6 +24,11 @@ parameter behind the gradients: above zero, the parameter is *live*. A reduction
 along ([Note: Touched flags] in `grad_collector.py`); a gradient that the program sets to None, or
 assigns, is noted there by `settle` before a kernel looks.
 
+[Note: Verdicts]
+A norm that has found whether gradients are finite leaves its verdict here, for optimizers and loss
+scalers. It belongs to a version of each gradient: a reduction, and a write by the program, which
+moves the version (torch's `zero_grad(set_to_none=False)`, `grad.mul_()`), end it.
+
 [Note: Memory of gradients]
 Where all gradients of a shard are None, its memory would only raise the peak, which is often at the
 loss. So on a device the outermost forward frees it, and the next reduction allocates it again, both
@@ -45,11 +50,12 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, auto
 from itertools import repeat
-from operator import attrgetter, gt, is_, is_not, ne
+from operator import add, attrgetter, gt, is_, is_not, ne
 from typing import cast
 
 import torch
 import torch.distributed as dist
+from torch._C import DisableTorchFunctionSubclass
 from torch.distributed.tensor import DTensor
 
 from shardgrad.engine.param import FSDPParam
@@ -72,6 +78,7 @@ Bound = bool | torch.Tensor | None
 HostState = tuple[tuple[Bound, ...], torch.Tensor | None, frozenset[int], tuple[bool, ...]]
 
 
+_VERSION = attrgetter("_version")
 _uses_of: Callable[[int], int] = torch._C._storage_Use_Count
 
 
@@ -141,7 +148,8 @@ class GradShard:
         # What the flags say, as far as the host has made sure.
         self.flagged = [False] * len(self.params)
         self._seen: dict[tuple[bool, ...], tuple[bool, ...]] = {}
-        self.judged: set[int] = set()  # places that `nonfinite` is of
+        # The places that `nonfinite` is of, and the version of each gradient that was looked at.
+        self.judged: dict[int, int] = {}
         # A reduction that adds, if parameters have hooks.
         self._flags_before: torch.Tensor | None = None
         # Flags for `decide`, and their arrival.
@@ -207,15 +215,16 @@ class GradShard:
         stays = self._is_persistent or self._home.is_offloaded or self._home.is_virtual
         may_go = self.stream is not None and not (stays or self.is_captured)
         flat = self.flat
-        if flat.numel():
-            flat.untyped_storage().resize_(flat.nbytes)
-            if zeroed:
-                flat.zero_()
-        elif zeroed or not may_go:
-            flat = self._home.zeros(numel, flat.dtype)
-        else:
-            flat = self._nothing.new_empty(numel)
-        self.place_in(flat)
+        with torch.inference_mode(mode=False):  # a step in inference mode may be the first
+            if flat.numel():
+                flat.untyped_storage().resize_(flat.nbytes)
+                if zeroed:
+                    flat.zero_()
+            elif zeroed or not may_go:
+                flat = self._home.zeros(numel, flat.dtype)
+            else:
+                flat = self._nothing.new_empty(numel)
+            self.place_in(flat)
         self.memory = GradMemory.HELD if may_go else GradMemory.FIXED
 
     def fix(self) -> None:
@@ -324,8 +333,9 @@ class GradShard:
         else:
             self._record(reader)
             self.stream = self.current_stream() or self.stream  # none on the host
-            self._renew(places)
-            self.place_in(self._home.zeros(self.flat.numel(), self.flat.dtype).copy_(self.flat))
+            with torch.inference_mode(mode=False):
+                self._renew(places)
+                self.place_in(self._home.zeros(self.flat.numel(), self.flat.dtype).copy_(self.flat))
 
     def _counts(self) -> list[int]:
         """Returns how often gradients, then local tensors and storages are referred to."""
@@ -516,6 +526,9 @@ class GradShard:
         Raises:
             ForeignParameterError: a gradient is not sharded like its parameter.
         """
+        if self.judged:
+            now = self._versions()
+            self._forget_verdict([at for at, was in self.judged.items() if was != now[at]])
         # In a steady step every gradient is bound as it was: one pass in C over however many there
         # are.
         if all(map(is_, map(self._gradient_of, self.params), self.own)) and all(self.flagged):
@@ -538,9 +551,23 @@ class GradShard:
         self._forget_verdict(i for i, has in enumerate(live) if not has)
         return live
 
+    def judge(self, nonfinite: torch.Tensor | None, places: Iterable[int]) -> None:
+        """Keeps a verdict on the gradients of these places, until the program writes to them."""
+        self.nonfinite = nonfinite
+        versions = self._versions()
+        self.judged.update((place, versions[place]) for place in places)
+
+    def _versions(self) -> list[int]:
+        """Returns the version of each gradient, which moves with every write by the program."""
+        with DisableTorchFunctionSubclass():  # DTensors answer three times as fast
+            of_all = list(map(_VERSION, self._watched))
+        # A program may also write through `to_local()`.
+        return list(map(add, of_all, of_all[self.count :]))
+
     def _forget_verdict(self, places: Iterable[int]) -> None:
         """Forgets whether gradients that are gone, zeroed or written again were finite."""
-        self.judged.difference_update(places)
+        for place in places:
+            self.judged.pop(place, None)
         if not self.judged:
             self.nonfinite = None
 
@@ -605,8 +632,9 @@ class GradShard:
 
     def restore(self, state: HostState) -> None:
         """Makes the host know what it knew when `state` was read; device memory is not touched."""
-        bound, self.nonfinite, judged, flagged = state
-        self.judged, self.flagged = set(judged), list(flagged)
+        bound, nonfinite, judged, flagged = state
+        self.judged, self.flagged = {}, list(flagged)
+        self.judge(nonfinite, judged)
         for param, own, what in zip(self.params, self.own, bound, strict=True):
             grad = own if what is OWN else what
             if self._gradient_of(param) is not grad:

@@ -109,17 +109,16 @@ def _verdict_of(shard: GradShard, key: Hashable, device: torch.device) -> torch.
 def _remember(selection: Selection, nonfinite: torch.Tensor) -> None:
     """Keeps a verdict with the shard, and what is known of other gradients of the shard."""
     shard = selection.shard
-    if shard.nonfinite is not None and not shard.judged <= {*selection.places}:
+    if shard.nonfinite is not None and not shard.judged.keys() <= {*selection.places}:
         own = _verdict_of(shard, None, nonfinite.device)
         nonfinite = torch.maximum(shard.nonfinite, nonfinite, out=own)
-    shard.nonfinite = nonfinite
-    shard.judged.update(selection.live)
+    shard.judge(nonfinite, selection.live)
 
 
 def is_judged(selection: Selection) -> bool:
     """Returns whether a norm has looked at all of these gradients since they came."""
     shard = selection.shard
-    return shard.nonfinite is not None and shard.judged.issuperset(selection.live)
+    return shard.nonfinite is not None and shard.judged.keys() >= {*selection.live}
 
 
 def _parts(gradients: Gradients, norm_type: float) -> list[_Part]:

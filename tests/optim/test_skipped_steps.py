@@ -48,3 +48,38 @@ def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing_not_even_coun
         assert all(values.isfinite().all() for values in after.values())
     assert optim.skipped_steps.item() == 1
     assert [optim.state[p]["step"].item() for p in matrices] == [2, 2]
+
+
+@on_ranks(2)
+def test_a_step_is_not_skipped_for_what_the_program_has_written_over() -> None:
+    """Another unit keeps its own verdict: its gradients are as they were."""
+    model = stack(4, 4, 4, 4)
+    layers = [model[0], model[2], model[4]]
+    for layer in [*layers, model]:
+        shardgrad.fully_shard(layer)
+    steps = [shardgrad.optim.SGD(layer.parameters(), lr=0.1) for layer in layers]
+    model(SHARDGRAD.inputs(0, 4)).square().mean().backward()
+    for layer in layers:
+        layer.weight.grad.to_local()[0, 0] = math.inf
+    shardgrad.clip_grad_norm_(model, 1.0)
+    for first, second in zip(layers[0].parameters(), layers[1].parameters(), strict=True):
+        first.grad.zero_()
+        second.grad.to_local().zero_()
+    for optim in steps:
+        optim.step()
+    assert [optim.skipped_steps.item() for optim in steps] == [0, 0, 1]
+
+
+@on_ranks(2)
+def test_a_step_in_inference_mode_may_be_the_first() -> None:
+    model = SHARDGRAD.fully_shard(stack(4, 4))
+    optim = shardgrad.optim.SGD(model.parameters(), lr=0.1)
+    with torch.inference_mode():
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        shardgrad.clip_grad_norm_(model, 1.0)
+        optim.step()
+    model(SHARDGRAD.inputs(0, 4)).square().mean().backward()
+    shardgrad.clip_grad_norm_(model, 1.0)
+    optim.step()
+    assert optim.skipped_steps.item() == 0
