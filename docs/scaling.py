@@ -1,12 +1,10 @@
 """Writes the tables of `explanation/scaling.md`: the numbers in that page are what the planner says
 today.
 
-    python docs/scaling.py                 write them; a few minutes
+    python docs/scaling.py                 write them; ten minutes
     python docs/scaling.py --check         exit with status 1 if one is out of date
     python docs/scaling.py --table 8b      only one of them
     python docs/scaling.py --slowdowns     what published runs took, over the roofline
-
-Every number is of a model whose depth follows from two shallow ones (`plan/depth.py`).
 """
 
 from __future__ import annotations
@@ -27,11 +25,9 @@ PAGE = DOCS / "explanation" / "scaling.md"
 sys.path.insert(0, str(DOCS.parent))
 warnings.filterwarnings("ignore")
 
-from shardgrad.programs.plan.calibration import Calibration  # noqa: E402
-from shardgrad.programs.plan.depth import rehearse_shallow  # noqa: E402
 from shardgrad.programs.plan.hardware import Machine, machine_of  # noqa: E402
 from shardgrad.programs.plan.planning import Plan, plan_of  # noqa: E402
-from shardgrad.programs.plan.rehearsal import Rehearsal  # noqa: E402
+from shardgrad.programs.plan.rehearsal import Rehearsal, rehearse  # noqa: E402
 from shardgrad.programs.plan.request import Request  # noqa: E402
 
 GIB = 2**30
@@ -48,15 +44,14 @@ class Case:
 
 
 @cache
-def predicted(name: str, calibration: Calibration = Calibration()) -> Plan:
-    case = CASES[name]
-    return plan_of(rehearsals(name), case.machine, calibration)
+def predicted(name: str, scale: float | None = None) -> Plan:
+    return plan_of(rehearsal(name), CASES[name].machine, compute_scale=scale)
 
 
 @cache
-def rehearsals(name: str) -> list[Rehearsal]:
+def rehearsal(name: str) -> Rehearsal:
     print(name, file=sys.stderr)
-    return rehearse_shallow(CASES[name].request)
+    return rehearse(CASES[name].request)
 
 
 # -- weak scaling
@@ -114,8 +109,8 @@ def weak_row(name: str, first: float | None) -> str:
     share = f"{guess.tokens_per_s / first:.1%}" if first else ""
     return (
         f"| {request.ranks:,} | {layout} | {guess.needed_nbytes / GIB:.1f} GiB "
-        f"| {'yes' if guess.fits else 'no'} | {guess.step_s * 1e3:,.0f} ms | "
-        f"{guess.exposed_s * 1e3:,.0f} ms "
+        f"| {'yes' if guess.fits else 'no'} | {guess.timeline.step_s * 1e3:,.0f} ms | "
+        f"{guess.timeline.exposed_s * 1e3:,.0f} ms "
         f"| {guess.tokens_per_s:,.0f} | {share} |"
     )
 
@@ -317,7 +312,7 @@ def published_table() -> list[str]:
         if row.after is not None
     ]
     memory = [
-        predicted(row.name).reserved_nbytes / GIB / row.memory_gib
+        predicted(row.name).memory.reserved_nbytes / GIB / row.memory_gib
         for row in PUBLISHED
         if row.memory_gib is not None
     ]
@@ -342,7 +337,7 @@ def _source(row: Published) -> str:
     return row.name.partition(",")[0]
 
 
-def _median_of_others(row: Published) -> Calibration:
+def _median_of_others(row: Published) -> float:
     """The likely compute, as runs of the same GPU from other sources have it."""
     source = _source(row).split()[0]
     others = [
@@ -350,7 +345,7 @@ def _median_of_others(row: Published) -> Calibration:
         for each in PUBLISHED
         if each.machine.device is row.machine.device and not each.name.startswith(source)
     ]
-    return Calibration(scale=statistics.median(fitted(each).scale or 1.0 for each in others))
+    return statistics.median(map(fitted, others))
 
 
 def show_slowdowns() -> None:
@@ -361,26 +356,26 @@ def show_slowdowns() -> None:
     """
     by_device: dict[str, list[float]] = {}
     for row in PUBLISHED:
-        scale = fitted(row).scale or 1.0
+        scale = fitted(row)
         by_device.setdefault(row.machine.device.name, []).append(scale)
         print(f"{scale:.3f}  {row.machine.device.name}  {row.name}", flush=True)
     for name, scales in by_device.items():
         print(f"{name}: {min(scales):.3f}, {statistics.median(scales):.3f}, {max(scales):.3f}")
 
 
-def fitted(row: Published) -> Calibration:
+def fitted(row: Published) -> float:
     """The factor on the roofline with which the plan says what was published."""
     return _fitted(row.name)
 
 
 @cache
-def _fitted(name: str) -> Calibration:
+def _fitted(name: str) -> float:
     row = next(row for row in PUBLISHED if row.name == name)
     wanted_s = row.request.tokens / row.tokens_per_s
     scale = 1.0
     for _ in range(8):  # the step is nearly all compute, so this converges at once
-        scale *= wanted_s / predicted(row.name, Calibration(scale=round(scale, 4))).step_s
-    return Calibration(scale=round(scale, 4))
+        scale *= wanted_s / predicted(row.name, round(scale, 4)).timeline.step_s
+    return round(scale, 4)
 
 
 PUBLISHED_CASES = [Case(row.name, row.request, row.machine) for row in PUBLISHED]

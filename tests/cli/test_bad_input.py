@@ -64,7 +64,7 @@ LINES = [
     *("plan --model build:with_arguments", "plan --model raises:f", "plan --model build:"),
     "plan --preset tiny --model build:number",
     "plan --model build:number --override width=8",
-    *("plan --mfu 0.4 --compute-s 1",),
+    "plan --stage auto",
     *("train --run-dir /proc/x", "train --run-dir text/run --ranks 2"),
     *(
         "checkpoint export ran text",

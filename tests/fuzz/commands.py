@@ -91,7 +91,6 @@ TEXTS = {
     "--prompt": WORDS,
     "--resume": PATHS,
     "--run-dir": PATHS,
-    "--unit": WORDS,
 }
 
 
@@ -203,7 +202,7 @@ def _read_as_ranks_do(job: Job, ranks: int = 1) -> int:
     return 0
 
 
-def _made_sense(request: Request, *_: Any) -> None:
+def _made_sense(request: Request, *_: Any, **__: Any) -> None:
     if request.model is not None:
         function_named(request.model, flag="--model")
     raise TrainingError("made sense")
@@ -299,7 +298,6 @@ REQUESTS = st.fixed_dictionaries(
         "stage": st.sampled_from(["1", "2", "3", "hfsdp"]),
         "mesh": st.sampled_from([None, "2", "2x4", "4x16", "1024x1024"]),
         "precision": st.sampled_from(["fp32", "bf16-mixed", "bf16"]),
-        "units": st.sampled_from([(), ("Linear",), ("Nothing",), ("FeedForward", "Attention")]),
         "activation_checkpointing": st.sampled_from(["none", "selective", "full"]),
         "reduce_dtype": st.sampled_from([None, "fp32", "bf16"]),
         "no_sync": st.booleans(),
@@ -317,8 +315,8 @@ def feed_request(fields: dict[str, Any]) -> str:
             made = make_plan(Request(**fields), machine_of("h100"))
         except TrainingError:
             return "refused"
-    assert made.peak_nbytes > 0
-    assert 0 < made.step_range_s[0] <= made.step_s <= made.step_range_s[1]
+    assert made.memory.peak_nbytes > 0
+    assert 0 < made.step_range_s[0] <= made.timeline.step_s <= made.step_range_s[1]
     return "planned"
 
 

@@ -16,12 +16,10 @@ from click.testing import CliRunner, Result
 from torch import nn
 
 from shardgrad.programs.cli import main
-from shardgrad.programs.plan import depth, world
-from shardgrad.programs.plan.calibration import Calibration
+from shardgrad.programs.plan import world
 from shardgrad.programs.plan.cost import AxisLayout, CostModel, compute_s, model_flops
 from shardgrad.programs.plan.hardware import TAKEN_NBYTES, Machine, machine_of
 from shardgrad.programs.plan.memory import memory_of
-from shardgrad.programs.plan.models import PlanModel
 from shardgrad.programs.plan.planning import Plan, make_plan, plan_of
 from shardgrad.programs.plan.recording import Event, Kernel, Marked, Transfer, Waited
 from shardgrad.programs.plan.rehearsal import Rehearsal, rehearse
@@ -44,7 +42,7 @@ def rehearsal_of(**changes: object) -> Rehearsal:
 
 
 def plan_for(machine: Machine = H100, **changes: object) -> Plan:
-    return plan_of([rehearsal_of(**changes)], machine)
+    return plan_of(rehearsal_of(**changes), machine)
 
 
 def transfers(rehearsal: Rehearsal) -> list[Transfer]:
@@ -84,13 +82,15 @@ def test_a_peak_is_the_largest_sum_of_what_came_and_went() -> None:
 
 
 def test_checkpointing_and_smaller_batches_take_less_memory() -> None:
-    plain = plan_for(batch_size=8).peak_nbytes
-    assert plan_for(batch_size=8, activation_checkpointing="full").peak_nbytes < plain
-    assert plan_for(batch_size=4, accumulate=2).peak_nbytes < plain
+    plain = plan_for(batch_size=8).memory.peak_nbytes
+    assert plan_for(batch_size=8, activation_checkpointing="full").memory.peak_nbytes < plain
+    assert plan_for(batch_size=4, accumulate=2).memory.peak_nbytes < plain
 
 
 def test_whole_parameters_stay_in_stage_2() -> None:
-    whole = {stage: plan_for(stage=stage).at_peak["unsharded parameters"] for stage in ("2", "3")}
+    whole = {
+        stage: plan_for(stage=stage).memory.at_peak["unsharded parameters"] for stage in ("2", "3")
+    }
     with torch.device("meta"):
         numel = sum(param.numel() for param in Transformer(PRESETS["tiny"]).parameters())
     assert whole["2"] >= numel * 2 > whole["3"]
@@ -191,22 +191,22 @@ def test_a_step_is_no_shorter_than_its_parts_and_no_longer_than_all_of_them() ->
 def test_launching_one_by_one_takes_the_host_its_time() -> None:
     assert machine_of("h100").launch_s > 0.0 == machine_of("h100", is_graphed=True).launch_s
     eager, graphed = plan_for(), plan_for(machine_of("h100", is_graphed=True))
-    assert graphed.host_s == 0.0
-    assert eager.step_s >= eager.host_s > graphed.step_s
+    assert graphed.timeline.host_s == 0.0
+    assert eager.timeline.step_s >= eager.timeline.host_s > graphed.timeline.step_s
 
 
 def test_a_given_mfu_is_what_compute_alone_reaches() -> None:
     events = rehearsal_of().events
-    plan = plan_of([rehearsal_of()], H100, Calibration(mfu=0.5))
+    plan = make_plan(TINY, H100, mfu=0.5)
     cost = CostModel(H100, 16, plan.compute_scale)
     assert model_flops(events) / (compute_s(events, cost) * 989e12) == pytest.approx(0.5)
-    assert plan.step_range_s == (plan.step_s, plan.step_s)
+    assert plan.step_range_s == (plan.timeline.step_s,) * 2
 
 
 def test_without_a_measurement_a_plan_is_a_range_around_what_is_likely() -> None:
     plan = plan_for(machine_of("h100", is_graphed=True), batch_size=8)
     fast, slow = plan.step_range_s
-    assert fast < plan.step_s < slow
+    assert fast < plan.timeline.step_s < slow
     assert plan.tokens_per_s_range == (plan.request.tokens / slow, plan.request.tokens / fast)
 
 
@@ -270,94 +270,16 @@ def test_more_bandwidth_is_never_slower_and_more_ranks_are_never_faster() -> Non
         assert times == sorted(times)
 
 
-# -- depth
-
-
-def test_a_line_through_shallow_models_leads_to_the_deep_one() -> None:
-    request = TINY.but(override={"layers": 8}, seq_len=512, batch_size=4)
-    graphed = machine_of("h100", is_graphed=True)
-    deep = plan_of([rehearse(request)], graphed)
-    guess = make_plan(request, graphed)
-    assert guess.peak_nbytes == pytest.approx(deep.peak_nbytes, rel=0.02)
-    assert guess.step_s == pytest.approx(deep.step_s, rel=0.02)
-    assert guess.mfu == pytest.approx(deep.mfu, rel=0.02)
-    # What is counted is exact.
-    assert (guess.parameters, guess.units, guess.blocks) == (deep.parameters, deep.units, 8)
-    assert guess.resting == deep.resting
-    assert guess.model_flops == pytest.approx(deep.model_flops)
-    for line, row in zip(guess.traffic, deep.traffic, strict=True):
-        assert (line.axis, line.kind, line.count, line.sent_nbytes) == (
-            row.axis,
-            row.kind,
-            row.count,
-            row.sent_nbytes,
-        )
-
-
-def test_blocks_are_alike_only_if_their_numbers_are() -> None:
-    def build() -> nn.Module:
-        model = Transformer(transformer_config("tiny", {"layers": 5}))
-        model.layers[1].window = 128  # type: ignore[union-attr]
-        for number, layer in enumerate(model.layers):
-            layer.layer_idx = number  # type: ignore[assignment]
-        return model
-
-    with torch.device("meta"):
-        assert PlanModel("x", build(), "layers", lambda b, s: torch.empty(())).alike() == range(
-            2, 5
-        )
-
-
-def test_the_line_is_true_where_accumulation_makes_stagings_grow_in_turns() -> None:
-    """The embedding and the head are the largest units; whether they share one is a matter of
-    parity.
-    """
-    for layers in (8, 9):
-        request = TINY.but(override={"layers": layers}, accumulate=2)
-        deep = plan_of([rehearse(request)], H100)
-        guess = make_plan(request, H100)
-        assert guess.peak_nbytes == pytest.approx(deep.peak_nbytes, rel=0.02)
-        assert guess.step_s == pytest.approx(deep.step_s, rel=0.02)
+# -- units
 
 
 def test_an_embedding_and_a_head_of_their_own_need_not_be_gathered_together() -> None:
     untied = TINY.but(override={"tied": False, "vocab_size": 8192})
-    apart, named = rehearse(untied), rehearse(untied.but(units=("embedding", "head")))
+    apart = rehearse(untied)
     with mock.patch.object(Transformer, "ends", ()):
         whole = rehearse(untied)
-    assert apart.units == named.units == whole.units + 2
+    assert apart.units == whole.units + 2
     assert memory_of(apart).peak_nbytes < memory_of(whole).peak_nbytes
-
-
-def test_blocks_that_travel_together_send_as_many_bytes_in_fewer_messages() -> None:
-    alone, pairs = (
-        plan_of([rehearse(TINY.but(override={"layers": 4}, blocks_per_unit=together))], H100)
-        for together in (1, 2)
-    )
-    assert (alone.units, pairs.units) == (5, 3)
-    for row, of_pairs in zip(alone.traffic, pairs.traffic, strict=True):
-        if row.kind != "all-reduce":
-            assert row.count - of_pairs.count in (2, 4)  # a message less for each pair
-            assert of_pairs.sent_nbytes == pytest.approx(row.sent_nbytes, rel=0.02)  # tails
-
-
-def test_a_deep_model_of_units_of_two_blocks_is_rehearsed_with_whole_units() -> None:
-    request = TINY.but(override={"layers": 16}, blocks_per_unit=2)
-    with mock.patch.object(depth, "rehearse", side_effect=lambda shallow: shallow.blocks):
-        assert depth.rehearse_shallow(request) == [8, 12]
-
-
-def test_stage_auto_leaves_blocks_unsharded_while_there_is_room() -> None:
-    request = TINY.but(override={"layers": 4})
-    none, whole = (plan_of([rehearse(request.but(stage=each))], H100) for each in ("3", "auto"))
-    for_two = (whole.needed_nbytes - none.needed_nbytes) * 2.5 / 4
-    without_margin = none.reserved_nbytes + TAKEN_NBYTES + for_two
-    machine = machine_of("h100", memory_gib=without_margin / 0.88 / 2**30)
-    auto = make_plan(request.but(stage="auto"), machine)
-    assert auto.unsharded_blocks == 2
-    assert auto.fits
-    gathers = [plan.traffic[0].count for plan in (none, auto, whole)]
-    assert gathers == [gathers[0], gathers[0] - 2, gathers[0] - 4]
 
 
 def test_each_byte_at_the_peak_has_the_owner_that_it_has_between_steps() -> None:
@@ -370,10 +292,10 @@ def test_each_byte_at_the_peak_has_the_owner_that_it_has_between_steps() -> None
 
 def test_a_margin_is_left_for_fragmentation() -> None:
     plan = plan_for()
-    margin = plan.needed_nbytes - plan.reserved_nbytes - TAKEN_NBYTES
+    margin = plan.needed_nbytes - plan.memory.reserved_nbytes - TAKEN_NBYTES
     assert margin == int(0.12 * H100.device.memory_nbytes)
     without = (plan.needed_nbytes - margin) / 2**30
-    assert not plan_of([rehearsal_of()], machine_of("h100", memory_gib=without)).fits
+    assert not plan_of(rehearsal_of(), machine_of("h100", memory_gib=without)).fits
 
 
 # -- recomputation and compilation
@@ -385,8 +307,11 @@ def test_selective_recomputation_is_between_none_and_all() -> None:
         plan_for(graphed, batch_size=8, seq_len=512, activation_checkpointing=mode)
         for mode in ("none", "selective", "full")
     )
-    assert none.peak_nbytes > some.peak_nbytes > full.peak_nbytes
-    assert none.compute_s < some.compute_s < full.compute_s
+    memories, timelines = zip(*((p.memory, p.timeline) for p in (none, some, full)), strict=True)
+    peaks = [memory.peak_nbytes for memory in memories]
+    assert peaks == sorted(peaks, reverse=True)
+    assert [t.compute_s for t in timelines] == sorted(t.compute_s for t in timelines)
+    assert len(set(peaks)) == len({t.compute_s for t in timelines}) == 3
 
 
 # -- the command
@@ -401,8 +326,9 @@ def test_the_command_prints_a_plan_for_programs() -> None:
     result = run("--ranks", "16", "--json")
     assert result.exit_code == 0, result.output
     plan = json.loads(result.stdout)
-    assert plan["memory"]["peak_nbytes"] == make_plan(TINY, H100).peak_nbytes
-    assert plan["time"]["step_s"] == pytest.approx(make_plan(TINY, H100).step_s)
+    same = plan_for()
+    assert plan["memory"]["peak_nbytes"] == same.memory.peak_nbytes
+    assert plan["time"]["step_s"] == pytest.approx(same.timeline.step_s)
     assert {row["kind"] for row in plan["traffic"]} == {
         "all-gather",
         "reduce-scatter",
@@ -454,8 +380,6 @@ def test_a_model_of_ones_own_is_planned() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--unit", "Atention"], "no module has this name or class; there are Attention, "),
-        (["--unit", "head"], "FeedForward, Projection, RMSNorm, embedding, norm."),
         (["--model", "nowhere:build"], "importing nowhere failed"),
         (["--model", "math:build"], "has no function build"),
         (["--model", "math:cos"], "cannot be built on the meta device"),

@@ -8,47 +8,47 @@ from typing import Any
 import click
 
 from shardgrad.programs.cli.command import Command, given
-from shardgrad.programs.plan.calibration import Calibration
 from shardgrad.programs.plan.hardware import MachineOptions, machine_of
 from shardgrad.programs.plan.request import PLAN_PRESETS, Request
 from shardgrad.programs.train.config import mesh_shape
 from shardgrad.programs.train.presets import transformer_config
-from shardgrad.programs.train.settings import given_for, options_of, sections_of
+from shardgrad.programs.train.settings import Number, given_for, options_of, sections_of
 
-_SETTINGS = Request, MachineOptions, Calibration
+_SETTINGS = Request, MachineOptions
 _EXAMPLES = [
     "shardgrad plan --preset 8b --ranks 64 --activation-checkpointing full",
     "shardgrad plan --preset 70b --mesh 64x8 --stage hfsdp --device h200",
-    "shardgrad plan --preset 1b --device a100 --network eth100 --compute-s 1.3",
+    "shardgrad plan --preset 1b --device a100 --network eth100 --mfu 0.42",
 ]
 
 
 @click.command(cls=Command, sections=sections_of(*_SETTINGS), examples=_EXAMPLES)
 @options_of(*_SETTINGS)
+@click.option(
+    "--mfu",
+    type=Number(0, 1, min_open=True),
+    help="Measured MFU of forward and backward without communication, to calibrate the predicted "
+    "time.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as one JSON object.")
 @click.pass_context
-def plan(ctx: click.Context, /, as_json: bool, **options: Any) -> None:
+def plan(ctx: click.Context, /, mfu: float | None, as_json: bool, **options: Any) -> None:
     """Predict memory, traffic and time of one training step.
 
-    The engine itself runs the step on fake tensors in a fake process group, with a few of the
-    blocks that are alike, so that any number of ranks (16,384 and more) and any model size can be
-    planned on one CPU, in seconds. Sizes are those of rank 0, which holds at least as much as any
-    other rank. Without a measurement (--mfu, --compute-s), times are a range: that of published
-    runs on the same kind of GPU.
+    The engine itself runs the step on fake tensors in a fake process group, so that any number of
+    ranks (16,384 and more) can be planned on one CPU: a model of 8 billion parameters in seconds,
+    one of 70 billion in less than a minute. Sizes are those of rank 0, which holds at least as much
+    as any other rank. Without a measurement (--mfu), times are a range: that of published runs on
+    the same kind of GPU.
     """
-    for names, words in (
-        (("preset", "model"), "name a model each"),
-        (("mfu", "compute_s"), "say each how fast compute is"),
-    ):
-        flags = given(ctx, *names)
-        if len(flags) > 1:
-            raise click.UsageError(f"{' and '.join(flags)} {words}: give one.", ctx)
+    flags = given(ctx, "preset", "model")
+    if len(flags) > 1:
+        raise click.UsageError(f"{' and '.join(flags)} name a model each: give one.", ctx)
     # Before PyTorch is imported, which takes seconds.
     machine = machine_of(**given_for(MachineOptions, options))
     asked = given_for(Request, options)
     asked.setdefault("ranks", math.prod(mesh_shape(options["mesh"]) or (8,)))
     request = Request(**asked)
-    calibration = Calibration(**given_for(Calibration, options))
     if request.model is not None:
         from shardgrad.programs.function_named import function_named
 
@@ -72,7 +72,7 @@ def plan(ctx: click.Context, /, as_json: bool, **options: Any) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=100)
-    made = make_plan(request, machine, calibration)
+    made = make_plan(request, machine, mfu=mfu)
     if as_json:
         click.echo(json.dumps(report.as_json(made)))
     else:

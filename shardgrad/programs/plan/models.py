@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import groupby
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +15,6 @@ from shardgrad.programs.plan.request import PLAN_PRESETS, Request
 from shardgrad.programs.train.failure import TrainingError, UsageError
 from shardgrad.programs.train.model import Transformer
 from shardgrad.programs.train.presets import transformer_config
-
-# Attributes in which a block keeps its position. transformers has the first.
-_POSITION = ("layer_idx", "layer_id", "layer_number")
 
 Loss = Callable[[int, int], Tensor]
 
@@ -45,66 +41,6 @@ class PlanModel:
     def named_blocks(self) -> list[tuple[str, nn.Module]]:
         """Returns the blocks with their names in the list."""
         return list(self.module.get_submodule(self.blocks).named_children()) if self.blocks else []
-
-    def possible_units(self) -> list[str]:
-        """Returns what `--unit` can name: classes of the blocks' submodules, and modules outside of
-        the blocks that have parameters of their own.
-        """
-        classes = {
-            type(part).__name__
-            for _, block in self.named_blocks()
-            for part in block.modules()
-            if part is not block
-        }
-        return sorted(classes | {*self.outside()})
-
-    def outside(self) -> list[str]:
-        """Returns the names of modules outside of the blocks that have parameters of their own."""
-        return [
-            name
-            for name, part in self.module.named_modules()
-            if name and part._parameters and not (self.blocks and name.startswith(self.blocks))
-        ]
-
-    def alike(self) -> range:
-        """Returns the positions of the longest run of blocks that are alike."""
-        blocks = self.module.get_submodule(self.blocks) if self.blocks else None
-        if not isinstance(blocks, nn.ModuleList):
-            return range(0)
-        longest = range(0)
-        start = 0
-        for _, run in groupby(map(_signature, blocks)):
-            length = len(list(run))
-            if length > len(longest):
-                longest = range(start, start + length)
-            start += length
-        return longest
-
-    def keep_alike(self, count: int) -> None:
-        """Removes blocks from the longest run of blocks that are alike, so that `count` are left of
-        it.
-        """
-        run = self.alike()
-        if len(run) > count:
-            blocks = cast(nn.ModuleList, self.module.get_submodule(self.blocks))
-            del blocks[run.start : run.stop - count]
-
-
-def _signature(block: nn.Module) -> Hashable:
-    """Returns what a block's operations can depend on: classes, sizes, and numbers, but for its
-    position.
-    """
-    described: list[Hashable] = []
-    for name, part in block.named_modules():
-        plain = sorted(
-            (key, value)
-            for key, value in vars(part).items()
-            if isinstance(value, int | float | str) and key not in _POSITION
-        )
-        tensors = [*part._parameters.items(), *part._buffers.items()]
-        shapes = [(key, None if one is None else (one.shape, one.dtype)) for key, one in tensors]
-        described.append((name, type(part), tuple(plain), tuple(shapes)))
-    return tuple(described)
 
 
 def build_plan_model(request: Request) -> PlanModel:

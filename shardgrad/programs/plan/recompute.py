@@ -24,7 +24,7 @@ _ATTENTION = {
 }
 
 
-def checkpointed(block: nn.Module, mode: str, *, preserve_rng_state: bool = True) -> nn.Module:
+def checkpointed(block: nn.Module, mode: str) -> nn.Module:
     """Returns a block whose backward recomputes activations.
 
     Args:
@@ -32,14 +32,11 @@ def checkpointed(block: nn.Module, mode: str, *, preserve_rng_state: bool = True
         mode: "none" returns the block itself; "full" keeps the block's inputs only; "selective"
             also keeps the results of attention and of every second matrix product, which cost most
             to compute again.
-        preserve_rng_state: as for `torch.utils.checkpoint.checkpoint`.
     """
     if mode == "none":
         return block
     selective: dict[str, Any] = {"context_fn": _contexts} if mode == "selective" else {}
-    wrapped: nn.Module = checkpoint_wrapper(
-        block, preserve_rng_state=preserve_rng_state, **selective
-    )
+    wrapped: nn.Module = checkpoint_wrapper(block, preserve_rng_state=False, **selective)
     return wrapped
 
 

@@ -10,8 +10,8 @@ A `Recorder` collects four kinds of events while a step runs on fake tensors:
 | `Marked` | an event was recorded on a stream |
 | `Waited` | a stream waits for an event |
 
-and every allocation and release, with its position among the events. Allocators hand out memory in
-the host's order too, so the largest sum is the peak.
+and every allocation and release. Allocators hand out memory in the host's order too, so the largest
+sum is the peak.
 """
 
 from __future__ import annotations
@@ -100,14 +100,12 @@ class Change:
     """An allocation or release of memory.
 
     Attributes:
-        event: number of events recorded before it.
         storage: id of the storage, unique while the storage exists.
         nbytes: number of bytes allocated; negative for a release.
         stream: stream of the allocation.
         phase: phase of the step.
     """
 
-    event: int
     storage: int
     nbytes: int
     stream: str
@@ -202,10 +200,7 @@ class Recorder:
         if rounded:
             self.live[key] = rounded
         if rounded != before:
-            change = Change(
-                len(self.events), key, rounded - before, self._stream_of[key], self.phase
-            )
-            self.changes.append(change)
+            self.changes.append(Change(key, rounded - before, self._stream_of[key], self.phase))
 
 
 class _RecordingEvent:

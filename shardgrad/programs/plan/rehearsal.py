@@ -34,9 +34,7 @@ class Rehearsal:
     Attributes:
         request: the request.
         name: name of the model.
-        parameters: number of elements of the whole model's parameters.
-        blocks: length of the longest run of the whole model's blocks that are alike.
-        kept: how many of them were rehearsed.
+        parameters: number of elements of the model's parameters.
         units: number of calls of `fully_shard`.
         events: events of the step, in the host's order.
         changes: allocations and releases in the step.
@@ -49,8 +47,6 @@ class Rehearsal:
     request: Request
     name: str
     parameters: int
-    blocks: int
-    kept: int
     units: int
     events: tuple[Event, ...]
     changes: tuple[Change, ...]
@@ -82,9 +78,6 @@ def rehearse(request: Request) -> Rehearsal:
 def _rehearse(request: Request) -> Rehearsal:
     plan_model = build_plan_model(request)
     parameters = sum(param.numel() for param in plan_model.module.parameters())
-    blocks = len(plan_model.alike())
-    if request.blocks is not None:
-        plan_model.keep_alike(request.blocks)
     recorder = Recorder()
     with fake_world(request.shape) as mesh:
         for axis, name in enumerate(mesh.mesh_dim_names or ()):
@@ -116,8 +109,6 @@ def _rehearse(request: Request) -> Rehearsal:
             request=request,
             name=plan_model.name,
             parameters=parameters,
-            blocks=blocks,
-            kept=len(plan_model.alike()),
             units=len({group.name for group in groups_of(plan_model.module)}),
             events=tuple(recorder.events),
             changes=tuple(recorder.changes),

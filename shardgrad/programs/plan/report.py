@@ -12,6 +12,8 @@ from shardgrad.programs.plan.hardware import BANDWIDTH_SHARE, MATMUL_SHARE, TAKE
 from shardgrad.programs.plan.planning import Plan
 from shardgrad.programs.train.display import nice_nbytes
 
+_TIMES = ("step_s", "compute_s", "exposed_s", "transfers_s", "host_s")
+
 
 def show(plan: Plan, console: Console) -> None:
     """Prints a plan."""
@@ -24,14 +26,13 @@ def as_json(plan: Plan) -> dict[str, Any]:
     return {
         "model": plan.name,
         "parameters": plan.parameters,
-        "unsharded_blocks": plan.unsharded_blocks,
         "request": dataclasses.asdict(plan.request),
         "device": plan.machine.device.name,
         "memory": {
             "resting_nbytes": dict(plan.resting),
-            "at_peak_nbytes": dict(plan.at_peak),
-            "peak_nbytes": plan.peak_nbytes,
-            "reserved_nbytes": plan.reserved_nbytes,
+            "at_peak_nbytes": dict(plan.memory.at_peak),
+            "peak_nbytes": plan.memory.peak_nbytes,
+            "reserved_nbytes": plan.memory.reserved_nbytes,
             "margin_nbytes": plan.machine.device.margin_nbytes,
             "needed_nbytes": plan.needed_nbytes,
             "fits": plan.fits,
@@ -39,11 +40,11 @@ def as_json(plan: Plan) -> dict[str, Any]:
         },
         "traffic": [dataclasses.asdict(each) for each in plan.traffic],
         "time": {
-            name: getattr(plan, name)
-            for name in (
-                *("step_s", "step_range_s", "compute_s", "exposed_s", "transfers_s", "host_s"),
-                *("tokens_per_s", "tokens_per_s_range", "mfu"),
-            )
+            **{name: getattr(plan.timeline, name) for name in _TIMES},
+            "step_range_s": plan.step_range_s,
+            "tokens_per_s": plan.tokens_per_s,
+            "tokens_per_s_range": plan.tokens_per_s_range,
+            "mfu": plan.mfu,
         },
     }
 
@@ -53,19 +54,17 @@ def _heading(plan: Plan) -> str:
     mesh = f"{request.shards} shards"
     if request.replicas > 1:
         mesh = f"{request.replicas} replicas of {mesh}"
-    stage = f"stage {request.stage}"
-    if request.stage == "auto":
-        stage += f" ({plan.unsharded_blocks} of {plan.blocks} blocks stay unsharded)"
     return (
         f"[bold]{plan.name}[/bold], {_numel(plan.parameters)} parameters in {plan.units} units, on "
-        f"{request.ranks} x {machine.device.name}: {mesh}, {stage}, "
+        f"{request.ranks} x {machine.device.name}: {mesh}, stage {request.stage}, "
         f"{request.precision}, {request.accumulate} x {request.batch_size} x {request.seq_len} "
         "tokens a rank"
     )
 
 
 def _memory(plan: Plan) -> Table:
-    resting, peak, device = plan.resting, plan.at_peak, plan.machine.device
+    resting, memory, device = plan.resting, plan.memory, plan.machine.device
+    peak = memory.at_peak
     table = Table("memory of a rank", "between steps", "at the peak", box=None, pad_edge=False)
     for owner in sorted(dict.fromkeys((*resting, *peak)), key=lambda owner: -peak.get(owner, 0)):
         if max(resting.get(owner, 0), peak.get(owner, 0)) > 0:
@@ -75,9 +74,9 @@ def _memory(plan: Plan) -> Table:
     table.add_row(
         "[bold]allocated",
         nice_nbytes(sum(resting.values())),
-        f"[bold]{nice_nbytes(plan.peak_nbytes)}",
+        f"[bold]{nice_nbytes(memory.peak_nbytes)}",
     )
-    table.add_row("kept by the allocator, at least", "", nice_nbytes(plan.reserved_nbytes))
+    table.add_row("kept by the allocator, at least", "", nice_nbytes(memory.reserved_nbytes))
     table.add_row("context, communicators, workspaces", "", nice_nbytes(TAKEN_NBYTES))
     table.add_row("margin: fragmentation, NCCL", "", nice_nbytes(device.margin_nbytes))
     verdict = "[green]fits" if plan.fits else "[red]does not fit"
@@ -102,7 +101,7 @@ def _traffic(plan: Plan) -> RenderableType:
 
 
 def _time(plan: Plan) -> Table:
-    request, (least, most) = plan.request, plan.tokens_per_s_range
+    request, timeline, (least, most) = plan.request, plan.timeline, plan.tokens_per_s_range
     fast, slow = plan.step_range_s
     is_range = slow > fast
     table = Table("time of a step", "", box=None, pad_edge=False)
@@ -111,13 +110,13 @@ def _time(plan: Plan) -> Table:
     )
     if is_range:
         table.add_row("[bold]tokens/s, a rank", f"[bold]{least:,.0f} to {most:,.0f}")
-        table.add_row(
-            "", "give --mfu or --compute-s, as measured on one node, for one number; likely:"
-        )
-        table.add_row("step", _ms(plan.step_s))
-    table.add_row("compute stream busy", _ms(plan.compute_s))
-    table.add_row("exposed communication", f"{_ms(plan.exposed_s)} of {_ms(plan.transfers_s)}")
-    table.add_row("host launches", _ms(plan.host_s))
+        table.add_row("", "give --mfu, as measured on one node, for one number; likely:")
+        table.add_row("step", _ms(timeline.step_s))
+    table.add_row("compute stream busy", _ms(timeline.compute_s))
+    table.add_row(
+        "exposed communication", f"{_ms(timeline.exposed_s)} of {_ms(timeline.transfers_s)}"
+    )
+    table.add_row("host launches", _ms(timeline.host_s))
     table.add_row("tokens/s, a rank", f"{plan.tokens_per_s:,.0f}")
     table.add_row("tokens/s, all ranks", f"{plan.tokens_per_s * request.ranks:,.0f}")
     table.add_row("MFU, as PaLM counts", f"{plan.mfu:.1%}")

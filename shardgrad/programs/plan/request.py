@@ -32,11 +32,7 @@ MOST_RANKS = 2**20
 
 @dataclass(frozen=True)
 class Request:
-    """The training step to plan.
-
-    Args:
-        blocks: plan with only so many of the longest run of blocks that are alike; None for all.
-    """
+    """The training step to plan."""
 
     preset: str = setting(
         "8b",
@@ -65,18 +61,8 @@ class Request:
     stage: str = setting(
         "3",
         "ZeRO stage, as `zero_stage` of fully_shard.",
-        click.Choice(("1", "2", "3", "auto", "hfsdp")),
+        click.Choice(("1", "2", "3", "hfsdp")),
     )
-    blocks_per_unit: int = setting(
-        1, "Blocks that travel together, as those of a list given to fully_shard.", Whole(1)
-    )
-    units: tuple[str, ...] = setting(
-        (),
-        "Also apply fully_shard to this module (embedding, head), or to the modules of this class "
-        "inside the blocks; may be repeated.",
-        flag="--unit",
-    )
-
     precision: str = setting(
         "bf16-mixed",
         "bf16-mixed computes in bf16 with fp32 weights; bf16 keeps bf16 weights as well.",
@@ -106,8 +92,6 @@ class Request:
     seq_len: int = setting(8192, "Tokens per sequence.", Whole(1, 2**22))
     accumulate: int = setting(1, "Micro-batches per step.", Whole(1, 2**20))
     no_sync: bool = setting(False, "Reduce gradients only after the last micro-batch.")
-
-    blocks: int | None = None
 
     def __post_init__(self) -> None:
         if self.override and self.model is not None:

@@ -81,8 +81,8 @@ def setting(
     """Declares a field of a dataclass as a setting.
 
     Args:
-        default: its value if it is not given; `dict` for pairs, and a tuple, may be given several
-            times; a boolean is a switch.
+        default: its value if it is not given; `dict` for pairs, which may be given several times; a
+            boolean is a switch.
         words: help.
         kind: click's type of its values.
         section: of the help, which begins with this field.
@@ -151,7 +151,7 @@ def _option(one: dataclasses.Field[Any]) -> _Decorator:
     if isinstance(default, bool):
         switch = f"--no-{flag[2:]}" if default else flag
         return click.option(switch, one.name, flag_value=not default, default=None, help=words)
-    if default in (dataclasses.MISSING, ()):
+    if default is dataclasses.MISSING:
         return click.option(flag, one.name, type=facts["kind"], multiple=True, help=words)
     if default is not None and "[default" not in words:
         words += f"  [default: {default}]"
