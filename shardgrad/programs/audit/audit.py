@@ -244,7 +244,7 @@ def _name(trace: Trace, params: Mapping[torch.Tensor, str], model: nn.Module) ->
         if param in params
     }
     steps = (trace.initial, *trace.gradients, *trace.parameters)
-    for snapshot in filter(None, steps):
+    for snapshot in steps:
         named = {names.get(name, name): piece for name, piece in snapshot.items()}
         snapshot.clear()
         snapshot.update(named)

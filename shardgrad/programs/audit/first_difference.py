@@ -1,15 +1,13 @@
-"""Where a program's run with its engine departs from its run without, and why, as far as the
-numbers tell.
+"""Where a program's run with its engine departs from its run without, as far as the numbers tell.
 
 Steps are compared in order; in a step first the gradients, as they are when the optimizer steps,
-then the parameters behind it; in each the parameters in the model's order.
+then what it makes of the parameters; in each the parameters in the model's order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 
@@ -50,14 +48,13 @@ class Trace:
 
     Attributes:
         initial: parameters before the first step.
-        gradients: for each step, those that its optimizer step found; None if it made no optimizer
-            step.
+        gradients: for each step, those that its optimizer step found.
         parameters: for each step, those behind it.
         returned: what the program returned, by name.
     """
 
     initial: Snapshot = field(default_factory=dict)
-    gradients: list[Snapshot | None] = field(default_factory=list)
+    gradients: list[Snapshot] = field(default_factory=list)
     parameters: list[Snapshot] = field(default_factory=list)
     returned: Snapshot = field(default_factory=dict)
 
@@ -69,18 +66,18 @@ class Difference:
     Attributes:
         when: such as "step 1, gradient".
         name: of the parameter.
-        why: what the numbers say about it, in a sentence.
+        what: how it differs.
         others: number of other parameters that differ at the same point.
     """
 
     when: str
     name: str
-    why: str
+    what: str
     others: int = 0
 
     def __str__(self) -> str:
         more = f", and {self.others} more" if self.others else ""
-        return f"{self.when} of {self.name}{more}: {self.why}"
+        return f"{self.when} of {self.name}{more}: {self.what}"
 
 
 def first_difference(reference: Trace, ranks: Sequence[Trace]) -> Difference | None:
@@ -94,31 +91,15 @@ def first_difference(reference: Trace, ranks: Sequence[Trace]) -> Difference | N
         reference: the run of one rank without the engine.
         ranks: the runs of all ranks.
     """
-    found = _compare(
-        "initial value", reference.initial, [trace.initial for trace in ranks], _why_initial
-    )
+    found = _compare("initial value", reference.initial, [trace.initial for trace in ranks])
     before = reference.initial
-    for step, (gradients, parameters) in enumerate(
-        zip(reference.gradients, reference.parameters, strict=True)
-    ):
-        if found is not None:
-            return found
-        own = [trace.gradients[step] for trace in ranks]
-        odd = [
-            rank for rank, snapshot in enumerate(own) if (snapshot is None) != (gradients is None)
-        ]
-        if odd:
-            made = "made no optimizer step" if gradients is not None else "made an optimizer step"
-            made = f"{_ranks(odd)} {made}, unlike the other run"
-            return Difference(f"step {step}, update", "all parameters", made)
-        if gradients is not None:
-            why = partial(_why_gradient, reference.gradients[:step])
-            theirs = [each or {} for each in own]
-            found = _compare(f"step {step}, gradient", gradients, theirs, why, _why_no_gradient)
-        if found is None:
-            after = [trace.parameters[step] for trace in ranks]
-            found = _compare(f"step {step}, value", parameters, after, partial(_why_update, before))
-        before = parameters
+    steps = zip(reference.gradients, reference.parameters, strict=True)
+    for step, (gradients, after) in enumerate(steps):
+        theirs = [trace.gradients[step] for trace in ranks]
+        found = found or _compare(f"step {step}, gradient", gradients, theirs)
+        theirs = [trace.parameters[step] for trace in ranks]
+        found = found or _compare(f"step {step}, update", after, theirs, before)
+        before = after
     return found
 
 
@@ -129,7 +110,7 @@ def last_difference(reference: Trace, ranks: Sequence[Trace]) -> Difference | No
     That is in an optimizer step, or else in what was returned: an engine may show optimizers other
     tensors than the model's parameters.
     """
-    end = _compare("end", reference.returned, [trace.returned for trace in ranks], _why_end)
+    end = _compare("end", reference.returned, [trace.returned for trace in ranks])
     if end is None or not all(_steps_alike(reference, trace) for trace in ranks):
         return end
     return first_difference(reference, ranks) or end
@@ -144,19 +125,15 @@ def _steps_alike(trace: Trace, other: Trace) -> bool:
     return shapes == others
 
 
-# -- comparing
-
-_Why = Callable[[str, Piece, Sequence[Piece]], str]
-_WhyAbsent = Callable[[Piece | None, Sequence[Piece | None]], str]
-
-
 def _compare(
     when: str,
     expected: Snapshot,
     ranks: Sequence[Snapshot],
-    why: _Why,
-    why_absent: _WhyAbsent = lambda expected, pieces: "not every run has it",
+    before: Mapping[str, Piece | None] = {},
 ) -> Difference | None:
+    """Returns the first tensor that differs, and how; of values, how their change since `before`
+    does.
+    """
     names = dict.fromkeys([*expected, *(name for snapshot in ranks for name in snapshot)])
     differing = []
     for name in names:
@@ -166,14 +143,8 @@ def _compare(
     if not differing:
         return None
     name, pieces = differing[0]
-    right, held = expected.get(name), [piece for piece in pieces if piece is not None]
-    if right is None or len(held) < len(pieces):
-        cause = why_absent(right, pieces)
-    elif (shapes := {piece.shape for piece in held}) != {right.shape}:
-        cause = f"it has shape {' and '.join(map(str, sorted(shapes)))} instead of {right.shape}"
-    else:
-        cause = why(name, right, held)
-    return Difference(when, name, cause, len(differing) - 1)
+    what = _how(expected.get(name), pieces, before.get(name))
+    return Difference(when, name, what, len(differing) - 1)
 
 
 def _agree(expected: Piece | None, piece: Piece | None) -> bool:
@@ -193,6 +164,32 @@ def _close(values: torch.Tensor, expected: torch.Tensor) -> bool:
     return bool(off <= precision * theirs.masked_fill(both_broken, 0).norm())
 
 
+def _how(expected: Piece | None, pieces: Sequence[Piece | None], before: Piece | None) -> str:
+    """Returns how what ranks hold of a tensor differs from what is expected."""
+    held = [piece for piece in pieces if piece is not None]
+    if expected is None:
+        return f"{_ranks([rank for rank, piece in enumerate(pieces) if piece])} alone has one"
+    if len(held) < len(pieces):
+        return f"{_ranks([rank for rank, piece in enumerate(pieces) if piece is None])} has none"
+    shapes = {piece.shape for piece in held}
+    if shapes != {expected.shape}:
+        return f"it has shape {' and '.join(map(str, sorted(shapes)))} instead of {expected.shape}"
+    if held[0].is_whole and any(not _close(piece.values, held[0].values) for piece in held):
+        return "every rank has its own"
+    wrong = [rank for rank, piece in enumerate(held) if not _agree(expected, piece)]
+    if len(wrong) < len(held):
+        return f"what {_ranks(wrong)} holds of it is not right, the rest is"
+    start = torch.zeros_like(expected.values) if before is None else before.values
+    right = expected.values.double() - start.double()
+    got = _stitched(held).double() - start.double()
+    if not got.any():
+        return "it is zero on all ranks"
+    scale = float((got * right).sum() / right.square().sum())
+    if _close(got.float(), (right * scale).float()):
+        return f"it is {scale:.4g} times the expected one, on all ranks"
+    return f"it is off by {float((got - right).norm() / right.norm()):.2%}, on all ranks"
+
+
 def _stitched(pieces: Sequence[Piece]) -> torch.Tensor:
     """Returns the whole tensor, from pieces of all ranks."""
     whole = torch.zeros(pieces[0].shape, dtype=pieces[0].values.dtype)
@@ -203,104 +200,3 @@ def _stitched(pieces: Sequence[Piece]) -> torch.Tensor:
 
 def _ranks(numbers: Sequence[int]) -> str:
     return f"rank{'s' if len(numbers) > 1 else ''} {' and '.join(map(str, numbers))}"
-
-
-def _wrong(expected: Piece, pieces: Sequence[Piece]) -> list[int]:
-    return [rank for rank, piece in enumerate(pieces) if not _agree(expected, piece)]
-
-
-# -- why
-
-
-def _why_end(name: str, expected: Piece, held: Sequence[Piece]) -> str:
-    values = expected.values.double()
-    off = max(float((piece.values.double() - values).norm() / values.norm()) for piece in held)
-    how = f"it is off by {off:.2%}"
-    if any(not _close(piece.values, held[0].values) for piece in held):
-        return f"{how}, and ranks have different values, as where gradients are not averaged"
-    return f"{how}, on all ranks alike"
-
-
-def _why_initial(name: str, expected: Piece, held: Sequence[Piece]) -> str:
-    wrong = _wrong(expected, held)
-    if len(wrong) == len(held):
-        return "the program does not make the same weights twice: seed it"
-    return (
-        f"{_ranks(wrong)} begins with other weights: seed every rank alike before the model is "
-        "built"
-    )
-
-
-def _why_no_gradient(expected: Piece | None, pieces: Sequence[Piece | None]) -> str:
-    missing = [rank for rank, piece in enumerate(pieces) if piece is None]
-    if expected is None:
-        has = [rank for rank in range(len(pieces)) if rank not in missing]
-        return f"{_ranks(has)} has a gradient, and the other run has none"
-    if len(missing) == len(pieces):
-        return "no rank has a gradient: it is not reduced, or frozen there"
-    return (
-        f"{_ranks(missing)} has no gradient: those of this parameter are not averaged, and its "
-        "module did not run there"
-    )
-
-
-def _why_gradient(
-    history: Sequence[Snapshot | None],  # expected gradients of earlier steps
-    name: str,
-    expected: Piece,
-    held: Sequence[Piece],
-) -> str:
-    right, wrong, world = expected.values, _wrong(expected, held), len(held)
-    if held[0].is_whole and any(not _close(piece.values, held[0].values) for piece in held):
-        mean = torch.stack([piece.values.double() for piece in held]).mean(0)
-        if _close(mean.to(right.dtype), right):
-            return "not averaged: every rank has its own, and their mean would be right"
-        return "not averaged: every rank has its own"
-    got = _stitched(held)
-    if not got.any():
-        return "it is zero on all ranks: the data of no rank came in"
-    scale = float((got.double() * right.double()).sum() / right.double().square().sum())
-    if scale and _close(got, right * scale):
-        if abs(scale / world - 1) < 0.01:
-            return f"{world} times too large: summed over the ranks, not averaged"
-        if abs(scale * world - 1) < 0.01:
-            return f"{world} times too small: averaged once too often, or only a part of the sum"
-        return f"{scale:.4g} times the expected one"
-    pieces = [snapshot.get(name) for snapshot in history if snapshot is not None]
-    former = [piece.values for piece in pieces if piece is not None]
-    last = f"the gradient of step {len(history) - 1}"
-    if former and _close(got, former[-1]):
-        return f"stale: it is {last}"
-    if former and _close(got, former[-1] + right):
-        return f"it contains {last} too: not set to zero"
-    if len(wrong) < world:
-        return f"what {_ranks(wrong)} holds of it is not right, the rest is"
-    return "what every rank holds of it is not right"
-
-
-def _why_update(before: Snapshot, name: str, expected: Piece, held: Sequence[Piece]) -> str:
-    former = before.get(name)
-    if former is None:
-        return "it is new"
-    wrong = _wrong(expected, held)
-    kept = [rank for rank in wrong if _close(held[rank].values, held[rank].of(former.values))]
-    if len(kept) == len(held):
-        return "gradients agree, and no rank updates it: the optimizer does not hold this parameter"
-    if kept:
-        return f"gradients agree, and {_ranks(kept)} does not update it"
-    step = expected.values.double() - former.values.double()
-    scales = set()
-    for rank in wrong:
-        own = held[rank].values.double() - held[rank].of(former.values).double()
-        part = held[rank].of(step)
-        scale = float((own * part).sum() / part.square().sum())
-        scales.add(f"{scale:.3g}" if _close(own.float(), (part * scale).float()) else "")
-    if len(scales) == 1 and "" not in scales:
-        return (
-            f"gradients agree, and the update of {_ranks(wrong)} is {scales.pop()} times the "
-            "expected one"
-        )
-    return (
-        f"gradients agree, and the update of {_ranks(wrong)} does not: its optimizer has other "
-        "settings or state, or weights are written besides"
-    )
