@@ -94,7 +94,6 @@ class Reads(TorchDispatchMode):
     Args:
         function: of the step.
         modules: that the step uses.
-        generators: of random numbers, that the graph knows besides its device's default one.
         stream: on which the block runs.
 
     Attributes:
@@ -110,11 +109,10 @@ class Reads(TorchDispatchMode):
         self,
         function: Callable[..., Any],
         modules: Iterable[nn.Module],
-        generators: Sequence[torch.Generator] = (),
         stream: Stream = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._generators, self._stream = generators, stream
+        self._stream = stream
         self.places: dict[Place, Hashable] = {}
         self.numbers: dict[str, Any] = {}
         self.groups: set[dist.ProcessGroup] = set()
@@ -150,9 +148,6 @@ class Reads(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         leaves = tree_leaves((args, kwargs))
-        for leaf in leaves:
-            if isinstance(leaf, torch.Generator):
-                self._require_known(leaf)
         result = func(*args, **kwargs)
         # Collectives do not declare what they write.
         writes = func._schema.is_mutable or func.namespace == "c10d"
@@ -175,16 +170,6 @@ class Reads(TorchDispatchMode):
                 self._written[identity] = reference, tensor.device
         self._made.update({_identity(t) for t in _plain(tree_leaves(result))} - given)
         return result
-
-    def _require_known(self, generator: torch.Generator) -> None:
-        known = (*torch.cuda.default_generators, *self._generators)
-        if generator.device.type == "cuda" and not any(generator is each for each in known):
-            raise CaptureError(
-                "it draws from a torch.Generator that graphed_step was not given",
-                expected="the device's default generator, or those that were given",
-                got="another one, which a graph cannot advance",
-                fix="graphed_step(..., generator)",
-            )
 
     def _require_captured(self, device: torch.device) -> None:
         """Refuses a write on a stream that is no part of the capture, which takes place during it.

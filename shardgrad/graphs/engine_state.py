@@ -66,6 +66,9 @@ class ModuleState(Capturable):
         # Before the capture that runs; None outside. See [Note: Gradients in a graph's pool].
         self._with_memory: set[GradShard] | None = None
         self._registered_before: dict[str, Any] = {}
+        # Which parameters require a gradient in this call, and whether as in the one before.
+        self._trains: tuple[bool, ...] = ()
+        self._is_placed = False
         self._collect()
 
     def _collect(self) -> None:
@@ -135,7 +138,7 @@ class ModuleState(Capturable):
             return (
                 self._module_ids,
                 self._generations,
-                tuple(map(_REQUIRES_GRAD, self._trainable)),
+                self._trains,
                 tuple(map(_ADDRESS, self._addressed)),
                 tuple([None if g is None else g.data_ptr() for g in map(_GRAD, self._plain)]),
                 self._bound(shards),
@@ -268,6 +271,11 @@ class ModuleState(Capturable):
         for context in self._contexts:
             context.require_awake()
         self._follow()
+        before, self._trains = self._trains, tuple(map(_REQUIRES_GRAD, self._trainable))
+        self._is_placed = self._trains == before
+        if not self._is_placed:
+            for grads in self._grad_groups:
+                grads.refresh_trainable()
         self._join_post_optim_events()
         for context in self._contexts:
             context.free_gradients()
@@ -281,6 +289,8 @@ class ModuleState(Capturable):
 
     def before_replays(self) -> Callable[[], bool]:
         """See `Capturable`."""
+        if not self._is_placed:  # tables of places come from the host
+            raise CaptureAgain("other parameters require a gradient than in the call before")
         self._with_memory = {shard for shard in self._shards() if shard.has_memory}
         self._registered_before = self._registered()
         found = [(shard, shard.begin_capture()) for shard in self._shards()]

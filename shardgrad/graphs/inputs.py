@@ -213,7 +213,16 @@ class InputBuffers:
         self._transfers: Stream = torch.Stream(pool.device) if is_sent else None
         with torch.inference_mode(False):  # later calls of this kind may be in another mode
             self.buffers = [torch.empty_like(each, device=pool.device) for each in inputs.tensors]
-        self.arguments = _filled(inputs.arguments, iter(self.buffers))
+        self._given = inputs.arguments
+
+    @property
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """See the class. Each time other tensors of the same memory, so that what autograd notes
+        of them ends with the call, as with the program's own.
+        """
+        filled: tuple[tuple[Any, ...], dict[str, Any]]
+        filled = _filled(self._given, (buffer.detach() for buffer in self.buffers))
+        return filled
 
     def load(self, inputs: Inputs) -> None:
         """Copies a call's tensors into the buffers.

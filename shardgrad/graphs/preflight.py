@@ -101,6 +101,22 @@ _CUDA_ERRORS: dict[int | None, Issue] = {
         fix="work on torch.cuda.current_stream(), or on a torch.cuda.Stream() of the program's",
     ),
 }
+_GENERATOR = Issue(
+    "random numbers",
+    "it draws from a torch.Generator that graphed_step was not given",
+    fix="graphed_step(..., generator)",
+)
+_COPY = Issue(
+    "copy from the host",
+    "a call copies a tensor or a number from the host",
+    fix="make it before the step and pass it as an argument; or torch.full, torch.arange with "
+    "device=, and fill_ for an element",
+)
+# What torch says before the device would.
+_MESSAGES = {
+    "generator not in capture mode": _GENERATOR,
+    "Cannot copy between CPU and CUDA tensors": _COPY,
+}
 # Functions of torch in which an error has one cause.
 _RAISING = {
     checkpoint.get_device_states.__code__: _SAVED_STATE,
@@ -149,6 +165,9 @@ def cause_of(error: BaseException) -> Issue:
             return _SCALER
         if frame.f_code in _RAISING:
             return _RAISING[frame.f_code]
+    for message, issue in _MESSAGES.items():
+        if message in str(error):
+            return issue
     what = f"{type(error).__name__}: {error}".splitlines()[0]
     unknown = Issue("", what, fix=_HOST_READ.fix)
     return _CUDA_ERRORS.get(getattr(error, "error_code", None), unknown)

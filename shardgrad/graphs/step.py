@@ -122,8 +122,9 @@ def graphed_step(
 ) -> Callable[[Callable[_P, _R]], GraphedStep[_P, _R]]:
     """Makes a training step one graph: its launches are captured once and replayed from then on.
 
-    A decorator, or called on a function: `step = graphed_step(model, optimizer)(function)`. That
-    may contain all of a step, from the forward to `zero_grad`, for any number of micro-batches. The
+    A decorator, or called on a function: `step = graphed_step(model, optimizer)(function)`; on the
+    method of an object, in its `__init__`: `self.step = graphed_step(...)(self.step)`. That may
+    contain all of a step, from the forward to `zero_grad`, for any number of micro-batches. The
     graph computes the same numbers as the function, bit for bit.
 
     The first calls run eagerly and are steps of training like all others. A call is captured when
@@ -272,6 +273,18 @@ class GraphedStep(Generic[_P, _R]):
         ]
 
     # -- a call
+
+    def __get__(self, instance: object, owner: type | None = None) -> GraphedStep[_P, _R]:
+        """Refuses a call as a method, which would not get its object."""
+        if instance is None:
+            return self
+        name = self._function.__name__
+        raise CaptureError(
+            f"{self._name} was decorated in a class, and is called without an object",
+            expected="the method of an object, or a function",
+            got="a function of the class",
+            fix=f"in __init__, self.{name} = graphed_step(...)(self.{name}); or @staticmethod",
+        )
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Takes one step; see `graphed_step`."""
@@ -487,8 +500,7 @@ class GraphedStep(Generic[_P, _R]):
             self._generators,
             kind.seen[key[1]],
         )
-        generators = [*self._generators, *kind.seen[key[1]].generators]
-        reads = Reads(self._function, self._modules, generators, self.pool.stream)
+        reads = Reads(self._function, self._modules, self.pool.stream)
         args, kwargs = kind.buffers.arguments
         try:
             with _stale_streams_overridden(), graph.captured(), reads:

@@ -30,7 +30,7 @@ from shardgrad.graphs.capturable import capturable
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
 VOCABULARY, WIDTH, LENGTH, ROWS = 32, 16, 8, 4
-STEPS = 12
+STEPS = 9
 Values = list[Any]
 Loop = Callable[[Any, torch.device], Values]
 
@@ -411,6 +411,61 @@ def policy_update(
     return [update, *seen, *weights(policy)]
 
 
+def mixed_up(graphed: Any, device: torch.device, *, given: bool = True) -> Values:
+    """Rows are mixed by a generator of the program's, and moved along their own gradient; weights
+    are averaged by hand.
+    """
+    model = sharded(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), device)
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+    generator = torch.Generator(device).manual_seed(1)
+    average = [p.to_local().detach().clone() for p in model.parameters()]
+
+    @graphed(model, optimizer, *[generator] * given)
+    def train_step(x: Tensor) -> tuple[dict[str, Tensor], tuple[None, list[Tensor]]]:
+        share = torch.rand((), device=device, generator=generator)
+        x.requires_grad_(True)
+        (ascent,) = torch.autograd.grad(model(x).square().mean(), x)
+        x = x.detach() + 0.1 * ascent.sign()
+        loss = model(share * x + (1 - share) * x.flip(0)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for mean, param in zip(average, model.parameters(), strict=True):
+                mean.lerp_(param.to_local(), 0.1)
+        return {"loss": loss}, (None, [share])
+
+    seen: Values = []
+    for _ in range(STEPS):
+        rows = torch.randn(ROWS, WIDTH, generator=DATA).to(device)
+        losses, (nothing, [share]) = train_step(rows)
+        seen += [losses["loss"].item(), nothing, share.item()]
+    return [train_step, *seen, *weights(model), *(mean.cpu() for mean in average)]
+
+
+def trained_in_turn(graphed: Any, device: torch.device) -> Values:
+    """Blocks and the rest train for some calls each, and are frozen meanwhile."""
+    model = language_model(device)
+    halves = [*model.blocks.parameters()], [*model.embedding.parameters(), *model.head.parameters()]
+    optimizers = [shardgrad.optim.AdamW(half, lr=1e-2) for half in halves]
+
+    @graphed(model, *optimizers)
+    def train_step(tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = model(tokens, targets)[1]
+        loss.backward()
+        optimizers[0 if halves[0][0].requires_grad else 1].step()
+        model.zero_grad()
+        return loss
+
+    seen: Values = []
+    for number in range(2 * STEPS):
+        for which, half in enumerate(halves):
+            for param in half:
+                param.requires_grad_(number // 6 % 2 == which)
+        seen.append(train_step(*get_batch(device)).item())
+    return [train_step, *seen, *weights(model)]
+
+
 LOOPS = [
     nanogpt,
     fsdp2_tutorial,
@@ -421,7 +476,18 @@ LOOPS = [
     lora,
     gan,
     policy_update,
+    mixed_up,
+    trained_in_turn,
 ]
+
+
+def class_weights(graphed: Any, device: torch.device) -> Values:
+    @graphed(warmup=1)
+    def train_step(logits: Tensor) -> Tensor:
+        made = torch.tensor([0.5, 1.0], device=device)
+        return F.cross_entropy(logits, logits.argmax(-1), weight=made, label_smoothing=0.1)
+
+    return [train_step(torch.ones(ROWS, 2, device=device)) for _ in range(STEPS)]
 
 
 # As some write them: the loop, and what the error says.
@@ -439,6 +505,16 @@ REFUSED = {
     "tokens counted on the host": (
         partial(torchtitan, counts_on_host=True),
         r"total: Any = valid_tokens\.item\(\)[\s\S]*return what the host reads",
+    ),
+    "a generator that is not given": (
+        partial(mixed_up, given=False),
+        r"a torch\.Generator that graphed_step was not given[\s\S]*in train_step: share = torch"
+        r"[\s\S]*\n  try:      graphed_step\(\.\.\., generator\)",
+    ),
+    "class weights that are made in the step": (
+        class_weights,
+        r"copies a tensor or a number from the host[\s\S]*in train_step: made = torch\.tensor"
+        r"[\s\S]*\n  try:      make it before the step",
     ),
     "a schedule in the step": (
         partial(transformers, schedule_inside=True),
@@ -472,10 +548,10 @@ def plain(*capturables: Any, **settings: Any) -> Callable[[Any], Any]:
     optimizers = [capturable(x) for x in capturables if isinstance(x, torch.optim.Optimizer)]
 
     def decorate(function: Any) -> Any:
-        def step(*args: Any) -> Any:
+        def step(*args: Any, **kwargs: Any) -> Any:
             for optimizer in optimizers:
                 optimizer.begin_call()
-            return function(*args)
+            return function(*args, **kwargs)
 
         return step
 
