@@ -38,7 +38,7 @@ _KEEP_HEAP = {
 
 # Several ranks on one GPU: NCCL 2.30 allows it if asked; older ones do not look at ranks of other
 # hosts.
-_SHARED_DEVICE = {
+SHARED_DEVICE = {
     "NCCL_MULTI_RANK_GPU_ENABLE": "1",
     "NCCL_MAX_CTAS": "4",
     "NCCL_NVLS_ENABLE": "0",
@@ -352,7 +352,7 @@ def _main(worker: Worker, pipe: Connection) -> None:
         # Once taken down, CUPTI starts again in the middle of a graph's replay, and breaks it.
         os.environ |= {"DISABLE_CUPTI_LAZY_REINIT": "1", "TEARDOWN_CUPTI": "0"}
     if worker.share_device:
-        os.environ |= {**_SHARED_DEVICE, "NCCL_HOSTID": f"rank{worker.rank}"}
+        os.environ |= {**SHARED_DEVICE, "NCCL_HOSTID": f"rank{worker.rank}"}
     try:
         served = resolve_name(worker.serves)(worker)
         pipe.send(None)

@@ -204,11 +204,13 @@ class GradScaler:
                 got="neither, since the last update",
                 fix="scaler.step(optimizer)",
             )
-        found = sum(verdicts[1:], verdicts[0])
+        scale = self._state.scale
+        # Offloaded gradients are judged on the host.
+        first, *others = (verdict.to(scale.device) for verdict in verdicts)
         torch._amp_update_scale_(
-            self._state.scale,
+            scale,
             self._state.good_steps,
-            found,
+            sum(others, first),
             self._growth_factor,
             self._backoff_factor,
             self._growth_interval,

@@ -29,7 +29,7 @@ def worlds() -> Iterator[Worlds]:
 
 def all_agree(worlds: Worlds, programs: list[Program]) -> None:
     if build.compiler() is None:  # the simulated accelerator needs one
-        programs = [replace(p, world="2") if p.is_simulated else p for p in programs]
+        programs = [replace(p, world="2") if p.on_device else p for p in programs]
         programs = [p for p in programs if is_valid(p)]
     wrong = [
         f"{found}\n{program}\npython -m tests.fuzz.programs --seed {program.seed} --count 1"

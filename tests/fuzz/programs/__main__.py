@@ -18,7 +18,7 @@ from tests.fuzz.programs.worlds import Worlds
 @click.option("--seed", type=int, default=1, show_default=True)
 @click.option("--only", type=int, multiple=True, help="These seeds.")
 @click.option("--count", type=click.IntRange(1), default=100, show_default=True)
-@click.option("--world", default="", help="One of 2, 4, sim1, sim2; all by default.")
+@click.option("--world", default="", help="2, 4, sim1, sim2 (all by default), cuda1, cuda2.")
 @click.option("--replay", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--defect", default="", help="Put an old defect back.")
 @click.option("--most", default=3, show_default=True, help="Failures to make small.")

@@ -81,9 +81,9 @@ class State:
         model, do = self.program.model, op.do
         if self._failed and do not in (*_FORWARDS, "zero"):
             return False
-        if self._failed and op.how == "zeros" and self.program.is_simulated:
+        if self._failed and op.how == "zeros" and self.program.on_device:
             return False  # a hazard that harms no one: the next forward drops what is zeroed
-        if do == "poke" and self._failed_forward and self.program.is_simulated:
+        if do == "poke" and self._failed_forward and self.program.on_device:
             return False  # another one: the next forward drops what is being gathered
         if do in ("poke", "load", "resume") and self.program.optimizer.event:
             return False  # the next forward waits for the update alone
@@ -113,7 +113,7 @@ class State:
             return not self._in_flight
         if do == "clip" and op.how == "torch" and self.program.sharding.offload:
             # It reduces on the CPU, which a backend for devices cannot.
-            return not self._in_flight and not self.program.is_simulated
+            return not self._in_flight and not self.program.on_device
         if do in ("zero", "clip", "write"):
             return not self._in_flight
         if do == "save" and self._removed:
@@ -134,7 +134,7 @@ class State:
         if do == "nan":
             return self._is_reduced and self._library == "shardgrad" and not self._reenters
         if do == "scaled":
-            is_there = not (self.program.is_simulated and "torch" in op.how)
+            is_there = not (self.program.on_device and "torch" in op.how)
             # torch's scaler looks at the gradients of its optimizer, ours at all that were clipped.
             is_seen = not (self._left_out and "inf" in op.how)
             return self._is_reduced and not self._reenters and is_there and is_seen
@@ -151,7 +151,7 @@ class State:
                 and not self.program.sharding.offload
             )
             return (
-                self.program.is_simulated
+                self.program.on_device
                 and self._is_reduced
                 and is_capturable
                 and not self._reenters
@@ -171,7 +171,7 @@ class State:
         if do in ("unshard", "reshard"):
             return self._ran
         if do == "move":
-            return not self._graphs and self.program.is_simulated
+            return not self._graphs and self.program.on_device
         if do == "skip":
             return not self._graphs and op.n < len(model.blocks)
         return True

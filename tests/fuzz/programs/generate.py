@@ -75,7 +75,7 @@ def program_of(seed: int, world: str = "") -> Program:
         program = Program(seed, world, model, sharding, _optimizer(rng, world))
         if fits(program):
             break
-    if program.is_simulated:
+    if program.on_device:
         program = _on_streams(random.Random(f"streams {seed}"), program)
     return replace(program, ops=_ops(rng, late, program))
 
@@ -233,7 +233,7 @@ def _ops(rng: random.Random, late: random.Random, program: Program) -> tuple[Op,
     if _often(late, 0.3):
         weights["scaled"] = 4.0
     weights |= {kind: 2.5 for kind in LATE if _often(late, 0.15)}
-    if program.is_simulated:
+    if program.on_device:
         weights |= {"move": 2.0, "skip": 1.0}
     if "freeze" in kinds:
         weights["unfreeze"] = 1.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
+from string import ascii_lowercase
 from typing import Any
 
 
@@ -170,11 +171,11 @@ class Program:
 
     @property
     def ranks(self) -> int:
-        return int(self.world.removeprefix("sim"))
+        return int(self.world.strip(ascii_lowercase))
 
     @property
-    def is_simulated(self) -> bool:
-        return self.world.startswith("sim")
+    def on_device(self) -> bool:
+        return not self.world.isdigit()
 
     def to_json(self) -> str:
         """Returns it as text, without what is as by default."""

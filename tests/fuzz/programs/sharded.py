@@ -1,4 +1,4 @@
-"""Shardgrad, over gloo or on simulated devices."""
+"""Shardgrad, over gloo, on simulated devices or on a GPU."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Sharded(Script):
         program: what to do.
         rank: of this process or thread.
         build: makes the model on the CPU.
-        device: "cpu" or "sim".
+        device: "cpu", "sim" or "cuda".
         streams: of the device.
         graphs: False runs what a graph stands for eagerly.
     """
@@ -338,14 +338,14 @@ def _columns(param: nn.Parameter, ranks: int) -> Shard | None:
     return Shard(1) if param.ndim == 2 and param.shape[1] % ranks == 0 else None
 
 
-@cache
-def _gloo_mesh(kind: str, ranks: int) -> DeviceMesh:
-    return _new_mesh("cpu", kind, ranks)
-
-
 def _mesh(device: str, kind: str, ranks: int) -> DeviceMesh:
     # Virtual ranks have groups of their own in each program.
-    return _gloo_mesh(kind, ranks) if device == "cpu" else _new_mesh(device, kind, ranks)
+    return (_new_mesh if device == "sim" else _kept_mesh)(device, kind, ranks)
+
+
+@cache
+def _kept_mesh(device: str, kind: str, ranks: int) -> DeviceMesh:
+    return _new_mesh(device, kind, ranks)
 
 
 def _new_mesh(device: str, kind: str, ranks: int) -> DeviceMesh:

@@ -1,4 +1,5 @@
-"""Ranks that live for many programs: processes over gloo, or threads with simulated devices.
+"""Ranks that live for many programs: processes over gloo, threads with simulated devices, or
+processes that share a GPU.
 
 A program that leaves ranks in different places, or hangs, costs its world, which is started again.
 """
@@ -6,6 +7,7 @@ A program that leaves ranks in different places, or hangs, costs its world, whic
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -18,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.workers import SHARED_DEVICE
 from tests.fuzz.programs import defects
 from tests.fuzz.programs import net as nets
 from tests.fuzz.programs.compare import Difference, Outcome, run
@@ -98,15 +101,22 @@ class Worlds:
                 run_simulated, texts, timeout_s=limit_s, defect=self._defect
             )
             return outcomes
-        ranks = self._started.setdefault(world, Ranks(int(world), COLLECTIVE_TIMEOUT_S))
-        return _together(ranks.run(run_on_rank, texts, timeout_s=limit_s, defect=self._defect))
+        device = world.strip("0123456789") or "cpu"
+        backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+        ranks = self._started.setdefault(
+            world, Ranks(programs[0].ranks, COLLECTIVE_TIMEOUT_S, backend=backend)
+        )
+        by_rank = ranks.run(
+            run_on_rank, texts, timeout_s=limit_s, defect=self._defect, device=device
+        )
+        return _together(by_rank)
 
 
 def _key(world: str) -> str:
     """Returns what a world is kept under; one process has simulated devices for any number of
     ranks.
     """
-    return world[:3]
+    return "sim" if world.startswith("sim") else world
 
 
 def _together(by_rank: Sequence[Sequence[Outcome]]) -> list[Outcome]:
@@ -123,7 +133,7 @@ def _together(by_rank: Sequence[Sequence[Outcome]]) -> list[Outcome]:
     return merged
 
 
-# -- processes over gloo
+# -- processes
 
 
 @cache
@@ -141,9 +151,13 @@ def _build(program: Program, plan: Plan) -> Net:
     return nets.build(program.model, plan, program.seed)
 
 
-def run_on_rank(texts: Sequence[str], *, defect: str) -> list[Outcome]:
+def run_on_rank(texts: Sequence[str], *, defect: str, device: str) -> list[Outcome]:
     """Runs programs on this rank, up to the first that leaves ranks in different places."""
     agreement = _agreement()
+    streams = None
+    if device == "cuda":
+        os.environ |= SHARED_DEVICE | {"NCCL_HOSTID": f"rank{dist.get_rank()}"}
+        streams = Streams(torch.device("cuda", 0))
     outcomes = []
     with ExitStack() as stack:
         stack.enter_context(noting_warnings())
@@ -157,6 +171,8 @@ def run_on_rank(texts: Sequence[str], *, defect: str) -> list[Outcome]:
                     dist.get_rank(),
                     _sum_over_gloo,
                     lambda plan, program=program: _build(program, plan),
+                    device=device,
+                    streams=streams,
                 )
             outcomes.append(outcome)
             broken = torch.tensor([float(outcome.is_broken)])
