@@ -154,6 +154,7 @@ class GradShard:
         self._flags_before: torch.Tensor | None = None
         # Flags for `decide`, and their arrival.
         self._told: tuple[torch.Tensor, StreamEvent] | None = None
+        self.read: list[torch.Tensor] = []  # until the program's stream waits for a reduction
         for param in self.params:
             if policy.decoupled:
                 setattr(param, self.attribute, getattr(param, self.attribute, None))
@@ -611,8 +612,14 @@ class GradShard:
                 self._part_with(sorted(places), self.current_stream())
         for place, grad in foreign:
             with torch.no_grad():
-                self.view(place).copy_(grad.to_local())
-                keep_for_current_stream(grad.to_local())  # it is dropped next
+                local = grad.to_local()
+                self.view(place).copy_(local)
+                # It is dropped next, while the current stream reads it. Of a part of a storage, as
+                # gradients of former memory are, the allocator knows nothing.
+                if local.untyped_storage().resizable():
+                    keep_for_current_stream(local)
+                else:
+                    self.read.append(local)
                 self.flags[place].fill_(1)
             self.flagged[place] = True
             self._bind_own(place)

@@ -194,6 +194,7 @@ class Reduction:
         self.complete()
         self.done.wait(stream)
         if self.shard is not None:
+            self.shard.read.clear()
             # Last, because the host waits there for flags from the device, with everything
             # launched.
             self.shard.decide()
