@@ -18,7 +18,7 @@ from tests.fuzz.programs.worlds import Worlds
 PROGRAMS = {
     path.stem: program
     for path in sorted((Path(programs.__file__).parent / "seeds").glob("*.json"))
-    if not (program := Program.from_json(path.read_text())).is_simulated
+    if not (program := Program.from_json(path.read_text())).on_device
 }
 
 

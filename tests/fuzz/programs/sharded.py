@@ -157,9 +157,9 @@ class Sharded(Script):
 
     def before_forward(self) -> None:
         """Makes the nodes that accumulate gradients, each in its stream; forward finds them."""
+        self._nodes.clear()
         if self._streams is None or self._given is not None:
             return
-        self._nodes.clear()
         for unit in self.units:
             place = unit.block.hooks if isinstance(unit, FuzzBlock) else -1
             groups = unit._unit.grad_groups if place >= 0 else ()

@@ -1,0 +1,70 @@
+"""Random programs on torch.cuda agree with plain torch, and whatever shares memory has an order.
+
+`python -m tests.fuzz.programs --world cuda1` runs more of them, `--world cuda2` on two ranks that
+share a GPU. Without a GPU every order that streams allow may occur (tests/cuda_runtime).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cuda_runtime import inspection
+from tests.fuzz import programs
+from tests.fuzz.programs import compare, net
+from tests.fuzz.programs.generate import program_of
+from tests.fuzz.programs.program import Program
+from tests.fuzz.programs.sharded import noting_warnings, zero_copy_as_in
+from tests.fuzz.programs.streams import Streams
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_rank")]
+
+SEEDS = Path(programs.__file__).parent / "seeds"
+DRAWN = 40
+
+
+@contextmanager
+def watched() -> Iterator[None]:
+    """Runs work as late as streams allow, and looks for work that shares memory without an
+    order.
+    """
+    with inspection.order("late", 3):
+        inspection.trace(True)
+        try:
+            yield
+            torch.cuda.synchronize()
+            unordered = inspection.conflicts(inspection.log(), 3)
+        finally:
+            inspection.trace(False)
+    assert not unordered
+
+
+def require_agreement(program: Program) -> None:
+    streams = Streams(torch.device("cuda", 0))
+    orders = watched() if inspection.installed() else nullcontext()
+    with noting_warnings(), zero_copy_as_in(program), orders:
+        outcome = compare.run(
+            program,
+            0,
+            lambda value: value,
+            lambda plan: net.build(program.model, plan, program.seed),
+            device="cuda",
+            streams=streams,
+        )
+    assert not outcome.differences, f"{outcome.differences[0]}\n{program}"
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in sorted(SEEDS.glob("*.json")) if '"cuda1"' in path.read_text()]
+)
+def test_a_kept_program_of_torch_cuda_agrees_with_plain_torch(path: Path) -> None:
+    require_agreement(Program.from_json(path.read_text()))
+
+
+def test_programs_nobody_thought_of_agree_with_plain_torch_on_torch_cuda() -> None:
+    for seed in range(DRAWN):
+        require_agreement(program_of(40_000 + seed, "cuda1"))
