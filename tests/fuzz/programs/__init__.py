@@ -13,8 +13,9 @@
 | `shrink.py` | makes a program that fails small |
 | `defects.py` | defects that the engine once had, to see that they are found |
 | `streams.py` | the streams of a device, as a careful program uses them |
-| `seeds/` | kept programs; `tests/engine/test_kept_programs.py` and `tests/simulated` run them |
+| `seeds/` | kept programs, which tests/engine, tests/simulated and tests/gpu run |
 
     python -m tests.fuzz.programs --seed 7 --count 200
+    python -m tests.fuzz.programs --world cuda1    # on torch.cuda, with or without a GPU
     python -m tests.fuzz.programs --replay tests/fuzz/programs/seeds/NAME.json
 """
