@@ -35,7 +35,7 @@ from shardgrad.engine.buffers import Slot
 from shardgrad.engine.comm_context import SecondStep
 from shardgrad.engine.param import FSDPParam
 from shardgrad.engine.param_group import ParamGroup
-from shardgrad.engine.streams import Stream, StreamEvent, Streams
+from shardgrad.engine.streams import Stream, StreamEvent, Streams, keep_for_current_stream
 from shardgrad.errors import GradientError
 from shardgrad.sharding.layout import Piece, ShardLayout
 
@@ -62,7 +62,7 @@ class GradCollector:
         pack_stream: what parameters were unsharded for; changed while no gradient is here.
         pack_streams: where gradients arrived or were packed on the pack stream of the time, which
             leave no event.
-        tails: packed so far, by flags.
+        tails: packed so far, by the stream that read them and their flags.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class GradCollector:
         self._holds_dtensors = group.holds_dtensors
         self._second = second
         self._nothing = torch.empty(0, dtype=group.gather_dtype, device=group.mesh.device)
-        self.tails: dict[tuple[bool, ...], torch.Tensor] = {}
+        self.tails: dict[tuple[Stream, tuple[bool, ...]], torch.Tensor] = {}
         self.pack_stream: Stream = None
         self.pack_streams: dict[Stream, None] = {}
         self._foreign: dict[Stream, StreamEvent] = {}
@@ -301,7 +301,8 @@ class GradCollector:
         """Returns what is packed behind the parameters, for each rank; one launch with usual
         gradients. Groups that are alike share it: it has 128 bytes for each rank.
         """
-        tail = self.tails.get(flags)
+        place = self.pack_stream, flags
+        tail = self.tails.get(place)
         if tail is None:
             mesh, numel = self._mesh, self.layout.tail_numel
             dtype = self._nothing.dtype if self._nothing.is_floating_point() else torch.float32
@@ -313,5 +314,7 @@ class GradCollector:
                 chunk[: len(flags)] = torch.tensor(flags, dtype=dtype)
                 # One copy from the host for each pattern of flags, of which a training run has few.
                 tail = shared[key] = chunk.repeat(mesh.shard_size).to(mesh.device)
-            self.tails[flags] = tail
+            self.tails[place] = tail
+            # Another group may have made it on another stream, and the last one drops it.
+            keep_for_current_stream(tail)
         return tail
