@@ -29,7 +29,6 @@ from shardgrad.graphs.outputs import local_tensor
 __all__ = [
     "Capturable",
     "CaptureAgain",
-    "EagerOptimizer",
     "OptimizerState",
     "adapt",
     "capturable",
@@ -213,7 +212,7 @@ class OptimizerState(Capturable):
             self._dtensors = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
             self._plain = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
         addresses = map(_ADDRESS, chain(self._plain, map(_LOCAL, self._dtensors)))
-        return numbers, params, tuple(addresses)
+        return numbers, ("parameters", params), ("addresses of its state", tuple(addresses))
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Capturable`."""
@@ -231,19 +230,6 @@ def _constant(value: Any) -> Hashable:
     if isinstance(value, torch.Tensor):
         return value.data_ptr()
     return value if isinstance(value, Hashable) else repr(value)
-
-
-class EagerOptimizer(OptimizerState):
-    """An optimizer that steps in an eager region of a split graph: nothing about it has to be
-    constant.
-    """
-
-    def begin_call(self) -> None:
-        """See `Capturable`."""
-
-    def guards(self) -> Hashable:
-        """See `Capturable`."""
-        return None
 
 
 @adapt.register

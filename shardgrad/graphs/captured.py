@@ -58,7 +58,7 @@ class SplitGraph:
         redraws: of an eager call of the step.
 
     Attributes:
-        pool: as given.
+        pool, redraws: as given.
     """
 
     def __init__(
@@ -69,8 +69,7 @@ class SplitGraph:
         generators: Sequence[torch.Generator],
         redraws: Redraws,
     ) -> None:
-        self.pool = pool
-        self._redraws = redraws
+        self.pool, self.redraws = pool, redraws
         self._capturables = capturables
         self._eager_optimizers = eager_optimizers
         self._generators = [*generators, *redraws.generators]
@@ -81,7 +80,7 @@ class SplitGraph:
     @contextmanager
     def captured(self) -> Iterator[None]:
         """Captures what the block launches. If the block raises, all graphs are destroyed."""
-        with handle_eager_calls(self._eager_optimizers, self._split), self._redraws.captured():
+        with handle_eager_calls(self._eager_optimizers, self._split), self.redraws.captured():
             self._begin()
             try:
                 yield
@@ -121,7 +120,7 @@ class SplitGraph:
 
     def replay(self) -> None:
         """Launches the graphs on the current stream and makes the calls between them."""
-        with self._redraws.replayed():
+        with self.redraws.replayed():
             for part in self._parts:
                 if isinstance(part, _EagerRegion):
                     part.run()

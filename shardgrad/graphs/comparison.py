@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from shardgrad.graphs.capturable import Capturable
+from shardgrad.graphs.host_state import HostState
 from shardgrad.graphs.outputs import local_tensor
-from shardgrad.graphs.random_state import RandomState
 from shardgrad.ops.library import has_kernels
 from shardgrad.ops.virtual_memory import virtual_zeros
 
@@ -53,9 +53,8 @@ class Comparison:
         self._capturables = capturables
         known = {tensor.untyped_storage()._cdata for _, tensor in self._state()}
         self._others = [t for t in memory if t.untyped_storage()._cdata not in known]
-        self._snapshots = [each.snapshot() for each in capturables]
+        self._host = HostState(capturables, device, generators)
         self._device = device
-        self._random = RandomState(device, generators)
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def _state(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -70,9 +69,7 @@ class Comparison:
         with torch.no_grad():
             for tensor, value in self._copies:
                 tensor.copy_(value)
-        for restore in self._snapshots:
-            restore()
-        self._random.restore()
+        self._host.restore()
 
     def frozen(
         self,

@@ -135,15 +135,15 @@ class ModuleState(Capturable):
         """See `Capturable`."""
         shards = self._shards()
         with torch._C.DisableTorchFunctionSubclass():  # DTensors answer three times as fast
+            grads = [None if g is None else g.data_ptr() for g in map(_GRAD, self._plain)]
             return (
-                self._module_ids,
-                self._generations,
-                self._trains,
-                tuple(map(_ADDRESS, self._addressed)),
-                tuple([None if g is None else g.data_ptr() for g in map(_GRAD, self._plain)]),
-                self._bound(shards),
-                tuple(map(self._gradients_of, shards)),
-                self._switches(),
+                ("modules", self._module_ids),
+                ("replaced parameters", self._generations),
+                ("requires_grad", self._trains),
+                ("addresses", tuple(map(_ADDRESS, self._addressed))),
+                ("gradients", tuple(grads), self._bound(shards)),
+                ("memory of gradients", tuple(map(self._gradients_of, shards))),
+                ("switches", self._switches()),
             )
 
     def _bound(self, shards: Sequence[GradShard]) -> Hashable:

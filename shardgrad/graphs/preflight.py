@@ -11,7 +11,6 @@ import os
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils import checkpoint
 
 from shardgrad.checks.capturable_optimizers import cure, why_not_capturable
-from shardgrad.errors import CaptureError
+from shardgrad.errors import CaptureError, ShardgradError
 from shardgrad.ops.library import build_command, has_kernels
 
 __all__ = [
@@ -46,13 +45,10 @@ class Issue:
     """One thing that keeps a step from being a graph.
 
     Attributes:
-        kind: a few words, the same for all issues of a kind; docs/how_to/migrate_to_graphed_step.md
-            lists them.
         what: one sentence, which names the object or the setting.
         fix: what to type next.
     """
 
-    kind: str
     what: str
     fix: str
 
@@ -61,23 +57,19 @@ class Issue:
 
 
 _SCALER = Issue(
-    "host read",
     "torch.amp.GradScaler reads on the host whether to skip the step",
     fix="shardgrad.GradScaler, passed to graphed_step(...) as well",
 )
 _SAVED_STATE = Issue(
-    "random numbers drawn again",
     "torch.utils.checkpoint saves the state of random numbers, which graphs of this device cannot",
     fix="torch.utils.checkpoint.checkpoint(..., preserve_rng_state=False), if nothing is drawn "
     "there",
 )
 _VALIDATED = Issue(
-    "host read",
     "torch.distributions validates its arguments on the host",
     fix="validate_args=False, or torch.distributions.Distribution.set_default_validate_args(False)",
 )
 _HOST_READ = Issue(
-    "host read",
     "a call reads on the host what the device computes, or waits for it",
     fix="return what the host reads from the step, and read it afterwards; torch.where instead of "
     "an if; shardgrad.graphs.outside for what the host does in the middle",
@@ -86,28 +78,23 @@ _HOST_READ = Issue(
 _CUDA_ERRORS: dict[int | None, Issue] = {
     900: _HOST_READ,
     904: Issue(
-        "side stream",
         "work that the step launched on another stream is not waited for in it",
         fix="torch.cuda.current_stream().wait_stream(side) after that work, inside the step",
     ),
     905: Issue(
-        "side stream",
         "the step waits for work that another stream did outside of it",
         fix="side.wait_stream(torch.cuda.current_stream()) before that work, inside the step",
     ),
     906: Issue(
-        "side stream",
         "the step uses the default stream while another one is captured",
         fix="work on torch.cuda.current_stream(), or on a torch.cuda.Stream() of the program's",
     ),
 }
 _GENERATOR = Issue(
-    "random numbers",
     "it draws from a torch.Generator that graphed_step was not given",
     fix="graphed_step(..., generator)",
 )
 _COPY = Issue(
-    "copy from the host",
     "a call copies a tensor or a number from the host",
     fix="make it before the step and pass it as an argument; or torch.full, torch.arange with "
     "device=, and fill_ for an element",
@@ -145,12 +132,9 @@ def environment_issues(device: torch.device, optimizers: Sequence[Optimizer]) ->
     if device.type == "cuda":
         found += _of_kernels()
         found += _of_environment()
-    if device.type != "cpu":
-        found += _of_process_groups(device)
     if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
         found.append(
             Issue(
-                "anomaly mode",
                 "anomaly detection is on, and reads every gradient on the host to look for NaNs",
                 fix="torch.autograd.set_detect_anomaly(False), or its check_nan=False",
             )
@@ -158,8 +142,10 @@ def environment_issues(device: torch.device, optimizers: Sequence[Optimizer]) ->
     return found
 
 
-def cause_of(error: BaseException) -> Issue:
-    """Returns what led to an error of torch's or of the device's inside a capture."""
+def cause_of(error: BaseException) -> Issue | ShardgradError:
+    """Returns what led to an error inside a capture; one of this package says so itself."""
+    if isinstance(error, ShardgradError):
+        return error
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if isinstance(frame.f_locals.get("self"), torch.amp.GradScaler):
             return _SCALER
@@ -169,7 +155,7 @@ def cause_of(error: BaseException) -> Issue:
         if message in str(error):
             return issue
     what = f"{type(error).__name__}: {error}".splitlines()[0]
-    unknown = Issue("", what, fix=_HOST_READ.fix)
+    unknown = Issue(what, fix=_HOST_READ.fix)
     return _CUDA_ERRORS.get(getattr(error, "error_code", None), unknown)
 
 
@@ -177,7 +163,6 @@ def _of_optimizer(optimizer: Optimizer) -> Iterator[Issue]:
     why = why_not_capturable(optimizer)
     if why is not None:
         yield Issue(
-            "uncapturable optimizer",
             f"a step of {type(optimizer).__name__} cannot be recorded: {why}",
             fix=cure(optimizer),
         )
@@ -186,7 +171,6 @@ def _of_optimizer(optimizer: Optimizer) -> Iterator[Issue]:
 def _of_kernels() -> Iterator[Issue]:
     if not has_kernels("cuda"):
         yield Issue(
-            "missing kernels",
             "shardgrad's kernels for CUDA were not built, and the references of norms and updates, "
             "which run in their place, wait for the device",
             fix=f"{build_command()}, with an nvcc of CUDA {torch.version.cuda} on PATH",
@@ -274,28 +258,4 @@ def _has_expandable_segments() -> bool:
 
 
 def _setting(what: str, fix: str) -> Issue:
-    return Issue("environment", what, fix=f"{fix}, before Python starts")
-
-
-def _of_process_groups(device: torch.device) -> Iterator[Issue]:
-    """Checks that a communicator exists: the first collective makes it, which a capture forbids."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    backends = [_backend(group, device) for group in dist.distributed_c10d._world.pg_map]
-    states = [
-        backend._is_initialized() for backend in backends if hasattr(backend, "_is_initialized")
-    ]
-    if states and not any(states):
-        yield Issue(
-            "unused process group",
-            f"no collective has run on {device} yet, and the first makes the communicator",
-            fix="one eager step before the capture",
-        )
-
-
-def _backend(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """Returns the backend of a group for a device; None if it has none."""
-    try:
-        return group._get_backend(device)
-    except RuntimeError:
-        return None
+    return Issue(what, fix=f"{fix}, before Python starts")

@@ -18,7 +18,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
 import torch
@@ -28,13 +27,14 @@ from torch.optim import Optimizer
 
 from shardgrad.checks.capturable_optimizers import why_not_capturable
 from shardgrad.engine.streams import Stream, is_capturing
-from shardgrad.errors import CaptureError, CollectiveError, OptionError, ShardgradError, listed
-from shardgrad.graphs.capturable import CaptureAgain, EagerOptimizer, capturable
+from shardgrad.errors import CaptureError, CollectiveError, OptionError, listed
+from shardgrad.graphs.capturable import CaptureAgain, capturable
 from shardgrad.graphs.captured import CapturedStep, Key, SplitGraph
+from shardgrad.graphs.changes import difference
 from shardgrad.graphs.closed_over import Place, Reads
 from shardgrad.graphs.comparison import Comparison
 from shardgrad.graphs.eager_regions import handle_eager_calls
-from shardgrad.graphs.habits import Habits
+from shardgrad.graphs.host_state import HostState
 from shardgrad.graphs.inputs import InputBuffers, Inputs, flatten_inputs
 from shardgrad.graphs.lifetime import steps_with_graphs
 from shardgrad.graphs.other_ranks import announce, announced
@@ -49,7 +49,6 @@ from shardgrad.graphs.preflight import (
     require_launch_order,
 )
 from shardgrad.graphs.program_line import line_that_raised
-from shardgrad.graphs.random_state import RandomState
 from shardgrad.graphs.recomputation import Redraws
 from shardgrad.graphs.status import StatusReader, StepStatus
 
@@ -57,6 +56,8 @@ __all__ = ["GraphedStep", "StepSettings", "UncapturableStepWarning", "graphed_st
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+
+_IN_A_ROW = 7  # calls with news, after which they are a habit that the program should know of
 
 
 class _ThreadState(threading.local):
@@ -66,15 +67,6 @@ class _ThreadState(threading.local):
 
 
 _thread = _ThreadState()
-
-
-class _Way(Enum):
-    """How a call runs."""
-
-    EAGER = auto()
-    CAPTURE = auto()  # then the graph is replayed
-    COMPARE = auto()  # it is captured again, and both graphs are replayed; the second one stays
-    REPLAY = auto()
 
 
 class UncapturableStepWarning(UserWarning):
@@ -202,7 +194,7 @@ class _InputKind:
     Attributes:
         key: of the inputs.
         buffers: the inputs of their graphs.
-        seen: guards that an eager step of this kind began with, and what that drew again.
+        seen: the latest guards that eager steps of this kind began with, and what those drew again.
         refused: why these calls run eagerly for good; "" if they do not.
     """
 
@@ -243,9 +235,9 @@ class GraphedStep(Generic[_P, _R]):
         self._eager_optimizers = [
             each for each in self._optimizers if is_split and why_not_capturable(each) is not None
         ]
-        eager = set(map(id, self._eager_optimizers))
+        # Nothing has to be constant of optimizers that step in eager regions.
         self._capturables = [
-            EagerOptimizer(each) if id(each) in eager else capturable(each) for each in objects
+            capturable(each) for each in objects if each not in self._eager_optimizers
         ]
         devices = (tensor.device for tensor in self._state())
         self.pool = settings.pool or GraphPool(next(devices, None))
@@ -259,7 +251,9 @@ class GraphedStep(Generic[_P, _R]):
         self._outputs: Any = None
         self._call = 0
         self._status = StatusReader(self.pool, self._capturables)
-        self._habits = Habits(self._warn)
+        self._before: Key = None, ()  # of the last call
+        self._news = ""  # why the last call was not captured although that is due; "" if it was
+        self._with_news = 0  # calls in a row
         self._begin_counting()
 
     def _begin_counting(self) -> None:
@@ -311,17 +305,19 @@ class GraphedStep(Generic[_P, _R]):
         guards = (_modes(self.pool.device), *(each.guards() for each in self._capturables))
         key = kind.key, guards
         captured = self._look_up(key)
-        is_new = captured is None and bool(kind.seen) and guards not in kind.seen
-        self._habits.guarded(guards, is_new=is_new)
-        moved = self._moved_places(captured)
-        way = self._way(captured, kind, guards)
+        is_known = captured is not None
+        news = "" if captured is not None else self._what_is_new(kind, guards)
         try:
-            if way is _Way.CAPTURE:
-                captured = self._capture_or_refuse(kind, key, moved)
+            if captured is not None:
+                self._places = captured.reads.places
+            elif not news and self._is_due(kind):
+                captured, news = self._capture_or_refuse(kind, key, kind.seen[guards])
                 self.captures += captured is not None
+            self._before = key
+            self._note(news)
             if captured is None or not captured.prepare():
                 return self._run_eagerly(kind, guards, caller)
-            if way is _Way.COMPARE:
+            if is_known and not captured.is_compared:
                 return self._compare(captured, kind, guards, caller)
         except CollectiveError as error:
             self._require_same_on_all_ranks(error)
@@ -329,14 +325,48 @@ class GraphedStep(Generic[_P, _R]):
         self.replays += 1
         return captured.replay()
 
-    def _way(self, captured: CapturedStep | None, kind: _InputKind, guards: Hashable) -> _Way:
-        if captured is not None:
-            return _Way.REPLAY if captured.is_compared else _Way.COMPARE
-        # A capture initializes nothing once an eager step with these guards has run.
-        is_due = self.eager_steps >= self._settings.warmup and guards in kind.seen
-        if is_due and self.pool.can_capture and not kind.refused:
-            return _Way.CAPTURE
-        return _Way.EAGER
+    def _is_due(self, kind: _InputKind) -> bool:
+        is_warm = self.eager_steps >= self._settings.warmup
+        return is_warm and self.pool.can_capture and not kind.refused
+
+    def _what_is_new(self, kind: _InputKind, guards: Hashable) -> str:
+        """Returns what no call before began with, of what chooses a graph; "" if there is nothing.
+
+        A capture initializes nothing once an eager step with these guards has run, and what
+        captures read is likely to stay where it was in the last call.
+        """
+        reads = (place for captured in self._graphs for place in captured.reads.places)
+        before, self._places = self._places, {place: place.key() for place in reads}
+        now = self._places.items()
+        moved = {place.name for place, key in now if before.get(place, key) != key}
+        if not kind.seen:
+            return (
+                f"shapes or numbers of its arguments: {difference(self._before[0], kind.key)}. Pad "
+                "shapes and round numbers to a few values with bucket=, or pass a tensor for a "
+                "number"
+            )
+        if guards not in kind.seen:
+            return (
+                f"what a graph would freeze: {difference(self._before[1], guards)}. For a number "
+                "of an optimizer: an optimizer of shardgrad.optim, which keeps it on the device, "
+                "or torch's Adam or AdamW with capturable=True for a learning rate"
+            )
+        if moved:
+            return (
+                f"the tensor in {listed(sorted(moved))}, which it reads and is not given. Pass it "
+                "as an argument, or write into the tensor that is there"
+            )
+        return ""
+
+    def _note(self, news: str) -> None:
+        self._news = news
+        self._with_news = self._with_news + 1 if news else 0
+        if self._with_news == _IN_A_ROW:
+            self._warn(
+                f"ran eagerly, and is not captured: in each of {_IN_A_ROW} calls in a row "
+                f"something was new that chooses its graph; in the last, {news}.",
+                depth=5,
+            )
 
     def _run_eagerly(self, kind: _InputKind, guards: Hashable, caller: Stream) -> Any:
         def call_region(call: Callable[[], Any]) -> None:
@@ -350,8 +380,16 @@ class GraphedStep(Generic[_P, _R]):
         self._note_border()
         self.eager_steps += 1
         if self.eager_steps == 1 and not self.pool.can_capture:
-            self._habits.found_no_graphs(self.pool.device)
+            self._warn(
+                f"runs eagerly on every call: {self.pool.device.type} has no graphs. The numbers "
+                "are the same, and what keeps a step from being a graph shows on a device that has "
+                "them.",
+                depth=5,
+            )
+        kind.seen.pop(guards, None)
         kind.seen[guards] = redraws
+        if len(kind.seen) > self._settings.max_graphs:
+            del kind.seen[next(iter(kind.seen))]
         return used_on(outputs, caller)
 
     def _note_border(self) -> None:
@@ -367,21 +405,6 @@ class GraphedStep(Generic[_P, _R]):
                     self._graphs.append(captured)
                 return captured
         return None
-
-    def _moved_places(self, captured: CapturedStep | None) -> list[str]:
-        """Returns what the program has replaced since the last call, of what captures have read.
-
-        Args:
-            captured: the graph of this call, which was found since nothing that it reads has moved.
-        """
-        before = self._places
-        if captured is not None:
-            self._places = captured.reads.places
-            return []
-        reads = (place for captured in self._graphs for place in captured.reads.places)
-        self._places = {place: place.key() for place in reads}
-        now = self._places.items()
-        return sorted({place.name for place, key in now if before.get(place, key) != key})
 
     def poll(self) -> StepStatus | None:
         """Returns the status of a recent step without waiting for the device; None until one has
@@ -403,6 +426,8 @@ class GraphedStep(Generic[_P, _R]):
             why = f"every call runs eagerly, since {self.pool.device.type} has no graphs"
         elif latest is not None and latest.refused:
             why = f"it {latest.refused.splitlines()[0]}"
+        elif self._news:
+            why = f"new in the latest call: {self._news.partition('. ')[0]}"
         else:
             why = "a call is captured once one with the same inputs and guards has run eagerly"
         return (
@@ -413,7 +438,6 @@ class GraphedStep(Generic[_P, _R]):
     def _kind(self, inputs: Inputs) -> _InputKind:
         key = inputs.key
         kind = self._kinds.get(key)
-        self._habits.called(key, is_new=kind is None)
         if kind is None:
             kind = self._kinds[key] = _InputKind(key, InputBuffers(inputs, self.pool))
             self._evict()
@@ -432,27 +456,26 @@ class GraphedStep(Generic[_P, _R]):
     # -- capturing
 
     def _capture_or_refuse(
-        self, kind: _InputKind, key: Key, moved: Sequence[str]
-    ) -> CapturedStep | None:
-        """Captures a step; None if this call, or all of this kind from now on, run eagerly."""
-        self._habits.reached_capture(moved)
-        if moved:
-            return None
+        self, kind: _InputKind, key: Key, redraws: Redraws
+    ) -> tuple[CapturedStep | None, str]:
+        """Captures a step. Returns None if this call, or all of this kind from now on, run eagerly;
+        and why this call does, if later ones may be captured.
+        """
         try:
             if self.pool.device.type == "cuda":
                 refuse_harmful_settings()
-            captured = self._capture(kind, key)
+            captured = self._capture(kind, key, redraws)
         except CollectiveError:
             raise  # another rank did not join, and would not join an eager step either
-        except CaptureAgain:
-            return None  # all ranks have found the same; a later call of this kind is captured
+        except CaptureAgain as again:
+            return None, str(again)  # all ranks have found the same
         except Exception as error:
             self._refuse_capture(kind, error)
-            return None
+            return None, ""
         self._places = {**self._places, **captured.reads.places}
         self._graphs.append(captured)
         self._evict()
-        return captured
+        return captured, ""
 
     def _compare(
         self, first: CapturedStep, kind: _InputKind, guards: Hashable, caller: Stream
@@ -465,7 +488,7 @@ class GraphedStep(Generic[_P, _R]):
         )
         self._graphs.remove(first)
         try:
-            again = self._capture_or_refuse(kind, first.key, ())
+            again, _ = self._capture_or_refuse(kind, first.key, first.graph.redraws)
             if again is None:
                 return self._run_eagerly(kind, guards, caller)
             again.is_compared = True
@@ -486,19 +509,18 @@ class GraphedStep(Generic[_P, _R]):
             del comparison  # with its copies, whose memory goes back to the device
             torch.get_device_module(self.pool.device).empty_cache()
 
-    def _capture(self, kind: _InputKind, key: Key) -> CapturedStep:
+    def _capture(self, kind: _InputKind, key: Key, redraws: Redraws) -> CapturedStep:
         """Captures a step. If that fails, all state is restored."""
         for each in self._capturables:
             each.quiesce()
         before_replays = [each.before_replays() for each in self._capturables]
-        snapshots = [each.snapshot() for each in self._capturables]
-        random = RandomState(self.pool.device, self._generators)
+        host = HostState(self._capturables, self.pool.device, self._generators)
         graph = SplitGraph(
             self.pool,
             self._capturables,
             self._eager_optimizers,
             self._generators,
-            kind.seen[key[1]],
+            redraws,
         )
         reads = Reads(self._function, self._modules, self.pool.stream)
         args, kwargs = kind.buffers.arguments
@@ -513,9 +535,7 @@ class GraphedStep(Generic[_P, _R]):
         except BaseException:
             for each in self._capturables:
                 each.abort_capture()
-            for restore in snapshots:
-                restore()
-            random.restore()
+            host.restore()
             raise
         steps_with_graphs.add(self)
         return CapturedStep(key, graph, outputs, self._capturables, before_replays, reads)
@@ -526,18 +546,17 @@ class GraphedStep(Generic[_P, _R]):
 
     def _refuse_capture(self, kind: _InputKind, error: Exception) -> None:
         """Says which line of the program raised inside a capture."""
-        if isinstance(error, ShardgradError):
-            what, where, fix, issues = error.what, error.where, error.fix, ""
-        else:
-            cause = cause_of(error)
-            what, where, fix = cause.what, None, cause.fix
-            issues = explain(environment_issues(self.pool.device, self._optimizers))
-        line = line_that_raised(error, self._modules)
+        cause, line = cause_of(error), line_that_raised(error, self._modules)
+        issues = (
+            ""
+            if cause is error
+            else explain(environment_issues(self.pool.device, self._optimizers))
+        )
         self._refuse_kind(
             kind,
-            f"could not be captured: {what}",
-            where="; ".join(filter(None, (where, line))),
-            fix=fix or "make the call that raises before or after the step",
+            f"could not be captured: {cause.what}",
+            where="; ".join(filter(None, (getattr(cause, "where", None), line))),
+            fix=cause.fix or "make the call that raises before or after the step",
             issues=issues,
             error=error,
         )
@@ -581,7 +600,7 @@ class GraphedStep(Generic[_P, _R]):
         found = f"\n{issues}" if issues else ""
         if self._settings.on_uncapturable != "raise":
             place = f" [{where}]" if where else ""
-            self._warn(f"{what}{place}. It runs eagerly.{found}", depth=6)
+            self._warn(f"{what}{place}. It runs eagerly.{found}", depth=7)
             return
         raise CaptureError(
             f"{self._name} {what}{found}",

@@ -92,7 +92,7 @@ def test_the_version_comes_with_the_commit(tmp_path: Path, monkeypatch: pytest.M
         version.commit.cache_clear()
 
 
-@pytest.mark.parametrize("issues", [[], [Issue("kind", "what", "how")]], ids=["none", "one"])
+@pytest.mark.parametrize("issues", [[], [Issue("what", "how")]], ids=["none", "one"])
 def test_doctor_counts_what_prevents_a_graph_and_fails_if_anything_does(
     issues: list[Issue], monkeypatch: pytest.MonkeyPatch
 ) -> None:

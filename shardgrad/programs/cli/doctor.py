@@ -55,7 +55,7 @@ def doctor(ctx: click.Context, /, audit: str | None, ranks: int) -> None:
     console.print(table)
     issues = environment_issues(device, [])
     for issue in issues:
-        console.print(f"\n[red]issue[/red] ({issue.kind}): ", end="")
+        console.print("\n[red]issue[/red]: ", end="")
         console.print(str(issue), markup=False)
     count = f"{len(issues) or 'No'} issue{'' if len(issues) == 1 else 's'}"
     console.print(f"\n{count} for a graph in this environment.")

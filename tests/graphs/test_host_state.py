@@ -7,14 +7,14 @@ from typing import Any
 import torch
 
 from shardgrad.graphs.closed_over import Reads
-from shardgrad.graphs.random_state import RandomState
+from shardgrad.graphs.host_state import HostState
 
 CPU = torch.device("cpu")
 
 
 def test_the_same_numbers_are_drawn_again_from_every_generator_that_was_named() -> None:
     ours, another = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
-    state = RandomState(CPU, [ours])
+    state = HostState([], CPU, [ours])
     first = [torch.rand(3, generator=generator) for generator in (None, ours, another)]
     state.restore()
     again = [torch.rand(3, generator=generator) for generator in (None, ours, another)]
