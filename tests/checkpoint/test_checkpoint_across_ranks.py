@@ -206,10 +206,8 @@ def nothing_unloadable_is_completed(folder: str) -> list[str]:
             work()
         told.append(str(caught.value))
 
-    # The disk that rank 1 sees is not that of rank 0, but was when rank 0 was here and died.
-    local = Path(folder + ".local" if rank else folder)
-    local.with_name(local.name + ".tmp").mkdir(exist_ok=True)
-    dist.barrier()
+    # The disk that rank 1 sees is not that of rank 0.
+    local = Path(folder, "local") if rank else Path(folder)
     refused(lambda: checkpoint.save(state, local))
     # A half of "x" is not with the ranks that save.
     if rank == 0:

@@ -22,9 +22,8 @@ import torch
 
 from shardgrad import checkpoint
 from shardgrad.errors import CheckpointError, CheckpointSaveError
-from shardgrad.programs.checkpoint import Series
+from shardgrad.programs.checkpoint import Series, lock
 from shardgrad.programs.checkpoint.folder import Publication
-from shardgrad.programs.checkpoint.lock import FileLock
 from tests.support.processes import FairClock
 
 
@@ -89,59 +88,31 @@ def test_a_second_process_is_told_who_writes_and_since_when(tmp_path: Path) -> N
 
 
 def test_a_process_that_stands_still_keeps_its_lock(tmp_path: Path) -> None:
-    path = tmp_path / ".lock"
-    with elsewhere(lambda: FileLock.take(path, tmp_path)) as holder:
+    with elsewhere(lambda: lock.acquire(tmp_path)) as holder:
         os.kill(holder, signal.SIGSTOP)
         with pytest.raises(CheckpointSaveError, match=f"process {holder} "):
-            FileLock.take(path, tmp_path)
+            lock.acquire(tmp_path)
 
 
-def test_two_processes_do_not_save_under_one_name_at_a_time(tmp_path: Path) -> None:
-    def begin() -> None:
-        Publication(tmp_path / "c").begin()
-
-    with elsewhere(begin) as holder:
-        with pytest.raises(
-            CheckpointSaveError,
-            match=rf"c is being written by another process(.|\n)*process {holder} ",
-        ):
-            checkpoint.save(small(1), tmp_path / "c")
-        checkpoint.save(small(1), tmp_path / "d")
-    checkpoint.save(small(2), tmp_path / "c")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "d"], (
-        "locks and what was half written are gone"
-    )
+def test_of_two_that_save_under_one_name_the_first_gets_it_whole(tmp_path: Path) -> None:
+    publications = [Publication(tmp_path / "c") for _ in range(2)]
+    for number, publication in enumerate(publications):
+        (publication.aside / "mine").write_text(str(number))
+    publications[1].finish()
+    with pytest.raises(OSError, match="not empty"):
+        publications[0].finish()
+    publications[0].abandon()
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+    assert (tmp_path / "c" / "mine").read_text() == "1"
 
 
-def test_a_process_may_take_its_lock_again_and_gives_it_back_as_often(tmp_path: Path) -> None:
+def test_a_process_may_take_its_lock_again_and_gives_it_back_for_all(tmp_path: Path) -> None:
     first, second = Series(tmp_path), Series(tmp_path)
     save(first, 1)
     save(second, 2)
-    first.release()
-
     with pytest.raises(AssertionError), elsewhere(Series(tmp_path).acquire):
         pass
-    second.release()
-    with elsewhere(Series(tmp_path).acquire):
-        pass
-
-
-def test_a_lock_is_removed_before_another_process_can_take_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It would be the file of the other's lock that is removed."""
-    unlink = Path.unlink
-
-    def watched(self: Path, *args: Any, **kwargs: Any) -> None:
-        with pytest.raises(AssertionError), elsewhere(Series(tmp_path).acquire):
-            pass
-        unlink(self, *args, **kwargs)
-
-    series = Series(tmp_path)
-    series.acquire()
-    monkeypatch.setattr(Path, "unlink", watched)
-    series.release()
-    monkeypatch.undo()
+    first.release()
     with elsewhere(Series(tmp_path).acquire):
         pass
 
@@ -217,8 +188,8 @@ def test_a_file_system_without_locks_is_named(
 
     monkeypatch.setattr(fcntl, "lockf", unsupported)
     with pytest.warns(UserWarning, match=r"without locks \(No locks available\)"):
-        FileLock.take(tmp_path / ".lock", tmp_path).release()
-    assert not (tmp_path / ".lock").exists()
+        lock.acquire(tmp_path)
+    lock.release(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +199,7 @@ def test_a_lock_with_anything_in_it_is_taken_over_when_nothing_holds_it(
     tmp_path: Path, content: bytes
 ) -> None:
     (tmp_path / ".lock").write_bytes(content)
-    FileLock.take(tmp_path / ".lock", tmp_path)
+    lock.acquire(tmp_path)
     assert json.loads((tmp_path / ".lock").read_text())["process"] == os.getpid()
 
 

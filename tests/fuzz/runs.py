@@ -76,7 +76,8 @@ def feed_lock(text: bytes) -> str:
     """What an owner that has ended, on this host, may have left in its lock."""
     path = scratch() / ".lock"
     path.write_bytes(text)
-    lock.FileLock.take(path, path.parent).release()
+    lock.acquire(path.parent)
+    lock.release(path.parent)
     return "taken over"
 
 

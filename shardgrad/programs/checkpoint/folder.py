@@ -8,49 +8,42 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import shutil
-from contextlib import suppress
 from pathlib import Path
 
 from shardgrad.errors import CheckpointError, CheckpointSaveError, OptionError
-from shardgrad.programs.checkpoint.files import content_of, replace_synced, sync
-from shardgrad.programs.checkpoint.lock import FileLock
+from shardgrad.programs.checkpoint import lock
+from shardgrad.programs.checkpoint.files import content_of, make_folder, replace_synced, sync
 from shardgrad.programs.checkpoint.metadata import METADATA
 from shardgrad.programs.text import printable
 
 _ASIDE = ".tmp"
-_LOCK = ".lock"  # the name of the lock of a series, and the suffix of that of one checkpoint
 _POINTER = "latest"
 _POINTER_NBYTES = 4096  # a path, at most
 _STEP = re.compile(r"step_([0-9]{6,18})")
 
 
 class Publication:
-    """The atomic creation of one folder. Rank 0 calls the methods, other ranks write into `aside`.
+    """The atomic creation of one folder, by the first rank. All ranks write into `aside`.
+
+    Raises:
+        CheckpointSaveError: the final path exists and is no empty folder, or another process writes
+            into the folder that it is in.
+        OSError: the folder cannot be created.
 
     Args:
         final: the final path.
 
     Attributes:
-        aside: temporary path, next to the final one.
+        aside: a new folder, next to the final one. Others that write under the same name have their
+            own; the first that is finished gets the name.
     """
 
     def __init__(self, final: Path) -> None:
         # abspath, not resolve, which would follow links; "." has no name that a suffix can be added
         # to.
-        self._final = Path(os.path.abspath(final))
-        self.aside = _with(self._final, _ASIDE)
-        self._lock: FileLock | None = None
-
-    def begin(self) -> None:
-        """Creates the temporary folder.
-
-        Raises:
-            CheckpointSaveError: the final path exists and is no empty folder, or another process
-                writes it or the folder that it is in.
-            OSError: the folder cannot be created.
-        """
-        final = self._final
+        self._final = final = Path(os.path.abspath(final))
         if final.exists() and not (final.is_dir() and not any(final.iterdir())):
             raise CheckpointSaveError(
                 f"{printable(final)} exists already",
@@ -59,16 +52,10 @@ class Publication:
                 fix="choose another name, or remove what is there; if a run went back, "
                 "series.recover() removes the checkpoints after the one it goes on from",
             )
-        of_series = final.parent / _LOCK
-        if of_series.exists():
-            FileLock.take(of_series, final.parent).release()
-        self._lock = FileLock.take(_with(final, _LOCK), final)
-        try:
-            shutil.rmtree(self.aside, ignore_errors=True)
-            self.aside.mkdir()
-        except BaseException:
-            self._end()
-            raise
+        make_folder(final.parent)
+        lock.require_no_other(final.parent)
+        self.aside = final.with_name(f"{final.name}.{secrets.token_hex(4)}{_ASIDE}")
+        self.aside.mkdir()
 
     def finish(self) -> None:
         """Renames the folder to its final name. The files in it are on the disk already.
@@ -79,18 +66,10 @@ class Publication:
         sync(self.aside)
         self.aside.rename(self._final)
         sync(self._final.parent)  # before anybody counts on it
-        self._end()
 
     def abandon(self) -> None:
-        """Removes the temporary folder; no effect before `begin` and after `finish`."""
-        if self._lock is not None:
-            shutil.rmtree(self.aside, ignore_errors=True)
-            self._end()
-
-    def _end(self) -> None:
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            lock.release()
+        """Removes the temporary folder; no effect after `finish`."""
+        shutil.rmtree(self.aside, ignore_errors=True)
 
 
 class Series:
@@ -100,8 +79,8 @@ class Series:
     A run resumes from the checkpoint in `latest`, which may be edited to return to an older one:
     :meth:`recover` removes those of later steps.
 
-    One process writes: the first that calls `acquire` or `publish`, until it calls `release` or
-    ends.
+    One process writes: the first that calls `acquire` or `publish`, until it calls `release`, on
+    this object or another of the same folder, or ends.
 
     Args:
         folder: folder of the checkpoints.
@@ -121,7 +100,6 @@ class Series:
             )
         self._folder = Path(folder)
         self._keep = keep
-        self._lock: FileLock | None = None
 
     def acquire(self) -> None:
         """Makes this process the one that writes; does nothing if it is already.
@@ -132,15 +110,11 @@ class Series:
             CheckpointSaveError: another process writes there; the error says which and since when.
             OSError: the folder cannot be written.
         """
-        if self._lock is None or not self._lock.holds():
-            self.release()
-            self._lock = FileLock.take(self._folder / _LOCK, self._folder)
+        lock.acquire(self._folder)
 
     def release(self) -> None:
         """Lets another process write; does nothing if this one does not."""
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            lock.release()
+        lock.release(self._folder)
 
     def path_of(self, step: int) -> Path:
         """Returns the path of the checkpoint of a step."""
@@ -197,9 +171,6 @@ class Series:
                 _discard(one)
         for leftover in self._folder.glob("*" + _ASIDE):
             shutil.rmtree(leftover, ignore_errors=True)
-        for leftover in self._folder.glob("?*" + _LOCK):
-            with suppress(CheckpointSaveError):  # a save into that name is under way
-                FileLock.take(leftover, leftover).release()
 
     def _named(self) -> str:
         """Returns the name in `latest`, if it is one of a checkpoint."""
@@ -210,10 +181,6 @@ class Series:
         # It may be edited to the path of the folder, or have a slash behind it.
         name = Path(text).name
         return name if _STEP.fullmatch(name) else ""
-
-
-def _with(path: Path, suffix: str) -> Path:
-    return path.with_name(path.name + suffix)
 
 
 def _step_of(path: Path) -> int:

@@ -22,115 +22,103 @@ from shardgrad.errors import CheckpointSaveError
 from shardgrad.programs.checkpoint.files import make_folder
 from shardgrad.programs.text import printable
 
+_LOCK = ".lock"
 _NOT_SUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 _TAKEN = {errno.EACCES, errno.EAGAIN}
 
-# By path, of this process: closing any descriptor of a file would unlock it, so it is opened once.
-_held: dict[str, FileLock] = {}
-_held_lock = threading.RLock()
+# The files that this process has locked, by path: closing any descriptor of one would unlock it, so
+# it is opened once. A forked process does not inherit the locks.
+_held: dict[Path, int] = {}
+_one_thread = threading.RLock()
+os.register_at_fork(after_in_child=_held.clear)
 
 
-class FileLock:
-    """A lock that one process holds at a time; it may take it several times, and gives it back as
-    often.
+def acquire(folder: Path) -> None:
+    """Makes this process the one that writes into a folder; does nothing if it is already.
 
-    Args:
-        path: of the lock's file, which is there while the lock is held.
-        what: is written by its holder, for the error.
-
-    Attributes:
-        count: how often this process has taken it.
+    Raises:
+        CheckpointSaveError: another process is; the error says which and since when.
+        OSError: the folder cannot be written.
     """
+    with _one_thread:
+        if _holds(folder):
+            return
+        release(folder)  # of a file that was removed
+        make_folder(folder)
+        path = _path_in(folder)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(path, flags, 0o644)
+        try:
+            _lock(descriptor, folder)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        _held[path] = descriptor
 
-    def __init__(self, path: Path, what: Path) -> None:
-        self._path = path
-        self._what = what
-        self._process = os.getpid()
-        self.count = 0
-        while True:
-            self._descriptor = os.open(
-                path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644
-            )
-            try:
-                self._lock()
-                if self.holds():
-                    self._sign()
-                    return
-            except BaseException:
-                os.close(self._descriptor)
+
+def release(folder: Path) -> None:
+    """Lets another process write into a folder; does nothing if this one does not."""
+    with _one_thread:
+        descriptor = _held.pop(_path_in(folder), None)
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def require_no_other(folder: Path) -> None:
+    """Checks that no other process writes into a folder.
+
+    Raises:
+        CheckpointSaveError: one does; the error says which and since when.
+    """
+    with _one_thread:
+        if _path_in(folder).exists() and not _holds(folder):
+            acquire(folder)
+            release(folder)
+
+
+def _path_in(folder: Path) -> Path:
+    return Path(os.path.abspath(folder), _LOCK)
+
+
+def _holds(folder: Path) -> bool:
+    """Returns whether this process has the lock: it is lost if the file is removed."""
+    path = _path_in(folder)
+    try:
+        return path in _held and os.path.samestat(os.fstat(_held[path]), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _lock(descriptor: int, folder: Path) -> None:
+    """Locks a file, and writes who has it."""
+    for _ in range(3):
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _NOT_SUPPORTED:
+                warnings.warn(
+                    f"{folder} is on a file system without locks ({error.strerror}): a second "
+                    "process that writes there is not noticed.",
+                    stacklevel=5,
+                )
+                return
+            if error.errno not in _TAKEN:
                 raise
-            os.close(self._descriptor)  # its holder has given it back, and removed it, meanwhile
-
-    @classmethod
-    def take(cls, path: Path, what: Path) -> FileLock:
-        """Returns the lock, held.
-
-        Raises:
-            CheckpointSaveError: another process holds it; the error says which and since when.
-            OSError: the file cannot be written.
-        """
-        key = os.path.abspath(path)
-        make_folder(Path(key).parent)
-        with _held_lock:
-            held = _held.get(key)
-            if held is None or not held.holds():
-                held = _held[key] = cls(Path(key), what)
-            held.count += 1
-            return held
-
-    def holds(self) -> bool:
-        """Returns whether this process still has the lock: it is lost if the file is removed."""
-        if self._process != os.getpid():  # a forked process does not inherit it
-            return False
-        try:
-            there = os.stat(self._path, follow_symlinks=False)
-        except FileNotFoundError:
-            return False
-        return os.path.samestat(os.fstat(self._descriptor), there)
-
-    def release(self) -> None:
-        """Gives it back; the last of several times, it is free."""
-        with _held_lock:
-            self.count -= 1
-            if self.count or self._process != os.getpid():
-                return
-            if _held.get(str(self._path)) is self:
-                del _held[str(self._path)]
-            if self.holds():
-                self._path.unlink()  # before it is unlocked: the file is ours until then
-            os.close(self._descriptor)
-
-    def _lock(self) -> None:
-        for _ in range(3):
-            try:
-                fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                if error.errno in _NOT_SUPPORTED:
-                    warnings.warn(
-                        f"{self._path.parent} is on a file system without locks "
-                        f"({error.strerror}): a second process that writes there is not noticed.",
-                        stacklevel=5,
-                    )
-                    return
-                if error.errno not in _TAKEN:
-                    raise
-                time.sleep(0.05)  # a save of another process looks at it for a moment
-            else:
-                return
-        try:
-            found = json.loads(os.pread(self._descriptor, 4096, 0))
-            holder = f"process {found['process']} on {found['host']}, since {found['since']}"
-        except (OSError, ValueError, TypeError, LookupError, RecursionError):
-            holder = "another one"
-        raise CheckpointSaveError(
-            f"{printable(self._what)} is being written by another process",
-            expected="one process that writes there",
-            got=printable(holder),
-            fix="wait until it has ended, or end it; or write into another folder",
-        )
-
-    def _sign(self) -> None:
+            time.sleep(0.05)  # a save of another process looks at it for a moment
+            continue
         since = time.strftime("%Y-%m-%d %H:%M:%S %z")
-        holder = {"host": socket.gethostname(), "process": self._process, "since": since}
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, json.dumps(holder).encode() + b"\n", 0)
+        own = {"host": socket.gethostname(), "process": os.getpid(), "since": since}
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(own).encode() + b"\n", 0)
+        return
+    try:
+        found = json.loads(os.pread(descriptor, 4096, 0))
+        holder = f"process {found['process']} on {found['host']}, since {found['since']}"
+    except (OSError, ValueError, TypeError, LookupError, RecursionError):
+        holder = "another one"
+    raise CheckpointSaveError(
+        f"{printable(folder)} is being written by another process",
+        expected="one process that writes there",
+        got=printable(holder),
+        fix="wait until it has ended, or end it; or write into another folder",
+    )

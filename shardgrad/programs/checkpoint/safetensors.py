@@ -60,7 +60,6 @@ def export_checkpoint(
             fix="choose one of these names",
         )
     publication = Publication(folder)
-    publication.begin()
     try:
         _write(checkpoint, metadata, prefix, stored, publication.aside, file_nbytes)
         publication.finish()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +50,11 @@ def save(
     Streams: reads tensors on the current stream, and waits for it.
     """
     folder = Path(folder)
-    write = _Write(folder, then)
     peers = Peers(group, where=folder)
-    try:
-        plan = peers.scatter("plan", lambda: write.local_plan(state, peers.rank), write.begin)
-        peers.together("writing", lambda: write.write(plan), write.publish)
-    except BaseException:
-        write.publication.abandon()
-        raise
+    with ExitStack() as at_end:
+        write = _Write(folder, then, at_end)
+        part = peers.scatter("plan", lambda: write.local_plan(state, peers.rank), write.begin)
+        peers.together("writing", lambda: write.write(*part), write.publish)
 
 
 class _Write:
@@ -65,40 +64,51 @@ class _Write:
     called here, as that function calls them.
     """
 
-    def __init__(self, folder: Path, then: Callable[[], None] | None) -> None:
+    _publication: Publication  # of the first rank
+
+    def __init__(self, folder: Path, then: Callable[[], None] | None, at_end: ExitStack) -> None:
+        self._folder = Path(os.path.abspath(folder))
         self._then = then
-        self.publication = Publication(folder)
+        self._at_end = at_end
         self._planner = DefaultSavePlanner()
-        self._writer = FileSystemWriter(self.publication.aside)
-        self._writer.fs = self._files = manifest.SummingFiles()
 
     def local_plan(self, state: Mapping[Any, Any], rank: int) -> SavePlan:
         """Returns what this rank could write."""
         flatten(state)  # refuses what is not data
         self._planner.set_up_planner(dict(state), is_coordinator=rank == 0)
-        self._writer.set_up_storage_writer(rank == 0)
         return self._planner.create_local_plan()
 
-    def begin(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Decides, on the first rank, which rank writes what."""
+    def begin(self, plans: list[SavePlan]) -> list[tuple[SavePlan, str]]:
+        """Decides, on the first rank, which rank writes what, and the name of the folder."""
         plans, self._metadata = self._planner.create_global_plan(plans)
         require_whole(self._metadata)
-        self.publication.begin()
-        return self._writer.prepare_global_plan(plans)
+        self._publication = Publication(self._folder)
+        self._at_end.callback(self._publication.abandon)
+        aside = self._publication.aside
+        return [(plan, aside.name) for plan in FileSystemWriter(aside).prepare_global_plan(plans)]
 
-    def write(self, plan: SavePlan) -> tuple[list[WriteResult], manifest.Manifest]:
+    def write(self, plan: SavePlan, aside: str) -> tuple[list[WriteResult], manifest.Manifest]:
         """Writes what this rank was told to."""
         self._planner.finish_plan(plan)
-        results = self._writer.write_data(plan, self._planner).wait()
-        return results, self._files.sums
+        writer, files = _writer(self._folder.with_name(aside))
+        return writer.write_data(plan, self._planner).wait(), files.sums
 
     def publish(self, written: list[tuple[list[WriteResult], manifest.Manifest]]) -> None:
         """Completes the checkpoint, on the first rank."""
-        self._writer.finish(self._metadata, [results for results, _ in written])
-        sums = {**self._files.sums}  # with that of the metadata
-        for _, files in written:
-            sums.update(files)
-        manifest.write(self.publication.aside, sums)
-        self.publication.finish()
+        aside = self._publication.aside
+        writer, files = _writer(aside)
+        writer.finish(self._metadata, [results for results, _ in written])
+        sums = dict(files.sums)  # that of the metadata
+        for _, others in written:
+            sums.update(others)
+        manifest.write(aside, sums)
+        self._publication.finish()
         if self._then is not None:
             self._then()
+
+
+def _writer(folder: Path) -> tuple[FileSystemWriter, manifest.SummingFiles]:
+    """Returns torch's writer, and its files, which are summed up."""
+    writer = FileSystemWriter(folder)
+    writer.fs = files = manifest.SummingFiles()
+    return writer, files
