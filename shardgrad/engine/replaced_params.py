@@ -6,12 +6,21 @@ tensors that are not the shard's views: their values are copied into it, and the
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardgrad.engine.param import FSDPParam, fsdp_param_of, is_extension, local_of, managed_by
-from shardgrad.engine.param_group import ParamGroup
+from shardgrad.engine.param import (
+    FSDPParam,
+    fsdp_param_of,
+    is_extension,
+    local_of,
+    managed_by,
+    replaced_by,
+)
+from shardgrad.engine.param_group import ParamGroup, group_of
 from shardgrad.errors import (
     ExtensionError,
     ForeignParameterError,
@@ -20,7 +29,7 @@ from shardgrad.errors import (
     listed,
 )
 
-__all__ = ["adopt", "require_data"]
+__all__ = ["adopt", "adopt_given", "require_data"]
 
 
 def adopt(group: ParamGroup) -> bool:
@@ -67,6 +76,14 @@ def adopt(group: ParamGroup) -> bool:
     _validate(shown, group)
     group.refill(shown, local_of(shown[0]).dtype)
     return True
+
+
+def adopt_given(params: Iterable[torch.Tensor]) -> None:
+    """Takes over those of an optimizer's parameters that a program has just put in the place of
+    sharded ones, as the next forward would. Raises as `adopt`.
+    """
+    for group in dict.fromkeys(map(group_of, replaced_by(params))):
+        adopt(group)
 
 
 def require_data(group: ParamGroup) -> None:

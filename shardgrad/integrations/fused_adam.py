@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 from torch.torch_version import TorchVersion
 
+from shardgrad.engine.replaced_params import adopt_given
 from shardgrad.engine.streams import is_capturing
 from shardgrad.errors import (
     CaptureError,
@@ -111,6 +112,7 @@ class BoundOptimizer(Optimizer):
             _require_in_range(group)
         self.capturable = self._step_supports_amp_scaling = capturable
         self._has_masters = master_weights
+        adopt_given(param for group in self.param_groups for param in group["params"])
         self._groups = [
             [Alias(p, f"{i} of group {g}") for i, p in enumerate(group["params"])]
             for g, group in enumerate(self.param_groups)

@@ -12,9 +12,9 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from shardgrad.engine.param import FSDPParam, is_replaced, managed_by, replaced_by
+from shardgrad.engine.param import FSDPParam, is_replaced, managed_by
 from shardgrad.engine.param_group import ParamGroup, group_of
-from shardgrad.engine.replaced_params import adopt
+from shardgrad.engine.replaced_params import adopt_given
 from shardgrad.engine.streams import is_capturing
 from shardgrad.errors import (
     AsleepError,
@@ -167,10 +167,7 @@ class FlatOptimizer(Optimizer):
     def _segments_of(self, group: OptimGroup, index: int) -> list[Segment]:
         """Sorts a group's parameters into segments, in the order in which they were given."""
         names = group.get("param_names", ())
-        # What a program has just put in the place of sharded parameters: the next forward would
-        # take it over, and segments lie in the shard.
-        for replaced in dict.fromkeys(map(group_of, replaced_by(group["params"]))):
-            adopt(replaced)
+        adopt_given(group["params"])  # segments lie in the shard
         # There are none, or the program has replaced the parameters only.
         if len(names) != len(group["params"]):
             names = [f"{i} of group {index}" for i in range(len(group["params"]))]

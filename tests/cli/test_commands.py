@@ -129,6 +129,14 @@ def test_a_misspelled_command_is_refused_with_the_one_that_is_spelled_alike() ->
     assert "No such command 'trian'. Did you mean 'train'?" in result.output
 
 
+def test_a_command_that_is_interrupted_says_so_in_a_line_and_in_its_status(tmp_path: Path) -> None:
+    """As while PyTorch is imported, before a run has started."""
+    arguments = ["train", "--run-dir", str(tmp_path / "run")]
+    with mock.patch("shardgrad.programs.train.launch.launch_ranks", side_effect=KeyboardInterrupt):
+        result = CliRunner().invoke(main, [*arguments, "--ranks", "1"])
+    assert (result.exit_code, result.stderr) == (130, "shardgrad train: interrupted.\n")
+
+
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_what_a_terminal_cannot_show_is_escaped(encoding: str) -> None:
     script = "from shardgrad import __main__; import sys\n"

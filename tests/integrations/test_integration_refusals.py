@@ -283,8 +283,9 @@ def _replaced() -> None:
         ):
             optimizer.step()
         model = plane()
+        model.weights[0] = nn.Parameter(2 * model.weights[0].detach())
+        descend(model, fused_adam(model, **HYPER), range(1))  # right before it is built
         optimizer = fused_adam(model, **HYPER)
-        descend(model, optimizer, range(1))
         model.to(torch.float64)
         model(1).backward()
         with pytest.raises(

@@ -15,7 +15,7 @@ import click
 
 from shardgrad.errors import OptionError, PartnerUnavailableError, ShardgradError
 from shardgrad.programs.text import escaped
-from shardgrad.programs.train.failure import TrainingError, explain
+from shardgrad.programs.train.failure import Interrupted, TrainingError, explain
 
 
 @contextmanager
@@ -23,7 +23,7 @@ def reported(program: str, *, debug: bool = False) -> Iterator[None]:
     """Prints an error of the block, and exits. Errors of click pass.
 
     The exit status is 2 for a missing package and for an option with a wrong value, the error's own
-    for a `TrainingError`, and 1 for other errors.
+    for a `TrainingError`, 130 for Ctrl-C, and 1 for other errors.
 
     Args:
         program: prefix of the message, such as "shardgrad train".
@@ -33,6 +33,8 @@ def reported(program: str, *, debug: bool = False) -> Iterator[None]:
         yield
     except (click.ClickException, click.exceptions.Exit, click.Abort):
         raise
+    except KeyboardInterrupt:
+        _exit(f"{program}: interrupted.", Interrupted.exit_status)
     except BrokenPipeError:  # `| head`: click ends the program in silence
         raise
     except Exception as error:
