@@ -909,7 +909,6 @@ class ReductionScheduler:
         self._entered += [grads for grads in other._entered if grads.scheduler is self]
         other._entered = [grads for grads in other._entered if grads.scheduler is not self]
         self._earlier += other._earlier
-        self.left += other.left
         # A graph that was made under the other root may read parameters of this one again.
         self.reads_again |= other.reads_again
 

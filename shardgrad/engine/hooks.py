@@ -82,11 +82,11 @@ def outside_graphs(hook: Callable[_P, _R]) -> Callable[_P, _R]:
 
 @dataclass(slots=True)
 class _Call:
-    """One forward of a unit: its place in the order, and the graph task that its backward has begun
-    in.
+    """One forward of a unit: the unit that ran before it, and the graph task that its backward has
+    begun in.
     """
 
-    place: int
+    before: Unit | None
     begun_in: int = -1
 
 
@@ -231,8 +231,8 @@ class HookedUnit(Unit):
                     group.reshard_after_forward()
         if torch.is_grad_enabled():
             # Any output may be the first whose gradient comes, and some may get none, so each has
-            # the hook. The place in the order says which unit backward comes to next.
-            call = _Call(0 if recomputing else context.ran_forward(self))
+            # the hook. Backward comes next to the unit that ran before.
+            call = _Call(None if recomputing else context.ran_forward(self))
             for tensor in begins:
                 tensor.register_hook(functools.partial(self.pre_backward, call))
                 # A view that is changed in place loses its hook; the tensor that it is of does not.
@@ -304,7 +304,8 @@ class HookedUnit(Unit):
             self.unshard(context.comm_ctx)
             if begins:
                 # The next all-gather is launched before this one is waited for, as in forward.
-                for unit in context.before(self, call.place):
+                self.next_backward = call.before
+                for unit in self.backward_prefetch or ([call.before] if call.before else ()):
                     if unit.unshard_in_backward:
                         unit.unshard(context.comm_ctx)
             self.wait_for_unshard(context.comm_ctx)
@@ -328,7 +329,7 @@ class HookedUnit(Unit):
         self.open = max(0, self.open - 1)
         with span("post_backward", self.name):
             # A unit called several times in a row is about to need its parameters again.
-            again = self.next_backward is self and self.outstanding > 0
+            again = self.next_backward is self
             # Another call's backward may be open on another stream, and a graph that is kept reads
             # the parameters again.
             keep = again or self.open > 0 or context.keep_unsharded or context.scheduler.reads_again
@@ -410,7 +411,7 @@ def forward_around(module: nn.Module, unit: HookedUnit) -> None:
         is_plain = torch.is_grad_enabled() and peek_interpreter_stack() is None
         # Its parameters may be resharded by the backward of another call.
         for tensor in _tensors_with_grad(output) if is_plain else ():
-            tensor.register_hook(functools.partial(unit.pre_backward, _Call(0)))
+            tensor.register_hook(functools.partial(unit.pre_backward, _Call(None)))
         return None
 
     module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
@@ -426,12 +427,7 @@ def like_forward(unit: HookedUnit, method: Callable[..., Any]) -> Callable[..., 
         running = len(unit.running)
         try:
             args, kwargs = unit.pre_forward(self, args, kwargs)
-            unit.methods_running += 1
-            try:
-                output = method(*args, **kwargs)
-            finally:
-                unit.methods_running -= 1
-            return unit.post_forward(self, args, output)
+            return unit.post_forward(self, args, method(*args, **kwargs))
         except BaseException:
             unit.forward_failed(running)
             raise

@@ -57,8 +57,7 @@ class RootContext:
         self._order_frozen = False
         self._position = 0
         self._gathered = 0
-        self._backward_order: list[Unit] = []
-        self._order_before = 0  # length of that order when the latest forward began
+        self._ran_last: Unit | None = None  # of the forwards that have no backward yet
         # The host has to wait for these before a program may write their shards.
         self._offloaded = [
             g for unit in self.units for g in unit.groups if g.shard_memory.is_offloaded
@@ -69,19 +68,17 @@ class RootContext:
     def enter_forward(
         self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Opens a forward if `unit` is the outermost one running, or runs inside its registered
-        method.
+        """Opens a forward if `unit` is the outermost one running, also where it calls itself, as a
+        registered method does that calls forward.
 
         Streams: later all-gathers start after the current stream, where the optimizer wrote the
         parameters.
         """
         if self.is_asleep:
             self.require_awake()
-        # A registered method may call forward as often as it likes.
-        opens_again = self.forward_root is unit and unit.methods_running > 0
         # A backward that is still open was cut short: a recomputation does not come here.
         is_cut_short = self.scheduler.backward_running
-        if not (self.forward_root is None or opens_again or is_cut_short):
+        if not (self.forward_root in (None, unit) or is_cut_short):
             return args, kwargs
         # A program that captures by `torch.cuda.graph` itself; `graphed_step` has quiesced already.
         if self.crosses_border():
@@ -102,7 +99,7 @@ class RootContext:
         if device.type != "cpu":
             with span("inputs_to_device", unit.name):
                 (args,), (kwargs,) = _to_kwargs(args, kwargs, device, False)
-        self.forward_root, self._position, self._order_before = unit, 0, len(self._backward_order)
+        self.forward_root, self._position = unit, 0
         if not self._order_frozen:
             self._order.clear()
         # Here, since nobody is told of `zero_grad()`: it sets attributes to None.
@@ -263,10 +260,10 @@ class RootContext:
         if self.forward_root is unit and not unit.running:
             self.recover()
 
-    def ran_forward(self, unit: Unit) -> int:
-        """Notes a forward that will have a backward; returns its place in the order."""
-        self._backward_order.append(unit)
-        return len(self._backward_order) - 1
+    def ran_forward(self, unit: Unit) -> Unit | None:
+        """Notes a forward that will have a backward; returns the unit that ran before it."""
+        before, self._ran_last = self._ran_last, unit
+        return before
 
     def gather_through(self, unit: Unit | None) -> None:
         """Unshards every unit up to and including `unit` (None: all), in order, if
@@ -306,14 +303,6 @@ class RootContext:
 
     # -- backward
 
-    def before(self, unit: Unit, place: int) -> Sequence[Unit]:
-        """Returns the units to prefetch in the backward of `unit`: what the program has set, or the
-        one that ran before `place` in the forwards.
-        """
-        order = self._backward_order
-        unit.next_backward = order[place - 1] if 0 < place <= len(order) else None
-        return unit.backward_prefetch or ([unit.next_backward] if unit.next_backward else ())
-
     def end_backward(self, *, wait: bool = True) -> None:
         """Ends a backward: frees what is still unsharded, reduces what is left, waits for the
         gradients.
@@ -327,10 +316,7 @@ class RootContext:
             for unit in self.units:
                 unit.finish_backward(is_read_again=self.scheduler.reads_again)
             self.scheduler.drain(self.grad_groups, wait=wait and self.scheduler.is_last_backward)
-            # A pipeline has forwards of later micro-batches before the backward of this one; their
-            # places in the order are still asked for.
-            if self.scheduler.is_last_backward:
-                self._backward_order.clear()
+            self._ran_last = None
             self._wait_until_read()
 
     # -- between iterations
@@ -341,16 +327,13 @@ class RootContext:
         Gradients that a failed backward left half-written are dropped with a warning; what they
         were added to becomes None. See [Note: States of a group's gradients] in `grad_group.py`.
         """
-        self.forward_root = None
+        self.forward_root = self._ran_last = None
         self.keep_unsharded = False
         self.scheduler.enrolment = None
         if not self.scheduler.backward_running:
-            # Those before it may have a backward yet.
-            del self._backward_order[self._order_before :]
             for unit in self.units:
                 unit.abandon_forward()
         else:
-            self._backward_order.clear()
             device = self.comm_ctx.device
             if device.type not in ("cpu", "meta") and not self.comm_ctx.is_captured:
                 wait_for_device(device)  # autograd joins the streams of a backward only at its end
@@ -373,9 +356,8 @@ class RootContext:
     def abort(self) -> None:
         """Drops all that is under way: a capture failed, and nothing in it has run."""
         self.crosses_border()
-        self.forward_root = None
+        self.forward_root = self._ran_last = None
         self.keep_unsharded = False
-        self._backward_order.clear()
         for unit in self.units:
             unit.abandon_forward()
             unit.finish_backward(is_read_again=self.scheduler.reads_again)
@@ -396,7 +378,6 @@ class RootContext:
 
     def inherit(self, other: RootContext) -> None:
         """Takes over what an inner unit's own context had noted before this root first ran."""
-        self._backward_order += other._backward_order
         self.scheduler.inherit(other.scheduler)
 
 

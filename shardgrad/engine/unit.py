@@ -51,8 +51,6 @@ class Unit:
             direction.
         max_reductions: reductions that may be in flight; None for the default.
         partner: whose streams and staging are to be shared once this unit is a root.
-        methods_running: registered methods that run; a forward inside one is an iteration of its
-            own.
         held: the program has unsharded them, and waited, or no output will say when backward comes:
             a forward with gradients leaves them so.
         before_outermost_forward: called before an outermost forward with gradients; may refuse it.
@@ -88,7 +86,6 @@ class Unit:
         self.groups: list[ParamGroup] = []
         self.grad_groups: list[GradGroup] = []
         self.set_groups(groups)
-        self.methods_running = 0
         self.outstanding = 0
         self.outstanding_before = 0  # the latest forward
         # Calls whose backward has begun and not ended; several if a module calls itself.

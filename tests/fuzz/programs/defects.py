@@ -42,7 +42,7 @@ def _self_call_drops_gradients() -> Iterator[Patch]:
     enter = RootContext.enter_forward
 
     def enter_anew(self: RootContext, unit: Unit, *inputs: Any) -> Any:
-        if self.forward_root is unit and not unit.methods_running:
+        if self.forward_root is unit:
             self.recover()
         return enter(self, unit, *inputs)
 
