@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from enum import Enum, auto
 from functools import partial
 from operator import attrgetter, or_
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -118,7 +118,7 @@ _NOTHING = torch.empty(0)
 _NO_ROOM = Chunks(_NOTHING, 0)
 # What the host decides by between backwards, hashable, read at every replay: settings, and what
 # waits.
-SWITCHES = attrgetter(
+SWITCHES = (
     "requires_sync",
     "requires_all_reduce",
     "divide_factor",
@@ -332,11 +332,6 @@ class GradGroup:
     def is_reduced(self) -> bool:
         """True if this backward has sent the gradients, and not added them to what waits here."""
         return self.state is GradState.SENT and self.waiting is Waiting.NOTHING
-
-    def set_switches(self, switches: tuple[Any, ...]) -> None:
-        """Makes what `SWITCHES` reads what it was."""
-        self.requires_sync, self.requires_all_reduce, self.divide_factor, *waiting = switches
-        self.waiting, self.partial.is_live, self.collector.touched = waiting
 
     def follow(self, other: GradGroup) -> None:
         """Takes over what a program has set, which is the same for all groups of a unit."""

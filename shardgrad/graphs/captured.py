@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,24 +26,6 @@ from shardgrad.graphs.recomputation import Redraws
 __all__ = ["CapturedStep", "Key", "SplitGraph"]
 
 Key = tuple[Hashable, tuple[Hashable, ...]]  # of the inputs, and guards
-
-
-@dataclass(frozen=True)
-class _EagerRegion:
-    """A call between two graphs.
-
-    Attributes:
-        call: without arguments.
-        snapshots: restore the host state that the call expects.
-    """
-
-    call: Callable[[], Any]
-    snapshots: list[Callable[[], None]]
-
-    def run(self) -> None:
-        for restore in self.snapshots:
-            restore()
-        self.call()
 
 
 class SplitGraph:
@@ -73,7 +54,8 @@ class SplitGraph:
         self._capturables = capturables
         self._eager_optimizers = eager_optimizers
         self._generators = [*generators, *redraws.generators]
-        self._parts: list[DeviceGraph | _EagerRegion] = []
+        self._graphs: list[DeviceGraph] = []
+        self._parts: list[Callable[[], object]] = []  # what a replay calls
         self._capture: AbstractContextManager[DeviceGraph] | None = None  # under way, of `_graph`
         self._graph: DeviceGraph
 
@@ -102,13 +84,15 @@ class SplitGraph:
         capture, self._capture = self._capture, None
         if capture is not None:
             capture.__exit__(None, None, None)
-            self._parts.append(self._graph)
+            self._graphs.append(self._graph)
+            self._parts.append(self._graph.replay)
         for each in self._capturables:
             each.quiesce()
 
     def _split(self, call: Callable[[], Any]) -> None:
         self._end()
-        self._parts.append(_EagerRegion(call, [each.snapshot() for each in self._capturables]))
+        self._parts += [each.snapshot() for each in self._capturables]  # what the call expects
+        self._parts.append(call)
         self._begin()
         for each in self._capturables:
             each.after_eager_region()
@@ -116,23 +100,19 @@ class SplitGraph:
     @property
     def has_eager_regions(self) -> bool:
         """Whether calls are made between graphs."""
-        return len(self._parts) > 1
+        return len(self._graphs) > 1
 
     def replay(self) -> None:
         """Launches the graphs on the current stream and makes the calls between them."""
         with self.redraws.replayed():
             for part in self._parts:
-                if isinstance(part, _EagerRegion):
-                    part.run()
-                else:
-                    part.replay()
+                part()
 
     def reset(self) -> None:
         """Destroys the graphs."""
-        while self._parts:
-            part = self._parts.pop()
-            if not isinstance(part, _EagerRegion):
-                self.pool.destroy(part)
+        self._parts.clear()
+        while self._graphs:
+            self.pool.destroy(self._graphs.pop())
 
 
 class CapturedStep:

@@ -15,6 +15,7 @@ their memory is fixed before. If a capture finds them there all the same, it is 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import chain, repeat
 from operator import attrgetter, is_
@@ -39,15 +40,21 @@ from shardgrad.optim.grad_scaler import GradScaler
 __all__ = ["FlatOptimizerState", "GradScalerState", "ModuleState"]
 
 # Guards are read at every call for every parameter, so each is one pass in C.
-_TRAINING = attrgetter("training")
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _GRAD = attrgetter("grad")
-_BACKWARD = attrgetter("scheduler.is_last_backward", "scheduler.reads_again")
 _CONTEXT = attrgetter("context")
 _GENERATION = attrgetter("generation")
 _GRAD_SHARD = attrgetter("shard")
-_SWITCHES = attrgetter("reshard_after_forward", "reshard_after_backward", "unshard_in_backward")
 _ADDRESS = torch.Tensor.data_ptr
+# Host state that a step may set, apart from gradients, by who has it.
+_SWITCHES = {
+    "_modules": ("training",),
+    "_units": ("reshard_after_forward", "reshard_after_backward", "unshard_in_backward"),
+    "_contexts": ("scheduler.is_last_backward", "scheduler.reads_again"),
+    "_grad_groups": SWITCHES,
+}
+_GETTERS = [(who, attrgetter(name)) for who, names in _SWITCHES.items() for name in names]
+_SETTERS = [(who, name.split(".")) for who, names in _SWITCHES.items() for name in names]
 
 
 class ModuleState(Capturable):
@@ -170,29 +177,12 @@ class ModuleState(Capturable):
         return address, tuple(shard.flagged), id(shard.nonfinite), frozenset(shard.judged)
 
     def _switches(self) -> tuple[Any, ...]:
-        """Returns the host state that a step may set, apart from gradients."""
-        return (
-            tuple(map(_TRAINING, self._modules)),
-            tuple(map(_SWITCHES, self._units)),
-            tuple(map(_BACKWARD, self._contexts)),
-            tuple(map(SWITCHES, self._grad_groups)),
-        )
+        return tuple([tuple(map(get, getattr(self, who))) for who, get in _GETTERS])
 
     def _set_switches(self, switches: tuple[Any, ...]) -> None:
-        training, unit_flags, backward, grad_switches = switches
-        for module, flag in zip(self._modules, training, strict=True):
-            module.training = flag
-        for unit, (after_forward, after_backward, in_backward) in zip(
-            self._units, unit_flags, strict=True
-        ):
-            unit.reshard_after_forward = after_forward
-            unit.reshard_after_backward = after_backward
-            unit.unshard_in_backward = in_backward
-        for context, (is_last, reads_again) in zip(self._contexts, backward, strict=True):
-            context.scheduler.is_last_backward = is_last
-            context.scheduler.reads_again = reads_again
-        for grads, flags in zip(self._grad_groups, grad_switches, strict=True):
-            grads.set_switches(flags)
+        for (who, (*way, name)), values in zip(_SETTERS, switches, strict=True):
+            for owner, value in zip(getattr(self, who), values, strict=True):
+                setattr(functools.reduce(getattr, way, owner), name, value)
 
     def quiesce(self) -> None:
         """See `Capturable`, and [Note: The border of a capture] in `engine/streams.py`."""

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import atexit
 import functools
-import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any, Protocol
 
@@ -22,7 +21,7 @@ from torch.distributed import distributed_c10d
 
 from shardgrad.graphs.torch_patches import Patch, Replacement
 
-__all__ = ["steps_with_graphs"]
+__all__ = ["has_graphs", "has_no_graphs"]
 
 
 class _Closable(Protocol):
@@ -30,60 +29,48 @@ class _Closable(Protocol):
         """Destroys graphs."""
 
 
-class _StepsWithGraphs:
-    """The steps that have graphs, and torch's function while there are any."""
-
-    def __init__(self) -> None:
-        # The default process group of each; a process may have several, one for each thread.
-        self._worlds: weakref.WeakKeyDictionary[_Closable, Any] = weakref.WeakKeyDictionary()
-        self._lock = threading.RLock()  # a step may be garbage collected inside a call
-        self._patch = Patch()
-        self._active = ExitStack()
-        self._is_active = False
-
-    def add(self, step: _Closable) -> None:
-        """Has `step` closed before its default process group is destroyed, or at the interpreter's
-        exit.
-        """
-        with self._lock:
-            if step not in self._worlds:
-                self._worlds[step] = dist.group.WORLD
-                weakref.finalize(step, self._restore_if_empty).atexit = False
-            if not self._is_active:
-                self._is_active = True
-                self._active.enter_context(self._patch.active(self._replacements))
-                atexit.register(self.close)
-
-    def discard(self, step: _Closable) -> None:
-        """Says that `step` has no graphs any more."""
-        with self._lock:
-            self._worlds.pop(step, None)
-            self._restore_if_empty()
-
-    def close(self, world: Any = None) -> None:
-        """Closes the steps whose default process group is `world`; None: all steps."""
-        for step, its_world in list(self._worlds.items()):
-            if world is None or its_world is world:
-                step.close()
-
-    def _restore_if_empty(self) -> None:
-        with self._lock:
-            if self._is_active and next(iter(self._worlds), None) is None:
-                self._is_active = False
-                self._active.close()
-                atexit.unregister(self.close)
-
-    def _replacements(self) -> Iterator[Replacement]:
-        destroy = dist.destroy_process_group
-
-        @functools.wraps(destroy)
-        def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
-            if group is None or group is dist.group.WORLD:
-                self.close(dist.group.WORLD)
-            destroy(group)
-
-        for module in (dist, distributed_c10d):
-            yield module, "destroy_process_group", lambda _: destroy_process_group
+# Of each step that has graphs, its default process group, of which a process may have several, one
+# for each thread; and what ends its need of torch's function being replaced.
+_steps: weakref.WeakKeyDictionary[_Closable, tuple[Any, Callable[[], object]]]
+_steps = weakref.WeakKeyDictionary()
+_patch = Patch()
 
 
-steps_with_graphs = _StepsWithGraphs()
+def has_graphs(step: _Closable) -> None:
+    """Has `step` closed before its default process group is destroyed, or at the interpreter's
+    exit.
+    """
+    if step not in _steps:
+        block = ExitStack()
+        block.enter_context(_patch.active(_replacements))
+        end = weakref.finalize(step, block.close)
+        end.atexit = False  # the program may destroy the process group at exit
+        _steps[step] = dist.group.WORLD, end
+
+
+def has_no_graphs(step: _Closable) -> None:
+    """Says that `step` has no graphs any more."""
+    if step in _steps:
+        _, end = _steps.pop(step)
+        end()
+
+
+@atexit.register
+def _close_all() -> None:
+    for step in list(_steps):
+        step.close()
+
+
+def _replacements() -> Iterator[Replacement]:
+    destroy = dist.destroy_process_group
+
+    @functools.wraps(destroy)
+    def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
+        if group is None or group is dist.group.WORLD:
+            for step, (world, _) in list(_steps.items()):
+                if world is dist.group.WORLD:
+                    step.close()
+        destroy(group)
+
+    for module in (dist, distributed_c10d):
+        yield module, "destroy_process_group", lambda _: destroy_process_group

@@ -128,10 +128,26 @@ def environment_issues(device: torch.device, optimizers: Sequence[Optimizer]) ->
 
     Capture: called before a capture; it reads nothing from the device.
     """
-    found = [issue for optimizer in optimizers for issue in _of_optimizer(optimizer)]
+    found = [
+        Issue(f"a step of {type(each).__name__} cannot be recorded: {why}", fix=cure(each))
+        for each in optimizers
+        if (why := why_not_capturable(each)) is not None
+    ]
     if device.type == "cuda":
-        found += _of_kernels()
-        found += _of_environment()
+        if not has_kernels("cuda"):
+            found.append(
+                Issue(
+                    "shardgrad's kernels for CUDA were not built, and the references of norms and "
+                    "updates, which run in their place, wait for the device",
+                    fix=f"{build_command()}, with an nvcc of CUDA {torch.version.cuda} on PATH",
+                )
+            )
+        found += [
+            _setting(f"{name}={os.environ[name]} {effect}", f"unset {name}")
+            for name, effect in _BLOCKING.items()
+            if os.environ.get(name, "0") not in ("", "0")
+        ]
+        found += _of_allocator()
     if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
         found.append(
             Issue(
@@ -157,31 +173,6 @@ def cause_of(error: BaseException) -> Issue | ShardgradError:
     what = f"{type(error).__name__}: {error}".splitlines()[0]
     unknown = Issue(what, fix=_HOST_READ.fix)
     return _CUDA_ERRORS.get(getattr(error, "error_code", None), unknown)
-
-
-def _of_optimizer(optimizer: Optimizer) -> Iterator[Issue]:
-    why = why_not_capturable(optimizer)
-    if why is not None:
-        yield Issue(
-            f"a step of {type(optimizer).__name__} cannot be recorded: {why}",
-            fix=cure(optimizer),
-        )
-
-
-def _of_kernels() -> Iterator[Issue]:
-    if not has_kernels("cuda"):
-        yield Issue(
-            "shardgrad's kernels for CUDA were not built, and the references of norms and updates, "
-            "which run in their place, wait for the device",
-            fix=f"{build_command()}, with an nvcc of CUDA {torch.version.cuda} on PATH",
-        )
-
-
-def _of_environment() -> Iterator[Issue]:
-    for name, effect in _BLOCKING.items():
-        if os.environ.get(name, "0") not in ("", "0"):
-            yield _setting(f"{name}={os.environ[name]} {effect}", f"unset {name}")
-    yield from _of_allocator()
 
 
 def refuse_harmful_settings() -> None:

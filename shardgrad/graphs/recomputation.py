@@ -56,7 +56,7 @@ class Redraws:
             yield
             return
         self._is_noting, self._begin = True, self._default.get_offset()
-        with self._found_on_stream():
+        with self.captured():
             yield
         self._is_noting = False
         self._drawn = self._default.get_offset() - self._begin
@@ -64,12 +64,16 @@ class Redraws:
     @contextmanager
     def captured(self) -> Iterator[None]:
         """Has the regions of the block, a capture of the call, draw from `generators`."""
+        stream: Any = self._pool.stream  # autograd's threads have it as their current one as well
         if self._pool.device.type != "cuda":
             yield
             return
-        self._recomputed = 0
-        with self._found_on_stream():
-            yield
+        self._recomputed, _on_streams[stream] = 0, self
+        try:
+            with _patch.active(_replacements):
+                yield
+        finally:
+            del _on_streams[stream]
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
@@ -96,16 +100,6 @@ class Redraws:
                 fix="torch.utils.checkpoint.checkpoint(..., preserve_rng_state=False); or draw the "
                 "same when captured: does the step ask whether it is?",
             )
-
-    @contextmanager
-    def _found_on_stream(self) -> Iterator[None]:
-        stream: Any = self._pool.stream  # autograd's threads have it as their current one as well
-        _on_streams[stream] = self
-        try:
-            with _patch.active(_replacements):
-                yield
-        finally:
-            del _on_streams[stream]
 
     def save(self, get_device_states: Callable[..., Any], args: Any) -> tuple[Any, Any]:
         """Stands for `checkpoint.get_device_states` in the forward of a region."""

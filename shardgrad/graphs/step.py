@@ -36,7 +36,7 @@ from shardgrad.graphs.comparison import Comparison
 from shardgrad.graphs.eager_regions import handle_eager_calls
 from shardgrad.graphs.host_state import HostState
 from shardgrad.graphs.inputs import InputBuffers, Inputs, flatten_inputs
-from shardgrad.graphs.lifetime import steps_with_graphs
+from shardgrad.graphs.lifetime import has_graphs, has_no_graphs
 from shardgrad.graphs.other_ranks import announce, announced
 from shardgrad.graphs.outputs import apart_from, clones, detached, used_on
 from shardgrad.graphs.pool import GraphPool
@@ -537,7 +537,7 @@ class GraphedStep(Generic[_P, _R]):
                 each.abort_capture()
             host.restore()
             raise
-        steps_with_graphs.add(self)
+        has_graphs(self)
         return CapturedStep(key, graph, outputs, self._capturables, before_replays, reads)
 
     def _state(self) -> Iterator[torch.Tensor]:
@@ -664,7 +664,7 @@ class GraphedStep(Generic[_P, _R]):
         self._kinds.clear()
         self._places = {}
         self._begin_counting()
-        steps_with_graphs.discard(self)
+        has_no_graphs(self)
         for each in self._capturables:
             each.released()
 

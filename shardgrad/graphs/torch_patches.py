@@ -21,7 +21,7 @@ class Patch:
     """Replaces functions while at least one block is active."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a block may end where garbage is collected in another
         self._blocks = 0
         self._undo: list[Callable[[], None]] = []
 
