@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from shardgrad.engine.streams import wait_for_device
 from shardgrad.graphs.capturable import Capturable
@@ -34,7 +33,6 @@ class SplitGraph:
     Args:
         pool: where the graphs are captured.
         capturables: quiesced wherever a graph begins or ends.
-        eager_optimizers: optimizers whose steps are eager regions.
         generators: of random numbers, in addition to the device's default one.
         redraws: of an eager call of the step.
 
@@ -46,13 +44,11 @@ class SplitGraph:
         self,
         pool: GraphPool,
         capturables: Sequence[Capturable],
-        eager_optimizers: Sequence[Optimizer],
         generators: Sequence[torch.Generator],
         redraws: Redraws,
     ) -> None:
         self.pool, self.redraws = pool, redraws
         self._capturables = capturables
-        self._eager_optimizers = eager_optimizers
         self._generators = [*generators, *redraws.generators]
         self._graphs: list[DeviceGraph] = []
         self._parts: list[Callable[[], object]] = []  # what a replay calls
@@ -62,7 +58,7 @@ class SplitGraph:
     @contextmanager
     def captured(self) -> Iterator[None]:
         """Captures what the block launches. If the block raises, all graphs are destroyed."""
-        with handle_eager_calls(self._eager_optimizers, self._split), self.redraws.captured():
+        with handle_eager_calls(self._split), self.redraws.captured():
             self._begin()
             try:
                 yield

@@ -7,12 +7,11 @@ other time they are made at once.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ParamSpec
 
 import torch
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 __all__ = ["handle_eager_calls", "outside"]
@@ -31,8 +30,8 @@ _thread = _ThreadState()
 
 
 def outside(call: Callable[_P, Any], *args: _P.args, **kwargs: _P.kwargs) -> None:
-    """Makes a call that no graph can hold inside a step: a print, a host read for a log, a write to
-    a file.
+    """Makes a call that no graph can hold inside a step: a print, a host read for a log, the step
+    of an optimizer that counts on the host.
 
     A `graphed_step` splits its graph here. Every replay launches the graph before, makes the call
     with the same arguments, and launches the graph after. Tensors among the arguments have the
@@ -41,6 +40,7 @@ def outside(call: Callable[_P, Any], *args: _P.args, **kwargs: _P.kwargs) -> Non
     For example, in the step:
 
         shardgrad.graphs.outside(lambda value: print("loss", value.item()), loss)
+        shardgrad.graphs.outside(optimizer.step)  # and graphed_step(model), without the optimizer
 
     Args:
         call: the function. What it returns is dropped, since a replay does not run the step's
@@ -65,33 +65,10 @@ def outside(call: Callable[_P, Any], *args: _P.args, **kwargs: _P.kwargs) -> Non
 
 
 @contextmanager
-def handle_eager_calls(optimizers: Sequence[Optimizer], handler: Handler) -> Iterator[None]:
-    """Passes to `handler` every call of `outside` in this thread, and every step of the
-    optimizers.
-    """
+def handle_eager_calls(handler: Handler) -> Iterator[None]:
+    """Passes to `handler` every call of `outside` in this thread."""
     before, _thread.handler = _thread.handler, handler
-    try:
-        with ExitStack() as patches:
-            for optimizer in optimizers:
-                patches.enter_context(_handled_step(optimizer, handler))
-            yield
-    finally:
-        _thread.handler = before
-
-
-@contextmanager
-def _handled_step(optimizer: Optimizer, handler: Handler) -> Iterator[None]:
-    step = optimizer.step
-    was_patched = "step" in vars(optimizer)  # a schedule has wrapped it
-
-    def handled(*args: Any, **kwargs: Any) -> None:
-        handler(lambda: step(*args, **kwargs))
-
-    optimizer.step = handled  # type: ignore[assignment,method-assign]
     try:
         yield
     finally:
-        if was_patched:
-            optimizer.step = step  # type: ignore[method-assign]
-        else:
-            del optimizer.step
+        _thread.handler = before

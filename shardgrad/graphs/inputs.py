@@ -47,23 +47,12 @@ class Inputs(NamedTuple):
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def flatten_inputs(
-    args: tuple[Any, ...], kwargs: dict[str, Any], *, micro_batches: int | None = None
-) -> Inputs:
+def flatten_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
     """Flattens the arguments of a call.
 
-    Args:
-        args: positional arguments of the call.
-        kwargs: keyword arguments of the call.
-        micro_batches: the length that each list, tuple and tensor among the arguments must have;
-            None for any.
-
     Raises:
-        StepInputError: a tensor cannot be copied, an object cannot be compared, or the number of
-            micro-batches is another.
+        StepInputError: a tensor cannot be copied, or an object cannot be compared.
     """
-    if micro_batches is not None:
-        _require_micro_batches([*enumerate(args), *kwargs.items()], micro_batches)
     tensors: list[torch.Tensor] = []
     return Inputs(tensors, _key((args, kwargs), tensors, count()), (args, kwargs))
 
@@ -89,20 +78,6 @@ def _key(value: Any, tensors: list[torch.Tensor], numbers: Iterator[int]) -> Has
     _require_plain(value, index)
     tensors.append(value)
     return value.shape, value.stride(), value.dtype, value.device.type
-
-
-def _require_micro_batches(arguments: list[tuple[Any, Any]], expected: int) -> None:
-    for name, value in arguments:
-        if not isinstance(value, list | tuple | torch.Tensor):
-            continue
-        got = len(value)
-        if got != expected:
-            raise StepInputError(
-                f"argument {name} of a graphed step has another number of micro-batches",
-                expected=f"accumulate={expected}",
-                got=f"{got} of them",
-                fix="a last batch that is smaller can be left out, or padded",
-            )
 
 
 def _is_static(tensor: torch.Tensor) -> bool:

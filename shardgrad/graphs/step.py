@@ -25,7 +25,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from shardgrad.checks.capturable_optimizers import why_not_capturable
 from shardgrad.engine.streams import Stream, is_capturing
 from shardgrad.errors import CaptureError, CollectiveError, OptionError, listed
 from shardgrad.graphs.capturable import CaptureAgain, capturable
@@ -80,24 +79,23 @@ class StepSettings:
     warmup: int = 3
     pool: GraphPool | None = None
     max_graphs: int = 8
-    accumulate: int | None = None
     clone_outputs: bool = False
     bucket: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]] | None = None
-    on_uncapturable: Literal["raise", "eager", "split"] = "raise"
+    on_uncapturable: Literal["raise", "eager"] = "raise"
 
     def __post_init__(self) -> None:
-        for name in ("warmup", "max_graphs", "accumulate"):
+        for name in ("warmup", "max_graphs"):
             value = getattr(self, name)
-            if value is not None and value < 1:
+            if value < 1:
                 raise OptionError(
                     f"graphed_step was given {name}={value!r}",
                     expected="at least 1",
                     got=repr(value),
                 )
-        if self.on_uncapturable not in ("raise", "eager", "split"):
+        if self.on_uncapturable not in ("raise", "eager"):
             raise OptionError(
                 f"graphed_step was given on_uncapturable={self.on_uncapturable!r}",
-                expected="'raise', 'eager' or 'split'",
+                expected="'raise' or 'eager'",
                 got=repr(self.on_uncapturable),
             )
 
@@ -107,10 +105,9 @@ def graphed_step(
     warmup: int = 3,
     pool: GraphPool | None = None,
     max_graphs: int = 8,
-    accumulate: int | None = None,
     clone_outputs: bool = False,
     bucket: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]] | None = None,
-    on_uncapturable: Literal["raise", "eager", "split"] = "raise",
+    on_uncapturable: Literal["raise", "eager"] = "raise",
 ) -> Callable[[Callable[_P, _R]], GraphedStep[_P, _R]]:
     """Makes a training step one graph: its launches are captured once and replayed from then on.
 
@@ -149,19 +146,13 @@ def graphed_step(
         warmup: eager calls before the first capture, at least 1.
         pool: of another graphed step that uses the same models; None for a new one.
         max_graphs: graphs to keep. The least recently used one is dropped.
-        accumulate: micro-batches in every call: lists and tuples among the arguments must have this
-            length, tensors this many along their first dimension. None accepts any number, and each
-            has a graph.
         clone_outputs: return copies. Otherwise the next call overwrites what this one returned.
         bucket: given a call's arguments, returns the (args, kwargs) to use instead: for padding
             shapes to a few sizes.
         on_uncapturable: what happens if the capture fails, after all state was restored: "raise" a
             CaptureError, or warn and run the call "eager". Later calls of this kind run eagerly.
-            "split" is like "eager", but splits the graph at the steps of optimizers that no graph
-            can hold, and takes those in eager regions; `outside` names them.
-            (`shardgrad.graphs.outside` makes a call in an eager region under any setting.) Ranks
-            capture together: if only some can, the collectives of the others fail or time out, and
-            they raise a CaptureError that names a rank that could not.
+            Ranks capture together: if only some can, the collectives of the others fail or time
+            out, and they raise a CaptureError that names a rank that could not.
 
     Returns:
         A decorator that turns a function into a `GraphedStep`.
@@ -177,7 +168,6 @@ def graphed_step(
         warmup,
         pool,
         max_graphs,
-        accumulate,
         clone_outputs,
         bucket,
         on_uncapturable,
@@ -209,7 +199,6 @@ class GraphedStep(Generic[_P, _R]):
 
     Attributes:
         pool: stream and memory; give it to another `graphed_step` that uses the same models.
-        outside: optimizers that step in eager regions, each with the reason.
         eager_steps: calls that ran eagerly since the last reset.
         captures: graphs captured since the last reset.
         replays: calls that were replays since the last reset.
@@ -231,14 +220,7 @@ class GraphedStep(Generic[_P, _R]):
         self._modules = [each for each in objects if isinstance(each, nn.Module)]
         self._optimizers = [each for each in objects if isinstance(each, Optimizer)]
         self._generators = [each for each in objects if isinstance(each, torch.Generator)]
-        is_split = settings.on_uncapturable == "split"
-        self._eager_optimizers = [
-            each for each in self._optimizers if is_split and why_not_capturable(each) is not None
-        ]
-        # Nothing has to be constant of optimizers that step in eager regions.
-        self._capturables = [
-            capturable(each) for each in objects if each not in self._eager_optimizers
-        ]
+        self._capturables = list(map(capturable, objects))
         devices = (tensor.device for tensor in self._state())
         self.pool = settings.pool or GraphPool(next(devices, None))
         # The most recently used last.
@@ -259,13 +241,6 @@ class GraphedStep(Generic[_P, _R]):
     def _begin_counting(self) -> None:
         self.eager_steps = self.captures = self.replays = 0
 
-    @property
-    def outside(self) -> list[str]:
-        """See the class."""
-        return [
-            f"{type(each).__name__}: {why_not_capturable(each)}" for each in self._eager_optimizers
-        ]
-
     # -- a call
 
     def __get__(self, instance: object, owner: type | None = None) -> GraphedStep[_P, _R]:
@@ -285,7 +260,7 @@ class GraphedStep(Generic[_P, _R]):
         self._require_callable_here()
         if self._settings.bucket is not None:
             args, kwargs = self._settings.bucket(*args, **kwargs)  # type: ignore[assignment]
-        inputs = flatten_inputs(args, kwargs, micro_batches=self._settings.accumulate)
+        inputs = flatten_inputs(args, kwargs)
         _thread.step = self
         try:
             with self.pool.turn() as caller:
@@ -375,7 +350,7 @@ class GraphedStep(Generic[_P, _R]):
 
         args, kwargs = kind.buffers.arguments
         redraws = Redraws(self.pool)
-        with handle_eager_calls(self._eager_optimizers, call_region), redraws.noted():
+        with handle_eager_calls(call_region), redraws.noted():
             outputs = detached(self._function(*args, **kwargs))
         self._note_border()
         self.eager_steps += 1
@@ -518,7 +493,6 @@ class GraphedStep(Generic[_P, _R]):
         graph = SplitGraph(
             self.pool,
             self._capturables,
-            self._eager_optimizers,
             self._generators,
             redraws,
         )
