@@ -19,7 +19,7 @@ from shardgrad.programs.checkpoint import lock
 from shardgrad.programs.train.config import TrainConfig, mesh_shape, read_settings, resumed
 from shardgrad.programs.train.corpus import load_corpus
 from shardgrad.programs.train.failure import TrainingError
-from shardgrad.programs.train.launcher import is_restarted, torchrun_world_size
+from shardgrad.programs.train.launcher import torchrun_world_size
 from shardgrad.programs.train.parallel import World
 from shardgrad.programs.train.record import RunRecord
 from shardgrad.programs.train.texts import find_text
@@ -83,7 +83,7 @@ def feed_lock(text: bytes) -> str:
 
 # -- the environment
 
-NUMBERED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
+NUMBERED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 MEETING = ("MASTER_ADDR", "MASTER_PORT")
 SETTINGS = (
     *("CUDA_LAUNCH_BLOCKING", "TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"),
@@ -126,7 +126,6 @@ def feed_environment(variables: dict[str, str]) -> str:
         list(preflight._of_environment())
         try:
             world_size = torchrun_world_size()
-            is_restarted()
         except TrainingError:
             return "refused"
     if world_size is None:

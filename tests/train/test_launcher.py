@@ -23,9 +23,7 @@ LAUNCHED = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"]
-)
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])
 @pytest.mark.parametrize("text", ["zero", "-1", "", "1.0", "9" * 5_000, "²"])
 def test_a_launchers_variable_that_is_no_number_is_named(
     name: str, text: str, monkeypatch: pytest.MonkeyPatch
@@ -54,7 +52,7 @@ def test_a_run_folder_that_cannot_be_written_is_refused_before_ranks_meet(
             start(job)
 
 
-def test_a_folder_that_holds_a_run_is_refused_by_every_rank_but_not_by_those_started_again(
+def test_a_folder_that_holds_a_run_is_refused_by_every_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torchrun would wait half a minute for those that another has left alone."""
@@ -63,8 +61,6 @@ def test_a_folder_that_holds_a_run_is_refused_by_every_rank_but_not_by_those_sta
         monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match="already holds a run"):
         prepare({"run_dir": str(tmp_path)}, resume=None, debug=False)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert not prepare({"run_dir": str(tmp_path)}, resume=None, debug=False).resume
 
 
 def stopped_after_60_steps(folder: Path) -> None:

@@ -175,6 +175,7 @@ def test_a_run_leaves_its_settings_surroundings_metrics_and_checkpoints(two_rank
     last = [event for event in events(two_ranks) if event["event"] == "step"][-1]
     assert len(last["memory_nbytes"]) == 2
     assert {path.name for path in (two_ranks / "checkpoints").iterdir()} == {
+        ".lock",
         "latest",
         f"step_{HALF:06d}",
         f"step_{STEPS:06d}",
@@ -400,6 +401,7 @@ def test_a_full_disk_leaves_the_last_whole_checkpoint(small_disk: Path) -> None:
     assert f"The newest checkpoint is step_{HALF:06d}" in errors
     assert "Traceback" not in errors
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {
+        ".lock",
         "latest",
         f"step_{HALF:06d}",
     }

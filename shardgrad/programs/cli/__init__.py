@@ -1,4 +1,4 @@
-"""The command line. A subcommand is imported when it is used, and PyTorch only when it runs.
+"""The command line. PyTorch is imported when a command runs.
 
 So `shardgrad --help`, `shardgrad train --help` and errors in options are answered in a fraction of
 a second.
@@ -8,15 +8,10 @@ from __future__ import annotations
 
 import click
 
-from shardgrad.programs.cli.command import LazyGroup
-
-# In the order of a run: before it, itself, after it.
-_COMMANDS = {
-    "doctor": "Print versions and devices; check a machine, or a program.",
-    "plan": "Predict memory, traffic and time of a training step.",
-    "train": "Train a language model on bytes.",
-    "checkpoint": "Verify and export checkpoints.",
-}
+from shardgrad.programs.cli.checkpoint import checkpoint
+from shardgrad.programs.cli.doctor import doctor
+from shardgrad.programs.cli.plan import plan
+from shardgrad.programs.cli.train import train
 
 
 def _print_version(ctx: click.Context, _: click.Parameter, value: bool) -> None:
@@ -29,8 +24,7 @@ def _print_version(ctx: click.Context, _: click.Parameter, value: bool) -> None:
 
 @click.group(
     name="shardgrad",
-    cls=LazyGroup,
-    lines=_COMMANDS,
+    commands=[doctor, plan, train, checkpoint],
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="\b\nExamples:\n  shardgrad doctor\n  shardgrad plan --preset 8b --ranks 64\n"
     "  shardgrad train --steps 100\n\n`shardgrad COMMAND --help` has more of them.",

@@ -53,7 +53,7 @@ _PATH = click.argument(
 )
 
 
-@click.group()
+@click.group(short_help="Verify and export checkpoints.")
 def checkpoint() -> None:
     """Verify and export checkpoints in the format of torch.distributed.checkpoint.
 

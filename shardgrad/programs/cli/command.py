@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
-from importlib import import_module
 from typing import Any
 
 import click
@@ -64,45 +62,6 @@ class Command(click.Command):
             if rows:
                 with formatter.section(title):
                     formatter.write_dl(rows)
-
-
-class LazyGroup(click.Group):
-    """A group that imports a subcommand when it is named; `--help` needs none of them.
-
-    Args:
-        lines: for each command its line in `--help`. It is the attribute of its name in the module
-            of its name in this package.
-        **rest: as for `click.Group`.
-    """
-
-    def __init__(self, *args: Any, lines: Mapping[str, str] | None = None, **rest: Any) -> None:
-        super().__init__(*args, **rest)
-        self._lines = lines or {}
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        """Returns the names of all commands."""
-        return list(self._lines)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Imports and returns a command."""
-        if cmd_name not in self._lines:
-            return None
-        command: click.Command = getattr(import_module(f"{__package__}.{cmd_name}"), cmd_name)
-        return command
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Returns the named command, or refuses the name and suggests one that is spelled alike."""
-        alike = get_close_matches(args[0], self.list_commands(ctx), n=1)
-        if alike and args[0] not in self._lines:
-            ctx.fail(f"No such command {args[0]!r}. Did you mean {alike[0]!r}?")
-        return super().resolve_command(ctx, args)
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes the commands."""
-        with formatter.section("Commands"):
-            formatter.write_dl(list(self._lines.items()))
 
 
 def is_debug(ctx: click.Context) -> bool:

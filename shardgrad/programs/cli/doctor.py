@@ -16,7 +16,11 @@ if TYPE_CHECKING:
     import torch
 
 
-@click.command(cls=Command, examples=["shardgrad doctor", "shardgrad doctor --audit train:main"])
+@click.command(
+    cls=Command,
+    short_help="Print versions and devices; check a machine, or a program.",
+    examples=["shardgrad doctor", "shardgrad doctor --audit train:main"],
+)
 @click.option(
     "--audit",
     metavar="MODULE:FUNCTION",

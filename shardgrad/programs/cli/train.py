@@ -26,7 +26,12 @@ _EXAMPLES = [
 ]
 
 
-@click.command(cls=Command, sections=_SECTIONS, examples=_EXAMPLES)
+@click.command(
+    cls=Command,
+    short_help="Train a language model on bytes.",
+    sections=_SECTIONS,
+    examples=_EXAMPLES,
+)
 @options_of(TrainConfig)
 @click.option(
     "--resume",

@@ -75,10 +75,8 @@ class Display:
                 escaped(text), markup=False, emoji=False, highlight=False, soft_wrap=True
             )
         except OSError as error:
-            if self._bar.disable:
-                error.filename = "standard output"
-                raise
-            # A terminal has hung up; the signal that asks for a stop is on its way.
+            error.filename = "standard output"
+            raise
 
     def stepped(self, step: int) -> None:
         """Moves the bar, without waiting for the step's results."""

@@ -16,12 +16,7 @@ from typing import Any
 from shardgrad.extras import require
 from shardgrad.programs.train.config import TrainConfig, mesh_shape, read_settings, resumed
 from shardgrad.programs.train.failure import UsageError, reason_of
-from shardgrad.programs.train.launcher import (
-    is_restarted,
-    launch_ranks,
-    require_room,
-    torchrun_world_size,
-)
+from shardgrad.programs.train.launcher import launch_ranks, require_room, torchrun_world_size
 from shardgrad.programs.train.rank import Job, run_rank
 from shardgrad.programs.train.texts import find_text
 
@@ -41,10 +36,6 @@ def prepare(given: Mapping[str, Any], *, resume: Path | None, debug: bool) -> Jo
         PartnerUnavailableError: a setting needs a package that is not installed.
     """
     world_size = torchrun_world_size()
-    if resume is None and is_restarted() and _has_checkpoint(given.get("run_dir")):
-        # torchrun repeats the command line of the first start. Its settings are saved in the run
-        # folder.
-        resume, given = Path(given["run_dir"]), {}
     ranks = given.get("ranks")
     if world_size is not None and ranks not in (None, world_size):
         raise UsageError(
@@ -92,12 +83,6 @@ def _require_writable(folder: Path) -> None:
         ) from error
 
 
-def _has_checkpoint(folder: str | None) -> bool:
-    from shardgrad.programs.checkpoint import Series  # imports PyTorch
-
-    return folder is not None and Series(Path(folder) / "checkpoints").latest() is not None
-
-
 def newest_run() -> Path:
     """Returns the folder in `runs/` that was started last."""
     configs = sorted(RUNS.glob("*/config.json"), key=lambda path: path.stat().st_mtime)
@@ -114,7 +99,7 @@ def _new_run(given: Mapping[str, Any], world_size: int | None) -> tuple[TrainCon
     folder = Path(config.run_dir) if config.run_dir is not None else RUNS / name
     # On every rank: torchrun waits half a minute for those that another has left alone. The first
     # one writes the file when all have joined, after this.
-    if not is_restarted() and (folder / "config.json").exists():
+    if (folder / "config.json").exists():
         raise UsageError(
             f"{folder} already holds a run: resume it with --resume {folder}, or choose another "
             "--run-dir."

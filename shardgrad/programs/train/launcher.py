@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from shardgrad.programs.train.failure import Interrupted, TrainingError, UsageError
 from shardgrad.programs.train.rank import Job, resume_hint, run_rank, tell
-from shardgrad.programs.train.stop import stop_signals
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -29,7 +28,7 @@ _WHY: dict[int, str] = {
 def launch_ranks(job: Job, ranks: int) -> int:
     """Trains in `ranks` processes that torchrun's agent starts on this machine.
 
-    Ctrl-C reaches the ranks themselves; other requests to stop are forwarded to them.
+    Ctrl-C reaches the ranks themselves; SIGTERM is forwarded to them.
     When a rank fails, the others are asked to stop, and killed after 30 seconds.
 
     Returns:
@@ -47,8 +46,11 @@ def launch_ranks(job: Job, ranks: int) -> int:
     # A new interpreter is started with -c, which puts the working directory first on sys.path: a
     # threading.py there would be imported for the standard library's.
     os.environ["PYTHONSAFEPATH"] = "1"
-    _leave_interrupts_to_ranks()
-    forwarded = [number.name for number in stop_signals() if number != signal.SIGINT]
+    # Held back here and in new processes, which inherit that: no rank is interrupted before it has
+    # its handlers. The start of multiprocessing's tracker of resources changes the mask.
+    resource_tracker.ensure_running()
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    signal.signal(signal.SIGINT, lambda *_: None)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -58,7 +60,7 @@ def launch_ranks(job: Job, ranks: int) -> int:
         local_addr="localhost",
         max_restarts=0,
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
-        signals_to_handle=",".join(forwarded),
+        signals_to_handle="SIGTERM",
     )
     try:
         elastic_launch(config, run_rank)(job)
@@ -84,20 +86,6 @@ def _status_of(rank: int, failure: ProcessFailure, folder: Path) -> int:
         what = f"ended with status {status} without a report"
     tell(f"Rank {rank} {what}. {resume_hint(folder)}")
     return max(status, TrainingError.exit_status)
-
-
-def _leave_interrupts_to_ranks() -> None:
-    """Holds back Ctrl-C here and in new processes, which inherit that.
-
-    So no rank is interrupted before it has its handlers.
-    """
-    # multiprocessing's tracker of resources is to outlive a terminal, and its start changes the
-    # mask.
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
-    resource_tracker.ensure_running()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    signal.signal(signal.SIGINT, lambda *_: None)
 
 
 def available_cores() -> int:
@@ -137,11 +125,6 @@ def torchrun_world_size() -> int | None:
                 "correct the launcher, or unset RANK and WORLD_SIZE to start without one."
             )
     return _number("WORLD_SIZE")
-
-
-def is_restarted() -> bool:
-    """Returns whether torchrun has restarted these ranks after a failure (`--max-restarts`)."""
-    return _number("TORCHELASTIC_RESTART_COUNT") > 0
 
 
 def _number(name: str) -> int:

@@ -1,25 +1,18 @@
-"""Requests to stop a run: Ctrl-C, a scheduler's signal, or a launcher that has ended."""
+"""Requests to stop a run: Ctrl-C, SIGTERM of a scheduler, or a launcher that has ended."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
-import stat
 import time
 from types import FrameType
 
 from shardgrad.programs.train.failure import Interrupted
 
-# A terminal and torchrun may each forward the same request; a terminal hangs up only once.
+# A terminal and torchrun may each forward the same request.
 ECHO_S = 1.0
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-def stop_signals() -> list[signal.Signals]:
-    """The signals that ask for a stop; not SIGHUP where it is ignored, as `nohup` has it."""
-    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    return [number for number in _SIGNALS if not (ignored and number == signal.SIGHUP)]
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
@@ -34,7 +27,7 @@ class StopRequest:
 
     def install(self) -> StopRequest:
         """Installs the signal handlers; only the main thread may call this."""
-        for number in stop_signals():
+        for number in _SIGNALS:
             signal.signal(number, self._on_signal)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)  # the launcher held them back
         return self
@@ -50,14 +43,12 @@ class StopRequest:
         return self._first_s is not None or os.getppid() != self._parent
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGHUP:
-            _leave_terminal()
         now_s = time.monotonic()
         if self._first_s is None:
             self._first_s = now_s
             if number == signal.SIGINT:
                 self._say("Stopping after this step; Ctrl-C again stops at once.")
-        elif number != signal.SIGHUP and now_s - self._first_s > ECHO_S:
+        elif now_s - self._first_s > ECHO_S:
             self._say("Stopped at once, without saving.")
             os._exit(Interrupted.exit_status)
 
@@ -67,12 +58,3 @@ class StopRequest:
             # Not print: the signal may have interrupted one.
             with contextlib.suppress(OSError):
                 os.write(2, f"shardgrad train: {words}\n".encode())
-
-
-def _leave_terminal() -> None:
-    """After a terminal has hung up, write nowhere instead: each write to it would raise."""
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (0, 1, 2):
-        if stat.S_ISCHR(os.fstat(descriptor).st_mode):
-            os.dup2(nowhere, descriptor)
-    os.close(nowhere)
