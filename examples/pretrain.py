@@ -152,8 +152,8 @@ def main() -> None:
     policy = MixedPrecisionPolicy()
     if device.type == "cuda":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for block in model.blocks:
-        fully_shard(block, mp_policy=policy)
+    for part in (model.embedding, *model.blocks, model.head):
+        fully_shard(part, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rates(options))
