@@ -122,4 +122,10 @@ SHARDGRAD_INLINE bool is_live(const Segment& segment, const SegmentRow& row) {
   return read_element(segment.touched.data, segment.touched.dtype, row.flag_index) > 0;
 }
 
+// Whether an update advances the step count of row `i`, which rows of one parameter share with the one before.
+SHARDGRAD_INLINE bool counts_step(const Segment& segment, int64_t i) {
+  const SegmentRow& row = segment.rows[i];
+  return is_live(segment, row) && (i == 0 || segment.rows[i - 1].step_index != row.step_index);
+}
+
 }  // namespace shardgrad

@@ -27,7 +27,7 @@ void update(const UpdateArguments& args, const Body& body) {
   parallel(segment.tiles, work_of(segment), [&](int64_t begin, int64_t end) { body(args, begin, end); });
   // All tiles of a row read the number of its last step, so it advances when the last of them is done.
   for (int64_t i = 0; i < segment.row_count; ++i) {
-    if (is_live(segment, segment.rows[i])) args.steps[segment.rows[i].step_index] += 1;
+    if (counts_step(segment, i)) args.steps[segment.rows[i].step_index] += 1;
   }
 }
 

@@ -59,54 +59,6 @@ __device__ __forceinline__ void store_bits(const T (&lanes)[kQuad], void* data, 
   }
 }
 
-template <class T, class C>
-__device__ __forceinline__ void load_as(C (&lanes)[kQuad], const void* data, int64_t at, int count, bool whole) {
-  T stored[kQuad] = {};
-  load_bits(stored, data, at, count, whole);
-#pragma unroll
-  for (int lane = 0; lane < kQuad; ++lane) lanes[lane] = static_cast<C>(to_float(stored[lane]));
-}
-
-template <class T, class C>
-__device__ __forceinline__ void store_as(const C (&lanes)[kQuad], void* data, int64_t at, int count, bool whole) {
-  T stored[kQuad];
-#pragma unroll
-  for (int lane = 0; lane < kQuad; ++lane) stored[lane] = from_float<T>(lanes[lane]);
-  store_bits(stored, data, at, count, whole);
-}
-
-// The dtype is the same for a whole launch, so the branch costs little; a kernel for each mix of dtypes would
-// cost hundreds of kernels.
-template <class C>
-__device__ __forceinline__ void load(
-    C (&lanes)[kQuad], const void* data, DType dtype, int64_t at, int count, bool whole) {
-  switch (dtype) {
-    case DType::kBFloat16:
-      return load_as<BFloat16>(lanes, data, at, count, whole);
-    case DType::kFloat16:
-      return load_as<Float16>(lanes, data, at, count, whole);
-    case DType::kFloat64:
-      return load_as<double>(lanes, data, at, count, whole);
-    default:
-      return load_as<float>(lanes, data, at, count, whole);
-  }
-}
-
-template <class C>
-__device__ __forceinline__ void store(
-    const C (&lanes)[kQuad], void* data, DType dtype, int64_t at, int count, bool whole) {
-  switch (dtype) {
-    case DType::kBFloat16:
-      return store_as<BFloat16>(lanes, data, at, count, whole);
-    case DType::kFloat16:
-      return store_as<Float16>(lanes, data, at, count, whole);
-    case DType::kFloat64:
-      return store_as<double>(lanes, data, at, count, whole);
-    default:
-      return store_as<float>(lanes, data, at, count, whole);
-  }
-}
-
 // Index of the row whose tiles hold `tile`, given that of an earlier tile: most often the same one.
 __device__ __forceinline__ int64_t find_row_from(const Segment& segment, int64_t row, int64_t tile) {
   int64_t high = segment.row_count;

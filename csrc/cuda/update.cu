@@ -48,103 +48,189 @@ __device__ __forceinline__ Types types_of(const UpdateArguments& args) {
           args.stochastic};
 }
 
-// A thread's elements of one row: where they are in each array, and how many.
-struct Place {
-  int64_t param;
-  int64_t grad;
-  int64_t state;
-  int count;
-  bool whole;
+constexpr int kQuads = kTileQuads / kUpdateThreads;
+
+// A thread's part of a tile: quads that lie as far from each other as the block has elements at a time.
+struct Part {
+  int64_t begin;  // of the first quad, in its row
+  int64_t numel;  // of the row
+  bool aligned;
+
+  __device__ __forceinline__ int64_t place(int k) const { return begin + int64_t{k} * kUpdateThreads * kQuad; }
+  __device__ __forceinline__ int count(int k) const {
+    return static_cast<int>(min(static_cast<int64_t>(kQuad), numel - place(k)));
+  }
+  __device__ __forceinline__ bool whole(int k) const { return aligned && count(k) == kQuad; }
 };
+
+// A thread's quads of an array, as they were loaded, in the bits of a C for each element. To convert an element is
+// to wait for memory, so none is before all that a thread needs has been asked for.
+template <class C>
+struct Loaded {
+  uint32_t words[kQuads][kQuad * sizeof(C) / sizeof(uint32_t)];
+};
+
+// What is wider than C becomes a C at once.
+template <class T, class C>
+using KeptAs = std::conditional_t<(sizeof(T) > sizeof(C)), C, T>;
+
+template <class T, class C>
+__device__ __forceinline__ void load_as(Loaded<C>& loaded, const void* data, int64_t offset, const Part& part) {
+#pragma unroll
+  for (int k = 0; k < kQuads; ++k) {
+    T stored[kQuad] = {};
+    load_bits(stored, data, offset + part.place(k), part.count(k), part.whole(k));
+    KeptAs<T, C> kept[kQuad];
+#pragma unroll
+    for (int lane = 0; lane < kQuad; ++lane) kept[lane] = static_cast<KeptAs<T, C>>(stored[lane]);
+    memcpy(loaded.words[k], kept, sizeof(kept));
+  }
+}
+
+// The dtype is the same for a whole launch, so the branch costs little; a kernel for each mix of dtypes would
+// cost hundreds of kernels.
+template <class C>
+__device__ __forceinline__ void load(
+    Loaded<C>& loaded, const void* data, DType dtype, int64_t offset, const Part& part) {
+  switch (dtype) {
+    case DType::kFloat64:
+      return load_as<double>(loaded, data, offset, part);
+    case DType::kFloat32:
+      return load_as<float>(loaded, data, offset, part);
+    default:
+      return load_as<uint16_t>(loaded, data, offset, part);
+  }
+}
+
+template <class T, class C>
+__device__ __forceinline__ void convert_as(C (&values)[kQuad], const Loaded<C>& loaded, int k) {
+  KeptAs<T, C> kept[kQuad];
+  memcpy(kept, loaded.words[k], sizeof(kept));
+#pragma unroll
+  for (int lane = 0; lane < kQuad; ++lane) values[lane] = static_cast<C>(to_float(kept[lane]));
+}
+
+template <class C>
+__device__ __forceinline__ void convert(C (&values)[kQuad], const Loaded<C>& loaded, DType dtype, int k) {
+  switch (dtype) {
+    case DType::kBFloat16:
+      return convert_as<BFloat16>(values, loaded, k);
+    case DType::kFloat16:
+      return convert_as<Float16>(values, loaded, k);
+    case DType::kFloat64:
+      return convert_as<double>(values, loaded, k);
+    default:
+      return convert_as<float>(values, loaded, k);
+  }
+}
+
+template <class T, class C>
+__device__ __forceinline__ void store_as(
+    const C (&values)[kQuad], void* data, int64_t offset, const Part& part, int k) {
+  T stored[kQuad];
+#pragma unroll
+  for (int lane = 0; lane < kQuad; ++lane) stored[lane] = from_float<T>(values[lane]);
+  store_bits(stored, data, offset + part.place(k), part.count(k), part.whole(k));
+}
+
+template <class C>
+__device__ __forceinline__ void store(
+    const C (&values)[kQuad], void* data, DType dtype, int64_t offset, const Part& part, int k) {
+  switch (dtype) {
+    case DType::kBFloat16:
+      return store_as<BFloat16>(values, data, offset, part, k);
+    case DType::kFloat16:
+      return store_as<Float16>(values, data, offset, part, k);
+    case DType::kFloat64:
+      return store_as<double>(values, data, offset, part, k);
+    default:
+      return store_as<float>(values, data, offset, part, k);
+  }
+}
 
 // [Note: Exact weights] in weights.py.
 template <class C>
-__device__ __forceinline__ void load_weight(
-    const UpdateArguments& args, const Types& types, const Place& at, C (&weight)[kQuad]) {
+__device__ __forceinline__ void convert_weight(
+    C (&weight)[kQuad], const Loaded<C>& param, const Loaded<C>& master, const Types& types, int k) {
   if constexpr (sizeof(C) == sizeof(float)) {
     if (types.master != Master::kNone) {
-      uint16_t param[kQuad] = {}, remainder[kQuad] = {};
-      load_bits(param, args.param.data, at.param, at.count, at.whole);
-      const bool is_split = types.master == Master::kRemainder;
-      if (is_split) {
-        load_bits(remainder, args.master, at.state, at.count, at.whole);
-      } else {
-        load_as<float>(weight, args.master, at.state, at.count, at.whole);
-      }
+      uint16_t bits[kQuad], remainder[kQuad];
+      memcpy(bits, param.words[k], sizeof(bits));
+      memcpy(remainder, master.words[k], sizeof(remainder));
+      convert_as<float>(weight, master, k);
 #pragma unroll
       for (int lane = 0; lane < kQuad; ++lane) {
-        weight[lane] = is_split ? join_remainder(BFloat16{param[lane]}, static_cast<int16_t>(remainder[lane]))
-            : types.param == DType::kBFloat16 ? exact_weight(BFloat16{param[lane]}, weight[lane])
-                                              : exact_weight(Float16{param[lane]}, weight[lane]);
+        weight[lane] = types.master == Master::kRemainder
+            ? join_remainder(BFloat16{bits[lane]}, static_cast<int16_t>(remainder[lane]))
+            : types.param == DType::kBFloat16 ? exact_weight(BFloat16{bits[lane]}, weight[lane])
+                                              : exact_weight(Float16{bits[lane]}, weight[lane]);
       }
       return;
     }
   }
-  load(weight, args.param.data, types.param, at.param, at.count, at.whole);
+  convert(weight, param, types.param, k);
 }
 
 template <class C>
 __device__ __forceinline__ void store_weight(
-    const UpdateArguments& args, const Types& types, const Place& at, uint64_t key, const C (&weight)[kQuad]) {
+    const C (&weight)[kQuad], const UpdateArguments& args, const Types& types, const SegmentRow& row,
+    const Part& part, int k, uint64_t key) {
   if constexpr (sizeof(C) == sizeof(float)) {
     if (types.stochastic || types.master == Master::kRemainder) {
+      const int64_t at = row.param_offset + part.place(k);
       uint16_t param[kQuad], remainder[kQuad];
 #pragma unroll
       for (int lane = 0; lane < kQuad; ++lane) {
         remainder[lane] = static_cast<uint16_t>(remainder_of(weight[lane]));
-        param[lane] = types.stochastic
-            ? round_stochastically(weight[lane], dither(key, at.param + lane)).bits
-            : upper_half(weight[lane]).bits;
+        param[lane] = types.stochastic ? round_stochastically(weight[lane], dither(key, at + lane)).bits
+                                       : upper_half(weight[lane]).bits;
       }
-      store_bits(param, args.param.data, at.param, at.count, at.whole);
-      if (!types.stochastic) store_bits(remainder, args.master, at.state, at.count, at.whole);
+      store_bits(param, args.param.data, at, part.count(k), part.whole(k));
+      if (types.stochastic) return;
+      store_bits(remainder, args.master, row.state_offset + part.place(k), part.count(k), part.whole(k));
       return;
     }
-    if (types.master == Master::kFloat32) store_as<float>(weight, args.master, at.state, at.count, at.whole);
+    if (types.master == Master::kFloat32) store_as<float>(weight, args.master, row.state_offset, part, k);
   }
-  store(weight, args.param.data, types.param, at.param, at.count, at.whole);
+  store(weight, args.param.data, types.param, row.param_offset, part, k);
 }
 
-// A thread's part of a tile. All of it is asked for before the first of it is needed, so that the memory has
-// something to do while a thread computes.
+// All of a thread's part is asked for before the first of it is needed, so that the memory has something to do
+// while a thread computes.
 template <class Rule, class C, bool kPlain>
 __device__ __forceinline__ void update_tile(
     const UpdateArguments& args, const SegmentRow& row, int64_t begin, const Rule& rule, bool aligned, uint64_t key) {
-  constexpr int kQuads = kTileQuads / kUpdateThreads;
   const Types types = types_of<kPlain>(args);
-  const auto place = [&](int k) {
-    const int64_t at = begin + (threadIdx.x + k * kUpdateThreads) * kQuad;
-    const int count = static_cast<int>(min(static_cast<int64_t>(kQuad), row.numel - at));
-    return Place{
-        row.param_offset + at, row.grad_offset + at, row.state_offset + at, count, aligned && count == kQuad};
-  };
-  C weight[kQuads][kQuad] = {}, grad[kQuads][kQuad] = {}, states[kQuads][2][kQuad] = {};
+  const Part part{begin + threadIdx.x * kQuad, row.numel, aligned};
+  Loaded<C> grad, param, master = {}, states[2] = {};
+  load(grad, args.grad.data, types.grad, row.grad_offset, part);
+  load(param, args.param.data, types.param, row.param_offset, part);
+  if (types.master != Master::kNone) {
+    const DType dtype = types.master == Master::kFloat32 ? DType::kFloat32 : DType::kBFloat16;
+    load(master, args.master, dtype, row.state_offset, part);
+  }
 #pragma unroll
-  for (int k = 0; k < kQuads; ++k) {
-    const Place at = place(k);
-    load(grad[k], args.grad.data, types.grad, at.grad, at.count, at.whole);
-    load_weight(args, types, at, weight[k]);
-#pragma unroll
-    for (int s = 0; s < Rule::kStates; ++s) {
-      if (s >= args.state_count) break;
-      load(states[k][s], args.states[s].data, types.states[s], at.state, at.count, at.whole);
-    }
+  for (int s = 0; s < Rule::kStates; ++s) {
+    if (s < args.state_count) load(states[s], args.states[s].data, types.states[s], row.state_offset, part);
   }
 #pragma unroll
   for (int k = 0; k < kQuads; ++k) {
-    const Place at = place(k);
+    C weight[kQuad], gradient[kQuad], state[2][kQuad] = {};
+    convert(gradient, grad, types.grad, k);
+    convert_weight(weight, param, master, types, k);
+#pragma unroll
+    for (int s = 0; s < Rule::kStates; ++s) convert(state[s], states[s], types.states[s], k);
 #pragma unroll
     for (int lane = 0; lane < kQuad; ++lane) {
-      C of_lane[2] = {states[k][0][lane], states[k][1][lane]};
-      apply(args, rule, weight[k][lane], grad[k][lane], of_lane);
-      states[k][0][lane] = of_lane[0];
-      states[k][1][lane] = of_lane[1];
+      C of_lane[2] = {state[0][lane], state[1][lane]};
+      apply(args, rule, weight[lane], gradient[lane], of_lane);
+      state[0][lane] = of_lane[0];
+      state[1][lane] = of_lane[1];
     }
-    store_weight(args, types, at, key, weight[k]);
+    store_weight(weight, args, types, row, part, k, key);
 #pragma unroll
     for (int s = 0; s < Rule::kStates; ++s) {
-      if (s >= args.state_count) break;
-      store(states[k][s], args.states[s].data, types.states[s], at.state, at.count, at.whole);
+      if (s < args.state_count) store(state[s], args.states[s].data, types.states[s], row.state_offset, part, k);
     }
   }
 }
@@ -193,7 +279,7 @@ __global__ void __launch_bounds__(kUpdateThreads, 4) update_kernel(const __grid_
   }
   if (!is_last_block(reinterpret_cast<unsigned int*>(args.ticket))) return;
   for (int64_t r = threadIdx.x; r < segment.row_count; r += kUpdateThreads) {
-    if (is_live(segment, segment.rows[r])) args.steps[segment.rows[r].step_index] += 1;
+    if (counts_step(segment, r)) args.steps[segment.rows[r].step_index] += 1;
   }
 }
 

@@ -1,15 +1,16 @@
 """Segments: the parameters of one launch, and the table of their places in memory.
 
 A *segment* is the parameters of one group that one optimizer group treats alike. Its parameters,
-gradients and optimizer states lie in flat 1-D tensors; its table has one row for each parameter:
+gradients and optimizer states lie in flat 1-D tensors; its table has a row for each parameter, or
+several, one after the other, for pieces of it that do not lie together in all of these:
 
 | column | meaning |
 |---|---|
 | param_offset | first element in the parameters' flat tensor |
 | grad_offset | first element in the gradients' |
 | state_offset | first element in each state's: moments, momentum, master |
-| numel | elements of the parameter; 0 is legal |
-| step_index | which element of `steps` counts this parameter's updates; no two rows share one |
+| numel | elements of the row; 0 is legal |
+| step_index | which element of `steps` counts this parameter's updates, once for all of its rows |
 | flag_index | which element of `touched` says whether the parameter got a gradient |
 | first_tile | number of tiles before this row; a row is cut into tiles of `TILE_NUMEL` elements |
 
@@ -39,7 +40,7 @@ TILE_NUMEL = 2048
 
 
 class Row(NamedTuple):
-    """One parameter of a segment; the module's docstring has the meanings."""
+    """A parameter of a segment, or a piece of one; the module's docstring has the meanings."""
 
     param_offset: int
     grad_offset: int
@@ -117,10 +118,13 @@ def check_rows(
             fix="build the table with segment_rows",
         )
     numel, one = starts.numel, torch.ones_like(starts.numel)
+    of_param = rows[:, Row._fields.index("step_index") : Row._fields.index("first_tile")]
+    is_first = one.clone()  # of the rows of its parameter
+    is_first[1:] = (of_param[1:] != of_param[:-1]).any(1)
     _check_column(rows, "param_offset", starts.param_offset, numel, param_numel, is_written=True)
     _check_column(rows, "grad_offset", starts.grad_offset, numel, grad_numel)
     _check_column(rows, "state_offset", starts.state_offset, numel, state_numel, is_written=True)
-    _check_column(rows, "step_index", starts.step_index, one, steps_numel, is_written=True)
+    _check_column(rows, "step_index", starts.step_index, is_first, steps_numel, is_written=True)
     _check_column(rows, "flag_index", starts.flag_index, one, touched_numel)
 
 

@@ -59,12 +59,14 @@ LIMITS = {
         (((0, 0, 0, 8, 0, 0), (7, 8, 8, 4, 1, 1)), "share elements"),
         (((0, 0, 0, 8, 0, 0), (8, 8, 5, 4, 1, 1)), "share elements"),
         (((0, 0, 0, 8, 1, 0), (8, 8, 8, 4, 1, 1)), "share elements"),
+        (((0, 0, 0, 4, 1, 1), (4, 4, 4, 4, 0, 0), (8, 8, 8, 4, 1, 1)), "share elements"),
     ],
 )
 def test_check_rows_refuses_a_table_that_would_leave_its_memory_or_race(
     pieces: tuple[tuple[int, int, int, int, int, int], ...], message: str
 ) -> None:
-    ops.check_rows(*ops.segment_rows(GOOD), **LIMITS)
+    for good in (GOOD, ((0, 0, 0, 4, 0, 0), (4, 4, 4, 4, 0, 0), (8, 8, 8, 4, 1, 1))):
+        ops.check_rows(*ops.segment_rows(good), **LIMITS)
     with pytest.raises(OptionError, match=message):
         ops.check_rows(*ops.segment_rows(pieces), **LIMITS)
 

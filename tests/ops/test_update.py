@@ -129,6 +129,24 @@ def test_nothing_outside_the_rows_is_touched(backend: str, rule: str) -> None:
         assert (flat[outside] == UNTOUCHED).all()
 
 
+@pytest.mark.parametrize("rule", RUN)
+def test_pieces_of_a_parameter_in_rows_of_their_own_take_one_step_together(
+    backend: str, rule: str
+) -> None:
+    whole = Segment.of()
+    cut = [
+        (*(offset + begin for offset in piece[:3]), end - begin, *piece[4:])
+        for piece in whole.pieces
+        for begin, end in itertools.pairwise((0, piece[3] // 3, piece[3] // 3, piece[3]))
+    ]
+    rows, tiles = ops.segment_rows(cut)
+    pieces = replace(whole.clone(), rows=rows, tiles=tiles)
+    for s in (whole, pieces):
+        for _ in range(2):
+            RUN[rule](backend, s)
+    assert_same(pieces, whole)
+
+
 @needs_library
 @pytest.mark.parametrize("param", DTYPES, ids=str)
 @pytest.mark.parametrize(("rule", "options"), CASES, ids=str)
