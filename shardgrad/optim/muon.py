@@ -58,14 +58,15 @@ class Muon(FlatOptimizer):
         weight_decay: share of the weight that is taken off, times lr.
         momentum: share of the last direction that is kept.
         nesterov: look ahead along the momentum.
-        ns_coefficients: of the polynomial; see `newton_schulz`.
+        ns_coefficients: of the polynomial; see `newton_schulz_`.
         eps: the least norm a matrix is divided by.
         ns_steps: how often the polynomial is applied, below 100.
         adjust_lr_fn: how lr depends on the shape: "original", `max(1, rows / columns) ** 0.5`, also
             for None; or "match_rms_adamw", `0.2 * max(rows, columns) ** 0.5`.
         num_heads: matrices that the rows of each are divided into evenly, each orthogonalised for
             itself, as a projection's attention heads; mostly given for a group.
-        ns_dtype: in which matrices travel and are orthogonalised: bfloat16, float32 or float64.
+        ns_dtype: in which matrices travel and are orthogonalised: bfloat16, float32 or float64; of
+            float64 parameters always in float64.
         momentum_dtype: None for the dtype of the gradients.
         master: "float32" or "remainder" next to 16-bit weights. See [Note: Exact weights].
         check_finite: see `FlatOptimizer`.

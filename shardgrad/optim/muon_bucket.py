@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from shardgrad.engine.param import managed_by
 from shardgrad.engine.param_group import group_of
 from shardgrad.errors import CollectiveError
 from shardgrad.optim.flat import Update
-from shardgrad.optim.newton_schulz import newton_schulz
+from shardgrad.optim.newton_schulz import newton_schulz_
 from shardgrad.optim.ownership import Exchange, Matrix
 from shardgrad.optim.precision import Precision
 from shardgrad.optim.segment import Segment
@@ -40,7 +40,6 @@ __all__ = ["EPS", "MOMENTUM", "Bucket", "matrices_of", "mesh_of"]
 # Indices into the group's device mirror, in the order of `Muon.hypers`.
 MOMENTUM, EPS = 1, 2
 
-_Span = tuple[int, int]  # first element, and how many
 _Piece = tuple[int, int, int, int, int, int]  # see `ops.segment_rows`
 
 
@@ -65,19 +64,17 @@ def matrices_of(update: Update) -> list[list[Matrix]]:
 
 
 @dataclass(frozen=True)
-class _Weights:
-    """Matrices of a segment whose learning rate is multiplied by the same number.
+class _Table:
+    """The table of a launch, with a row for each matrix.
 
     Attributes:
-        ratio: this number, float64, on the device.
-        rows, tiles: the table of a launch; a row for each matrix that this rank has a part of.
-        steps: a count for each row, which nobody reads.
+        rows, tiles: see `Launch`.
+        ratio: what the learning rate of these matrices is multiplied by, float64, on the device.
     """
 
-    ratio: torch.Tensor
     rows: torch.Tensor
     tiles: int
-    steps: torch.Tensor
+    ratio: torch.Tensor
 
 
 class Bucket:
@@ -86,7 +83,7 @@ class Bucket:
     Args:
         updates: of the step in which it is planned: segments of one entry of `param_groups`, shard
             group, device and dtype.
-        dtype: in which matrices are exchanged and orthogonalised.
+        dtype: in which matrices are exchanged and orthogonalised, unless parameters are float64.
 
     Attributes:
         segments: of the updates.
@@ -94,50 +91,40 @@ class Bucket:
 
     def __init__(self, updates: Sequence[Update], dtype: torch.dtype) -> None:
         segments = self.segments = [update.segment for update in updates]
-        self._dtype = dtype
+        # Momentum is computed in float64 only where that is also what is written.
+        self._dtype = torch.float64 if segments[0].dtype is torch.float64 else dtype
         self._options, self._device = segments[0].options, segments[0].device
-        # Arithmetic is as wide as what a launch writes.
-        is_double = segments[0].dtype is torch.float64
-        self._direction_dtype = torch.float64 if is_double else dtype
         mesh = mesh_of(segments[0])
         self._process_group = None if mesh is None else mesh.shard_group
         rank = 0 if mesh is None else mesh.shard_rank
         matrices = [matrices_of(update) for update in updates]
         together = list(chain.from_iterable(chain.from_iterable(matrices)))
-        exchange = self._exchange = Exchange.of(
-            together, 1 if mesh is None else mesh.shard_size, rank
-        )
-        self._numel = sum(segment.numel for segment in segments)
-        self._tables = [update.launch.rows for update in updates]  # whose identities are a key
+        self._exchange = Exchange.of(together, 1 if mesh is None else mesh.shard_size, rank)
+        self._launch_rows = [update.launch.rows for update in updates]  # whose identities are a key
         # A step of rate -1; the momentum comes from the group's mirror.
         rates = torch.tensor([-1.0, 0.0, 0.0, 0.0], dtype=torch.float64, device="cpu")
         self._rates = segments[0].on_device(rates)
-        self._momentum: list[tuple[torch.Tensor, int]] = []
-        self._weights: list[list[_Weights]] = []
-        self._parts: list[_Span] = []  # of the direction
-        self._sent = [each for each in exchange.send_slices if each.numel]
-        places = iter(exchange.send_slices)
-        bases = accumulate((segment.numel for segment in segments), initial=0)
-        for base, update, of_segment in zip(bases, updates, matrices, strict=False):
-            into_direction = []
-            by_ratio = defaultdict[float, list[_Piece]](list)
+        # The first of the two counts steps.
+        self._uncounted = segments[0].on_device(torch.zeros(1, dtype=torch.float32, device="cpu"))
+        self._momentum: list[_Table] = []
+        self._weights: list[list[_Table]] = []
+        places = iter(self._exchange.send_slices)
+        for update, of_segment in zip(updates, matrices, strict=True):
+            into_messages: list[_Piece] = []
+            into_weights = defaultdict[float, list[_Piece]](list)
             for row, of_param in zip(update.launch.places, of_segment, strict=True):
-                direction = base + row.state_offset
-                into_direction.append((direction, *row[1:6]))
                 shape = update.segment.params[row.step_index].shape
-                pieces = by_ratio[_lr_factor(self._options, *shape[-2:])]
+                alike = into_weights[_lr_factor(self._options, *shape[-2:])]
                 begin = 0
                 for _ in of_param:
-                    offset, numel = next(places)
-                    if numel:
-                        self._parts.append((direction + begin, numel))
-                        memory = row.param_offset + begin, offset, row.state_offset + begin
-                        pieces.append((*memory, numel, len(pieces), row.flag_index))
-                        begin += numel
-            rows, tiles = ops.segment_rows(into_direction)
-            self._momentum.append((update.segment.on_device(rows), tiles))
+                    place = next(places)
+                    param, grad, state = (offset + begin for offset in row[:3])
+                    into_messages.append((place.offset, grad, state, place.numel, *row[4:6]))
+                    alike.append((param, place.offset, state, place.numel, 0, row.flag_index))
+                    begin += place.numel
+            self._momentum.append(_table(update.segment, into_messages))
             self._weights.append(
-                [_weights(update.segment, ratio, pieces) for ratio, pieces in by_ratio.items()]
+                [_table(update.segment, pieces, ratio) for ratio, pieces in into_weights.items()]
             )
 
     def run(self, updates: Sequence[Update]) -> None:
@@ -151,11 +138,8 @@ class Bucket:
                 bucket have not.
         """
         exchange = self._exchange
-        direction = self._step_momentum(updates)
-        send = torch.empty(sum(exchange.sent), dtype=self._dtype, device=self._device)
-        _copy(_views(send, self._sent), _views(direction, self._parts))
-        del direction
-        received = self._all_to_all(send, exchange.sent, exchange.received)
+        sent = self._step_momentum(updates)
+        received = self._all_to_all(sent, exchange.sent, exchange.received)
         self._orthogonalise(received, updates[0].hyper[EPS])
         orthogonal = self._all_to_all(received, exchange.received, exchange.sent)
         self._step_weights(updates, orthogonal)
@@ -163,15 +147,15 @@ class Bucket:
     # -- arithmetic; see [Note: Two steps of SGD]
 
     def _step_momentum(self, updates: Sequence[Update]) -> torch.Tensor:
-        """Advances momentum and step counts; returns the direction, in the form of the states."""
+        """Advances momentum and step counts; returns the direction, in the form of the messages."""
         first = updates[0]
         momentum = first.hyper[MOMENTUM]
         self._rates[MOMENTUM].copy_(momentum)
         gain = 1 - momentum
         if first.scale is not None:
             gain = gain * first.scale.view(())
-        direction = torch.zeros(self._numel, dtype=self._direction_dtype, device=self._device)
-        for update, (rows, tiles) in zip(updates, self._momentum, strict=True):
+        direction = torch.zeros(sum(self._exchange.sent), dtype=self._dtype, device=self._device)
+        for update, table in zip(updates, self._momentum, strict=True):
             segment = update.segment
             ops.sgd_(
                 direction,
@@ -181,8 +165,8 @@ class Bucket:
                 steps=segment.steps,
                 ticket=segment.ticket,
                 touched=update.launch.touched,
-                rows=rows,
-                tiles=tiles,
+                rows=table.rows,
+                tiles=table.tiles,
                 hyper=self._rates,
                 scale=gain,
                 found_inf=update.skip,
@@ -199,7 +183,7 @@ class Bucket:
                     orthogonal,
                     momentum_buffer=None,
                     master=Precision.exact(update.segment.state),
-                    steps=table.steps,
+                    steps=self._uncounted,
                     ticket=update.segment.ticket,
                     touched=update.launch.touched,
                     rows=table.rows,
@@ -213,23 +197,22 @@ class Bucket:
     def _orthogonalise(self, received: torch.Tensor, eps: torch.Tensor) -> None:
         """Puts the pieces of owned matrices together, orthogonalises these, and cuts them again."""
         exchange = self._exchange
-        places = exchange.received_pieces
-        matrices = received.new_empty(exchange.matrices_numel)
-        pieces = _views(received, [(place.receive_offset, place.numel) for place in places])
-        rows = _views(matrices, [(place.matrix_offset, place.numel) for place in places])
-        _copy(rows, pieces)
+        matrices, places = received, exchange.received_pieces
+        if exchange.travels:
+            matrices = received.new_empty(exchange.matrices_numel)
+            pieces = [received.narrow(0, place.receive_offset, place.numel) for place in places]
+            rows = [matrices.narrow(0, place.matrix_offset, place.numel) for place in places]
+            _copy(rows, pieces)
         for batch in exchange.batches:
             whole = matrices.narrow(0, batch.offset, batch.numel)
-            whole = whole.view(len(batch.matrices), *batch.shape)
-            whole.copy_(
-                newton_schulz(
-                    whole,
-                    coefficients=self._options["ns_coefficients"],
-                    steps=self._options["ns_steps"],
-                    eps=eps,
-                )
+            newton_schulz_(
+                whole.view(len(batch.matrices), *batch.shape),
+                eps=eps,
+                coefficients=self._options["ns_coefficients"],
+                steps=self._options["ns_steps"],
             )
-        _copy(pieces, rows)
+        if exchange.travels:
+            _copy(pieces, rows)
 
     def _all_to_all(
         self, out: torch.Tensor, sent: Sequence[int], received: Sequence[int]
@@ -254,19 +237,14 @@ class Bucket:
         return into
 
 
-def _weights(segment: Segment, ratio: float, pieces: Sequence[_Piece]) -> _Weights:
+def _table(segment: Segment, pieces: Sequence[_Piece], ratio: float = 1.0) -> _Table:
     rows, tiles = ops.segment_rows(pieces)
     on_device = segment.on_device
-    return _Weights(
-        on_device(torch.tensor(ratio, dtype=torch.float64, device="cpu")),
+    return _Table(
         on_device(rows),
         tiles,
-        on_device(torch.zeros(len(pieces), dtype=torch.float32, device="cpu")),
+        on_device(torch.tensor(ratio, dtype=torch.float64, device="cpu")),
     )
-
-
-def _views(flat: torch.Tensor, spans: Iterable[_Span]) -> list[torch.Tensor]:
-    return [flat.narrow(0, begin, numel) for begin, numel in spans]
 
 
 def _shape_in_memory(param: torch.Tensor) -> tuple[int, ...]:
@@ -290,7 +268,7 @@ def _lr_factor(options: Mapping[str, Any], rows: int, columns: int) -> float:
     return math.sqrt(max(1, rows / columns)) if columns else 1.0
 
 
-def _copy(into: Sequence[torch.Tensor], out: Sequence[torch.Tensor]) -> None:
-    """Copies and casts pieces, in as few launches as the device offers."""
+def _copy(into: list[torch.Tensor], out: list[torch.Tensor]) -> None:
+    """Copies pieces, in as few launches as the device offers."""
     if into:
-        torch._foreach_copy_(list(into), list(out))
+        torch._foreach_copy_(into, out)

@@ -14,30 +14,27 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["COEFFICIENTS", "newton_schulz"]
+__all__ = ["COEFFICIENTS", "newton_schulz_"]
 
 # Jordan et al., 2024: the steepest slope at zero for which five steps stay in a band around 1.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
-def newton_schulz(
+def newton_schulz_(
     matrices: torch.Tensor,
     *,
+    eps: torch.Tensor,
     coefficients: tuple[float, float, float] = COEFFICIENTS,
     steps: int = 5,
-    eps: torch.Tensor | float = 1e-7,
-) -> torch.Tensor:
-    """Orthogonalises matrices of one shape.
+) -> None:
+    """Orthogonalises matrices of one shape, in place.
 
     Args:
-        matrices: [count, rows, columns], in the dtype of the iteration, and unchanged; bfloat16 has
-            the range of float32, which float16 lacks.
+        matrices: [count, rows, columns], in the dtype of the iteration; bfloat16 has the range of
+            float32, which float16 lacks.
+        eps: the least norm a matrix is divided by; a scalar on the device.
         coefficients: a, b and c.
         steps: how often the polynomial is applied.
-        eps: the least norm a matrix is divided by; a number, or a scalar on the device.
-
-    Returns:
-        A tensor like `matrices`.
 
     Streams:
         The current stream; three batched products a step.
@@ -46,19 +43,21 @@ def newton_schulz(
         Safe: nothing is read back.
     """
     a, b, c = coefficients
-    # Powers of the smaller Gram matrix are the cheaper ones.
+    # Powers of the smaller Gram matrix are the cheaper ones. Tall matrices are not transposed: a
+    # product of strided factors costs no more, a copy into other strides as much as the product.
     is_tall = matrices.shape[1] > matrices.shape[2]
-    x = matrices.mT if is_tall else matrices
     # The Frobenius norm bounds the spectral one, and the polynomial wants singular values of at
     # most 1. It is rounded to the dtype of the iteration, as torch.optim.Muon does, so that results
     # are equal.
-    norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True)
-    least = (
-        torch.as_tensor(eps, device=x.device).to(x.dtype) if isinstance(eps, torch.Tensor) else eps
-    )
-    x = x / norm.clamp(min=least)
+    norm = torch.linalg.vector_norm(matrices, dim=(1, 2), keepdim=True)
+    # Each step writes where the one before has read, so that the last one writes to `matrices`.
+    x, other = matrices, torch.empty_like(matrices)
+    if steps % 2:
+        x, other = other, x
+    torch.div(matrices, norm.clamp(min=eps.to(norm.dtype)), out=x)
     for _ in range(steps):
-        gram = torch.bmm(x, x.mT)
+        gram = torch.bmm(x.mT, x) if is_tall else torch.bmm(x, x.mT)
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, polynomial, x, beta=a)
-    return x.mT if is_tall else x
+        factors = (x, polynomial.mT) if is_tall else (polynomial, x)
+        torch.baddbmm(x, *factors, beta=a, out=other)
+        x, other = other, x

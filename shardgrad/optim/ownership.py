@@ -11,16 +11,19 @@ Matrices are exchanged in *buckets*: consecutive segments that together have equ
 rank. A unit with seven matrices on 64 ranks would leave 57 of them idle, and one bucket for the
 model would need staging for the model.
 
-      send buffer, rank 0:    | matrices' pieces, rank 0 | pad | matrices' pieces, rank 1 | pad |
-      receive buffer, rank 0: | pieces from rank 0 | pad | pieces from rank 1 | pad | ...
-      matrices, rank 0:       | matrices of one shape | pad | matrices of another shape | pad | ...
+      send buffer, rank 0:    | pieces of matrices of rank 0 | pieces of matrices of rank 1 | ...
+      receive buffer, rank 0: | pieces from rank 0 | pieces from rank 1 | ...
+      matrices, rank 0:       | matrices of one shape | matrices of another shape | ...
+
+Pieces are sorted by the shape of their matrix. So where nothing travels, the buffer that would be
+sent is the one of the matrices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import groupby, pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -28,8 +31,8 @@ from shardgrad.sharding.layout import ShardLayout
 
 __all__ = ["Batch", "BufferSlice", "Exchange", "Matrix", "ReceivedPiece", "buckets", "owners"]
 
-# Every batch, and what is sent between two ranks, starts on a multiple of so many elements: 128
-# bytes in bfloat16, for the reason given in layout.py.
+# The pieces of matrices of one shape start on a multiple of so many elements: 128 bytes in
+# bfloat16, for the reason given in layout.py.
 _ALIGNMENT_NUMEL = 64
 
 # A bucket ends as soon as no rank has more than this share of the mean work above it.
@@ -37,7 +40,7 @@ _UNEVENNESS = 0.05
 
 # Nor before it has so many elements for each rank: a smaller one is launched for longer than it
 # computes.
-_LEAST_NUMEL = 1 << 24
+_LEAST_NUMEL = 1 << 26
 
 
 class Matrix(NamedTuple):
@@ -221,60 +224,57 @@ class Exchange:
             world_size: ranks of the shard group.
             rank: this one.
         """
+        owner_of, _ = owners(matrices, world_size)
         owned: list[list[int]] = [[] for _ in range(world_size)]
-        for i, owner in enumerate(owners(matrices, world_size)[0]):
-            owned[owner].append(i)
+        for i in sorted(range(len(matrices)), key=lambda i: matrices[i].shape):
+            owned[owner_of[i]].append(i)
         send_slices: list[BufferSlice] = [BufferSlice(0, 0)] * len(matrices)
         sent_ends = [0]
         for indices in owned:
             numels = [matrices[i].local_numel(rank) for i in indices]
-            begins, end = _side_by_side(numels, sent_ends[-1])
+            begins, end = _side_by_side(matrices, indices, numels, sent_ends[-1])
             sent_ends.append(end)
             for i, begin, numel in zip(indices, begins, numels, strict=True):
                 send_slices[i] = BufferSlice(begin, numel)
-        batches, places, matrices_numel = _batches(matrices, owned[rank])
+        mine = owned[rank]
+        wholes = [prod(matrices[i].shape) for i in mine]
+        places, matrices_numel = _side_by_side(matrices, mine, wholes, 0)
         received: list[ReceivedPiece] = []
         received_ends = [0]
         for source in range(world_size):
-            numels = [matrices[i].local_numel(source) for i in owned[rank]]
-            begins, end = _side_by_side(numels, received_ends[-1])
+            numels = [matrices[i].local_numel(source) for i in mine]
+            begins, end = _side_by_side(matrices, mine, numels, received_ends[-1])
             received_ends.append(end)
-            for i, begin, numel in zip(owned[rank], begins, numels, strict=True):
+            for i, place, begin, numel in zip(mine, places, begins, numels, strict=True):
                 if numel:
                     row = matrices[i].rows(source)[0]
-                    place = places[i] + row * matrices[i].shape[1]
-                    received.append(ReceivedPiece(begin, place, numel))
+                    received.append(ReceivedPiece(begin, place + row * matrices[i].shape[1], numel))
         return cls(
             tuple(end - begin for begin, end in pairwise(sent_ends)),
             tuple(end - begin for begin, end in pairwise(received_ends)),
             tuple(send_slices),
             tuple(received),
-            batches,
+            tuple(
+                Batch(shape, places[mine.index(first)], (first, *others))
+                for shape, (first, *others) in groupby(mine, lambda i: matrices[i].shape)
+            ),
             matrices_numel,
             travels=any(matrix.home is None for matrix in matrices),
         )
 
 
-def _side_by_side(numels: Sequence[int], begin: int) -> tuple[list[int], int]:
-    """Returns where each of consecutive runs begins, and where the next message may."""
-    *begins, end = accumulate(numels, initial=begin)
-    return begins, -(-end // _ALIGNMENT_NUMEL) * _ALIGNMENT_NUMEL
+def _side_by_side(
+    matrices: Sequence[Matrix], indices: Sequence[int], numels: Sequence[int], begin: int
+) -> tuple[list[int], int]:
+    """Lays out pieces of these matrices, which are sorted by shape.
 
-
-def _batches(
-    matrices: Sequence[Matrix], owned: Sequence[int]
-) -> tuple[tuple[Batch, ...], dict[int, int], int]:
-    """Lays out the matrices of a rank: batches by shape, where each matrix begins, and the buffer's
-    size.
+    Returns:
+        Where each begins, and where the next message may.
     """
-    by_shape: dict[tuple[int, int], list[int]] = {}
-    for i in owned:
-        by_shape.setdefault(matrices[i].shape, []).append(i)
-    batches: list[Batch] = []
-    places: dict[int, int] = {}
-    end = 0
-    for shape, alike in by_shape.items():
-        batches.append(Batch(shape, end, tuple(alike)))
-        begins, end = _side_by_side([prod(shape)] * len(alike), end)
-        places.update(zip(alike, begins, strict=True))
-    return tuple(batches), places, end
+    begins: list[int] = []
+    for _, alike in groupby(zip(indices, numels, strict=True), lambda x: matrices[x[0]].shape):
+        for _, numel in alike:
+            begins.append(begin)
+            begin += numel
+        begin = -(-begin // _ALIGNMENT_NUMEL) * _ALIGNMENT_NUMEL
+    return begins, begin
