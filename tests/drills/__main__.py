@@ -1,109 +1,350 @@
-"""`python -m tests.drills`: inject faults into the training program and judge the outcome of
-each.
+"""`python -m tests.drills`: injects faults into the training program and judges what comes of each.
+
+Every rank has to end within the bound and to name the faulty rank and the step; nothing may be left
+behind; and a resumed run has to give the losses of an undisturbed one: the same bits on the same
+number of ranks, close ones on another.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
+import math
+import os
+import random
+import re
+import shutil
+import signal
 import sys
 import tempfile
-from functools import partial
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import click
-from rich.console import Console
+
+from benchmarks.records import environment
+from tests.drills.faults import CATALOGUE, EVERY, STEPS, TIMEOUT_S, Expectation, Fault
+from tests.drills.injector import Plan, Trace
+from tests.drills.store import Store
+from tests.support.processes import orphaned_segments
+from tests.support.programs import Program
+
+BOUND_S = 60.0  # from the fault to the last end; who takes longer hangs
+PATIENT_S = 60.0  # `--timeout` where nothing is to break: a busy machine may be slow
+SEQUENCES = 12  # in a global batch: every number of ranks up to 4 divides it
+OTHER_RANKS = 0.25  # share of the runs that are resumed on another number of ranks
+# Relative, for losses on other ranks: sums of fp32 in another order, over six steps.
+ROUNDING = 1e-4
+STOPPED = (130, -signal.SIGKILL)
+DRAWS = 4  # a drawn place may not occur: which ranks write which files depends on the state
+PREFIX = "shardgrad train: "
+
+
+@dataclasses.dataclass(frozen=True)
+class Ending:
+    """How a run ended.
+
+    Attributes:
+        statuses: of the launcher, or of each rank; negative for a signal, None for who was killed.
+        words: what was written to standard error.
+        trace: of the action; None if the program never came to its place.
+        took_s: seconds from the action, or from the start, to the last end.
+        left: segments of shared memory and temporary files.
+    """
+
+    statuses: tuple[int | None, ...]
+    words: str
+    trace: Trace | None
+    took_s: float
+    left: tuple[str, ...]
+
+    @property
+    def succeeded(self) -> bool:
+        return all(status == 0 for status in self.statuses) and not self.left
+
+    @property
+    def sentence(self) -> str:
+        """The last report."""
+        said = [line for line in self.words.splitlines() if line.startswith(PREFIX)]
+        return said[-1].removeprefix(PREFIX) if said else ""
+
+
+# -- running
+
+
+def new_run(folder: Path, ranks: int, *options: str) -> list[str]:
+    """Returns the command line of a run, without how many ranks it starts."""
+    small = {"width": 16, "layers": 2, "hidden": 32, "heads": 2, "kv_heads": 2}
+    settings: dict[str, Any] = {
+        "--steps": STEPS, "--checkpoint-every": EVERY, "--keep": 2, "--seq-len": 16,
+        "--batch-size": SEQUENCES // ranks, "--log-every": 1, "--sample-bytes": 0,
+        "--eval-every": STEPS, "--eval-samples": 4, "--warmup-steps": 2, "--timeout": TIMEOUT_S,
+        "--data": argparse.__file__, "--run-dir": folder,
+    }  # fmt: skip
+    words = [word for pair in small.items() for word in ("--override", "{}={}".format(*pair))]
+    words += [str(word) for pair in settings.items() for word in pair]
+    return ["train", "--device", "cpu", "--no-plot", *words, *options]
+
+
+def run(
+    arguments: Sequence[str], folder: Path, plan: Plan | None = None, launched: int = 0
+) -> Ending:
+    """Runs `shardgrad` to its end, with the injector if there is a plan.
+
+    Args:
+        arguments: of the command line.
+        folder: for the trace and temporary files.
+        plan: the fault.
+        launched: how many ranks to start, as torchrun does; 0 leaves that to the program.
+    """
+    trace, temporary = folder / "trace.json", folder / "temporary"
+    trace.unlink(missing_ok=True)
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    shared, began_s = orphaned_segments(), time.monotonic()
+    words = ["" if plan is None else json.dumps(dataclasses.asdict(plan)), str(trace), *arguments]
+    store = Store() if launched else None
+    programs = []
+    for rank in range(launched or 1):
+        variables = {"DRILL_TEMPORARY": str(temporary)}
+        if store is not None:
+            variables |= store.variables(rank, launched)
+        with mock.patch.dict(os.environ, variables):
+            programs.append(Program("tests.drills.injector", *words, forks=True))
+    statuses = _wait(programs, trace)
+    found = Trace.read(trace)
+    took_s = time.monotonic() - (began_s if found is None else found.at_s)
+    if store is not None:
+        store.process.kill()
+        store.process.join()
+    errors = "".join(program.communicate()[1] for program in programs)
+    left = (*(orphaned_segments() - shared), *os.listdir(temporary))
+    return Ending(tuple(statuses), errors, found, took_s, left)
+
+
+def _wait(programs: Sequence[Program], trace: Path) -> list[int | None]:
+    """Returns exit statuses; who is not over in time is killed, and has None.
+
+    A stopped rank that is the last one running is killed as launchers do, after another has failed.
+    """
+    deadline_s = time.monotonic() + 4 * BOUND_S  # until an action sets it
+    while running := [program for program in programs if _is_alive(program)]:
+        found = Trace.read(trace)
+        if found is not None:
+            deadline_s = found.at_s + BOUND_S
+            if len(programs) > 1 and [program.pid for program in running] == [found.pid]:
+                os.kill(found.pid, signal.SIGKILL)
+        if time.monotonic() > deadline_s:
+            break
+        time.sleep(0.02)
+    for program in running:
+        with suppress(ProcessLookupError):
+            os.killpg(program.pid, signal.SIGKILL)
+    return [None if program in running else program.poll() for program in programs]
+
+
+def _is_alive(program: Program) -> bool:
+    """Returns whether a program or a process that it has started is there."""
+    if program.poll() is None:
+        return True
+    try:
+        os.killpg(program.pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+# -- judging
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What came of a drill: what was drawn, the last report, and what is wrong with it."""
+
+    kind: str
+    seed: int
+    ranks: int
+    place: str
+    sentence: str
+    exit_s: float
+    resumed_on: int
+    problems: tuple[str, ...]
+
+
+def drill(fault: Fault, seed: int, folder: Path) -> Verdict:
+    """Injects a fault, and resumes; everything that is drawn for it follows from the seed."""
+    draw, run_folder = random.Random(f"{fault.name} {seed}"), folder / "run"
+    for _ in range(DRAWS):
+        shutil.rmtree(run_folder, ignore_errors=True)
+        ranks, options, plan = fault.draw(draw)
+        sized = () if fault.launched else ("--ranks", str(ranks))
+        arguments = new_run(run_folder, ranks, *options, *sized)
+        ending = run(arguments, folder, plan, ranks if fault.launched else 0)
+        if ending.trace is not None or not ending.succeeded:
+            break
+    problems, resumed_on = problems_of(fault, ending), 0
+    latest = run_folder / "checkpoints" / "latest"
+    if fault.expects is Expectation.SURVIVES:
+        problems += _unlike(run_folder, folder, ranks, options)
+    elif not latest.exists():
+        problems.append("there is no complete checkpoint, though one had been written")
+    elif latest.read_text(encoding="ascii").strip() == f"step_{STEPS:06d}":  # stopped in its last
+        problems += _unlike(run_folder, folder, ranks, options, is_validated=False)
+    else:
+        others = [number for number in (1, 2, 3, 4) if number != ranks]
+        resumed_on = draw.choice(others) if draw.random() < OTHER_RANKS else ranks
+        sized = options or ("--ranks", str(ranks))
+        if resumed_on != ranks:
+            sized = ("--ranks", str(resumed_on))
+        again = ["train", "--resume", str(run_folder), "--timeout", str(PATIENT_S), *sized]
+        resumed = run(again, folder)
+        if not resumed.succeeded:
+            problems.append(f"the resumed run: {resumed.words[-500:]} {resumed.left}")
+        limit = 0.0 if resumed_on == ranks else ROUNDING
+        problems += _unlike(run_folder, folder, ranks, options, limit=limit)
+    place = "nowhere"
+    if (trace := ending.trace) is not None:
+        place = f"rank {trace.rank}, step {trace.step}, {trace.part}"
+    told = [text.replace(f"{folder}/", "") for text in (ending.sentence, *problems)]
+    took_s = round(ending.took_s, 3)
+    return Verdict(fault.name, seed, ranks, place, told[0], took_s, resumed_on, tuple(told[1:]))
+
+
+def problems_of(fault: Fault, ending: Ending) -> list[str]:
+    """Returns what is wrong with how a disturbed run ended."""
+    trace, words, sentence = ending.trace, ending.words, ending.sentence
+    if trace is None:
+        return [f"the fault never struck: {words[-300:]}"]
+    problems = [f"left behind: {ending.left}"] if ending.left else []
+    if None in ending.statuses:
+        problems.append(f"not everything ended within {BOUND_S:.0f} s: {ending.statuses}")
+    if "Traceback" in words:
+        problems.append(f"a traceback was printed: {words[-500:]}")
+    if fault.expects is Expectation.SURVIVES:
+        return problems if ending.succeeded else [*problems, f"it did not survive: {words[-300:]}"]
+    if fault.expects is Expectation.STOPS:
+        are_stops = all(status in STOPPED for status in ending.statuses)
+        return problems if are_stops else [*problems, f"{ending.statuses}: {words[-300:]}"]
+    if 0 in ending.statuses:
+        problems.append(f"a rank ended with 0: {ending.statuses}")
+    # Another launcher says by which signal a rank ended, and not the program.
+    is_launchers = fault.launched and fault.expects is Expectation.ENDS
+    problems += [
+        f"{word!r} is not said: {sentence}"
+        for word in (() if is_launchers else fault.words)
+        if word not in sentence
+    ]
+    if "esume with: " not in sentence:
+        problems.append(f"how to resume is not said: {words[-300:]}")
+    # What the launcher says knows how a rank ended, and not where.
+    reports = [line.removeprefix(PREFIX) for line in words.splitlines() if "esume with: " in line]
+    knows_where = [r for r in reports if not re.match(r"Rank \d+ (was ended by|ended with)", r)]
+    for report in knows_where:
+        steps = [int(step) for step in re.findall(r"\bstep (\d+)\b", report)]
+        # Ranks are less than a step apart, and replicas are compared after a step.
+        if not steps or any(abs(step - trace.step) > 1 for step in steps):
+            problems.append(f"it was in step {trace.step}: {report}")
+    if fault.expects is Expectation.ENDS:
+        problems += [
+            f"it was rank {trace.rank}: {report}"
+            for report in knows_where
+            if trace.rank not in _accused(report)
+        ]
+    return problems
+
+
+def _accused(report: str) -> list[int]:
+    """Returns the ranks that a report names first; of two replicas either may be wrong."""
+    named = re.search(r"\b[Rr]anks? (\d+(?:(?:, | and )\d+)*)", report)
+    ranks = [] if named is None else [int(rank) for rank in re.findall(r"\d+", named[1])]
+    return ranks if len(ranks) == 1 or "between the replicas" in report else []
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """Returns the loss of every step of a run, and under -1 the last validation's."""
+    found = {}
+    for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        with suppress(ValueError):  # the last line of a process that was killed
+            event = json.loads(line)
+            if event["event"] in ("step", "validation"):
+                found[event["step"] if event["event"] == "step" else -1] = event["loss"]
+    return found
+
+
+@cache
+def _undisturbed(folder: Path, ranks: int, options: tuple[str, ...]) -> dict[int, float]:
+    reference = folder / f"undisturbed on {ranks} {' '.join(options)}"
+    patient = ("--ranks", str(ranks), "--timeout", str(PATIENT_S))
+    ending = run(new_run(reference, ranks, *options, *patient), folder)
+    if not ending.succeeded:
+        raise RuntimeError(f"the program does not even run undisturbed: {ending.words}")
+    return losses(reference)
+
+
+def _unlike(
+    run_folder: Path,
+    folder: Path,
+    ranks: int,
+    options: tuple[str, ...],
+    *,
+    limit: float = 0.0,
+    is_validated: bool = True,
+) -> list[str]:
+    """Returns what is wrong with the losses of a run that has made all steps."""
+    ours, theirs = losses(run_folder), dict(_undisturbed(folder, ranks, options))
+    if not is_validated:
+        ours.pop(-1, None)
+        theirs.pop(-1)
+    if set(ours) != set(theirs):
+        return [f"steps are missing or too many: {sorted(ours)}"]
+    wrong = [step for step in theirs if not math.isclose(ours[step], theirs[step], rel_tol=limit)]
+    return [f"losses differ at {wrong} (-1 is the validation)"] if wrong else []
+
+
+# -- the command line
 
 
 @click.command()
-@click.option(
-    "--count",
-    type=click.IntRange(min=1),
-    default=None,
-    help="Number of drills.  [default: one of each kind]",
-)
-@click.option(
-    "--kind",
-    "kinds",
-    multiple=True,
-    metavar="TEXT",
-    help="Run only kinds whose name contains TEXT; may be repeated.",
-)
-@click.option(
-    "--seed",
-    type=int,
-    default=0,
-    help="Seed of the drawn ranks, steps and locations.  [default: 0]",
-)
-@click.option(
-    "--bound",
-    "bound_s",
-    type=float,
-    default=60.0,
-    help="Seconds allowed from the fault to the last exit; a longer run counts as a hang.  "
-    "[default: 60]",
-)
-@click.option(
-    "--record",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Append each verdict to this file, as a line of JSON.",
-)
+@click.option("--count", type=int, help="Number of drills.  [default: one of each kind]")
+@click.option("--kind", "kinds", multiple=True, help="Only kinds with this in their name.")
+@click.option("--seed", type=int, default=0, help="Of the drawn ranks, steps and places.")
+@click.option("--record", type=click.Path(path_type=Path), help="Append verdicts to this file.")
 @click.option("--list", "is_list", is_flag=True, help="List the kinds of faults and exit.")
 def main(
-    count: int | None,
-    kinds: tuple[str, ...],
-    seed: int,
-    bound_s: float,
-    record: Path | None,
-    is_list: bool,
+    count: int | None, kinds: tuple[str, ...], seed: int, record: Path | None, is_list: bool
 ) -> None:
-    """Inject every kind of fault into the training program, and judge the outcome.
+    """Inject every kind of fault into the training program, and judge what comes of it.
 
-    A tiny model trains on 1 to 4 ranks on this machine's CPU, with one fault. Every rank has to
-    exit in the bound and to report which rank failed, where and why; a resumed run has to give the
-    same losses as an undisturbed one. The exit status is 1 if any drill had an unexpected outcome.
+    A tiny model trains on 1 to 4 ranks on this machine's CPU, with one fault. The exit status is 1
+    if any drill was wrong.
     """
-    from benchmarks.records import environment
-    from shardgrad.programs.cli import main as command
-    from tests.drills.faults import CATALOGUE, Fault
-    from tests.drills.hosts import can_have_hosts
-    from tests.drills.judge import Judge
-
-    console = Console(soft_wrap=True, highlight=False)
     chosen = [kind for kind in CATALOGUE if not kinds or any(words in kind.name for words in kinds)]
-    if is_list:
-        for kind in chosen:
-            console.print(f"{kind.name}: {kind.expects.value}", markup=False)
-        return
-    if not can_have_hosts():
-        missing = [kind.name for kind in chosen if isinstance(kind, Fault) and kind.needs_hosts]
-        chosen = [kind for kind in chosen if kind.name not in missing]
-        if missing:
-            console.print(
-                f"Left out, since network namespaces are not permitted: {', '.join(missing)}."
-            )
     if not chosen:
         raise click.UsageError(f"No kind of fault is called {' or '.join(kinds)}: see --list.")
-    verdicts = []
+    if is_list:
+        click.echo("\n".join(f"{kind.name}: {kind.expects.value}" for kind in chosen))
+        return
+    wrong = 0
     with tempfile.TemporaryDirectory(prefix="shardgrad-drill-") as folder:
-        # Under its own name, which every report begins with.
-        judge = Judge(partial(command, prog_name="shardgrad"), Path(folder), bound_s=bound_s)
         for number in range(count or len(chosen)):
-            verdict = judge.hold(chosen[number % len(chosen)], seed + number // len(chosen))
-            verdicts.append(verdict)
+            kind, drawn = chosen[number % len(chosen)], seed + number // len(chosen)
+            verdict = drill(kind, drawn, Path(folder))
+            wrong += bool(verdict.problems)
             mark = "wrong" if verdict.problems else "right"
-            console.print(
-                f"{mark}: {verdict.kind} ({verdict.place}), {verdict.exit_s:.1f} s", markup=False
-            )
+            click.echo(f"{mark}: {verdict.kind} ({verdict.place}), {verdict.exit_s:.1f} s")
             for line in verdict.problems or (verdict.sentence,):
-                console.print(f"    {line}", markup=False)
+                click.echo(f"    {line}")
             if record is not None:
-                record.parent.mkdir(parents=True, exist_ok=True)
                 with record.open("a", encoding="utf-8") as stream:
                     line = {**dataclasses.asdict(verdict), "environment": environment()}
                     stream.write(json.dumps(line) + "\n")
-    wrong = sum(bool(verdict.problems) for verdict in verdicts)
-    console.print(f"{len(verdicts)} drills, {wrong} of them wrong.")
+    click.echo(f"{count or len(chosen)} drills, {wrong} of them wrong.")
     sys.exit(bool(wrong))
 
 

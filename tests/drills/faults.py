@@ -1,15 +1,18 @@
-"""The catalogue: every kind of fault, where it is injected, and the expected outcome."""
+"""The catalogue: every kind of fault, where it is injected, and what has to come of it."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
-from tests.drills.injector import FilePoint, InjectionPoint, PhasePoint, Plan
-from tests.drills.processes import EVERY, STEPS, TIMEOUT_S, Program
+from tests.drills.injector import Plan
 
-__all__ = ["CATALOGUE", "Expectation", "Fault"]
+STEPS, EVERY = 6, 2  # steps of a run, and after how many of them a checkpoint is written
+TIMEOUT_S = 8.0
+
+Place = tuple[str, int]  # `part` and `number` of a plan
 
 
 class Expectation(Enum):
@@ -28,75 +31,62 @@ class Expectation(Enum):
 class Fault:
     """One kind of fault inside a run.
 
-    Args:
-        name: name of the kind.
+    Attributes:
+        name: of the kind.
         action: key of the injector's action.
-        points: injection points, of which one is drawn.
-        expects: expected outcome.
-        programs: how the run is started; one is drawn.
-        words: text that the report has to contain, in addition to the location.
-        seconds: duration, for actions that have one.
-        steps: steps in which to inject, of which one is drawn.
-        needs_hosts: whether the drill needs network namespaces.
+        places: of which one is drawn.
+        expects: what has to come of it.
+        ranks: numbers of ranks, of which one is drawn; four are two replicas.
+        words: what the report says besides the rank and the step.
+        seconds: how long, for actions that take time.
+        steps: of which one is drawn.
+        launched: ranks are started one by one, as torchrun does.
     """
 
     name: str
     action: str
-    points: tuple[InjectionPoint, ...]
+    places: tuple[Place, ...]
     expects: Expectation = Expectation.ENDS
-    programs: tuple[Program, ...] = (Program(2), Program(3), Program(4, ("--mesh", "2x2")))
+    ranks: tuple[int, ...] = (2, 3, 4)
     words: tuple[str, ...] = ()
     seconds: float = 0.0
     steps: tuple[int, ...] = tuple(range(EVERY + 1, STEPS))
-    needs_hosts: bool = False
+    launched: bool = False
 
-    def draw(self, random: random.Random) -> tuple[Program, Plan]:
-        """Draws a program and a plan of this kind."""
-        program, point = random.choice(self.programs), random.choice(self.points)
-        # The first rank creates a checkpoint's folder, index and name; other ranks write one file
-        # each.
-        is_of_the_first = isinstance(point, FilePoint) and point.operation > 1
-        rank = 0 if is_of_the_first else random.randrange(program.ranks)
-        return program, Plan(self.action, rank, random.choice(self.steps), point, self.seconds)
+    def draw(self, random: random.Random) -> tuple[int, tuple[str, ...], Plan]:
+        """Draws a number of ranks, options and a plan."""
+        ranks, (part, number) = random.choice(self.ranks), random.choice(self.places)
+        # The first rank creates a checkpoint's folder, index and name; others write a file each.
+        rank = 0 if part == "file" and number > 1 else random.randrange(ranks)
+        plan = Plan(self.action, rank, random.choice(self.steps), part, number, self.seconds)
+        return ranks, ("--mesh", "2x2") if ranks == 4 else (), plan
 
 
-_FORWARD = (PhasePoint("forward"), *(PhasePoint("forward", number) for number in (1, 2, 3)))
-_BACKWARD = (
-    PhasePoint("backward"),
-    *(PhasePoint("backward", number) for number in (1, 2, 3, 4, 5)),
-)
-_OPTIMIZER = (PhasePoint("optimizer"),)
-_CLIP = (PhasePoint("clip"), PhasePoint("clip", 1))
-_CHECKPOINT: tuple[InjectionPoint, ...] = (
-    *(PhasePoint("checkpoint", number) for number in range(10)),
-    FilePoint(1),
-    FilePoint(2),
-)
-_WRITES = tuple(FilePoint(number) for number in range(1, 13))
-_DATA = (PhasePoint("batch"),)
+def _places(part: str, *numbers: int) -> tuple[Place, ...]:
+    return tuple((part, number) for number in numbers)
+
+
+_FORWARD = _places("forward", 0, 0, 1, 2, 3)
+_BACKWARD = _places("backward", *range(6))
+_OPTIMIZER = _places("optimizer", 0)
+_CLIP = _places("clip", 0, 1)
+_WRITES = _places("file", *range(1, 13))
+_CHECKPOINT = _places("checkpoint", *range(10)) + _WRITES[:2]
+_DATA = _places("batch", 0)
 _SAVES = (EVERY * 2,)  # the second checkpoint is being written: the first has to stay
-_PLACES = {
-    "forward": (_FORWARD, None),
-    "reduction": (_BACKWARD, None),
-    "optimizer": (_OPTIMIZER, None),
-    "checkpoint": (_CHECKPOINT, _SAVES),
-}
-_ALL_WRITE = (Program(2), Program(3))  # no replicas: only one replica writes a piece
-_MAJORITY = (Program(3), Program(4))  # with two ranks that differ, either may be the wrong one
-_LAUNCHED = (Program(2, launched=True), Program(3, launched=True))
-_TWO_HOSTS = (Program(2, launched=True, hosts=2),)
+_ALL_WRITE = (2, 3)  # no replicas: only one of them writes a piece
+_MAJORITY = (3, 4)  # with two ranks that differ, either may be the wrong one
 _E = Expectation
 
 
-def _everywhere(name: str, action: str, **facts: object) -> list[Fault]:
+def _everywhere(name: str, action: str, **facts: Any) -> list[Fault]:
     """Returns a fault with the same action for every phase of a step."""
-    found = []
-    for place, (points, steps) in _PLACES.items():
-        more: dict[str, object] = dict(facts)
-        if steps is not None:
-            more["steps"] = steps
-        found.append(Fault(f"{name} in {place}", action, points, **more))  # type: ignore[arg-type]
-    return found
+    return [
+        Fault(f"{name} in forward", action, _FORWARD, **facts),
+        Fault(f"{name} in reduction", action, _BACKWARD, **facts),
+        Fault(f"{name} in optimizer", action, _OPTIMIZER, **facts),
+        Fault(f"{name} in checkpoint", action, _CHECKPOINT, steps=_SAVES, **facts),
+    ]
 
 
 CATALOGUE: tuple[Fault, ...] = (
@@ -123,36 +113,31 @@ CATALOGUE: tuple[Fault, ...] = (
         "one rank leaves the order",
         "leave order",
         _FORWARD[:1],
-        programs=_MAJORITY,
+        ranks=_MAJORITY,
         words=("left the common order",),
     ),
-    Fault("killed under another launcher", "kill", (*_FORWARD, *_BACKWARD), programs=_LAUNCHED),
-    Fault("stopped under another launcher", "stop", (*_FORWARD, *_BACKWARD), programs=_LAUNCHED),
+    Fault(
+        "killed under another launcher",
+        "kill",
+        (*_FORWARD, *_BACKWARD),
+        launched=True,
+        ranks=_ALL_WRITE,
+    ),
+    Fault(
+        "stopped under another launcher",
+        "stop",
+        (*_FORWARD, *_BACKWARD),
+        launched=True,
+        ranks=_ALL_WRITE,
+    ),
     Fault(
         "store lost",
         "lose store",
         (*_FORWARD, *_BACKWARD),
         _E.SAYS,
-        _LAUNCHED,
+        _ALL_WRITE,
+        launched=True,
         words=("The store of the process group is gone",),
-    ),
-    Fault(
-        "link cut for a moment",
-        "cut link",
-        (*_FORWARD, *_BACKWARD, *_OPTIMIZER),
-        _E.SURVIVES,
-        _TWO_HOSTS,
-        seconds=0.5,
-        needs_hosts=True,
-    ),
-    Fault(
-        "link cut for good",
-        "cut link",
-        (*_FORWARD, *_BACKWARD, *_OPTIMIZER),
-        _E.SAYS,
-        _TWO_HOSTS,
-        words=("step",),
-        needs_hosts=True,
     ),
     Fault(
         "crash between writes of a checkpoint", "kill", _WRITES, words=("SIGKILL",), steps=_SAVES
@@ -162,16 +147,16 @@ CATALOGUE: tuple[Fault, ...] = (
     Fault(
         "file may not grow",
         "file limit",
-        (PhasePoint("checkpoint"),),
-        programs=_ALL_WRITE,
+        _CHECKPOINT[:1],
+        ranks=_ALL_WRITE,
         words=("disk is full or a quota",),
         steps=_SAVES,
     ),
     Fault(
         "out of file descriptors",
         "descriptors",
-        (PhasePoint("checkpoint"),),
-        programs=_ALL_WRITE,
+        _CHECKPOINT[:1],
+        ranks=_ALL_WRITE,
         words=("too many open files",),
         steps=_SAVES,
     ),
@@ -184,7 +169,7 @@ CATALOGUE: tuple[Fault, ...] = (
     Fault(
         "NaN in the loss",
         "poison loss",
-        (PhasePoint("data"),),
+        _places("data", 0),
         words=("finite", "the loss of rank"),
     ),
     Fault(
@@ -197,8 +182,8 @@ CATALOGUE: tuple[Fault, ...] = (
     Fault(
         "replica differs in one bit",
         "flip parameter",
-        (PhasePoint("data"),),
-        programs=(Program(4, ("--mesh", "2x2")),),
+        _places("data", 0),
+        ranks=(4,),
         words=("Replicas have drifted apart",),
     ),
 )

@@ -1,7 +1,8 @@
-"""The fault injector: waits inside a rank for a point in the program and runs an action there.
+"""The fault injector: waits inside a rank for a place in the program and runs an action there.
 
-The training program contains no code for fault injection. The injector wraps functions in the
-process that the ranks are forked from, and observes file operations through Python's audit events.
+`python -m tests.drills.injector PLAN TRACE WORDS` is `shardgrad WORDS` with the fault of a plan.
+The training program has no code for that: functions are wrapped in the process that the ranks are
+forked from, and file operations are observed through Python's audit events.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import resource
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -23,116 +25,63 @@ from typing import Any
 import torch
 
 from shardgrad.diagnosis.flight_recorder import FlightRecorder, GroupLog, recorder
-from shardgrad.diagnosis.rank_status import describe_location
 from shardgrad.engine.grad_collector import GradCollector
 from shardgrad.engine.param import local_of, managed_by
 from shardgrad.engine.param_group import ParamGroup, ParamState
+from shardgrad.engine.unit import units_under
+from shardgrad.programs.cli import main
 from shardgrad.programs.train import model
 from shardgrad.programs.train.corpus import Sampler
 from shardgrad.programs.train.step import TrainStep
 
-__all__ = ["FilePoint", "InjectionPoint", "PhasePoint", "Plan", "Trace", "arm"]
-
 _HOUR_S = 3600.0
-_FILE_EVENTS = (
-    "open",
-    "os.rename",
-    "os.remove",
-    "os.mkdir",
-    "os.rmdir",
-    "os.link",
-    "shutil.rmtree",
-)
-
-
-@dataclass(frozen=True)
-class PhasePoint:
-    """A point in a phase of a step: its beginning, or the launch of one of its collectives.
-
-    Args:
-        part: name of the phase in the flight recorder.
-        collective: 0 for the beginning of the phase, else the number of the collective, counted
-            from 1.
-    """
-
-    part: str
-    collective: int = 0
-
-
-@dataclass(frozen=True)
-class FilePoint:
-    """A point before an operation on a file or folder of a checkpoint.
-
-    Args:
-        operation: number of the operation, counted from 1.
-    """
-
-    operation: int
-
-
-InjectionPoint = PhasePoint | FilePoint
+_WRITES = ("open", "os.rename", "os.remove", "os.mkdir")
+_FILE_EVENTS = (*_WRITES, "os.rmdir", "os.link", "shutil.rmtree")
 
 
 @dataclass(frozen=True)
 class Plan:
     """One fault to inject.
 
-    Args:
+    Attributes:
         action: a key of `_ACTIONS`.
         rank: the rank that runs the action.
-        step: the step during which it runs.
-        point: where in the step.
-        seconds: duration, for actions that have one.
+        step: the step during which it does.
+        part: phase of the step in the flight recorder, "batch", or "file": what is done to files of
+            checkpoints.
+        number: which collective of the phase, or which operation on files, from 1; 0 is where the
+            phase begins.
+        seconds: how long, for actions that take time.
     """
 
     action: str
     rank: int
     step: int
-    point: InjectionPoint
+    part: str
+    number: int = 0
     seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What the injector records before the action, for the judge.
-
-    Attributes:
-        plan_rank: rank that runs the action.
-        at_s: `time.monotonic()`, which all processes of a machine share.
-        step: step in the flight recorder.
-        part: phase of the step in the flight recorder.
-        unit: unit in the flight recorder.
-        recent: the last collectives that this rank launched, oldest first.
-        begun: number of collectives that this rank launched, by process group.
-        pid: process id of this rank.
+    """What is written before the action: where it ran, and `time.monotonic()`, which all processes
+    of a machine share.
     """
 
-    plan_rank: int
+    rank: int
+    pid: int
     at_s: float
     step: int
     part: str
-    unit: str
-    recent: tuple[str, ...]
-    begun: dict[str, int]
-    pid: int
-
-    @property
-    def place(self) -> str:
-        """The location in the form that reports use."""
-        return describe_location(self.step, self.part, self.unit)
 
     @classmethod
     def read(cls, path: Path) -> Trace | None:
-        """Returns the recorded trace, or None if the program never reached the point."""
-        try:
-            facts = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return None
-        return cls(**{**facts, "recent": tuple(facts["recent"])})
+        """Returns the trace, or None if the program has not come to the place."""
+        return cls(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
 
 
 class FaultInjector:
-    """Runs the action of a plan once, at its injection point.
+    """Runs the action of a plan once, at its place.
 
     Args:
         plan: the fault to inject.
@@ -142,86 +91,68 @@ class FaultInjector:
     def __init__(self, plan: Plan, trace: Path) -> None:
         self.plan = plan
         self._trace = trace
-        self._collectives = 0
-        self._operations = 0
-        self._about = ""
+        self._count = 0
         self._is_done = False
         self.model: torch.nn.Module | None = None
 
-    @property
-    def is_here(self) -> bool:
-        """Whether this is the plan's rank and step, and the action has not run yet."""
-        here = os.environ.get("RANK") == str(self.plan.rank) and recorder.step == self.plan.step
-        return here and not self._is_done
+    def _is_here(self, part: str) -> bool:
+        is_mine = os.environ.get("RANK") == str(self.plan.rank) and recorder.step == self.plan.step
+        return is_mine and not self._is_done and self.plan.part == part
 
     def entered(self, part: str) -> None:
         """Called when a phase of a step begins."""
-        point = self.plan.point
-        if self.is_here and isinstance(point, PhasePoint) and point.part == part:
-            self._collectives = 0
-            self._about = ""
-            if point.collective == 0:
-                self.act()
+        if self._is_here(part):
+            self._count = 0
+            if self.plan.number == 0:
+                self._act()
 
-    def communicates(self, what: str) -> None:
-        """Called before a collective is launched."""
-        self._about = what
-        point = self.plan.point
-        if (
-            self.is_here
-            and isinstance(point, PhasePoint)
-            and point.part == recorder.phase
-            and point.collective
-        ):
-            self._collectives += 1
-            if self._collectives == point.collective:
-                self.act()
+    def counts(self, part: str) -> None:
+        """Called before a collective is launched, or a file is touched."""
+        if self._is_here(part):
+            self._count += 1
+            if self._count == self.plan.number:
+                self._act()
 
-    def touches(self, path: str) -> None:
-        """Called before a file operation."""
-        point = self.plan.point
-        if self.is_here and isinstance(point, FilePoint) and "/checkpoints/" in path + "/":
-            self._operations += 1
-            if self._operations == point.operation:
-                self.act()
-
-    def act(self) -> None:
-        """Writes the trace and runs the action."""
+    def _act(self) -> None:
         self._is_done = True
-        recent = [entry.name for line in recorder.group_logs() for entry in line.recent][-8:]
-        recent += [self._about] if self._about else []
-        trace = Trace(
-            self.plan.rank,
-            time.monotonic(),
-            recorder.step,
-            recorder.phase,
-            recorder.unit,
-            tuple(recent),
-            {line.name: line.count for line in recorder.group_logs()},
-            os.getpid(),
-        )
-        fresh = self._trace.with_suffix(".new")
-        fresh.write_text(json.dumps(asdict(trace)), encoding="utf-8")
-        fresh.replace(self._trace)
+        at_s = time.monotonic()
+        trace = Trace(self.plan.rank, os.getpid(), at_s, recorder.step, recorder.phase)
+        write_at_once(self._trace, json.dumps(asdict(trace)))
         _ACTIONS[self.plan.action](self)
 
 
-def arm(plan: Plan, trace: Path) -> None:
-    """Installs the injector in this process and in all processes forked from it afterwards.
+def write_at_once(path: Path, text: str) -> None:
+    """Writes a file that nobody sees in part."""
+    fresh = path.with_suffix(".new")
+    fresh.write_text(text, encoding="utf-8")
+    fresh.replace(path)
 
-    There is no way to remove it: use a process that ends with the drill.
-    """
+
+def arm(plan: Plan, trace: Path) -> None:
+    """Installs the injector in this process and in all that are forked from it."""
     injector = FaultInjector(plan, trace)
-    _after(FlightRecorder, "enter", lambda _recorder, part, **_: injector.entered(part))
-    _before(GroupLog, "record", lambda _line, what, _chunk: injector.communicates(what))
+    _before(GroupLog, "record", lambda *_: injector.counts(recorder.phase))
     _before(Sampler, "batch", lambda *_: injector.entered("batch"))
     _before(TrainStep, "__init__", lambda _step, state, *_: setattr(injector, "model", state.model))
+    enter = FlightRecorder.enter
+
+    @functools.wraps(enter)
+    def entered(self: FlightRecorder, part: str, **facts: Any) -> Any:
+        result = enter(self, part, **facts)
+        injector.entered(part)
+        return result
+
+    setattr(FlightRecorder, enter.__name__, entered)
 
     def hear(event: str, arguments: tuple[Any, ...]) -> None:
-        if event in _FILE_EVENTS:
-            injector.touches(str(arguments[0]))
+        if event in _FILE_EVENTS and _is_of_checkpoints(arguments):
+            injector.counts("file")
 
     sys.addaudithook(hear)
+
+
+def _is_of_checkpoints(arguments: tuple[Any, ...]) -> bool:
+    return "/checkpoints/" in f"{arguments[0]}/"
 
 
 def _before(home: type, name: str, listen: Callable[..., Any]) -> None:
@@ -232,19 +163,6 @@ def _before(home: type, name: str, listen: Callable[..., Any]) -> None:
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         listen(*args, **kwargs)
         return inner(*args, **kwargs)
-
-    setattr(home, name, wrapped)
-
-
-def _after(home: type, name: str, listen: Callable[..., Any]) -> None:
-    """Wraps a method so that `listen` runs after each call."""
-    inner = getattr(home, name)
-
-    @functools.wraps(inner)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        result = inner(*args, **kwargs)
-        listen(*args, **kwargs)
-        return result
 
     setattr(home, name, wrapped)
 
@@ -273,11 +191,7 @@ def _refuse_files(number: int) -> Callable[[FaultInjector], None]:
     def action(injector: FaultInjector) -> None:
         def hear(event: str, arguments: tuple[Any, ...]) -> None:
             is_write = event != "open" or any(flag in str(arguments[1]) for flag in "wax+")
-            if (
-                event in _FILE_EVENTS[:4]
-                and is_write
-                and "/checkpoints/" in str(arguments[0]) + "/"
-            ):
+            if event in _WRITES and is_write and _is_of_checkpoints(arguments):
                 raise OSError(number, os.strerror(number), str(arguments[0]))
 
         sys.addaudithook(hear)
@@ -344,7 +258,8 @@ def _leave_order(injector: FaultInjector) -> None:
     inner = ParamGroup.unshard
 
     def unshard(group: ParamGroup, runtime: Any) -> None:
-        others = [each for unit in _units(injector) for each in unit.groups if each is not group]
+        units = units_under(injector.model) if injector.model is not None else []
+        others = [each for unit in units for each in unit.groups if each is not group]
         alike = [
             each
             for each in others
@@ -356,12 +271,6 @@ def _leave_order(injector: FaultInjector) -> None:
         inner(group, runtime)
 
     setattr(ParamGroup, unshard.__name__, unshard)
-
-
-def _units(injector: FaultInjector) -> list[Any]:
-    from shardgrad.engine.unit import units_under
-
-    return units_under(injector.model) if injector.model is not None else []
 
 
 def _poison_gradient(injector: FaultInjector) -> None:
@@ -409,17 +318,6 @@ def _sleep(injector: FaultInjector) -> None:
     time.sleep(injector.plan.seconds)
 
 
-def _cut_link(injector: FaultInjector) -> None:
-    """Requests that the link between the hosts be cut, permanently if the plan gives no
-    duration.
-    """
-    request = Path(os.environ["DRILL_CUT"])
-    fresh = request.with_suffix(".new")
-    fresh.write_text(str(injector.plan.seconds or ""), encoding="ascii")
-    fresh.replace(request)
-    time.sleep(0.2)  # until the runner has seen the request
-
-
 _ACTIONS: dict[str, Callable[[FaultInjector], None]] = {
     "kill": _signal(signal.SIGKILL),
     "stop": _signal(signal.SIGSTOP),
@@ -445,5 +343,11 @@ _ACTIONS: dict[str, Callable[[FaultInjector], None]] = {
     "poison gradient": _poison_gradient,
     "poison loss": _poison_loss,
     "flip parameter": _flip_parameter,
-    "cut link": _cut_link,
 }
+
+
+if __name__ == "__main__":
+    tempfile.tempdir = os.environ["DRILL_TEMPORARY"]
+    if sys.argv[1]:
+        arm(Plan(**json.loads(sys.argv[1])), Path(sys.argv[2]))
+    main(sys.argv[3:], prog_name="shardgrad")

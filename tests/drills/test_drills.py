@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.drills.hosts import can_have_hosts
-
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 100  # of one drill, on a busy machine
 
@@ -52,14 +50,3 @@ def test_every_fault_ends_in_time_is_named_and_is_recovered_from() -> None:
     done = drill(*(word for kind in SHORT for word in ("--kind", kind)))
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{len(SHORT)} drills, 0 of them wrong." in done.stdout
-
-
-@pytest.mark.long
-@pytest.mark.skipif(not can_have_hosts(), reason="network namespaces are not permitted here")
-@pytest.mark.timeout(2 * LIMIT_S)
-def test_a_link_that_is_cut_permanently_ends_both_hosts() -> None:
-    done = drill("--kind", "link cut for good")
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-# -- the record
