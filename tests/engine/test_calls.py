@@ -9,24 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed import fsdp
 from torch.distributed.tensor import DTensor
 
 import shardgrad
 from shardgrad.errors import ForeignParameterError
 from tests.support.parity import (
-    SHARDGRAD,
     Engine,
     Tensors,
     close_to_unsharded,
     make_optimizer,
-    recompute,
-    same_bits_as_fsdp2,
     stack,
-    token_loss,
-    tower,
 )
 from tests.support.ranks import Ranks, on_ranks
 
@@ -41,42 +34,6 @@ def train_with(engine: Engine, model: nn.Module, loop: Loop, steps: int = 3) -> 
         loop(engine, model, step)
         optim.step()
     return engine.snapshot(model)
-
-
-# -- several forwards or backwards in a step
-
-
-def two_forwards_one_backward(engine: Engine, model: nn.Module, step: int) -> None:
-    chosen = token_loss(model, engine.tokens(2 * step))
-    rejected = token_loss(model, engine.tokens(2 * step + 1))
-    (chosen - 0.5 * rejected).backward()
-
-
-def no_grad_inside(engine: Engine, model: nn.Module, step: int) -> None:
-    tokens, targets = engine.tokens(step)
-    with torch.no_grad():
-        teacher = model(tokens).softmax(-1)
-    logits = model(tokens)
-    (
-        F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        + (logits.softmax(-1) - teacher).square().sum()
-    ).backward()
-
-
-def train_tower_with(
-    engine: Engine, loop: Loop, reshard_after_forward: bool | None = None, recomputed: bool = False
-) -> Tensors:
-    model = recompute(tower()) if recomputed else tower()
-    engine.shard_tower(model, reshard_after_forward=reshard_after_forward)
-    return train_with(engine, model, loop)
-
-
-@pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("loop", [two_forwards_one_backward, no_grad_inside])
-def test_any_order_of_forwards_trains_bit_for_bit_like_fsdp2(
-    two_ranks: Ranks, loop: Loop, recomputed: bool
-) -> None:
-    two_ranks.run(same_bits_as_fsdp2, train_tower_with, loop, recomputed=recomputed)
 
 
 # -- lists of modules
@@ -311,59 +268,3 @@ def test_a_dict_of_parameters_serves_functional_call_in_every_step() -> None:
         torch.func.functional_call(model, params, (x,)).square().mean().backward()
         for expected, got in zip(called.parameters(), model.parameters(), strict=True):
             assert torch.equal(expected.grad.full_tensor(), got.grad.full_tensor())
-
-
-@on_ranks(2)
-def test_inputs_that_require_grad_get_this_ranks_gradient() -> None:
-    model = stack(5, 7, 3)
-    plain = stack(5, 7, 3)
-    SHARDGRAD.fully_shard(model[0])
-    SHARDGRAD.fully_shard(model)
-    x, y = (SHARDGRAD.inputs(0, 5).requires_grad_() for _ in range(2))
-    model(x).square().sum().backward()
-    plain(y).square().sum().backward()
-    assert torch.equal(x.grad, y.grad)
-
-
-# -- methods that call forward
-
-
-class Generator(nn.Module):
-    """A tower with a method, other than forward, that runs forward again and again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tower = tower()
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.tower(tokens)
-
-    @torch.no_grad()
-    def generate(self, tokens: Tensor) -> Tensor:
-        for _ in range(2):
-            tokens = torch.cat([tokens, self(tokens)[:, -1:].argmax(-1)], dim=1)
-        return tokens
-
-
-def generating_between_micro_batches(engine: Engine, *, generates: bool = True) -> Tensors:
-    model = Generator()
-    for layer in model.tower.layers:
-        engine.fully_shard(layer)
-    engine.fully_shard(model)
-    if not engine.whole_batch:
-        register = fsdp if engine.name == "fsdp2" else shardgrad
-        register.register_fsdp_forward_method(model, "generate")
-    optimizer = make_optimizer("adamw", model)
-    for step in range(2):
-        optimizer.zero_grad()
-        for micro in range(2):
-            engine.sync(model, micro == 1)
-            token_loss(model, engine.tokens(2 * step + micro)).backward()
-            if generates:
-                model.generate(engine.tokens(50 + step)[0])
-        optimizer.step()
-    return engine.snapshot(model)
-
-
-def test_a_registered_method_may_call_forward_while_gradients_wait(two_ranks: Ranks) -> None:
-    two_ranks.run(same_bits_as_fsdp2, generating_between_micro_batches)

@@ -10,13 +10,10 @@ from torch.distributed.tensor import DTensor
 
 from tests.support.parity import (
     SHARDGRAD,
-    VOCABULARY,
     WIDTH,
-    Block,
     Engine,
     Tensors,
     close_to_unsharded,
-    same_bits_as_fsdp2,
     stack,
     tower,
     train,
@@ -28,20 +25,6 @@ def tied_tower() -> nn.Module:
     model = tower()
     model.head.weight = model.embedding.weight
     return model
-
-
-def train_tied_in_one_unit(engine: Engine) -> Tensors:
-    model = tied_tower()
-    for layer in model.layers:
-        engine.fully_shard(layer)
-    return train(engine, engine.fully_shard(model))
-
-
-def train_tied_in_a_list(engine: Engine) -> Tensors:
-    model = tied_tower()
-    together = [model.embedding, model.head]
-    assert engine.fully_shard(together) == together
-    return train(engine, engine.fully_shard(model))
 
 
 @on_ranks(2)
@@ -98,42 +81,6 @@ def test_state_dicts_after_an_evaluation_hold_and_take_shards_of_tied_parameters
         torch.testing.assert_close(model(x), nn.functional.linear(hidden, loaded[0], loaded[1]))
 
 
-class Recurrent(nn.Module):
-    """One block applied three times between an embedding and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.block = Block()
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens)
-        for _ in range(3):
-            x = self.block(x)
-        return self.head(x)
-
-
-def train_recurrent(engine: Engine, reshard_after_forward: bool) -> Tensors:
-    torch.manual_seed(0)
-    model = Recurrent()
-    engine.fully_shard(model.block, reshard_after_forward=reshard_after_forward)
-    return train(engine, engine.fully_shard(model))
-
-
-def train_a_stack_of_shared_blocks(engine: Engine) -> Tensors:
-    """Two blocks, each registered twice."""
-    model = tower(depth=2)
-    model.layers.append(model.layers[0])
-    model.layers.append(model.layers[1])
-    for layer in list(model.layers)[:2]:
-        engine.fully_shard(layer)
-    return train(engine, engine.fully_shard(model))
-
-
-TIED_LIKE_FSDP2 = [train_tied_in_one_unit, train_tied_in_a_list, train_a_stack_of_shared_blocks]
-
-
 class TwiceTied(nn.Module):
     """Two weights, each tied across units."""
 
@@ -163,18 +110,6 @@ def test_two_weights_tied_across_units_have_one_order_in_every_process(two_ranks
     ours, theirs = two_ranks.run(names_of_many_builds)
     assert ours == theirs
     assert all(names == ours[0] for names in ours)
-
-
-@pytest.mark.parametrize("program", TIED_LIKE_FSDP2)
-def test_shared_parameters_train_bit_for_bit_like_fsdp2(two_ranks: Ranks, program: object) -> None:
-    two_ranks.run(same_bits_as_fsdp2, program)
-
-
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_a_unit_called_three_times_trains_bit_for_bit_like_fsdp2(
-    two_ranks: Ranks, reshard_after_forward: bool
-) -> None:
-    two_ranks.run(same_bits_as_fsdp2, train_recurrent, reshard_after_forward)
 
 
 @pytest.mark.parametrize("unshards", [False, True])

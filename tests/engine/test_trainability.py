@@ -121,9 +121,7 @@ def test_only_trainable_elements_of_a_unit_are_reduced(two_ranks: Ranks, when: s
     two_ranks.run(frozen_elements_stay, when)
 
 
-@pytest.mark.parametrize(
-    "program", [train_half_frozen, freeze_after_sharding, train_lora, ignored_gradients]
-)
+@pytest.mark.parametrize("program", [train_lora, ignored_gradients])
 def test_frozen_and_ignored_parameters_train_bit_for_bit_like_fsdp2(
     two_ranks: Ranks, program: object
 ) -> None:

@@ -25,10 +25,8 @@ from tests.support.parity import (
     Tower,
     assert_same_bits,
     hsdp_mesh,
-    make_optimizer,
     same_bits_as_fsdp2,
     stack,
-    token_loss,
     tower,
     train,
 )
@@ -183,17 +181,6 @@ def test_settings_of_collectives_are_in_force() -> None:
     train(SHARDGRAD, model, steps=1)
 
 
-def train_with_events(engine: Engine) -> Tensors:
-    model = engine.shard_tower(tower())
-    optim = make_optimizer("adamw", model)
-    optim.register_step_post_hook(lambda *_: model.set_post_optim_event(torch.Event("cpu")))
-    for step in range(3):
-        token_loss(model, engine.tokens(step)).backward()
-        optim.step()
-        optim.zero_grad()
-    return engine.snapshot(model)
-
-
 def train_two_roots(engine: Engine, *, early: bool) -> Tensors:
     """Two stages, each a root, run one after the other as in a pipeline."""
     share = fsdp.share_comm_ctx if engine is FSDP2 else shardgrad.share_comm_ctx
@@ -306,10 +293,6 @@ def test_settings_of_collectives_train_bit_for_bit_like_fsdp2(
     two_ranks: Ranks, setting: Any
 ) -> None:
     two_ranks.run(same_bits_as_fsdp2, train_set, setting)
-
-
-def test_an_event_after_the_optimizer_trains_bit_for_bit_like_fsdp2(two_ranks: Ranks) -> None:
-    two_ranks.run(same_bits_as_fsdp2, train_with_events)
 
 
 @pytest.mark.parametrize("early", [True, False], ids=["before the first forward", "between steps"])

@@ -25,7 +25,6 @@ from tests.support.parity import (
     Tensors,
     assert_close,
     float64,
-    hsdp_mesh,
     same_bits_as_fsdp2,
     stack,
     train_squares,
@@ -104,29 +103,6 @@ def test_any_dim_trains_bit_for_bit_like_fsdp2(
     two_ranks: Ranks, build: Callable[[], nn.Module], choose: Callable[[nn.Parameter], Shard | None]
 ) -> None:
     two_ranks.run(same_bits_as_fsdp2, train, build, shard_placement_fn=choose)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"mp_policy": BF16},
-        {"reshard_after_forward": False},
-        {"micro_batches": 3},
-        {"micro_batches": 3, "sync": False},
-        {"micro_batches": 2, "sync": False, "mp_policy": BF16},
-    ],
-    ids=["bf16", "kept", "sync_each", "sync_last", "sync_last_bf16"],
-)
-def test_any_dim_goes_with_every_option(two_ranks: Ranks, options: dict[str, Any]) -> None:
-    two_ranks.run(same_bits_as_fsdp2, train, wide, shard_placement_fn=largest_dim, **options)
-
-
-def train_hsdp(engine: Engine) -> Tensors:
-    return train(engine, wide, mesh=hsdp_mesh(2, 2), shard_placement_fn=largest_dim)
-
-
-def test_four_ranks_train_any_dim_like_fsdp2(four_ranks: Ranks) -> None:
-    four_ranks.run(same_bits_as_fsdp2, train_hsdp)
 
 
 def faces_of(engine: Engine) -> dict[str, Any]:

@@ -5,7 +5,7 @@ rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import product
 from typing import Any
 from unittest.mock import patch
@@ -22,11 +22,8 @@ from tests.support.parity import (
     SHARDGRAD,
     Engine,
     Tensors,
-    assert_same_bits,
-    hsdp_mesh,
     same_bits_as_fsdp2,
     stack,
-    train_squares,
     watching_collectives,
 )
 from tests.support.ranks import Ranks, on_ranks
@@ -45,22 +42,6 @@ def weights_direct() -> Iterator[None]:
 def sharded_stack(engine: Engine, **options: Any) -> nn.Sequential:
     """Returns two linear layers, each a unit."""
     return engine.shard_stack(stack(*SIZES), **options)
-
-
-def train_stack(
-    engine: Engine,
-    *,
-    steps: int = 3,
-    micro_batches: int = 1,
-    sync_each: bool = True,
-    replicas: int = 1,
-    **options: Any,
-) -> Tensors:
-    if replicas > 1 and not engine.whole_batch:
-        options["mesh"] = hsdp_mesh(replicas, dist.get_world_size() // replicas)
-    loop = {"steps": steps, "micro_batches": micro_batches, "sync_each": sync_each}
-    with weights_direct():
-        return train_squares(engine, sharded_stack(engine, **options), SIZES[0], **loop)
 
 
 # -- which they are
@@ -85,21 +66,6 @@ def test_pieces_of_a_direct_parameter_side_by_side_are_the_parameter() -> None:
 # -- numbers
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"reshard_after_forward": False},
-        {"micro_batches": 2},
-        {"micro_batches": 2, "sync_each": False},
-        {"mp_policy": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)},
-    ],
-    ids=["plain", "kept whole", "two micro-batches", "summed here first", "gathered in bfloat16"],
-)
-def test_two_ranks_train_to_the_bits_of_fsdp2(two_ranks: Ranks, options: dict[str, Any]) -> None:
-    two_ranks.run(same_bits_as_fsdp2, train_stack, **options)
-
-
 @pytest.mark.parametrize("dtype", [None, BF16], ids=["as they are", "cast on the way"])
 @on_ranks(2)
 def test_weights_assigned_after_a_step_are_those_that_are_gathered(
@@ -115,19 +81,6 @@ def test_weights_assigned_after_a_step_are_those_that_are_gathered(
         )
         plain.load_state_dict({name: -weight for name, weight in plain.state_dict().items()})
         assert torch.equal(model(x), plain.to(dtype)(x))
-
-
-def fully_in(dtype: torch.dtype) -> Tensors:
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
-    return train_stack(SHARDGRAD, steps=1, mp_policy=policy)
-
-
-@pytest.mark.parametrize("dtype", [BF16, torch.float16])
-@on_ranks(2)
-def test_low_precision_is_what_it_is_when_packed(dtype: torch.dtype) -> None:
-    ours = fully_in(dtype)
-    with patch(f"{__name__}.weights_direct", nullcontext):
-        assert_same_bits(ours, fully_in(dtype))
 
 
 class Sum(nn.Module):

@@ -200,27 +200,6 @@ def hybrid_equals_hsdp(micro_batches: int, deferred: bool, options: dict[str, An
     assert_same_bits(ours, theirs)
 
 
-def a_written_shard_is_gathered_anew(stage: int | str) -> None:
-    options = {"mesh": hsdp_mesh(2, dist.get_world_size() // 2)} if stage == "hfsdp" else {}
-    model = SHARDGRAD.shard_tower(tower(), zero_stage=stage, **options)
-    # The root shows its shards, to be written, after a forward too.
-    model.set_reshard_after_forward(True)
-    batch = SHARDGRAD.tokens(0)
-    with torch.no_grad():
-        before = token_loss(model, batch)
-        with counted() as received:
-            assert torch.equal(token_loss(model, batch), before)
-        if stage != "hfsdp":
-            assert not received
-        for param in model.parameters():
-            param.mul_(0.5)
-        model.load_state_dict(model.state_dict())
-        expected = tower()
-        for param in expected.parameters():
-            param.mul_(0.5)
-        torch.testing.assert_close(token_loss(model, batch), token_loss(expected, batch))
-
-
 # -- tests
 
 
@@ -232,11 +211,6 @@ def test_a_stage_sends_what_the_docs_say(two_ranks: Ranks, stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_stage_keeps_what_the_docs_say(two_ranks: Ranks, stage: int) -> None:
     two_ranks.run(memory_is_as_documented, stage)
-
-
-@pytest.mark.parametrize("stage", [2, "hfsdp"])
-def test_a_shard_that_was_written_is_gathered_anew(two_ranks: Ranks, stage: int | str) -> None:
-    two_ranks.run(a_written_shard_is_gathered_anew, stage)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """One program on one rank under plain torch and under shardgrad, and what differs.
 
-A program with graphs also runs eagerly under shardgrad, which gives the same bits.
+A program with graphs also runs eagerly under shardgrad, and one that says so under FSDP2, which
+gives the same bits.
 
 What operations show is kept and compared at the end, so that no rank stops in the middle, and
 nothing makes the host wait for a device in between. A rank compares its own part, without
@@ -25,7 +26,7 @@ from tests.fuzz.programs.net import Net, Plan
 from tests.fuzz.programs.plain import Exchange, Plain
 from tests.fuzz.programs.program import Op, Program
 from tests.fuzz.programs.script import Seen
-from tests.fuzz.programs.sharded import Sharded
+from tests.fuzz.programs.sharded import OfFSDP2, Sharded
 from tests.fuzz.programs.streams import Streams
 
 _STATES = ("momentum_buffer", "exp_avg", "exp_avg_sq")
@@ -105,20 +106,26 @@ def run(
             eager.plan.streams.call(program.model.caller, partial(eager.do, op))
             for op in program.ops
         ]
-        outcome.differences += list(islice(_other_bits(shown, again), 1))
+        outcome.differences += list(islice(_other_bits(shown, again, "the eager program"), 1))
+    if program.fsdp2 and not outcome.is_broken:
+        theirs = OfFSDP2(program, rank, build)
+        again = [theirs.do(op) for op in program.ops]
+        outcome.differences += list(islice(_other_bits(shown, again, "FSDP2"), 1))
     return outcome
 
 
-def _other_bits(shown: list[tuple[int, Op, Seen, Seen]], again: list[Seen]) -> Iterator[Difference]:
-    for (place, _, _, captured), eager in zip(shown, again, strict=True):
-        for key in captured.keys() | eager.keys():
-            left, right = captured.get(key), eager.get(key)
+def _other_bits(
+    shown: list[tuple[int, Op, Seen, Seen]], again: list[Seen], whose: str
+) -> Iterator[Difference]:
+    for (place, _, _, ours), theirs in zip(shown, again, strict=True):
+        for key in ours.keys() | theirs.keys():
+            left, right = ours.get(key), theirs.get(key)
             if isinstance(left, Tensor) and isinstance(right, Tensor):
                 is_same = torch.equal(left.cpu().nan_to_num(), right.cpu().nan_to_num())
             else:
                 is_same = left == right
             if not is_same:
-                yield Difference(place, key, "a graph gave other bits than the eager program")
+                yield Difference(place, key, f"other bits than {whose} gives")
 
 
 def _slices(param: Any) -> tuple[slice, ...]:

@@ -160,7 +160,12 @@ class Op:
 
 @dataclass(frozen=True)
 class Program:
-    """All of it. `seed` is what it was drawn from; it chooses initial weights and data."""
+    """All of it.
+
+    Attributes:
+        seed: what it was drawn from; it chooses initial weights and data.
+        fsdp2: FSDP2 runs it, too, and gives the same bits.
+    """
 
     seed: int = 0
     world: str = "2"
@@ -168,6 +173,7 @@ class Program:
     sharding: Sharding = field(default_factory=Sharding)
     optimizer: Optimizer = field(default_factory=Optimizer)
     ops: tuple[Op, ...] = ()
+    fsdp2: bool = False
 
     @property
     def ranks(self) -> int:
@@ -226,6 +232,7 @@ def _brief(program: Program) -> dict[str, Any]:
     model["order"] = program.model.order
     return {
         "seed": program.seed,
+        **({"fsdp2": True} if program.fsdp2 else {}),
         "world": program.world,
         "model": model,
         "sharding": _without_defaults(program.sharding),

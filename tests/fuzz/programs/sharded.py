@@ -118,7 +118,7 @@ class Sharded(Script):
         for unit in nets.units(self.net):
             place = unit[0].block.stream if isinstance(unit[0], FuzzBlock) else 0
             whole = unit if len(unit) > 1 else unit[0]
-            self.plan.streams.call(place, partial(shardgrad.fully_shard, whole, **options))
+            self.plan.streams.call(place, partial(self.fully_shard, whole, **options))
         self.units: list[Any] = [unit[0] for unit in nets.units(self.net)][::-1]  # the root first
         self.params = dict(self.net.named_parameters())
         self.optimizer = self.make_optimizer()
@@ -131,6 +131,9 @@ class Sharded(Script):
             # From here on only the engine's first step, and what it refuses, make the host wait.
             torch.accelerator.synchronize()
         del originals
+
+    def fully_shard(self, unit: Any, **options: Any) -> None:
+        shardgrad.fully_shard(unit, **options)
 
     def _set_units(self) -> None:
         sharding = self.program.sharding
@@ -332,6 +335,14 @@ class Sharded(Script):
     def reshard(self, op: Op) -> Seen:
         self.units[op.n % len(self.units)].reshard()
         return {}
+
+
+class OfFSDP2(Sharded):
+    """A model that FSDP2 shards."""
+
+    def fully_shard(self, unit: Any, **options: Any) -> None:
+        del options["zero_stage"]
+        fsdp.fully_shard(unit, **options)
 
 
 def _columns(param: nn.Parameter, ranks: int) -> Shard | None:
