@@ -12,7 +12,7 @@ from torch import nn
 
 import shardgrad
 from shardgrad import errors
-from tests.support.parity import FSDP2, SHARDGRAD, assert_same_bits, stack, tower
+from tests.support.parity import SHARDGRAD, assert_same_bits, stack
 from tests.support.ranks import on_ranks
 
 
@@ -123,26 +123,6 @@ def test_a_model_built_and_sharded_in_inference_mode_trains() -> None:
             optim.zero_grad()
         trained.append(SHARDGRAD.snapshot(model))
     assert_same_bits(*trained)
-
-
-@on_ranks(2)
-def test_a_forward_with_meta_parameters_names_them() -> None:
-    """All of a unit, in the words of FSDP2."""
-    said = []
-    for engine in (SHARDGRAD, FSDP2):
-        with torch.device("meta"):
-            model = tower()
-        engine.shard_tower(model)
-        with pytest.raises(RuntimeError, match=r"head\.weight") as caught:
-            model(engine.tokens(0)[0])
-        said.append(str(caught.value))
-        if engine is SHARDGRAD:
-            assert isinstance(caught.value, errors.MetaParameterError)
-            assert "try:" in said[0]
-    heads, names = zip(*(line.splitlines()[0].split(" [") for line in said), strict=True)
-    assert heads[0] == heads[1]
-    first, second = (sorted(text.removesuffix("]").split(", ")) for text in names)
-    assert first == second == sorted(["'gain'", "'head.weight'", "'head.bias'", "'norm.weight'"])
 
 
 @on_ranks(2)

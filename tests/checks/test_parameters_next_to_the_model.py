@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import shardgrad
-from tests.support.parity import SHARDGRAD, WIDTH, Engine, Tensors, close_to_unsharded
-from tests.support.ranks import Ranks, on_ranks
+from tests.support.parity import SHARDGRAD, WIDTH, Engine
+from tests.support.ranks import on_ranks
 
 Parts = tuple[nn.Module, nn.Module]
 
@@ -52,24 +51,6 @@ def steps(modules: Parts, optimizer: torch.optim.Optimizer, count: int = 3) -> l
 
 
 @on_ranks(2)
-def test_a_head_next_to_the_model_is_named_once_with_the_line_to_add() -> None:
-    modules = parts()
-    optimizer = torch.optim.SGD(params_of(modules), lr=0.1)
-    (text,) = steps(modules, optimizer)
-    for part in (
-        __file__,
-        "SGD trains a sharded model, and 2 parameters that no unit owns",
-        f"parameter 2 of group 0, of shape (2, {WIDTH}); parameter 3 of group 0, of shape (2,)",
-        f"(rank {dist.get_rank()}), unless DDP or the program averages their gradients",
-        "Try: shardgrad.fully_shard(module)",
-        "ignored_params",
-    ):
-        assert part in text, text
-    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
-    assert steps(modules, optimizer) == []
-
-
-@on_ranks(2)
 def test_parameters_next_to_the_model_have_the_names_that_the_optimizer_knows() -> None:
     modules = parts()
     named = [
@@ -88,20 +69,6 @@ def test_parameters_that_are_added_to_the_optimizer_later_are_named() -> None:
     optimizer.add_param_group({"params": list(modules[1].parameters())})
     (text,) = steps(modules, optimizer)
     assert re.search("parameter 0 of group 1.*parameter 1 of group 1", text), text
-
-
-def the_line_was_added(engine: Engine) -> Tensors:
-    modules = parts(engine)
-    engine.fully_shard(modules[1])
-    optimizer = torch.optim.SGD(params_of(modules), lr=0.1)
-    for step in range(3):
-        loss_of(engine, modules, step).backward()
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            optimizer.step()
-        optimizer.zero_grad()
-    both = [engine.snapshot(module) for module in modules]
-    return {f"{i}.{name}": value for i, found in enumerate(both) for name, value in found.items()}
 
 
 def ignored() -> Parts:
@@ -153,9 +120,3 @@ def test_an_optimizer_without_sharded_parameters_is_not_warned_of() -> None:
     model, head = parts()
     for module in (model, head):
         assert steps((model, head), torch.optim.SGD(module.parameters(), lr=0.1)) == []
-
-
-def test_a_head_next_to_the_model_trains_like_unsharded_once_the_line_is_added(
-    two_ranks: Ranks,
-) -> None:
-    two_ranks.run(close_to_unsharded, the_line_was_added)

@@ -21,12 +21,6 @@ def order(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
-@pytest.fixture(params=["late", "4"])
-def deferred(request: pytest.FixtureRequest) -> Iterator[str]:
-    with inspection.order(request.param):
-        yield request.param
-
-
 def losses(device: str, *, graphed: bool) -> list[float]:
     torch.manual_seed(0)
     layers = nn.Linear(8, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 8)
@@ -66,57 +60,3 @@ def test_training_has_the_same_bits_on_cpu_and_cuda_and_in_replays(order: str) -
     assert losses("cuda", graphed=False) == right
     with torch.cuda.stream(torch.cuda.Stream()):
         assert losses("cuda", graphed=True) == right
-
-
-def test_a_wait_that_is_missing_gives_wrong_values(deferred: str) -> None:
-    x = torch.zeros(1000, device="cuda")
-    side = torch.cuda.Stream()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(side):
-        x.fill_(3.0)
-    assert (x * 1).sum().item() == 0.0, "the fill was seen before anything waited for it"
-    torch.cuda.current_stream().wait_stream(side)
-    assert (x * 1).sum().item() == 3000.0
-
-
-@pytest.mark.parametrize("waits", [True, False])
-def test_memory_that_the_allocator_may_lend_again_has_no_values(deferred: str, waits: bool) -> None:
-    x = torch.ones(1000, device="cuda")
-    start = x.data_ptr()
-    here, side = torch.cuda.current_stream(), torch.cuda.Stream()
-    torch.cuda.synchronize()
-    inspection.trace(True)
-    with torch.cuda.stream(side):
-        copy = x * 1
-    if waits:
-        here.wait_stream(side)
-    del x  # allocated for this stream, and still read on the other
-    torch.empty(1, device="cuda")
-    here.synchronize()
-    side.synchronize()
-    found = inspection.conflicts(inspection.log())
-    inspection.trace(False)
-    assert bool(copy.isnan().all()) is not waits
-    assert [f"bytes at {start:#x} " in each for each in found] == [True] * (not waits)
-
-
-def test_replays_take_branches_in_another_order(deferred: str) -> None:
-    x = torch.zeros(8, device="cuda")
-    first, side = torch.cuda.Stream(), torch.cuda.Stream()
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph, stream=first):
-        x.add_(1)
-        side.wait_stream(first)
-        with torch.cuda.stream(side):
-            x.mul_(10)
-        x.add_(5)  # no order between these two
-        first.wait_stream(side)
-    assert len(inspection.conflicts(inspection.graph()["nodes"])) == 1
-    seen = set()
-    for seed in range(6):
-        with inspection.order(str(seed)):
-            x.zero_()
-            graph.replay()
-            seen.add(x[0].item())
-    assert seen == {15.0, 60.0}

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 import shardgrad
 from tests.support.parity import (
@@ -106,24 +105,6 @@ def test_a_change_of_the_weights_is_seen_by_a_call_around_forward() -> None:
             shard.zero_()
     assert before.count_nonzero()
     assert not model.head(x).count_nonzero()
-
-
-class Twice(nn.Linear):
-    """Calls itself once."""
-
-    def forward(self, x: Tensor, again: bool = True) -> Tensor:
-        y = super().forward(x)
-        return self(y, again=False) if again else y
-
-
-@on_ranks(2)
-def test_a_module_that_calls_itself_is_resharded_once_the_outer_call_is_over() -> None:
-    model = nn.Sequential(Twice(WIDTH, WIDTH))
-    SHARDGRAD.fully_shard(model, reshard_after_forward=True)
-    for _ in range(2):
-        model[0](torch.ones(2, WIDTH)).sum().backward()
-        model[0](torch.ones(2, WIDTH))
-        assert isinstance(model[0].weight, DTensor)
 
 
 class Attention(nn.Module):

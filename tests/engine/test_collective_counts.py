@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.profiler import ProfilerActivity, profile
 
@@ -27,7 +26,7 @@ from tests.support.parity import (
     tower,
     watching_collectives,
 )
-from tests.support.ranks import Ranks, on_ranks
+from tests.support.ranks import Ranks
 
 
 def spans_of(engine: Engine, change: Callable[[Any], None], **options: Any) -> Counter[str]:
@@ -80,39 +79,6 @@ def test_a_step_gathers_and_reduces_no_more_often_than_fsdp2(
 ) -> None:
     """Five units. By default the root stays whole, and here the unit that ran last does as well."""
     two_ranks.run(as_often_as_fsdp2, change, reshard, gathers)
-
-
-class Chain(nn.Module):
-    """Layers that hand on as many tensors as it is told."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
-        for layer in self.layers:
-            layer.forward = lambda *xs, call=layer.forward: (call(sum(xs)).tanh(),) * count
-            SHARDGRAD.fully_shard(layer)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        xs = (x,)
-        for layer in self.layers:
-            xs = layer(*[x * 1 for x in xs])
-        return torch.cat(xs).sum()
-
-
-@on_ranks(2)
-def test_a_unit_with_several_outputs_ends_when_one_with_one_does() -> None:
-    orders = []
-    for count in (1, 3):
-        model = SHARDGRAD.fully_shard(Chain(count))
-        for step in range(2):
-            model(SHARDGRAD.inputs(step, 6)).backward()
-        with profile(activities=[ProfilerActivity.CPU]) as profiled:
-            model(SHARDGRAD.inputs(2, 6)).backward()
-        names = [event.name for event in profiled.events()]
-        kinds = ("FSDP::all_gather (", "FSDP::post_backward_reduce (")
-        orders.append([name for name in names if name.startswith(kinds)])
-    assert len(orders[0]) == 4 + 3 + 4
-    assert orders[0] == orders[1]
 
 
 # -- between micro-batches
@@ -221,6 +187,3 @@ def test_micro_batches_on_replicas_communicate_as_often_as_under_fsdp2(
     four_ranks.run(
         accumulates_as_often_as_fsdp2, switch, 2, False, gathers, reductions, all_reduces
     )
-
-
-# -- one rank

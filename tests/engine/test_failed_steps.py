@@ -110,31 +110,6 @@ def test_the_step_after_a_failed_one_communicates_like_any_other(where: str, who
     assert seen[3] == seen[1] or not whole
 
 
-def begun_in_a_backward(fails_in_between: bool) -> list[tuple[torch.dtype, int]]:
-    """Returns the collectives of the backward of two forwards after which, perhaps, another one
-    fails; by their dtypes, which tell gathers from reductions.
-    """
-    model = trapped_tower(1, True, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
-    token_loss(model, SHARDGRAD.tokens(0)).backward()
-    loss = token_loss(model, SHARDGRAD.tokens(1)) + token_loss(model, SHARDGRAD.tokens(3))
-    if fails_in_between:
-        model.layers[1].armed = "forward"
-        with pytest.raises(Trap):
-            token_loss(model, SHARDGRAD.tokens(2))
-        with torch.no_grad():
-            model.layers[1].armed = None
-            token_loss(model, SHARDGRAD.tokens(2))
-    begun: list[tuple[torch.dtype, int]] = []
-    with watching_collectives(lambda name, given: begun.append((given.dtype, given.numel()))):
-        loss.backward()
-    return begun
-
-
-@on_ranks(2)
-def test_a_forward_that_fails_before_the_backward_of_another_leaves_its_order() -> None:
-    assert begun_in_a_backward(True) == begun_in_a_backward(False)
-
-
 # -- disagreement
 
 

@@ -15,31 +15,14 @@ from torch.distributed.tensor import DTensor
 
 import shardgrad
 from shardgrad.diagnosis.thread_stacks import thread_stacks
-from shardgrad.engine.unit import unit_of
 from tests.support.parity import (
     SHARDGRAD,
-    assert_same_bits,
     make_optimizer,
     stack,
     token_loss,
     tower,
 )
 from tests.support.ranks import Ranks, on_ranks
-
-
-@on_ranks(2)
-def test_gradients_are_placed_again_in_memory_that_was_taken_away_and_is_back() -> None:
-    """As where the allocator gives what it has just got back, at the address of before."""
-    model = SHARDGRAD.shard_tower(tower())
-    token_loss(model, SHARDGRAD.tokens(0)).backward()
-    before = SHARDGRAD.snapshot(model)
-    for grads in unit_of(model.layers[0]).grad_groups:
-        shard = grads.require_shard()
-        flat = shard.flat
-        shard.place_in(flat.new_empty(0))
-        assert all(grad.to_local().numel() == 0 for grad in shard.own)
-        shard.place_in(flat)
-    assert_same_bits(SHARDGRAD.snapshot(model), before)
 
 
 def gradients_keep_their_object_under_a_watch() -> int:

@@ -208,50 +208,7 @@ def drops_sums_that_one_rank_has(shard: Shard) -> nn.Module:
     return model
 
 
-class FreezesItself(nn.Module):
-    """Freezes and unfreezes its own weight, while that is unsharded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b = nn.Linear(SIZE, SIZE).double(), nn.Linear(SIZE, SIZE).double()
-        self.scale = nn.Parameter(torch.ones(SIZE, dtype=torch.float64))
-        self.trains = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.scale.requires_grad_(self.trains)
-        return self.b(self.a(x) * self.scale)
-
-
-def freezes_its_own_parameter_in_forward(shard: Shard) -> nn.Module:
-    model = FreezesItself()
-    shard(model.a)
-    shard(model)
-    for number, trains in enumerate((True, False, True)):
-        model.zero_grad()
-        model.trains = trains
-        model(batch(number)).square().mean().backward()
-    return model
-
-
 # -- gradients that the program writes
-
-
-def adds_by_hand_to_what_a_backward_adds(shard: Shard, freezes: bool = False) -> nn.Module:
-    model = shard_each(shard, mlp())
-    if isinstance(model, shardgrad.FSDPModule):
-        model.set_reshard_after_backward(False)
-    loss = model(batch()).square().mean()
-    weight = model[3].weight
-    (gradient,) = torch.autograd.grad(loss, [weight])
-    weight.grad = gradient
-    weight.requires_grad_(not freezes)
-    model(batch(1)).square().mean().backward()
-    return model
-
-
-def freezes_what_it_has_written_a_gradient_of(shard: Shard) -> nn.Module:
-    return adds_by_hand_to_what_a_backward_adds(shard, freezes=True)
 
 
 PROGRAMS = [
@@ -259,7 +216,6 @@ PROGRAMS = [
     recomputes_inside_a_unit_of_which_one_rank_uses_all,
     runs_a_layer_before_its_root,
     drops_sums_that_one_rank_has,
-    freezes_its_own_parameter_in_forward,
 ]
 
 
@@ -269,20 +225,6 @@ def test_a_program_has_the_gradients_of_plain_torch(
     two_ranks: Ranks, program: Program, reshard_after_forward: bool | None
 ) -> None:
     two_ranks.run(gradients_are_plain_torch, program, reshard_after_forward=reshard_after_forward)
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
-        adds_by_hand_to_what_a_backward_adds,
-        freezes_what_it_has_written_a_gradient_of,
-    ],
-    ids=lambda p: p.__name__,
-)
-def test_a_gradient_put_on_an_unsharded_parameter_is_reduced(
-    two_ranks: Ranks, program: Program
-) -> None:
-    two_ranks.run(gradients_are_plain_torch, program, reshard_after_forward=False)
 
 
 @pytest.mark.parametrize("between", ["freezes", "in flight", "thaws"])

@@ -19,27 +19,10 @@ from tests.support.parity import (
     close_to_unsharded,
     same_bits_as_fsdp2,
     stack,
-    tower,
-    train,
     train_squares,
     watching_collectives,
 )
 from tests.support.ranks import Ranks
-
-
-def train_half_frozen(engine: Engine) -> Tensors:
-    model = tower()
-    for layer in model.layers:
-        layer.up.requires_grad_(False)
-    model.embedding.requires_grad_(False)
-    return train(engine, engine.shard_tower(model))
-
-
-def freeze_after_sharding(engine: Engine) -> Tensors:
-    model = engine.shard_tower(tower())
-    for layer in model.layers:
-        layer.norm.requires_grad_(False)
-    return train(engine, model)
 
 
 class LoraLinear(nn.Module):

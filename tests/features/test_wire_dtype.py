@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -25,7 +24,6 @@ from shardgrad.errors import (
     RankDisagreementError,
 )
 from shardgrad.features.wire_dtype import ReplicaExchange, refuse_too_many_ranks
-from shardgrad.sharding import zero_copy
 from shardgrad.sharding.layout import ALIGNMENT_NBYTES
 from tests.support.parity import (
     SHARDGRAD,
@@ -213,46 +211,6 @@ def test_two_ranks_sum_in_float32_what_was_rounded_once(two_ranks: Ranks, name: 
 @pytest.mark.parametrize("name", ON_FOUR)
 def test_four_ranks_sum_in_rank_order_what_was_rounded_once(four_ranks: Ranks, name: str) -> None:
     four_ranks.run(gradients_are_right, ON_FOUR[name])
-
-
-def zero_copy_gradients_are_right(dtype: torch.dtype, replicas: int) -> None:
-    """Weights are zero-copy and biases are not."""
-    ranks, sizes = dist.get_world_size(), (64, 128, 64)
-    case = Case(replicas=replicas, computes=dtype, options={"reshard_after_forward": False})
-    sent: Counter[str] = Counter()
-    with patch.object(zero_copy, "ZERO_COPY_NBYTES", 2**8):
-        model = case.shard_stack(stack(*sizes))
-        for _ in range(2):
-            model.zero_grad()
-            loss = model(SHARDGRAD.inputs(0, sizes[0])).float().square().mean()
-            sent.clear()
-            with watching_collectives(
-                lambda name, tensor: sent.update([name, f"{name} of {tensor.dtype}"])
-            ):
-                loss.backward()
-    by_rank = []
-    for x in UNSHARDED.inputs(0, sizes[0]).chunk(ranks):
-        whole = stack(*sizes).to(dtype)
-        whole(x.to(dtype)).float().square().mean().backward()
-        by_rank.append(grads_of(whole))
-    right = {
-        name: reduced_over_replicas(
-            reduced_over_shards([grads[name] for grads in by_rank], replicas), ranks
-        )
-        for name in by_rank[0]
-    }
-    assert_same_bits(whole_gradients(model), right)
-    # A message for each unit, a weight by itself where nothing is cast, and one between replicas.
-    messages = (4 if dtype == BF16 else 2) + (2 if replicas > 1 else 0)
-    assert sent["all_to_all_single"] == sent["all_to_all_single of torch.bfloat16"] == messages
-
-
-@pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.float32, BF16])
-def test_zero_copy_parameters_are_sent_from_where_they_are_unless_they_are_cast(
-    two_ranks: Ranks, four_ranks: Ranks, dtype: torch.dtype, replicas: int
-) -> None:
-    (two_ranks if replicas == 1 else four_ranks).run(zero_copy_gradients_are_right, dtype, replicas)
 
 
 def trains_to(policy: GradientPolicy) -> Tensors:

@@ -36,41 +36,6 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("clip", [False, True])
-@pytest.mark.parametrize("stock", [False, True])
-@on_ranks(2)
-def test_the_scale_and_the_weights_move_as_with_torch(clip: bool, stock: bool) -> None:
-    """Six steps, of which the third overflows on one rank; the scale grows every two good steps."""
-    settings = {"init_scale": 1024.0, "growth_interval": 2}
-    ours, theirs = shardgrad.GradScaler(**settings), torch.amp.GradScaler("cpu", **settings)
-    model, other = build(), build()
-    home = torch.optim if stock else shardgrad.optim
-    optim, other_optim = (
-        home.SGD(model.parameters(), lr=0.1),
-        torch.optim.SGD(other.parameters(), lr=0.1),
-    )
-    for step in range(6):
-        before = weights(model)
-        for m, o, s, clipping in (
-            (model, optim, ours, shardgrad.clip_grad_norm_),
-            (other, other_optim, theirs, nn.utils.clip_grad_norm_),
-        ):
-            backward(m, s, step, overflow=step == 2)
-            if clip:
-                s.unscale_(o)
-                clipping(m.parameters(), 0.05)
-            s.step(o)
-            s.update()
-            o.zero_grad()
-        assert ours.get_scale() == theirs.get_scale(), step
-        assert same(before, weights(model)) == (step == 2)
-        for a, b in zip(weights(model), weights(other), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-    assert ours.state_dict() == theirs.state_dict()
-    if not stock:
-        assert optim.skipped_steps == 1
-
-
 @pytest.mark.parametrize("bad", [set(), {0}, {1}, {0, 1}])
 def test_the_scale_moves_as_torchs_whichever_of_two_optimizers_finds_an_infinity(
     bad: set[int],

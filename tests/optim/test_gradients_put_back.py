@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch.distributed.tensor import DTensor
 import shardgrad
 from tests.support.ranks import on_ranks
 
-Clip = Callable[[Iterable[Tensor], float], Tensor]
 LR = 0.1
 
 
@@ -37,61 +35,6 @@ def full(tensor: Tensor) -> Tensor:
 def backward(model: nn.Module, fill: float = 1.0) -> None:
     """The same data on every rank, so that plain torch is the oracle."""
     model(torch.full((4, 6), fill).double()).square().mean().backward()
-
-
-def clipped_without_one(model: nn.Module, optim: Any, clip: Clip, hidden: int) -> list[Tensor]:
-    backward(model)
-    params = list(model.parameters())
-    before = params[hidden].detach().clone()
-    grad, params[hidden].grad = params[hidden].grad, None
-    clip([param for param in params if param is not params[hidden]], 0.01)
-    params[hidden].grad = grad
-    norms = [full(param.grad).norm() for param in params]
-    norm = clip(params, float("inf"))
-    optim(params, lr=LR).step()
-    return [full(norm), *norms, full((params[hidden] - before).detach())]
-
-
-def clipped_while_all_are_out(model: nn.Module, optim: Any, clip: Clip, _: int) -> list[Tensor]:
-    backward(model)
-    params = list(model.parameters())
-    clip(params, 0.01)
-    kept = [param.grad for param in params]
-    model.zero_grad()
-    clip(params, 0.01)
-    for param, grad in zip(params, kept, strict=True):
-        param.grad = grad
-    optim(params, lr=LR).step()
-    return [full(tensor.detach()) for tensor in (*params, *(param.grad for param in params))]
-
-
-def given_to_a_frozen_one(model: nn.Module, optim: Any, clip: Clip, hidden: int) -> list[Tensor]:
-    params = list(model.parameters())
-    params[hidden].requires_grad_(False)
-    backward(model)
-    params[hidden].grad = torch.ones_like(params[hidden])
-    norm = clip(params, 0.01)
-    optim(params, lr=LR).step()
-    return [full(tensor.detach()) for tensor in (norm, *params)]
-
-
-PROGRAMS = [clipped_without_one, clipped_while_all_are_out, given_to_a_frozen_one]
-
-
-@pytest.mark.parametrize("hidden", [2, 3, 7])
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda each: each.__name__)
-@on_ranks(2)
-def test_a_gradient_taken_out_for_clipping_is_stepped_once_it_is_back(
-    program: Callable[..., list[Tensor]], hidden: int
-) -> None:
-    torchs = nn.utils.clip_grad_norm_
-    right = program(mlp(), torch.optim.SGD, torchs, hidden)
-    for optim, clip in (
-        (torch.optim.SGD, torchs),
-        (torch.optim.SGD, shardgrad.clip_grad_norm_),
-        (shardgrad.optim.SGD, shardgrad.clip_grad_norm_),
-    ):
-        torch.testing.assert_close(program(sharded(), optim, clip, hidden), right)
 
 
 def exchanged(one: nn.Module, other: nn.Module, optim: Any, *, again: bool) -> list[Tensor]:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-from unittest import mock
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardgrad.optim import ownership
 from shardgrad.optim.ownership import Exchange, Matrix, buckets, owners
 from shardgrad.programs.plan.cost import CostModel
 from shardgrad.programs.plan.hardware import machine_of
@@ -68,12 +64,6 @@ def test_a_matrix_that_is_whole_on_a_rank_stays_there(
     assert Exchange.of(matrices, 2, 0).travels == (None in homes)
 
 
-def test_the_cost_of_a_matrix_does_not_depend_on_its_orientation() -> None:
-    # 2 products of 3 x 5 by 5 x 3, and one of 3 x 3 by 3 x 3
-    flat, tall = cut_over([(3, 5), (5, 3)], 1)
-    assert flat.work == tall.work == 2 * 3 * 3 * 5 + 3 * 3 * 3
-
-
 @few
 @given(shapes, worlds)
 def test_only_padding_travels_besides_the_pieces(
@@ -83,64 +73,6 @@ def test_only_padding_travels_besides_the_pieces(
         pieces = [(torch.empty(shape).chunk(world_size), shape) for shape in matrices]
         mine = sum(cut[rank].numel() for cut, _ in pieces if rank < len(cut))
         assert mine <= sum(exchange.sent) < mine + 64 * len(matrices) + 1
-
-
-@settings(max_examples=25, deadline=None)
-@given(shapes, worlds)
-def test_every_matrix_arrives_whole_at_its_owner(
-    matrices: list[tuple[int, int]], world_size: int
-) -> None:
-    exchanges = all_exchanges(matrices, world_size)
-    wholes = [
-        torch.arange(rows * columns).view(rows, columns) + 10_000 * i
-        for i, (rows, columns) in enumerate(matrices)
-    ]
-    cuts = [whole.chunk(world_size) for whole in wholes]
-    outgoing = []
-    for rank, exchange in enumerate(exchanges):
-        buffer = torch.full((sum(exchange.sent),), -1)
-        for cut, run in zip(cuts, exchange.send_slices, strict=True):
-            piece = cut[rank].flatten() if rank < len(cut) else buffer[:0]
-            assert piece.numel() == run.numel
-            buffer[run.offset : run.offset + run.numel] = piece
-        outgoing.append(buffer.split(list(exchange.sent)))
-    for rank, exchange in enumerate(exchanges):
-        incoming = torch.cat([parts[rank] for parts in outgoing])
-        whole = torch.full((exchange.matrices_numel,), -1)
-        for arrival in exchange.received_pieces:
-            piece = incoming[arrival.receive_offset : arrival.receive_offset + arrival.numel]
-            whole[arrival.matrix_offset : arrival.matrix_offset + arrival.numel] = piece
-        seen = []
-        for batch in exchange.batches:
-            assert batch.offset % 64 == 0
-            found = whole[batch.offset : batch.offset + batch.numel].view(
-                len(batch.matrices), *batch.shape
-            )
-            for matrix, values in zip(batch.matrices, found, strict=True):
-                assert torch.equal(values, wholes[matrix])
-                seen.append(matrix)
-        chosen, _ = owners(cut_over(matrices, world_size), world_size)
-        assert sorted(seen) == [i for i, owner in enumerate(chosen) if owner == rank]
-
-
-@given(st.lists(shapes, min_size=1, max_size=12), worlds, st.integers(0, 2000))
-@few
-def test_buckets_cover_all_segments_and_end_where_no_rank_waits(
-    shapes_of: Any, world_size: int, least: int
-) -> None:
-    segments = [cut_over(matrices, world_size) for matrices in shapes_of]
-    with mock.patch.object(ownership, "_LEAST_NUMEL", least):
-        found = buckets(segments, world_size)
-    assert [i for bucket in found for i in bucket] == list(range(len(segments)))
-
-    def waits(bucket: range) -> bool:
-        together = [m for i in bucket for m in segments[i]]
-        _, load = owners(together, world_size)
-        is_small = sum(m.shape[0] * m.shape[1] for m in together) < least * world_size
-        return is_small or not any(load) or max(load) * world_size > 1.05 * sum(load)
-
-    assert not any(waits(bucket) for bucket in found[:-1])
-    assert all(waits(bucket[:-1]) for bucket in found[:-1] if len(bucket) > 1)
 
 
 LLAMA_8B = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096)] + [(14336, 4096)] * 2

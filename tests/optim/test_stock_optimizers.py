@@ -123,45 +123,6 @@ def test_lbfgs_does_what_it_does_under_fsdp2(two_ranks: Ranks, line_search: str 
     two_ranks.run(_does_alike, _minimise, line_search)
 
 
-# -- loss scaling
-
-
-def _scaled(engine: Engine, name: str, unscale: bool) -> Tensors:
-    """Three steps under torch's scaler; in the second, rank 1 alone has an infinity."""
-    model = engine.shard_tower(tower())
-    kind, options = RECIPES[name]
-    optimizer = kind(model.parameters(), **options)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1)
-    history: Tensors = {}
-    for step in range(3):
-        scaler.scale(token_loss(model, engine.tokens(step))).backward()
-        if step == 1 and dist.get_rank() == 1:
-            local = model.embedding.weight.grad.to_local()
-            local.view(-1)[0] = float("inf")
-        if unscale:
-            scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        history |= {f"step {step} {key}": t for key, t in engine.snapshot(model).items()}
-        history[f"scale {step}"] = torch.tensor(scaler.get_scale())
-    for key in [key for key in history if key.startswith("step 1 ")]:
-        assert torch.equal(history[key], history[key.replace("step 1", "step 0")]), (
-            f"{key} was not skipped"
-        )
-    assert [history[f"scale {step}"].item() for step in range(3)] == [2.0**11, 2.0**10, 2.0**11]
-    return history
-
-
-@pytest.mark.parametrize("unscale", [False, True])
-@pytest.mark.parametrize("name", ["AdamW", "AdamW fused", "SGD momentum"])
-def test_a_loss_scaler_of_torch_skips_on_all_ranks_as_under_fsdp2(
-    two_ranks: Ranks, name: str, unscale: bool
-) -> None:
-    two_ranks.run(same_bits_as_fsdp2, _scaled, name, unscale)
-
-
 # -- under capture
 
 

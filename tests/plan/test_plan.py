@@ -4,7 +4,6 @@ sentence.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from functools import cache
@@ -21,10 +20,9 @@ from shardgrad.programs.plan.cost import AxisLayout, CostModel, compute_s, model
 from shardgrad.programs.plan.hardware import TAKEN_NBYTES, Machine, machine_of
 from shardgrad.programs.plan.memory import memory_of
 from shardgrad.programs.plan.planning import Plan, make_plan, plan_of
-from shardgrad.programs.plan.recording import Event, Kernel, Marked, Transfer, Waited
+from shardgrad.programs.plan.recording import Kernel, Transfer
 from shardgrad.programs.plan.rehearsal import Rehearsal, rehearse
 from shardgrad.programs.plan.request import Request
-from shardgrad.programs.plan.timeline import play
 from shardgrad.programs.train.failure import UsageError
 from shardgrad.programs.train.model import Transformer
 from shardgrad.programs.train.presets import PRESETS, transformer_config
@@ -153,41 +151,6 @@ def gather(stream: str = "gather", nbytes: int = 10**9) -> Transfer:
     return Transfer(stream, "all-gather", "shard", 8, nbytes, nbytes * 7 // 8)
 
 
-def played(*events: Event) -> list[tuple[float, float]]:
-    spans = play(events, CostModel(dataclasses.replace(H100, launch_s=0.0), shards=8)).spans
-    return [(span.begin_s, span.end_s) for span in spans]
-
-
-def test_a_stream_that_waits_for_nothing_overlaps() -> None:
-    (_, gathered), (begun, _) = played(gather(), kernel())
-    assert begun == 0.0 < gathered
-
-
-def test_a_mark_holds_back_the_stream_that_waits_for_it() -> None:
-    (_, gathered), (begun, _) = played(
-        gather(), Marked(1, "gather"), Waited(1, "compute"), kernel()
-    )
-    assert begun == gathered
-
-
-def test_a_mark_of_an_earlier_step_holds_back_nobody() -> None:
-    ((begun, _),) = played(Waited(7, "compute"), kernel())
-    assert begun == 0.0
-
-
-def test_collectives_over_one_link_follow_each_other() -> None:
-    (_, first), (second, _) = played(gather("gather"), gather("reduce"))
-    assert second == first
-
-
-def test_a_step_is_no_shorter_than_its_parts_and_no_longer_than_all_of_them() -> None:
-    graphed = machine_of("h100", is_graphed=True)
-    timeline = play(rehearsal_of().events, CostModel(graphed, shards=16))
-    assert max(timeline.compute_s, timeline.transfers_s) <= timeline.step_s
-    copies = sum(span.end_s - span.begin_s for span in timeline.spans if span.lane == "copies")
-    assert timeline.step_s <= timeline.compute_s + timeline.transfers_s + copies
-
-
 def test_launching_one_by_one_takes_the_host_its_time() -> None:
     assert machine_of("h100").launch_s > 0.0 == machine_of("h100", is_graphed=True).launch_s
     eager, graphed = plan_for(), plan_for(machine_of("h100", is_graphed=True))
@@ -235,11 +198,6 @@ def test_an_exchange_between_nodes_is_limited_by_the_card_of_each_rank() -> None
     assert CostModel(H100, 64).transfer_s(exchange) == pytest.approx(56e8 / 40e9, rel=0.01)
     inside = Transfer("reduce", "exchange", "shard", 8, 8 * 10**9, 7 * 10**9)
     assert CostModel(H100, 8).transfer_s(inside) == pytest.approx(7e9 / 370e9, rel=0.01)
-
-
-def test_a_large_gather_takes_its_bytes_over_the_bandwidth() -> None:
-    seconds = CostModel(H100, 8).transfer_s(gather(nbytes=8 * 10**9))
-    assert seconds == pytest.approx(7e9 / 370e9, rel=0.01)
 
 
 def test_a_small_all_reduce_over_many_nodes_goes_along_a_tree() -> None:

@@ -454,39 +454,6 @@ def test_a_graph_of_before_layers_were_frozen_trains_them_again(name: str) -> No
         same_on(2, frozen_and_thawed, name)
 
 
-def crossing(graphed: Callable[..., Any], zeroes_first: bool) -> list[Any]:
-    """Gradients are there where each call ends, and begins."""
-    model = build(Setup())
-    optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
-
-    @graphed(model)
-    def gradients(x: Tensor) -> Tensor:
-        if zeroes_first:
-            model.zero_grad()
-        loss = loss_of(model, x)
-        loss.backward()
-        return loss
-
-    seen, addresses = [], set()
-    for number in range(9):
-        seen.append(gradients(batch(number)).item())
-        if number > 0:
-            addresses.add(tuple(shard.flat.data_ptr() for shard in shards(model)))
-        optimizer.step()
-        if not zeroes_first:
-            optimizer.zero_grad()
-    if isinstance(gradients, shardgrad.graphs.GraphedStep):
-        assert states(model) == {GradMemory.FIXED}
-        assert len(addresses) == 1
-    require_replays(gradients, 1, 6)
-    return seen + weights(model)
-
-
-@pytest.mark.parametrize("zeroes_first", [False, True], ids=["at the end", "at both ends"])
-def test_gradients_that_cross_the_border_of_a_graph_keep_their_address(zeroes_first: bool) -> None:
-    same_on(2, crossing, zeroes_first)
-
-
 def surprised(graphed: Callable[..., Any]) -> list[Any]:
     """From some call on gradients are left, which the eager calls before did not tell."""
     model = build(Setup())

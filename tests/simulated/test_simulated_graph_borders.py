@@ -22,8 +22,6 @@ from tests.simulated.programs.graphed import (
     weights,
 )
 
-CLIPS_HARD = 0.01
-
 
 def scaler_updated_in_the_next_call(graphed: Callable[..., Any]) -> list[Any]:
     """The scaler's verdict crosses a border; every third step has an infinity."""
@@ -77,34 +75,6 @@ def event_of_the_optimizer(graphed: Callable[..., Any]) -> list[Any]:
     return seen + weights(model)
 
 
-def update_on_another_stream(graphed: Callable[..., Any]) -> list[Any]:
-    """The program's stream does not wait for the optimizer's; only the event says when it is
-    done.
-    """
-    model = build(Setup())
-    optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
-
-    @graphed(model)
-    def gradients(x: Tensor) -> Tensor:
-        loss = loss_of(model, x)
-        loss.backward()
-        return loss
-
-    seen, last = [], batch(0)
-    stream = torch.Stream(last.device)
-    for number in range(8):
-        seen.append(gradients(batch(number)))
-        stream.wait_stream(torch.accelerator.current_stream())
-        with stream:
-            optimizer.step()
-            optimizer.zero_grad()
-            _record_post_optim_event(model, last.device)
-        seen[-1] = seen[-1].item()
-    require_replays(gradients, 1, 5)
-    torch.accelerator.synchronize()
-    return seen + weights(model)
-
-
 def write_after_an_error(graphed: Callable[..., Any]) -> list[Any]:
     """The program goes on at once on its own stream, with parameters that the step was still
     reading.
@@ -133,61 +103,6 @@ def write_after_an_error(graphed: Callable[..., Any]) -> list[Any]:
     return weights(model)
 
 
-def verdict_of_before_the_call(graphed: Callable[..., Any]) -> list[Any]:
-    """In some calls the gradients were clipped before, and every third time one is an infinity."""
-    model = build(Setup())
-    optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
-
-    @graphed(model, optimizer)
-    def update(x: Tensor) -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
-    for number in range(16):
-        x = batch(number)
-        is_bad = number > 8 and number % 3 == 0
-        if is_bad:
-            x[0, 0] = torch.inf
-        loss_of(model, x).backward()
-        if number % 4 == 1 or is_bad:
-            shardgrad.clip_grad_norm_(model, CLIPS_HARD)
-        update(batch(0))
-    require_replays(update, 2, 13)
-    return weights(model)
-
-
-def verdict_of_a_part(graphed: Callable[..., Any]) -> list[Any]:
-    """In every other call a part of the gradients was zeroed after they had been looked at."""
-    model = build(Setup())
-    optimizer = shardgrad.optim.SGD(
-        [block.first.weight for block in model], lr=0.1, weight_decay=0.1
-    )
-    scaler = shardgrad.GradScaler(init_scale=64.0, growth_interval=3)
-
-    @graphed(model, optimizer, scaler)
-    def update(x: Tensor) -> None:
-        scaler.step(optimizer)
-        scaler.update()
-
-    seen = []
-    for number in range(16):
-        x = batch(number)
-        if number > 8 and number % 3 == 0:
-            x[0, 0] = torch.inf
-        scaler.scale(loss_of(model, x)).backward()
-        scaler.unscale_(optimizer)
-        for part in ("first", "second"):
-            params = [p for block in model for p in getattr(block, part).parameters()]
-            shardgrad.clip_grad_norm_(params, CLIPS_HARD)
-        if number % 2:
-            optimizer.zero_grad(set_to_none=False)
-        update(batch(0))
-        seen.append(scaler.get_scale())
-        model.zero_grad()
-    require_replays(update, 2, 13)
-    return seen + weights(model)
-
-
 def _record_post_optim_event(model: nn.Module, device: torch.device) -> None:
     event = torch.Event(device)
     event.record(torch.accelerator.current_stream())
@@ -199,10 +114,7 @@ def _record_post_optim_event(model: nn.Module, device: torch.device) -> None:
     [
         scaler_updated_in_the_next_call,
         event_of_the_optimizer,
-        update_on_another_stream,
         write_after_an_error,
-        verdict_of_before_the_call,
-        verdict_of_a_part,
     ],
     ids=lambda program: program.__name__.replace("_", " "),
 )

@@ -54,27 +54,14 @@ def plain_training(graphed: Callable[..., Any], setup: Setup) -> list[Any]:
     return seen + weights(model)
 
 
-NARROW = shardgrad.GradientPolicy(wire_dtype=torch.bfloat16)
+# What kept programs with graphs do not have; tests/fuzz/programs/seeds has the others.
 SETUPS = {
-    "the default": (2, Setup()),
     "one rank": (1, Setup()),
-    "resharded after forward": (2, Setup(options={"reshard_after_forward": True})),
-    "kept whole": (2, Setup(options={"reshard_after_forward": False})),
-    "resharded to two of four": (4, Setup(options={"reshard_after_forward": 2})),
     "replicas": (4, Setup(replicas=2)),
-    "parameters whole from step to step": (2, Setup(options={"zero_stage": 2})),
-    "gradients whole, too": (2, Setup(options={"zero_stage": 1})),
-    "both axes": (4, Setup(replicas=2, options={"zero_stage": "hfsdp"})),
     "dropout": (2, Setup(dropout=0.5)),
     "recomputed": (2, Setup(recomputes=True)),
     "tied": (2, Setup(tied=True)),
     "frozen": (2, Setup(frozen=True)),
-    "narrow on the wire": (2, Setup(options={"gradient_policy": NARROW})),
-    "narrow on the wire, replicas": (4, Setup(replicas=2, options={"gradient_policy": NARROW})),
-    "low precision": (
-        2,
-        Setup(options={"mp_policy": shardgrad.MixedPrecisionPolicy(torch.bfloat16, torch.float32)}),
-    ),
 }
 
 
@@ -85,55 +72,6 @@ def test_every_mode_of_the_engine_is_replayed_bit_for_bit(name: str) -> None:
 
 
 # -- gradients that the program keeps from call to call
-
-
-def keeping_gradients(
-    graphed: Callable[..., Any], zeroes: str, clips: bool, views: bool
-) -> list[Any]:
-    model = build(Setup())
-    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
-
-    @graphed(model, optimizer)
-    def step(x: Tensor) -> tuple[Tensor, Tensor]:
-        if zeroes == "first":
-            optimizer.zero_grad()
-        elif zeroes == "in place":
-            optimizer.zero_grad(set_to_none=False)
-        loss = loss_of(model, x)
-        loss.backward()
-        if clips:
-            shardgrad.clip_grad_norm_(model, 0.01)
-        optimizer.step()
-        return loss, model[1].first.weight.grad.to_local() if views else loss
-
-    held: list[Any] = []
-    seen: list[Tensor] = []
-    for number in range(7):
-        _, gradient = step(batch(number))
-        seen.append(gradient.cpu())
-        held.append(model[0].first.weight.grad)
-        if views:
-            held.append(model[0].second.weight.grad.to_local())
-        if zeroes == "outside":
-            optimizer.zero_grad()
-    if zeroes in ("in place", "never"):  # the others need other memory in each step
-        require_replays(step, 1, 4)
-    return seen + [(h.to_local() if isinstance(h, DTensor) else h).cpu() for h in held]
-
-
-# Every two of these meet.
-@pytest.mark.parametrize(
-    ("zeroes", "clips", "views", "ranks"),
-    [
-        (zeroes, clips, clips != bool(number % 2), 1 + (clips != bool(number // 2)))
-        for number, zeroes in enumerate(("first", "in place", "outside", "never"))
-        for clips in (False, True)
-    ],
-)
-def test_gradients_kept_from_call_to_call_are_those_of_eager_steps(
-    zeroes: str, clips: bool, views: bool, ranks: int
-) -> None:
-    same_on(ranks, keeping_gradients, zeroes, clips, views)
 
 
 def everything(graphed: Callable[..., Any]) -> list[Any]:
@@ -258,23 +196,6 @@ def evaluated_with_other_weights(graphed: Callable[..., Any]) -> list[Any]:
 
 def test_an_evaluation_in_a_graph_computes_with_parameters_that_were_assigned() -> None:
     same_on(2, evaluated_with_other_weights)
-
-
-def evaluated_before_the_second_capture(graphed: Callable[..., Any]) -> list[Any]:
-    model = build(Setup(options={"reshard_after_forward": False}))
-    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
-    step = training_step(graphed, model, optimizer)
-    for number in range(7):
-        if number == 4:  # parameters are left unsharded, and that capture reshards them
-            with torch.no_grad():
-                model(batch(number))
-        step(batch(number))
-    require_replays(step, 1, 4)
-    return weights(model)
-
-
-def test_memory_that_a_second_capture_gives_back_is_not_compared() -> None:
-    same_on(2, evaluated_before_the_second_capture)
 
 
 def shapes(graphed: Callable[..., Any]) -> list[Any]:

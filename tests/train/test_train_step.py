@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest import mock
 
 import pytest
 import torch
@@ -171,48 +168,6 @@ def test_the_first_step_that_is_not_finite_is_remembered(loss: float, norm: floa
         run._require_finite()
     where = "the norm of the gradients" if math.isfinite(loss) else "the loss of rank 0"
     assert where in str(caught.value)
-
-
-def test_neither_a_validation_nor_a_save_counts_in_the_speed_of_training(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now_s = 100.0
-
-    def takes(seconds: float, returned: Any) -> Callable[..., Any]:
-        def work(*_: Any) -> Any:
-            nonlocal now_s
-            now_s += seconds
-            return returned
-
-        return work
-
-    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: now_s))
-    monkeypatch.setattr(loop, "validation_loss", takes(30.0, 1.0))
-    monkeypatch.setattr(loop.Run, "_require_same_replicas", takes(0.0, None))
-    config, run, display = config_of(), object.__new__(loop.Run), mock.Mock()
-    run.__dict__.update(
-        config=config,
-        world=alone(),
-        state=SimpleNamespace(step=2, model=None),
-        corpus=mock.Mock(),
-        checkpoints=mock.Mock(save=takes(50.0, Path("step_000002"))),
-        display=display,
-        _record=None,
-        _loss_sum=torch.ones(()),
-        _bad_steps=torch.full((2,), loop._NEVER),
-        _first_step=0,
-        _entropy=5.0,
-        _began_s=now_s,
-        _reported_s=now_s,
-        _unreported_steps=2,
-    )
-    now_s += 4.0  # two steps
-    run._validate()
-    run._save()
-    run._report(result(1.0, 1.0))
-    (metrics,) = display.progress.call_args.args
-    assert metrics.elapsed_s == 84.0
-    assert metrics.tokens_per_s == 2 * config.global_batch(1) * config.seq_len / 4.0
 
 
 def test_ranks_that_have_read_different_texts_are_refused() -> None:
