@@ -8,7 +8,6 @@ the unsharded run bit for bit, however late a producer's stream is.
 from __future__ import annotations
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardgrad import fully_shard, ops
-from shardgrad.ops import library
 from shardgrad.programs.cli import doctor
 
 pytestmark = [
@@ -98,17 +96,6 @@ def test_side_streams_train_bit_for_bit_like_an_unsharded_run(reshard: bool, lat
     fully_shard(sharded, mesh=mesh)
     for ours, theirs in zip(train(sharded), train(plain), strict=True):
         assert torch.equal(ours, theirs)
-
-
-def test_a_gpu_without_kernels_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "has_kernels", lambda device_type: False)
-    library.check_kernels.cache_clear()
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        fully_shard(build(), mesh=init_device_mesh("cuda", (1,)))
-    library.check_kernels.cache_clear()
-    about = [each for each in told if "kernels for CUDA were not built" in str(each.message)]
-    assert [each.filename for each in about] == [__file__]
 
 
 def test_the_doctor_says_where_references_run(monkeypatch: pytest.MonkeyPatch) -> None:
