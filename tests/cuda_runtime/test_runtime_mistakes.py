@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 import shardgrad
-from tests.mistakes.apart import STALL_S, named_apart
+from tests.mistakes.apart import named_apart
 from tests.mistakes.models import Net, batch, net
+from tests.support.apart import STALL_S
 
 BACKEND = "cpu:gloo,cuda:nccl"
 WITHIN_S = 30.0

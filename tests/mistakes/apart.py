@@ -4,54 +4,21 @@ it.
 
 from __future__ import annotations
 
-import os
 import sys
-import tempfile
-import threading
 import time
-import warnings
 from collections.abc import Callable, Mapping
-from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from typing import Any
 
-from tests.mistakes.table import text_of
-from tests.support.processes import CONTEXT, FairClock
+import torch.distributed as dist
+
+from tests.support.apart import text_of, two_ranks_apart
+from tests.support.processes import FairClock
 
 Program = Callable[[], None]
-STALL_S = 2.0  # 10 outside of tests
 
 
-def _rank(
-    rank: int, world_size: int, meeting: str, backend: str, program: Program, pipe: Connection
-) -> None:
-    import torch
-    import torch.distributed as dist
-
-    from shardgrad.diagnosis import watchdog
-
-    watchdog.STALL_S = STALL_S
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # backends say a lot when a rank goes
-    torch.set_num_threads(1)
-    one_at_a_time = threading.Lock()
-
-    def tell(text: str) -> None:
-        with one_at_a_time:
-            pipe.send(text)
-
-    def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
-        tell(text_of(str(message), category))
-
-    warnings.simplefilter("always")
-    warnings.showwarning = show
-    dist.init_process_group(
-        backend,
-        init_method=f"file://{meeting}",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(minutes=30),
-    )
-    torch.manual_seed(0)
+def _rank(tell: Callable[[Any], None], rank: int, folder: str, program: Program) -> None:
     dist.barrier()
     tell("")  # the clock starts
     try:
@@ -79,28 +46,9 @@ def named_apart(
         limit_s: seconds, those left out in which the ranks waited for a core.
         backend: of the process group.
     """
-    world_size = 2
-    with tempfile.TemporaryDirectory() as folder:
-        pipes: dict[Any, int] = {}
-        processes = []
-        for rank in range(world_size):
-            ours, theirs = CONTEXT.Pipe()
-            process = CONTEXT.Process(
-                target=_rank,
-                args=(rank, world_size, f"{folder}/meeting", backend, program, theirs),
-                daemon=True,
-            )
-            process.start()
-            theirs.close()
-            pipes[ours] = rank
-            processes.append(process)
-        said: dict[int, list[str]] = {rank: [] for rank in range(world_size)}
-        try:
-            return said, _listen(pipes, said, are_named, [p.pid for p in processes], limit_s)
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
+    with two_ranks_apart(_rank, program, backend=backend) as (pipes, processes):
+        said: dict[int, list[str]] = {rank: [] for rank in pipes.values()}
+        return said, _listen(pipes, said, are_named, [p.pid for p in processes], limit_s)
 
 
 def _listen(

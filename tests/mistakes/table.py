@@ -12,7 +12,9 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-__all__ = ["MISTAKES", "WITHIN_S", "Mistake", "committed", "mistake", "text_of"]
+from tests.support.apart import text_of
+
+__all__ = ["MISTAKES", "WITHIN_S", "Mistake", "committed", "mistake"]
 
 WITHIN_S = 10.0
 
@@ -57,11 +59,6 @@ def mistake(
         return program
 
     return enter
-
-
-def text_of(message: BaseException | str, category: type | None = None) -> str:
-    """Returns an error or a warning as Python prints it, with the class in front."""
-    return f"{(category or type(message)).__name__}: {message}"
 
 
 def committed(module: str, name: str) -> tuple[list[str], float]:

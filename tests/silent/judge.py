@@ -5,34 +5,25 @@ torch.
 from __future__ import annotations
 
 import importlib
-import logging
 import math
-import multiprocessing
-import os
 import signal
-import tempfile
 import threading
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from shardgrad.diagnosis import watchdog
 from tests.silent.engines import ENGINES, NotOffered
-from tests.support.processes import CONTEXT, FairClock
+from tests.support.apart import two_ranks_apart
+from tests.support.processes import FairClock
 
-RANKS = 2
 LIMIT_S = 13.0  # without a word; the longest program takes two seconds
 GRACE_S = 1.0  # for another rank's message, once one has ended badly
 SOON_S = 1.5  # a warning after it comes from a program that waits, mostly,
-STALL_S = 2.0  # of the watchdog; 10 outside of tests
 PATIENCE_S = 4.0  # and has this long to go on
 # Numbers are of order one, in float32, and go through some hundred operations: rounding stays below
 # 1e-5. What these programs get wrong, they get wrong in the second or third digit.
@@ -79,33 +70,16 @@ def run(program: str, engine: str, limit_s: float = LIMIT_S) -> list[Ending]:
     """Runs `cases/<program>.py` with plain torch and then under an engine, in a new process for
     each rank.
     """
-    with tempfile.TemporaryDirectory(prefix="silent-") as folder:
-        processes, pipes = [], []
-        for rank in range(RANKS):
-            ours, theirs = CONTEXT.Pipe(duplex=False)
-            process = CONTEXT.Process(
-                target=_rank, args=(program, engine, rank, folder, theirs), daemon=True
-            )
-            process.start()
-            theirs.close()
-            processes.append(process)
-            pipes.append(ours)
-        try:
-            return _listen(pipes, processes, limit_s)
-        finally:
-            for process in processes:
-                process.kill()
-            for process in processes:
-                process.join()
+    with two_ranks_apart(_rank, program, engine) as (pipes, processes):
+        return _listen(pipes, processes, limit_s)
 
 
-def _listen(pipes: Sequence[Connection], processes: Sequence[Any], limit_s: float) -> list[Ending]:
+def _listen(pipes: dict[Any, int], processes: Sequence[Any], limit_s: float) -> list[Ending]:
     endings = [Ending() for _ in pipes]
     clock = FairClock([process.pid for process in processes])
-    open_pipes = dict(zip(pipes, range(len(pipes)), strict=True))
-    while open_pipes and (now_s := clock.elapsed_s()) < limit_s:
-        for pipe in wait(list(open_pipes), 0.1):
-            rank = open_pipes[pipe]  # type: ignore[index]
+    while pipes and (now_s := clock.elapsed_s()) < limit_s:
+        for pipe in wait(list(pipes), 0.1):
+            rank = pipes[pipe]
             ending = endings[rank]
             try:
                 told = pipe.recv()  # type: ignore[union-attr]
@@ -118,13 +92,13 @@ def _listen(pipes: Sequence[Connection], processes: Sequence[Any], limit_s: floa
                 )
                 told = None
             if isinstance(told, str):
-                ending.warned.append(told)
+                ending.warned += told.strip().splitlines()[:1]
                 if now_s > SOON_S:
                     limit_s = min(limit_s, now_s + PATIENCE_S)
                 continue
             if told is not None:
                 ending.how, ending.values, ending.truth, ending.error, ending.message = told
-            del open_pipes[pipe]  # type: ignore[arg-type]
+            del pipes[pipe]
             if ending.how in ("raised", "died", "not offered"):
                 limit_s = min(limit_s, now_s + GRACE_S)
     return endings
@@ -192,50 +166,9 @@ def _distance(values: Any, truth: Any) -> float:
 # -- in a rank
 
 
-def _rank(program: str, engine: str, rank: int, folder: str, pipe: Connection) -> None:
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_RANK=str(rank))
-    os.environ.update(LOCAL_WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    silence = os.open(os.devnull, os.O_WRONLY)
-    for descriptor in (1, 2):
-        os.dup2(silence, descriptor)
-    lock, known = threading.Lock(), set[str]()
-
-    def tell(text: object) -> None:
-        line = str(text).strip().splitlines()[0] if str(text).strip() else ""
-        with lock:  # threads warn too
-            if line not in known:
-                known.add(line)
-                pipe.send(line)
-
-    _hear_warnings(tell)
-    watchdog.STALL_S = STALL_S
-    # Longer than the time limit: what waits that long hangs.
-    store, timeout = dist.FileStore(f"{folder}/store", RANKS), timedelta(seconds=60)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timeout)
-    ending = _ending(program, engine, rank, folder)
-    with lock:
-        pipe.send(ending)
+def _rank(tell: Callable[[Any], None], rank: int, folder: str, program: str, engine: str) -> None:
+    tell(_ending(program, engine, rank, folder))
     threading.Event().wait()  # until it is killed: the other rank may still need this one
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
-def _hear_warnings(tell: Callable[[object], None]) -> None:
-    def show(message: Warning | str, *_: Any, **__: Any) -> None:
-        tell(message)
-
-    warnings.simplefilter("always")
-    warnings.showwarning = show  # type: ignore[assignment]
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: tell(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger().addHandler(handler)
 
 
 def _ending(program: str, engine: str, rank: int, folder: str) -> tuple[str, Any, Any, str, str]:
