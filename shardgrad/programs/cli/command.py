@@ -1,8 +1,8 @@
-"""The form of every command: options in sections, examples, and errors as one sentence."""
+"""The form of every command: examples, and errors as one sentence."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -19,19 +19,11 @@ class Command(click.Command):
 
     Args:
         examples: command lines to show below the help.
-        sections: titles, and the names of the parameters below each; other options come last.
         **rest: as for `click.Command`.
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        examples: Sequence[str] = (),
-        sections: Mapping[str, Sequence[str]] | None = None,
-        **rest: Any,
-    ) -> None:
+    def __init__(self, *args: Any, examples: Sequence[str] = (), **rest: Any) -> None:
         super().__init__(*args, **rest)
-        self.sections = sections or {}
         self.params.append(
             click.Option(
                 ["--debug"],
@@ -48,20 +40,6 @@ class Command(click.Command):
         """Runs the command, and reports its errors."""
         with reported(ctx.command_path, debug=is_debug(ctx)):
             return super().invoke(ctx)
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes the options, by sections."""
-        records = {param.name: param.get_help_record(ctx) for param in self.get_params(ctx)}
-        listed = {name for names in self.sections.values() for name in names}
-        others = [name for name in records if name not in listed]
-        for title, names in {
-            **self.sections,
-            "Other options" if listed else "Options": others,
-        }.items():
-            rows = [row for name in names if (row := records[name]) is not None]
-            if rows:
-                with formatter.section(title):
-                    formatter.write_dl(rows)
 
 
 def is_debug(ctx: click.Context) -> bool:

@@ -12,9 +12,8 @@ from shardgrad.programs.plan.hardware import MachineOptions, machine_of
 from shardgrad.programs.plan.request import PLAN_PRESETS, Request
 from shardgrad.programs.train.config import mesh_shape
 from shardgrad.programs.train.presets import transformer_config
-from shardgrad.programs.train.settings import Number, given_for, options_of, sections_of
+from shardgrad.programs.train.settings import Number, given_for, options_of
 
-_SETTINGS = Request, MachineOptions
 _EXAMPLES = [
     "shardgrad plan --preset 8b --ranks 64 --activation-checkpointing full",
     "shardgrad plan --preset 70b --mesh 64x8 --stage hfsdp --device h200",
@@ -22,8 +21,8 @@ _EXAMPLES = [
 ]
 
 
-@click.command(cls=Command, sections=sections_of(*_SETTINGS), examples=_EXAMPLES)
-@options_of(*_SETTINGS)
+@click.command(cls=Command, examples=_EXAMPLES)
+@options_of(Request, MachineOptions)
 @click.option(
     "--mfu",
     type=Number(0, 1, min_open=True),

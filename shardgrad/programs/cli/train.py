@@ -10,13 +10,10 @@ import click
 
 from shardgrad.programs.cli.command import Command, is_debug
 from shardgrad.programs.train.config import TrainConfig, read_settings
-from shardgrad.programs.train.settings import given_for, options_of, sections_of
+from shardgrad.programs.train.settings import given_for, options_of
 
 _NEWEST = ""  # the value of --resume without a folder
 
-_SECTIONS = sections_of(TrainConfig)
-_SECTIONS["Run folder and checkpoints"] += ("resume",)
-_SECTIONS["Settings"] = ("config_file",)
 _EXAMPLES = [
     "shardgrad train",
     "shardgrad train --preset small --data my_texts/ --steps 2000 --ranks 4",
@@ -29,7 +26,6 @@ _EXAMPLES = [
 @click.command(
     cls=Command,
     short_help="Train a language model on bytes.",
-    sections=_SECTIONS,
     examples=_EXAMPLES,
 )
 @options_of(TrainConfig)

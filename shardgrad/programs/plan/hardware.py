@@ -240,7 +240,7 @@ EAGER_LAUNCH_S = 7e-6
 class MachineOptions:
     """A machine as the command line describes it."""
 
-    device: str = setting("h100", "Device type.", click.Choice(tuple(DEVICES)), section="Machine")
+    device: str = setting("h100", "Device type.", click.Choice(tuple(DEVICES)))
     memory_gib: float | None = setting(
         None,
         "Memory of each device in GiB.  [default: that of the device type]",

@@ -38,7 +38,6 @@ class Request:
         "8b",
         "Built-in model; 70b is for plans only.",
         click.Choice(tuple(PLAN_PRESETS)),
-        section="Model",
     )
     model: str | None = setting(
         None, "Plan the model that a function returns, MODULE:FUNCTION, instead of a built-in one."
@@ -51,7 +50,6 @@ class Request:
         8,
         "Number of ranks.  [default: the size of --mesh, or 8]",
         Whole(1, MOST_RANKS),
-        section="Ranks and sharding",
     )
     mesh: str | None = setting(
         None,
@@ -67,7 +65,6 @@ class Request:
         "bf16-mixed",
         "bf16-mixed computes in bf16 with fp32 weights; bf16 keeps bf16 weights as well.",
         click.Choice(("fp32", "bf16-mixed", "bf16")),
-        section="Precision and memory",
     )
     reduce_dtype: str | None = setting(
         None, "Dtype of gradient reductions.  [default: fp32]", click.Choice(("fp32", "bf16"))
@@ -86,9 +83,7 @@ class Request:
     )
 
     # Beyond the limits, torch could not count the elements of an activation.
-    batch_size: int = setting(
-        1, "Sequences per rank in each micro-batch.", Whole(1, 2**16), section="Steps"
-    )
+    batch_size: int = setting(1, "Sequences per rank in each micro-batch.", Whole(1, 2**16))
     seq_len: int = setting(8192, "Tokens per sequence.", Whole(1, 2**22))
     accumulate: int = setting(1, "Micro-batches per step.", Whole(1, 2**20))
     no_sync: bool = setting(False, "Reduce gradients only after the last micro-batch.")

@@ -32,7 +32,6 @@ class TrainConfig:
         "tiny",
         "Size of the built-in transformer.",
         click.Choice(tuple(PRESETS)),
-        section="Model and data",
     )
     override: dict[str, Scalar] = setting(  # noqa: RUF009  # it calls `field`
         dict, "Replace one field of the model's configuration; may be repeated.", Pair()
@@ -48,7 +47,6 @@ class TrainConfig:
         "Number of ranks to start.  [default: one per accelerator, else 2; under torchrun, its "
         "ranks]",
         Whole(1),
-        section="Ranks and engine",
     )
     mesh: str | None = setting(
         None,
@@ -83,7 +81,7 @@ class TrainConfig:
     )
     timeout: float = setting(120.0, "Timeout of collectives, in seconds.", Number(1, 1e8))
 
-    steps: int = setting(400, "Number of optimizer steps.", Whole(1), section="Steps")
+    steps: int = setting(400, "Number of optimizer steps.", Whole(1))
     batch_size: int = setting(8, "Sequences per rank in each micro-batch.", Whole(1, 2**20))
     accumulate: int = setting(
         1, "Micro-batches per step, whose gradients are accumulated.", Whole(1)
@@ -94,7 +92,6 @@ class TrainConfig:
         "adamw",
         "Optimizer that updates the weights; sgd has momentum.",
         click.Choice(("adamw", "sgd")),
-        section="Optimizer",
     )
     lr: float = setting(3e-3, "Peak learning rate.", Number(0))
     warmup_steps: int = setting(
@@ -105,9 +102,7 @@ class TrainConfig:
     )
     clip: float = setting(1.0, "Maximum gradient norm; 0 disables clipping.", Number(0))
 
-    log_every: int = setting(
-        10, "Steps between two lines of metrics.", Whole(1), section="Metrics and checks"
-    )
+    log_every: int = setting(10, "Steps between two lines of metrics.", Whole(1))
     eval_every: int = setting(
         100, "Steps between two validations; the last step is always validated.", Whole(1)
     )
@@ -125,7 +120,6 @@ class TrainConfig:
     run_dir: str | None = setting(
         None,
         "Folder of the run.  [default: runs/<time>-<preset>]",
-        section="Run folder and checkpoints",
     )
     checkpoint_every: int = setting(
         100, "Steps between two checkpoints; the last step is always saved.", Whole(1)

@@ -74,7 +74,6 @@ def setting(
     words: str,
     kind: Any = Text(),  # noqa: B008  # it has no state
     *,
-    section: str = "",
     flag: str | None = None,
     bare: str | None = None,
 ) -> Any:
@@ -85,11 +84,10 @@ def setting(
             boolean is a switch.
         words: help.
         kind: click's type of its values.
-        section: of the help, which begins with this field.
         flag: the option; the field's name with dashes, if it is not given.
         bare: the value of the option without one.
     """
-    facts = {"help": words, "kind": kind, "section": section, "flag": flag, "bare": bare}
+    facts = {"help": words, "kind": kind, "flag": flag, "bare": bare}
     if default is dict:
         return dataclasses.field(default_factory=dict, metadata=facts)
     return dataclasses.field(default=default, metadata=facts)
@@ -119,16 +117,6 @@ def options_of(*classes: type) -> _Decorator:
         return command
 
     return add
-
-
-def sections_of(*classes: type) -> dict[str, tuple[str, ...]]:
-    """Returns the names of the settings by the sections of the help."""
-    sections: dict[str, tuple[str, ...]] = {}
-    title = ""
-    for one in _settings_of(*classes):
-        title = one.metadata["section"] or title
-        sections[title] = (*sections.get(title, ()), one.name)
-    return sections
 
 
 def given_for(cls: type, flags: dict[str, Any]) -> dict[str, Any]:
