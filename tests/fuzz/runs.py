@@ -123,7 +123,7 @@ VARIABLES = st.one_of(
 def feed_environment(variables: dict[str, str]) -> str:
     """What launchers say, and what decides whether a graph can be captured."""
     with mock.patch.dict(os.environ, variables):
-        list(preflight._of_environment())
+        preflight.environment_issues(torch.device("cuda"), [])
         try:
             world_size = torchrun_world_size()
         except TrainingError:

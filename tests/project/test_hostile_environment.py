@@ -14,7 +14,6 @@ import shardgrad
 from shardgrad.errors import DeviceError
 from shardgrad.ops import library
 from shardgrad.programs.train.display import Display
-from shardgrad.programs.train.record import StepMetrics
 
 EVIL = "runs/\x1b]0;boo\x07[red]\u202ex[/red]"
 
@@ -77,11 +76,11 @@ def test_kernels_are_found_where_the_library_has_brought_them() -> None:
 def test_what_a_run_shows_is_escaped(capsys: pytest.CaptureFixture[str]) -> None:
     Display(1, EVIL).note(EVIL)
     stream = io.StringIO()
-    metrics = StepMetrics(1, 1.0, 1.0, 1.0, 1.0, (1, 1), 1.0, 1.0)
+    names = ("loss", "lr", "grad_norm", "tokens_per_s", "remaining_s")
     console = Console(file=stream, width=100, force_terminal=True, color_system=None)
     with Display(1, EVIL, console=console) as display:
         display.note(EVIL)
-        display.progress(metrics)
+        display.progress(1, memory_nbytes=(1, 1), **dict.fromkeys(names, 1.0))
     for shown in (capsys.readouterr().out, stream.getvalue()):
         assert not {"\x07", "\u202e"} & set(shown)
         assert "\x1b]" not in shown

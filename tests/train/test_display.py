@@ -6,17 +6,18 @@ import io
 import os
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from shardgrad.programs.checkpoint.files import named_in_errors
 from shardgrad.programs.train.display import Display, RunConsole
-from shardgrad.programs.train.record import StepMetrics
 
-METRICS = StepMetrics(
-    3, 1.25, 1e-3, 0.5, 1234.5, (2**20, 3 * 2**20), elapsed_s=9.0, remaining_s=3723.4
-)
+METRICS: dict[str, Any] = {
+    **{"step": 3, "loss": 1.25, "lr": 1e-3, "grad_norm": 0.5, "tokens_per_s": 1234.5},
+    **{"memory_nbytes": (2**20, 3 * 2**20), "remaining_s": 3723.4},
+}
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
@@ -24,7 +25,7 @@ def test_metrics_are_a_line_and_a_terminal_has_a_bar_below_it(is_terminal: bool)
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=is_terminal, width=60, color_system=None)
     with Display(9, "tiny", console=console) as display:
-        display.progress(METRICS)
+        display.progress(**METRICS)
         display.stepped(3)
     lines = screen.getvalue().splitlines()
     (line,) = (line for line in lines if "step 3/9" in line)
@@ -37,7 +38,7 @@ def test_metrics_are_a_line_and_a_terminal_has_a_bar_below_it(is_terminal: bool)
 def test_only_the_first_rank_prints(capsys: pytest.CaptureFixture[str]) -> None:
     with Display(9, "tiny", leads=False) as display:
         display.note("words")
-        display.progress(METRICS)
+        display.progress(**METRICS)
     assert capsys.readouterr().out == ""
 
 

@@ -38,10 +38,6 @@ class PlanModel:
     loss: Loss
     ends: tuple[str, ...] = ()
 
-    def named_blocks(self) -> list[tuple[str, nn.Module]]:
-        """Returns the blocks with their names in the list."""
-        return list(self.module.get_submodule(self.blocks).named_children()) if self.blocks else []
-
 
 def build_plan_model(request: Request) -> PlanModel:
     """Builds the model of a request.

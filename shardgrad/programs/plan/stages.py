@@ -8,13 +8,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardgrad import FSDPModule, fully_shard
 from shardgrad.engine.param_group import ParamGroup
 from shardgrad.engine.unit import units_under
 from shardgrad.policies import GradientPolicy, MixedPrecisionPolicy
 from shardgrad.programs.plan.models import PlanModel
 from shardgrad.programs.plan.recompute import checkpointed
 from shardgrad.programs.plan.request import Request
+from shardgrad.programs.train.sharding import shard_in_order
 
 DTYPES: dict[str | None, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -33,21 +33,17 @@ def policies_of(request: Request) -> dict[str, Any]:
 
 
 def shard_plan_model(plan_model: PlanModel, request: Request, mesh: DeviceMesh) -> None:
-    """Gives the model its memory and shards it, as the training program does: the blocks, then the
-    rest.
-    """
-    policies = policies_of(request)
+    """Gives the model its memory and shards it, as the training program does."""
+    module, mode = plan_model.module, request.activation_checkpointing
     weights = torch.bfloat16 if request.precision == "bf16" else None
-    for name, block in plan_model.named_blocks():
-        _materialise(block, weights)
-        block = checkpointed(block, request.activation_checkpointing)
-        plan_model.module.get_submodule(plan_model.blocks).register_module(name, block)
-        fully_shard(block, mesh=mesh, **policies)
-    for part in (*map(plan_model.module.get_submodule, plan_model.ends), plan_model.module):
-        _materialise(part, weights)
-        fully_shard(part, mesh=mesh, **policies)
-        if isinstance(part, nn.Embedding) and isinstance(part, FSDPModule):
-            part.set_unshard_in_backward(False)  # which reads no weight
+    shard_in_order(
+        module,
+        module.get_submodule(plan_model.blocks) if plan_model.blocks else nn.ModuleList(),
+        plan_model.ends,
+        fill=lambda part: _materialise(part, weights),
+        wrap=lambda block: checkpointed(block, mode),
+        arguments={"mesh": mesh, **policies_of(request)},
+    )
 
 
 def _materialise(module: nn.Module, dtype: torch.dtype | None) -> None:

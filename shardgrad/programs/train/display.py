@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from types import TracebackType
 from typing import Self
@@ -14,7 +15,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from shardgrad.programs.text import escaped
-from shardgrad.programs.train.record import StepMetrics
 
 
 class RunConsole(Console):
@@ -82,16 +82,23 @@ class Display:
         """Moves the bar, without waiting for the step's results."""
         self._bar.update(self._task, completed=step)
 
-    def progress(self, metrics: StepMetrics) -> None:
-        """Prints the metrics on one line."""
+    def progress(
+        self,
+        step: int,
+        *,
+        loss: float,
+        lr: float,
+        grad_norm: float,
+        tokens_per_s: float,
+        memory_nbytes: Sequence[int],
+        remaining_s: float,
+    ) -> None:
+        """Prints the metrics of a step on one line; sizes in bytes, times in seconds."""
         # One number where all ranks have the same.
-        memory = "-".join(
-            dict.fromkeys(nice_nbytes(end(metrics.memory_nbytes)) for end in (min, max))
-        )
+        memory = "-".join(dict.fromkeys(nice_nbytes(end(memory_nbytes)) for end in (min, max)))
         self.note(
-            f"step {metrics.step}/{self._steps}  loss {metrics.loss:.4f}  lr {metrics.lr:.2e}  "
-            f"grad norm {metrics.grad_norm:.3f}  tokens/s {metrics.tokens_per_s:,.0f}  "
-            f"memory/rank {memory}  ETA {nice_seconds(metrics.remaining_s)}"
+            f"step {step}/{self._steps}  loss {loss:.4f}  lr {lr:.2e}  grad norm {grad_norm:.3f}  "
+            f"tokens/s {tokens_per_s:,.0f}  memory/rank {memory}  ETA {nice_seconds(remaining_s)}"
         )
 
 

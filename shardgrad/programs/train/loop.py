@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,7 +23,7 @@ from shardgrad.programs.train.generate import continued, shown
 from shardgrad.programs.train.model import count_parameters
 from shardgrad.programs.train.optimizer import build_optimizer, build_schedule
 from shardgrad.programs.train.parallel import World, build_mesh, memory_nbytes
-from shardgrad.programs.train.record import RunRecord, StepMetrics
+from shardgrad.programs.train.record import RunRecord
 from shardgrad.programs.train.sharding import build_model
 from shardgrad.programs.train.step import StepResult, TrainStep, validation_loss
 from shardgrad.programs.train.stop import StopRequest
@@ -197,8 +197,8 @@ class Run:
         return self.state.step % every == 0 or self.state.step == self.config.steps
 
     def _report(self, result: StepResult) -> None:
-        """Gathers and displays every rank's metrics; the only place where a step waits for the
-        device.
+        """Gathers, writes and displays every rank's metrics; the only place where a step waits for
+        the device.
         """
         recorder.enter("metrics")
         self._require_finite()
@@ -211,20 +211,24 @@ class Run:
             self._unreported_steps * config.global_batch(self.world.world_size) * config.seq_len
         )
         elapsed_s = now_s - self._began_s
-        metrics = StepMetrics(
-            step=state.step,
-            loss=sum(row[0] for row in rows) / len(rows),
-            lr=result.lr,
-            grad_norm=float(result.grad_norm),
-            tokens_per_s=tokens / (now_s - self._reported_s),
-            memory_nbytes=tuple(int(row[1]) for row in rows),
-            elapsed_s=elapsed_s,
-            remaining_s=elapsed_s / (state.step - self._first_step) * (config.steps - state.step),
-        )
+        a_step_s = elapsed_s / (state.step - self._first_step)
+        metrics: dict[str, Any] = {
+            "step": state.step,
+            "loss": sum(row[0] for row in rows) / len(rows),  # since the last report
+            "lr": result.lr,
+            "grad_norm": float(result.grad_norm),
+            "tokens_per_s": tokens / (now_s - self._reported_s),
+            "memory_nbytes": [int(row[1]) for row in rows],
+            "remaining_s": a_step_s * (config.steps - state.step),
+        }
         self._reported_s, self._unreported_steps = now_s, 0
-        self.display.progress(metrics)
+        self.display.progress(**metrics)
+        self._write("step", elapsed_s=elapsed_s, **metrics)
+
+    def _write(self, event: str, **values: Any) -> None:
+        """Writes an event on the rank that has the record."""
         if self._record is not None:
-            self._record.write("step", **dataclasses.asdict(metrics))
+            self._record.write(event, **values)
 
     def _watch(self, result: StepResult) -> None:
         """Adds up a step's loss and notes whether it is finite, without waiting for the device."""
@@ -271,10 +275,7 @@ class Run:
             f"step {self.state.step}: validation loss {loss:.4f} nats per byte (byte-unigram "
             f"entropy {self._entropy:.4f})"
         )
-        if self._record is not None:
-            self._record.write(
-                "validation", step=self.state.step, loss=loss, unigram_entropy=self._entropy
-            )
+        self._write("validation", step=self.state.step, loss=loss, unigram_entropy=self._entropy)
         self._reported_s += time.perf_counter() - began_s  # not counted in the training speed
 
     def _save(self) -> None:
@@ -284,8 +285,7 @@ class Run:
         self._require_same_replicas()
         path = self.checkpoints.save(self.state, self.world)
         seconds = time.perf_counter() - began_s
-        if self._record is not None:
-            self._record.write("checkpoint", step=self.state.step, path=str(path), seconds=seconds)
+        self._write("checkpoint", step=self.state.step, path=str(path), seconds=seconds)
         self._reported_s += seconds
 
     def _close(self) -> None:

@@ -1,12 +1,10 @@
-"""The files of a run folder: settings, environment, metrics, and the picture of the loss curve."""
+"""The files of a run folder: settings, metrics, and the picture of the loss curve."""
 
 from __future__ import annotations
 
 import json
-import os
 import platform
 import time
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -19,44 +17,16 @@ from shardgrad.programs.checkpoint.files import (
     replace_synced,
 )
 from shardgrad.programs.train.config import TrainConfig
-from shardgrad.programs.train.launcher import available_cores
 from shardgrad.programs.train.parallel import World
-from shardgrad.version import __version__, commit
-
-
-@dataclass(frozen=True)
-class StepMetrics:
-    """The metrics of a step.
-
-    Args:
-        step: number of optimizer steps done.
-        loss: mean loss of the steps since the last metrics, over their global batches, in nats per
-            byte.
-        lr: learning rate of the step.
-        grad_norm: gradient norm before clipping.
-        tokens_per_s: tokens per second of all ranks together, since the last metrics.
-        memory_nbytes: memory of each rank.
-        elapsed_s: seconds since this process started to train.
-        remaining_s: estimate of the remaining seconds, from the mean speed so far.
-    """
-
-    step: int
-    loss: float
-    lr: float
-    grad_norm: float
-    tokens_per_s: float
-    memory_nbytes: tuple[int, ...]
-    elapsed_s: float
-    remaining_s: float
+from shardgrad.version import described
 
 
 class RunRecord:
     """Writes the run folder; exists on rank 0 only.
 
     - `config.json`: every setting, resolved; `--resume` reads it.
-    - `environment.json`: versions, the commit of shardgrad, and hardware.
     - `metrics.jsonl`: one JSON object per line; its `event` is start, step, validation or
-      checkpoint.
+      checkpoint. A start has versions, the commit of shardgrad, and the device.
     - `loss.png`: the loss curve.
 
     Args:
@@ -73,7 +43,7 @@ class RunRecord:
         self._metrics = folder / "metrics.jsonl"
 
     def begin(self, config: TrainConfig, world: World, *, step: int, facts: dict[str, Any]) -> None:
-        """Writes settings and environment, and removes the metrics of steps that will be repeated.
+        """Writes the settings, and removes the metrics of steps that will be repeated.
 
         Args:
             config: resolved settings.
@@ -83,13 +53,11 @@ class RunRecord:
         """
         make_folder(self._folder)
         replace_synced(self._folder / "config.json", config.to_json())
-        replace_synced(
-            self._folder / "environment.json", json.dumps(_environment(world), indent=2) + "\n"
-        )
         events = ((line, _event(line)) for line in _lines(self._metrics))
         kept = (line for line, event in events if event is None or event["step"] <= step)
         replace_synced(self._metrics, "".join(line + "\n" for line in kept))
-        self.write("start", step=step, time=time.strftime("%Y-%m-%dT%H:%M:%S%z"), **facts)
+        now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        self.write("start", step=step, time=now, **_surroundings(world), **facts)
 
     def write(self, event: str, **values: Any) -> None:
         """Appends an event to `metrics.jsonl`."""
@@ -147,21 +115,13 @@ def _event(line: str) -> dict[str, Any] | None:
     return event if is_whole else None
 
 
-def _environment(world: World) -> dict[str, Any]:
-    device = world.device
-    facts: dict[str, Any] = {
-        "shardgrad": __version__,
-        "commit": commit(),
-        "python": platform.python_version(),
+def _surroundings(world: World) -> dict[str, Any]:
+    kind = world.device.type
+    name = "cpu" if kind == "cpu" else torch.get_device_module(kind).get_device_name(world.device)
+    return {
+        "shardgrad": described(),
         "torch": torch.__version__,
-        "platform": platform.platform(),
         "host": platform.node(),
-        "cores": available_cores(),
-        "threads_per_rank": torch.get_num_threads(),
         "world_size": world.world_size,
-        "device": device.type,
-        "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
+        "device": name,
     }
-    if device.type != "cpu":
-        facts["accelerator"] = torch.get_device_module(device).get_device_name(device)
-    return facts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -26,28 +27,57 @@ def build_model(config: TrainConfig, mesh: DeviceMesh, device: torch.device) -> 
     Returns:
         A module with `layers`, `forward(tokens) -> logits` and `loss(tokens, targets)`.
     """
-    policy = precision_policy(config.precision)
-    stage: dict[str, Any] = {}
+    arguments: dict[str, Any] = {"mesh": mesh, "mp_policy": precision_policy(config.precision)}
     if config.stage != "3":
-        stage["zero_stage"] = int(config.stage) if config.stage.isdigit() else config.stage
+        arguments["zero_stage"] = int(config.stage) if config.stage.isdigit() else config.stage
     with torch.device("meta"):
         model = Transformer(transformer_config(config.preset, config.override))
-    for name, block in list(model.layers.named_children()):
-        materialise(model, block, device=device, seed=config.seed)
-        if config.activation_checkpointing:  # of unsharded parameters, so before fully_shard
+
+    def fill(part: nn.Module) -> None:
+        materialise(model, part, device=device, seed=config.seed)
+
+    def wrap(block: nn.Module) -> nn.Module:
+        if config.activation_checkpointing:
             block = checkpoint_wrapper(block)
         if config.compile:
             block.compile()
-        model.layers.register_module(name, block)
-        fully_shard(block, mesh=mesh, mp_policy=policy, **stage)
+        return block
+
+    shard_in_order(model, model.layers, model.ends, fill=fill, wrap=wrap, arguments=arguments)
+    return model
+
+
+def shard_in_order(
+    model: nn.Module,
+    blocks: nn.Module,
+    ends: Iterable[str],
+    *,
+    fill: Callable[[nn.Module], None],
+    wrap: Callable[[nn.Module], nn.Module],
+    arguments: Mapping[str, Any],
+) -> None:
+    """Applies `fully_shard` to the blocks of a model on the meta device, to its ends and to itself.
+
+    Args:
+        model: the model.
+        blocks: the module whose children are the blocks.
+        ends: names of other modules that are units.
+        fill: materializes a module, just before it is sharded.
+        wrap: returns what takes the place of a block, with unsharded parameters.
+        arguments: of `fully_shard`.
+    """
+    for name, block in list(blocks.named_children()):
+        fill(block)
+        block = wrap(block)
+        blocks.register_module(name, block)
+        fully_shard(block, **arguments)
     # In the root's unit an embedding and a head would be unsharded from the first layer to the end
     # of backward, and the head's gradients reduced after those of all blocks.
-    for part in (*map(model.get_submodule, model.ends), model):
-        materialise(model, part, device=device, seed=config.seed)
-        fully_shard(part, mesh=mesh, mp_policy=policy, **stage)
+    for part in (*map(model.get_submodule, ends), model):
+        fill(part)
+        fully_shard(part, **arguments)
         if isinstance(part, nn.Embedding) and isinstance(part, FSDPModule):
             part.set_unshard_in_backward(False)  # which reads no weight
-    return model
 
 
 def precision_policy(name: str) -> MixedPrecisionPolicy:
