@@ -397,6 +397,7 @@ def forward_around(module: nn.Module, unit: HookedUnit) -> None:
         args, kwargs = unit.pre_forward(unit.modules[0], args, kwargs)
         # Nothing may be left open if the call raises.
         unit.running.clear()
+        unit.is_called_around = True
         if unit.context.forward_root is unit:
             unit.context.forward_root = None
         return args, kwargs
@@ -405,6 +406,7 @@ def forward_around(module: nn.Module, unit: HookedUnit) -> None:
         if unit.running or not calls:
             return None
         if calls.pop():
+            unit.is_called_around = False
             if unit.context.forward_root is None:
                 unit.context.forward_root = unit
             return unit.post_forward(unit.modules[0], args, output)

@@ -207,7 +207,7 @@ class RootContext:
 
         Unless the program has said so, not the root, nor the unit that backward begins with.
         """
-        if self.keep_unsharded or self.scheduler.reads_again:
+        if self.keep_unsharded or self.scheduler.reads_again or unit.is_called_around:
             return False
         # The program has called `unshard()` itself, and reads the parameters after forward too.
         if unit.held and torch.is_grad_enabled():
@@ -251,7 +251,7 @@ class RootContext:
             # What the engine keeps for its own next use does not show: losses, clipping and
             # optimizers find sharded parameters, as if nothing had been kept.
             is_hidden = not torch.is_grad_enabled() or each is first
-            if is_hidden and not (each.held or self.keep_unsharded):
+            if is_hidden and not (each.held or each.is_called_around or self.keep_unsharded):
                 each.show_sharded()
         self._wait_until_read()
 

@@ -53,6 +53,8 @@ class Unit:
         partner: whose streams and staging are to be shared once this unit is a root.
         held: the program has unsharded them, and waited, or no output will say when backward comes:
             a forward with gradients leaves them so.
+        is_called_around: a call of one of its parts runs, which may call forward and then goes on
+            with the parameters.
         before_outermost_forward: called before an outermost forward with gradients; may refuse it.
         accept: called once ranks have agreed on the model, with all units; a collective; may refuse
             them.
@@ -79,6 +81,7 @@ class Unit:
         self.max_reductions: int | None = None
         self.partner: CommContext | None = None
         self.held = False
+        self.is_called_around = False
         self.context: Any = None
         self.guests: list[Guest] = []
         self.before_outermost_forward: Callable[[], None] = lambda: None
@@ -143,7 +146,7 @@ class Unit:
 
     def reshard(self, *, drop_kept: bool = False) -> None:
         """Reshards every group; see `ParamGroup.reshard`."""
-        self.held = False
+        self.held = self.is_called_around = False
         for group, grads in zip(self.groups, self.grad_groups, strict=True):
             grads.carry_requires_grad()
             group.reshard(drop_kept=drop_kept)

@@ -107,6 +107,36 @@ def test_a_change_of_the_weights_is_seen_by_a_call_around_forward() -> None:
     assert not model.head(x).count_nonzero()
 
 
+class Asking(nn.Linear):
+    """Runs the model that it is a part of, and then itself."""
+
+    def forward(self, x: Tensor, model: nn.Module | None = None) -> Tensor:
+        return super().forward(x if model is None else model(x))
+
+
+def parts_that_call_their_model(engine: Engine, reshard_after_forward: bool | None) -> Tensors:
+    torch.manual_seed(0)
+    unit = nn.Sequential(Asking(WIDTH, WIDTH), nn.Tanh())
+    model = nn.Sequential(Asking(WIDTH, WIDTH), unit)
+    for module in (unit, model):
+        engine.fully_shard(module, reshard_after_forward=reshard_after_forward)
+    for step, part in enumerate((model[0], unit[0])):
+        x = engine.inputs(step, WIDTH, dtype=torch.get_default_dtype())
+        for grads in (False, True):
+            with torch.set_grad_enabled(grads):
+                loss = part(x, model).square().mean()
+        loss.backward()
+        model(x).square().mean().backward()
+    return engine.snapshot(model)
+
+
+@pytest.mark.parametrize("reshard_after_forward", [None, True])
+def test_a_part_may_call_the_model_that_it_is_of(
+    two_ranks: Ranks, reshard_after_forward: bool | None
+) -> None:
+    two_ranks.run(close_to_unsharded, parts_that_call_their_model, reshard_after_forward)
+
+
 class Attention(nn.Module):
     """Attention whose projection is a unit: it reads the weight and does not call it."""
 
