@@ -118,7 +118,7 @@ def check_rows(
             fix="build the table with segment_rows",
         )
     numel, one = starts.numel, torch.ones_like(starts.numel)
-    of_param = rows[:, Row._fields.index("step_index") : Row._fields.index("first_tile")]
+    of_param = torch.stack((starts.step_index, starts.flag_index), 1)
     is_first = one.clone()  # of the rows of its parameter
     is_first[1:] = (of_param[1:] != of_param[:-1]).any(1)
     _check_column(rows, "param_offset", starts.param_offset, numel, param_numel, is_written=True)
