@@ -513,6 +513,9 @@ class GradGroup:
         group, streams = self.group, comm_ctx.streams
         # Zero-bubble schedules write gradients of unsharded parameters without autograd's hook.
         self._collect_written(streams)
+        if self.collector.count == 0:
+            # No gradient has brought the pack stream of a forward into this backward's order.
+            self.collector.pack_stream = streams.current()
         route = self._route_under(comm_ctx)
         transport, end, done = route.transport, route.end, self._done
         is_local = route.is_local and self.waiting is Waiting.NOTHING
