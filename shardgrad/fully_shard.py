@@ -396,10 +396,13 @@ def _install_hooks(unit: HookedUnit, managed_modules: Sequence[nn.Module]) -> No
         require_own_shards(given)
 
     def take_over(*_: Any, **__: Any) -> None:
-        from shardgrad.engine.replaced_params import adopt
+        from shardgrad.engine.replaced_params import adopt, kept_places
 
-        for group in unit.groups:
-            adopt(group)
+        # The modules of a list load one after another, which may have tied parameters.
+        places = [kept_places(p) for group in unit.groups for p in group.params]
+        if len(unit.modules) == 1 or all(len({*kept}) == 1 for kept in places):
+            for group in unit.groups:
+                adopt(group)
 
     owners = (owner for group in unit.groups for p in group.params for owner, _ in p.owners)
     for module in dict.fromkeys([*managed_modules, *owners]):

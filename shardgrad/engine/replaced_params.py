@@ -29,7 +29,7 @@ from shardgrad.errors import (
     listed,
 )
 
-__all__ = ["adopt", "adopt_given", "require_data"]
+__all__ = ["adopt", "adopt_given", "kept_places", "require_data"]
 
 
 def adopt(group: ParamGroup) -> bool:
@@ -131,7 +131,7 @@ def _shown(p: FSDPParam, group: ParamGroup) -> nn.Parameter:
     registered = [module._parameters.get(attribute) for module, attribute in p.owners]
     # Of a tied parameter loaded twice, one of the new objects serves as well as the other.
     shown = next((param for param in registered if param is not p.sharded), p.sharded)
-    _refuse_untied(p, registered, group)
+    _refuse_untied(p, group)
     param: object = shown
     placements = p.sharding.placements
     if isinstance(param, DTensor) and param.grad_fn is not None:
@@ -161,9 +161,14 @@ def _shown(p: FSDPParam, group: ParamGroup) -> nn.Parameter:
     return shown  # type: ignore[return-value]
 
 
-def _refuse_untied(p: FSDPParam, registered: list[nn.Parameter | None], group: ParamGroup) -> None:
+def kept_places(p: FSDPParam) -> list[bool]:
+    """Returns of each place that registers a parameter whether the sharded one is still there."""
+    return [module._parameters.get(name) is p.sharded for module, name in p.owners]
+
+
+def _refuse_untied(p: FSDPParam, group: ParamGroup) -> None:
     """Refuses another parameter in some places of a tied one, which would be tied again."""
-    kept = [param is p.sharded for param in registered]
+    kept = kept_places(p)
     if p.sharded.device.type != "meta" and any(kept) and not all(kept):
         raise TiedParameterError(
             f"the tied parameter {p.name} was replaced in {kept.count(False)} of its {len(kept)} "
