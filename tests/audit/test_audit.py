@@ -9,13 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardgrad.programs.audit.audit import _left, _pieces, _rank
-from shardgrad.programs.audit.first_difference import (
-    Piece,
-    Trace,
-    first_difference,
-    last_difference,
-)
+from shardgrad.programs.audit.audit import _difference, _left, _rank
 from tests.support.processes import CONTEXT
 from tests.support.programs import run
 
@@ -30,12 +24,8 @@ def audited(name: str, *options: str) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        (
-            "seeded_by_rank",
-            "initial value of 0.weight, and 3 more: what rank 1 holds of it is not right, the rest "
-            "is",
-        ),
-        ("unused_on_rank_1", "step 0, gradient of 1.weight, and 1 more: rank 1 has none"),
+        ("seeded_by_rank", "First in end of 0.weight, and 3 more: it is off by "),
+        ("unused_on_rank_1", "First in end of 0.weight, and 3 more: it is off by "),
         ("another_model_on_rank_1", "runs without its engine, and fails with it: rank"),
     ],
 )
@@ -60,8 +50,8 @@ def test_values_that_a_program_returns_are_compared() -> None:
 
 def test_a_program_that_trains_something_else_with_its_engine_is_found() -> None:
     status, said = audited("trains_past_the_wrapper")
-    assert "do not end as they do without an engine. First in step 0, gradient of 0.weight" in said
-    assert ", and 3 more: every rank has its own" in said
+    assert "do not end as they do without an engine. First in end of 0.weight, and 3 more" in said
+    assert "and ranks have different values, as where gradients are not averaged." in said
     assert status == 1
 
 
@@ -77,7 +67,7 @@ def test_a_rank_has_the_environment_of_a_launcher(tmp_path: Path) -> None:
     process = CONTEXT.Process(target=_rank, args=(target, 0, 1, str(tmp_path), True))
     process.start()
     process.join()
-    assert isinstance(_left(tmp_path, 0, process.exitcode), Trace)
+    assert isinstance(_left(tmp_path, 0, process.exitcode), dict)
 
 
 @pytest.mark.parametrize(
@@ -112,86 +102,28 @@ def test_what_is_not_such_a_program_is_refused(target: str, words: list[str]) ->
 # -- what the numbers say
 
 WEIGHT = torch.arange(1.0, 7.0).view(3, 2)
-GRADIENT = torch.tensor([[1.0, -2.0], [3.0, 0.5], [-1.0, 2.0]])
 
 
-def whole(values: torch.Tensor | None) -> Piece | None:
-    return None if values is None else Piece(values, tuple(values.shape), (0,) * values.dim())
-
-
-def trace(*gradients: torch.Tensor | None, weights: list[torch.Tensor] | None = None) -> Trace:
-    weights = weights or [WEIGHT - (step + 1) * GRADIENT for step in range(len(gradients))]
-    return Trace(
-        {"w": whole(WEIGHT)},
-        [{"w": whole(each)} for each in gradients],
-        [{"w": whole(each)} for each in weights],
-    )
-
-
-def rows(values: torch.Tensor, start: int, stop: int) -> Piece:
-    return Piece(values[start:stop], tuple(values.shape), (start, 0))
-
-
-def said(reference: Trace, *ranks: Trace) -> str:
-    return str(first_difference(reference, ranks))
+def said(*ranks: torch.Tensor, expected: torch.Tensor = WEIGHT) -> str:
+    return _difference({"w": expected}, [{"w": values} for values in ranks])
 
 
 def test_rounding_is_not_a_difference() -> None:
-    assert first_difference(trace(GRADIENT), [trace(GRADIENT * (1 + 1e-6))] * 2) is None
+    assert said(WEIGHT * (1 + 1e-6), WEIGHT) == ""
+    assert said(WEIGHT * (1 + 1e-3), WEIGHT) != ""
 
 
-def test_a_gradient_that_is_not_finite_anywhere_is_no_difference() -> None:
-    broken = GRADIENT / torch.zeros(())
-    assert first_difference(trace(broken), [trace(broken)] * 2) is None
+def test_a_value_that_is_not_finite_in_either_run_is_no_difference() -> None:
+    broken = WEIGHT / torch.zeros(())
+    assert said(broken, broken, expected=broken) == ""
 
 
-def test_factors_are_recognized() -> None:
-    assert "gradient of w: it is 0.5 times the expected one" in said(
-        trace(GRADIENT), *[trace(GRADIENT / 2)] * 2
-    )
-    assert "it is zero on all ranks" in said(trace(GRADIENT), *[trace(GRADIENT * 0)] * 2)
-    other = GRADIENT + GRADIENT.norm() * torch.tensor([[0.0, 0.0], [0.0, 1.0], [0.0, 0.0]])
-    assert "it is off by 100.00%, on all ranks" in said(trace(GRADIENT), *[trace(other)] * 2)
-
-
-def test_the_rank_whose_rows_are_wrong_is_named() -> None:
-    reference = trace(GRADIENT)
-    ranks = [
-        Trace(
-            {"w": rows(WEIGHT, *own)},
-            [{"w": rows(values, *own)}],
-            [{"w": rows(WEIGHT - GRADIENT, *own)}],
-        )
-        for own, values in (((0, 2), GRADIENT), ((2, 3), GRADIENT.flip(1)))
-    ]
-    assert "what rank 1 holds of it is not right, the rest is" in said(reference, *ranks)
-
-
-def test_sparse_gradients_are_noted_and_freed_parameters_are_not() -> None:
-    freed = WEIGHT.clone()
-    freed.untyped_storage().resize_(0)
-    noted = _pieces({"sparse": GRADIENT.to_sparse(), "freed": freed})
-    assert noted["freed"] is None
-    assert noted["sparse"] is not None
-    assert torch.equal(noted["sparse"].values, GRADIENT)
-
-
-def test_the_end_is_told_where_optimizers_have_seen_other_tensors() -> None:
-    flat = torch.zeros(3)
-    runs = [
-        Trace(parameters=[{"p": whole(values)}], returned={"w": whole(end)})
-        for values, end in ((WEIGHT, WEIGHT), (flat, 2 * WEIGHT))
-    ]
-    assert str(last_difference(runs[0], runs[1:])).startswith(
-        "end of w: it is 2 times the expected"
-    )
-
-
-def test_updates_are_compared_where_gradients_agree() -> None:
-    reference, twice = trace(GRADIENT), trace(GRADIENT, weights=[WEIGHT - 2 * GRADIENT])
-    assert said(reference, twice, twice) == (
-        "step 0, update of w: it is 2 times the expected one, on all ranks"
-    )
-    kept = trace(GRADIENT, weights=[WEIGHT])
-    assert "step 0, update of w: it is zero on all ranks" in said(reference, kept, kept)
-    assert "every rank has its own" in said(reference, reference, kept)
+def test_the_first_value_that_differs_is_told_with_how_far_and_where() -> None:
+    alike = "end of w: it is off by 100.00%, on all ranks alike"
+    assert said(2 * WEIGHT, 2 * WEIGHT) == alike
+    assert said(2 * WEIGHT, WEIGHT).startswith("end of w: it is off by 100.00%, and ranks have")
+    assert said(WEIGHT[:2], WEIGHT[:2]) == "end of w: it has shape {(2, 2)} instead of (3, 2)"
+    more = {"v": WEIGHT, "w": WEIGHT, "x": WEIGHT}
+    other = {"v": WEIGHT, "w": 2 * WEIGHT, "x": 2 * WEIGHT}
+    assert _difference(more, [other]) == alike.replace("of w", "of w, and 1 more")
+    assert _difference({}, [more]).endswith("not every rank has it in both runs")

@@ -4,7 +4,7 @@ engine.
 [Note: Audit]
 The program is a function without arguments, which trains for some steps, and returns the model, or
 a dict of tensors and numbers. It runs twice on N ranks: as it is, and without its engine
-(`without_engine.py`). What it does wrong by itself, it does in both.
+(`without_engine.py`). What it does wrong by itself, it does in both. What it returns is compared.
 
 Every rank is a new process; the default process group is made before the function is called.
 """
@@ -17,7 +17,7 @@ import re
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
@@ -31,27 +31,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from shardgrad.errors import OptionError
-from shardgrad.programs.audit.first_difference import (
-    Difference,
-    Piece,
-    Snapshot,
-    Trace,
-    last_difference,
-)
 from shardgrad.programs.audit.without_engine import remove_engines
 from shardgrad.programs.function_named import function_named
 
 _WRAPPERS = re.compile(r"\b(module|_fsdp_wrapped_module)\.")
-_STEPS_TOLD = 10  # both runs keep copies
 _TIMEOUT_S = 60.0  # of a collective, and of what the other ranks may take once one has ended
+
+_Values = dict[str, torch.Tensor]  # what a program returned, whole and on the host, by name
 
 
 @dataclass(frozen=True)
@@ -61,24 +49,24 @@ class Audit:
     Attributes:
         ranks: number of ranks.
         values: number of values that the program returned, which are compared.
-        difference: the first; None if there is none, or ranks failed.
+        difference: the first, in words; empty if there is none, or ranks failed.
         failure: what a rank raised, or that none of them made progress; empty if all ended.
     """
 
     ranks: int
     values: int
-    difference: Difference | None = None
+    difference: str = ""
     failure: str = ""
 
     @property
     def passed(self) -> bool:
         """Whether the runs agree."""
-        return self.difference is None and not self.failure
+        return not self.difference and not self.failure
 
     def __str__(self) -> str:
         if self.failure:
             return f"The program runs without its engine, and fails with it: {self.failure}"
-        if self.difference is not None:
+        if self.difference:
             what = "do not end as they do without an engine"
             return f"{self.ranks} ranks {what}. First in {self.difference}."
         return f"{self.ranks} ranks end as they do without an engine: {self.values} values agree."
@@ -111,9 +99,61 @@ def audit(target: str, *, ranks: int = 2) -> Audit:
     if failed:
         rank, first = min(failed, key=lambda each: each[1].time_s)
         failure = f"rank {rank}, {first.where}: {first.message}"
-        return Audit(ranks, len(reference.returned), failure=failure)
-    traces = [run for run in runs if isinstance(run, Trace)]
-    return Audit(ranks, len(reference.returned), last_difference(reference, traces))
+        return Audit(ranks, len(reference), failure=failure)
+    ended = [run for run in runs if not isinstance(run, _Failed)]
+    return Audit(ranks, len(reference), _difference(reference, ended))
+
+
+# -- comparing
+
+
+def _difference(expected: _Values, ranks: Sequence[_Values]) -> str:
+    """Returns the first value that is not on all ranks what is expected, and how it differs.
+
+    Two tensors agree if the norm of their difference is below the root of the dtype's precision
+    times the norm of the expected one, that is in half of their digits: sums over ranks have
+    another order, and optimizers amplify.
+    """
+    names = dict.fromkeys(name for values in (expected, *ranks) for name in values)
+    differing = {
+        name: words
+        for name in names
+        if (words := _how(expected.get(name), [values.get(name) for values in ranks]))
+    }
+    if not differing:
+        return ""
+    name, words = next(iter(differing.items()))
+    more = f", and {len(differing) - 1} more" if len(differing) > 1 else ""
+    return f"end of {name}{more}: {words}"
+
+
+def _how(expected: torch.Tensor | None, held: Sequence[torch.Tensor | None]) -> str:
+    """Returns how what ranks have of a value differs from what is expected, if it does."""
+    tensors = [tensor for tensor in held if tensor is not None]
+    if expected is None or len(tensors) < len(held):
+        return "not every rank has it in both runs"
+    shapes = {tuple(tensor.shape) for tensor in tensors}
+    if shapes != {tuple(expected.shape)}:
+        return f"it has shape {shapes} instead of {tuple(expected.shape)}"
+    if all(_close(tensor, expected) for tensor in tensors):
+        return ""
+    values = expected.double()
+    off = max(float((tensor.double() - values).norm() / values.norm()) for tensor in tensors)
+    if any(not _close(tensor, tensors[0]) for tensor in tensors):
+        how = "and ranks have different values, as where gradients are not averaged"
+        return f"it is off by {off:.2%}, {how}"
+    return f"it is off by {off:.2%}, on all ranks alike"
+
+
+def _close(values: torch.Tensor, expected: torch.Tensor) -> bool:
+    dtypes = [
+        each.dtype for each in (values, expected) if each.is_floating_point() or each.is_complex()
+    ]
+    precision = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0) ** 0.5
+    ours, theirs = values.to(torch.complex128), expected.to(torch.complex128)
+    both_broken = (~ours.isfinite()) & (~theirs.isfinite())
+    off = (ours - theirs).masked_fill(both_broken, 0).norm()
+    return bool(off <= precision * theirs.masked_fill(both_broken, 0).norm())
 
 
 # -- processes
@@ -132,7 +172,7 @@ class _Failed:
 _processes: Any = multiprocessing.get_context("spawn")
 
 
-def _run(target: str, world: int, *, engine: bool = True) -> list[Trace | _Failed]:
+def _run(target: str, world: int, *, engine: bool = True) -> list[_Values | _Failed]:
     """Runs the program in `world` new processes; returns what each left."""
     with tempfile.TemporaryDirectory(prefix="shardgrad-audit-") as folder:
         processes = [
@@ -157,10 +197,10 @@ def _run(target: str, world: int, *, engine: bool = True) -> list[Trace | _Faile
         ]
 
 
-def _left(folder: Path, rank: int, status: int | None) -> Trace | _Failed:
+def _left(folder: Path, rank: int, status: int | None) -> _Values | _Failed:
     path = folder / f"{rank}.pt"
     if path.exists():
-        left: Trace | _Failed = torch.load(path, weights_only=False)  # our own process wrote it
+        left: _Values | _Failed = torch.load(path, weights_only=False)  # our own process wrote it
         return left
     message = f"the process ended with status {status}"
     if status is None:
@@ -171,7 +211,7 @@ def _left(folder: Path, rank: int, status: int | None) -> Trace | _Failed:
 def _rank(target: str, rank: int, world: int, folder: str, engine: bool) -> None:
     for kind in ("", "LOCAL_"):
         os.environ |= {f"{kind}RANK": str(rank), f"{kind}WORLD_SIZE": str(world)}
-    trace, where = Trace(), f"{target.rpartition(':')[2]}()"
+    where = f"{target.rpartition(':')[2]}()"
     try:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world))
         store = dist.FileStore(f"{folder}/store", world)  # type: ignore[attr-defined]
@@ -186,7 +226,6 @@ def _rank(target: str, rank: int, world: int, folder: str, engine: bool) -> None
             setattr(dist, name, _done)  # a script's own calls: the group is there until the end
         if not engine:
             remove_engines()
-        params = _note_steps(trace)
         torch.manual_seed(0)
         result: object = function_named(target, flag="--audit")()
         where = "what the program returned"
@@ -197,10 +236,7 @@ def _rank(target: str, rank: int, world: int, folder: str, engine: bool) -> None
                 where=target,
                 fix="return model",
             )
-        trace.returned = dict(_returned(result))
-        if isinstance(result, nn.Module):
-            _name(trace, params, result)
-        left: Trace | _Failed = trace
+        left: _Values | _Failed = dict(_returned(result))
     except BaseException as error:
         if not isinstance(error, OptionError):  # which says itself what to type
             traceback.print_exc()
@@ -209,45 +245,6 @@ def _rank(target: str, rank: int, world: int, folder: str, engine: bool) -> None
     torch.save(left, f"{folder}/{rank}.tmp")
     os.replace(f"{folder}/{rank}.tmp", f"{folder}/{rank}.pt")
     os._exit(isinstance(left, _Failed))  # backends' threads may wait for ranks that have ended
-
-
-def _note_steps(trace: Trace) -> dict[torch.Tensor, str]:
-    """Notes what the first steps of all optimizers find and leave; returns the parameters that they
-    have met, with names.
-    """
-    names: dict[torch.Tensor, str] = {}
-
-    def held(optimizer: Optimizer) -> dict[str, torch.Tensor]:
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        return {names.setdefault(param, f"parameter {len(names)}"): param for param in params}
-
-    def before(optimizer: Optimizer, *_: Any) -> None:
-        if len(trace.gradients) < _STEPS_TOLD:
-            params = held(optimizer)
-            trace.initial = _pieces(params) | trace.initial
-            trace.gradients.append(_pieces({name: param.grad for name, param in params.items()}))
-
-    def after(optimizer: Optimizer, *_: Any) -> None:
-        if len(trace.parameters) < len(trace.gradients):
-            trace.parameters.append(_pieces(held(optimizer)))
-
-    register_optimizer_step_pre_hook(before)
-    register_optimizer_step_post_hook(after)
-    return names
-
-
-def _name(trace: Trace, params: Mapping[torch.Tensor, str], model: nn.Module) -> None:
-    """Names what was noted of parameters as the model does."""
-    names = {
-        params[param]: _WRAPPERS.sub("", name)
-        for name, param in model.named_parameters()
-        if param in params
-    }
-    steps = (trace.initial, *trace.gradients, *trace.parameters)
-    for snapshot in steps:
-        named = {names.get(name, name): piece for name, piece in snapshot.items()}
-        snapshot.clear()
-        snapshot.update(named)
 
 
 def _done(*_: Any, **__: Any) -> None:
@@ -265,7 +262,7 @@ def _backend(rank: int, world: int) -> str:
     return f"cpu:gloo,{found.type}:{dist.get_default_backend_for_device(found)}"
 
 
-def _returned(result: Any, name: str = "") -> Iterator[tuple[str, Piece]]:
+def _returned(result: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """Yields what a program returned as whole tensors, by name; a collective."""
     if isinstance(result, nn.Module):
         with ExitStack() as gathered:
@@ -278,9 +275,10 @@ def _returned(result: Any, name: str = "") -> Iterator[tuple[str, Piece]]:
             yield from _returned(value, f"{name}.{key}" if name else str(key))
     elif isinstance(result, torch.Tensor):
         whole = result.detach()
-        yield name, _piece(whole.full_tensor() if isinstance(whole, DTensor) else whole)
+        whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+        yield name, whole.to_dense().cpu().clone()  # it may be gathered for now only
     elif isinstance(result, int | float):
-        yield name, _piece(torch.tensor(float(result)))
+        yield name, torch.tensor(float(result))
 
 
 def _gather(model: nn.Module, until: ExitStack) -> None:
@@ -294,27 +292,3 @@ def _gather(model: nn.Module, until: ExitStack) -> None:
     if any(hasattr(param, "ds_id") for param in model.parameters()):
         deepspeed: Any = import_module("deepspeed")
         until.enter_context(deepspeed.zero.GatheredParameters(list(model.parameters())))
-
-
-def _pieces(tensors: Mapping[str, torch.Tensor | None]) -> Snapshot:
-    return {
-        name: _piece(tensor.detach()) if tensor is not None and _has_memory(tensor) else None
-        for name, tensor in tensors.items()
-    }
-
-
-def _has_memory(tensor: torch.Tensor) -> bool:
-    """Returns False of what an engine has freed, as a parameter that it has replaced by shards."""
-    if isinstance(tensor, DTensor) or tensor.layout is not torch.strided:
-        return True
-    return tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0
-
-
-def _piece(tensor: torch.Tensor) -> Piece:
-    if not isinstance(tensor, DTensor):
-        values = tensor.to_dense().cpu().clone()  # of a sparse gradient
-        return Piece(values, tuple(tensor.shape), (0,) * tensor.dim())
-    _, offset = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
-    return Piece(tensor.to_local().cpu().clone(), tuple(tensor.shape), tuple(offset))
