@@ -56,7 +56,7 @@ def rehearsal(name: str) -> Rehearsal:
 
 # -- weak scaling
 
-GRAPHED = machine_of("h100", is_graphed=True)
+GRAPHED = machine_of("h100", graph=True)
 SHORT = "8b short"  # a sixteenth of the tokens: nothing to hide behind
 LONG = Request(preset="8b", batch_size=2, seq_len=8192, activation_checkpointing="full")
 

@@ -152,8 +152,8 @@ def gather(stream: str = "gather", nbytes: int = 10**9) -> Transfer:
 
 
 def test_launching_one_by_one_takes_the_host_its_time() -> None:
-    assert machine_of("h100").launch_s > 0.0 == machine_of("h100", is_graphed=True).launch_s
-    eager, graphed = plan_for(), plan_for(machine_of("h100", is_graphed=True))
+    assert machine_of("h100").launch_s > 0.0 == machine_of("h100", graph=True).launch_s
+    eager, graphed = plan_for(), plan_for(machine_of("h100", graph=True))
     assert graphed.timeline.host_s == 0.0
     assert eager.timeline.step_s >= eager.timeline.host_s > graphed.timeline.step_s
 
@@ -167,7 +167,7 @@ def test_a_given_mfu_is_what_compute_alone_reaches() -> None:
 
 
 def test_without_a_measurement_a_plan_is_a_range_around_what_is_likely() -> None:
-    plan = plan_for(machine_of("h100", is_graphed=True), batch_size=8)
+    plan = plan_for(machine_of("h100", graph=True), batch_size=8)
     fast, slow = plan.step_range_s
     assert fast < plan.timeline.step_s < slow
     assert plan.tokens_per_s_range == (plan.request.tokens / slow, plan.request.tokens / fast)
@@ -243,9 +243,8 @@ def test_an_embedding_and_a_head_of_their_own_need_not_be_gathered_together() ->
 def test_each_byte_at_the_peak_has_the_owner_that_it_has_between_steps() -> None:
     rehearsal = rehearsal_of()
     memory = memory_of(rehearsal)
-    assert sum(memory.at_end.values()) == sum(rehearsal.resting.values())
     for owner in ("parameters", "gradients", "optimizer state"):
-        assert memory.at_end[owner] == memory.at_peak[owner] == rehearsal.resting[owner]
+        assert memory.at_peak[owner] == rehearsal.resting[owner]
 
 
 def test_a_margin_is_left_for_fragmentation() -> None:
@@ -260,7 +259,7 @@ def test_a_margin_is_left_for_fragmentation() -> None:
 
 
 def test_selective_recomputation_is_between_none_and_all() -> None:
-    graphed = machine_of("h100", is_graphed=True)
+    graphed = machine_of("h100", graph=True)
     none, some, full = (
         plan_for(graphed, batch_size=8, seq_len=512, activation_checkpointing=mode)
         for mode in ("none", "selective", "full")

@@ -246,9 +246,7 @@ class MachineOptions:
         "Memory of each device in GiB.  [default: that of the device type]",
         Number(1, 2.0**30),
     )
-    devices_per_node: int = setting(
-        8, "Number of devices in a node.", Whole(1, MOST_RANKS), flag="--node"
-    )
+    node: int = setting(8, "Number of devices in a node.", Whole(1, MOST_RANKS))
     link: str | None = setting(
         None,
         "Link between the devices of a node.  [default: that of the device type]",
@@ -257,16 +255,14 @@ class MachineOptions:
     network: str = setting(
         "ib400", "Type of the network cards that connect nodes.", click.Choice(tuple(NETWORKS))
     )
-    cards_per_node: int | None = setting(
+    cards: int | None = setting(
         None,
         "Number of network cards in a node.  [default: one per device]",
         Whole(1, MOST_RANKS),
-        flag="--cards",
     )
-    is_graphed: bool = setting(
+    graph: bool = setting(
         False,
         "Assume that the step is one CUDA graph, without per-operation launches.",
-        flag="--graph",
     )
 
 
@@ -283,9 +279,9 @@ def machine_of(device: str = "h100", **options: Any) -> Machine:
         kind = dataclasses.replace(kind, memory_nbytes=int(chosen.memory_gib * GIB))
     return Machine(
         kind,
-        chosen.devices_per_node,
+        chosen.node,
         LINKS[chosen.link or kind.link],
         NETWORKS[chosen.network],
-        chosen.cards_per_node or chosen.devices_per_node,
-        launch_s=0.0 if chosen.is_graphed else EAGER_LAUNCH_S,
+        chosen.cards or chosen.node,
+        launch_s=0.0 if chosen.graph else EAGER_LAUNCH_S,
     )

@@ -22,13 +22,11 @@ class Memory:
 
     Attributes:
         at_peak: number of bytes by owner, when they are most together.
-        at_end: number of bytes by owner, after the step.
         reserved_nbytes: memory that a caching allocator reserves: the sum of the peaks of the
             streams, since it does not reuse memory of one stream on another.
     """
 
     at_peak: Mapping[str, int]
-    at_end: Mapping[str, int]
     reserved_nbytes: int
 
     @property
@@ -56,4 +54,4 @@ def memory_of(rehearsal: Rehearsal) -> Memory:
         total += change.nbytes
         if total > peak:
             peak, at_peak = total, dict(now)
-    return Memory(at_peak, now, sum(peaks.values()))
+    return Memory(at_peak, sum(peaks.values()))

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from shardgrad.programs.function_named import function_named
 from shardgrad.programs.plan.request import PLAN_PRESETS, Request
@@ -54,7 +53,7 @@ def build_plan_model(request: Request) -> PlanModel:
 
 def _built(name: str, build: Callable[[], Any]) -> Any:
     try:
-        with torch.device("meta"), _NoValues():
+        with torch.device("meta"):
             return build()
     except TrainingError:
         raise
@@ -64,26 +63,6 @@ def _built(name: str, build: Callable[[], Any]) -> Any:
             f"{name} cannot be built on the meta device, where tensors have no values "
             f"({type(error).__name__}: {first}): leave what reads values to a later step."
         ) from error
-
-
-class _NoValues(TorchFunctionMode):
-    """Skips functions of `torch.nn.init` on meta tensors, where they have no effect but take
-    time.
-    """
-
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if getattr(func, "__module__", None) == "torch.nn.init":
-            tensor = kwargs["tensor"] if "tensor" in kwargs else args[0]
-            if tensor.is_meta:
-                return tensor
-        return func(*args, **kwargs)
 
 
 def _user_model(reference: str) -> PlanModel:

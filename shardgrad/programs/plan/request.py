@@ -79,7 +79,6 @@ class Request:
         "Recompute the activations of each block in backward: all, or all but those that cost "
         "most.",
         click.Choice(("none", "selective", "full")),
-        bare="full",
     )
 
     # Beyond the limits, torch could not count the elements of an activation.

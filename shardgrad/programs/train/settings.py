@@ -73,21 +73,16 @@ def setting(
     default: Any,
     words: str,
     kind: Any = Text(),  # noqa: B008  # it has no state
-    *,
-    flag: str | None = None,
-    bare: str | None = None,
 ) -> Any:
-    """Declares a field of a dataclass as a setting.
+    """Declares a field of a dataclass as a setting, whose option has the field's name with dashes.
 
     Args:
         default: its value if it is not given; `dict` for pairs, which may be given several times; a
             boolean is a switch.
         words: help.
         kind: click's type of its values.
-        flag: the option; the field's name with dashes, if it is not given.
-        bare: the value of the option without one.
     """
-    facts = {"help": words, "kind": kind, "flag": flag, "bare": bare}
+    facts = {"help": words, "kind": kind}
     if default is dict:
         return dataclasses.field(default_factory=dict, metadata=facts)
     return dataclasses.field(default=default, metadata=facts)
@@ -134,14 +129,13 @@ def _settings_of(*classes: type) -> Iterator[dataclasses.Field[Any]]:
 
 
 def _option(one: dataclasses.Field[Any]) -> _Decorator:
-    facts, default = one.metadata, one.default
-    flag, words = facts["flag"] or "--" + one.name.replace("_", "-"), facts["help"]
+    default, words, kind = one.default, one.metadata["help"], one.metadata["kind"]
+    flag = "--" + one.name.replace("_", "-")
     if isinstance(default, bool):
         switch = f"--no-{flag[2:]}" if default else flag
         return click.option(switch, one.name, flag_value=not default, default=None, help=words)
     if default is dataclasses.MISSING:
-        return click.option(flag, one.name, type=facts["kind"], multiple=True, help=words)
+        return click.option(flag, one.name, type=kind, multiple=True, help=words)
     if default is not None and "[default" not in words:
         words += f"  [default: {default}]"
-    bare = {} if facts["bare"] is None else {"is_flag": False, "flag_value": facts["bare"]}
-    return click.option(flag, one.name, type=facts["kind"], default=None, help=words, **bare)
+    return click.option(flag, one.name, type=kind, default=None, help=words)
