@@ -46,8 +46,7 @@ _NUMBERS = (bool, int, float, complex, str)
 _LEAVES = (bytes, torch.dtype, torch.device, type(None), Optimizer)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
-_Get = Callable[[Any], Any]
-
+_Way = tuple[Callable[[Any], Any], ...]  # each step gives a part of what the one before gave
 
 # What a way raises that leads nowhere any more.
 _GONE = (AttributeError, LookupError, TypeError, ValueError)
@@ -61,23 +60,21 @@ class Place:
     Attributes:
         name: as the program writes it, such as "batch['targets']" or "self.mask".
         root: where the way begins: the function, or a module, which stays.
-        way: each step gives a part of what the one before gave.
+        way: from there.
         given: identities of parameters whose memory the step's participants guard.
     """
 
     name: str
     root: Any
-    way: tuple[_Get, ...] = ()
+    way: _Way = ()
     given: frozenset[int] = frozenset()
 
     def key(self) -> Hashable:
         """Returns where the tensor that is there now lies, and how; which one it is, of those that
         were given; None if there is no tensor.
         """
-        found = self.root
         try:
-            for part_of in self.way:
-                found = part_of(found)
+            found = _end_of(self.way, self.root)
         except _GONE:
             return None
         if id(found) in self.given:
@@ -269,74 +266,65 @@ def closed_over(
         if depth == _DEPTH or isinstance(value, torch.Tensor):
             continue
         root, way = (value, ()) if isinstance(value, nn.Module) else (place.root, place.way)
-        for name, part_of in islice(_parts(value), _MOST_PARTS):
+        for name, on in islice(_parts(value), _MOST_PARTS):
             with suppress(*_GONE):  # such as a variable that is not assigned yet
-                part = part_of(value)
+                part = _end_of(on, value)
                 if not isinstance(part, _LEAVES):
                     is_behind = name.startswith((".", "["))
                     full = place.name + name if is_behind else name or place.name
-                    waiting.append((Place(full, root, (*way, part_of), given), part, depth + 1))
+                    waiting.append((Place(full, root, (*way, *on), given), part, depth + 1))
 
 
-def _parts(value: Any) -> Iterator[tuple[str, _Get]]:
-    """Yields parts: the name, or what to write behind the object's, and how to get it."""
+def _end_of(way: _Way, root: Any) -> Any:
+    return functools.reduce(lambda value, part_of: part_of(value), way, root)
+
+
+def _parts(value: Any) -> Iterator[tuple[str, _Way]]:
+    """Yields parts: the name, or what to write behind the object's, and the way to it."""
     if isinstance(value, FunctionType):
         if is_of_the_program(value.__code__.co_filename):
             yield from _variables(value)
     elif isinstance(value, MethodType):
-        yield "self", attrgetter("__self__")
-        yield "", attrgetter("__func__")
+        yield "self", (attrgetter("__self__"),)
+        yield "", (attrgetter("__func__"),)
     elif isinstance(value, functools.partial):
         yield from _attributes(("func", "args", "keywords"))
     elif isinstance(value, dict):
         for key in list(value):
-            yield f"[{key!r}]", itemgetter(key)
+            yield f"[{key!r}]", (itemgetter(key),)
     elif isinstance(value, list | tuple):
         for index in range(len(value)):
-            yield f"[{index}]", itemgetter(index)
+            yield f"[{index}]", (itemgetter(index),)
     elif isinstance(value, nn.Module):
         yield from _attributes([name for name in vars(value) if name not in _OF_EVERY_MODULE])
         yield from _attributes(list(value._modules))
-        yield "", attrgetter("__class__.forward")
+        yield "", (attrgetter("__class__.forward"),)
     elif not isinstance(value, type | ModuleType) and not _is_torchs_or_ours(type(value)):
         yield from _attributes(list(getattr(value, "__dict__", ())))
         if callable(value):
-            yield "", attrgetter("__class__.__call__")
+            yield "", (attrgetter("__class__.__call__"),)
 
 
-def _attributes(names: Iterable[str]) -> Iterator[tuple[str, _Get]]:
-    return ((f".{name}", attrgetter(name)) for name in names)
+def _attributes(names: Iterable[str]) -> Iterator[tuple[str, _Way]]:
+    return ((f".{name}", (attrgetter(name),)) for name in names)
 
 
-def _variables(function: FunctionType) -> Iterator[tuple[str, _Get]]:
+def _variables(function: FunctionType) -> Iterator[tuple[str, _Way]]:
+    cells, variables = attrgetter("__closure__"), attrgetter("__globals__")
     for index, name in enumerate(function.__code__.co_freevars):
-        yield name, functools.partial(_content, index)
+        yield name, (cells, itemgetter(index), attrgetter("cell_contents"))
     names = set(_names(function.__code__))
     for name in names & function.__globals__.keys():
         part = function.__globals__[name]
         if not isinstance(part, ModuleType):
-            yield name, functools.partial(_global, name)
+            yield name, (variables, itemgetter(name))
         elif is_of_the_program(getattr(part, "__file__", None) or ""):
             for inner in names & vars(part).keys():
-                yield f"{name}.{inner}", functools.partial(_global, f"{name}.{inner}")
+                yield f"{name}.{inner}", (variables, itemgetter(name), attrgetter(inner))
     for argument in function.__kwdefaults__ or ():
-        yield argument, functools.partial(_default, argument)
+        yield argument, (attrgetter("__kwdefaults__"), itemgetter(argument))
     for index in range(len(function.__defaults__ or ())):
-        yield f"default {index}", functools.partial(_default, index)
-
-
-def _content(index: int, function: Any) -> Any:
-    return function.__closure__[index].cell_contents
-
-
-def _global(name: str, function: Any) -> Any:
-    first, _, rest = name.partition(".")
-    value = function.__globals__[first]
-    return getattr(value, rest) if rest else value
-
-
-def _default(which: str | int, function: Any) -> Any:
-    return (function.__kwdefaults__ if isinstance(which, str) else function.__defaults__)[which]
+        yield f"default {index}", (attrgetter("__defaults__"), itemgetter(index))
 
 
 def _names(code: CodeType) -> Iterator[str]:

@@ -16,11 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from shardgrad.graphs.capturable import Capturable
 from shardgrad.graphs.host_state import HostState
-from shardgrad.graphs.outputs import local_tensor
+from shardgrad.graphs.outputs import local_tensor, named
 from shardgrad.ops.library import has_kernels
 from shardgrad.ops.virtual_memory import virtual_zeros
 
@@ -118,7 +117,10 @@ class Comparison:
 
     def _note(self, outputs: Any, seen: dict[str, set[Hashable]]) -> None:
         """Adds the bits that a replay has left, by the names of outputs and memory."""
-        for name, tensor in (*_named(outputs), *self._state()):
+        for name, tensor in (
+            *self._state(),
+            *((f"output{at}", leaf) for at, leaf in named(outputs)),
+        ):
             seen.setdefault(name, set()).add(_digest(tensor))
 
     def _copy_memory(self) -> None:
@@ -139,12 +141,6 @@ def _on_any_rank(found: bool, groups: Iterable[dist.ProcessGroup], device: torch
     for group in ordered * len(ordered):
         dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
     return bool(flag)
-
-
-def _named(outputs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    for path, leaf in tree_flatten_with_path(outputs)[0]:
-        if isinstance(leaf, torch.Tensor):
-            yield f"output{keystr(path)}", leaf
 
 
 def _copies(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:

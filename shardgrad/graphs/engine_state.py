@@ -37,7 +37,7 @@ from shardgrad.graphs.capturable import Capturable, CaptureAgain, adapt, nothing
 from shardgrad.optim.flat import FlatOptimizer
 from shardgrad.optim.grad_scaler import GradScaler
 
-__all__ = ["FlatOptimizerState", "GradScalerState", "ModuleState"]
+__all__ = ["ModuleState", "OptimState"]
 
 # Guards are read at every call for every parameter, so each is one pass in C.
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -378,61 +378,42 @@ def _refuse_uncapturable_groups(groups: Iterable[ParamGroup]) -> None:
             )
 
 
-class FlatOptimizerState(Capturable):
-    """An optimizer of `shardgrad.optim`: what can change between steps is in device memory."""
+class OptimState(Capturable):
+    """An optimizer or a loss scaler of `shardgrad.optim`: what can change between steps is in
+    device memory.
+    """
 
-    def __init__(self, optimizer: FlatOptimizer) -> None:
-        self._optimizer = optimizer
+    def __init__(self, value: FlatOptimizer | GradScaler) -> None:
+        self._value = value
 
     def guards(self) -> Hashable:
         """See `Capturable`."""
-        return self._optimizer.guards()
+        return self._value.guards()
 
     def snapshot(self) -> Callable[[], None]:
         """See `Capturable`."""
-        return self._optimizer.snapshot()
+        return self._value.snapshot()
 
     def known_to_graph(self) -> Any:
         """See `Capturable`."""
-        return self._optimizer.tables()
+        return self._value.tables() if isinstance(self._value, FlatOptimizer) else None
 
     def released(self) -> None:
         """See `Capturable`."""
-        self._optimizer.forget_captures()
+        if isinstance(self._value, FlatOptimizer):
+            self._value.forget_captures()
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Capturable`."""
-        for what, tensor in self._optimizer.buffers():
-            yield f"{what} of {type(self._optimizer).__name__}", tensor
+        for what, tensor in self._value.buffers():
+            yield f"{what} of {type(self._value).__name__}", tensor
 
     def reports(self) -> dict[str, torch.Tensor]:
         """See `Capturable`."""
-        return {"skipped steps": self._optimizer.skipped_steps}
-
-
-class GradScalerState(Capturable):
-    """A `shardgrad.GradScaler`."""
-
-    def __init__(self, scaler: GradScaler) -> None:
-        self._scaler = scaler
-
-    def guards(self) -> Hashable:
-        """See `Capturable`."""
-        return self._scaler.guards()
-
-    def snapshot(self) -> Callable[[], None]:
-        """See `Capturable`."""
-        return self._scaler.snapshot()
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `Capturable`."""
-        return self._scaler.buffers()
-
-    def reports(self) -> dict[str, torch.Tensor]:
-        """See `Capturable`."""
-        return {name: tensor for name, tensor in self._scaler.buffers() if name == "loss scale"}
+        found = self._value.buffers()
+        return {name: one for name, one in found if name in ("skipped steps", "loss scale")}
 
 
 adapt.register(nn.Module, ModuleState)
-adapt.register(FlatOptimizer, FlatOptimizerState)
-adapt.register(GradScaler, GradScalerState)
+adapt.register(FlatOptimizer, OptimState)
+adapt.register(GradScaler, OptimState)

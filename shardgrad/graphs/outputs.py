@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.utils._pytree import (
 
 from shardgrad.errors import StepOutputError
 
-__all__ = ["apart_from", "clones", "detached", "local_tensor", "scalars", "used_on"]
+__all__ = ["apart_from", "clones", "detached", "local_tensor", "named", "scalars", "used_on"]
 
 
 def detached(outputs: Any) -> Any:
@@ -94,11 +94,17 @@ def used_on(outputs: Any, stream: torch.Stream | None) -> Any:
     return outputs
 
 
+def named(outputs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the tensors among the outputs, with their path in the tree."""
+    for path, leaf in tree_flatten_with_path(outputs)[0]:
+        if isinstance(leaf, torch.Tensor):
+            yield keystr(path), leaf
+
+
 def scalars(outputs: Any) -> dict[str, torch.Tensor]:
     """Returns the outputs that have one element, by their path in the tree, without brackets."""
-    leaves, _ = tree_flatten_with_path(outputs)
     return {
-        keystr(path).strip("[]'") or "output": leaf
-        for path, leaf in leaves
-        if isinstance(leaf, torch.Tensor) and leaf.numel() == 1 and not leaf.is_complex()
+        path.strip("[]'") or "output": leaf
+        for path, leaf in named(outputs)
+        if leaf.numel() == 1 and not leaf.is_complex()
     }

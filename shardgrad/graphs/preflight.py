@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -23,7 +22,6 @@ from shardgrad.errors import CaptureError, ShardgradError
 from shardgrad.ops.library import build_command, has_kernels
 
 __all__ = [
-    "Issue",
     "cause_of",
     "environment_issues",
     "explain",
@@ -40,61 +38,45 @@ _BLOCKING = {
 }
 
 
-@dataclass(frozen=True)
-class Issue:
-    """One thing that keeps a step from being a graph.
-
-    Attributes:
-        what: one sentence, which names the object or the setting.
-        fix: what to type next.
-    """
-
-    what: str
-    fix: str
-
-    def __str__(self) -> str:
-        return f"{self.what}\n  try: {self.fix}"
-
-
-_SCALER = Issue(
+_SCALER = CaptureError(
     "torch.amp.GradScaler reads on the host whether to skip the step",
     fix="shardgrad.GradScaler, passed to graphed_step(...) as well",
 )
-_SAVED_STATE = Issue(
+_SAVED_STATE = CaptureError(
     "torch.utils.checkpoint saves the state of random numbers, which graphs of this device cannot",
     fix="torch.utils.checkpoint.checkpoint(..., preserve_rng_state=False), if nothing is drawn "
     "there",
 )
-_VALIDATED = Issue(
+_VALIDATED = CaptureError(
     "torch.distributions validates its arguments on the host",
     fix="validate_args=False, or torch.distributions.Distribution.set_default_validate_args(False)",
 )
-_HOST_READ = Issue(
+_HOST_READ = CaptureError(
     "a call reads on the host what the device computes, or waits for it",
     fix="return what the host reads from the step, and read it afterwards; torch.where instead of "
     "an if; shardgrad.graphs.outside for what the host does in the middle",
 )
 # By cudaError_t; those of streams CUDA reports where the capture meets them.
-_CUDA_ERRORS: dict[int | None, Issue] = {
+_CUDA_ERRORS: dict[int | None, CaptureError] = {
     900: _HOST_READ,
-    904: Issue(
+    904: CaptureError(
         "work that the step launched on another stream is not waited for in it",
         fix="torch.cuda.current_stream().wait_stream(side) after that work, inside the step",
     ),
-    905: Issue(
+    905: CaptureError(
         "the step waits for work that another stream did outside of it",
         fix="side.wait_stream(torch.cuda.current_stream()) before that work, inside the step",
     ),
-    906: Issue(
+    906: CaptureError(
         "the step uses the default stream while another one is captured",
         fix="work on torch.cuda.current_stream(), or on a torch.cuda.Stream() of the program's",
     ),
 }
-_GENERATOR = Issue(
+_GENERATOR = CaptureError(
     "it draws from a torch.Generator that graphed_step was not given",
     fix="graphed_step(..., generator)",
 )
-_COPY = Issue(
+_COPY = CaptureError(
     "a call copies a tensor or a number from the host",
     fix="make it before the step and pass it as an argument; or torch.full, torch.arange with "
     "device=, and fill_ for an element",
@@ -112,14 +94,14 @@ _RAISING = {
 }
 
 
-def explain(issues: Iterable[Issue]) -> str:
+def explain(issues: Iterable[CaptureError]) -> str:
     """Returns a numbered list of issues, for an error message; "" if there are none."""
     return "\n".join(
         f"{number}. {issue}".replace("\n", "\n   ") for number, issue in enumerate(issues, start=1)
     )
 
 
-def environment_issues(device: torch.device, optimizers: Sequence[Optimizer]) -> list[Issue]:
+def environment_issues(device: torch.device, optimizers: Sequence[Optimizer]) -> list[CaptureError]:
     """Returns the issues that can be known without running a step.
 
     Args:
@@ -129,14 +111,14 @@ def environment_issues(device: torch.device, optimizers: Sequence[Optimizer]) ->
     Capture: called before a capture; it reads nothing from the device.
     """
     found = [
-        Issue(f"a step of {type(each).__name__} cannot be recorded: {why}", fix=cure(each))
+        CaptureError(f"a step of {type(each).__name__} cannot be recorded: {why}", fix=cure(each))
         for each in optimizers
         if (why := why_not_capturable(each)) is not None
     ]
     if device.type == "cuda":
         if not has_kernels("cuda"):
             found.append(
-                Issue(
+                CaptureError(
                     "shardgrad's kernels for CUDA were not built, and the references of norms and "
                     "updates, which run in their place, wait for the device",
                     fix=f"{build_command()}, with an nvcc of CUDA {torch.version.cuda} on PATH",
@@ -150,7 +132,7 @@ def environment_issues(device: torch.device, optimizers: Sequence[Optimizer]) ->
         found += _of_allocator()
     if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
         found.append(
-            Issue(
+            CaptureError(
                 "anomaly detection is on, and reads every gradient on the host to look for NaNs",
                 fix="torch.autograd.set_detect_anomaly(False), or its check_nan=False",
             )
@@ -158,7 +140,7 @@ def environment_issues(device: torch.device, optimizers: Sequence[Optimizer]) ->
     return found
 
 
-def cause_of(error: BaseException) -> Issue | ShardgradError:
+def cause_of(error: BaseException) -> ShardgradError:
     """Returns what led to an error inside a capture; one of this package says so itself."""
     if isinstance(error, ShardgradError):
         return error
@@ -171,7 +153,7 @@ def cause_of(error: BaseException) -> Issue | ShardgradError:
         if message in str(error):
             return issue
     what = f"{type(error).__name__}: {error}".splitlines()[0]
-    unknown = Issue(what, fix=_HOST_READ.fix)
+    unknown = CaptureError(what, fix=_HOST_READ.fix)
     return _CUDA_ERRORS.get(getattr(error, "error_code", None), unknown)
 
 
@@ -182,12 +164,7 @@ def refuse_harmful_settings() -> None:
         CaptureError: CUDA's allocator has such a setting.
     """
     for issue in _of_allocator():
-        raise CaptureError(
-            issue.what,
-            expected="an allocator with which graphs can be captured",
-            got="a capture that was not begun",
-            fix=issue.fix,
-        )
+        raise issue
 
 
 def require_given(names: Iterable[str]) -> None:
@@ -225,7 +202,7 @@ def require_launch_order(groups: Iterable[dist.ProcessGroup]) -> None:
         )
 
 
-def _of_allocator() -> Iterator[Issue]:
+def _of_allocator() -> Iterator[CaptureError]:
     try:
         backend = torch.cuda.get_allocator_backend()
     except AttributeError:  # a torch without CUDA
@@ -248,5 +225,5 @@ def _has_expandable_segments() -> bool:
     return bool(settings.get("expandable_segments", False))
 
 
-def _setting(what: str, fix: str) -> Issue:
-    return Issue(what, fix=f"{fix}, before Python starts")
+def _setting(what: str, fix: str) -> CaptureError:
+    return CaptureError(what, fix=f"{fix}, before Python starts")

@@ -16,8 +16,8 @@ from click.testing import CliRunner
 
 from shardgrad import version
 from shardgrad.__main__ import main as entry
+from shardgrad.errors import CaptureError
 from shardgrad.graphs import preflight
-from shardgrad.graphs.preflight import Issue
 from shardgrad.patch.__main__ import main as patched
 from shardgrad.programs.cli import main
 from tests.support.processes import run
@@ -92,9 +92,9 @@ def test_the_version_comes_with_the_commit(tmp_path: Path, monkeypatch: pytest.M
         version.commit.cache_clear()
 
 
-@pytest.mark.parametrize("issues", [[], [Issue("what", "how")]], ids=["none", "one"])
+@pytest.mark.parametrize("issues", [[], [CaptureError("what", fix="how")]], ids=["none", "one"])
 def test_doctor_counts_what_prevents_a_graph_and_fails_if_anything_does(
-    issues: list[Issue], monkeypatch: pytest.MonkeyPatch
+    issues: list[CaptureError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preflight, "environment_issues", lambda *_: issues)
     done = CliRunner().invoke(main, ["doctor"])

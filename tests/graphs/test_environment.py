@@ -10,7 +10,6 @@ from torch import nn
 from shardgrad.errors import CaptureError
 from shardgrad.graphs import preflight
 from shardgrad.graphs.preflight import (
-    Issue,
     environment_issues,
     explain,
     refuse_harmful_settings,
@@ -78,8 +77,8 @@ def test_an_allocator_that_is_not_torchs_own_is_refused_by_name(
 
 def test_issues_are_numbered_each_with_what_to_type() -> None:
     assert explain([]) == ""
-    assert explain([Issue("what", "how"), Issue("so", "thus")]) == (
-        "1. what\n     try: how\n2. so\n     try: thus"
+    assert explain([CaptureError("what", fix="how"), CaptureError("so", fix="thus")]) == (
+        "1. what\n     try:      how\n2. so\n     try:      thus"
     )
 
 
