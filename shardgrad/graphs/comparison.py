@@ -11,6 +11,7 @@ for a while and others then. A difference by chance shows when both graphs are r
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -117,10 +118,8 @@ class Comparison:
 
     def _note(self, outputs: Any, seen: dict[str, set[Hashable]]) -> None:
         """Adds the bits that a replay has left, by the names of outputs and memory."""
-        for name, tensor in (
-            *self._state(),
-            *((f"output{at}", leaf) for at, leaf in named(outputs)),
-        ):
+        of_outputs = ((f"output{path}", leaf) for path, leaf in named(outputs))
+        for name, tensor in chain(of_outputs, self._state()):
             seen.setdefault(name, set()).add(_digest(tensor))
 
     def _copy_memory(self) -> None:
