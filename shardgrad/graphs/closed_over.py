@@ -69,14 +69,18 @@ class Place:
     way: _Way = ()
     given: frozenset[int] = frozenset()
 
+    def found(self) -> Any:
+        """Returns what is there now; None if no way leads there any more."""
+        try:
+            return _end_of(self.way, self.root)
+        except _GONE:
+            return None
+
     def key(self) -> Hashable:
         """Returns where the tensor that is there now lies, and how; which one it is, of those that
         were given; None if there is no tensor.
         """
-        try:
-            found = _end_of(self.way, self.root)
-        except _GONE:
-            return None
+        found = self.found()
         if id(found) in self.given:
             return id(found)
         if not isinstance(found, torch.Tensor):
@@ -116,7 +120,7 @@ class Reads(TorchDispatchMode):
         self.not_given: set[str] = set()
         self._others: dict[int, str] = {}  # modules, by the addresses of their parameters
         self._made: set[int] = set()  # storages of the block's own
-        self._written: dict[int, tuple[StorageWeakRef, torch.device]] = {}
+        self._written: dict[int, tuple[str, StorageWeakRef, torch.device]] = {}
         self._candidates: dict[int, Place] = {}
         given = frozenset(id(param) for module in modules for param in module.parameters())
         for place, value in closed_over(function, modules, given):
@@ -130,6 +134,7 @@ class Reads(TorchDispatchMode):
             else:
                 self.numbers.setdefault(place.name, value)
         self._keys = {place: place.key() for place in self._candidates.values()}
+        self._names = {storage: place.name for storage, place in self._candidates.items()}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -164,7 +169,8 @@ class Reads(TorchDispatchMode):
                 self._require_captured(tensor.device)
             if writes and identity and identity not in self._written:
                 reference = StorageWeakRef(tensor.untyped_storage())
-                self._written[identity] = reference, tensor.device
+                name = self._names.get(identity, "")
+                self._written[identity] = name, reference, tensor.device
         self._made.update({_identity(t) for t in _plain(tree_leaves(result))} - given)
         return result
 
@@ -182,11 +188,20 @@ class Reads(TorchDispatchMode):
                 "work, and torch.cuda.current_stream().wait_stream(side) after it",
             )
 
-    def written(self) -> Iterator[torch.Tensor]:
+    def kept(self, buffers: Iterable[torch.Tensor]) -> list[str]:
+        """Returns the names of places that were read, and where memory of `buffers` is now."""
+        memory = set(map(_identity, buffers))
+        return [
+            place.name
+            for place in self.places
+            if memory.intersection(map(_identity, _plain([place.found()])))
+        ]
+
+    def written(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the memory, as bytes, that was there before the block, was written in it, and is
-        there now.
+        there now; with the name of its place, "" where the function closes over none.
         """
-        for reference, device in self._written.values():
+        for name, reference, device in self._written.values():
             if reference.expired():
                 continue
             storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
@@ -195,7 +210,7 @@ class Reads(TorchDispatchMode):
             # program.
             if storage is not None and storage.nbytes() and storage.resizable():
                 empty = torch.empty(0, dtype=torch.uint8, device=device)
-                yield empty.set_(storage, 0, (storage.nbytes(),), (1,))
+                yield name, empty.set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 def _groups(leaves: Sequence[Any]) -> Iterator[dist.ProcessGroup]:
@@ -276,7 +291,9 @@ def closed_over(
 
 
 def _end_of(way: _Way, root: Any) -> Any:
-    return functools.reduce(lambda value, part_of: part_of(value), way, root)
+    for part_of in way:
+        root = part_of(root)
+    return root
 
 
 def _parts(value: Any) -> Iterator[tuple[str, _Way]]:

@@ -37,8 +37,9 @@ class Comparison:
 
     Args:
         capturables: whose state a step starts from.
-        memory: all that the step writes. What is of no capturable is restored, and not compared:
-            it may be scratch.
+        memory: all that the step writes, with names. What is of no capturable and has no name,
+            since the step's function does not close over it, is restored and not compared: it may
+            be scratch.
         device: whose random numbers are drawn.
         generators: that the step draws from in addition.
     """
@@ -46,13 +47,14 @@ class Comparison:
     def __init__(
         self,
         capturables: Sequence[Capturable],
-        memory: Iterable[torch.Tensor],
+        memory: Iterable[tuple[str, torch.Tensor]],
         device: torch.device,
         generators: Sequence[torch.Generator],
     ) -> None:
         self._capturables = capturables
+        self._others: list[tuple[str, torch.Tensor]] = []
         known = {tensor.untyped_storage()._cdata for _, tensor in self._state()}
-        self._others = [t for t in memory if t.untyped_storage()._cdata not in known]
+        self._others = [(n, t) for n, t in memory if t.untyped_storage()._cdata not in known]
         self._host = HostState(capturables, device, generators)
         self._device = device
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -63,6 +65,7 @@ class Comparison:
             suffix = f" (capturable {number})" if len(self._capturables) > 1 else ""
             for name, tensor in each.tensors():
                 yield name + suffix, local_tensor(tensor)
+        yield from ((name, tensor) for name, tensor in self._others if name)
 
     def restore(self) -> None:
         """Makes the next step start from the state; memory is put back once `frozen` has begun."""
@@ -124,8 +127,9 @@ class Comparison:
 
     def _copy_memory(self) -> None:
         # What was staged may have given its memory back since.
-        others = [each for each in self._others if each.untyped_storage().nbytes()]
-        memory = [*others, *(tensor for _, tensor in self._state())]
+        self._others = [(n, t) for n, t in self._others if t.untyped_storage().nbytes()]
+        scratch = [tensor for name, tensor in self._others if not name]
+        memory = [*scratch, *(tensor for _, tensor in self._state())]
         self._copies = list(zip(memory, _copies(memory, self._device), strict=True))
 
 

@@ -178,7 +178,6 @@ class InputBuffers:
 
     Attributes:
         buffers: in the order of `Inputs.tensors`.
-        arguments: (args, kwargs) for the step, with the buffers in place of the tensors.
     """
 
     def __init__(self, inputs: Inputs, pool: GraphPool) -> None:
@@ -190,13 +189,14 @@ class InputBuffers:
             self.buffers = [torch.empty_like(each, device=pool.device) for each in inputs.tensors]
         self._given = inputs.arguments
 
-    @property
-    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """See the class. Each time other tensors of the same memory, so that what autograd notes
-        of them ends with the call, as with the program's own.
+    def arguments(self, *, copied: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns (args, kwargs) for the step: for a capture with the buffers, else with copies,
+        which the program may keep.
+
+        Buffers are other tensors each time, so that what autograd notes of them ends with the call.
         """
-        filled: tuple[tuple[Any, ...], dict[str, Any]]
-        filled = _filled(self._given, (buffer.detach() for buffer in self.buffers))
+        tensors = (each.clone() if copied else each.detach() for each in self.buffers)
+        filled: tuple[tuple[Any, ...], dict[str, Any]] = _filled(self._given, tensors)
         return filled
 
     def load(self, inputs: Inputs) -> None:

@@ -46,6 +46,7 @@ from shardgrad.graphs.preflight import (
     refuse_harmful_settings,
     require_given,
     require_launch_order,
+    require_not_kept,
 )
 from shardgrad.graphs.program_line import line_that_raised
 from shardgrad.graphs.recomputation import Redraws
@@ -56,6 +57,10 @@ __all__ = ["GraphedStep", "StepSettings", "UncapturableStepWarning", "graphed_st
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
+_KEPT = (
+    "gradients of an earlier call, which the program keeps and a replay would write over. Clone "
+    "what is kept"
+)
 _IN_A_ROW = 7  # calls with news, after which they are a habit that the program should know of
 
 
@@ -288,9 +293,12 @@ class GraphedStep(Generic[_P, _R]):
             elif not news and self._is_due(kind):
                 captured, news = self._capture_or_refuse(kind, key, kind.seen[guards])
                 self.captures += captured is not None
+            is_ready = captured is not None and captured.prepare()
+            if captured is not None and not is_ready:
+                news = _KEPT
             self._before = key
             self._note(news)
-            if captured is None or not captured.prepare():
+            if captured is None or not is_ready:
                 return self._run_eagerly(kind, guards, caller)
             if is_known and not captured.is_compared:
                 return self._compare(captured, kind, guards, caller)
@@ -348,7 +356,7 @@ class GraphedStep(Generic[_P, _R]):
             self._note_border()
             call()
 
-        args, kwargs = kind.buffers.arguments
+        args, kwargs = kind.buffers.arguments(copied=True)
         redraws = Redraws(self.pool)
         with handle_eager_calls(call_region), redraws.noted():
             outputs = detached(self._function(*args, **kwargs))
@@ -497,11 +505,12 @@ class GraphedStep(Generic[_P, _R]):
             redraws,
         )
         reads = Reads(self._function, self._modules, self.pool.stream)
-        args, kwargs = kind.buffers.arguments
+        args, kwargs = kind.buffers.arguments(copied=False)
         try:
             with _stale_streams_overridden(), graph.captured(), reads:
                 outputs = detached(self._function(*args, **kwargs))
                 require_given(reads.not_given)
+                require_not_kept(reads.kept(kind.buffers.buffers))
                 if self.pool.device.type == "cuda":
                     require_launch_order(reads.groups)
                 # Of now: gradients may have got memory inside.

@@ -490,6 +490,30 @@ def class_weights(graphed: Any, device: torch.device) -> Values:
     return [train_step(torch.ones(ROWS, 2, device=device)) for _ in range(STEPS)]
 
 
+def queue(graphed: Any, device: torch.device) -> Values:
+    rows, state = torch.zeros(ROWS * STEPS, device=device), {"next": 0}
+
+    @graphed(warmup=1)
+    def train_step(made: Tensor) -> Tensor:
+        rows[state["next"] : state["next"] + ROWS].copy_(made)
+        state["next"] += ROWS
+        return made.sum()
+
+    return [train_step(torch.ones(ROWS, device=device)) for _ in range(STEPS)]
+
+
+def batch_of_before(graphed: Any, device: torch.device) -> Values:
+    held = SimpleNamespace(last=torch.zeros(ROWS, device=device))
+
+    @graphed(warmup=1)
+    def train_step(batch: Tensor) -> Tensor:
+        difference = (batch - held.last).square().sum()
+        held.last = batch
+        return difference
+
+    return [train_step(torch.ones(ROWS, device=device)) for _ in range(STEPS)]
+
+
 # As some write them: the loop, and what the error says.
 REFUSED = {
     "a scaler of torch's": (
@@ -515,6 +539,15 @@ REFUSED = {
         class_weights,
         r"copies a tensor or a number from the host[\s\S]*in train_step: made = torch\.tensor"
         r"[\s\S]*\n  try:      make it before the step",
+    ),
+    "a queue whose end is a number": (
+        queue,
+        r"gives other bits of rows\n[\s\S]*state\['next'\] was 4 and is 8[\s\S]*pass what changes",
+    ),
+    "the batch of before": (
+        batch_of_before,
+        r"keeps an argument in held\.last, and reads it in the next call[\s\S]*"
+        r"\n  try:      held\.last\.copy_\(\.\.\.\), or pass it",
     ),
     "a schedule in the step": (
         partial(transformers, schedule_inside=True),

@@ -164,8 +164,8 @@ def test_a_tensor_that_is_read_or_written_is_found_and_one_made_by_the_step_is_n
 
     reads = read(step)
     assert {place.name for place in reads.places} == {"stays", "running"}
-    (written,) = reads.written()
-    assert written.data_ptr() == running.data_ptr()
+    ((name, written),) = reads.written()
+    assert (name, written.data_ptr()) == ("running", running.data_ptr())
 
 
 def test_memory_that_is_gone_is_not_among_what_was_written() -> None:

@@ -370,6 +370,31 @@ def test_a_tensor_that_is_replaced_before_each_call_from_some_call_on_is_warned_
         same_on(2, replaced, range(5, 16), 1)
 
 
+def gradients_of_before() -> None:
+    model = build(Setup(depth=1))
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+
+    @shardgrad.graphed_step(model, optimizer)
+    def step(x: Tensor) -> list[Tensor | None]:
+        optimizer.zero_grad()
+        loss_of(model, x).backward()
+        optimizer.step()
+        return [p.grad for p in model.parameters()]
+
+    kept = []
+    for number in range(16):
+        kept = step(batch(number))
+    assert step.eager_steps + step.replays == 16
+    assert kept
+    assert "gradients of an earlier call" in step.status()
+    step.close()
+
+
+def test_gradients_that_are_kept_so_that_no_graph_is_replayed_are_warned_of() -> None:
+    with pytest.warns(shardgrad.UncapturableStepWarning, match="gradients of an earlier call"):
+        VirtualRanks(1).run(gradients_of_before)
+
+
 class Watched(shardgrad.graphs.Capturable):
     """Notes whether a capture is under way when it is asked to complete its work."""
 
