@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from shardgrad.engine.streams import Stream, is_capturing, wait_for_device, wait_for_stream
+from shardgrad.engine.streams import Stream, wait_for_device, wait_for_stream
 from shardgrad.errors import AsleepError, CaptureError, OptionError
 from shardgrad.ops.virtual_memory import VirtualPool
 from shardgrad.policies import SleepPolicy
@@ -68,7 +68,7 @@ class GraphPool:
         *,
         offload_policy: SleepPolicy | None = None,
     ) -> None:
-        self.device = _with_index(torch.device(device) if device is not None else _default_device())
+        self.device = _resolved(device)
         self.can_capture = self.device.type == "cuda" or (
             self.device.type not in ("cpu", "meta") and hasattr(torch.accelerator, "Graph")
         )
@@ -145,43 +145,33 @@ class GraphPool:
         is ended and its graph destroyed.
 
         Raises:
-            CaptureError: this thread's stream, or another thread's, is being captured already.
+            CaptureError: another thread captures on the device.
         """
-        if is_capturing(self.device):
-            raise CaptureError(
-                "a capture inside a capture",
-                expected="graphed steps called one after the other",
-                got="one called while another is being captured",
-                fix="call the inner function itself; it becomes part of the outer graph",
-            )
         with _alone(self.device):
-            yield from self._captured(generators)
-
-    def _captured(self, generators: Sequence[torch.Generator]) -> Iterator[DeviceGraph]:
-        gc.collect()  # a tensor of a dead cycle must not be freed into the capture
-        wait_for_device(self.device)
-        # So that the graph may reserve what eager steps hold in the cache and do not use.
-        torch.get_device_module(self.device).empty_cache()
-        reserved = self._reserved()
-        graph = self._begin(generators)
-        collecting = gc.isenabled()
-        gc.disable()
-        try:
-            yield graph
-        except BaseException:
-            self._discard(graph, generators)
-            raise
-        finally:
-            if collecting:
-                gc.enable()
-        self._graphs += 1
-        try:
-            self._end(graph, generators)
-        except BaseException:
-            self.destroy(graph)
-            raise
-        self._handle = graph.pool()
-        self.nbytes += max(0, self._reserved() - reserved)
+            gc.collect()  # a tensor of a dead cycle must not be freed into the capture
+            wait_for_device(self.device)
+            # So that the graph may reserve what eager steps hold in the cache and do not use.
+            torch.get_device_module(self.device).empty_cache()
+            reserved = self._reserved()
+            graph = self._begin(generators)
+            collecting = gc.isenabled()
+            gc.disable()
+            try:
+                yield graph
+            except BaseException:
+                self._discard(graph, generators)
+                raise
+            finally:
+                if collecting:
+                    gc.enable()
+            self._graphs += 1
+            try:
+                self._end(graph, generators)
+            except BaseException:
+                self.destroy(graph)
+                raise
+            self._handle = graph.pool()
+            self.nbytes += max(0, self._reserved() - reserved)
 
     def destroy(self, graph: DeviceGraph) -> None:
         """Destroys a graph that `capture` has yielded.
@@ -307,12 +297,13 @@ def _alone(device: torch.device) -> Iterator[None]:
         del _threads_capturing[device]
 
 
-def _default_device() -> torch.device:
-    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-
-
-def _with_index(device: torch.device) -> torch.device:
-    index: int | None = device.index
-    if index is None and device.type not in ("cpu", "meta"):
-        return torch.device(device.type, torch.accelerator.current_device_index())
-    return device
+def _resolved(device: torch.device | str | None) -> torch.device:
+    found = (
+        torch.device(device)
+        if device is not None
+        else torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    )
+    index: int | None = found.index
+    if index is None and found.type not in ("cpu", "meta"):
+        return torch.device(found.type, torch.accelerator.current_device_index())
+    return found

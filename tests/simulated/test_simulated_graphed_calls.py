@@ -395,6 +395,17 @@ def test_gradients_that_are_kept_so_that_no_graph_is_replayed_are_warned_of() ->
         VirtualRanks(1).run(gradients_of_before)
 
 
+def generators_of_another_device() -> None:
+    step = shardgrad.graphed_step(torch.Generator(), warmup=1)(lambda x: x * 2)
+    step(torch.ones(2, device=NAME))
+    with pytest.raises(CaptureError, match="support the device's default generator only"):
+        step(torch.ones(2, device=NAME))
+
+
+def test_a_generator_is_refused_where_graphs_have_none_of_their_own() -> None:
+    VirtualRanks(1).run(generators_of_another_device)
+
+
 class Watched(shardgrad.graphs.Capturable):
     """Notes whether a capture is under way when it is asked to complete its work."""
 
