@@ -185,7 +185,12 @@ def train_set(engine: Engine, setting: Any, **options: Any) -> Tensors:
     return train(engine, model, **options)
 
 
-def trains_like_the_default(setting: Any) -> None:
+@pytest.mark.parametrize("setting", [keep_whole_between, never_reshard])
+@on_ranks(2)
+def test_parameters_kept_whole_across_an_optimizer_step_are_gathered_again(setting: Any) -> None:
+    """FSDP2 goes on with the weights of before the step, so the oracle is the engine without the
+    setting.
+    """
     ours = train_set(SHARDGRAD, setting, micro_batches=2)
     assert_same_bits(ours, train_set(SHARDGRAD, lambda model: None, micro_batches=2))
 
@@ -287,16 +292,6 @@ def train_clipped(engine: Engine, norm_type: float) -> Tensors:
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_settings_train_bit_for_bit_like_fsdp2(two_ranks: Ranks, setting: object) -> None:
     two_ranks.run(same_bits_as_fsdp2, train_set, setting, micro_batches=2)
-
-
-@pytest.mark.parametrize("setting", [keep_whole_between, never_reshard])
-def test_parameters_kept_whole_across_an_optimizer_step_are_gathered_again(
-    two_ranks: Ranks, setting: object
-) -> None:
-    """FSDP2 goes on with the weights of before the step, so the oracle is the engine without the
-    setting.
-    """
-    two_ranks.run(trains_like_the_default, setting)
 
 
 def test_optimizers_that_step_in_hooks_train_bit_for_bit_like_fsdp2(two_ranks: Ranks) -> None:

@@ -26,7 +26,7 @@ from tests.support.parity import (
     tower,
     watching_collectives,
 )
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 
 def spans_of(engine: Engine, change: Callable[[Any], None], **options: Any) -> Counter[str]:
@@ -57,14 +57,6 @@ def embedding_stays_away(model: Any) -> None:
     model.embedding.set_unshard_in_backward(False)
 
 
-def as_often_as_fsdp2(change: Callable[[Any], None], reshard: Any, gathers: int) -> None:
-    ours = spans_of(SHARDGRAD, change, reshard_after_forward=reshard)
-    assert ours == {"FSDP::all_gather": gathers, "FSDP::post_backward_reduce": 5}
-    theirs = spans_of(FSDP2, change, reshard_after_forward=reshard)
-    assert ours["FSDP::post_backward_reduce"] == theirs["FSDP::post_backward_reduce"]
-    assert ours["FSDP::all_gather"] <= theirs["FSDP::all_gather"]
-
-
 @pytest.mark.parametrize(
     ("reshard", "change", "gathers"),
     [
@@ -74,11 +66,16 @@ def as_often_as_fsdp2(change: Callable[[Any], None], reshard: Any, gathers: int)
         (True, embedding_stays_away, 5 + 4),
     ],
 )
+@on_ranks(2)
 def test_a_step_gathers_and_reduces_no_more_often_than_fsdp2(
-    two_ranks: Ranks, reshard: bool | None, change: Callable[[Any], None], gathers: int
+    change: Callable[[Any], None], reshard: Any, gathers: int
 ) -> None:
     """Five units. By default the root stays whole, and here the unit that ran last does as well."""
-    two_ranks.run(as_often_as_fsdp2, change, reshard, gathers)
+    ours = spans_of(SHARDGRAD, change, reshard_after_forward=reshard)
+    assert ours == {"FSDP::all_gather": gathers, "FSDP::post_backward_reduce": 5}
+    theirs = spans_of(FSDP2, change, reshard_after_forward=reshard)
+    assert ours["FSDP::post_backward_reduce"] == theirs["FSDP::post_backward_reduce"]
+    assert ours["FSDP::all_gather"] <= theirs["FSDP::all_gather"]
 
 
 # -- between micro-batches

@@ -60,7 +60,10 @@ class Partly(nn.Module):
         return self.used(x)
 
 
-def unused_parameters_stay_where_they_are(switch: bool | None) -> None:
+@pytest.mark.parametrize("switch", [None, False, True])
+@on_ranks(2)
+def test_a_parameter_no_rank_uses_keeps_none_and_does_not_decay(switch: bool | None) -> None:
+    """Whatever `set_reduce_scatter_unused_params` says: FSDP2 makes zeros of None with it."""
     torch.manual_seed(0)
     model = Partly()
     before = model.unused.weight.detach().clone()
@@ -168,11 +171,3 @@ def test_to_look_at_a_thread_does_not_keep_its_gradients(two_ranks: Ranks) -> No
     program's.
     """
     assert two_ranks.run(gradients_keep_their_object_under_a_watch) == [0, 0]
-
-
-@pytest.mark.parametrize("switch", [None, False, True])
-def test_a_parameter_no_rank_uses_keeps_none_and_does_not_decay(
-    two_ranks: Ranks, switch: bool | None
-) -> None:
-    """Whatever `set_reduce_scatter_unused_params` says: FSDP2 makes zeros of None with it."""
-    two_ranks.run(unused_parameters_stay_where_they_are, switch)

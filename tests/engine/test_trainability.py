@@ -22,7 +22,7 @@ from tests.support.parity import (
     train_squares,
     watching_collectives,
 )
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 
 class LoraLinear(nn.Module):
@@ -89,19 +89,16 @@ def only_what_trains_is_reduced(engine: Engine, when: str) -> int:
     return sum(sent)
 
 
-def frozen_elements_stay(when: str) -> None:
+@pytest.mark.parametrize("when", ["before", "after"])
+@on_ranks(2)
+def test_only_trainable_elements_of_a_unit_are_reduced(when: str) -> None:
+    """Frozen before sharding, or afterwards; it is 144 elements that would travel too."""
     ours, theirs = (only_what_trains_is_reduced(engine, when) for engine in (SHARDGRAD, FSDP2))
     trains = 16 * 4 + 4
     assert theirs == trains
     # Of two ranks each sends the half that is the other's: here without, under FSDP2 with its own,
     # which stays. Beside gradients travel flags, a label and padding to 128 bytes.
     assert trains / 2 <= ours <= trains / 2 + 3 * 32
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_only_trainable_elements_of_a_unit_are_reduced(two_ranks: Ranks, when: str) -> None:
-    """Frozen before sharding, or afterwards; it is 144 elements that would travel too."""
-    two_ranks.run(frozen_elements_stay, when)
 
 
 @pytest.mark.parametrize("program", [train_lora, ignored_gradients])

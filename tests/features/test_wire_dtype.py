@@ -263,17 +263,14 @@ def bytes_of_a_backward(policy: GradientPolicy, replicas: int) -> Counter[str]:
     return sent
 
 
-def half_the_bytes(replicas: int) -> None:
+@pytest.mark.parametrize("replicas", [1, 2])
+@on_ranks(4)
+def test_half_of_the_bytes_are_sent_over_both_axes(replicas: int) -> None:
     wide, narrow = (
         bytes_of_a_backward(policy, replicas).total() for policy in (GradientPolicy(), WIRE)
     )
     # The tail of a chunk, with flags and tag, has 128 bytes in either dtype.
     assert 0.5 <= narrow / wide < 0.502
-
-
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_half_of_the_bytes_are_sent_over_both_axes(four_ranks: Ranks, replicas: int) -> None:
-    four_ranks.run(half_the_bytes, replicas)
 
 
 # -- what is refused

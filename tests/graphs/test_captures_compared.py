@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from shardgrad.graphs import Capturable
 from shardgrad.graphs.comparison import Comparison
-from tests.support.ranks import Ranks
+from tests.support.ranks import on_ranks
 
 
 class Weight(Capturable):
@@ -63,15 +63,12 @@ def test_what_differs_every_time_is_named() -> None:
     assert compared("1", "2")[:2] == (["weight"], 6)
 
 
-def compared_on_ranks() -> None:
+@on_ranks(2)
+def test_all_ranks_repeat_what_differs_on_one() -> None:
     # Only rank 1 finds something, and it is by chance; rank 0 has to join what its replays send.
     second = "1" if dist.get_rank() == 0 else "221"
     world = dist.group.WORLD
     assert compared("1", second, [world])[:2] == ([], 3)
-
-
-def test_all_ranks_repeat_what_differs_on_one(two_ranks: Ranks) -> None:
-    two_ranks.run(compared_on_ranks)
 
 
 def differing(one: torch.Tensor, other: torch.Tensor) -> list[str]:

@@ -17,7 +17,7 @@ from shardgrad.errors import StepOutputError
 from shardgrad.graphs.capturable import OptimizerState, capturable
 from shardgrad.graphs.inputs import flatten_inputs
 from shardgrad.graphs.step import _modes
-from tests.support.ranks import Ranks
+from tests.support.ranks import on_ranks
 
 
 def training(**settings: Any) -> tuple[nn.Module, Any]:
@@ -272,7 +272,8 @@ def test_buffers_and_tensors_that_are_marked_are_not_copied() -> None:
     assert [each is plain for each in inputs.tensors] == [True]
 
 
-def gradients_are_guarded() -> None:
+@on_ranks(2)
+def test_a_gradient_that_is_there_is_another_step_than_one_that_is_none() -> None:
     model = nn.Linear(4, 4)
     shardgrad.fully_shard(model)
     state, seen = capturable(model), []
@@ -283,7 +284,3 @@ def gradients_are_guarded() -> None:
         state.begin_call()
         seen.append(state.guards())
     assert len(set(seen)) == 3
-
-
-def test_a_gradient_that_is_there_is_another_step_than_one_that_is_none(two_ranks: Ranks) -> None:
-    two_ranks.run(gradients_are_guarded)

@@ -40,7 +40,7 @@ from tests.support.partners import (
     state,
     weights,
 )
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 from tests.support.stand_ins.te_fused_adam import fused_adam_of
 
 PARTNERS = ["te 2.10.0", "te 2.17.1", "te 2.18.0", "te 2.20.0", "apex"]
@@ -75,18 +75,15 @@ def _train(engine: Engine, name: str, capturable: bool, small: bool, **options: 
         return {**history, **engine.snapshot(model)}
 
 
-def _trains_as_under_fsdp2(name: str, capturable: bool) -> None:
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize("name", PARTNERS)
+@on_ranks(2)
+def test_a_partner_trains_as_transformer_engine_does_under_fsdp2(
+    name: str, capturable: bool
+) -> None:
     for small, options in ((False, {}), (True, {}), (False, {"reshard_after_forward": False})):
         args = (name, capturable, small)
         assert_same_bits(_train(SHARDGRAD, *args, **options), _train(FSDP2, *args, **options))
-
-
-@pytest.mark.parametrize("capturable", [False, True])
-@pytest.mark.parametrize("name", PARTNERS)
-def test_a_partner_trains_as_transformer_engine_does_under_fsdp2(
-    two_ranks: Ranks, name: str, capturable: bool
-) -> None:
-    two_ranks.run(_trains_as_under_fsdp2, name, capturable)
 
 
 def _agrees_with_our_adamw(name: str) -> None:
@@ -107,7 +104,19 @@ def test_a_partner_agrees_with_our_adamw(
     worlds[world_size].run(_agrees_with_our_adamw, name)
 
 
-def _masters_agree(name: str, dtype: torch.dtype, capturable: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype", "capturable"),
+    [
+        ("te 2.17.1", torch.bfloat16, False),
+        ("te 2.17.1", torch.bfloat16, True),
+        ("te 2.10.0", torch.float16, False),
+        ("apex", torch.float16, True),
+    ],
+)
+@on_ranks(2)
+def test_master_weights_are_those_of_our_adamw(
+    name: str, dtype: torch.dtype, capturable: bool
+) -> None:
     ours, theirs = plane(dtype=dtype), plane(dtype=dtype)
     optimizer = shardgrad.optim.AdamW(ours.parameters(), **HYPER, master="float32")
     descend(ours, optimizer)
@@ -121,22 +130,9 @@ def _masters_agree(name: str, dtype: torch.dtype, capturable: bool) -> None:
     assert_rounded_alike(weights(ours), weights(theirs), dtype=dtype)
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "capturable"),
-    [
-        ("te 2.17.1", torch.bfloat16, False),
-        ("te 2.17.1", torch.bfloat16, True),
-        ("te 2.10.0", torch.float16, False),
-        ("apex", torch.float16, True),
-    ],
-)
-def test_master_weights_are_those_of_our_adamw(
-    two_ranks: Ranks, name: str, dtype: torch.dtype, capturable: bool
-) -> None:
-    two_ranks.run(_masters_agree, name, dtype, capturable)
-
-
-def _an_empty_shard_stops_nobody(name: str) -> None:
+@pytest.mark.parametrize("name", PARTNERS)
+@on_ranks(2)
+def test_a_group_that_ends_with_an_empty_shard_is_trained(name: str) -> None:
     model = plane()
     assert (model.weights[3].to_local().numel() == 0) == (dist.get_rank() == 1)
     if (
@@ -155,11 +151,6 @@ def _an_empty_shard_stops_nobody(name: str) -> None:
         descend(model, optimizer, range(1))
     for param, before_step in zip(model.weights, rows, strict=True):
         assert (param.detach().to_local() != before_step).all()  # on every rank, every element
-
-
-@pytest.mark.parametrize("name", PARTNERS)
-def test_a_group_that_ends_with_an_empty_shard_is_trained(two_ranks: Ranks, name: str) -> None:
-    two_ranks.run(_an_empty_shard_stops_nobody, name)
 
 
 def _a_group_without_elements_counts(name: str, capturable: bool) -> list[int]:
@@ -182,7 +173,9 @@ def test_a_group_without_elements_on_a_rank_counts_steps_there(
     assert two_ranks.run(_a_group_without_elements_counts, name, capturable) == [[3, 3], [3, 3]]
 
 
-def _unused_parameters_stay(name: str) -> None:
+@pytest.mark.parametrize("name", BOTH)
+@on_ranks(2)
+def test_a_parameter_without_gradient_neither_moves_nor_decays(name: str) -> None:
     model = plane()
     with partner(name) as fused_adam:
         optimizer = fused_adam(model, **HYPER)
@@ -194,12 +187,10 @@ def _unused_parameters_stay(name: str) -> None:
     assert [torch.equal(after[key], before[key]) for key in before] == [False, True, False, False]
 
 
+@pytest.mark.parametrize("capturable", [False, True])
 @pytest.mark.parametrize("name", BOTH)
-def test_a_parameter_without_gradient_neither_moves_nor_decays(two_ranks: Ranks, name: str) -> None:
-    two_ranks.run(_unused_parameters_stay, name)
-
-
-def _schedules(name: str, capturable: bool) -> None:
+@on_ranks(2)
+def test_a_schedule_reaches_the_partner(name: str, capturable: bool) -> None:
     def trained(fused: Any, **options: Any) -> Tensors:
         model = plane()
         optimizer = fused(model.parameters(), **HYPER, **options)
@@ -212,12 +203,6 @@ def _schedules(name: str, capturable: bool) -> None:
     with partner(name) as fused_adam:
         theirs = trained(fused_adam, capturable=capturable)
     assert_rounded_alike(trained(shardgrad.optim.AdamW), theirs)
-
-
-@pytest.mark.parametrize("capturable", [False, True])
-@pytest.mark.parametrize("name", BOTH)
-def test_a_schedule_reaches_the_partner(two_ranks: Ranks, name: str, capturable: bool) -> None:
-    two_ranks.run(_schedules, name, capturable)
 
 
 class _Mixed(nn.Module):
@@ -254,7 +239,12 @@ def test_a_parameter_that_no_unit_shards_is_trained_beside_the_others(
 # -- gradients: where they are, and their scale
 
 
-def _gradients_of_another_dtype(version: str, capturable: bool, decoupled: bool) -> None:
+@pytest.mark.parametrize("decoupled", [False, True])
+@pytest.mark.parametrize(("version", "capturable"), [("2.17.1", False), ("2.20.0", True)])
+@on_ranks(2)
+def test_float32_gradients_of_bfloat16_weights(
+    version: str, capturable: bool, decoupled: bool
+) -> None:
     policy = GradientPolicy(dtype=torch.float32, decoupled=decoupled)
     ours = plane(dtype=torch.bfloat16, gradient_policy=policy)
     theirs = plane(dtype=torch.bfloat16, gradient_policy=policy)
@@ -263,14 +253,6 @@ def _gradients_of_another_dtype(version: str, capturable: bool, decoupled: bool)
         optimizer = fused_adam(theirs, **HYPER, capturable=capturable, master_weights=True)
         descend(theirs, optimizer)
     assert_rounded_alike(weights(ours), weights(theirs), dtype=torch.bfloat16)
-
-
-@pytest.mark.parametrize("decoupled", [False, True])
-@pytest.mark.parametrize(("version", "capturable"), [("2.17.1", False), ("2.20.0", True)])
-def test_float32_gradients_of_bfloat16_weights(
-    two_ranks: Ranks, version: str, capturable: bool, decoupled: bool
-) -> None:
-    two_ranks.run(_gradients_of_another_dtype, version, capturable, decoupled)
 
 
 def _clipped(name: str, scaled: bool, capturable: bool) -> Tensors:
@@ -291,16 +273,13 @@ def _clipped(name: str, scaled: bool, capturable: bool) -> Tensors:
     return weights(model)
 
 
-def _factors_are_paid(name: str, capturable: bool) -> None:
-    assert_same_bits(_clipped(name, True, capturable), _clipped(name, False, capturable))
-
-
 @pytest.mark.parametrize("capturable", [False, True])
 @pytest.mark.parametrize("name", BOTH)
+@on_ranks(2)
 def test_a_clipping_factor_is_paid_before_a_kernel_reads_the_address(
-    two_ranks: Ranks, name: str, capturable: bool
+    name: str, capturable: bool
 ) -> None:
-    two_ranks.run(_factors_are_paid, name, capturable)
+    assert_same_bits(_clipped(name, True, capturable), _clipped(name, False, capturable))
 
 
 def _skips_together(name: str, scaler_kind: str) -> None:
@@ -355,7 +334,27 @@ def test_an_infinity_on_one_rank_makes_all_ranks_skip(
 # -- state
 
 
-def _resume(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype", "options"),
+    [
+        ("te 2.10.0", torch.float32, {}),
+        ("te 2.17.1", torch.float32, {"capturable": True}),
+        ("te 2.18.0", torch.bfloat16, {"master_weights": True}),
+        ("te 2.18.0", torch.bfloat16, {"master_weights": True, "store_param_remainders": True}),
+        (
+            "te 2.18.0",
+            torch.bfloat16,
+            {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16},
+        ),
+        ("te 2.18.0", torch.float32, {"exp_avg_dtype": torch.float16}),
+        ("apex", torch.float32, {}),
+        ("apex", torch.float16, {"capturable": True, "master_weights": True}),
+    ],
+)
+@on_ranks(2)
+def test_training_goes_on_bit_for_bit_from_a_state_dict(
+    name: str, options: dict[str, Any], dtype: torch.dtype
+) -> None:
     straight, first, second = (plane(dtype=dtype) for _ in range(3))
     with partner(name) as fused_adam:
         descend(straight, fused_adam(straight, **HYPER, **options), range(4))
@@ -382,30 +381,9 @@ def _resume(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
     assert_same_bits(weights(second), weights(straight))
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "options"),
-    [
-        ("te 2.10.0", torch.float32, {}),
-        ("te 2.17.1", torch.float32, {"capturable": True}),
-        ("te 2.18.0", torch.bfloat16, {"master_weights": True}),
-        ("te 2.18.0", torch.bfloat16, {"master_weights": True, "store_param_remainders": True}),
-        (
-            "te 2.18.0",
-            torch.bfloat16,
-            {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16},
-        ),
-        ("te 2.18.0", torch.float32, {"exp_avg_dtype": torch.float16}),
-        ("apex", torch.float32, {}),
-        ("apex", torch.float16, {"capturable": True, "master_weights": True}),
-    ],
-)
-def test_training_goes_on_bit_for_bit_from_a_state_dict(
-    two_ranks: Ranks, name: str, dtype: torch.dtype, options: dict[str, Any]
-) -> None:
-    two_ranks.run(_resume, name, options, dtype)
-
-
-def _loads_from(source: str) -> None:
+@pytest.mark.parametrize("source", ["te", "torch"])
+@on_ranks(2)
+def test_state_comes_from_fsdp2_and_goes_back(source: str) -> None:
     ours, theirs = plane(), FSDP2.fully_shard(Plane())
     make = fused_adam_of((2, 20)) if source == "te" else torch.optim.AdamW
     other = make(theirs.parameters(), **HYPER)
@@ -424,12 +402,9 @@ def _loads_from(source: str) -> None:
         other.load_state_dict(optimizer.state_dict())
 
 
-@pytest.mark.parametrize("source", ["te", "torch"])
-def test_state_comes_from_fsdp2_and_goes_back(two_ranks: Ranks, source: str) -> None:
-    two_ranks.run(_loads_from, source)
-
-
-def _checkpoint(name: str) -> None:
+@pytest.mark.parametrize("name", BOTH)
+@on_ranks(2)
+def test_distributed_checkpoints_hold_the_state(name: str) -> None:
     first, second = plane(), plane()
     with partner(name) as fused_adam:
         saving = fused_adam(first, **HYPER)
@@ -442,11 +417,6 @@ def _checkpoint(name: str) -> None:
         dcp.set_optimizer_state_dict(second, loading, saved)
         assert_same_bits(state(loading), state(saving))
         assert loading.state_dict()["param_groups"] == saving.state_dict()["param_groups"]
-
-
-@pytest.mark.parametrize("name", BOTH)
-def test_distributed_checkpoints_hold_the_state(two_ranks: Ranks, name: str) -> None:
-    two_ranks.run(_checkpoint, name)
 
 
 def _masters_follow_loaded_weights(name: str, dtype: torch.dtype) -> None:

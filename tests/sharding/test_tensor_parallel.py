@@ -159,17 +159,14 @@ def train_flat(make: Any, clip: Callable[..., Tensor], norm_type: float) -> Tens
     return found
 
 
-def flat_optimizers_agree_with_torch(norm_type: float) -> None:
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+@on_ranks(4)
+def test_norms_count_each_element_once_over_both_axes(norm_type: float) -> None:
+    """Some parameters are replicated over tensor-parallel ranks, the others are cut."""
     ours = train_flat(shardgrad.optim, shardgrad.clip_grad_norm_, norm_type)
     theirs = train_flat(torch.optim, nn.utils.clip_grad_norm_, norm_type)
     for name, right in theirs.items():
         torch.testing.assert_close(ours[name], right, rtol=1e-5, atol=1e-6, msg=name)
-
-
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
-def test_norms_count_each_element_once_over_both_axes(four_ranks: Ranks, norm_type: float) -> None:
-    """Some parameters are replicated over tensor-parallel ranks, the others are cut."""
-    four_ranks.run(flat_optimizers_agree_with_torch, norm_type)
 
 
 @on_ranks(4)

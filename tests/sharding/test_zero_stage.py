@@ -32,7 +32,7 @@ from tests.support.parity import (
     token_loss,
     tower,
 )
-from tests.support.ranks import Ranks
+from tests.support.ranks import on_ranks
 
 STEPS = 3
 
@@ -94,14 +94,17 @@ def traffic_of(stage: int | str, **options: Any) -> tuple[dict[tuple[str, int], 
     return dict(received), shards, gradients
 
 
-def traffic_is_as_documented(stage: int) -> None:
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(2)
+def test_a_stage_sends_what_the_docs_say(stage: int) -> None:
     """On two ranks a whole gather or reduction receives one chunk."""
     received, shards, gradients = traffic_of(stage)
     gathers, reductions = {1: (1, 1), 2: (1, 2), 3: (4, 2)}[stage]
     assert received == {("gather", 2): gathers * shards, ("reduce", 2): reductions * gradients}
 
 
-def hybrid_traffic_is_as_documented() -> None:
+@on_ranks(4)
+def test_the_outer_axis_carries_little() -> None:
     """Four ranks, two by two: the outer axis carries a quarter of what the inner axis does, or
     less.
     """
@@ -112,7 +115,8 @@ def hybrid_traffic_is_as_documented() -> None:
     assert received == {("gather", 2): (1 + 4 * 2) * shards, ("reduce", 2): (2 + 2 * 2) * gradients}
 
 
-def units_stay_as_long_as_every_rank_has_room() -> None:
+@on_ranks(2)
+def test_auto_keeps_units_unsharded_as_long_as_every_rank_has_room() -> None:
     """One rank has room for two blocks, the other for one: both keep the first block."""
     [group] = units_under(SHARDGRAD.shard_tower(tower()))[1].groups
     room = (1 + dist.get_rank()) * group.layout.unsharded_numel * 4
@@ -160,7 +164,9 @@ def memory_between_micro_batches(stage: int) -> tuple[int, int]:
     return params, gradients
 
 
-def memory_is_as_documented(stage: int) -> None:
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(2)
+def test_a_stage_keeps_what_the_docs_say(stage: int) -> None:
     model = SHARDGRAD.shard_tower(tower())
     whole = sum(group.layout.unsharded_numel for group in groups_of(model)) * 4
     params, gradients = memory_between_micro_batches(stage)
@@ -171,7 +177,14 @@ def memory_is_as_documented(stage: int) -> None:
 # -- both axes
 
 
-def hybrid_equals_hsdp(micro_batches: int, deferred: bool, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("micro_batches", "deferred", "options"),
+    [(1, False, {}), (2, True, {}), (2, False, {"reshard_after_forward": False})],
+)
+@on_ranks(4)
+def test_sharding_over_both_axes_trains_bit_for_bit_like_hsdp(
+    micro_batches: int, deferred: bool, options: dict[str, Any]
+) -> None:
     mesh = hsdp_mesh(2, 2)
 
     def run(**stage: Any) -> Tensors:
@@ -201,31 +214,3 @@ def hybrid_equals_hsdp(micro_batches: int, deferred: bool, options: dict[str, An
 
 
 # -- tests
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_stage_sends_what_the_docs_say(two_ranks: Ranks, stage: int) -> None:
-    two_ranks.run(traffic_is_as_documented, stage)
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_stage_keeps_what_the_docs_say(two_ranks: Ranks, stage: int) -> None:
-    two_ranks.run(memory_is_as_documented, stage)
-
-
-@pytest.mark.parametrize(
-    ("micro_batches", "deferred", "options"),
-    [(1, False, {}), (2, True, {}), (2, False, {"reshard_after_forward": False})],
-)
-def test_sharding_over_both_axes_trains_bit_for_bit_like_hsdp(
-    four_ranks: Ranks, micro_batches: int, deferred: bool, options: dict[str, Any]
-) -> None:
-    four_ranks.run(hybrid_equals_hsdp, micro_batches, deferred, options)
-
-
-def test_the_outer_axis_carries_little(four_ranks: Ranks) -> None:
-    four_ranks.run(hybrid_traffic_is_as_documented)
-
-
-def test_auto_keeps_units_unsharded_as_long_as_every_rank_has_room(two_ranks: Ranks) -> None:
-    two_ranks.run(units_stay_as_long_as_every_rank_has_room)

@@ -28,9 +28,11 @@ from shardgrad.engine.unit import units_under
 from shardgrad.optim import muon
 from shardgrad.sharding import zero_copy
 from tests.simulated.accelerator.device import NAME, Graph, checked
-from tests.simulated.accelerator.virtual_ranks import VirtualRanks, one_at_a_time
+from tests.simulated.accelerator.virtual_ranks import VirtualRanks, on_virtual_ranks, one_at_a_time
 from tests.simulated.programs.graphed import (
+    Graphed,
     Setup,
+    Values,
     batch,
     build,
     loss_of,
@@ -166,7 +168,8 @@ def test_steps_clips_and_assignments_without_a_backward_are_as_without_gradients
     run_checked(ranks, gradients_of_odd_calls)
 
 
-def what_autograd_keeps() -> None:
+@on_virtual_ranks(1)
+def test_memory_that_something_but_a_tensor_keeps_is_left_to_it() -> None:
     """A view that no Python object shows: the shard leaves its memory to it, and gets other."""
     model = build(Setup())
     rows = torch.ones(1, 6, device=NAME, requires_grad=True)
@@ -179,10 +182,6 @@ def what_autograd_keeps() -> None:
     loss_of(model, batch(1)).backward()
     of_gradient.backward()
     torch.testing.assert_close(rows.grad, columns)
-
-
-def test_memory_that_something_but_a_tensor_keeps_is_left_to_it() -> None:
-    VirtualRanks(1).run(what_autograd_keeps)
 
 
 def gradients_in_new_memory(options: dict[str, Any], dtype: torch.dtype) -> None:
@@ -213,7 +212,8 @@ def test_a_reduction_leaves_nothing_of_new_memory_unwritten(
     VirtualRanks(ranks).run(gradients_in_new_memory, options, dtype)
 
 
-def dropped_in_flight() -> None:
+@on_virtual_ranks(2, checks=True)
+def test_memory_that_a_reduction_in_flight_writes_is_not_freed() -> None:
     """Gradients are set to None, and the next forward begins, while their reductions are in
     flight.
     """
@@ -229,11 +229,8 @@ def dropped_in_flight() -> None:
         model.zero_grad()
 
 
-def test_memory_that_a_reduction_in_flight_writes_is_not_freed() -> None:
-    run_checked(2, dropped_in_flight)
-
-
-def gathered_across_a_backward() -> None:
+@on_virtual_ranks(2, checks=True)
+def test_staging_of_an_all_gather_in_flight_outlives_another_roots_backward() -> None:
     """A root is gathered while the backward of another ends, with which it shares its staging."""
     with one_at_a_time():
         torch.manual_seed(0)
@@ -250,10 +247,6 @@ def gathered_across_a_backward() -> None:
         loss.backward()
         handle.wait()
         loss_of(second, batch(number)).backward()
-
-
-def test_staging_of_an_all_gather_in_flight_outlives_another_roots_backward() -> None:
-    run_checked(2, gathered_across_a_backward)
 
 
 def kept_beside_another_stream() -> None:
@@ -282,7 +275,8 @@ def test_what_is_kept_stays_when_another_stream_frees_and_the_first_allocates(ra
     run_checked(ranks, kept_beside_another_stream)
 
 
-def kept_while_an_optimizer_writes() -> None:
+@on_virtual_ranks(2, checks=True)
+def test_what_is_kept_has_what_the_optimizers_stream_writes() -> None:
     """Gradients are scaled on the optimizer's stream, which the forward does not wait for, and
     kept.
     """
@@ -301,11 +295,8 @@ def kept_while_an_optimizer_writes() -> None:
     assert torch.equal(kept.to_local(), right)
 
 
-def test_what_is_kept_has_what_the_optimizers_stream_writes() -> None:
-    run_checked(2, kept_while_an_optimizer_writes)
-
-
-def frozen_without_gradients() -> None:
+@on_virtual_ranks(1)
+def test_the_memory_of_gradients_of_layers_that_are_frozen_is_given_back() -> None:
     model = build(Setup())
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=0.01)
 
@@ -320,10 +311,6 @@ def frozen_without_gradients() -> None:
     model[0].requires_grad_(False)
     at_rest(3)
     assert at_rest(4) <= before
-
-
-def test_the_memory_of_gradients_of_layers_that_are_frozen_is_given_back() -> None:
-    VirtualRanks(1).run(frozen_without_gradients)
 
 
 def out_of_memory(failures: dict[int, int]) -> list[Tensor]:
@@ -360,18 +347,15 @@ def _shards_after_a_backward(model: nn.Module) -> list[GradShard]:
     return shards(model)
 
 
-def out_of_memory_twice() -> None:
-    assert all(map(torch.equal, out_of_memory({2: 1, 4: 2}), out_of_memory({})))
-
-
+@on_virtual_ranks(2)
 def test_steps_that_ran_out_of_memory_for_gradients_leave_nothing_to_later_ones() -> None:
-    VirtualRanks(2).run(out_of_memory_twice)
+    assert all(map(torch.equal, out_of_memory({2: 1, 4: 2}), out_of_memory({})))
 
 
 # -- graphs
 
 
-def whole_steps(graphed: Callable[..., Any]) -> list[Any]:
+def whole_steps(graphed: Graphed) -> Values:
     model = build(Setup())
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=0.01)
 
@@ -399,7 +383,7 @@ def test_a_graph_of_whole_steps_leaves_no_memory_of_gradients(ranks: int) -> Non
     same_on(ranks, whole_steps)
 
 
-def gradients_returned(graphed: Callable[..., Any]) -> list[Any]:
+def gradients_returned(graphed: Graphed) -> Values:
     model, kept = build(Setup()), {}
 
     @graphed(model)
@@ -423,7 +407,7 @@ def test_gradients_that_a_whole_step_returns_or_keeps_are_those_of_this_call(ran
     same_on(ranks, gradients_returned)
 
 
-def frozen_and_thawed(graphed: Callable[..., Any], name: str) -> list[Any]:
+def frozen_and_thawed(graphed: Graphed, name: str) -> Values:
     """The first graph is replayed again; what it reads on the device was replaced meanwhile."""
     model = build(Setup(depth=2))
     optimizer = OPTIMIZERS[name](model)
@@ -454,7 +438,7 @@ def test_a_graph_of_before_layers_were_frozen_trains_them_again(name: str) -> No
         same_on(2, frozen_and_thawed, name)
 
 
-def surprised(graphed: Callable[..., Any]) -> list[Any]:
+def surprised(graphed: Graphed) -> Values:
     """From some call on gradients are left, which the eager calls before did not tell."""
     model = build(Setup())
     optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
@@ -532,15 +516,12 @@ def captured_by_torch(captured: bool, what: str) -> list[Any]:
     return seen
 
 
-def as_without_a_graph(what: str) -> None:
-    assert all(map(torch.equal, captured_by_torch(False, what), captured_by_torch(True, what)))
-
-
 @pytest.mark.parametrize(
     "what", ["whole", "gradients", "second backward", "norm", "update", "torch's update"]
 )
+@on_virtual_ranks(2, checks=True)
 def test_a_graph_of_the_programs_own_finds_gradients_where_they_were(what: str) -> None:
-    run_checked(2, as_without_a_graph, what)
+    assert all(map(torch.equal, captured_by_torch(False, what), captured_by_torch(True, what)))
 
 
 # -- gradients on their way

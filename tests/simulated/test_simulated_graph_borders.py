@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 import shardgrad
 from tests.simulated.programs.graphed import (
+    Graphed,
     Setup,
+    Values,
     batch,
     build,
     loss_of,
@@ -23,7 +25,7 @@ from tests.simulated.programs.graphed import (
 )
 
 
-def scaler_updated_in_the_next_call(graphed: Callable[..., Any]) -> list[Any]:
+def scaler_updated_in_the_next_call(graphed: Graphed) -> Values:
     """The scaler's verdict crosses a border; every third step has an infinity."""
     model = build(Setup())
     optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
@@ -56,7 +58,7 @@ def scaler_updated_in_the_next_call(graphed: Callable[..., Any]) -> list[Any]:
     return seen + weights(model)
 
 
-def event_of_the_optimizer(graphed: Callable[..., Any]) -> list[Any]:
+def event_of_the_optimizer(graphed: Graphed) -> Values:
     """FSDP2's `set_post_optim_event`, called in the step that the event is recorded in."""
     model = build(Setup())
     optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
@@ -75,7 +77,7 @@ def event_of_the_optimizer(graphed: Callable[..., Any]) -> list[Any]:
     return seen + weights(model)
 
 
-def write_after_an_error(graphed: Callable[..., Any]) -> list[Any]:
+def write_after_an_error(graphed: Graphed) -> Values:
     """The program goes on at once on its own stream, with parameters that the step was still
     reading.
     """

@@ -7,7 +7,7 @@ import re
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,15 +26,18 @@ from shardgrad.errors import (
     CaptureError,
 )
 from tests.simulated.accelerator.device import NAME, checked
-from tests.simulated.accelerator.virtual_ranks import VirtualRanks
+from tests.simulated.accelerator.virtual_ranks import VirtualRanks, on_virtual_ranks
 from tests.simulated.programs.graphed import (
     WIDTH,
+    Graphed,
     Setup,
+    Values,
     batch,
     build,
     eager,
     loss_of,
     require_replays,
+    same_bits_as_eager,
     same_on,
     training_step,
     weights,
@@ -53,7 +56,8 @@ class Batch:
     name: str = "text"
 
 
-def structures() -> None:
+@on_virtual_ranks(1)
+def test_inputs_are_copied_or_static_or_choose_a_graph() -> None:
     scale = torch.full((), 3.0, device=NAME)
     torch._dynamo.mark_static_address(scale)
     parameter = nn.Parameter(torch.full((), 5.0, device=NAME))
@@ -89,11 +93,8 @@ def structures() -> None:
     alone.close()
 
 
-def test_inputs_are_copied_or_static_or_choose_a_graph() -> None:
-    VirtualRanks(1).run(structures)
-
-
-def trains_on_batches_of_the_host(graphed: Callable[..., Any]) -> list[Any]:
+@same_bits_as_eager(1)
+def test_a_batch_of_the_host_is_read_after_it_has_arrived(graphed: Graphed) -> Values:
     model = build(Setup())
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=0.01)
     step = training_step(graphed, model, optimizer)
@@ -106,11 +107,9 @@ def trains_on_batches_of_the_host(graphed: Callable[..., Any]) -> list[Any]:
     return [*losses, *weights(model)]
 
 
-def test_a_batch_of_the_host_is_read_after_it_has_arrived() -> None:
-    same_on(1, trains_on_batches_of_the_host)
-
-
-def outputs_of_replays(clone: bool) -> None:
+@pytest.mark.parametrize("clone", [False, True])
+@on_virtual_ranks(1)
+def test_outputs_are_overwritten_unless_they_are_cloned(clone: bool) -> None:
     @shardgrad.graphed_step(warmup=1, clone_outputs=clone)
     def step(x: Tensor) -> Tensor:
         return x * 2
@@ -123,12 +122,8 @@ def outputs_of_replays(clone: bool) -> None:
     step.close()
 
 
-@pytest.mark.parametrize("clone", [False, True])
-def test_outputs_are_overwritten_unless_they_are_cloned(clone: bool) -> None:
-    VirtualRanks(1).run(outputs_of_replays, clone)
-
-
-def buckets() -> None:
+@on_virtual_ranks(1)
+def test_shapes_can_be_bucketed() -> None:
     def padded(x: Tensor) -> tuple[tuple[Tensor], dict[str, Any]]:
         rows = 4 if len(x) <= 4 else 8
         return (torch.cat([x, x.new_zeros(rows - len(x))]),), {}
@@ -143,14 +138,12 @@ def buckets() -> None:
     step.close()
 
 
-def test_shapes_can_be_bucketed() -> None:
-    VirtualRanks(1).run(buckets)
-
-
 # -- what cannot be captured
 
 
-def failing(policy: str) -> None:
+@pytest.mark.parametrize("policy", ["raise", "eager"])
+@on_virtual_ranks(1)
+def test_a_failed_capture_changes_nothing_and_the_loop_goes_on_eagerly(policy: str) -> None:
     model = build(Setup())
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
     reads = False
@@ -187,11 +180,6 @@ def failing(policy: str) -> None:
     assert (step.captures, step.replays) == (0, 0)
     assert "it could not be captured: HostSync" in step.status()
     step.close()
-
-
-@pytest.mark.parametrize("policy", ["raise", "eager"])
-def test_a_failed_capture_changes_nothing_and_the_loop_goes_on_eagerly(policy: str) -> None:
-    VirtualRanks(1).run(failing, policy)
 
 
 def capture_fails_on_rank_1(policy: str) -> str:
@@ -247,7 +235,7 @@ def test_a_capture_that_fails_on_one_rank_ends_on_all_in_time_and_names_it(polic
         assert found[1].startswith(apart)
 
 
-def exception_in_the_step(graphed: Callable[..., Any], setup: Setup, half_way: bool) -> list[Any]:
+def exception_in_the_step(graphed: Graphed, setup: Setup, half_way: bool) -> Values:
     """The function raises while it is captured, once; the call is repeated and trains as if nothing
     was.
     """
@@ -416,7 +404,8 @@ class Watched(shardgrad.graphs.Capturable):
         self.asked.append(is_capturing(torch.device(NAME)))
 
 
-def nothing_is_left_over() -> None:
+@on_virtual_ranks(1)
+def test_a_graph_begins_and_ends_with_nothing_in_flight() -> None:
     watched, dead = Watched(), []
 
     @shardgrad.graphed_step(watched, warmup=1)
@@ -437,11 +426,8 @@ def nothing_is_left_over() -> None:
     assert waits.called, "a graph was destroyed while it may be running"
 
 
-def test_a_graph_begins_and_ends_with_nothing_in_flight() -> None:
-    VirtualRanks(1).run(nothing_is_left_over)
-
-
-def constants_of_an_optimizer() -> None:
+@on_virtual_ranks(1)
+def test_a_reset_allows_what_a_graph_forbids() -> None:
     model = build(Setup(depth=1))
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
     step = training_step(shardgrad.graphed_step, model, optimizer)
@@ -452,10 +438,6 @@ def constants_of_an_optimizer() -> None:
         group["maximize"] = True
     step.reset()
     group["maximize"] = True
-
-
-def test_a_reset_allows_what_a_graph_forbids() -> None:
-    VirtualRanks(1).run(constants_of_an_optimizer)
 
 
 def graphs_go_first() -> bool:
@@ -525,7 +507,8 @@ def test_torchs_functions_are_replaced_only_while_there_are_graphs() -> None:
 # -- what is found before a capture
 
 
-def count_on_the_host() -> None:
+@on_virtual_ranks(1)
+def test_a_number_that_a_replay_would_not_change_is_named() -> None:
     model = build(Setup())
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
     calls = 0
@@ -549,11 +532,7 @@ def count_on_the_host() -> None:
     step.close()
 
 
-def test_a_number_that_a_replay_would_not_change_is_named() -> None:
-    VirtualRanks(1).run(count_on_the_host)
-
-
-def adversarial(graphed: Callable[..., Any], frozen_without: bool = False) -> list[Any]:
+def adversarial(graphed: Graphed, frozen_without: bool = False) -> Values:
     """One of two models stands still while the other learns to deceive it, in one step."""
     forger, critic = build(Setup()), build(Setup(depth=2))
     for block in (*forger, *critic):
@@ -590,7 +569,8 @@ def test_a_model_is_frozen_and_trained_in_one_graphed_step(ranks: int) -> None:
     same_on(ranks, adversarial)
 
 
-def frozen_without_gradients() -> None:
+@on_virtual_ranks(1)
+def test_a_model_that_is_frozen_without_gradients_is_refused_by_name_and_trains_eagerly() -> None:
     with pytest.raises(CaptureError, match="requires_grad changed inside a graphed step") as caught:
         adversarial(shardgrad.graphed_step, frozen_without=True)
     assert (caught.value.where or "").startswith("parameter 0.first.weight and 5 more; ")
@@ -603,14 +583,12 @@ def frozen_without_gradients() -> None:
         assert torch.equal(torch.as_tensor(ours), torch.as_tensor(theirs))
 
 
-def test_a_model_that_is_frozen_without_gradients_is_refused_by_name_and_trains_eagerly() -> None:
-    VirtualRanks(1).run(frozen_without_gradients)
-
-
 # -- several callers
 
 
-def outputs_on_two_streams(warmup: int, clones: bool) -> None:
+@pytest.mark.parametrize(("warmup", "clones"), [(8, False), (1, True)], ids=["eager", "clones"])
+@on_virtual_ranks(1)
+def test_an_output_is_not_written_over_while_its_caller_reads_it(warmup: int, clones: bool) -> None:
     """An output is read in the caller's stream and dropped; the next call is another stream's."""
 
     @shardgrad.graphed_step(warmup=warmup, clone_outputs=clones)
@@ -627,15 +605,11 @@ def outputs_on_two_streams(warmup: int, clones: bool) -> None:
     step.close()
 
 
-@pytest.mark.parametrize(("warmup", "clones"), [(8, False), (1, True)], ids=["eager", "clones"])
-def test_an_output_is_not_written_over_while_its_caller_reads_it(warmup: int, clones: bool) -> None:
-    VirtualRanks(1).run(outputs_on_two_streams, warmup, clones)
-
-
 # -- trust
 
 
-def runs_of_the_function() -> None:
+@on_virtual_ranks(1)
+def test_the_function_runs_for_two_captures_and_for_no_later_call() -> None:
     runs = 0
 
     @shardgrad.graphed_step(warmup=1)
@@ -653,10 +627,6 @@ def runs_of_the_function() -> None:
     step.close()
 
 
-def test_the_function_runs_for_two_captures_and_for_no_later_call() -> None:
-    VirtualRanks(1).run(runs_of_the_function)
-
-
 class Counter(shardgrad.graphs.Capturable):
     """State on the device, of which `graphed_step` may be told or not."""
 
@@ -667,7 +637,9 @@ class Counter(shardgrad.graphs.Capturable):
         return iter([("the counter", self.value)] if self.told else [])
 
 
-def forgotten_state(told: bool) -> None:
+@pytest.mark.parametrize("told", [False, True])
+@on_virtual_ranks(2)
+def test_state_that_the_step_was_not_told_of_is_written_once_in_each_call(told: bool) -> None:
     model = build(Setup(depth=1))
     counter = Counter(told=told)
     doubled = torch.ones((), device=NAME)
@@ -687,12 +659,8 @@ def forgotten_state(told: bool) -> None:
     step.close()
 
 
-@pytest.mark.parametrize("told", [False, True])
-def test_state_that_the_step_was_not_told_of_is_written_once_in_each_call(told: bool) -> None:
-    VirtualRanks(2).run(forgotten_state, told)
-
-
-def saved_random_state() -> None:
+@on_virtual_ranks(1)
+def test_a_region_that_saves_the_random_state_is_refused_where_graphs_cannot() -> None:
     model = build(Setup(dropout=0.5, recomputes=True, saves_random_state=True))
 
     @shardgrad.graphed_step(model)
@@ -713,14 +681,11 @@ def saved_random_state() -> None:
     step.close()
 
 
-def test_a_region_that_saves_the_random_state_is_refused_where_graphs_cannot() -> None:
-    VirtualRanks(1).run(saved_random_state)
-
-
 # -- status
 
 
-def polled() -> None:
+@on_virtual_ranks(1)
+def test_a_progress_display_can_ask_how_it_goes() -> None:
     model = build(Setup())
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
 
@@ -750,11 +715,8 @@ def polled() -> None:
     step.close()
 
 
-def test_a_progress_display_can_ask_how_it_goes() -> None:
-    VirtualRanks(1).run(polled)
-
-
-def polled_too_late() -> None:
+@on_virtual_ranks(1)
+def test_a_status_is_not_made_of_what_another_step_of_the_pool_left() -> None:
     model = build(Setup())
 
     @shardgrad.graphed_step(model, warmup=1)
@@ -775,10 +737,6 @@ def polled_too_late() -> None:
         assert step.poll() == status, "what lies there now is not this step's any more"
     step.close()
     other.close()
-
-
-def test_a_status_is_not_made_of_what_another_step_of_the_pool_left() -> None:
-    VirtualRanks(1).run(polled_too_late)
 
 
 def test_the_pool_knows_what_its_graphs_hold() -> None:

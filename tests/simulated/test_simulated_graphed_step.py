@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,14 +15,17 @@ from torch.distributed.tensor import DTensor
 
 import shardgrad
 from tests.simulated.accelerator.device import NAME
-from tests.simulated.accelerator.virtual_ranks import VirtualRanks, one_at_a_time
+from tests.simulated.accelerator.virtual_ranks import on_virtual_ranks, one_at_a_time
 from tests.simulated.programs.graphed import (
     WIDTH,
+    Graphed,
     Setup,
+    Values,
     batch,
     build,
     loss_of,
     require_replays,
+    same_bits_as_eager,
     same_on,
     training_step,
     weights,
@@ -32,7 +34,7 @@ from tests.simulated.programs.graphed import (
 # -- what a step may be made of
 
 
-def plain_training(graphed: Callable[..., Any], setup: Setup) -> list[Any]:
+def plain_training(graphed: Graphed, setup: Setup) -> Values:
     model = build(setup)
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
 
@@ -74,7 +76,10 @@ def test_every_mode_of_the_engine_is_replayed_bit_for_bit(name: str) -> None:
 # -- gradients that the program keeps from call to call
 
 
-def everything(graphed: Callable[..., Any]) -> list[Any]:
+@same_bits_as_eager(2)
+def test_200_steps_of_everything_are_bit_for_bit_those_of_eager(
+    graphed: Graphed,
+) -> Values:
     """200 steps of all at once; step 60 has an infinity, after step 120 a checkpoint is loaded."""
     model = build(Setup(depth=2, dropout=0.2))
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
@@ -128,11 +133,7 @@ def _load(model: nn.Module, optimizer: torch.optim.Optimizer, saved: Any) -> Non
     optimizer.load_state_dict(saved[1])
 
 
-def test_200_steps_of_everything_are_bit_for_bit_those_of_eager() -> None:
-    same_on(2, everything)
-
-
-def evaluated_at_rest(graphed: Callable[..., Any], setup: Setup) -> list[Any]:
+def evaluated_at_rest(graphed: Graphed, setup: Setup) -> Values:
     """An evaluation is captured while nothing has changed since the last one, and gathers all the
     same.
     """
@@ -171,7 +172,10 @@ def test_an_evaluation_captured_at_rest_sees_every_later_update(stage: str) -> N
     same_on(ranks, evaluated_at_rest, setup)
 
 
-def evaluated_with_other_weights(graphed: Callable[..., Any]) -> list[Any]:
+@same_bits_as_eager(2)
+def test_an_evaluation_in_a_graph_computes_with_parameters_that_were_assigned(
+    graphed: Graphed,
+) -> Values:
     """Between evaluations, other parameters are assigned, which no address or number of them
     shows.
     """
@@ -194,11 +198,10 @@ def evaluated_with_other_weights(graphed: Callable[..., Any]) -> list[Any]:
     return seen + weights(model)
 
 
-def test_an_evaluation_in_a_graph_computes_with_parameters_that_were_assigned() -> None:
-    same_on(2, evaluated_with_other_weights)
-
-
-def shapes(graphed: Callable[..., Any]) -> list[Any]:
+@same_bits_as_eager(2)
+def test_each_shape_has_its_graph_and_the_oldest_is_dropped(
+    graphed: Graphed,
+) -> Values:
     model = build(Setup())
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
 
@@ -212,11 +215,9 @@ def shapes(graphed: Callable[..., Any]) -> list[Any]:
     return seen + weights(model)
 
 
-def test_each_shape_has_its_graph_and_the_oldest_is_dropped() -> None:
-    same_on(2, shapes)
-
-
-def versions_of_a_weight() -> None:
+@on_virtual_ranks(2)
+def test_a_weights_version_moves_with_a_replay_as_with_an_optimizers_step() -> None:
+    """What a layer keeps of a weight, such as a copy in another precision, is made again then."""
     model = build(Setup())
     step = training_step(
         shardgrad.graphed_step, model, shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
@@ -232,12 +233,9 @@ def versions_of_a_weight() -> None:
     step.close()
 
 
-def test_a_weights_version_moves_with_a_replay_as_with_an_optimizers_step() -> None:
-    """What a layer keeps of a weight, such as a copy in another precision, is made again then."""
-    VirtualRanks(2).run(versions_of_a_weight)
-
-
-def resharded_after(steps: int) -> None:
+@pytest.mark.parametrize("steps", [1, 6])
+@on_virtual_ranks(2)
+def test_a_replay_ends_what_a_backward_that_made_a_graph_had_kept_unsharded(steps: int) -> None:
     """A step whose backward keeps no graph ends what an earlier one had kept, eager or replayed."""
     model = build(Setup())
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
@@ -258,15 +256,13 @@ def resharded_after(steps: int) -> None:
     step.close()
 
 
-@pytest.mark.parametrize("steps", [1, 6])
-def test_a_replay_ends_what_a_backward_that_made_a_graph_had_kept_unsharded(steps: int) -> None:
-    VirtualRanks(2).run(resharded_after, steps)
-
-
 # -- torch's optimizers and plain modules
 
 
-def stock_optimizer(graphed: Callable[..., Any]) -> list[Any]:
+@same_bits_as_eager(2)
+def test_a_number_of_torchs_optimizer_that_changes_is_another_graph(
+    graphed: Graphed,
+) -> Values:
     """SGD has its learning rate as a number: a new one is another graph, after an eager step with
     it.
     """
@@ -282,11 +278,10 @@ def stock_optimizer(graphed: Callable[..., Any]) -> list[Any]:
     return seen + weights(model)
 
 
-def test_a_number_of_torchs_optimizer_that_changes_is_another_graph() -> None:
-    same_on(2, stock_optimizer)
-
-
-def uncapturable_optimizer(graphed: Callable[..., Any]) -> list[Any]:
+@same_bits_as_eager(2)
+def test_a_graph_is_cut_around_an_optimizer_that_it_cannot_hold(
+    graphed: Graphed,
+) -> Values:
     """torch's AdamW counts its steps on the host: the graph is cut around it, and a schedule is
     followed.
     """
@@ -311,11 +306,11 @@ def uncapturable_optimizer(graphed: Callable[..., Any]) -> list[Any]:
     return seen + weights(model)
 
 
-def test_a_graph_is_cut_around_an_optimizer_that_it_cannot_hold() -> None:
-    same_on(2, uncapturable_optimizer)
-
-
-def logging(graphed: Callable[..., Any], where: str) -> list[Any]:
+@pytest.mark.parametrize("where", ["before the backward", "between micro-batches"])
+@same_bits_as_eager(2)
+def test_a_graph_is_cut_where_the_step_says_that_the_host_reads(
+    graphed: Graphed, where: str
+) -> Values:
     """A loss is read on the host in the middle of a step: the graph is cut there."""
     model = build(Setup())
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
@@ -348,12 +343,9 @@ def _norm(model: nn.Module) -> float:
     )
 
 
-@pytest.mark.parametrize("where", ["before the backward", "between micro-batches"])
-def test_a_graph_is_cut_where_the_step_says_that_the_host_reads(where: str) -> None:
-    same_on(2, logging, where)
-
-
-def plain_module(graphed: Callable[..., Any], make: str) -> list[Any]:
+@pytest.mark.parametrize("make", ["ours", "torch's"])
+@same_bits_as_eager(1)
+def test_a_module_that_nobody_shards_is_captured_too(graphed: Graphed, make: str) -> Values:
     with one_at_a_time():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.3))
@@ -377,12 +369,11 @@ def plain_module(graphed: Callable[..., Any], make: str) -> list[Any]:
     return [*seen, *(t.detach().cpu() for t in (*model.parameters(), *model.buffers()))]
 
 
-@pytest.mark.parametrize("make", ["ours", "torch's"])
-def test_a_module_that_nobody_shards_is_captured_too(make: str) -> None:
-    same_on(1, plain_module, make)
-
-
-def replaced_in_a_plain_module(graphed: Callable[..., Any], what: str) -> list[Any]:
+@pytest.mark.parametrize("what", ["parameter", "buffer", "module"])
+@same_bits_as_eager(1)
+def test_what_is_replaced_in_a_module_that_nobody_shards_is_another_graph(
+    graphed: Graphed, what: str
+) -> Values:
     with one_at_a_time():
         torch.manual_seed(0)
         layers = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU()
@@ -429,9 +420,11 @@ class Switching(nn.Module):
         return self.now(x)
 
 
-def replaced_in_the_step(
-    graphed: Callable[..., Any], kind: type[nn.Module], name: str
-) -> list[Any]:
+@pytest.mark.parametrize(("kind", "name"), [(Centred, "mean"), (Switching, "now")])
+@same_bits_as_eager(1)
+def test_a_step_that_replaces_what_a_module_has_is_not_captured(
+    graphed: Graphed, kind: type[nn.Module], name: str
+) -> Values:
     model = nn.Sequential(kind()).to(NAME)
 
     @graphed(model, warmup=1, on_uncapturable="eager")
@@ -445,15 +438,3 @@ def replaced_in_the_step(
         assert step.replays == 0
         assert any(f"the step replaces 0.{name}," in str(each.message) for each in told)
     return [*seen, *(buffer.cpu() for buffer in model.buffers())]
-
-
-@pytest.mark.parametrize(("kind", "name"), [(Centred, "mean"), (Switching, "now")])
-def test_a_step_that_replaces_what_a_module_has_is_not_captured(
-    kind: type[nn.Module], name: str
-) -> None:
-    same_on(1, replaced_in_the_step, kind, name)
-
-
-@pytest.mark.parametrize("what", ["parameter", "buffer", "module"])
-def test_what_is_replaced_in_a_module_that_nobody_shards_is_another_graph(what: str) -> None:
-    same_on(1, replaced_in_a_plain_module, what)

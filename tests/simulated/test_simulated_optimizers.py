@@ -15,14 +15,16 @@ from torch import Tensor
 
 import shardgrad
 from tests.simulated.accelerator.device import NAME, Graph, checked
-from tests.simulated.accelerator.virtual_ranks import VirtualRanks
+from tests.simulated.accelerator.virtual_ranks import VirtualRanks, on_virtual_ranks
 from tests.simulated.programs.graphed import (
+    Graphed,
     Setup,
+    Values,
     batch,
     build,
     loss_of,
     require_replays,
-    same_on,
+    same_bits_as_eager,
     weights,
 )
 
@@ -43,7 +45,9 @@ OPTIMIZERS: dict[str, Optimizer] = {
 BAD_STEP = 5
 
 
-def train(graphed: Callable[..., Any], name: str) -> list[Any]:
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@same_bits_as_eager(2)
+def test_a_replay_follows_schedules_skips_and_equals_eager(graphed: Graphed, name: str) -> Values:
     dtype = torch.bfloat16 if name.startswith("adam") and " " in name else torch.float32
     model = build(Setup(dtype=dtype))
     optim = OPTIMIZERS[name]([p for p in model.parameters() if p.ndim == 2])
@@ -71,12 +75,8 @@ def train(graphed: Callable[..., Any], name: str) -> list[Any]:
     return [*norms, scaler.get_scale(), *weights(model)]
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_replay_follows_schedules_skips_and_equals_eager(name: str) -> None:
-    same_on(2, train, name)
-
-
-def skips_are_counted_by_replays_alone() -> None:
+@on_virtual_ranks(2)
+def test_replays_count_the_steps_they_skip() -> None:
     """The first verdict that the optimizer ever gets is inside the graph."""
     model = build(Setup())
     optim = shardgrad.optim.AdamW(model.parameters())
@@ -94,10 +94,6 @@ def skips_are_counted_by_replays_alone() -> None:
             graph.replay()
             assert optim.skipped_steps.item() == skipped
         assert optim.state[model[0].first.weight]["step"] == 1
-
-
-def test_replays_count_the_steps_they_skip() -> None:
-    VirtualRanks(2).run(skips_are_counted_by_replays_alone)
 
 
 def clamped_through_data(waits_for_the_update_only: bool) -> None:

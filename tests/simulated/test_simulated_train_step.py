@@ -19,7 +19,7 @@ from shardgrad.programs.train.parallel import World
 from shardgrad.programs.train.sharding import build_model
 from shardgrad.programs.train.step import TrainStep, validation_loss
 from tests.simulated.accelerator.device import NAME, checked
-from tests.simulated.accelerator.virtual_ranks import VirtualRanks, one_at_a_time
+from tests.simulated.accelerator.virtual_ranks import on_virtual_ranks, one_at_a_time
 
 STEPS = 7
 SHAPE = {"width": 16, "layers": 2, "heads": 2, "kv_heads": 1, "hidden": 16}
@@ -60,18 +60,6 @@ def trained(config: TrainConfig) -> Seen:
     return seen
 
 
-def same_with_a_graph(settings: dict[str, Any]) -> None:
-    common: dict[str, Any] = {"steps": STEPS, "seq_len": 8, "batch_size": 2, "override": SHAPE}
-    common |= {"warmup_steps": 3, "eval_samples": 3, "lr": 1e-2, **settings}
-    runs = []
-    for graph in ("off", "auto"):
-        with checked():
-            runs.append(trained(TrainConfig(**common, graph=graph)))
-    off, auto = runs
-    assert off == auto
-    assert (off.replays, auto.replays) == (0, STEPS - 3)
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -85,5 +73,14 @@ def same_with_a_graph(settings: dict[str, Any]) -> None:
     ],
     ids=" ".join,
 )
+@on_virtual_ranks(2)
 def test_the_program_captures_its_step_and_trains_as_without(settings: dict[str, Any]) -> None:
-    VirtualRanks(2).run(same_with_a_graph, settings)
+    common: dict[str, Any] = {"steps": STEPS, "seq_len": 8, "batch_size": 2, "override": SHAPE}
+    common |= {"warmup_steps": 3, "eval_samples": 3, "lr": 1e-2, **settings}
+    runs = []
+    for graph in ("off", "auto"):
+        with checked():
+            runs.append(trained(TrainConfig(**common, graph=graph)))
+    off, auto = runs
+    assert off == auto
+    assert (off.replays, auto.replays) == (0, STEPS - 3)

@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -79,6 +79,22 @@ class VirtualRanks:
                 thread.start()
             run.wait_for(threads, timeout_s)
         return run.results_or_raise()
+
+
+def on_virtual_ranks(
+    world_size: int, *, checks: bool = False
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a test run on virtual ranks, with its parameters; `checks` makes a hazard an error."""
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        @wraps(function)
+        def test(**parameters: Any) -> None:
+            with device.checked() if checks else contextlib.nullcontext():
+                VirtualRanks(world_size).run(function, **parameters)
+
+        return test
+
+    return decorate
 
 
 class _Run:

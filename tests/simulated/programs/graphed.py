@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -127,7 +129,9 @@ def weights(*models: nn.Module) -> list[Tensor]:
 
 # -- the oracle: the same program without a graph
 
-Program = Callable[[Callable[..., Any]], list[Any]]
+Graphed = Callable[..., Any]  # `graphed_step`, or what stands for it
+Values = list[Any]
+Program = Callable[..., Values]
 
 
 def eager(*capturables: Any, **settings: Any) -> Callable[[Any], Any]:
@@ -152,6 +156,22 @@ def both(program: Program, *args: Any) -> None:
 def same_on(ranks: int, program: Program, *args: Any) -> None:
     """Runs `both` on virtual ranks."""
     VirtualRanks(ranks).run(both, program, *args)
+
+
+def same_bits_as_eager(ranks: int) -> Callable[[Program], Callable[..., None]]:
+    """Makes a test of a program that is given `graphed_step`, or what stands for it: `same_on`."""
+
+    def decorate(program: Program) -> Callable[..., None]:
+        @wraps(program)
+        def test(**parameters: Any) -> None:
+            same_on(ranks, partial(program, **parameters))
+
+        signature = inspect.signature(program)
+        others = list(signature.parameters.values())[1:]
+        test.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]
+        return test
+
+    return decorate
 
 
 def require_replays(step: Any, captures: int, replays: int) -> None:
