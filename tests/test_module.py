@@ -22,6 +22,7 @@ from tests.support.parity import (
     Route,
     Tensors,
     Tower,
+    as_under_fsdp2,
     assert_same_bits,
     make_optimizer,
     same_bits_as_fsdp2,
@@ -239,7 +240,11 @@ def test_by_default_what_backward_needs_first_is_kept() -> None:
     assert all(isinstance(param, DTensor) for param in model.parameters())
 
 
-def train_with_a_penalty_of_weights(engine: Engine) -> Tensors:
+@on_ranks(2)
+@as_under_fsdp2
+def test_a_penalty_of_sharded_weights_after_the_forward_trains_like_fsdp2(
+    engine: Engine,
+) -> Tensors:
     model = engine.shard_tower(tower())
     optim = make_optimizer("adamw", model)
     for step in range(3):
@@ -252,13 +257,9 @@ def train_with_a_penalty_of_weights(engine: Engine) -> Tensors:
     return engine.snapshot(model)
 
 
-def test_a_penalty_of_sharded_weights_after_the_forward_trains_like_fsdp2(
-    two_ranks: Ranks,
-) -> None:
-    two_ranks.run(same_bits_as_fsdp2, train_with_a_penalty_of_weights)
-
-
-def train_stepping_in_hooks(engine: Engine) -> Tensors:
+@on_ranks(2)
+@as_under_fsdp2
+def test_optimizers_that_step_in_hooks_train_bit_for_bit_like_fsdp2(engine: Engine) -> Tensors:
     model = engine.shard_tower(tower())
     optims = {param: torch.optim.AdamW([param], lr=1e-2) for param in model.parameters()}
 
@@ -273,7 +274,12 @@ def train_stepping_in_hooks(engine: Engine) -> Tensors:
     return engine.snapshot(model)
 
 
-def train_clipped(engine: Engine, norm_type: float) -> Tensors:
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+@on_ranks(2)
+@as_under_fsdp2
+def test_clipping_the_norm_of_gradients_is_bit_for_bit_like_fsdp2(
+    engine: Engine, norm_type: float
+) -> Tensors:
     # No empty pieces: torch has no infinity norm of them.
     model = engine.fully_shard(stack(5, 7, 3))
     optim = make_optimizer("sgd", model)
@@ -292,14 +298,3 @@ def train_clipped(engine: Engine, norm_type: float) -> Tensors:
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_settings_train_bit_for_bit_like_fsdp2(two_ranks: Ranks, setting: object) -> None:
     two_ranks.run(same_bits_as_fsdp2, train_set, setting, micro_batches=2)
-
-
-def test_optimizers_that_step_in_hooks_train_bit_for_bit_like_fsdp2(two_ranks: Ranks) -> None:
-    two_ranks.run(same_bits_as_fsdp2, train_stepping_in_hooks)
-
-
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
-def test_clipping_the_norm_of_gradients_is_bit_for_bit_like_fsdp2(
-    two_ranks: Ranks, norm_type: float
-) -> None:
-    two_ranks.run(same_bits_as_fsdp2, train_clipped, norm_type)

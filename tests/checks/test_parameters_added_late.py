@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardgrad import fully_shard
 from shardgrad.errors import UnownedParameterError
-from tests.support.parity import SHARDGRAD, Engine, Tensors, close_to_unsharded
+from tests.support.parity import SHARDGRAD, Engine, Tensors, as_unsharded
 from tests.support.ranks import Ranks, on_ranks
 
 WIDTH = 6
@@ -65,7 +65,12 @@ def test_an_adapter_that_was_frozen_is_refused_when_it_begins_to_train() -> None
         loss_of(SHARDGRAD, model)
 
 
-def trained_after_the_line_was_added(engine: Engine, trained_before: bool) -> Tensors:
+@pytest.mark.parametrize("trained_before", [False, True], ids=["first", "after_a_step"])
+@on_ranks(2)
+@as_unsharded
+def test_an_adapter_and_a_head_train_like_the_unsharded_model_once_the_line_is_added(
+    engine: Engine, trained_before: bool
+) -> Tensors:
     model = blocks(engine)
     if trained_before:
         loss_of(engine, model).backward()
@@ -106,13 +111,6 @@ def test_only_what_is_under_the_called_part_is_looked_at() -> None:
     model[0](torch.ones(2, WIDTH)).sum().backward()  # the other part has the adapter
     with pytest.raises(UnownedParameterError, match=r"lora\.weight"):
         model[1](torch.ones(2, WIDTH))
-
-
-@pytest.mark.parametrize("trained_before", [False, True], ids=["first", "after_a_step"])
-def test_an_adapter_and_a_head_train_like_the_unsharded_model_once_the_line_is_added(
-    two_ranks: Ranks, trained_before: bool
-) -> None:
-    two_ranks.run(close_to_unsharded, trained_after_the_line_was_added, trained_before)
 
 
 # -- around the units

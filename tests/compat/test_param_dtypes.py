@@ -21,6 +21,7 @@ from tests.support.parity import (
     SHARDGRAD,
     Engine,
     Tensors,
+    as_under_fsdp2,
     same_bits_as_fsdp2,
     stack,
     tower,
@@ -197,15 +198,13 @@ class WideLinear(nn.Module):
         return _Wide.apply(x, self.weight)
 
 
-def train_wide(engine: Engine) -> Tensors:
+@from_2_15
+@on_ranks(2)
+@as_under_fsdp2
+def test_gradients_wider_than_their_parameter_are_not_narrowed(engine: Engine) -> Tensors:
     model = engine.fully_shard(WideLinear(), mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
     model(engine.inputs(0, 4)).float().square().sum().backward()
     return engine.snapshot(model)
-
-
-@from_2_15
-def test_gradients_wider_than_their_parameter_are_not_narrowed(two_ranks: Ranks) -> None:
-    two_ranks.run(same_bits_as_fsdp2, train_wide)
 
 
 @dataclass(frozen=True)

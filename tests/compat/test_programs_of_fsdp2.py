@@ -23,7 +23,8 @@ from tests.support.parity import (
     SHARDGRAD,
     Engine,
     Tensors,
-    close_to_unsharded,
+    as_under_fsdp2,
+    as_unsharded,
     float64,
     hsdp_mesh,
     make_optimizer,
@@ -62,7 +63,9 @@ def test_a_two_dimensional_mesh_of_process_groups_works_too(two_ranks: Ranks) ->
 # -- construction and calls
 
 
-def train_sharded_while_built(engine: Engine) -> Tensors:
+@on_ranks(2)
+@as_under_fsdp2
+def test_layers_may_be_sharded_as_they_are_built(engine: Engine) -> Tensors:
     torch.manual_seed(0)
     layers: list[nn.Module] = []
     for _ in range(3):
@@ -71,18 +74,12 @@ def train_sharded_while_built(engine: Engine) -> Tensors:
     return train_squares(engine, engine.fully_shard(nn.Sequential(*layers)), 5)
 
 
-def test_layers_may_be_sharded_as_they_are_built(two_ranks: Ranks) -> None:
-    two_ranks.run(same_bits_as_fsdp2, train_sharded_while_built)
-
-
-def train_a_list_without_a_root(engine: Engine) -> Tensors:
+@on_ranks(2)
+@as_unsharded
+def test_a_list_of_plain_modules_needs_no_root(engine: Engine) -> Tensors:
     model = stack(5, 7, 3)
     engine.fully_shard([model[0], model[2]])
     return train_squares(engine, model, 5)
-
-
-def test_a_list_of_plain_modules_needs_no_root(two_ranks: Ranks) -> None:
-    two_ranks.run(close_to_unsharded, train_a_list_without_a_root)
 
 
 @on_ranks(2)
@@ -108,7 +105,9 @@ def test_registering_a_method_of_a_plain_module_does_nothing() -> None:
         shardgrad.register_fsdp_forward_method(model, "nothing_of_the_kind")
 
 
-def train_with_parameters_used_directly(engine: Engine) -> Tensors:
+@on_ranks(2)
+@as_under_fsdp2
+def test_a_forward_without_inputs_uses_parameters_directly(engine: Engine) -> Tensors:
     """A forward without inputs, which uses parameters and not their modules."""
 
     class Energy(nn.Module):
@@ -130,14 +129,12 @@ def train_with_parameters_used_directly(engine: Engine) -> Tensors:
     return engine.snapshot(model)
 
 
-def test_a_forward_without_inputs_uses_parameters_directly(two_ranks: Ranks) -> None:
-    two_ranks.run(same_bits_as_fsdp2, train_with_parameters_used_directly)
-
-
 # -- beside torch's data parallelism
 
 
-def train_inside_replicate(engine: Engine) -> Tensors:
+@on_ranks(2)
+@as_under_fsdp2
+def test_units_inside_a_replicated_module_are_left_to_the_engine(engine: Engine) -> Tensors:
     """Units inside a module that torch's composable DDP replicates: it leaves their parameters
     alone.
 
@@ -168,10 +165,6 @@ def train_inside_replicate(engine: Engine) -> Tensors:
     return inner | {"outer": model[0].weight.detach().clone()}
 
 
-def test_units_inside_a_replicated_module_are_left_to_the_engine(two_ranks: Ranks) -> None:
-    two_ranks.run(same_bits_as_fsdp2, train_inside_replicate)
-
-
 @on_ranks(2)
 def test_replicating_a_sharded_module_is_refused() -> None:
     for engine in (SHARDGRAD, FSDP2):
@@ -183,20 +176,20 @@ def test_replicating_a_sharded_module_is_refused() -> None:
 # -- what collectives leave
 
 
-def train_with_unshards_that_wait(engine: Engine) -> Tensors:
+@on_ranks(2)
+@as_under_fsdp2
+def test_the_switch_for_asynchronous_unshards_changes_nothing(engine: Engine) -> Tensors:
     model = engine.shard_tower(tower())
     model._set_unshard_async_op(True)
     return train(engine, model)
 
 
-def test_the_switch_for_asynchronous_unshards_changes_nothing(two_ranks: Ranks) -> None:
-    two_ranks.run(same_bits_as_fsdp2, train_with_unshards_that_wait)
-
-
 # -- everything at once
 
 
-def train_through_the_old_path(engine: Engine) -> Tensors:
+@on_ranks(2)
+@as_under_fsdp2
+def test_programs_that_import_from_the_old_path_train_like_under_fsdp2(engine: Engine) -> Tensors:
     """A program that imports from where FSDP2 was before it was public."""
     with shardgrad.patch() if engine is SHARDGRAD else nullcontext():
         from torch.distributed._composable.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -208,10 +201,6 @@ def train_through_the_old_path(engine: Engine) -> Tensors:
     assert isinstance(model, shardgrad.FSDPModule) is (engine is SHARDGRAD)
     assert type(model).__name__ == "FSDPSequential"
     return train_squares(engine, model, 5)
-
-
-def test_programs_that_import_from_the_old_path_train_like_under_fsdp2(two_ranks: Ranks) -> None:
-    two_ranks.run(same_bits_as_fsdp2, train_through_the_old_path)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

@@ -20,6 +20,7 @@ from tests.support.parity import (
     SHARDGRAD,
     Engine,
     Tensors,
+    as_under_fsdp2,
     assert_same_bits,
     close_to_unsharded,
     hsdp_mesh,
@@ -83,7 +84,12 @@ def test_loading_a_state_dict_restores_the_run_in_place(kind: str) -> None:
     assert_same_bits(train(SHARDGRAD, model, optimizer="sgd", first_step=1), expected)
 
 
-def train_from_a_set_state(engine: Engine, from_rank_0: bool) -> Tensors:
+@pytest.mark.parametrize("from_rank_0", [False, True], ids=["on all ranks", "from rank 0"])
+@on_ranks(2)
+@as_under_fsdp2
+def test_torchs_function_fills_a_meta_model_as_under_fsdp2(
+    engine: Engine, from_rank_0: bool
+) -> Tensors:
     """torch's function fills a model on the meta device, from a whole state on every rank or on
     one.
     """
@@ -167,13 +173,6 @@ def test_a_state_dict_after_forward_holds_the_shards(reshard_after_forward: bool
     for name, param in model.named_parameters():
         assert isinstance(param, DTensor), name
         assert param.device_mesh.size() == dist.get_world_size(), name
-
-
-@pytest.mark.parametrize("from_rank_0", [False, True], ids=["on all ranks", "from rank 0"])
-def test_torchs_function_fills_a_meta_model_as_under_fsdp2(
-    two_ranks: Ranks, from_rank_0: bool
-) -> None:
-    two_ranks.run(same_bits_as_fsdp2, train_from_a_set_state, from_rank_0)
 
 
 @pytest.mark.parametrize(

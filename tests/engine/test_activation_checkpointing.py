@@ -17,11 +17,11 @@ from tests.support.parity import (
     WIDTH,
     Engine,
     Tensors,
-    same_bits_as_fsdp2,
+    as_under_fsdp2,
     tower,
     train,
 )
-from tests.support.ranks import Ranks
+from tests.support.ranks import on_ranks
 
 
 class Recomputed(nn.Module):
@@ -48,7 +48,11 @@ def by_its_caller(module: nn.Module) -> nn.Module:
     return Recomputed(module, use_reentrant=False)
 
 
-def train_in_units_of(
+@pytest.mark.parametrize("recomputed", [by_composition, by_a_wrapper, by_its_caller])
+@pytest.mark.parametrize("units", ["blocks", "lists", "tied"])
+@on_ranks(2)
+@as_under_fsdp2
+def test_every_kind_of_recomputation_goes_with_every_kind_of_unit(
     engine: Engine, units: str, recomputed: Callable[[nn.Module], nn.Module]
 ) -> Tensors:
     """Recomputes every block. Units are blocks, or lists of what stands side by side, or hold tied
@@ -77,11 +81,3 @@ def train_in_units_of(
         model.embedding.set_unshard_in_backward(False)
     found = train(engine, model, steps=2)
     return {name.replace("_checkpoint_wrapped_module.", ""): value for name, value in found.items()}
-
-
-@pytest.mark.parametrize("recomputed", [by_composition, by_a_wrapper, by_its_caller])
-@pytest.mark.parametrize("units", ["blocks", "lists", "tied"])
-def test_every_kind_of_recomputation_goes_with_every_kind_of_unit(
-    two_ranks: Ranks, units: str, recomputed: Callable[[nn.Module], nn.Module]
-) -> None:
-    two_ranks.run(same_bits_as_fsdp2, train_in_units_of, units, recomputed)

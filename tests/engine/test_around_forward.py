@@ -19,6 +19,7 @@ from tests.support.parity import (
     Engine,
     Tensors,
     Tower,
+    as_unsharded,
     close_to_unsharded,
     stack,
     token_loss,
@@ -70,7 +71,11 @@ WAYS = [
 ]
 
 
-def around_forward(
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
+@as_unsharded
+def test_inner_modules_may_be_called_around_their_units_forward(
     engine: Engine, way: Callable[[WithMethods, Tensor, Tensor], Tensor], micro_batches: int
 ) -> Tensors:
     model = with_methods(engine)
@@ -83,16 +88,6 @@ def around_forward(
         optimizer.zero_grad()
     way(model, *engine.tokens(9)).backward()
     return engine.snapshot(model)
-
-
-@pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("way", WAYS)
-def test_inner_modules_may_be_called_around_their_units_forward(
-    two_ranks: Ranks,
-    way: Callable[[WithMethods, Tensor, Tensor], Tensor],
-    micro_batches: int,
-) -> None:
-    two_ranks.run(close_to_unsharded, around_forward, way, micro_batches)
 
 
 @on_ranks(2)
@@ -114,7 +109,12 @@ class Asking(nn.Linear):
         return super().forward(x if model is None else model(x))
 
 
-def parts_that_call_their_model(engine: Engine, reshard_after_forward: bool | None) -> Tensors:
+@pytest.mark.parametrize("reshard_after_forward", [None, True])
+@on_ranks(2)
+@as_unsharded
+def test_a_part_may_call_the_model_that_it_is_of(
+    engine: Engine, reshard_after_forward: bool | None
+) -> Tensors:
     torch.manual_seed(0)
     unit = nn.Sequential(Asking(WIDTH, WIDTH), nn.Tanh())
     model = nn.Sequential(Asking(WIDTH, WIDTH), unit)
@@ -128,13 +128,6 @@ def parts_that_call_their_model(engine: Engine, reshard_after_forward: bool | No
         loss.backward()
         model(x).square().mean().backward()
     return engine.snapshot(model)
-
-
-@pytest.mark.parametrize("reshard_after_forward", [None, True])
-def test_a_part_may_call_the_model_that_it_is_of(
-    two_ranks: Ranks, reshard_after_forward: bool | None
-) -> None:
-    two_ranks.run(close_to_unsharded, parts_that_call_their_model, reshard_after_forward)
 
 
 class Attention(nn.Module):
@@ -152,7 +145,12 @@ class Attention(nn.Module):
         return self.head(x + self.attention(x, x, x, need_weights=False)[0])
 
 
-def attention_over_a_unit(engine: Engine, is_unit: bool) -> Tensors:
+@pytest.mark.parametrize("is_unit", [False, True])
+@on_ranks(2)
+@as_unsharded
+def test_multihead_attention_may_have_its_projection_sharded(
+    engine: Engine, is_unit: bool
+) -> Tensors:
     torch.manual_seed(0)
     model = engine.fully_shard(Attention(is_unit=is_unit, engine=engine))
     for step in range(3):
@@ -162,13 +160,6 @@ def attention_over_a_unit(engine: Engine, is_unit: bool) -> Tensors:
             model.eval()(x)
         model.train()
     return engine.snapshot(model)
-
-
-@pytest.mark.parametrize("is_unit", [False, True])
-def test_multihead_attention_may_have_its_projection_sharded(
-    two_ranks: Ranks, is_unit: bool
-) -> None:
-    two_ranks.run(close_to_unsharded, attention_over_a_unit, is_unit)
 
 
 # -- what is right without help

@@ -17,6 +17,7 @@ from shardgrad.errors import ForeignParameterError
 from tests.support.parity import (
     Engine,
     Tensors,
+    as_unsharded,
     close_to_unsharded,
     make_optimizer,
     stack,
@@ -153,7 +154,12 @@ class Layers(nn.Module):
         return self.head(x)
 
 
-def train_layers(engine: Engine, give: str) -> Tensors:
+@pytest.mark.parametrize("give", GIVE)
+@on_ranks(2)
+@as_unsharded
+def test_backward_finds_the_weights_of_a_unit_whatever_it_returns(
+    engine: Engine, give: str
+) -> Tensors:
     torch.manual_seed(0)
     model = Layers(give)
     for module in (model.a, model.b, model):
@@ -163,13 +169,6 @@ def train_layers(engine: Engine, give: str) -> Tensors:
         model(engine.inputs(step, 5, dtype=model.a.linear.weight.dtype)).square().mean().backward()
 
     return train_with(engine, model, loop)
-
-
-@pytest.mark.parametrize("give", GIVE)
-def test_backward_finds_the_weights_of_a_unit_whatever_it_returns(
-    two_ranks: Ranks, give: str
-) -> None:
-    two_ranks.run(close_to_unsharded, train_layers, give)
 
 
 class Task(nn.Module):
@@ -183,7 +182,12 @@ class Task(nn.Module):
         return self.head(self.encoder(x)).square().mean()
 
 
-def train_two_tasks(engine: Engine, *, together: bool) -> Tensors:
+@pytest.mark.parametrize("together", [False, True], ids=["in turns", "in one backward"])
+@on_ranks(2)
+@as_unsharded
+def test_one_encoder_under_two_roots_equals_an_unsharded_run(
+    engine: Engine, *, together: bool
+) -> Tensors:
     """Two roots have one encoder, which is under the one that ran last."""
     torch.manual_seed(0)
     encoder = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 7))
@@ -200,13 +204,6 @@ def train_two_tasks(engine: Engine, *, together: bool) -> Tensors:
                 task(x).backward()
 
     return train_with(engine, tasks, loop)
-
-
-@pytest.mark.parametrize("together", [False, True], ids=["in turns", "in one backward"])
-def test_one_encoder_under_two_roots_equals_an_unsharded_run(
-    two_ranks: Ranks, together: bool
-) -> None:
-    two_ranks.run(close_to_unsharded, train_two_tasks, together=together)
 
 
 @on_ranks(2)

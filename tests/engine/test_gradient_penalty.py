@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tests.support.parity import Engine, Tensors, close_to_unsharded
-from tests.support.ranks import Ranks
+from tests.support.parity import Engine, Tensors, as_unsharded, close_to_unsharded
+from tests.support.ranks import Ranks, on_ranks
 
 WIDTH = 6
 
@@ -114,7 +114,11 @@ def test_a_gradient_penalty_trains_like_the_unsharded_model(
     two_ranks.run(close_to_unsharded, trained, penalty, reshard_after_forward=reshards)
 
 
-def a_penalty_of_a_block_before_the_root_has_run(engine: Engine) -> Tensors:
+@on_ranks(2)
+@as_unsharded
+def test_a_penalty_of_a_block_that_runs_before_its_root_equals_an_unsharded_run(
+    engine: Engine,
+) -> Tensors:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
     engine.fully_shard(model[1])
@@ -123,9 +127,3 @@ def a_penalty_of_a_block_before_the_root_has_run(engine: Engine) -> Tensors:
     (grad,) = torch.autograd.grad(model[1](x).square().sum(), x, create_graph=True)
     (per_row(model(batch(engine, 1))) + per_row(grad)).backward()
     return engine.snapshot(model)
-
-
-def test_a_penalty_of_a_block_that_runs_before_its_root_equals_an_unsharded_run(
-    two_ranks: Ranks,
-) -> None:
-    two_ranks.run(close_to_unsharded, a_penalty_of_a_block_before_the_root_has_run)

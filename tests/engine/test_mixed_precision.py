@@ -19,15 +19,15 @@ from tests.support.parity import (
     SHARDGRAD,
     Engine,
     Tensors,
+    as_under_fsdp2,
     make_optimizer,
-    same_bits_as_fsdp2,
     stack,
     token_loss,
     tower,
     train_squares,
     watching_collectives,
 )
-from tests.support.ranks import Ranks, on_ranks
+from tests.support.ranks import on_ranks
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 FP16 = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
@@ -118,7 +118,13 @@ POLICIES = {
 }
 
 
-def train_layered(engine: Engine, name: str, structure: str) -> Tensors:
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("name", POLICIES)
+@on_ranks(2)
+@as_under_fsdp2
+def test_casts_happen_at_the_border_of_each_policy(
+    engine: Engine, name: str, structure: str
+) -> Tensors:
     torch.manual_seed(0)
     model = Layered(structure)
     policies = POLICIES[name]
@@ -133,15 +139,9 @@ def train_layered(engine: Engine, name: str, structure: str) -> Tensors:
     return found | as_tensors(model.seen)
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("name", POLICIES)
-def test_casts_happen_at_the_border_of_each_policy(
-    two_ranks: Ranks, name: str, structure: str
-) -> None:
-    two_ranks.run(same_bits_as_fsdp2, train_layered, name, structure)
-
-
-def train_with_inputs_as_they_come(engine: Engine) -> Tensors:
+@on_ranks(2)
+@as_under_fsdp2
+def test_inputs_are_left_alone_if_the_policy_says_so(engine: Engine) -> Tensors:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     model = stack(5, 7, 3)
     engine.fully_shard(model[0], mp_policy=policy)
@@ -156,10 +156,6 @@ def train_with_inputs_as_they_come(engine: Engine) -> Tensors:
         optim.step()
         optim.zero_grad()
     return engine.snapshot(model)
-
-
-def test_inputs_are_left_alone_if_the_policy_says_so(two_ranks: Ranks) -> None:
-    two_ranks.run(same_bits_as_fsdp2, train_with_inputs_as_they_come)
 
 
 # -- norms, and lists of modules
@@ -180,7 +176,14 @@ class Normed(nn.Module):
         return output
 
 
-def train_normed(engine: Engine, policy: MixedPrecisionPolicy, together: bool) -> Tensors:
+@pytest.mark.parametrize("together", [False, True], ids=["alone", "in a list"])
+@pytest.mark.parametrize("policy", [BF16, FP16], ids=["bf16", "fp16"])
+@on_ranks(2)
+@as_under_fsdp2
+def test_norms_in_a_narrow_dtype_train_bit_for_bit_like_fsdp2(
+    engine: Engine, policy: MixedPrecisionPolicy, together: bool
+) -> Tensors:
+    """In a list, the inputs of each of its modules are cast."""
     torch.manual_seed(0)
     model = Normed()
     engine.fully_shard([model.norm, model.head] if together else model.norm, mp_policy=policy)
@@ -188,15 +191,6 @@ def train_normed(engine: Engine, policy: MixedPrecisionPolicy, together: bool) -
     found = train_squares(engine, model, 5)
     assert model.seen[:2] == [policy.param_dtype, policy.param_dtype if together else torch.float32]
     return found | as_tensors(model.seen)
-
-
-@pytest.mark.parametrize("together", [False, True], ids=["alone", "in a list"])
-@pytest.mark.parametrize("policy", [BF16, FP16], ids=["bf16", "fp16"])
-def test_norms_in_a_narrow_dtype_train_bit_for_bit_like_fsdp2(
-    two_ranks: Ranks, policy: MixedPrecisionPolicy, together: bool
-) -> None:
-    """In a list, the inputs of each of its modules are cast."""
-    two_ranks.run(same_bits_as_fsdp2, train_normed, policy, together)
 
 
 # -- on the wire

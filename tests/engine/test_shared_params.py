@@ -13,7 +13,7 @@ from tests.support.parity import (
     WIDTH,
     Engine,
     Tensors,
-    close_to_unsharded,
+    as_unsharded,
     stack,
     tower,
     train,
@@ -53,7 +53,12 @@ def tied_units(engine: Engine) -> nn.Sequential:
     return model
 
 
-def use_a_tied_unit_by_itself(engine: Engine, unshards: bool) -> Tensors:
+@pytest.mark.parametrize("unshards", [False, True])
+@on_ranks(2)
+@as_unsharded
+def test_a_unit_whose_tied_weight_the_root_owns_may_be_called_by_itself(
+    engine: Engine, unshards: bool
+) -> Tensors:
     """The root's parameter is used around its forward; the program may say so beforehand."""
     model = tied_units(engine)
     for step in range(3):
@@ -110,10 +115,3 @@ def test_two_weights_tied_across_units_have_one_order_in_every_process(two_ranks
     ours, theirs = two_ranks.run(names_of_many_builds)
     assert ours == theirs
     assert all(names == ours[0] for names in ours)
-
-
-@pytest.mark.parametrize("unshards", [False, True])
-def test_a_unit_whose_tied_weight_the_root_owns_may_be_called_by_itself(
-    two_ranks: Ranks, unshards: bool
-) -> None:
-    two_ranks.run(close_to_unsharded, use_a_tied_unit_by_itself, unshards)

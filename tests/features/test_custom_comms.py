@@ -23,6 +23,7 @@ from tests.support.parity import (
     Engine,
     Tensors,
     Tower,
+    as_under_fsdp2,
     assert_same_bits,
     hsdp_mesh,
     same_bits_as_fsdp2,
@@ -106,7 +107,12 @@ def test_own_collectives_may_allocate_one_buffer_for_all() -> None:
     assert_same_bits(ours, train_through_own_collectives(SHARDGRAD))
 
 
-def train_hooked(engine: Engine, *, forced: bool, replicas: int) -> Tensors:
+@pytest.mark.parametrize(("forced", "replicas"), [(False, 1), (True, 1), (True, 2)])
+@on_ranks(2)
+@as_under_fsdp2
+def test_an_all_reduce_hook_sees_what_it_sees_under_fsdp2(
+    engine: Engine, *, forced: bool, replicas: int
+) -> Tensors:
     options = (
         {} if replicas == 1 else {"mesh": hsdp_mesh(replicas, dist.get_world_size() // replicas)}
     )
@@ -155,7 +161,12 @@ def from_process_group(model: Tower) -> None:
     model.layers[1].set_allocate_memory_from_process_group_for_comm(False)
 
 
-def train_set(engine: Engine, setting: Callable[[Tower], None]) -> Tensors:
+@pytest.mark.parametrize("setting", [separate, one_buffer, many_buffers, from_process_group])
+@on_ranks(2)
+@as_under_fsdp2
+def test_settings_of_collectives_train_bit_for_bit_like_fsdp2(
+    engine: Engine, setting: Callable[[Tower], None]
+) -> Tensors:
     model = engine.shard_tower(tower())
     setting(model)
     return train(engine, model, micro_batches=2)
@@ -181,7 +192,12 @@ def test_settings_of_collectives_are_in_force() -> None:
     train(SHARDGRAD, model, steps=1)
 
 
-def train_two_roots(engine: Engine, *, early: bool) -> Tensors:
+@pytest.mark.parametrize("early", [True, False], ids=["before the first forward", "between steps"])
+@on_ranks(2)
+@as_under_fsdp2
+def test_roots_that_share_streams_train_bit_for_bit_like_fsdp2(
+    engine: Engine, *, early: bool
+) -> Tensors:
     """Two stages, each a root, run one after the other as in a pipeline."""
     share = fsdp.share_comm_ctx if engine is FSDP2 else shardgrad.share_comm_ctx
     share([])
@@ -232,7 +248,9 @@ class Nested(nn.Module):
         return self.activation(self.wrapper((x, "kept")))
 
 
-def train_with_empty_units(engine: Engine) -> Tensors:
+@on_ranks(2)
+@as_under_fsdp2
+def test_units_without_parameters_train_bit_for_bit_like_fsdp2(engine: Engine) -> Tensors:
     torch.manual_seed(0)
     model = Nested()
     for module in (model.activation, model.wrapper.layer, model.wrapper, model):
@@ -279,28 +297,3 @@ def test_symmetric_memory_without_a_backend_is_the_same_error_as_under_fsdp2() -
 
 def test_own_collectives_train_bit_for_bit_like_fsdp2(two_ranks: Ranks) -> None:
     two_ranks.run(same_bits_as_fsdp2, train_through_own_collectives)
-
-
-@pytest.mark.parametrize(("forced", "replicas"), [(False, 1), (True, 1), (True, 2)])
-def test_an_all_reduce_hook_sees_what_it_sees_under_fsdp2(
-    two_ranks: Ranks, forced: bool, replicas: int
-) -> None:
-    two_ranks.run(same_bits_as_fsdp2, train_hooked, forced=forced, replicas=replicas)
-
-
-@pytest.mark.parametrize("setting", [separate, one_buffer, many_buffers, from_process_group])
-def test_settings_of_collectives_train_bit_for_bit_like_fsdp2(
-    two_ranks: Ranks, setting: Any
-) -> None:
-    two_ranks.run(same_bits_as_fsdp2, train_set, setting)
-
-
-@pytest.mark.parametrize("early", [True, False], ids=["before the first forward", "between steps"])
-def test_roots_that_share_streams_train_bit_for_bit_like_fsdp2(
-    two_ranks: Ranks, early: bool
-) -> None:
-    two_ranks.run(same_bits_as_fsdp2, train_two_roots, early=early)
-
-
-def test_units_without_parameters_train_bit_for_bit_like_fsdp2(two_ranks: Ranks) -> None:
-    two_ranks.run(same_bits_as_fsdp2, train_with_empty_units)

@@ -9,14 +9,18 @@ from torch.distributed.tensor import distribute_tensor
 from tests.support.parity import (
     Engine,
     Tensors,
-    same_bits_as_fsdp2,
+    as_under_fsdp2,
     tower,
     train,
 )
-from tests.support.ranks import Ranks
+from tests.support.ranks import on_ranks
 
 
-def load_piece_by_piece(engine: Engine) -> Tensors:
+@on_ranks(2)
+@as_under_fsdp2
+def test_a_meta_model_filled_piece_by_piece_on_the_host_trains_like_fsdp2(
+    engine: Engine,
+) -> Tensors:
     """Fills a model on the meta device as a loader of large checkpoints does: one tensor after
     another.
     """
@@ -32,7 +36,3 @@ def load_piece_by_piece(engine: Engine) -> Tensors:
     state = {name: value.to_local().clone() for name, value in model.state_dict().items()}
     assert all(value.device.type == "cpu" for value in state.values())
     return found | {f"{name} at the end": value for name, value in state.items()}
-
-
-def test_a_meta_model_filled_piece_by_piece_on_the_host_trains_like_fsdp2(two_ranks: Ranks) -> None:
-    two_ranks.run(same_bits_as_fsdp2, load_piece_by_piece)

@@ -34,12 +34,12 @@ from tests.support.parity import (
     VOCABULARY,
     Engine,
     Tensors,
+    as_under_fsdp2,
     assert_close,
     assert_same_bits,
     float64,
-    same_bits_as_fsdp2,
 )
-from tests.support.ranks import Ranks, on_ranks
+from tests.support.ranks import on_ranks
 from tests.support.two_engines import whole
 
 WIDTH, HEADS, LENGTH, ROWS = 8, 2, 4, 2
@@ -218,7 +218,9 @@ def test_a_transformer_over_both_axes_equals_the_plain_one(
         )
 
 
-def train_from_meta(engine: Engine) -> Tensors:
+@on_ranks(4)
+@as_under_fsdp2
+def test_a_meta_model_on_both_axes_trains_bit_for_bit_like_fsdp2(engine: Engine) -> Tensors:
     mesh = mesh_of(2, 2)
     with torch.device("meta"):
         model = build(engine, mesh)
@@ -228,10 +230,6 @@ def train_from_meta(engine: Engine) -> Tensors:
             model.get_parameter(name).copy_(value)
     take_steps(model, adamw(model), mesh, range(2))
     return engine.snapshot(model)
-
-
-def test_a_meta_model_on_both_axes_trains_bit_for_bit_like_fsdp2(four_ranks: Ranks) -> None:
-    four_ranks.run(same_bits_as_fsdp2, train_from_meta)
 
 
 # -- states

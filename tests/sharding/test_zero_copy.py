@@ -22,7 +22,7 @@ from tests.support.parity import (
     SHARDGRAD,
     Engine,
     Tensors,
-    same_bits_as_fsdp2,
+    as_under_fsdp2,
     stack,
     watching_collectives,
 )
@@ -96,7 +96,9 @@ class Sum(nn.Module):
         return (self.a.view(-1) + self.b) * x
 
 
-def gradients_that_share_memory(engine: Engine) -> Tensors:
+@on_ranks(2)
+@as_under_fsdp2
+def test_gradients_that_share_memory_are_only_read(engine: Engine) -> Tensors:
     with weights_direct():
         model = engine.fully_shard(Sum())
         kept: list[Tensor] = []
@@ -105,10 +107,6 @@ def gradients_that_share_memory(engine: Engine) -> Tensors:
             out.register_hook(kept.append)
             out.square().sum().backward()
         return {**engine.snapshot(model), **{f"kept {i}": grad for i, grad in enumerate(kept)}}
-
-
-def test_gradients_that_share_memory_are_only_read(two_ranks: Ranks) -> None:
-    two_ranks.run(same_bits_as_fsdp2, gradients_that_share_memory)
 
 
 # -- messages

@@ -6,10 +6,11 @@ program under two engines and comparing what comes back is how most tests here j
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, partial, wraps
 from itertools import pairwise
 from typing import Any
 
@@ -365,6 +366,27 @@ def close_to_unsharded(
     with float64():
         ours, theirs = program(GATHERED, *args, **kwargs), program(UNSHARDED, *args, **kwargs)
     assert_close(ours, theirs, tolerance=tolerance)
+
+
+def as_under_fsdp2(program: Program) -> Callable[..., None]:
+    """Makes a program a test, under `on_ranks`: `same_bits_as_fsdp2`."""
+    return _judged_by(same_bits_as_fsdp2, program)
+
+
+def as_unsharded(program: Program) -> Callable[..., None]:
+    """Makes a program a test, under `on_ranks`: `close_to_unsharded`."""
+    return _judged_by(close_to_unsharded, program)
+
+
+def _judged_by(judge: Callable[..., None], program: Program) -> Callable[..., None]:
+    @wraps(program)
+    def test(**parameters: Any) -> None:
+        judge(program, **parameters)
+
+    signature = inspect.signature(program)
+    others = list(signature.parameters.values())[1:]  # all but the engine
+    test.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]
+    return test
 
 
 @contextmanager
