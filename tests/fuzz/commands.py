@@ -20,12 +20,12 @@ from shardgrad.programs.audit.audit import _Failed
 from shardgrad.programs.checkpoint import Series
 from shardgrad.programs.cli import main
 from shardgrad.programs.function_named import function_named
-from shardgrad.programs.plan.models import PLAN_PRESETS
 from shardgrad.programs.plan.planning import make_plan
 from shardgrad.programs.plan.request import Request
 from shardgrad.programs.train.config import TrainConfig
 from shardgrad.programs.train.corpus import load_corpus
 from shardgrad.programs.train.failure import TrainingError, explain
+from shardgrad.programs.train.presets import PRESETS
 from shardgrad.programs.train.rank import Job
 from shardgrad.programs.train.texts import find_text
 from tests.fuzz.checkpoints import samples
@@ -86,7 +86,7 @@ TEXTS = {
     "--only": st.one_of(st.sampled_from(["model", "w", "groups", "/", "."]), WORDS),
     "--override": OVERRIDES,
     **dict.fromkeys(("--cp", "--ep", "--float8", "--pp", "--tp"), st.one_of(NUMBERS, WORDS)),
-    "--preset": st.one_of(st.sampled_from(list(PLAN_PRESETS)), WORDS),
+    "--preset": st.one_of(st.sampled_from(list(PRESETS)), WORDS),
     "--wire-dtype": st.one_of(st.just("bf16"), WORDS),
     "--prompt": WORDS,
     "--resume": PATHS,

@@ -9,7 +9,7 @@ import click
 
 from shardgrad.programs.cli.command import Command, given
 from shardgrad.programs.plan.hardware import MachineOptions, machine_of
-from shardgrad.programs.plan.request import PLAN_PRESETS, Request
+from shardgrad.programs.plan.request import Request
 from shardgrad.programs.train.config import mesh_shape
 from shardgrad.programs.train.presets import transformer_config
 from shardgrad.programs.train.settings import Number, given_for, options_of
@@ -53,7 +53,7 @@ def plan(ctx: click.Context, /, mfu: float | None, as_json: bool, **options: Any
 
         function_named(request.model, flag="--model")
     else:
-        transformer_config(request.preset, request.override, presets=PLAN_PRESETS)
+        transformer_config(request.preset, request.override)
 
     import json
     import warnings

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardgrad.programs.function_named import function_named
-from shardgrad.programs.plan.request import PLAN_PRESETS, Request
+from shardgrad.programs.plan.request import Request
 from shardgrad.programs.train.failure import TrainingError, UsageError
 from shardgrad.programs.train.model import Transformer
 from shardgrad.programs.train.presets import transformer_config
@@ -46,7 +46,7 @@ def build_plan_model(request: Request) -> PlanModel:
     """
     if request.model is not None:
         return _user_model(request.model)
-    config = transformer_config(request.preset, request.override, presets=PLAN_PRESETS)
+    config = transformer_config(request.preset, request.override)
     dense = _built(request.preset, lambda: Transformer(config))
     return PlanModel(request.preset, dense, "layers", _loss_of(dense), dense.ends)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardgrad.programs.plan.cost import CostModel, compute_s, model_flops
-from shardgrad.programs.plan.hardware import DEVICES, TAKEN_NBYTES, Device, Machine
+from shardgrad.programs.plan.hardware import TAKEN_NBYTES, Machine
 from shardgrad.programs.plan.memory import Memory, memory_of
 from shardgrad.programs.plan.recording import Transfer
 from shardgrad.programs.plan.rehearsal import Rehearsal, rehearse
@@ -70,16 +70,10 @@ class Plan:
     step_range_s: tuple[float, float]
     compute_scale: float
 
-    def needed_on(self, device: Device) -> int:
-        """Returns the memory that a device must have: with its context and libraries, and a
-        margin.
-        """
-        return self.memory.reserved_nbytes + TAKEN_NBYTES + device.margin_nbytes
-
     @property
     def needed_nbytes(self) -> int:
-        """Memory that a device of the machine must have."""
-        return self.needed_on(self.machine.device)
+        """Memory that a device must have: with its context and libraries, and a margin."""
+        return self.memory.reserved_nbytes + TAKEN_NBYTES + self.machine.device.margin_nbytes
 
     @property
     def fits(self) -> bool:
@@ -101,11 +95,6 @@ class Plan:
     def mfu(self) -> float:
         """Model FLOPs utilization, with PaLM's count of FLOPs."""
         return self.model_flops / (self.timeline.step_s * _peak_flops(self.request, self.machine))
-
-    def fits_on(self) -> Iterator[tuple[str, bool]]:
-        """Yields every known accelerator, and whether it has enough memory."""
-        for device in DEVICES.values():
-            yield device.name, self.needed_on(device) <= device.memory_nbytes
 
 
 def make_plan(request: Request, machine: Machine, *, mfu: float | None = None) -> Plan:

@@ -36,7 +36,6 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "margin_nbytes": plan.machine.device.margin_nbytes,
             "needed_nbytes": plan.needed_nbytes,
             "fits": plan.fits,
-            "fits_on": dict(plan.fits_on()),
         },
         "traffic": [dataclasses.asdict(each) for each in plan.traffic],
         "time": {
@@ -82,8 +81,6 @@ def _memory(plan: Plan) -> Table:
     verdict = "[green]fits" if plan.fits else "[red]does not fit"
     room = f"{nice_nbytes(plan.needed_nbytes)} of {nice_nbytes(device.memory_nbytes)}"
     table.add_row(f"[bold]{verdict}", "", f"[bold]{room}")
-    fitting = [name for name, fits in plan.fits_on() if fits]
-    table.add_row("would fit on", "", ", ".join(fitting) or "none of the devices known here")
     return table
 
 

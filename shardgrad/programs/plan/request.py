@@ -3,30 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import click
 
 from shardgrad.programs.train.config import mesh_shape
 from shardgrad.programs.train.failure import UsageError
-from shardgrad.programs.train.presets import PRESETS, Scalar, TransformerConfig
+from shardgrad.programs.train.presets import PRESETS, Scalar
 from shardgrad.programs.train.settings import Pair, Whole, setting
 
-# With a preset for plans only.
-PLAN_PRESETS: Mapping[str, TransformerConfig] = {
-    **PRESETS,
-    "70b": TransformerConfig(
-        width=8192,
-        layers=80,
-        heads=64,
-        kv_heads=8,
-        hidden=28_672,
-        vocab_size=128_256,
-        tied=False,
-        rope_theta=500_000.0,
-    ),
-}
 MOST_RANKS = 2**20
 
 
@@ -36,8 +21,8 @@ class Request:
 
     preset: str = setting(
         "8b",
-        "Built-in model; 70b is for plans only.",
-        click.Choice(tuple(PLAN_PRESETS)),
+        "Built-in model.",
+        click.Choice(tuple(PRESETS)),
     )
     model: str | None = setting(
         None, "Plan the model that a function returns, MODULE:FUNCTION, instead of a built-in one."

@@ -97,12 +97,20 @@ PRESETS: Mapping[str, TransformerConfig] = {
         tied=False,
         rope_theta=500_000.0,
     ),
+    "70b": TransformerConfig(
+        width=8192,
+        layers=80,
+        heads=64,
+        kv_heads=8,
+        hidden=28_672,
+        vocab_size=128_256,
+        tied=False,
+        rope_theta=500_000.0,
+    ),
 }
 
 
-def transformer_config(
-    preset: str, overrides: Mapping[str, Scalar], presets: Mapping[str, TransformerConfig] = PRESETS
-) -> TransformerConfig:
+def transformer_config(preset: str, overrides: Mapping[str, Scalar]) -> TransformerConfig:
     """Returns a preset's configuration with some fields replaced.
 
     Raises:
@@ -116,7 +124,7 @@ def transformer_config(
         name: converted(f"The model's {name}", fields[name], value)
         for name, value in overrides.items()
     }
-    return dataclasses.replace(presets[preset], **changes)
+    return dataclasses.replace(PRESETS[preset], **changes)
 
 
 def suggestion(name: str, known: list[str]) -> str:
