@@ -290,7 +290,7 @@ class ModuleState(Capturable):
             return not any(
                 {*overwritten}.intersection(shard.held())
                 for shard, overwritten in found
-                if overwritten and shard.has_memory
+                if overwritten
             )
 
         return overwrites_nothing_held

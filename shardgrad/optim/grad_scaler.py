@@ -191,7 +191,7 @@ class GradScaler:
         self._found.clear()
         if new_scale is not None:
             if self._state is None:
-                self._initial = (float(new_scale), 0)
+                self._initial = (float(new_scale), self._initial[1])
             elif isinstance(new_scale, torch.Tensor):
                 self._state.scale.copy_(new_scale)
             else:

@@ -205,6 +205,9 @@ def test_retention_keeps_the_newest_and_the_one_named_latest(tmp_path: Path) -> 
     for wrong in ("../../etc", "step_000005", "", "\xff"):
         (tmp_path / "latest").write_text(wrong, encoding="latin-1")
         assert newest(series) == 1_000_000
+    (tmp_path / "latest").write_text("step_999999")
+    series.recover()
+    assert [path.name for path in series.complete()] == ["step_999999"]
     with pytest.raises(OptionError, match="newest checkpoint is always kept"):
         checkpoint.Series(tmp_path, keep=0)
 

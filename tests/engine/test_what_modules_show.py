@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -77,6 +78,16 @@ def test_torchs_clipping_finds_every_gradient(program: Callable[[nn.Module], Non
     torch.testing.assert_close(clipped_step(sharded(mlp()), program), clipped_step(mlp(), program))
 
 
+@on_ranks(2)
+def test_before_backward_the_root_alone_shows_unsharded_parameters() -> None:
+    model = sharded(mlp())
+    for _ in range(2):
+        loss = model(X).square().mean()
+        shown = [isinstance(layer.weight, DTensor) for layer in model]
+        assert shown == [True, True, True, False], "the last layer is the root's"
+        loss.backward()
+
+
 def changed_after_evaluations(model: nn.Module, *, asks_again: bool) -> list[Tensor]:
     params, losses = list(model.parameters()), []
     for _ in range(3):
@@ -116,6 +127,8 @@ class Encoder(nn.Module):
         return torch.tanh(self.body(x))
 
     def forward(self, x: Tensor) -> Tensor:
+        with suppress(RuntimeError):
+            self.features(x[:, 1:])  # of another size: what fails may be tried in another way
         return self.head(self.features(x))
 
 

@@ -109,8 +109,8 @@ class Peers:
         if self._log is not None:
             whose = f"rank {self._log.ranks[result.rank]}"
             told["where"] = "; ".join(filter(None, (result.error.where, whose)))
-        cause, self._cause = self._cause, None
-        raise type(result.error)(**told) from (cause if result.rank == self.rank else None)
+        cause = self._cause if result.rank == self.rank else None
+        raise type(result.error)(**told) from cause
 
     def _noted(self, step: str) -> AbstractContextManager[None]:
         """Records a collective that the host waits for in the block."""

@@ -243,6 +243,8 @@ def _ops(rng: random.Random, late: random.Random, program: Program) -> tuple[Op,
         if len(ops) >= wanted:
             break
         op = _op(rng, rng.choices(list(weights), list(weights.values()))[0], program)
+        if op.do == "zero" and _often(late, 0.3):
+            op = replace(op, how="model")
         if state.allows(op):
             state.after(op)
             ops.append(op)

@@ -155,6 +155,11 @@ class Plain(Script):
 
     # -- the rest
 
+    def zero(self, op: Op) -> Seen:
+        if op.how == "model":
+            self._waiting.clear()
+        return super().zero(op)
+
     def freeze(self, op: Op) -> Seen:
         name = self._name(op.n)
         self.params[name].requires_grad_(op.how == "un")

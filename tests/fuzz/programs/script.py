@@ -218,6 +218,8 @@ class Script(ABC):
     # -- gradients
 
     def zero(self, op: Op) -> Seen:
+        if op.how == "model":  # which drops what waits, too
+            self.net.zero_grad()
         self.optimizer.zero_grad(set_to_none=op.how != "zeros")
         for param in self._left_out:
             param.grad = None
