@@ -338,8 +338,7 @@ class FSDPModule:
         super().zero_grad(set_to_none)  # type: ignore[misc]
         for unit in self._units(recurse=True):
             for grads in unit.grad_groups:
-                if grads.buffers():
-                    grads.drop_sums()
+                grads.drop_waiting()
                 shard = grads.shard
                 if shard is not None and set_to_none:
                     shard.unbind()

@@ -339,12 +339,16 @@ class GradGroup:
         self.requires_all_reduce = other.requires_all_reduce
         self.divide_factor = other.divide_factor
 
-    def drop_sums(self) -> None:
-        """Drops sums that wait unreduced; a turn stays, since other ranks may still have theirs."""
+    def drop_waiting(self) -> None:
+        """Drops sums that wait unreduced, and gradients that the program has set on unsharded
+        parameters; a turn stays, since other ranks may still have theirs.
+        """
         if self.waiting is Waiting.SUM:
             self.waiting = Waiting.TURN
         self.partial.is_live = False
         self.collector.untouch()
+        for unsharded in self.unsharded:
+            unsharded.grad = None
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Returns the memory in which sums wait for a later backward, by kind."""
