@@ -4,6 +4,7 @@ sentence.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from functools import cache
@@ -20,9 +21,10 @@ from shardgrad.programs.plan.cost import AxisLayout, CostModel, compute_s, model
 from shardgrad.programs.plan.hardware import TAKEN_NBYTES, Machine, machine_of
 from shardgrad.programs.plan.memory import memory_of
 from shardgrad.programs.plan.planning import Plan, make_plan, plan_of
-from shardgrad.programs.plan.recording import Kernel, Transfer
+from shardgrad.programs.plan.recording import Event, Kernel, Marked, Transfer, Waited
 from shardgrad.programs.plan.rehearsal import Rehearsal, rehearse
 from shardgrad.programs.plan.request import Request
+from shardgrad.programs.plan.timeline import play
 from shardgrad.programs.train.failure import UsageError
 from shardgrad.programs.train.model import Transformer
 from shardgrad.programs.train.presets import PRESETS, transformer_config
@@ -149,6 +151,33 @@ def kernel(stream: str = "compute", nbytes: int = 268 * 10**6) -> Kernel:
 
 def gather(stream: str = "gather", nbytes: int = 10**9) -> Transfer:
     return Transfer(stream, "all-gather", "shard", 8, nbytes, nbytes * 7 // 8)
+
+
+def played(*events: Event) -> list[tuple[float, float]]:
+    spans = play(events, CostModel(dataclasses.replace(H100, launch_s=0.0), shards=8)).spans
+    return [(span.begin_s, span.end_s) for span in spans]
+
+
+def test_a_stream_that_waits_for_nothing_overlaps() -> None:
+    (_, gathered), (begun, _) = played(gather(), kernel())
+    assert begun == 0.0 < gathered
+
+
+def test_a_mark_holds_back_the_stream_that_waits_for_it() -> None:
+    (_, gathered), (begun, _) = played(
+        gather(), Marked(1, "gather"), Waited(1, "compute"), kernel()
+    )
+    assert begun == gathered
+
+
+def test_a_mark_of_an_earlier_step_holds_back_nobody() -> None:
+    ((begun, _),) = played(Waited(7, "compute"), kernel())
+    assert begun == 0.0
+
+
+def test_collectives_over_one_link_follow_each_other() -> None:
+    (_, first), (second, _) = played(gather("gather"), gather("reduce"))
+    assert second == first
 
 
 def test_launching_one_by_one_takes_the_host_its_time() -> None:
