@@ -286,7 +286,7 @@ class GraphedStep(Generic[_P, _R]):
         key = kind.key, guards
         captured = self._look_up(key)
         is_known = captured is not None
-        news = "" if captured is not None else self._what_is_new(kind, guards)
+        news = "" if captured is not None or kind.refused else self._what_is_new(kind, guards)
         try:
             if captured is not None:
                 self._places = captured.reads.places
