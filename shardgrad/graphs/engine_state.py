@@ -53,8 +53,7 @@ _SWITCHES = {
     "_contexts": ("scheduler.is_last_backward", "scheduler.reads_again"),
     "_grad_groups": SWITCHES,
 }
-_GETTERS = [(who, attrgetter(name)) for who, names in _SWITCHES.items() for name in names]
-_SETTERS = [(who, name.split(".")) for who, names in _SWITCHES.items() for name in names]
+_GETTERS = [(who, attrgetter(*names)) for who, names in _SWITCHES.items()]
 
 
 class ModuleState(Capturable):
@@ -180,9 +179,11 @@ class ModuleState(Capturable):
         return tuple([tuple(map(get, getattr(self, who))) for who, get in _GETTERS])
 
     def _set_switches(self, switches: tuple[Any, ...]) -> None:
-        for (who, (*way, name)), values in zip(_SETTERS, switches, strict=True):
-            for owner, value in zip(getattr(self, who), values, strict=True):
-                setattr(functools.reduce(getattr, way, owner), name, value)
+        for (who, names), of_all in zip(_SWITCHES.items(), switches, strict=True):
+            for owner, values in zip(getattr(self, who), of_all, strict=True):
+                for name, value in zip(names, values if len(names) > 1 else [values], strict=True):
+                    *way, last = name.split(".")
+                    setattr(functools.reduce(getattr, way, owner), last, value)
 
     def quiesce(self) -> None:
         """See `Capturable`, and [Note: The border of a capture] in `engine/streams.py`."""
