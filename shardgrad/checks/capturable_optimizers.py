@@ -55,7 +55,7 @@ def why_not_capturable(optimizer: Optimizer) -> str | None:
 def cure(optimizer: Optimizer) -> str:
     """Returns what to use instead of an optimizer whose step no graph can repeat."""
     name = type(optimizer).__name__
-    cures = ["an optimizer of shardgrad.optim"]
+    cures = ["an optimizer of shardgrad.optim; or shardgrad.graphs.outside(optimizer.step)"]
     if name in ("Adam", "AdamW", "Muon", "SGD"):
         cures = [f"shardgrad.optim.{name}"]
     if "capturable" in optimizer.defaults:

@@ -48,7 +48,9 @@ def test_an_optimizer_that_reads_the_host_is_named_with_another() -> None:
     weights = [nn.Parameter(torch.ones(2))]
     (found,) = environment_issues(CUDA, [torch.optim.AdamW(weights)])
     assert found.what.startswith("a step of AdamW cannot be recorded: ")
-    assert found.fix.startswith("shardgrad.optim.AdamW; or AdamW(..., capturable=True)")
+    assert (found.fix or "").startswith("shardgrad.optim.AdamW; or AdamW(..., capturable=True)")
+    (found,) = environment_issues(CUDA, [torch.optim.Adagrad(weights)])
+    assert (found.fix or "").endswith("or shardgrad.graphs.outside(optimizer.step)")
 
 
 def test_expandable_segments_clash_with_registration_unless_that_is_off(
