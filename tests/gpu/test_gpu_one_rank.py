@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardgrad import fully_shard, ops
-from shardgrad.programs.cli import doctor
+from shardgrad.programs.cli.doctor import _facts
 
 pytestmark = [
     pytest.mark.gpu,
@@ -100,7 +100,7 @@ def test_side_streams_train_bit_for_bit_like_an_unsharded_run(reshard: bool, lat
 
 def test_the_doctor_says_where_references_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "has_kernels", lambda device_type: False)
-    found = dict(doctor._facts(DEVICE))["shardgrad ops"]
+    found = dict(_facts(DEVICE))["shardgrad ops"]
     assert found == ops.backend() + "; reference on cuda"
 
 
