@@ -254,6 +254,24 @@ class Sharded(Script):
             torch.accelerator.current_stream().wait_event(self._updated)
         return super().do(op)
 
+    def edit(self, op: Op) -> Seen:
+        self._keep_state()
+        return super().edit(op)
+
+    def renew(self, op: Op) -> Seen:
+        self._keep_state()
+        return super().renew(op)
+
+    def _keep_state(self) -> None:
+        """Tells the allocator that this stream comes after all uses of the state, which is dropped
+        next: torch's lies in memory of the stream of its first step.
+        """
+        for values in self.optimizer.state.values() if self._streams is not None else ():
+            for value in values.values():
+                local = value.to_local() if isinstance(value, DTensor) else value
+                if isinstance(local, Tensor) and local.device.type != "cpu":
+                    local.record_stream(torch.accelerator.current_stream(local.device))
+
     # -- what only shardgrad has
 
     def participate(self, op: Op) -> Seen:
