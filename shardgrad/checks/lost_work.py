@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import Optimizer
 
-from shardgrad.engine.grad_group import Waiting, grads_of
+from shardgrad.engine.grad_group import grads_of
 from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.param import managed_by
 from shardgrad.engine.param_group import ParamGroup
@@ -37,8 +37,8 @@ def refuse_unreduced(optimizer: Optimizer, groups: Iterable[ParamGroup]) -> None
         GradientError: the gradients of all groups of the step wait.
     """
     waiting = [grads for grads in map(grads_of, groups) if grads.params]
-    unreduced = [p for grads in waiting if grads.waiting is Waiting.SUM for p in grads.params]
-    if unreduced and all(grads.waiting is not Waiting.NOTHING for grads in waiting):
+    unreduced = [p for grads in waiting if grads.collector.summed for p in grads.params]
+    if unreduced and all(grads.is_due for grads in waiting):
         raise GradientError(
             f"a step of {type(optimizer).__name__} would not see gradients that are not reduced",
             expected="the last backward before each step with set_requires_gradient_sync(True)",

@@ -11,7 +11,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from shardgrad.engine.grad_group import Waiting
 from shardgrad.engine.root import RootContext, context_of, lazy_init
 from shardgrad.engine.unit import Unit
 from shardgrad.errors import BackwardFinalizationError, RootError
@@ -80,9 +79,7 @@ def set_manual(unit: Unit, enabled: bool) -> None:
     _require_root(unit, context, "set_manual_backward_finalization")
     if enabled == (context in _manual):
         return
-    waiting = [
-        grads.group.name for grads in context.grad_groups if grads.waiting is not Waiting.NOTHING
-    ]
+    waiting = [grads.group.name for grads in context.grad_groups if grads.is_due]
     if context.scheduler.backward_running or waiting:
         raise BackwardFinalizationError(
             "set_manual_backward_finalization cannot change mode after backward starts",

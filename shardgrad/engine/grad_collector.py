@@ -1,5 +1,5 @@
-"""Gradients on their way from autograd's hook into a slot: they are collected, then packed (FSDP2's
-copy-in).
+"""Gradients on their way from autograd's hook into a slot: they are collected, summed over
+backwards that are not synchronized, then packed (FSDP2's copy-in).
 
 [Note: Producer streams]
 Autograd runs a parameter's hook on the stream of its AccumulateGrad node, the one that was current
@@ -58,7 +58,8 @@ class GradCollector:
         layout: of the parameters, with a tail.
         gradients: per parameter, what has arrived.
         count: of these.
-        touched: per parameter, whether what waits to be sent has a gradient of it.
+        summed: per parameter, whether the sums that wait on this rank have a gradient of it; () if
+            none wait.
         pack_stream: what parameters were unsharded for; changed while no gradient is here.
         pack_streams: where gradients arrived or were packed on the pack stream of the time, which
             leave no event.
@@ -79,13 +80,12 @@ class GradCollector:
         self.pack_stream: Stream = None
         self.pack_streams: dict[Stream, None] = {}
         self._foreign: dict[Stream, StreamEvent] = {}
-        self._summed: list[torch.Tensor] = []
-        self.untouch()
+        self._earlier: list[torch.Tensor] = []
+        # Of the sums, one whole gradient after the other; made for the first.
+        self.sums = torch.empty(0, dtype=self.dtype, device=group.mesh.device)
+        self._sums_used: StreamEvent | None = None
+        self.summed: tuple[bool, ...] = ()
         self.expect()
-
-    def untouch(self) -> None:
-        """Forgets what was touched: it is sent, or dropped."""
-        self.touched = (False,) * len(self.params)
 
     def expect(self) -> None:
         """Starts over, for the parameters' unsharded objects of now."""
@@ -97,10 +97,10 @@ class GradCollector:
         """All that gradients have arrived on since the last pack, the pack stream first."""
         return (self.pack_stream, *self._foreign)
 
-    @property
-    def flags(self) -> tuple[bool, ...]:
-        """Whether a gradient is here, per trainable parameter."""
-        return tuple(map(is_not, self.gradients, repeat(None)))
+    def touched(self) -> tuple[bool, ...]:
+        """Returns, per parameter, whether a gradient of it is here or in the sums."""
+        here = map(is_not, self.gradients, repeat(None))
+        return tuple(map(or_, self.summed, here) if self.summed else here)
 
     def take(
         self,
@@ -164,7 +164,7 @@ class GradCollector:
         packing = streams.event()
         packing.record(self.pack_stream)
         packing.wait(stream)
-        self._summed.append(earlier)  # not handed back before the pack, which comes after this sum
+        self._earlier.append(earlier)  # not handed back before the pack, which comes after this sum
         return earlier + grad
 
     def wait_for_producers(self) -> None:
@@ -205,14 +205,47 @@ class GradCollector:
         """Drops the gradients."""
         self.gradients: list[torch.Tensor | None] = [None] * len(self.params)
         self._foreign.clear()
-        self._summed.clear()
+        self._earlier.clear()
         self.count = 0
+
+    # -- sums of backwards that are not synchronized
+
+    def add_up(self, streams: Streams) -> None:
+        """Adds what has arrived to the sums that wait on this rank; lets the gradients go.
+
+        Streams: the pack stream, after every producer. Capture: safe; the memory stays.
+        """
+        stream, layout = self.pack_stream, self._whole_layout
+        self.wait_for_producers()
+        with streams.on(stream):
+            if self._sums_used is None:
+                with torch.inference_mode(mode=False):
+                    self.sums = self.sums.new_empty(layout.chunk_numel)
+                self._sums_used = streams.event()
+            self._sums_used.wait(stream)  # earlier backwards may have packed on another one
+            ops.pack(
+                self._contiguous(),
+                self.sums,
+                layout.table,
+                chunk_numel=layout.chunk_numel,
+                accumulate=bool(self.summed),
+            )
+            self._sums_used.record(stream)
+        self.summed = self.touched()
+        self.let_go(streams)
+
+    @property
+    def _whole_layout(self) -> ShardLayout:
+        """Where the sums are: each gradient as a piece of one rank alone."""
+        shapes, alignment = [piece.shape for piece in self.layout.pieces], self.layout.alignment
+        return ShardLayout.of(shapes, 1, alignment=alignment, with_flags=False)
 
     # -- packing
 
     def pack(
         self,
         slot: Slot | None,
+        touched: tuple[bool, ...],
         target: torch.Tensor,
         streams: Streams,
         divisor: float,
@@ -220,11 +253,11 @@ class GradCollector:
         accumulate: bool = False,
         zero_copy: bool = False,
     ) -> list[torch.Tensor]:
-        """Writes what has been collected, and the tail, into the chunks of all ranks; lets the
-        gradients go.
+        """Writes what has been collected, the sums with it, and the tail, into the chunks of all
+        ranks; lets the gradients go.
 
-        `target` is 1-D, in `slot`, or the gradient shard if that is None. With `zero_copy`,
-        `divisor` is 1 and zero-copy parameters are left out.
+        `target` is 1-D, in `slot`, or the gradient shard if that is None; the tail says what was
+        `touched`. With `zero_copy`, `divisor` is 1 and zero-copy parameters are left out.
 
         Returns:
             The gradients of zero-copy parameters, 1-D in the gather dtype, zeros where none has
@@ -232,20 +265,32 @@ class GradCollector:
 
         Streams: the pack stream, after the slot is free and after every producer.
         """
-        stream, layout, flags = self.pack_stream, self.layout, self.flags
-        self.touched = tuple(map(or_, self.touched, flags))
+        stream, layout, tail = self.pack_stream, self.layout, self._tail(touched)
+        used = self._sums_used if self.summed else None
+        if used is not None and self.count:
+            self.add_up(streams)
         if slot is not None:
             slot.start_writing(stream)
         self.wait_for_producers()
         with streams.on(stream):  # nothing here requires grad, so there is nothing to switch off
-            grads = self._contiguous()
+            if used is None:
+                grads = self._contiguous()
+            else:
+                used.wait(stream)
+                grads = self._whole_layout.local_views(self.sums, 0)
             sent_alone = []
             if zero_copy and slot is not None:
-                sent_alone = [self._flat(grads[i], layout.pieces[i]) for i in layout.zero_copy]
+                for i in layout.zero_copy:
+                    # The next backward may write to the sums before they are sent.
+                    flat = self._flat(grads[i], layout.pieces[i], copies=used is not None)
+                    sent_alone.append(flat)
                 grads = [grads[i] for i in layout.others]
                 slot.lend(sent_alone, self.streams)
                 layout = layout.packed
-            self._fill(grads, self._tail(flags), target, layout, divisor, accumulate=accumulate)
+            self._fill(grads, tail, target, layout, divisor, accumulate=accumulate)
+        if used is not None:
+            used.record(stream)
+            self.summed = ()
         if slot is not None:
             slot.finish_writing(stream)
         self.let_go(streams)
@@ -266,11 +311,11 @@ class GradCollector:
             found.append(grad.contiguous())
         return found
 
-    def _flat(self, grad: torch.Tensor, piece: Piece) -> torch.Tensor:
+    def _flat(self, grad: torch.Tensor, piece: Piece, *, copies: bool) -> torch.Tensor:
         """Returns a gradient as it is sent by itself."""
         if not grad.numel():
             return grad.new_zeros(piece.numel, dtype=self._nothing.dtype)
-        return grad.to(self._nothing.dtype).view(-1)
+        return grad.to(self._nothing.dtype, copy=copies).view(-1)
 
     def _fill(
         self,

@@ -19,21 +19,20 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum, auto
 from functools import partial
-from operator import attrgetter, or_
+from operator import attrgetter
 from typing import NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass
 
-from shardgrad import ops
-from shardgrad.engine.buffers import Chunks, PieceSize, Slot, SlotRing
+from shardgrad.engine.buffers import Chunks, PieceSize, SlotRing
 from shardgrad.engine.comm_context import CommContext
 from shardgrad.engine.grad_collector import GradCollector
 from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.param import FSDPParam
 from shardgrad.engine.param_group import ParamGroup
-from shardgrad.engine.reduction import OVERFLOWING, PartialSum, Reduction, ReductionMemory
+from shardgrad.engine.reduction import OVERFLOWING, PartialSum, Reduction
 from shardgrad.engine.spans import span
 from shardgrad.engine.streams import Stream, StreamEvent, Streams
 from shardgrad.engine.transports import MessageTag, Transport
@@ -46,7 +45,6 @@ __all__ = [
     "GradGroup",
     "GradState",
     "ReductionScheduler",
-    "Waiting",
     "grads_of",
 ]
 
@@ -81,18 +79,6 @@ TRANSITIONS = {
 }
 
 
-class Waiting(Enum):
-    """What completed backwards have left on this rank for a later reduction."""
-
-    NOTHING = auto()
-    TURN = auto()  # a reduction is due, since other ranks may have gradients; this one has none
-    SUM = auto()  # the sum of unreduced gradients
-
-
-# What a message brings and its tag, what is sent, and room for what comes.
-_Message = tuple[tuple[int, int, MessageTag], Chunks, Chunks]
-
-
 class _Route(NamedTuple):
     """How a group's gradients travel, as long as nothing is changed about that."""
 
@@ -114,17 +100,15 @@ class _Route(NamedTuple):
 _HOOKED = "_shardgrad_hooked"
 # Whether the backward that runs on this thread was called with `retain_graph=True`.
 _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
-_NOTHING = torch.empty(0)
-_NO_ROOM = Chunks(_NOTHING, 0)
 # What the host decides by between backwards, hashable, read at every replay: settings, and what
 # waits.
 SWITCHES = (
     "requires_sync",
     "requires_all_reduce",
     "divide_factor",
-    "waiting",
+    "is_due",
+    "collector.summed",
     "partial.is_live",
-    "collector.touched",
 )
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
@@ -143,14 +127,13 @@ class GradGroup:
         self.params: list[FSDPParam] = []  # with a place, in order; see `refresh_trainable`
         self.state = GradState.IDLE  # changed by the scheduler alone
         self.waits_for_unit = False  # its post-backward says when no more gradients come
-        self.waiting = Waiting.NOTHING
+        # An earlier backward was not synchronized: other ranks may have sums, if this one has none.
+        self.is_due = False
         self.scheduler: ReductionScheduler | None = None  # of the root; None before that is known
         self.partial = PartialSum()
-        self._sum: Slot | None = None
-        self._has_sent_sum = False  # in the last reduction
         self._shard: GradShard | None = None
-        self._made_for: tuple[object, ...] = ()  # what `_routes` depend on, besides places
-        self._routes: dict[bool, _Route] = {}  # by whether a sum is sent
+        self._made_for: tuple[object, ...] = ()  # what `_route` depends on, besides places
+        self._route: _Route
         self._done: StreamEvent  # recorded at the end of each reduction
         self._trainable: tuple[bool, ...] = ()
         # What sharded and unsharded parameters had in common last.
@@ -205,11 +188,7 @@ class GradGroup:
         """True if places may go: nothing waits, and no backward is expected that may bring
         gradients, also of parameters that are thawed by then.
         """
-        return (
-            self.state is GradState.IDLE
-            and self.waiting is Waiting.NOTHING
-            and not self.partial.is_live
-        )
+        return self.state is GradState.IDLE and not self.is_due and not self.partial.is_live
 
     def _replace_shard(self) -> None:
         """Leaves the gradient shard of parameters that were replaced."""
@@ -331,7 +310,7 @@ class GradGroup:
     @property
     def is_reduced(self) -> bool:
         """True if this backward has sent the gradients, and not added them to what waits here."""
-        return self.state is GradState.SENT and self.waiting is Waiting.NOTHING
+        return self.state is GradState.SENT and not self.is_due
 
     def follow(self, other: GradGroup) -> None:
         """Takes over what a program has set, which is the same for all groups of a unit."""
@@ -340,21 +319,19 @@ class GradGroup:
         self.divide_factor = other.divide_factor
 
     def drop_waiting(self) -> None:
-        """Drops sums that wait unreduced, and gradients that the program has set on unsharded
-        parameters; a turn stays, since other ranks may still have theirs.
+        """Drops sums that wait, and gradients that the program has set on unsharded parameters; a
+        reduction stays due, since other ranks may still have theirs.
         """
-        if self.waiting is Waiting.SUM:
-            self.waiting = Waiting.TURN
+        self.collector.summed = ()
         self.partial.is_live = False
-        self.collector.untouch()
         for unsharded in self.unsharded:
             unsharded.grad = None
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Returns the memory in which sums wait for a later backward, by kind."""
         found: dict[str, torch.Tensor] = {}
-        if self._sum is not None and self.waiting is Waiting.SUM:
-            found["sum of unreduced gradients"] = self._chunks_of(self._sum).whole
+        if self.collector.summed:
+            found["sum of unreduced gradients"] = self.collector.sums
         if self.partial.live is not None:
             found["partial sum of gradients"] = self.partial.live
         return found
@@ -363,8 +340,7 @@ class GradGroup:
         """Yields what is kept of gradients from step to step, with its owner."""
         if self._shard is not None and self._shard.has_memory:
             yield "gradients", self._shard.flat.untyped_storage()
-        for storage in () if self._sum is None else self._sum.storages:
-            yield "unreduced gradients", storage
+        yield "unreduced gradients", self.collector.sums.untyped_storage()
         if self.partial.live is not None:
             yield "unreduced gradients", self.partial.live.untyped_storage()
         for tail in self.collector.tails.values():
@@ -373,9 +349,8 @@ class GradGroup:
     def forget(self) -> None:
         """Drops everything that has arrived and not been reduced."""
         self.collector.forget()
-        self.collector.untouch()
-        self.waiting = Waiting.NOTHING
-        self.partial.is_live = False
+        self.collector.summed = ()
+        self.is_due = self.partial.is_live = False
 
     # -- collecting
 
@@ -405,32 +380,10 @@ class GradGroup:
     def accumulate(self, comm_ctx: CommContext) -> None:
         """Adds the collected gradients to this rank's unsharded sum, without communication."""
         self._collect_written(comm_ctx.streams)
-        # The later reduction is due on this rank even if it has no gradient: others may have one.
-        if self.waiting is Waiting.NOTHING:
-            self.waiting = Waiting.TURN
-        if self.collector.count == 0:
-            return
-        if self._sum is None:
-            # In chunks, as a message is: once synchronization is on again, the sum is sent from
-            # where it is.
-            self._sum = Slot(comm_ctx.streams, self.group.mesh.device)
-        slot = self._sum
-        # An earlier reduction of the sum may still be in flight, and read it.
-        if slot.holder is not None:
-            slot.holder.complete()
-        chunks = self._chunks_of(slot)
-        divisor, _ = self._divisors()
-        self.collector.pack(
-            slot, chunks.whole, comm_ctx.streams, divisor, accumulate=self.waiting is Waiting.SUM
-        )
-        self.waiting = Waiting.SUM
-
-    def _chunks_of(self, slot: Slot) -> Chunks:
-        """Returns the chunks of the unsharded sum, one for each rank."""
-        dtype, ranks = self.group.reduce_dtype, self.group.mesh.shard_size
-        chunk_numel = self.collector.layout.chunk_numel
-        slot.reserve(ranks * chunk_numel * dtype.itemsize)
-        return slot.take((dtype, ranks, chunk_numel))[0]
+        # On this rank even if it has no gradient: others may have one.
+        self.is_due = True
+        if self.collector.count:
+            self.collector.add_up(comm_ctx.streams)
 
     # -- reducing
 
@@ -439,17 +392,14 @@ class GradGroup:
         changed.
         """
         # Each step asks for each group, so the answer is kept until one of these is another.
-        group, is_summed = self.group, self.waiting is Waiting.SUM
+        group = self.group
         made_for = comm_ctx, group.collectives, self.divide_factor, group.reduce_tag
         if self._made_for != made_for:
-            self._made_for, self._routes = made_for, {}
+            self._made_for, self._route = made_for, self._new_route(comm_ctx)
             self._done = comm_ctx.streams.event()
-        route = self._routes.get(is_summed)
-        if route is None:
-            route = self._routes[is_summed] = self._new_route(comm_ctx, is_summed=is_summed)
-        return route
+        return self._route
 
-    def _new_route(self, comm_ctx: CommContext, *, is_summed: bool) -> _Route:
+    def _new_route(self, comm_ctx: CommContext) -> _Route:
         group, layout, second = self.group, self.collector.layout, self._second
         transport, ring = group.collectives.for_reduce(comm_ctx, group.mesh.gather_group)
         end, room = comm_ctx.streams.reduce, (0, 0)
@@ -457,7 +407,7 @@ class GradGroup:
             end, room = comm_ctx.streams.second, second.room(comm_ctx, layout.chunk_numel)
         before, after = self._divisors()
         # Gradients that autograd made can be read as they are, without a message of our own.
-        reads = before == 1 and group.collectives.reduces_plainly and not is_summed
+        reads = before == 1 and group.collectives.reduces_plainly
         sums, read = group.reduce_dtype, group.gather_dtype
         wire = sums if not transport.sends else group.gradient_policy.wire_dtype or sums
         # With nothing to send, the pack may write the gradient shard, if no message and no step in
@@ -476,12 +426,10 @@ class GradGroup:
         for i in layout.zero_copy if is_whole else ():
             piece, tag = layout.pieces[i], MessageTag(f"reduce-scatter of {self.params[i].name}")
             messages.append((piece.shard_offset, piece.shard_numel, tag))
-        # On the wire gradients may be narrower than their sum; then the sum needs other memory. A
-        # sum of micro-batches lies in chunks already, and is sent from where it is.
-        is_cast = wire != sums
-        has_own = is_whole or (is_cast and not ends_here)
+        # On the wire gradients may be narrower than their sum; then the sum needs other memory.
+        has_own = is_whole or (wire != sums and not ends_here)
         sizes = [
-            (wire, ranks if is_cast or not is_summed else 0, chunk_numel - skipped),
+            (wire, ranks, chunk_numel - skipped),
             (sums, int(has_own), chunk_numel),
             (sums, *room),
             (group.gradient_dtype, int(is_offloaded), layout.chunk_numel),
@@ -514,141 +462,101 @@ class GradGroup:
         step, and what writes the gradient shard or a partial sum, on the stream of second steps if
         there is one. Without anything to send, the pack stream alone is used.
         """
-        group, streams = self.group, comm_ctx.streams
+        group, streams, collector = self.group, comm_ctx.streams, self.collector
         # Zero-bubble schedules write gradients of unsharded parameters without autograd's hook.
         self._collect_written(streams)
         if self.collector.count == 0:
             # No gradient has brought the pack stream of a forward into this backward's order.
             self.collector.pack_stream = streams.current()
         route = self._route_under(comm_ctx)
-        transport, end, done = route.transport, route.end, self._done
-        is_local = route.is_local and self.waiting is Waiting.NOTHING
-        if is_local:
-            # The pack writes the gradient shard itself. It comes after the former reduction, which
-            # may have ended on another pack stream.
-            end = self.collector.pack_stream
-            done.wait(end)
         shard = None  # without the second step, only a partial sum is left
         if all_reduces or self._second is None:
             shard = self.require_shard()
-            shard.look(is_captured=comm_ctx.is_captured)
-            if not shard.has_memory:
-                # The pack stream is that of backward: freed activations, which the allocator keeps
-                # for each stream, become gradients without more memory.
-                shard.stream = self.collector.pack_stream
-        with streams.on(self.collector.pack_stream):  # slots are allocated for it
-            messages, memory = (
-                self._pack_later(comm_ctx) if is_local else self._pack_messages(route, comm_ctx)
-            )
-        stream, reader = streams.reduce, streams.current()
-        with (
-            span("post_backward_reduce", group.name),
-            streams.on(stream),
-        ):
-            # Several streams may have filled a slot: the collective waits for every one of them.
-            for slot in memory.slots:
-                slot.start_reading(stream)
-            # NCCL makes one launch of them; elsewhere they follow each other.
-            with transport.together(messages):
-                works = []
-                for (begin, numel, tag), send, receive in messages:
-                    work = transport.reduce_scatter(send, receive, tag)
-                    works.append((begin, numel, work))
-            reduction = Reduction(
-                works=works,
-                memory=memory,
-                shard=shard,
-                touched=self.collector.touched,
-                divisor=route.after,
-                partial=self.partial,
-                second=self._second,
-                tag=group.reduce_tag,
-                collectives=group.collectives,
-                comm_ctx=comm_ctx,
-                end=end,
-                done=done,
-            )
-            for slot in memory.slots:
-                slot.holder = reduction
-            if self._second is not None:
-                # What follows the reduce-scatter has a stream of its own, so that the next group's
-                # reduce-scatter does not wait for it.
-                done.record(stream)
-                done.wait(end)
-        with streams.on(end):
-            if shard is not None:
-                shard.part_with_kept(reader)
+            # The pack stream is that of backward: freed activations, which the allocator keeps for
+            # each stream, become gradients without more memory.
+            shard.expect(collector.pack_stream, is_captured=comm_ctx.is_captured)
+        reduction = Reduction(
+            stream_ordered=route.transport.stream_ordered,
+            shard=shard,
+            touched=collector.touched(),
+            has_sums=bool(collector.summed),
+            divisor=route.after,
+            partial=self.partial,
+            second=self._second,
+            tag=group.reduce_tag,
+            collectives=group.collectives,
+            comm_ctx=comm_ctx,
+            reader=streams.current(),
+            end=route.end,
+            done=self._done,
+        )
+        with span("post_backward_reduce", group.name):
+            if route.is_local:
+                # The pack writes the gradient shard itself. It comes after the former reduction,
+                # which may have ended on another pack stream.
+                reduction.end = collector.pack_stream
+                reduction.done.wait(reduction.end)
+                reduction.write = partial(collector.pack, None, reduction.touched, streams=streams)
+            else:
+                self._send(route, reduction)
             # Where streams order the result, the end is launched now and the host goes on. Gloo's
             # result is there when the host has waited, so its end comes with the join.
-            if transport.stream_ordered:
-                try:
-                    reduction.complete()
-                except BaseException:
-                    # the scheduler does not know it, and its slots would stay taken
-                    reduction.abandon()
-                    raise
-        self.collector.untouch()
-        # In case this backward fails later: then gradients of earlier ones are lost with it.
-        self._has_sent_sum = self.waiting is Waiting.SUM
-        self.waiting = Waiting.NOTHING
+            if route.transport.stream_ordered:
+                with streams.on(reduction.end):
+                    try:
+                        reduction.complete()
+                    except BaseException:
+                        # the scheduler does not know it, and its slot would stay taken
+                        reduction.abandon()
+                        raise
+        self.is_due = False
         return reduction
 
-    def _pack_messages(
-        self, route: _Route, comm_ctx: CommContext
-    ) -> tuple[list[_Message], ReductionMemory]:
-        """Packs the gradients into a message, except those that are sent from where they are."""
-        streams, transport, is_whole = comm_ctx.streams, route.transport, len(route.messages) > 1
-        summed = self._sum if self.waiting is Waiting.SUM else None
-        if summed is not None:
-            # What has arrived since is added first, so that one message brings all of it.
-            self.accumulate(comm_ctx)
-        slot, (send, own, room, staging, *receive) = route.ring.take(route.sizes)
-        sent = [send]
-        if summed is None:
-            lent = self.collector.pack(slot, send.whole, streams, route.before, zero_copy=is_whole)
-            for gradient in lent:
-                sent.append(Chunks(gradient, transport.size))
-        elif send.count:
-            # The sum stays as wide as it was added up; only what travels is narrower.
-            stream = self.collector.pack_stream
-            slot.start_writing(stream)
-            summed.start_reading(stream)
-            ops.sum_chunks([self._chunks_of(summed).whole], send.whole)
-            slot.finish_writing(stream)
-        else:
-            # Nothing is packed: the reduce stream is the first that writes to the slot.
-            slot.start_writing(streams.reduce)
-            sent = [Chunks(self._chunks_of(summed).whole, transport.size)]
+    def _send(self, route: _Route, reduction: Reduction) -> None:
+        """Packs the gradients into a message, except those that are sent from where they are, and
+        starts the reduce-scatter.
+        """
+        streams, transport = reduction.comm_ctx.streams, route.transport
+        is_whole = len(route.messages) > 1
+        with streams.on(self.collector.pack_stream):  # slots are allocated for it
+            slot, (send, own, room, staging, *receive) = route.ring.take(route.sizes)
+            lent = self.collector.pack(
+                slot, reduction.touched, send.whole, streams, route.before, zero_copy=is_whole
+            )
+        sent = [send, *(Chunks(gradient, transport.size) for gradient in lent)]
         if is_whole and not transport.receive_chunks:
             # A transport that needs no room adds up in this rank's chunk, and only reads.
             receive = [Chunks(own.whole.narrow(0, *place), 1) for *place, _ in route.messages]
-        memory = ReductionMemory(
-            [slot] if summed is None else [slot, summed],
-            own.whole if own.count else sent[0].part(transport.rank),
-            room,
-            staging.whole if staging.count else None,
-        )
-        return list(zip(route.messages, sent, receive, strict=True)), memory
-
-    def _pack_later(self, comm_ctx: CommContext) -> tuple[list[_Message], ReductionMemory]:
-        """Leaves it to the end, which packs into the gradient shard: there is nothing to send."""
-        collector = self.collector
-        collector.touched = tuple(map(or_, collector.touched, collector.flags))
-        write = partial(collector.pack, None, streams=comm_ctx.streams)
-        return [], ReductionMemory([], _NOTHING, _NO_ROOM, None, write)
+        messages = list(zip(route.messages, sent, receive, strict=True))
+        with streams.on(streams.reduce):
+            # Several streams may have filled a slot: the collective waits for every one of them.
+            slot.start_reading(streams.reduce)
+            # NCCL makes one launch of them; elsewhere they follow each other.
+            with transport.together(messages):
+                works = []
+                for (begin, numel, tag), chunks, place in messages:
+                    work = transport.reduce_scatter(chunks, place, tag)
+                    works.append((begin, numel, work))
+        if self._second is not None:
+            # What follows the reduce-scatter has a stream of its own, so that the next group's
+            # reduce-scatter does not wait for it.
+            reduction.done.record(streams.reduce)
+            reduction.done.wait(reduction.end)
+        reduction.works, reduction.slot, slot.holder = works, slot, reduction
+        reduction.own = own.whole if own.count else send.part(transport.rank)
+        reduction.room, reduction.staging = room, staging.whole if staging.count else None
 
     def abandon_backward(self) -> bool:
         """Drops what a failed backward has not sent; returns whether what earlier ones left goes
         with it.
         """
         was_summed = self.state is GradState.SENT and not self.is_reduced
-        # Where this backward was added to earlier ones, its part cannot be taken out again.
-        is_mixed = was_summed or (self.is_reduced and self._has_sent_sum)
+        # This backward was added to earlier ones, and its part cannot be taken out again.
         self.collector.forget()
         if was_summed:
-            self.waiting = Waiting.NOTHING
-            self.collector.untouch()
-        return is_mixed
+            self.is_due = False
+            self.collector.summed = ()
+        return was_summed
 
     def move(self, state: GradState) -> None:
         """Goes on to a state; a RuntimeError if it is not in `TRANSITIONS`."""
@@ -838,12 +746,12 @@ class ReductionScheduler:
         """Ends a reduction that has whole gradients in flight, so that there are no more of them
         than of two groups: of one that is sent, and of the next.
         """
-        if not any(slot.lent for slot in earlier.memory.slots):
+        slot = earlier.slot
+        if slot is None or not slot.lent:
             return
         earlier.complete()
-        for slot in earlier.memory.slots:
-            if slot not in latest.memory.slots:
-                slot.return_lent()
+        if slot is not latest.slot:
+            slot.return_lent()
 
     def drain(self, groups: Iterable[GradGroup], *, wait: bool) -> None:
         """Ends a backward: reduces what is left of all groups under the root, given in construction
@@ -861,9 +769,7 @@ class ReductionScheduler:
             # Gradients that came without the unit entering forward, for example through unshard()
             # by hand, that the program has written, and what earlier backwards have left.
             is_partial = grads.partial.is_live and not grads.is_reduced
-            waits = grads.waiting is not Waiting.NOTHING or (
-                is_partial and grads.requires_all_reduce
-            )
+            waits = grads.is_due or (is_partial and grads.requires_all_reduce)
             if grads.has_come or (waits and self._reduces_now(grads)):
                 if self.enrolment is not None:
                     self.enrolment.refuse_late(grads)
@@ -901,7 +807,7 @@ class ReductionScheduler:
         """
         # A forward calls, which may be an evaluation in inference mode.
         with torch.inference_mode(mode=False), torch.no_grad():
-            if grads.waiting is not Waiting.NOTHING or grads.partial.is_live:
+            if grads.is_due or grads.partial.is_live:
                 self._earlier.append(grads.launch(self.comm_ctx, all_reduces=True))
             self.join()
 
@@ -921,13 +827,14 @@ class ReductionScheduler:
         self.backward_running = self.reads_again = False
         # Reductions of backwards before this one are whole: they stay in flight.
         launched, self._launched = self._launched, []
-        lost = [grads for grads, reduction in launched if reduction.abandon()]
+        mixed = {grads for grads, reduction in launched if reduction.abandon()}
+        lost: dict[str, None] = {}
         for grads in groups:
-            if grads.abandon_backward():
-                lost.append(grads)
+            if grads.abandon_backward() or grads in mixed:
+                lost[grads.group.name] = None
             if grads.state is not GradState.IDLE:
                 grads.move(GradState.IDLE)
-        return list(dict.fromkeys(grads.group.name for grads in lost))
+        return list(lost)
 
     def abort(self, groups: Iterable[GradGroup]) -> None:
         """Drops everything that is not in a gradient shard, and what has been written there

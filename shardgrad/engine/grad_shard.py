@@ -293,7 +293,13 @@ class GradShard:
 
     # -- before and after a reduction
 
-    def prepare(self) -> bool:
+    def expect(self, stream: Stream, *, is_captured: bool) -> None:
+        """A reduction starts; memory that it needs is allocated for `stream`."""
+        self.look(is_captured=is_captured)
+        if self.memory is GradMemory.NONE:
+            self.stream = stream
+
+    def _prepare(self, reader: Stream) -> bool:
         """Makes the shard ready for a reduction; returns False if that should overwrite everything,
         not add.
 
@@ -301,6 +307,7 @@ class GradShard:
         current stream.
         """
         self.decide()
+        self._part_with_kept(reader)
         self._forget_verdict(range(self.count))
         # The common case after zero_grad(): the reduction overwrites, which saves a pass that
         # zeroes and one that reads.
@@ -314,7 +321,7 @@ class GradShard:
             self._flags_before = self.flags.clone()
         return True
 
-    def part_with_kept(self, reader: Stream) -> None:
+    def _part_with_kept(self, reader: Stream) -> None:
         """Before memory is written: [Note: Kept gradients]. The program reads on `reader`.
 
         In a capture, it is noted what each replay has to part with.
@@ -368,14 +375,16 @@ class GradShard:
         divisor: float,
         staging: torch.Tensor | None,
         streams: Streams,
+        reader: Stream,
     ) -> None:
         """Writes a reduction's average, or adds it where there are gradients; see
         `PendingSum.write`.
 
-        Streams: on the current one, after the stream that memory is allocated on. `staging` is
-        memory like `flat` on the mesh's device, if `needs_staging`.
+        Streams: on the current one, after the stream that memory is allocated on; the program reads
+        what it keeps on `reader`. `staging` is memory like `flat` on the mesh's device, if
+        `needs_staging`.
         """
-        accumulate = self.prepare()
+        accumulate = self._prepare(reader)
         # Memory comes as late as this, so that the peak at the loss has none of it.
         if self.memory is GradMemory.NONE:
             with streams.on(self.stream):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -27,12 +26,14 @@ __all__ = [
     "PartialSum",
     "PendingSum",
     "Reduction",
-    "ReductionMemory",
     "SecondStep",
 ]
 
 # Sums of many ranks overflow in these, so they are divided before and after.
 OVERFLOWING = (torch.float16,)
+
+_NOTHING = torch.empty(0)
+_NO_ROOM = Chunks(_NOTHING, 0)
 
 
 @dataclass(eq=False)
@@ -83,33 +84,31 @@ class PartialSum:
         self.is_live = True
 
 
-class ReductionMemory(NamedTuple):
-    """Where a reduction's messages lie, and its room."""
-
-    slots: list[Slot]  # that all of it lies in, except gradients that are sent from where they are
-    own: torch.Tensor  # room for the first step's sum; it may be among what is summed
-    room: Chunks  # of the second step
-    staging: torch.Tensor | None  # of the gradient shard
-    write: Callable[..., object] | None = None  # what writes the gradient shard, if nothing is sent
-
-
 @dataclass(eq=False, kw_only=True)
 class Reduction:
     """A launched reduction: what it reads, where its result goes, and how to end it."""
 
-    # Each behind the first element and length of what it brings.
-    works: Sequence[tuple[int, int, Work]]
-    memory: ReductionMemory  # whose slots are released at the end
+    stream_ordered: bool  # as of its transport
     shard: GradShard | None  # None to stop after the first step and keep a partial sum
     touched: tuple[bool, ...]  # per trainable parameter, whether this rank had a gradient
+    has_sums: bool  # it brings gradients of earlier backwards, too
     divisor: float  # of the sum, at the end
     partial: PartialSum
     second: SecondStep | None
     tag: MessageTag
     collectives: CollectiveConfig  # whose hook is called with the result
     comm_ctx: CommContext
+    reader: Stream  # of what a program keeps
     end: Stream  # that it ends on
     done: StreamEvent  # of the group; recorded at the end
+    # What writes the gradient shard, if nothing is sent. Else there are messages, each behind the
+    # first element and length of what it brings, in a slot, which is released at the end.
+    write: Callable[..., object] | None = None
+    works: Sequence[tuple[int, int, Work]] = ()
+    slot: Slot | None = None
+    own: torch.Tensor = _NOTHING  # room for the first step's sum; it may be among what is summed
+    room: Chunks = _NO_ROOM  # of the second step
+    staging: torch.Tensor | None = None  # of a gradient shard on the host
     is_complete: bool = False
     _has_started_second: bool = False
     _pending: PendingSum | None = None
@@ -122,7 +121,7 @@ class Reduction:
             return
         # The next launch, the end of backward and whoever waits may all come to it.
         self._has_started_second = True
-        if self.memory.write is not None:
+        if self.write is not None:
             return
         # Chunks are not added up before someone needs the sum in memory: with one step, the kernel
         # that writes gradients reads them.
@@ -130,23 +129,23 @@ class Reduction:
         if self.second is None:
             return
         if self.partial.live is not None:
-            pending = pending.plus(self.partial.live, self.memory.own)
+            pending = pending.plus(self.partial.live, self.own)
         if self.shard is None:
-            self.partial.keep(pending, like=self.memory.own)
+            self.partial.keep(pending, like=self.own)
             self.works = []
             return
         # The second step sends what the first has left, so that is added up now, on this stream.
-        pending.write(self.memory.own)
+        pending.write(self.own)
         self.partial.is_live = False
-        result = self.second.result(self.memory.own)
-        work = self.second.launch(self.memory.own, self.memory.room, self.tag, self.comm_ctx)
+        result = self.second.result(self.own)
+        work = self.second.launch(self.own, self.room, self.tag, self.comm_ctx)
         self.works, self._pending = [(0, result.numel(), work)], None
 
     def _received(self) -> PendingSum:
         return PendingSum([(begin, numel, work.wait()) for begin, numel, work in self.works])
 
     def complete(self) -> None:
-        """Ends the reduction: the gradients are bound, and its slots are free once the device gets
+        """Ends the reduction: the gradients are bound, and its slot is free once the device gets
         there.
         """
         if self.is_complete:
@@ -158,13 +157,13 @@ class Reduction:
 
     def _write(self, shard: GradShard, streams: Streams) -> None:
         """Writes the average into the gradient shard and binds it."""
-        write, divisor = self.memory.write, self.divisor
+        write, divisor = self.write, self.divisor
         if write is None:
             pending = self._pending or self._received()
             if self.collectives.hook is not None:
                 pending, divisor = self._through_hook(pending, shard.numel, streams)
             write = pending.write
-        shard.reduce_into(write, divisor, self.memory.staging, streams)
+        shard.reduce_into(write, divisor, self.staging, streams, self.reader)
         shard.bind(self.touched, streams)
 
     def _through_hook(
@@ -173,7 +172,7 @@ class Reduction:
         """Shows the result to the program's hook; returns the sum to go on with, and its
         divisor.
         """
-        out = self.memory.own if self.second is None else self.second.result(self.memory.own)
+        out = self.own if self.second is None else self.second.result(self.own)
         # The hook sees the average, unless the program wants the sum, or a sum of many ranks would
         # overflow without the division that comes last.
         is_sum = self.collectives.only_sums or out.dtype in OVERFLOWING
@@ -210,25 +209,25 @@ class Reduction:
         if self.is_complete:
             if self.shard is not None:
                 self.shard.unbind()
-            return is_written
-        # The collective is waited for even so: it reads and writes the slots until it ends.
+            return is_written or self.has_sums
+        # The collective is waited for even so: it reads and writes the slot until it ends.
         try:
             for _, _, work in self.works:
                 work.wait()
         except BaseException as error:
-            for slot in self.memory.slots:
+            if self.slot is not None:
                 # It may still end, and write to the slot, whose memory is therefore not lent again.
-                slot.give_back(is_written=True)
+                self.slot.give_back(is_written=True)
             if not isinstance(error, CollectiveError):  # the next one of the group fails as well
                 raise
         finally:
             self._finish()
-        return is_written
+        return is_written or self.has_sums
 
     def _finish(self) -> None:
         self.is_complete = True
         # They may hold gradients that were sent from where they are.
         self.works, self._pending = (), None
-        for slot in self.memory.slots:
-            slot.release(self.end)
+        if self.slot is not None:
+            self.slot.release(self.end)
         self.done.record(self.end)

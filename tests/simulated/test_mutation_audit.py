@@ -17,6 +17,7 @@ from tests.simulated.programs.audit import edges, is_noticed
 from tests.simulated.programs.edges import (
     ENDS_OF_ONE_RANK,
     NOT_IN_THE_MATRIX,
+    SUMS_OF_ONE_RANK,
     Edge,
     watched,
 )
@@ -56,30 +57,38 @@ class _Fan(nn.Module):
         return torch.stack(outputs).sum(0)
 
 
-def _two_backwards_on_three_streams_each() -> None:
+def _backwards_on_three_streams_each(*syncs: bool) -> None:
     x = torch.ones(2, 4, device=device.NAME)
     model = _Fan(3).to(device.NAME)
     for module in (*model.units, model):
         shardgrad.fully_shard(module, mesh=init_device_mesh(device.NAME, (1,)))
-    places = [[torch.Stream(device.NAME) for _ in range(3)] for _ in range(2)]
+    places = [[torch.Stream(device.NAME) for _ in range(3)] for _ in syncs]
     torch.accelerator.synchronize()
     for _ in range(3):
-        for number in range(2):
-            model.set_is_last_backward(number == 1)
+        for number, sync in enumerate(syncs):
+            model.set_is_last_backward(number == len(syncs) - 1)
+            model.set_requires_gradient_sync(sync)
             model(x, places[number]).square().mean().backward()
         for parameter in model.parameters():
             parameter.grad = None
 
 
-@pytest.mark.parametrize("removed", [None, ENDS_OF_ONE_RANK])
-def test_one_rank_writes_a_gradient_after_the_backward_before_wherever_that_ended(
-    removed: Edge | None,
+@pytest.mark.parametrize(
+    ("removed", "syncs", "hazard"),
+    [
+        (None, (True, True), set()),
+        (ENDS_OF_ONE_RANK, (True, True), {"write-after-write"}),
+        (None, (False, True, False), set()),
+        (SUMS_OF_ONE_RANK, (False, True, False), {"write-after-read", "write-after-write"}),
+    ],
+)
+def test_one_rank_writes_after_the_backward_before_wherever_that_ended(
+    removed: Edge | None, syncs: tuple[bool, ...], hazard: set[str]
 ) -> None:
+    """What it writes is a gradient, or a sum of gradients that are not synchronized."""
     with watched(removed), device.checked(raises=False) as hazards:
-        VirtualRanks(1).run(_two_backwards_on_three_streams_each)
-    assert {hazard.kind for hazard in hazards} == (
-        set() if removed is None else {"write-after-write"}
-    )
+        VirtualRanks(1).run(_backwards_on_three_streams_each, *syncs)
+    assert {each.kind for each in hazards} == hazard, hazards
 
 
 def _updates_that_no_side_stream_waits_for() -> None:
