@@ -24,7 +24,6 @@ from typing import NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import nn
-from torch._C import DisableTorchFunctionSubclass
 
 from shardgrad.engine.buffers import Chunks, PieceSize, SlotRing
 from shardgrad.engine.comm_context import CommContext
@@ -110,7 +109,6 @@ SWITCHES = (
     "collector.summed",
     "partial.is_live",
 )
-_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class GradGroup:
@@ -135,35 +133,30 @@ class GradGroup:
         self._made_for: tuple[object, ...] = ()  # what `_route` depends on, besides places
         self._route: _Route
         self._done: StreamEvent  # recorded at the end of each reduction
-        self._trainable: tuple[bool, ...] = ()
-        # What sharded and unsharded parameters had in common last.
-        self._agreed: tuple[bool, ...] = ()
-        self._holds_frozen = False  # `params` has some that do not require grad
+        self.trainable: tuple[bool, ...] = ()  # of the group, when places were given last
+        self.holds_frozen = False  # `params` has some that do not require grad
         self._generation = -1  # of the group, when parameters got their places
         self._hooked: object = None
         self.unsharded: list[nn.Parameter] = []  # those of `params`, once they exist
-        self._both: list[nn.Parameter] = []  # all of the group's, sharded and then unsharded
         self._second = None if group.spec.second_step is None else group.spec.second_step()
         self.collector = GradCollector(group, [], self._second)
         _of[id(group)] = self
 
     # -- what trains
 
-    def refresh_trainable(self, *, anyway: bool = False) -> None:
-        """Gives the parameters that require grad their places; called while no backward runs.
+    def refresh_trainable(self) -> None:
+        """Gives the parameters that require grad their places; called while no backward runs, if
+        `trainable` is not that of the group, or if it `holds_frozen` ones, whose
+        gradients may be gone by now.
 
         A parameter that ceases to require grad keeps its place while it has a gradient, while
         gradients wait, or while a backward is expected. One that begins to require grad gets a
         place; what waits is reduced before, because it was packed for the places that there were.
         """
+        trainable = self.group.carry_requires_grad()
         is_new = self._generation != self.group.generation
         if is_new:
             self._replace_shard()
-        self.carry_requires_grad()
-        is_same = self._trainable == self._agreed and not anyway
-        # A frozen parameter keeps its place for the sake of a gradient that may be gone by now.
-        if is_same and not (self._holds_frozen and self._may_shrink):
-            return
         # A gradient that is there already has to be found by clipping and by the optimizer, also
         # if its parameter was frozen since.
         params, attribute = self.group.params, self.group.gradient_policy.attribute
@@ -180,8 +173,8 @@ class GradGroup:
             self._place(placed)
         else:
             self._hook()  # those that have begun to require grad again
-        self._trainable = self._agreed
-        self._holds_frozen = len(placed) != sum(self._trainable)
+        self.trainable = trainable
+        self.holds_frozen = len(placed) != sum(trainable)
 
     @property
     def _may_shrink(self) -> bool:
@@ -192,29 +185,10 @@ class GradGroup:
 
     def _replace_shard(self) -> None:
         """Leaves the gradient shard of parameters that were replaced."""
-        self._agreed = self._trainable = ()
         self._generation = self.group.generation
         self._leave_shard()
         if self.collector.dtype != self.group.reduce_dtype:
             self.forget()
-
-    def carry_requires_grad(self) -> None:
-        """Carries what the program has set on a sharded or an unsharded parameter to the other.
-
-        Before a reshard as well: later it would be unknown which was set last.
-        """
-        with DisableTorchFunctionSubclass():  # parameters answer three times as fast
-            now = tuple(map(_REQUIRES_GRAD, self._both))
-        if self._agreed and now in (self._agreed, self._agreed * 2):
-            return
-        # The unsharded parameter wins where it differs from what both had in common.
-        for p, was in zip(self.group.params, self._agreed, strict=False):
-            if p.unsharded is not None and p.unsharded.requires_grad != was:
-                p.sharded.requires_grad_(not was)
-        for p in self.group.params:
-            if p.unsharded is not None and p.unsharded.requires_grad != p.sharded.requires_grad:
-                p.unsharded.requires_grad_(p.sharded.requires_grad)
-        self._agreed = tuple(p.sharded.requires_grad for p in self.group.params)
 
     def _refuse_in_capture(self, placed: list[FSDPParam]) -> NoReturn:
         """Refuses other places than before in a capture: tables of them come from the host."""
@@ -268,8 +242,6 @@ class GradGroup:
             self.collector.expect()
         self._hooked = self.group.params[0].unsharded
         self.unsharded = [p.unsharded for p in self.params if p.unsharded is not None]
-        self._both = [p.sharded for p in self.group.params]
-        self._both += [p.unsharded for p in self.group.params if p.unsharded is not None]
         # At the parameter, not at the module, so that the gradient comes here whichever way the
         # loss has taken. Autograd runs it on the stream of the AccumulateGrad node (pytorch#140044,
         # DeepSpeed#7965), which the collector notes.

@@ -142,8 +142,7 @@ class HookedUnit(Unit):
                 unit.unshard(context.comm_ctx)
         self.wait_for_unshard(context.comm_ctx)
         if not context.scheduler.backward_running:  # what the program has frozen inside the forward
-            for grads in self.grad_groups:
-                grads.refresh_trainable()
+            self.refresh_trainable()
         args, kwargs = self.cast_inputs(args, kwargs)
         # Backward may recompute it.
         if torch.is_grad_enabled() or context.scheduler.enrolment is not None:
@@ -216,8 +215,7 @@ class HookedUnit(Unit):
         if not recomputing and self.running:  # empty if a registered method has called forward
             self.running.pop()
         if not context.scheduler.backward_running:
-            for grads in self.grad_groups:
-                grads.refresh_trainable()
+            self.refresh_trainable()
         begins = _tensors_with_grad(output) if torch.is_grad_enabled() else []
         if torch.is_grad_enabled() and not begins and self._expects_backward():
             # No output says when backward comes, as where torch cannot look into the object that

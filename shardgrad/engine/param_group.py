@@ -72,6 +72,7 @@ __all__ = [
 ]
 
 _VERSION, _LOCAL = attrgetter("_version"), attrgetter("_local_tensor")
+_REQUIRES_GRAD = attrgetter("requires_grad")
 _SHARDED_PARAM, _UNSHARDED_PARAM = attrgetter("sharded"), attrgetter("unsharded")
 
 
@@ -443,6 +444,8 @@ class ParamGroup:
             use.
         steps_taken: how often an optimizer has moved the parameters; see
             `checks/optimizer_hooks.py`.
+        trainable: which parameters require grad, as sharded and unsharded ones had it in common
+            last; another object after a change. () for new parameters.
         is_filled: the unsharded memory has the values of the shard that was gathered last.
         keeps_memory: a reshard does not free the unsharded memory.
         alignment: elements that offsets in chunks are multiples of.
@@ -607,6 +610,31 @@ class ParamGroup:
         self.registration = Registration(self.params)
         both = ((p.sharded, getattr(p.sharded, "_local_tensor", p.sharded)) for p in self.params)
         self._written = list(chain.from_iterable(both))
+        self.trainable: tuple[bool, ...] = ()
+        self._both = [p.sharded for p in self.params]
+
+    def carry_requires_grad(self) -> tuple[bool, ...]:
+        """Carries what the program has set on a sharded or an unsharded parameter to the other;
+        returns `trainable`.
+
+        Before a reshard as well: later it would be unknown which was set last.
+        """
+        params, latest = self.params, self.params[-1].unsharded
+        if latest is not None and self._both[-1] is not latest:
+            self._both = [p.sharded for p in params] + [p.require_unsharded() for p in params]
+        with DisableTorchFunctionSubclass():  # parameters answer three times as fast
+            now = tuple(map(_REQUIRES_GRAD, self._both))
+        if self.trainable and now in (self.trainable, self.trainable * 2):
+            return self.trainable
+        # The unsharded parameter wins where it differs from what both had in common.
+        for p, was in zip(params, self.trainable, strict=False):
+            if p.unsharded is not None and p.unsharded.requires_grad != was:
+                p.sharded.requires_grad_(not was)
+        for p in params:
+            if p.unsharded is not None and p.unsharded.requires_grad != p.sharded.requires_grad:
+                p.unsharded.requires_grad_(p.sharded.requires_grad)
+        self.trainable = tuple(p.sharded.requires_grad for p in params)
+        return self.trainable
 
     @torch.no_grad()
     def without(self, leaving: Collection[FSDPParam]) -> ParamGroup | None:
@@ -834,6 +862,7 @@ class ParamGroup:
     def show_sharded(self) -> None:
         """Registers the sharded parameters, and keeps the unsharded memory for the next use."""
         if self.state is UNSHARDED:
+            self.carry_requires_grad()
             self.take_writes()
             self.state = SHARDED
             self.registration.change(_SHARDED_PARAM)

@@ -147,14 +147,12 @@ class Unit:
     def reshard(self, *, drop_kept: bool = False) -> None:
         """Reshards every group; see `ParamGroup.reshard`."""
         self.held = self.is_called_around = False
-        for group, grads in zip(self.groups, self.grad_groups, strict=True):
-            grads.carry_requires_grad()
+        for group in self.groups:
             group.reshard(drop_kept=drop_kept)
 
     def show_sharded(self) -> None:
         """Registers the sharded parameters of every group, and keeps what is gathered."""
-        for group, grads in zip(self.groups, self.grad_groups, strict=True):
-            grads.carry_requires_grad()
+        for group in self.groups:
             group.show_sharded()
 
     def refresh(self) -> bool:
@@ -162,7 +160,7 @@ class Unit:
         shards.
         """
         replaced, self.outstanding_before = False, self.outstanding
-        for group, grads in zip(self.groups, self.grad_groups, strict=True):
+        for group in self.groups:
             # A few comparisons in C for each group: a steady step pays little for what rarely
             # happens, weights that were loaded, replaced or moved. Who adopts them is imported
             # then.
@@ -172,8 +170,14 @@ class Unit:
                 replaced |= adopt(group)
                 require_data(group)
             group.reshard_if_stale()
-            grads.refresh_trainable()
+        self.refresh_trainable()
         return replaced
+
+    def refresh_trainable(self) -> None:
+        """Takes over what the program has frozen or thawed."""
+        for group, grads in zip(self.groups, self.grad_groups, strict=True):
+            if group.carry_requires_grad() is not grads.trainable or grads.holds_frozen:
+                grads.refresh_trainable()
 
     def finish_backward(self, *, is_read_again: bool) -> None:
         """Frees, at the end of a backward, unsharded parameters that are not to be kept."""

@@ -76,7 +76,7 @@ def gradients_of(group: ParamGroup, params: Iterable[torch.Tensor]) -> GradShard
         return None
     shard = grads.require_shard()
     if shard.count < len(group.params) and any(shard.place_of(param) is None for param in written):
-        grads.refresh_trainable(anyway=True)
+        grads.refresh_trainable()
         shard = grads.require_shard()
     shard.look(is_captured=is_capturing(shard.flat.device))
     shard.allocate()
