@@ -23,6 +23,7 @@ from shardgrad.checks.optimizer_hooks import watch_optimizers
 from shardgrad.checks.padding import warn_of_padding
 from shardgrad.checks.unowned_params import UnownedParams, note_ignored
 from shardgrad.compat.torch_views import show_to_torch, state_of
+from shardgrad.engine.calls import forward_around, forward_with
 from shardgrad.engine.collect import (
     Claim,
     Collected,
@@ -31,7 +32,7 @@ from shardgrad.engine.collect import (
     validated,
 )
 from shardgrad.engine.comm_context import SecondStep
-from shardgrad.engine.hooks import HookedUnit, forward_around, forward_with
+from shardgrad.engine.lazy_init import lazy_init
 from shardgrad.engine.param import CLAIM, FSDPParam, is_extension, mark_sharded
 from shardgrad.engine.param_group import AllGather, GroupSpec, ParamGroup
 from shardgrad.engine.unit import Unit, attach_unit
@@ -138,7 +139,7 @@ def fully_shard(
     for each in grouped:
         spec = _spec(places[each[0]].mesh, dtypes[each[0]], memory, stage)
         groups.append(_group([params[p] for p in each], spec, reshard_after_forward))
-    unit = HookedUnit(modules, groups, data_mesh, mp_policy, flag)
+    unit = Unit(modules, groups, data_mesh, mp_policy, flag, lazy_init)
     unit.accept, unit.before_outermost_forward = _accept, _looks_of(unit, stage)
     _commit(unit, collected, grouped, ignored)
     return module
@@ -333,7 +334,7 @@ def _reshard_plan(
 
 @torch.inference_mode(mode=False)
 def _commit(
-    unit: HookedUnit,
+    unit: Unit,
     collected: Collected,
     params: Iterable[list[nn.Parameter]],
     ignored: set[nn.Parameter],
@@ -377,7 +378,7 @@ def _take_inherited(claims: Sequence[Claim]) -> None:
         inner.set_groups([group for group in smaller if group is not None])
 
 
-def _install_hooks(unit: HookedUnit, managed_modules: Sequence[nn.Module]) -> None:
+def _install_hooks(unit: Unit, managed_modules: Sequence[nn.Module]) -> None:
     """Lets inner modules run around the unit's forward, and keeps state dicts and loading on the
     sharded parameters.
 

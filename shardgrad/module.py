@@ -16,10 +16,10 @@ from torch.distributed.fsdp import UnshardHandle
 
 from shardgrad.checks.optimizer_hooks import note_cast
 from shardgrad.compat.torch_views import StateView, state_of
+from shardgrad.engine.calls import like_forward
 from shardgrad.engine.comm_context import CommContext
-from shardgrad.engine.hooks import HookedUnit, like_forward, outside_graphs
-from shardgrad.engine.root import RootContext, context_of, lazy_init
-from shardgrad.engine.unit import UNIT, Unit, unit_of, units_under
+from shardgrad.engine.lazy_init import lazy_init
+from shardgrad.engine.unit import UNIT, RootContext, Unit, outside_graphs, unit_of, units_under
 from shardgrad.errors import (
     DeepcopyError,
     EngineError,
@@ -352,7 +352,7 @@ class FSDPModule:
             RootError: not called on the root.
         """
         unit = self._unit
-        context = context_of(unit)
+        context = unit.context
         if context is None:
             return
         if not unit.is_root:
@@ -479,7 +479,7 @@ class FSDPModule:
             )
         for unit in self._units(recurse):
             unit.max_reductions = max_input_buffers
-            context = context_of(unit)
+            context = unit.context
             if context is not None:
                 context.size_reduce_ring()
 
@@ -560,9 +560,9 @@ class FSDPModule:
     # -- inside
 
     @property
-    def _unit(self) -> HookedUnit:
+    def _unit(self) -> Unit:
         unit = self.__dict__.get(UNIT)
-        if not isinstance(unit, HookedUnit):
+        if not isinstance(unit, Unit):
             raise UnsupportedError(
                 f"{type(self).__name__} has lost its unit", fix="call fully_shard again"
             )
@@ -663,7 +663,7 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     units = [module._unit for module in modules]
     if not units:
         return
-    contexts = [context for unit in units if (context := context_of(unit)) is not None]
+    contexts = [context for unit in units if (context := unit.context) is not None]
     lead = contexts[0].comm_ctx if contexts else CommContext(units[0].mesh.device)
     for unit in units:
         unit.partner = lead

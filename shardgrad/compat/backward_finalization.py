@@ -11,8 +11,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from shardgrad.engine.root import RootContext, context_of, lazy_init
-from shardgrad.engine.unit import Unit
+from shardgrad.engine.lazy_init import lazy_init
+from shardgrad.engine.unit import RootContext, Unit
 from shardgrad.errors import BackwardFinalizationError, RootError
 from shardgrad.policies import GradientReductionHandle
 
@@ -105,7 +105,7 @@ def finalize(unit: Unit, *, async_op: bool) -> GradientReductionHandle | None:
         BackwardFinalizationError: not in this mode, in a backward, or an earlier call was not
             waited for.
     """
-    context = context_of(unit)
+    context = unit.context
     if context is None:  # nothing has run
         return _Handle() if async_op else None
     _require_root(unit, context, "finalize_backward")

@@ -22,10 +22,10 @@ from torch.distributed._composable.contract import STATE_KEY
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.utils.hooks import RemovableHandle
 
-from shardgrad.engine.hooks import HookedUnit
+from shardgrad.engine.lazy_init import lazy_init
 from shardgrad.engine.param import FSDPParam
 from shardgrad.engine.param_group import ParamGroup
-from shardgrad.engine.root import RootContext, lazy_init
+from shardgrad.engine.unit import RootContext, Unit
 from shardgrad.errors import unsupported
 
 __all__ = ["StateView", "show_to_torch", "state_of"]
@@ -59,7 +59,7 @@ class _ParamView:
 class _GroupView:
     """What torch calls an `FSDPParamGroup`."""
 
-    def __init__(self, unit: HookedUnit, group: ParamGroup) -> None:
+    def __init__(self, unit: Unit, group: ParamGroup) -> None:
         self._unit = unit
         self._group = group
 
@@ -152,7 +152,7 @@ class StateView:
         unit: the unit.
     """
 
-    def __init__(self, unit: HookedUnit) -> None:
+    def __init__(self, unit: Unit) -> None:
         self._unit = unit
 
     def _lazy_init(self) -> None:
@@ -231,7 +231,7 @@ class StateView:
 _FUNCTION = getattr(torch_fsdp.fully_shard, "__wrapped__", torch_fsdp.fully_shard)
 
 
-def show_to_torch(unit: HookedUnit) -> None:
+def show_to_torch(unit: Unit) -> None:
     """Makes `torch.distributed.fsdp.fully_shard.state(module)` return a view of the module's
     unit.
     """

@@ -19,7 +19,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum, auto
 from functools import partial
-from operator import attrgetter
 from typing import NamedTuple, NoReturn, Protocol
 
 import torch

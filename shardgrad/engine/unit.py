@@ -1,27 +1,119 @@
-"""A unit: what one call of `fully_shard` made of some modules, with its groups and switches.
+"""Units, and the root that they share: what runs before and after a sharded module's forward and
+backward.
 
-What runs before and after its forward and backward is in `hooks.py`.
+An iteration, of which the outermost unit is the root unless a program runs a part by itself:
+
+| what | fires, in this order in a step | does |
+| --- | --- | --- |
+| `Unit.pre_forward` | before forward | unshard, wait, prefetch the next unit, cast |
+| `RootContext.enter_forward` | in it, if outermost | looks for what has changed since |
+| `Unit.post_forward` | after forward | reshard if asked to, watch outputs, cast |
+| `RootContext.leave_forward` | in it, if outermost | drops what was prefetched for nothing |
+| `Unit.pre_backward` | first gradient of an output | unshard, wait, prefetch the unit before |
+| `collect` | a parameter's gradient is there | in `grad_group.py`: reduce when all are there |
+| `Unit.post_backward` | gradients of all inputs are there | reshard, close the group's reduction |
+| `RootContext.end_backward` | autograd is done | reduces what is left, waits for the gradients |
+
+An iteration that an exception cut short is cleared by the next outermost forward. If an inner unit
+ran first, it was a root of its units; the real root takes over what it had noted.
+
+Gradients are caught at the parameters, not at the module, so whatever path a loss took, they are
+reduced.
 """
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from operator import attrgetter
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
+import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import (
+    _FrameAction,
+    _FrameExecStrategy,
+    get_eval_frame_callback,
+    set_code_exec_strategy,
+)
+from torch._C._functorch import peek_interpreter_stack
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.utils import _apply_to_tensors, _to_kwargs
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.engine.comm_context import CommContext
-from shardgrad.engine.grad_group import GradGroup
+from shardgrad.engine.grad_group import GradGroup, ReductionScheduler
 from shardgrad.engine.param import Owner
 from shardgrad.engine.param_group import ParamGroup, ParamState
+from shardgrad.engine.spans import span
+from shardgrad.engine.streams import is_capturing, wait_for_device
+from shardgrad.errors import AsleepError, CollectiveError, UnsupportedError
 from shardgrad.sharding.mesh import DataParallelMesh
 
-__all__ = ["UNIT", "Guest", "Unit", "attach_unit", "unit_of", "units_under"]
+__all__ = [
+    "UNIT",
+    "Guest",
+    "RootContext",
+    "Unit",
+    "attach_unit",
+    "outside_graphs",
+    "unit_of",
+    "units_under",
+]
 
 # Where a module keeps its unit.
 UNIT = "_shardgrad_unit"
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+_GRAD_SHARD = attrgetter("shard")
+_TENSORS = {torch.Tensor}  # the common arguments, which need no tree
+
+# -1 unless autograd runs a backward on this thread: a forward is then a recomputation, or a hook's.
+_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+
+
+def outside_graphs(hook: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Makes `torch.compile` break its graph at `hook` and run it, and what it calls, as plain
+    Python.
+
+    `torch.compiler.disable` imports Dynamo (over a second and some 100 MB) and costs each hook more
+    than its own decisions, so it is only used where Dynamo is watching the calling thread.
+    """
+    # Made at most once: `torch.compiler.disable` returns a new wrapper each time.
+    disabled: Callable[_P, _R] | None = None
+
+    @functools.wraps(hook)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        nonlocal disabled
+        if get_eval_frame_callback() is None:
+            return hook(*args, **kwargs)
+        if disabled is None:
+            disabled = torch.compiler.disable(hook, recursive=True)
+        return disabled(*args, **kwargs)
+
+    # For a graph that would inline it.
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    # And where a compiled module runs it as a separate frame: what it calls decides for itself.
+    code = call.__code__  # type: ignore[attr-defined]
+    set_code_exec_strategy(code, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
+    return call
+
+
+@dataclass(slots=True)
+class _Call:
+    """One forward of a unit: the unit that ran before it, and the graph task that its backward has
+    begun in.
+    """
+
+    before: Unit | None
+    begun_in: int = -1
 
 
 @dataclass
@@ -41,8 +133,10 @@ class Unit:
     """One call of `fully_shard`: its modules, groups and switches.
 
     Attributes:
-        context: the `RootContext` that all units under one root share; None before `lazy_init`,
-            which the first forward calls.
+        context: what all units under one root share; None before `lazy_init`, which the first
+            forward calls: see `lazy_init.py`.
+        pre_backward, post_backward: what autograd calls; a tool that watches may wrap them.
+        hooks: handles of the two hooks of each module.
         reshard_after_forward: None is True, except for the root and, on the CPU, what backward
             needs first.
         reshard_after_backward: False keeps parameters unsharded between micro-batches.
@@ -68,6 +162,7 @@ class Unit:
         mesh: DataParallelMesh,
         mp_policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | None,
+        lazy_init: Callable[[Unit], RootContext],
     ) -> None:
         self.name = ""
         self.modules = tuple(modules)
@@ -82,7 +177,8 @@ class Unit:
         self.partner: CommContext | None = None
         self.held = False
         self.is_called_around = False
-        self.context: Any = None
+        self.context: RootContext | None = None
+        self._lazy_init = lazy_init
         self.guests: list[Guest] = []
         self.before_outermost_forward: Callable[[], None] = lambda: None
         self.accept: Callable[[Sequence[Unit]], None] = lambda units: None
@@ -97,6 +193,18 @@ class Unit:
         self.waiting_modules: set[nn.Module] = set()
         # Forwards that have not come to their end, the innermost last.
         self.running: list[nn.Module] = []
+        self.pre_backward: Callable[..., None] = self._pre_backward
+        self.post_backward: Callable[..., None] = self._post_backward
+        # Hooks, and no wrapper around the module: names in `state_dict`, `isinstance` and
+        # attributes stay what they were. Ours comes first, so that the program's pre-forward hooks
+        # see unsharded parameters.
+        self.hooks = [
+            [
+                module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True),
+                module.register_forward_hook(self.post_forward),
+            ]
+            for module in self.modules
+        ]
 
     def set_groups(self, groups: Sequence[ParamGroup]) -> None:
         """Replaces the unit's groups and keeps what the program has set so far; only while
@@ -130,6 +238,240 @@ class Unit:
         """True if modules register the unsharded parameters of every group."""
         return all(group.state is ParamState.UNSHARDED for group in self.groups)
 
+    # -- forward and backward
+
+    @outside_graphs
+    def pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> _Arguments:
+        """Unshards the parameters, and returns the inputs, cast and watched."""
+        # Which unit is the outermost is not known before one runs, so the first forward of all
+        # makes the root, when every call of `fully_shard` has been made.
+        is_transformed = peek_interpreter_stack() is not None
+        if is_transformed and (self.context is None or not self.is_unsharded):
+            self._refuse_transforms()
+        context = self.context or self._lazy_init(self)
+        recorder.unit = self.name
+        # Activation checkpointing runs a forward again inside of backward: that one belongs to no
+        # iteration of its own, is not counted, and prefetches nothing.
+        recomputing = _graph_task() != -1
+        if not recomputing:
+            args, kwargs = context.enter_forward(self, args, kwargs)
+            self.running.append(module)
+        if context.keep_unsharded:
+            context.gather_through(self)
+        self.unshard(context.comm_ctx)
+        # The next unit's all-gather is launched before this one is waited for, so that it overlaps
+        # with this unit's compute also where waiting blocks the host.
+        if not recomputing and not self.waiting_modules:
+            self.waiting_modules.update(self.modules)
+            for unit in context.upcoming(self):
+                unit.unshard(context.comm_ctx)
+        self.wait_for_unshard(context.comm_ctx)
+        if not context.scheduler.backward_running:  # what the program has frozen inside the forward
+            self.refresh_trainable()
+        args, kwargs = self.cast_inputs(args, kwargs)
+        # Backward may recompute it.
+        if torch.is_grad_enabled() or context.scheduler.enrolment is not None:
+            args, kwargs = self._watch_inputs(context, args, kwargs, counted=not recomputing)
+        return args, kwargs
+
+    def cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments:
+        """Returns the inputs of a forward in the dtype of its parameters, if the policy says so."""
+        dtype = self.mp_policy.param_dtype
+        if dtype is None or not self.mp_policy.cast_forward_inputs:
+            return args, kwargs
+        with span("cast_forward_inputs", self.name):
+            return _cast(dtype, args), _cast(dtype, kwargs)
+
+    def _refuse_transforms(self) -> NoReturn:
+        """Refuses work of the engine inside a transform of `torch.func`, which would transform it
+        too: gathering writes to memory that the transform takes for a constant.
+        """
+        raise UnsupportedError(
+            "a sharded module was called inside a transform of torch.func",
+            expected="unsharded parameters, and inputs without gradients of their own",
+            where=f"unit {self.name or 'root'!r}",
+            fix="torch.autograd.grad and torch.autograd.functional.jacobian work; or call "
+            "unshard() on each unit before torch.func.vmap",
+        )
+
+    def _watch_inputs(
+        self, context: RootContext, args: tuple[Any, ...], kwargs: dict[str, Any], *, counted: bool
+    ) -> _Arguments:
+        """Puts a node under the inputs that need gradients, to learn when their gradients are all
+        there.
+        """
+        for grads in self.grad_groups:
+            if grads.params:
+                context.scheduler.enter(grads)
+        leaves, spec = list(args), None
+        if kwargs or not _TENSORS.issuperset(map(type, args)):
+            leaves, spec = tree_flatten((args, kwargs))
+        found = []
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                found.append(place)
+        # No node can say when the gradients are all there: they are once each parameter has one.
+        if not found:
+            return args, kwargs
+        if counted:
+            self.outstanding += 1
+            for grads in self.grad_groups:
+                grads.waits_for_unit = True
+        if peek_interpreter_stack() is not None:
+            self._refuse_transforms()
+        inputs = map(leaves.__getitem__, found)
+        # One node for all of them: autograd runs its backward once, after the last of their
+        # gradients, and on the stream that forward was on.
+        aliases = _InputsWatch.apply(self, counted, *inputs)  # type: ignore[no-untyped-call]
+        for place, alias in zip(found, aliases, strict=True):
+            leaves[place] = alias
+        if spec is None:
+            return tuple(leaves), kwargs
+        watched: _Arguments = tree_unflatten(leaves, spec)
+        return watched
+
+    @outside_graphs
+    def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Reshards if asked to, and returns the output, watched and cast."""
+        context = self.context or self._lazy_init(self)
+        recomputing = _graph_task() != -1
+        if not recomputing and self.running:  # empty if a registered method has called forward
+            self.running.pop()
+        if not context.scheduler.backward_running:
+            self.refresh_trainable()
+        begins = _tensors_with_grad(output) if torch.is_grad_enabled() else []
+        if torch.is_grad_enabled() and not begins and self._expects_backward():
+            # No output says when backward comes, as where torch cannot look into the object that
+            # has the tensors.
+            self.held = True
+        if not recomputing and module not in self.running:
+            self.waiting_modules.discard(module)
+            if not self.waiting_modules and context.reshards_after_forward(self):
+                self._refuse_outputs_in_parameters(output)
+                for group in self.groups:
+                    group.reshard_after_forward()
+        if torch.is_grad_enabled():
+            # Any output may be the first whose gradient comes, and some may get none, so each has
+            # the hook. Backward comes next to the unit that ran before.
+            self._watch_outputs(begins, None if recomputing else context.ran_forward(self))
+        if not recomputing:
+            context.leave_forward(self)
+        dtype = self.mp_policy.output_dtype
+        return output if dtype is None else _cast(dtype, output)
+
+    def _watch_outputs(self, outputs: Sequence[torch.Tensor], before: Unit | None) -> None:
+        """Has `pre_backward` called with the first gradient that comes to one of these."""
+        call = _Call(before)
+        for tensor in outputs:
+            tensor.register_hook(functools.partial(self.pre_backward, call))
+            # A view that is changed in place loses its hook; the tensor that it is of does not.
+            if tensor._base is not None and tensor._base.requires_grad:
+                tensor._base.register_hook(functools.partial(self._pre_backward_of_base, call))
+
+    def watch_call(self, output: Any) -> None:
+        """Unshards the parameters in the backward of a call that has gathered nothing itself."""
+        if torch.is_grad_enabled() and peek_interpreter_stack() is None:
+            self._watch_outputs(_tensors_with_grad(output), None)
+
+    def _expects_backward(self) -> bool:
+        """Returns whether gradients may go through a call: to its inputs, or to parameters."""
+        return self.outstanding > 0 or any(grads.params for grads in self.grad_groups)
+
+    def forward_failed(self, running: int) -> None:
+        """Abandons forwards that have raised: all but the first `running` of those that ran."""
+        del self.running[running:]
+        if self.context is not None:
+            # Collectives that are dropped now may fail as well; the first error is the one to tell.
+            with suppress(CollectiveError):
+                self.context.forward_failed(self)
+
+    def _refuse_outputs_in_parameters(self, output: Any) -> None:
+        """Refuses outputs that are views of parameters, whose memory is about to be freed."""
+        tensors = (output,) if isinstance(output, torch.Tensor) else tree_leaves(output)
+        for group in self.groups:
+            if group.stage.keeps_unsharded:
+                continue
+            for tensor in tensors:
+                if isinstance(tensor, torch.Tensor) and group.has_memory_of(tensor):
+                    raise UnsupportedError(
+                        "a unit returns a parameter, or a view of one, whose memory it frees after "
+                        "its forward",
+                        expected="outputs with memory of their own",
+                        got=f"a tensor of shape {tuple(tensor.shape)} in the parameters' memory",
+                        where=f"unit {self.name or 'root'!r}",
+                        fix="return parameter.clone(), or fully_shard(module, "
+                        "reshard_after_forward=False)",
+                    )
+
+    @outside_graphs
+    def _pre_backward(self, call: _Call, grad: torch.Tensor) -> None:
+        """Unshards the parameters before the first gradient enters the unit."""
+        context = self.context or self._lazy_init(self)
+        recorder.unit = self.name
+        if context.keep_unsharded:
+            context.gather_through(None)
+        scheduler = context.scheduler
+        # Autograd has no call that says that a backward begins: the first of our hooks does.
+        if not scheduler.backward_running:
+            context.require_awake()
+            scheduler.begin_backward(in_autograd=True)
+        task = _graph_task()
+        # The hook runs for each output of the call; a graph that was retained has several
+        # backwards.
+        if begins := call.begun_in != task:
+            call.begun_in = task
+            self.open += 1
+            for grads in self.grad_groups:
+                if grads.params:
+                    scheduler.expect(grads)
+        # The program has said that backward needs no parameters of this unit, or that it unshards
+        # them itself.
+        if not self.unshard_in_backward:
+            return
+        with span("pre_backward", self.name):
+            self.unshard(context.comm_ctx)
+            if begins:
+                # The next all-gather is launched before this one is waited for, as in forward.
+                self.next_backward = call.before
+                for unit in self.backward_prefetch or ([call.before] if call.before else ()):
+                    if unit.unshard_in_backward:
+                        unit.unshard(context.comm_ctx)
+            self.wait_for_unshard(context.comm_ctx)
+
+    def _pre_backward_of_base(self, call: _Call, grad: torch.Tensor) -> None:
+        """Runs `pre_backward`, unless the gradient of an output has."""
+        if call.begun_in != _graph_task():
+            self.pre_backward(call, grad)
+
+    def _post_backward(self, *, counted: bool = False) -> None:
+        """All gradients of one call's inputs are there: nothing below needs this unit's
+        parameters.
+        """
+        context = self.context or self._lazy_init(self)
+        if counted and self.outstanding:
+            self.outstanding -= 1
+        # Where a tensor left the unit past its outputs, say by an attribute, no pre-backward has
+        # opened the call that ends here.
+        self.open = max(0, self.open - 1)
+        with span("post_backward", self.name):
+            # A unit called several times in a row is about to need its parameters again.
+            again = self.next_backward is self
+            # Another call's backward may be open on another stream, and a graph that is kept reads
+            # the parameters again.
+            keep = again or self.open > 0 or context.keep_unsharded or context.scheduler.reads_again
+            if self.reshard_after_backward and not keep:
+                # See [Note: Branches that send nothing back] in `grad_collector.py`.
+                streams = context.comm_ctx.streams
+                for grads in self.grad_groups:
+                    grads.collector.order_before(streams.current(), streams)
+                self.reshard()
+            # All calls of this unit are over: no more gradients of its parameters come.
+            if self.outstanding == self.open == 0 and context.scheduler.backward_running:
+                for grads in self.grad_groups:
+                    context.scheduler.close(grads)
+
     # -- unshard and reshard
 
     def unshard(self, comm_ctx: CommContext) -> None:
@@ -160,7 +502,7 @@ class Unit:
         shards.
         """
         replaced, self.outstanding_before = False, self.outstanding
-        for group in self.groups:
+        for group, grads in zip(self.groups, self.grad_groups, strict=True):
             # A few comparisons in C for each group: a steady step pays little for what rarely
             # happens, weights that were loaded, replaced or moved. Who adopts them is imported
             # then.
@@ -170,11 +512,12 @@ class Unit:
                 replaced |= adopt(group)
                 require_data(group)
             group.reshard_if_stale()
-        self.refresh_trainable()
+            if group.carry_requires_grad() is not grads.trainable or grads.holds_frozen:
+                grads.refresh_trainable()
         return replaced
 
     def refresh_trainable(self) -> None:
-        """Takes over what the program has frozen or thawed."""
+        """Takes over what the program has frozen or thawed inside a forward."""
         for group, grads in zip(self.groups, self.grad_groups, strict=True):
             if group.carry_requires_grad() is not grads.trainable or grads.holds_frozen:
                 grads.refresh_trainable()
@@ -194,6 +537,401 @@ class Unit:
         self.waiting_modules.clear()
         self.running.clear()
         self.reshard(drop_kept=True)
+
+
+class _InputsWatch(torch.autograd.Function):
+    """Identity whose backward runs when the gradients of all watched inputs are there."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, unit: Unit, counted: bool, *inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.unit = unit
+        ctx.counted = counted
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        ctx.unit.post_backward(counted=ctx.counted)
+        return (None, None, *grads)
+
+
+def _cast(dtype: torch.dtype, value: Any) -> Any:
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return _apply_to_tensors(cast, value)
+
+
+def _tensors_with_grad(output: Any) -> list[torch.Tensor]:
+    """Returns the tensors in an output that backward may start from."""
+    if isinstance(output, torch.Tensor):
+        return [output] if output.requires_grad else []
+    found: list[torch.Tensor] = []
+
+    def collect(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.requires_grad:
+            found.append(tensor)
+        return tensor
+
+    _apply_to_tensors(collect, output)
+    return found
+
+
+class RootContext:
+    """Shared by every unit under one root: `units`, in construction order, the root first, and
+    their `grad_groups`.
+
+    Attributes:
+        keep_unsharded: True while ranks may run different units (`features/participation.py`):
+            nothing is resharded before the backward is over, and units are gathered in order, see
+            `gather_through`.
+        forward_root: the outermost unit whose forward runs; None between forwards.
+        is_asleep: True while the shards' memory is given back (`features/sleep.py`).
+        post_optim_event: what the next forward's all-gathers wait for, if the program said so.
+    """
+
+    def __init__(self, units: Sequence[Unit], comm_ctx: CommContext) -> None:
+        self.units = list(units)
+        self.root = self.units[0]
+        self.grad_groups = [grads for unit in self.units for grads in unit.grad_groups]
+        self.comm_ctx = comm_ctx
+        self.scheduler = ReductionScheduler(comm_ctx, self.end_backward)
+        self.keep_unsharded = False
+        self.is_asleep = False
+        self.post_optim_event: torch.Event | None = None
+        self._written = comm_ctx.parameters_ready
+        self._read = comm_ctx.streams.event()  # gradients
+        self.forward_root: Unit | None = None
+        self._order: list[Unit] = []
+        self._order_frozen = False
+        self._position = 0
+        self._gathered = 0
+        self._ran_last: Unit | None = None  # of the forwards that have no backward yet
+        # The host has to wait for these before a program may write their shards.
+        self._offloaded = [
+            g for unit in self.units for g in unit.groups if g.shard_memory.is_offloaded
+        ]
+
+    # -- forward
+
+    def enter_forward(
+        self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Opens a forward if `unit` is the outermost one running, also where it calls itself, as a
+        registered method does that calls forward.
+
+        Streams: later all-gathers start after the current stream, where the optimizer wrote the
+        parameters.
+        """
+        if self.is_asleep:
+            self.require_awake()
+        # A backward that is still open was cut short: a recomputation does not come here.
+        is_cut_short = self.scheduler.backward_running
+        if not (self.forward_root in (None, unit) or is_cut_short):
+            return args, kwargs
+        # A program that captures by `torch.cuda.graph` itself; `graphed_step` has quiesced already.
+        if self.crosses_border():
+            # No event of outside can be waited for inside of a capture.
+            self.comm_ctx.streams.forget_events()
+            self.quiesce()
+        if is_cut_short:
+            self.recover()
+        # Between iterations a program may load weights, freeze layers, or step an optimizer: all of
+        # it is looked for once, here, and not by each unit.
+        is_replaced = False
+        for each in self.units:
+            is_replaced |= each.refresh()
+        if torch.is_grad_enabled():
+            unit.before_outermost_forward()
+        device = self.comm_ctx.device
+        # As FSDP2's root does: what lies on the host comes along.
+        if device.type != "cpu":
+            with span("inputs_to_device", unit.name):
+                (args,), (kwargs,) = _to_kwargs(args, kwargs, device, False)
+        self.forward_root, self._position = unit, 0
+        if not self._order_frozen:
+            self._order.clear()
+        # Here, since nobody is told of `zero_grad()`: it sets attributes to None.
+        self.free_gradients()
+        # FSDP2's `set_post_optim_event`: all-gathers need not wait for what else the current stream
+        # has been given. Values that were just adopted were copied on that stream, so then they do.
+        event, self.post_optim_event = self.post_optim_event, None
+        self.parameters_written(None if is_replaced else event)
+        return args, kwargs
+
+    def crosses_border(self) -> bool:
+        """Notes whether what follows is captured; returns whether that has changed.
+
+        The one place that decides whether the memory of the root's gradients is known to a graph.
+        """
+        is_captured = is_capturing(self.comm_ctx.device)
+        if is_captured == self.comm_ctx.is_captured:
+            return False
+        self.comm_ctx.is_captured = is_captured
+        for shard in map(_GRAD_SHARD, self.grad_groups):
+            if shard is not None:
+                shard.look(is_captured=is_captured)
+        return True
+
+    def require_awake(self) -> None:
+        """Refuses to use shards whose memory is given back.
+
+        Raises:
+            AsleepError: nothing was launched.
+        """
+        if self.is_asleep:
+            raise AsleepError.of(f"the model {type(self.root.modules[0]).__name__}")
+
+    def free_gradients(self) -> None:
+        """Frees the memory of gradients that are None: [Note: Memory of gradients] in
+        `grad_shard.py`.
+
+        Streams: those that it was allocated on wait for the current one, and for the optimizer's.
+        Capture: safe; memory that is there is kept at its address, and none is freed.
+        """
+        left, free = self.scheduler.left, []
+        for shard in (*map(_GRAD_SHARD, self.grad_groups), *left):
+            if shard is not None and shard.may_be_freed:
+                free.append(shard)
+        if not (free or left) or self.scheduler.is_any_in_flight:
+            return
+        streams, event = self.comm_ctx.streams, self.post_optim_event
+        reader = streams.current()
+        # Memory on the host has no stream.
+        for stream in {shard.stream for shard in (*free, *left)} - {None}:
+            if event is not None:
+                streams.event_of(event).wait(stream)
+            if stream != reader:
+                self._read.record(reader)
+                self._read.wait(stream)
+        for shard in free:
+            shard.free(reader)
+        left.clear()  # gradients that are bound keep their memory
+
+    def parameters_written(self, event: torch.Event | None = None) -> None:
+        """Makes later all-gathers start after `event`, or else after the current stream."""
+        streams = self.comm_ctx.streams
+        if event is None:
+            self._written.record(streams.current())
+        self.comm_ctx.parameters_ready = self._written if event is None else streams.event_of(event)
+
+    def size_reduce_ring(self) -> None:
+        """Lets as many reductions be in flight as one of the units asked for."""
+        if asked := [unit.max_reductions for unit in self.units if unit.max_reductions is not None]:
+            self.comm_ctx.reduce_ring.resize(max(asked))
+
+    def use(self, lead: CommContext) -> None:
+        """Shares another root's streams and staging from now on; what is in flight is completed."""
+        # What is in flight was sent through the streams and slots that are left here.
+        if self.comm_ctx.streams is not lead.streams:
+            self.quiesce()
+            # Roots that take turns, as the stages of a pipeline on one rank do, need one set of
+            # staging and one order of collectives.
+            self.comm_ctx = self.scheduler.comm_ctx = lead.for_another_root()
+            self._written = self.comm_ctx.parameters_ready
+            self._read = lead.streams.event()
+
+    def upcoming(self, unit: Unit) -> Sequence[Unit]:
+        """Returns the units to prefetch while `unit` runs: what the program has set, or the one
+        that followed in the root's first forward.
+
+        A forward that departs from it gets no further prefetch and changes nothing: evaluation
+        cannot spoil training's order. Under `participate`, ranks would pair up the wrong
+        all-gathers, so there is none.
+        """
+        if self.keep_unsharded:
+            return ()
+        order, position = self._order, self._position
+        if not self._order_frozen:
+            # The root's first forward: nothing is prefetched, and the order is noted.
+            order.append(unit)
+            following: Sequence[Unit] = ()
+        elif position < len(order) and order[position] is unit:
+            self._position = position + 1
+            following = order[position + 1 : position + 2]
+        else:
+            self._position = len(order)
+            following = ()
+        return unit.forward_prefetch or following
+
+    def reshards_after_forward(self, unit: Unit) -> bool:
+        """Returns whether to reshard `unit` after its forward.
+
+        Unless the program has said so, not the root, nor the unit that backward begins with.
+        """
+        if self.keep_unsharded or self.scheduler.reads_again or unit.is_called_around:
+            return False
+        # The program has called `unshard()` itself, and reads the parameters after forward too.
+        if unit.held and torch.is_grad_enabled():
+            return False
+        if unit.reshard_after_forward is not None:
+            return unit.reshard_after_forward
+        return unit is not self.root and unit is not self._first_in_backward()
+
+    def _first_in_backward(self) -> Unit | None:
+        """Returns the unit that stays gathered for the backward, which begins with it, if one does.
+
+        On the CPU this is the last unit of the recorded forward. On a device the loss is often the
+        peak, and the all-gather overlaps with the head's backward.
+        """
+        keeps = self._order_frozen and self.comm_ctx.gather_ring.keeps and torch.is_grad_enabled()
+        if not (keeps and self._order):  # empty if that forward found all units unsharded
+            return None
+        last = self._order[-1]
+        return last if last is not self.root and last.reshard_after_forward is None else None
+
+    def leave_forward(self, unit: Unit) -> None:
+        """Closes the forward that `unit` opened; what was prefetched and not used is dropped."""
+        if self.forward_root is not unit or unit.running:
+            return
+        self.forward_root = None
+        # The first whole forward of the root decides what is prefetched from now on.
+        if unit is self.root and not self.keep_unsharded:
+            self._order_frozen = True
+        first = self._first_in_backward()
+        for each in self.units:
+            each.waiting_modules.clear()
+            each.running.clear()
+            for group in each.groups:
+                # Left behind by a branch that was skipped, or prefetched for a unit that did not
+                # run.
+                if group.is_filled or group.state is ParamState.UNSHARDING:
+                    if self.reshards_after_forward(each):
+                        group.reshard_after_forward()
+                    if not self.keep_unsharded:
+                        group.cancel_unshard()
+            # What the engine keeps for its own next use does not show: losses, clipping and
+            # optimizers find sharded parameters, as if nothing had been kept.
+            is_hidden = not torch.is_grad_enabled() or each is first
+            if is_hidden and not (each.held or each.is_called_around or self.keep_unsharded):
+                each.show_sharded()
+        self._wait_until_read()
+
+    def forward_failed(self, unit: Unit) -> None:
+        """Clears an iteration whose outermost forward, of `unit`, has raised."""
+        if self.forward_root is unit and not unit.running:
+            self.recover()
+
+    def ran_forward(self, unit: Unit) -> Unit | None:
+        """Notes a forward that will have a backward; returns the unit that ran before it."""
+        before, self._ran_last = self._ran_last, unit
+        return before
+
+    def gather_through(self, unit: Unit | None) -> None:
+        """Unshards every unit up to and including `unit` (None: all), in order, if
+        `keep_unsharded`.
+        """
+        if not self.keep_unsharded:
+            return
+        # Ranks run different units, so each gathers all that come before, in the order of
+        # construction: that is the only one which they share.
+        last = len(self.units) if unit is None else self.units.index(unit) + 1
+        for each in self.units[self._gathered : last]:
+            each.unshard(self.comm_ctx)
+            each.wait_for_unshard(self.comm_ctx)
+        self._gathered = max(self._gathered, last)
+
+    def gather_in_order(self) -> None:
+        """Makes `gather_through` begin with the first unit; nothing is resharded from now on."""
+        if self.forward_root is not None or self.scheduler.backward_running:
+            # here, on every rank: one without a batch has no forward that would do it
+            self.recover()
+        self.keep_unsharded = True
+        self._gathered = 0
+
+    def gather_rest(self) -> None:
+        """Ends any forward, and unshards the units that `gather_through` has not come to."""
+        self.forward_root = None
+        if self._gathered == 0:
+            self.require_awake()
+            for unit in self.units:
+                unit.refresh()
+            self.parameters_written()
+        self.gather_through(None)
+
+    def _wait_until_read(self) -> None:
+        for group in self._offloaded:
+            group.wait_until_read()
+
+    # -- backward
+
+    def end_backward(self, *, wait: bool = True) -> None:
+        """Ends a backward: frees what is still unsharded, reduces what is left, waits for the
+        gradients.
+
+        Streams: the stream that called backward waits for every reduction.
+        """
+        with span("root_post_backward_callback", self.root.name), torch.no_grad():
+            self.scheduler.finish_reading()
+            # Parameters are freed before the last groups are reduced: their memory is what these
+            # reductions take.
+            for unit in self.units:
+                unit.finish_backward(is_read_again=self.scheduler.reads_again)
+            self.scheduler.drain(self.grad_groups, wait=wait and self.scheduler.is_last_backward)
+            self._ran_last = None
+            self._wait_until_read()
+
+    # -- between iterations
+
+    def recover(self) -> None:
+        """Clears a forward or a backward that an exception cut short. Every parameter is resharded.
+
+        Gradients that a failed backward left half-written are dropped with a warning; what they
+        were added to becomes None. See [Note: States of a group's gradients] in `grad_group.py`.
+        """
+        self.forward_root = self._ran_last = None
+        self.keep_unsharded = False
+        self.scheduler.enrolment = None
+        if not self.scheduler.backward_running:
+            for unit in self.units:
+                unit.abandon_forward()
+        else:
+            device = self.comm_ctx.device
+            if device.type not in ("cpu", "meta") and not self.comm_ctx.is_captured:
+                wait_for_device(device)  # autograd joins the streams of a backward only at its end
+            for unit in self.units:
+                unit.abandon_forward()
+                unit.finish_backward(is_read_again=self.scheduler.reads_again)
+            lost = self.scheduler.abandon_backward(self.grad_groups)
+            added = (
+                f" In units {', '.join(lost)} they had been added to what was there, which is None "
+                "now."
+            )
+            warnings.warn(
+                "a backward failed half-way: the gradients that it has computed are dropped, those "
+                f"of earlier backwards are kept.{added if lost else ''} zero_grad() drops all of "
+                "them.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def abort(self) -> None:
+        """Drops all that is under way: a capture failed, and nothing in it has run."""
+        self.crosses_border()
+        self.forward_root = self._ran_last = None
+        self.keep_unsharded = False
+        for unit in self.units:
+            unit.abandon_forward()
+            unit.finish_backward(is_read_again=self.scheduler.reads_again)
+        self.scheduler.abort(self.grad_groups)
+
+    def quiesce(self) -> None:
+        """Leaves nothing in flight and no parameter unsharded; clears an iteration cut short.
+
+        Streams: the current stream waits for what was in flight. Capture: safe.
+        """
+        self.crosses_border()
+        if self.forward_root is not None or self.scheduler.backward_running:
+            self.recover()
+        self.scheduler.join()
+        for unit in self.units:
+            unit.reshard(drop_kept=True)
+        self._wait_until_read()
+
+    def inherit(self, other: RootContext) -> None:
+        """Takes over what an inner unit's own context had noted before this root first ran."""
+        self.scheduler.inherit(other.scheduler)
 
 
 def unit_of(module: nn.Module) -> Unit | None:

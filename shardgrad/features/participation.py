@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch import nn
 
 from shardgrad.engine.grad_group import GradGroup
-from shardgrad.engine.root import RootContext, lazy_init
-from shardgrad.engine.unit import unit_of
+from shardgrad.engine.lazy_init import lazy_init
+from shardgrad.engine.unit import RootContext, unit_of
 from shardgrad.errors import ParticipationError
 
 __all__ = ["participate"]

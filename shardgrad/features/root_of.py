@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from shardgrad.engine.root import RootContext, context_of, lazy_init
-from shardgrad.engine.unit import unit_of
+from shardgrad.engine.lazy_init import lazy_init
+from shardgrad.engine.unit import RootContext, unit_of
 from shardgrad.errors import RootError
 
 __all__ = ["root_of"]
@@ -22,7 +22,7 @@ def root_of(model: nn.Module, call: str) -> RootContext:
         RootError: not the root.
     """
     unit = unit_of(model)
-    if unit is None or (context_of(unit) is not None and not unit.is_root):
+    if unit is None or (unit.context is not None and not unit.is_root):
         raise RootError(
             f"{call}() needs the root",
             expected="the outermost module that fully_shard was called on",

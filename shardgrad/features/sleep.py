@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardgrad.engine.root import RootContext
+from shardgrad.engine.unit import RootContext
 from shardgrad.errors import AsleepError, OptionError
 from shardgrad.features.root_of import root_of
 from shardgrad.ops.virtual_memory import bring_back, give_back, is_virtual, require_virtual

@@ -29,9 +29,8 @@ from shardgrad.engine.grad_shard import GradMemory, GradShard
 from shardgrad.engine.param import managed_by
 from shardgrad.engine.param_group import ParamGroup, Registration
 from shardgrad.engine.replaced_params import adopt
-from shardgrad.engine.root import RootContext, context_of
 from shardgrad.engine.streams import is_capturing
-from shardgrad.engine.unit import units_under
+from shardgrad.engine.unit import RootContext, units_under
 from shardgrad.errors import CaptureError
 from shardgrad.graphs.capturable import Capturable, CaptureAgain, adapt, nothing
 from shardgrad.optim.flat import FlatOptimizer
@@ -82,7 +81,7 @@ class ModuleState(Capturable):
         self._groups = [group for unit in self._units for group in unit.groups]
         _refuse_uncapturable_groups(self._groups)
         self._grad_groups = [grads for unit in self._units for grads in unit.grad_groups]
-        contexts = map(context_of, self._units)
+        contexts = map(_CONTEXT, self._units)
         self._contexts: list[RootContext] = list(
             dict.fromkeys(c for c in contexts if c is not None)
         )

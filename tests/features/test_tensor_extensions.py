@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import shardgrad
 from shardgrad import errors
-from shardgrad.engine.root import lazy_init
+from shardgrad.engine.lazy_init import lazy_init
 from shardgrad.engine.unit import unit_of
 from tests.support.parity import (
     FSDP2,

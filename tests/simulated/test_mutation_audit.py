@@ -25,7 +25,7 @@ from tests.simulated.programs.edges import (
 
 def test_every_edge_of_the_engine_is_needed_by_a_program() -> None:
     found = edges()
-    assert "root.py" in {edge.recorded.partition(":")[0] for edge in found}
+    assert "unit.py" in {edge.recorded.partition(":")[0] for edge in found}
     missed = [
         str(edge)
         for edge, makers in found.items()

@@ -23,7 +23,6 @@ from shardgrad.engine.grad_group import grads_of
 from shardgrad.engine.grad_shard import GradMemory, GradShard
 from shardgrad.engine.param import managed_by
 from shardgrad.engine.param_group import group_of
-from shardgrad.engine.root import context_of
 from shardgrad.engine.unit import units_under
 from shardgrad.optim import muon
 from shardgrad.sharding import zero_copy
@@ -556,7 +555,7 @@ def wide_steps(dtype: torch.dtype | None) -> int:
     for _ in range(3):
         model(torch.ones(2, 3 * WIDE, device=NAME)).sum().backward()
         model.zero_grad()
-    context = context_of(units_under(model)[0])
+    context = units_under(model)[0].context
     assert context is not None
     return id(context.comm_ctx.reduce_ring)
 

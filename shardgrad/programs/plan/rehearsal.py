@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardgrad import clip_grad_norm_
 from shardgrad.engine.comm_context import CommContext
-from shardgrad.engine.root import lazy_init
+from shardgrad.engine.lazy_init import lazy_init
 from shardgrad.engine.unit import unit_of
 from shardgrad.errors import ShardgradError
 from shardgrad.optim import AdamW

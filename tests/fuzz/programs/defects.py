@@ -19,8 +19,7 @@ from shardgrad.engine.grad_collector import GradCollector
 from shardgrad.engine.grad_group import GradGroup, ReductionScheduler
 from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.param import managed_by
-from shardgrad.engine.root import RootContext
-from shardgrad.engine.unit import Unit
+from shardgrad.engine.unit import RootContext, Unit
 from shardgrad.optim import selection
 
 Patch = AbstractContextManager[Any]

@@ -19,7 +19,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 import shardgrad
-from shardgrad.engine import root
 from shardgrad.sharding import zero_copy
 from tests.fuzz.programs import net as nets
 from tests.fuzz.programs.net import FuzzBlock, Net, Plan
@@ -38,7 +37,8 @@ def noting_warnings() -> Iterator[None]:
     def note(message: str, *_: Any, **__: Any) -> None:
         _warned.__dict__.setdefault("texts", []).append(message)
 
-    with mock.patch.object(root, "warnings", SimpleNamespace(warn=note)), warnings.catch_warnings():
+    noting = mock.patch("shardgrad.engine.unit.warnings", SimpleNamespace(warn=note))
+    with noting, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 

@@ -1,0 +1,107 @@
+"""Calls that are not a unit's forward, but read its parameters: methods, inner modules, and modules
+that use another one's weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardgrad.engine.param_group import ParamState
+from shardgrad.engine.unit import Unit, unit_of
+
+__all__ = ["forward_around", "forward_with", "like_forward"]
+
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def forward_with(module: nn.Module, user: nn.Module) -> None:
+    """Makes the parameters of a unit's `module` unsharded while `user` runs as well, which reads
+    them without calling `module`.
+    """
+    unit = unit_of(module)
+    if unit is None:
+        return
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments:
+        return unit.pre_forward(module, args, kwargs)
+
+    def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return unit.post_forward(module, args, output)
+
+    # Inside of the hooks of the user's own unit, if it has one.
+    user.register_forward_pre_hook(before, with_kwargs=True)
+    user.register_forward_hook(after, prepend=True)
+
+
+def forward_around(module: nn.Module, unit: Unit) -> None:
+    """Makes a call of `module` around the forward of the unit that owns its parameters, as by a
+    method of the model, gather and reshard as that forward does.
+    """
+    # Whether each call that runs around the unit's forward has gathered, the innermost last. One
+    # that raises leaves its entry: `after` does not come.
+    calls: list[bool] = []
+    is_hooked = False
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments | None:
+        nonlocal is_hooked
+        if unit.running or torch.compiler.is_compiling():
+            return None
+        owner = unit.group_owning(module)
+        if owner is None:
+            return None
+        is_cut_short = False
+        if torch._C._current_graph_task_id() == -1:  # not a recomputation
+            owner.reshard_if_stale()
+            # Of a backward that was cut short, the unit's forward clears what is left.
+            is_cut_short = unit.context is not None and unit.context.scheduler.backward_running
+        gathers = is_cut_short or owner.state is not ParamState.UNSHARDED
+        if gathers:  # no other call runs, or it would have gathered
+            calls.clear()
+        calls.append(gathers)
+        if not is_hooked:  # now, since a call inside of the unit's forward needs no such hook
+            module.register_forward_hook(after)
+            is_hooked = True
+        if not gathers:
+            return unit.cast_inputs(args, kwargs)
+        args, kwargs = unit.pre_forward(unit.modules[0], args, kwargs)
+        # Nothing may be left open if the call raises.
+        unit.running.clear()
+        unit.is_called_around = True
+        if unit.context is not None and unit.context.forward_root is unit:
+            unit.context.forward_root = None
+        return args, kwargs
+
+    def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if unit.running or not calls:
+            return None
+        if calls.pop():
+            unit.is_called_around = False
+            if unit.context is not None and unit.context.forward_root is None:
+                unit.context.forward_root = unit
+            return unit.post_forward(unit.modules[0], args, output)
+        unit.watch_call(output)  # whose parameters may be resharded by the backward of another call
+        return None
+
+    module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+
+
+def like_forward(unit: Unit, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that runs a bound method between `pre_forward` and `post_forward`.
+
+    The method may call forward as often as it likes.
+    """
+
+    def forward_method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        running = len(unit.running)
+        try:
+            args, kwargs = unit.pre_forward(self, args, kwargs)
+            return unit.post_forward(self, args, method(*args, **kwargs))
+        except BaseException:
+            unit.forward_failed(running)
+            raise
+
+    return forward_method

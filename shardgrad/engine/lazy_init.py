@@ -1,0 +1,81 @@
+"""Lazy init: which unit is the root is known when the first outermost one runs, after all calls of
+`fully_shard`.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from shardgrad.engine.comm_context import CommContext
+from shardgrad.engine.same_model import require_same_model
+from shardgrad.engine.unit import RootContext, Unit, units_under
+from shardgrad.errors import RootError
+
+__all__ = ["lazy_init"]
+
+
+def lazy_init(unit: Unit, comm_ctx: CommContext | None = None) -> RootContext:
+    """Returns a unit's context; makes the unit the root of all under it if it has none.
+
+    A collective then: every rank of the mesh must call it. `comm_ctx` is for plans and tests.
+
+    Raises:
+        RootError: the unit has several modules, so none is the root.
+        UnsupportedError: a parameter can no longer be sent as `fully_shard` found it.
+        RankDisagreementError: ranks built different models; and what `Unit.accept` raises.
+    """
+    if unit.context is not None and comm_ctx is None:
+        return unit.context
+    if len(unit.modules) > 1 and any(units_under(module)[1:] for module in unit.modules):
+        raise RootError(
+            "fully_shard requires a single root module but got several",
+            expected="one module that contains the others",
+            got=", ".join(type(module).__name__ for module in unit.modules),
+            fix="call fully_shard on their parent as well, and run that",
+        )
+    root_module = unit.modules[0]
+    units = units_under(root_module) if len(unit.modules) == 1 else [unit]
+    # Names come first, since the errors of all that follows say them.
+    _name_everything(root_module, units)
+    _regroup(units)
+    require_same_model(units)
+    unit.accept(units)
+    if comm_ctx is None:
+        partner = unit.partner
+        comm_ctx = partner.for_another_root() if partner else CommContext(unit.mesh.device)
+    context = RootContext(units, comm_ctx)
+    context.size_reduce_ring()
+    earlier = {each.context for each in units if each.context is not None}
+    for each in units:
+        each.context = context
+        for grads in each.grad_groups:
+            grads.scheduler = context.scheduler
+    # An inner unit that ran before its root was known was a root itself, with forwards and
+    # reductions of its own. In the order of names, which is the same on every rank.
+    for other in sorted(earlier, key=lambda c: c.root.name):
+        context.inherit(other)
+    return context
+
+
+def _name_everything(root_module: nn.Module, units: list[Unit]) -> None:
+    """Gives units and parameters their names as seen from the root."""
+    names = {module: name for name, module in root_module.named_modules()}
+    for unit in units:
+        unit.name = ", ".join(names.get(module) or type(module).__name__ for module in unit.modules)
+        for group in unit.groups:
+            for p in group.params:
+                module, attribute = p.owners[0]
+                p.name = ".".join(filter(None, (names.get(module), attribute)))
+
+
+def _regroup(units: list[Unit]) -> None:
+    """Splits groups whose parameters can no longer all travel together; see `GroupSpec.regroup`."""
+    # All are asked before any is changed.
+    splits = [
+        (unit, [(group, group.spec.regroup(group)) for group in unit.groups]) for unit in units
+    ]
+    for unit, groups in splits:
+        if any(split is not None for _, split in groups):
+            unit.set_groups(
+                [part for group, split in groups for part in (split() if split else [group])]
+            )
