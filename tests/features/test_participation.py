@@ -137,6 +137,9 @@ def test_no_unit_is_gathered_before_a_rank_comes_to_it_or_a_later_one() -> None:
     with shardgrad.participate(model):
         model(batch_of(dist.get_rank()), ["left", "right"]).backward()
     assert are_sharded == [True, True]
+    with torch.no_grad(), shardgrad.participate(model):
+        model(batch_of(dist.get_rank()), ["left"])
+    assert all(isinstance(param, DTensor) for param in model.parameters())
 
 
 class Repeated(nn.Module):

@@ -72,13 +72,9 @@ def test_a_group_of_one(worlds: dict[int, Ranks]) -> None:
 
 
 @on_ranks(2)
-def test_a_clip_factor_that_is_owed_is_applied() -> None:
-    # Here the factor is float32: a relative 2**-24 in all gradients alike, which the iteration's
-    # normalisation takes out again as long as momentum is made of gradients with one factor; ten
-    # steps.
+def test_a_scale_of_the_loss_is_taken_out_before_momentum_adds_up() -> None:
     with exactly():
-        ours, theirs = train(GATHERED, clip=0.5), train(UNSHARDED, clip=0.5)
-    assert_close(ours, theirs, tolerance=10 * 2**-24)
+        assert_close(train(GATHERED, scaled=True), train(UNSHARDED), tolerance=TIGHT)
 
 
 def train_narrow(engine: Engine) -> Tensors:

@@ -67,10 +67,12 @@ def train(
     engine: Engine,
     *,
     mesh: tuple[int, int] | None = None,
-    clip: float | None = None,
+    scaled: bool = False,
     **options: Any,
 ) -> Tensors:
-    """Ten steps with a learning rate, a momentum and a weight decay that change."""
+    """Ten steps with a learning rate, a momentum and a weight decay that change, and a loss that is
+    `scaled` by another factor in each, of which optimizers are told as by torch's scaler.
+    """
     sharding = {} if mesh is None or engine is UNSHARDED else {"mesh": hsdp_mesh(*mesh)}
     model = engine.shard_tower(tower(), **sharding)
     optims = both(engine, model, **options)
@@ -80,14 +82,13 @@ def train(
     history: Tensors = {}
     for step in range(10):
         loss = token_loss(model, engine.tokens(step))
-        loss.backward()
+        scale = 2.0**step if scaled else 1.0
+        (loss * scale).backward()
         history[f"loss {step}"] = engine.mean(loss)
         if step == 5:
             optims[0].param_groups[0]["weight_decay"] = 0.5
-        if clip is not None:
-            clip_by = nn.utils.clip_grad_norm_ if engine is UNSHARDED else shardgrad.clip_grad_norm_
-            history[f"norm {step}"] = clip_by(model.parameters(), clip).to(loss.dtype)
         for optim in optims:
+            optim.grad_scale = torch.tensor(scale) if scaled else None
             optim.step()
             optim.zero_grad()
         schedule.step()
