@@ -89,6 +89,9 @@ def test_a_norm_is_float64_if_a_gradient_is_sharded_or_not() -> None:
         norm = shardgrad.clip_grad_norm_([*sharded.parameters(), *plain.parameters()], 1.0)
         assert norm.dtype == max(dtypes, key=lambda dtype: dtype.itemsize)
         assert norm == pytest.approx(96**0.5)  # of 24 elements that are 2
+    plain.weight.grad.fill_(1e200)  # whose squares are infinite
+    with pytest.raises(GradientError, match="non-finite"):
+        shardgrad.clip_grad_norm_(plain, 1.0, error_if_nonfinite=True)
 
 
 @on_ranks(4)
