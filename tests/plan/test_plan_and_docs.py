@@ -30,13 +30,13 @@ LARGEST = {
     "70b on two levels": ["--preset=70b", "--mesh=2048x8", "--stage=hfsdp"],
 }
 # Seconds of one core.
-LIMITS_S = {"70b": 30, "70b on two levels": 30}
+LIMITS_S = {"70b": 60, "70b on two levels": 180}
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", LARGEST)
-def test_the_largest_plans_take_less_than_a_minute_of_one_core_and_4_gib(
+def test_the_largest_plans_take_a_few_minutes_of_one_core_and_4_gib(
     name: str, tmp_path: Path
 ) -> None:
     command = [
