@@ -287,7 +287,7 @@ class FlatOptimizer(Optimizer):
         edited = {}
         for number, param in enumerate(allocated):
             entry, public = self._entries[param], self.state.get(param, {})
-            if any(public.get(key) is not entry[key] for key in entry):
+            if public.keys() != entry.keys() or any(public[key] is not entry[key] for key in entry):
                 edited[param] = list(copies_into(number, entry, public))
         with torch.no_grad():
             for into, value in chain.from_iterable(edited.values()):

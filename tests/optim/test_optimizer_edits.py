@@ -151,13 +151,16 @@ def test_a_parameter_in_two_groups_is_refused_before_anything_changes() -> None:
     assert all(map(torch.equal, before, m.parameters()))
 
 
-def test_state_of_another_shape_is_refused_before_anything_changes() -> None:
+@pytest.mark.parametrize(("key", "refusal"), [("exp_avg", "shape"), ("mine", "does not keep")])
+def test_state_of_another_shape_or_name_is_refused_before_anything_changes(
+    key: str, refusal: str
+) -> None:
     m = model()
     optim = AdamW(m.parameters(), lr=0.1)
     train(m, optim, range(2))
     before = [p.detach().clone() for p in m.parameters()]
-    optim.state[m[0].weight]["exp_avg"] = torch.zeros(3)
-    with pytest.raises(OptimizerStateError, match="shape"):
+    optim.state[m[0].weight][key] = torch.zeros(3)
+    with pytest.raises(OptimizerStateError, match=refusal):
         train(m, optim, range(1))
     assert all(map(torch.equal, before, m.parameters()))
 
