@@ -215,7 +215,7 @@ class GradCollector:
 
         Streams: the pack stream, after every producer. Capture: safe; the memory stays.
         """
-        stream, layout = self.pack_stream, self._whole_layout
+        stream, layout = self.pack_stream, self.layout.whole
         self.wait_for_producers()
         with streams.on(stream):
             if self._sums_used is None:
@@ -233,12 +233,6 @@ class GradCollector:
             self._sums_used.record(stream)
         self.summed = self.touched()
         self.let_go(streams)
-
-    @property
-    def _whole_layout(self) -> ShardLayout:
-        """Where the sums are: each gradient as a piece of one rank alone."""
-        shapes, alignment = [piece.shape for piece in self.layout.pieces], self.layout.alignment
-        return ShardLayout.of(shapes, 1, alignment=alignment, with_flags=False)
 
     # -- packing
 
@@ -277,7 +271,7 @@ class GradCollector:
                 grads = self._contiguous()
             else:
                 used.wait(stream)
-                grads = self._whole_layout.local_views(self.sums, 0)
+                grads = self.layout.whole.local_views(self.sums, 0)
             sent_alone = []
             if zero_copy and slot is not None:
                 for i in layout.zero_copy:

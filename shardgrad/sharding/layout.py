@@ -231,6 +231,12 @@ class ShardLayout:
         )
 
     @cached_property
+    def whole(self) -> ShardLayout:
+        """The layout of the unsharded parameters, one after the other."""
+        shapes = [piece.shape for piece in self.pieces]
+        return ShardLayout.of(shapes, 1, alignment=self.alignment, with_flags=False)
+
+    @cached_property
     def straight(self) -> tuple[int, ...]:
         """Indices of the parameters of which every piece is one range."""
         return tuple(i for i, p in enumerate(self.pieces) if p.blocks <= 1)
