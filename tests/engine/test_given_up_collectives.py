@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.engine.buffers import Chunks, SlotRing
 from shardgrad.engine.comm_context import CollectiveConfig, CommContext
-from shardgrad.engine.reduction import PartialSum, Reduction, ReductionMemory
+from shardgrad.engine.reduction import PartialSum, Reduction
 from shardgrad.engine.transports import MessageTag, PendingWork
 from shardgrad.errors import CollectiveError
 from tests.support.parity import SHARDGRAD
@@ -96,18 +96,22 @@ def test_what_an_abandoned_reduction_brings_is_written_to_its_old_memory(
     if dist.get_rank() == 1:
         work.wait()
         return
-    memory = ReductionMemory([slot], send.part(0), Chunks(receive.whole, 0), None)
     slot.holder = reduction = Reduction(
         works=[(0, NUMEL, work)],
-        memory=memory,
+        slot=slot,
+        own=send.part(0),
+        room=Chunks(receive.whole, 0),
+        stream_ordered=False,
         shard=None,
         touched=(),
+        has_sums=False,
         divisor=2.0,
         partial=PartialSum(),
         second=None,
         tag=tag,
         collectives=CollectiveConfig(),
         comm_ctx=comm_ctx,
+        reader=comm_ctx.streams.current(),
         end=comm_ctx.streams.reduce,
         done=comm_ctx.streams.event(),
     )
