@@ -13,7 +13,6 @@ smoke run, ranks with devices of their own.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +70,10 @@ def records_in(*folders: Path) -> list[Record]:
 
 def front(records: Sequence[Record]) -> Iterator[str]:
     """What is compared with FSDP2, in one table, and where it was measured."""
-    steps = _steps(records)
+    steps = _completed([each for each in records if each["benchmark"] == "training_step"])
     counts = [record for record in records if record["benchmark"] == "counts"]
     yield from markdown(_FRONT, [*_step_rows(steps), *_count_rows(counts)])
-    yield from ("", _where([*chain(*steps), *counts]))
+    yield from ("", _where(steps + counts))
 
 
 def tables(records: Sequence[Record]) -> Iterator[str]:
@@ -111,29 +110,24 @@ def _where(records: Sequence[Record]) -> str:
     return f"Measured at commit {' and '.join(places)}."
 
 
-def _steps(records: Sequence[Record]) -> list[list[Record]]:
-    """Records of each step that the engine took, at one commit. They complete each other: a ratio
-    is to what FSDP2 took in the same rounds, and a device may lack the room for all engines.
+def _completed(records: Sequence[Record]) -> list[Record]:
+    """Records of each step that the engine took, with what others of that step and commit have: a
+    ratio is to what FSDP2 took in the same rounds, and a device may lack the room for all engines.
     """
-    of_steps: dict[tuple[str, ...], list[Record]] = {}
+    found: dict[tuple[str, ...], Record] = {}
     for record in records:
-        if record["benchmark"] == "training_step":
-            environment = record["environment"]
-            device = environment.get("device_name", "")
-            of_steps.setdefault((device, title(record), environment["git"]), []).append(record)
-    return [
-        found for found in of_steps.values() if any(_ENGINES[0] in one["summary"] for one in found)
-    ]
+        environment = record["environment"]
+        step = environment.get("device_name", ""), title(record), environment["git"]
+        first = found.setdefault(step, record)
+        found[step] = {**first, "summary": {**record["summary"], **first["summary"]}}
+    return [record for record in found.values() if _ENGINES[0] in record["summary"]]
 
 
-def _step_rows(of_steps: Sequence[Sequence[Record]]) -> Iterator[list[str]]:
-    for records in of_steps:
-        device = records[0]["environment"].get("device_name")
+def _step_rows(records: Sequence[Record]) -> Iterator[list[str]]:
+    for record in records:
+        device = record["environment"].get("device_name")
         where = f"step on {device}" if device else "step"
-        summary = {
-            name: row for record in reversed(records) for name, row in record["summary"].items()
-        }
-        yield _row(f"{where}: {title(records[0])}", summary, "ratio_to_base", _FLOORS)
+        yield _row(f"{where}: {title(record)}", record["summary"], "ratio_to_base", _FLOORS)
 
 
 def _count_rows(records: Sequence[Record]) -> Iterator[list[str]]:

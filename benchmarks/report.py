@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from rich.markup import escape
 
 from benchmarks.engines.catalogue import ENGINES
 from benchmarks.records import Record, read
-from benchmarks.tables import COLUMNS, Table, heading, headline, rows_of, table_of, words
+from benchmarks.tables import COLUMNS, Table, headline, rows_of, table_of, words
 
 _WIDTH = 100  # where there is no terminal that says how wide it is
 _PAGE_WIDTH = 155  # characters of a table that the page has room for beside a wide screen's margins
@@ -119,7 +119,7 @@ def _bars(record: Record) -> list[dict[str, Any]]:
     return [
         {
             "name": name,
-            "words": words("wall_s", row["wall_s"]["median"]) + _beside(row),
+            "words": words("wall_s", row["wall_s"]["median"]),
             "ends": [
                 100 * part / longest
                 for part in (*row["wall_s"]["quartiles"], row["wall_s"]["median"])
@@ -127,11 +127,6 @@ def _bars(record: Record) -> list[dict[str, Any]]:
         }
         for name, row in rows.items()
     ]
-
-
-def _beside(row: Mapping[str, Any]) -> str:
-    field = "ratio_to_base"
-    return f", {row[field]['median']:.3g} {heading(field)}" if field in row else ""
 
 
 @click.command()

@@ -233,13 +233,13 @@ def setting(record: Record) -> str:
     environment = record["environment"]
     device = environment.get("device_name") or environment["cpu"]
     commit = (environment["git"] or "no commit")[:10]
-    changed = "" if environment["git_is_clean"] in (True, None) else " with changes"
-    ops = f", {environment['ops_backend']} ops" if environment.get("ops_backend") else ""
+    changed = " with changes" if environment["git_is_clean"] is False else ""
     hosts = record["config"].get("hosts", 1)
     device = device if hosts == 1 else f"{hosts} machines of {device}"
     return (
         f"{device}, {environment['cores']} cores, load {environment['load_average_1min']:.1f} at "
-        f"the start; torch {environment['torch']}{ops}; {commit}{changed}; {environment['time']}"
+        f"the start; torch {environment['torch']}, {environment['ops_backend']} ops; "
+        f"{commit}{changed}; {environment['time']}"
     )
 
 
@@ -250,7 +250,7 @@ def headline(record: Record) -> str:
     found = []
     for name in ("shardgrad", "shardgrad-graphed"):
         ratio = record["summary"].get(name, {}).get("ratio_to_base")
-        if ratio is not None:
+        if ratio:
             low, high = ratio["quartiles"]
             found.append(f"{name} takes {ratio['median']:.2f} (quartiles {low:.2f} to {high:.2f})")
     return f"Of FSDP2's step {', '.join(found)}." if found else ""
