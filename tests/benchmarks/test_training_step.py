@@ -46,7 +46,7 @@ def test_every_engine_has_its_numbers(measured: tuple[Path, dict[str, Any], str]
         low, high = of["wall_s"]["quartiles"]
         assert 0 < low <= of["wall_s"]["median"] <= high
         assert of["ratio_to_base"]["median"] > 0
-        assert of["peak_rss_nbytes"] > of["peak_rss_beyond_imports_nbytes"] > 0
+        assert of["peak_rss_beyond_imports_nbytes"] > 0
         assert of["tokens_per_s"] > 0
         assert of["mfu"] is None or 0 < of["mfu"] <= 1
         assert len(record["samples"][name]["wall_s"]) == record["config"]["rounds"] == 2

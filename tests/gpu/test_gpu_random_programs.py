@@ -21,7 +21,11 @@ from tests.fuzz.programs.program import Program
 from tests.fuzz.programs.sharded import noting_warnings, zero_copy_as_in
 from tests.fuzz.programs.streams import Streams
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_rank")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+    pytest.mark.usefixtures("one_rank"),
+]
 
 SEEDS = Path(programs.__file__).parent / "seeds"
 DRAWN = 40
