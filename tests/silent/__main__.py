@@ -14,8 +14,9 @@ import click
 from benchmarks.records import RESULTS, append, environment
 from shardgrad.programs.audit import audit
 from tests.silent.engines import ENGINES
-from tests.silent.judge import LIMIT_S, RANKS, TOLERANCE, judged, run
+from tests.silent.judge import LIMIT_S, TOLERANCE, judged, run
 from tests.silent.table import AUDITS, CASES, PAGE, newest_records, written
+from tests.support.apart import RANKS
 from tests.support.processes import CONTEXT
 
 
