@@ -58,12 +58,13 @@ fi
 python=${PYTHON:-python3}
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 
-read -r device count hardware < <("$python" -c '
+read -r device count gib hardware < <("$python" -c '
 import re, torch
 found = torch.cuda.is_available()
 name = torch.cuda.get_device_name(0) if found else "cpu"
 slug = re.sub(r"[^a-z0-9]+", "-", name.lower().replace("nvidia", "")).strip("-")
-print("cuda" if found else "cpu", torch.cuda.device_count() if found else 1, slug)') || exit 2
+nbytes = torch.cuda.get_device_properties(0).total_memory if found else 0
+print("cuda" if found else "cpu", torch.cuda.device_count() if found else 1, nbytes >> 30, slug)') || exit 2
 : "${out:=benchmarks/results/gpu_${hardware}_$(date +%Y%m)}"
 if [[ -z $list ]]; then
     mkdir -p "$out/done" || exit 2
@@ -153,7 +154,8 @@ fi
 bf16=(--precision bf16 --clip 1)
 # The same step as a graph of ours, as one without an engine, and as a graph of forward and backward only.
 graphs=(--engine shardgrad --engine shardgrad-graphed --engine hand-graphed --engine fsdp2-graphed)
-long=(--preset 1b --batch-size 4 --seq-len 2048 --rounds 8 --steps 3)
+# Three engines with a billion parameters are on a device at once: 40 GiB each, or 22 with one row.
+long=(--preset 1b --batch-size $((gib >= 120 ? 4 : 1)) --seq-len 2048 --rounds 8 --steps 3)
 
 if [[ -n $smoke ]]; then
     ((nodes > 1)) || part kernels 60 "${kernels[@]}" --smoke
@@ -164,6 +166,7 @@ if in_stage 1 && ((nodes == 1)); then
     part copy 20 "$python" -c "$copies"
     part test-kernels 60 "${test[@]}" tests/gpu/test_gpu_kernels.py tests/gpu/test_gpu_optimizers.py
     part test-eager 50 "${test[@]}" tests/gpu/test_gpu_one_rank.py
+    part test-random 60 "${test[@]}" tests/gpu/test_gpu_random_programs.py
     part test-rules 30 "${test[@]}" tests/gpu/test_gpu_capture_rules.py
     part test-captures 60 "${test[@]}" tests/gpu/test_gpu_refusals.py tests/gpu/test_gpu_graphed_step.py tests/gpu/test_gpu_captures_in_turn.py
     part test-nccl 40 "${test[@]}" tests/gpu/test_gpu_nccl_alone.py
@@ -190,7 +193,7 @@ if in_stage 2; then
             --engine ddp --limit-s 60 --out "$out/steps-replicas"
     elif ((nodes * count == 1)); then
         # One rank: what an engine costs where nothing is sent, and what a graph takes away. An engine takes ten
-        # seconds to start, thirty with a billion parameters and 40 GiB, and all are there at once: parts have few.
+        # seconds to start, thirty with a billion parameters, and all are there at once: parts have few.
         part steps-gpt2 150 "${alone[@]}" "${bf16[@]}" --preset gpt2 --batch-size 1 --seq-len 1024 --rounds 20 \
             --steps 5 --limit-s 130 "${graphs[@]}" --engine compute --out "$out/steps-gpt2"
         part steps-compiled 120 "${alone[@]}" "${bf16[@]}" --preset gpt2 --batch-size 1 --seq-len 1024 --rounds 12 \
