@@ -20,9 +20,12 @@ def main() -> None:
         print(f"shardgrad: {error.what}: {error.fix}", file=sys.stderr)
         sys.exit(2)
     _write_what_can_be_written()
-    from shardgrad.programs.cli import main as command_line
-    from shardgrad.programs.cli.reporting import reported
-
+    try:
+        from shardgrad.programs.cli import main as command_line
+        from shardgrad.programs.cli.reporting import reported
+    except KeyboardInterrupt:
+        print("shardgrad: interrupted.", file=sys.stderr)
+        sys.exit(130)
     with reported("shardgrad"):  # `--help` may be written to a full disk
         command_line(prog_name="shardgrad")
 

@@ -20,6 +20,7 @@ from shardgrad.errors import CaptureError
 from shardgrad.graphs import preflight
 from shardgrad.patch.__main__ import main as patched
 from shardgrad.programs.cli import main
+from shardgrad.programs.cli.command import Command
 from tests.support.processes import run
 
 
@@ -135,6 +136,9 @@ def test_a_command_that_is_interrupted_says_so_in_a_line_and_in_its_status(tmp_p
     with mock.patch("shardgrad.programs.train.launch.launch_ranks", side_effect=KeyboardInterrupt):
         result = CliRunner().invoke(main, [*arguments, "--ranks", "1"])
     assert (result.exit_code, result.stderr) == (130, "shardgrad train: interrupted.\n")
+    with mock.patch.object(Command, "parse_args", side_effect=KeyboardInterrupt):  # of click
+        result = CliRunner().invoke(main, ["train"])
+    assert (result.exit_code, result.stderr) == (130, "shardgrad: interrupted.\n")
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])

@@ -31,8 +31,6 @@ MICRO = [
         "heads=2",
         "--override",
         "kv_heads=2",
-        "--eval-samples",
-        "8",
         "--warmup-steps",
         "2",
     ),
@@ -42,9 +40,7 @@ MICRO = [
 
 
 def trained(folder: Path, *options: str) -> list[tuple[str, float]]:
-    """Trains on devices of the runtime; returns every loss that was written, of steps and of
-    validations.
-    """
+    """Trains on devices of the runtime; returns every loss that was written."""
     command = [sys.executable, "-W", "ignore", "-m", "shardgrad", "train", *MICRO, *options]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HOSTCUDA_DEVICES": "2"}
     done = run([*command, "--run-dir", str(folder)], env=environment, timeout_s=200)

@@ -84,7 +84,7 @@ def new_run(folder: Path, ranks: int, *options: str) -> list[str]:
     settings: dict[str, Any] = {
         "--steps": STEPS, "--checkpoint-every": EVERY, "--keep": 2, "--seq-len": 16,
         "--batch-size": SEQUENCES // ranks, "--log-every": 1, "--sample-bytes": 0,
-        "--eval-every": STEPS, "--eval-samples": 4, "--warmup-steps": 2, "--timeout": TIMEOUT_S,
+        "--warmup-steps": 2, "--timeout": TIMEOUT_S,
         "--data": argparse.__file__, "--run-dir": folder,
     }  # fmt: skip
     words = [word for pair in small.items() for word in ("--override", "{}={}".format(*pair))]
@@ -195,7 +195,7 @@ def drill(fault: Fault, seed: int, folder: Path) -> Verdict:
     elif not latest.exists():
         problems.append("there is no complete checkpoint, though one had been written")
     elif latest.read_text(encoding="ascii").strip() == f"step_{STEPS:06d}":  # stopped in its last
-        problems += _unlike(run_folder, folder, ranks, options, is_validated=False)
+        problems += _unlike(run_folder, folder, ranks, options)
     else:
         others = [number for number in (1, 2, 3, 4) if number != ranks]
         resumed_on = draw.choice(others) if draw.random() < OTHER_RANKS else ranks
@@ -267,13 +267,13 @@ def _accused(report: str) -> list[int]:
 
 
 def losses(folder: Path) -> dict[int, float]:
-    """Returns the loss of every step of a run, and under -1 the last validation's."""
+    """Returns the loss of every step of a run."""
     found = {}
     for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         with suppress(ValueError):  # the last line of a process that was killed
             event = json.loads(line)
-            if event["event"] in ("step", "validation"):
-                found[event["step"] if event["event"] == "step" else -1] = event["loss"]
+            if event["event"] == "step":
+                found[event["step"]] = event["loss"]
     return found
 
 
@@ -294,17 +294,13 @@ def _unlike(
     options: tuple[str, ...],
     *,
     limit: float = 0.0,
-    is_validated: bool = True,
 ) -> list[str]:
     """Returns what is wrong with the losses of a run that has made all steps."""
-    ours, theirs = losses(run_folder), dict(_undisturbed(folder, ranks, options))
-    if not is_validated:
-        ours.pop(-1, None)
-        theirs.pop(-1)
+    ours, theirs = losses(run_folder), _undisturbed(folder, ranks, options)
     if set(ours) != set(theirs):
         return [f"steps are missing or too many: {sorted(ours)}"]
     wrong = [step for step in theirs if not math.isclose(ours[step], theirs[step], rel_tol=limit)]
-    return [f"losses differ at {wrong} (-1 is the validation)"] if wrong else []
+    return [f"losses differ at {wrong}"] if wrong else []
 
 
 # -- the command line

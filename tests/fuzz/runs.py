@@ -42,7 +42,7 @@ EVENTS = st.lists(
     st.one_of(
         st.dictionaries(
             st.sampled_from(["event", "step", "loss", "digest", "x"]),
-            st.one_of(ODD, st.sampled_from(["start", "step", "validation", 1, 2.5])),
+            st.one_of(ODD, st.sampled_from(["start", "step", "checkpoint", 1, 2.5])),
             max_size=5,
         ).map(lambda event: json.dumps(event).encode()),
         st.binary(max_size=40),
@@ -237,7 +237,7 @@ def feed_text(case: tuple[list[str], str, int, int]) -> str:
         corpus = load_corpus(find_text(path, limit_nbytes=limit_nbytes, seq_len=seq_len))
     except TrainingError:
         return "refused"
-    assert corpus.nbytes <= limit_nbytes
+    assert len(corpus.text) <= limit_nbytes
     return "read"
 
 

@@ -17,7 +17,7 @@ from shardgrad.programs.train.corpus import Sampler
 from shardgrad.programs.train.optimizer import build_optimizer, build_schedule
 from shardgrad.programs.train.parallel import World
 from shardgrad.programs.train.sharding import build_model
-from shardgrad.programs.train.step import TrainStep, validation_loss
+from shardgrad.programs.train.step import TrainStep
 from tests.simulated.accelerator.device import NAME, checked
 from tests.simulated.accelerator.virtual_ranks import on_virtual_ranks, one_at_a_time
 
@@ -39,7 +39,7 @@ class Seen(list[float]):
 
 
 def trained(config: TrainConfig) -> Seen:
-    """Trains with a validation in between; returns losses, norms, and what validation said."""
+    """Trains with an evaluation in between; returns losses, norms, and what it said."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     place = OwnWorld(
         rank, ranks, torch.device(NAME, rank), cast(dist.ProcessGroup, dist.group.WORLD)
@@ -49,13 +49,16 @@ def trained(config: TrainConfig) -> Seen:
     optimizer = build_optimizer(model, config)
     state = TrainState(model, optimizer, build_schedule(optimizer, config))
     text = torch.randint(256, (500,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-    step = TrainStep(state, Sampler(text, config.seq_len, seed=0), config, place)
+    sampler = Sampler(text, config.seq_len, seed=0)
+    step = TrainStep(state, sampler, config, place)
     seen = Seen()
     for number in range(STEPS):
         result = step()
         seen += [result.loss.item(), result.grad_norm.item(), result.lr]
         if number == STEPS // 2:
-            seen.append(validation_loss(model, text, config, place))
+            with torch.no_grad():
+                held_out = (each.to(place.device) for each in sampler.batch(99, 3))
+                seen.append(model.loss(*held_out).item())
     seen.replays = getattr(step.update, "replays", 0)
     return seen
 
@@ -76,7 +79,7 @@ def trained(config: TrainConfig) -> Seen:
 @on_virtual_ranks(2)
 def test_the_program_captures_its_step_and_trains_as_without(settings: dict[str, Any]) -> None:
     common: dict[str, Any] = {"steps": STEPS, "seq_len": 8, "batch_size": 2, "override": SHAPE}
-    common |= {"warmup_steps": 3, "eval_samples": 3, "lr": 1e-2, **settings}
+    common |= {"warmup_steps": 3, "lr": 1e-2, **settings}
     runs = []
     for graph in ("off", "auto"):
         with checked():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardgrad.programs.train.corpus import Corpus, Sampler, load_corpus, validation_starts, windows
+from shardgrad.programs.train.corpus import Corpus, Sampler, load_corpus
 from shardgrad.programs.train.failure import UsageError
 from shardgrad.programs.train.texts import find_text
 
@@ -23,14 +22,14 @@ def corpus_of(path: Path | None, *, limit_nbytes: int = 2**20) -> Corpus:
 
 
 def whole(corpus: Corpus) -> bytes:
-    return bytes(torch.cat((corpus.train, corpus.validation)).tolist())
+    return bytes(corpus.text.tolist())
 
 
 def test_the_standard_library_is_read_alike_each_time_and_no_further_than_the_limit() -> None:
     first, second = corpus_of(None, limit_nbytes=200_000), corpus_of(None, limit_nbytes=200_000)
-    assert first.nbytes == 200_000
+    assert len(first.text) == 200_000
     assert first.digest == second.digest
-    assert torch.equal(first.train, second.train)
+    assert torch.equal(first.text, second.text)
     assert whole(first).startswith(Path(abc_file()).read_bytes()[:1000])
 
 
@@ -39,14 +38,6 @@ def abc_file() -> str:
     import __future__ as first_module
 
     return str(first_module.__file__)
-
-
-def test_the_held_out_part_is_the_contiguous_end(tmp_path: Path) -> None:
-    file = tmp_path / "text"
-    file.write_bytes(bytes(range(200)))
-    corpus = corpus_of(file)
-    assert corpus.train.tolist() == list(range(190))
-    assert corpus.validation.tolist() == list(range(190, 200))
 
 
 def test_a_folder_is_read_in_the_order_of_paths_without_hidden_files(tmp_path: Path) -> None:
@@ -98,16 +89,3 @@ def test_samples_reach_every_place_of_the_text_and_not_beyond() -> None:
     tokens, targets = Sampler(text, seq_len=8, seed=0).batch(0, 200)
     assert sorted(set(tokens[:, 0].tolist())) == [0, 1, 2, 3]
     assert targets.max() == 11
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "seq_len", "count"), [(1000, 10, 7), (1000, 10, 10_000), (12, 11, 3)]
-)
-def test_validation_sequences_do_not_overlap_nor_leave_the_text(
-    nbytes: int, seq_len: int, count: int
-) -> None:
-    starts = validation_starts(nbytes, seq_len=seq_len, count=count)
-    assert len(starts) == min(count, (nbytes - 1) // seq_len)
-    assert all(later - earlier >= seq_len for earlier, later in itertools.pairwise(starts))
-    tokens, _ = windows(torch.zeros(nbytes, dtype=torch.uint8), starts, seq_len)
-    assert tokens.shape == (len(starts), seq_len)

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import errno
 import resource
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
 
 from shardgrad.errors import CheckpointSaveError
-from shardgrad.programs.train.failure import explain
+from shardgrad.programs.train.failure import PeerLost, explain
+
+SHORT = timedelta(seconds=0.1)
 
 
 def told_again(own: Exception) -> Exception:
@@ -45,3 +51,11 @@ def test_too_many_open_files_name_the_limit_whoever_met_it() -> None:
         said = str(explain(met))
         assert f"its limit is {limit}: ulimit -n " in said
         assert "enforce" not in said
+
+
+def test_what_the_store_or_a_collective_of_torch_raises_is_another_ranks_end() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=1, world_size=2, timeout=SHORT)
+    failure = explain(caught.value)
+    assert isinstance(failure, PeerLost)
+    assert str(failure).startswith("Another rank ended, or did not answer within --timeout (")

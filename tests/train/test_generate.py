@@ -81,7 +81,7 @@ def test_a_compiled_run_has_the_losses_of_an_eager_one(tmp_path: Path) -> None:
                 "seq_len": 16,
                 "plot": False,
             },
-            **{"eval_every": 3, "eval_samples": 1, "sample_bytes": 4, "data": __file__},
+            **{"sample_bytes": 4, "data": __file__},
             **{
                 "activation_checkpointing": True,
                 "compile": compiled,

@@ -1,12 +1,17 @@
-"""Where a rank computes."""
+"""Where a rank computes, and what ranks must have in common."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed as dist
 
+from shardgrad.programs.train.config import TrainConfig
 from shardgrad.programs.train.failure import UsageError
-from shardgrad.programs.train.parallel import _choose_device
+from shardgrad.programs.train.parallel import World, _choose_device, require_same_settings
+from tests.support.ranks import Ranks
 
 
 @pytest.fixture
@@ -37,3 +42,19 @@ def test_a_machine_without_an_accelerator_computes_on_its_cpu_unless_told_otherw
     assert _choose_device("auto", 0) == torch.device("cpu")
     with pytest.raises(UsageError, match="PyTorch sees no accelerator here"):
         _choose_device("accelerator", 0)
+
+
+def refused_for_another_text() -> str:
+    group = dist.group.WORLD
+    assert group is not None
+    world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), group)
+    with pytest.raises(UsageError) as caught:
+        require_same_settings(
+            world, TrainConfig(), Path("run"), ["abc", "def"][world.rank], resume=False
+        )
+    return str(caught.value)
+
+
+def test_ranks_that_have_read_different_texts_are_refused(two_ranks: Ranks) -> None:
+    for said in two_ranks.run(refused_for_another_text):
+        assert "rank 1: the text of --data has SHA-256 def, and rank 0: the text of" in said

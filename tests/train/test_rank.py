@@ -12,10 +12,11 @@ import pytest
 from shardgrad.diagnosis.flight_recorder import FlightRecorder, recorder
 from shardgrad.diagnosis.rank_status import Diagnosis, RankStatus, rank_status
 from shardgrad.diagnosis.watchdog import Watchdog
+from shardgrad.errors import CollectiveError
 from shardgrad.programs.train import rank
 from shardgrad.programs.train.failure import UsageError, explain
 
-GONE = RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4711")
+GONE = CollectiveError("the all-gather of layers.1 failed", got="Connection closed by peer")
 
 
 class Answers:

@@ -17,11 +17,10 @@ FACTS = {"digest": "abc"}
 
 
 def begun(folder: Path) -> RunRecord:
-    """A record with a step, a validation and a checkpoint."""
+    """A record with a step and a checkpoint."""
     record = RunRecord(folder)
     record.begin(TrainConfig(ranks=1), WORLD, step=0, facts=FACTS)
     record.write("step", step=1, loss=2.5, grad_norm=float("nan"))
-    record.write("validation", step=1, loss=2.0)
     record.write("checkpoint", step=1, path="somewhere")
     return record
 
@@ -38,7 +37,7 @@ def test_a_resumed_run_keeps_the_metrics_of_the_steps_that_it_has_made(tmp_path:
     record = begun(tmp_path)
     record.write("step", step=2, loss=1.0)
     resume(record)
-    assert kinds(record) == ["start", "step", "validation", "checkpoint", "start"]
+    assert kinds(record) == ["start", "step", "checkpoint", "start"]
 
 
 def test_a_last_line_that_was_cut_short_is_left_out(tmp_path: Path) -> None:
@@ -46,7 +45,7 @@ def test_a_last_line_that_was_cut_short_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(path.read_bytes()[:-5])
     resume(record)
-    assert kinds(record) == ["start", "step", "validation", "start"]
+    assert kinds(record) == ["start", "step", "start"]
 
 
 @pytest.mark.parametrize("kind", ["pipe", "link to nothing"])

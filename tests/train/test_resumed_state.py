@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 import shardgrad
-from shardgrad.programs.train.checkpoint import Checkpoints, TrainState
+from shardgrad.programs.checkpoint import Series
+from shardgrad.programs.train.checkpoint import TrainState, load_state, save_state
 from shardgrad.programs.train.config import TrainConfig
 from shardgrad.programs.train.corpus import Sampler
 from shardgrad.programs.train.model import Transformer, materialise
@@ -62,15 +63,15 @@ def resumed_with_dropout() -> list[float]:
     state = fresh(world)
     losses(state, world, HALF)
     with shared_folder() as folder:
-        checkpoints = Checkpoints(Path(folder), keep=1)
-        checkpoints.save(state, world)
+        series = Series(Path(folder), keep=1)
+        save_state(series, state, world)
         uninterrupted = losses(state, world, STEPS)
         torch.manual_seed(99)
         again = fresh(world)
-        checkpoints.load(again, world)
+        load_state(series, again, world)
         assert (again.step, again.samples) == (HALF, HALF * CONFIG.global_batch(world.world_size))
         assert losses(again, world, STEPS) == uninterrupted
-        checkpoints.release()
+        series.release()
     for ours, theirs in zip(again.model.parameters(), state.model.parameters(), strict=True):
         assert torch.equal(ours.to_local(), theirs.to_local())
     return nn.functional.dropout(torch.ones(64)).tolist()

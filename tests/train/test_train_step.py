@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,12 +15,12 @@ from shardgrad.programs.train import loop
 from shardgrad.programs.train.checkpoint import TrainState
 from shardgrad.programs.train.config import TrainConfig
 from shardgrad.programs.train.corpus import Sampler
-from shardgrad.programs.train.failure import TrainingError, UsageError
+from shardgrad.programs.train.failure import TrainingError
 from shardgrad.programs.train.model import Transformer, materialise
 from shardgrad.programs.train.optimizer import build_optimizer, build_schedule
 from shardgrad.programs.train.parallel import World
 from shardgrad.programs.train.presets import TransformerConfig
-from shardgrad.programs.train.step import StepResult, TrainStep, validation_loss
+from shardgrad.programs.train.step import StepResult, TrainStep
 
 CPU = torch.device("cpu")
 ALONE = cast(World, SimpleNamespace(rank=0, world_size=1, device=CPU))
@@ -79,20 +78,6 @@ def test_micro_batches_together_are_the_whole_batch() -> None:
         torch.testing.assert_close(part.grad_norm, whole.grad_norm)
         torch.testing.assert_close(state.model.state_dict(), whole_state.model.state_dict())
         assert (state.step, state.samples) == (whole_state.step, whole_state.samples) == (1, 4)
-
-
-def test_the_validation_loss_does_not_depend_on_how_its_sequences_are_divided() -> None:
-    """Five sequences fill neither batches of two nor of three: what fills up the last one does not
-    count.
-    """
-    text = torch.randint(256, (500,), dtype=torch.uint8, generator=torch.manual_seed(2))
-    model = state_for(config_of()).model
-    found = [
-        validation_loss(model, text, config_of(batch_size=size, eval_samples=5), alone())
-        for size in (1, 2, 3, 5, 8)
-    ]
-    assert found == pytest.approx([found[0]] * 5, rel=1e-6)
-    assert model.training
 
 
 @pytest.mark.parametrize(("clip", "length"), [(0.01, 0.01), (0.0, None)])
@@ -168,13 +153,6 @@ def test_the_first_step_that_is_not_finite_is_remembered(loss: float, norm: floa
         run._require_finite()
     where = "the norm of the gradients" if math.isfinite(loss) else "the loss of rank 0"
     assert where in str(caught.value)
-
-
-def test_ranks_that_have_read_different_texts_are_refused() -> None:
-    for digests, words in ((["a", "b", "a", "c"], "rank 1, 3"), (["a", "a"], "")):
-        world = cast(World, SimpleNamespace(gather=lambda _, digests=digests: digests))
-        with pytest.raises(UsageError, match=words) if words else nullcontext():
-            loop.require_same_text(world, "a")
 
 
 def result(loss: float, norm: float) -> StepResult:

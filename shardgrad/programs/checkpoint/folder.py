@@ -83,7 +83,7 @@ class Series:
     this object or another of the same folder, or ends.
 
     Args:
-        folder: folder of the checkpoints.
+        folder: folder of the checkpoints; an attribute too.
         keep: number of checkpoints to keep, at least 1.
 
     Raises:
@@ -98,7 +98,7 @@ class Series:
                 got=repr(keep),
                 fix="keep=2",
             )
-        self._folder = Path(folder)
+        self.folder = Path(folder)
         self._keep = keep
 
     def acquire(self) -> None:
@@ -110,19 +110,19 @@ class Series:
             CheckpointSaveError: another process writes there; the error says which and since when.
             OSError: the folder cannot be written.
         """
-        lock.acquire(self._folder)
+        lock.acquire(self.folder)
 
     def release(self) -> None:
         """Lets another process write; does nothing if this one does not."""
-        lock.release(self._folder)
+        lock.release(self.folder)
 
     def path_of(self, step: int) -> Path:
         """Returns the path of the checkpoint of a step."""
-        return self._folder / f"step_{step:06d}"
+        return self.folder / f"step_{step:06d}"
 
     def complete(self) -> list[Path]:
         """Returns every complete checkpoint, oldest step first."""
-        named = (path for path in self._folder.glob("step_*") if _STEP.fullmatch(path.name))
+        named = (path for path in self.folder.glob("step_*") if _STEP.fullmatch(path.name))
         return sorted(filter(_is_complete, named), key=_step_of)
 
     def latest(self) -> Path | None:
@@ -135,8 +135,8 @@ class Series:
         """
         name = self._named()
         while True:
-            if name and _is_complete(self._folder / name):
-                return self._folder / name
+            if name and _is_complete(self.folder / name):
+                return self.folder / name
             newest = next(reversed(self.complete()), None)
             before, name = name, self._named()
             if name == before:  # else the named one was removed because there is a newer one
@@ -152,7 +152,7 @@ class Series:
         """
         path = self.path_of(_step_of(path))
         self.acquire()
-        replace_synced(self._folder / _POINTER, path.name + "\n")
+        replace_synced(self.folder / _POINTER, path.name + "\n")
         others = [one for one in self.complete() if one != path]
         for one in others[: max(0, len(others) + 1 - self._keep)]:
             _discard(one)
@@ -169,13 +169,13 @@ class Series:
         for one in self.complete():
             if newest is not None and _step_of(one) > _step_of(newest):
                 _discard(one)
-        for leftover in self._folder.glob("*" + _ASIDE):
+        for leftover in self.folder.glob("*" + _ASIDE):
             shutil.rmtree(leftover, ignore_errors=True)
 
     def _named(self) -> str:
         """Returns the name in `latest`, if it is one of a checkpoint."""
         try:
-            text = content_of(self._folder / _POINTER, _POINTER_NBYTES).decode("ascii").strip()
+            text = content_of(self.folder / _POINTER, _POINTER_NBYTES).decode("ascii").strip()
         except (CheckpointError, ValueError):
             return ""
         # It may be edited to the path of the folder, or have a slash behind it.

@@ -6,11 +6,14 @@ a second.
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from shardgrad.programs.cli.checkpoint import checkpoint
 from shardgrad.programs.cli.doctor import doctor
 from shardgrad.programs.cli.plan import plan
+from shardgrad.programs.cli.reporting import reported
 from shardgrad.programs.cli.train import train
 
 
@@ -22,8 +25,16 @@ def _print_version(ctx: click.Context, _: click.Parameter, value: bool) -> None:
         ctx.exit()
 
 
+class _Group(click.Group):
+    def invoke(self, ctx: click.Context) -> Any:
+        """Runs a command, and reports what ends it before it has begun."""
+        with reported(ctx.command_path):
+            return super().invoke(ctx)
+
+
 @click.group(
     name="shardgrad",
+    cls=_Group,
     commands=[doctor, plan, train, checkpoint],
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="\b\nExamples:\n  shardgrad doctor\n  shardgrad plan --preset 8b --ranks 64\n"

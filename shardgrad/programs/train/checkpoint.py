@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from shardgrad.errors import CheckpointError, CheckpointSaveError
 from shardgrad.programs.checkpoint import Series, load, save
 from shardgrad.programs.checkpoint.peers import Peers
-from shardgrad.programs.train.failure import CheckpointUnusable, TrainingError, UsageError
+from shardgrad.programs.train.failure import CheckpointUnusable, UsageError
 from shardgrad.programs.train.model import Transformer
 from shardgrad.programs.train.parallel import World
 
@@ -45,118 +45,64 @@ class TrainState:
     samples: int = 0
 
 
-class Checkpoints:
-    """The checkpoints of a run folder.
-
-    At every moment, also after an interruption or a kill, `latest` names a complete checkpoint or
-    does not exist.
-
-    Args:
-        folder: folder of the checkpoints, visible to all ranks.
-        keep: number of checkpoints to keep.
-    """
-
-    def __init__(self, folder: Path, *, keep: int) -> None:
-        self._folder = folder
-        self._series = Series(folder, keep=keep)
-
-    def acquire(self, world: World) -> None:
-        """Locks the folder, so that only this run writes into it. A collective.
-
-        Raises:
-            UsageError: another process writes there; on every rank.
-        """
-        try:
-            Peers(world.control).broadcast("lock", self._series.acquire)
-        except CheckpointSaveError as error:
-            if error.__cause__ is not None and not isinstance(error.__cause__, CheckpointSaveError):
-                raise error.__cause__ from None
-            raise UsageError(f"{error.what} ({error.got}): {error.fix}.") from error
-
-    def release(self) -> None:
-        """Unlocks the folder."""
-        self._series.release()
-
-    def recover(self, world: World) -> None:
-        """Removes what an interrupted save, or a run that goes back, left there. A collective."""
-        with _translated_errors():
-            Peers(world.control).broadcast("recovery", self._series.recover)
-
-    def save(self, state: TrainState, world: World) -> Path:
-        """Saves the state. A collective.
-
-        Returns:
-            The folder of the checkpoint.
-
-        Raises:
-            TrainingError: on every rank if any rank could not write. Existing checkpoints are
-                unchanged.
-        """
-        final = self._series.path_of(state.step)
-        publish = partial(self._series.publish, final)
-        with _translated_errors():
-            save(_gather_state(state, world), final, group=world.control, then=publish)
-        return final
-
-    def load(self, state: TrainState, world: World) -> None:
-        """Loads the newest checkpoint into `state`; the number of ranks may differ. A collective.
-
-        Raises:
-            TrainingError: the checkpoint is damaged or does not fit; `state` is unchanged.
-        """
-        path = self._series.latest()
-        if path is None:
-            raise UsageError(
-                f"There is no checkpoint in {self._folder}: start the run again without --resume."
-            )
-        try:
-            loaded = load(
-                _gather_state(state, world), path, optional=_OPTIONAL, group=world.control
-            )
-        except CheckpointError as error:
-            raise CheckpointUnusable(
-                f"{path} cannot be used ({error.what}; {error.got}, at {error.where}): "
-                f"{error.fix}. Training goes on from the checkpoint whose name is in "
-                f"{self._folder / 'latest'}."
-            ) from error
-        _scatter_state(loaded, state, world)
-
-
 @contextmanager
-def _translated_errors() -> Iterator[None]:
-    """Translates the errors of a save into `TrainingError`."""
-    try:
-        with warnings.catch_warnings():
-            # torch's warnings about its own internals would break the progress display.
-            warnings.filterwarnings("ignore", module=r"torch\.distributed.*")
-            yield
-    except (CheckpointSaveError, CheckpointError) as error:
-        if error.__cause__ is not None:  # this rank's own error, reported with rank and location
-            raise error.__cause__ from None
-        raise TrainingError(
-            f"The checkpoint was not written ({error.what}; {error.got}, at {error.where})."
-        ) from error
+def one_writer(series: Series, world: World) -> Iterator[None]:
+    """Locks the folder of a run's checkpoints in the block, so that only this run writes there. A
+    collective.
 
-
-def _gather_state(state: TrainState, world: World) -> dict[str, Any]:
-    """Returns the state as nested dictionaries of tensors, which are saved from and loaded in
-    world.
+    Raises:
+        UsageError: another process writes there; on every rank.
     """
-    model, optimizer = get_state_dict(state.model, state.optimizer)
-    generators = {"cpu": torch.get_rng_state()}
-    if world.device.type != "cpu":
-        module = torch.get_device_module(world.device)
-        generators[world.device.type] = module.get_rng_state(world.device)
-    return {
-        "model": model,
-        "optimizer": optimizer,
-        "schedule": state.schedule.state_dict(),
-        "progress": {"step": state.step, "samples": state.samples},
-        f"rng_{world.rank}": generators,  # one entry per rank: generators are not sharded
-    }
+    try:
+        Peers(world.control).broadcast("lock", series.acquire)
+    except CheckpointSaveError as error:
+        if error.__cause__ is not None and not isinstance(error.__cause__, CheckpointSaveError):
+            raise
+        raise UsageError(f"{error.what} ({error.got}): {error.fix}.") from error
+    try:
+        yield
+    finally:
+        series.release()
 
 
-def _scatter_state(loaded: dict[str, Any], state: TrainState, world: World) -> None:
+def save_state(series: Series, state: TrainState, world: World) -> Path:
+    """Saves the state as the checkpoint of its step, which `latest` names from then on. A
+    collective.
+
+    Returns:
+        The folder of the checkpoint.
+
+    Raises:
+        CheckpointSaveError: on every rank if any rank could not write. Existing checkpoints are
+            unchanged.
+    """
+    final = series.path_of(state.step)
+    with warnings.catch_warnings():
+        # torch's warnings about its own internals would break the progress display.
+        warnings.filterwarnings("ignore", module=r"torch\.distributed.*")
+        publish = partial(series.publish, final)
+        save(_gather_state(state, world), final, group=world.control, then=publish)
+    return final
+
+
+def load_state(series: Series, state: TrainState, world: World) -> None:
+    """Loads the newest checkpoint into `state`; the number of ranks may differ. A collective.
+
+    Raises:
+        TrainingError: the checkpoint is damaged or does not fit; `state` is unchanged.
+    """
+    path = series.latest()
+    if path is None:
+        raise UsageError(
+            f"There is no checkpoint in {series.folder}: start the run again without --resume."
+        )
+    try:
+        loaded = load(_gather_state(state, world), path, optional=_OPTIONAL, group=world.control)
+    except CheckpointError as error:
+        raise CheckpointUnusable(
+            f"{path} cannot be used ({error.what}; {error.got}, at {error.where}): {error.fix}. "
+            f"Training goes on from the checkpoint whose name is in {series.folder / 'latest'}."
+        ) from error
     set_state_dict(
         state.model,
         state.optimizer,
@@ -170,3 +116,19 @@ def _scatter_state(loaded: dict[str, Any], state: TrainState, world: World) -> N
     if world.device.type != "cpu":
         module = torch.get_device_module(world.device)
         module.set_rng_state(generators[world.device.type], world.device)
+
+
+def _gather_state(state: TrainState, world: World) -> dict[str, Any]:
+    """Returns the state as nested dictionaries of tensors, which are saved from and loaded into."""
+    model, optimizer = get_state_dict(state.model, state.optimizer)
+    generators = {"cpu": torch.get_rng_state()}
+    if world.device.type != "cpu":
+        module = torch.get_device_module(world.device)
+        generators[world.device.type] = module.get_rng_state(world.device)
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "schedule": state.schedule.state_dict(),
+        "progress": {"step": state.step, "samples": state.samples},
+        f"rng_{world.rank}": generators,  # one entry per rank: generators are not sharded
+    }

@@ -103,10 +103,6 @@ class TrainConfig:
     clip: float = setting(1.0, "Maximum gradient norm; 0 disables clipping.", Number(0))
 
     log_every: int = setting(10, "Steps between two lines of metrics.", Whole(1))
-    eval_every: int = setting(
-        100, "Steps between two validations; the last step is always validated.", Whole(1)
-    )
-    eval_samples: int = setting(64, "Number of held-out sequences in a validation.", Whole(1))
     tensorboard: bool = setting(
         False, "Write the metrics for TensorBoard too, into the run folder."
     )

@@ -1,6 +1,4 @@
-"""The training data: text as bytes, its held-out part, and the mapping from sample numbers to
-sequences.
-"""
+"""The training data: text as bytes, and the mapping from sample numbers to sequences."""
 
 from __future__ import annotations
 
@@ -19,31 +17,22 @@ class Corpus:
     """A text in memory.
 
     Args:
-        train: uint8 `[bytes]`, the first part.
-        validation: uint8 `[bytes]`, the contiguous rest, which is held out.
+        text: uint8 `[bytes]`.
         source: description of where the text was read from.
         file_count: number of files.
         digest: SHA-256 of all bytes, with which a resumed run detects another text.
     """
 
-    train: Tensor
-    validation: Tensor
+    text: Tensor
     source: str
     file_count: int
     digest: str
-
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes in both parts."""
-        return len(self.train) + len(self.validation)
 
     def unigram_entropy(self) -> float:
         """Returns the entropy of the byte frequencies in nats per byte: the loss without any
         context.
         """
-        counts = torch.bincount(self.train, minlength=256) + torch.bincount(
-            self.validation, minlength=256
-        )
+        counts = torch.bincount(self.text)
         shares = counts[counts > 0].double() / counts.sum()
         return float(-(shares * shares.log()).sum())
 
@@ -62,10 +51,8 @@ def load_corpus(text: Text) -> Corpus:
         except OSError as error:
             raise UsageError(f"{file} cannot be read ({error}): correct --data.") from error
     whole = torch.frombuffer(content, dtype=torch.uint8)
-    held_out = text.held_out_nbytes
-    train, validation = whole.split([len(content) - held_out, held_out])
     digest = hashlib.sha256(content).hexdigest()
-    return Corpus(train, validation, text.source, len(text.parts), digest)
+    return Corpus(whole, text.source, len(text.parts), digest)
 
 
 @dataclass(frozen=True)
@@ -87,35 +74,19 @@ class Sampler:
     seed: int
 
     def batch(self, first_sample: int, count: int) -> tuple[Tensor, Tensor]:
-        """Returns samples `first_sample` to `first_sample + count` as tokens and targets.
+        """Returns samples `first_sample` to `first_sample + count` as tokens and targets, which
+        start one byte later.
 
         Returns:
             Two int64 tensors `[count, seq_len]` on the host.
         """
         starts = [self._start(number) for number in range(first_sample, first_sample + count)]
-        return windows(self.text, starts, self.seq_len)
+        positions = torch.tensor(starts).unsqueeze(1) + torch.arange(self.seq_len + 1)
+        sequences = self.text[positions].long()
+        return sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous()
 
     def _start(self, number: int) -> int:
         # A hash, not a generator: the n-th value takes constant time and is the same in every
         # PyTorch release.
         digest = hashlib.blake2b(f"{self.seed}/{number}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") % (len(self.text) - self.seq_len)
-
-
-def validation_starts(nbytes: int, *, seq_len: int, count: int) -> list[int]:
-    """Returns the starts of at most `count` sequences, evenly spaced over a text without
-    overlap.
-    """
-    count = min(count, (nbytes - 1) // seq_len)
-    return [number * (nbytes - 1) // count for number in range(count)]
-
-
-def windows(text: Tensor, starts: list[int], seq_len: int) -> tuple[Tensor, Tensor]:
-    """Returns the sequences at `starts` and their targets, which start one byte later.
-
-    Returns:
-        Two int64 tensors `[len(starts), seq_len]`.
-    """
-    positions = torch.tensor(starts).unsqueeze(1) + torch.arange(seq_len + 1)
-    sequences = text[positions].long()
-    return sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous()

@@ -7,17 +7,11 @@ from __future__ import annotations
 import errno
 import resource
 
-from shardgrad.errors import CollectiveError, DesyncError
+from shardgrad.diagnosis.thread_stacks import calls_of
+from shardgrad.errors import CheckpointError, CheckpointSaveError, CollectiveError
 from shardgrad.programs.text import printable
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_PEER_WORDS = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "connection refused",
-    "broken pipe",
-)
-_TIMEOUT_WORDS = ("timed out waiting", "timeout", "timed out")
 _FILES_WORDS = "too many open files"
 _MEMORY_WORDS = ("out of memory", "can't allocate memory", "not enough memory")
 
@@ -54,6 +48,12 @@ def explain(error: BaseException) -> TrainingError:
     """
     if isinstance(error, TrainingError):
         return error
+    if isinstance(error, CheckpointSaveError | CheckpointError):
+        if error.__cause__ is not None:  # what happened on this rank
+            return explain(error.__cause__)
+        return TrainingError(
+            f"The checkpoint was not written ({error.what}; {error.got}, at {error.where})."
+        )
     reason = operating_system_reason(error)
     if reason is not None and reason.errno in _NO_SPACE:
         return TrainingError(
@@ -71,24 +71,18 @@ def explain(error: BaseException) -> TrainingError:
             f"The operating system refused ({_words_of(error)}): remove the cause, or "
             "choose another path."
         )
-    if isinstance(error, DesyncError):
-        return PeerLost(f"The ranks are not in step: {_first_line(error)}.")
     if isinstance(error, MemoryError) or any(words in text for words in _MEMORY_WORDS):
         return TrainingError(
             "Memory ran out: lower --batch-size, raise --accumulate, or add "
             "--activation-checkpointing."
         )
-    if any(words in text for words in _PEER_WORDS):
+    if isinstance(error, CollectiveError) or any(
+        call.filename.endswith("/distributed_c10d.py") for call in calls_of(error)
+    ):
         return PeerLost(
-            "Another rank ended, so this one could not go on: look for that rank's own message."
+            f"Another rank ended, or did not answer within --timeout ({_first_line(error)}): look "
+            "for its message."
         )
-    if any(words in text for words in _TIMEOUT_WORDS):
-        return PeerLost(
-            "Another rank did not answer in time: look for its message, or, if it was slow, raise "
-            "--timeout."
-        )
-    if isinstance(error, CollectiveError):
-        return PeerLost(f"A collective failed: {_first_line(error)}.")
     return TrainingError(
         f"{type(error).__name__}: {_first_line(error)} (run again with --debug for the traceback)"
     )

@@ -18,7 +18,7 @@ from shardgrad.programs.train.config import TrainConfig, mesh_shape, read_settin
 from shardgrad.programs.train.failure import UsageError, reason_of
 from shardgrad.programs.train.launcher import launch_ranks, require_room, torchrun_world_size
 from shardgrad.programs.train.rank import Job, run_rank
-from shardgrad.programs.train.texts import find_text
+from shardgrad.programs.train.texts import text_of
 
 RUNS = Path("runs")
 
@@ -121,7 +121,7 @@ def _old_run(given: Mapping[str, Any], folder: Path, world_size: int | None) -> 
 def _check_inputs(config: TrainConfig) -> None:
     if config.tensorboard:
         require("tensorboard", feature="--tensorboard")
-    find_text(config.data, limit_nbytes=config.data_limit_mib * 2**20, seq_len=config.seq_len)
+    text_of(config)
 
 
 def _saved_config(folder: Path) -> TrainConfig:

@@ -14,9 +14,11 @@ from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.errors import PartnerUnavailableError
 from shardgrad.extras import require
 from shardgrad.graphs import GraphPool
-from shardgrad.programs.train.checkpoint import Checkpoints, TrainState
+from shardgrad.programs.checkpoint import Series
+from shardgrad.programs.checkpoint.peers import Peers
+from shardgrad.programs.train.checkpoint import TrainState, load_state, one_writer, save_state
 from shardgrad.programs.train.config import TrainConfig
-from shardgrad.programs.train.corpus import Corpus, Sampler, load_corpus
+from shardgrad.programs.train.corpus import Corpus, Sampler
 from shardgrad.programs.train.display import Display, nice_seconds
 from shardgrad.programs.train.failure import Interrupted, TrainingError, UsageError
 from shardgrad.programs.train.generate import continued, shown
@@ -25,16 +27,21 @@ from shardgrad.programs.train.optimizer import build_optimizer, build_schedule
 from shardgrad.programs.train.parallel import World, build_mesh, memory_nbytes
 from shardgrad.programs.train.record import RunRecord
 from shardgrad.programs.train.sharding import build_model
-from shardgrad.programs.train.step import StepResult, TrainStep, validation_loss
+from shardgrad.programs.train.step import StepResult, TrainStep
 from shardgrad.programs.train.stop import StopRequest
-from shardgrad.programs.train.texts import find_text
 
 _NEVER = 2**62
 _PROMPT_BYTES = 40  # of the sample at the end
 
 
 def train(
-    config: TrainConfig, world: World, folder: Path, stop: StopRequest, *, resume: bool
+    config: TrainConfig,
+    world: World,
+    folder: Path,
+    corpus: Corpus,
+    stop: StopRequest,
+    *,
+    resume: bool,
 ) -> None:
     """Trains as one of the ranks, until the last step or a request to stop.
 
@@ -42,6 +49,7 @@ def train(
         config: settings, the same on every rank.
         world: this rank.
         folder: folder of the run, on a disk visible to all ranks.
+        corpus: training data, the same on every rank.
         stop: checked after every step.
         resume: start from the newest checkpoint in `folder`.
 
@@ -54,14 +62,8 @@ def train(
             f"--graph on needs a device with graphs, and {world.device.type} has none: leave it "
             "out."
         )
-    checkpoints = Checkpoints(folder / "checkpoints", keep=config.keep)
-    checkpoints.acquire(world)
-    try:
-        limit_nbytes = config.data_limit_mib * 2**20
-        corpus = load_corpus(
-            find_text(config.data, limit_nbytes=limit_nbytes, seq_len=config.seq_len)
-        )
-        require_same_text(world, corpus.digest)
+    series = Series(folder / "checkpoints", keep=config.keep)
+    with one_writer(series, world):
         mesh = build_mesh(world, config.mesh, timeout_s=config.timeout)
         model = build_model(config, mesh, world.device)
         optimizer = build_optimizer(model, config)
@@ -70,48 +72,31 @@ def train(
         # between ranks.
         torch.manual_seed(config.seed + world.rank)
         if resume:
-            checkpoints.load(state, world)
+            load_state(series, state, world)
         if state.step >= config.steps:
             raise UsageError(
                 f"The run has already made {state.step} steps: give a larger --steps to continue."
             )
-        checkpoints.recover(world)  # not before it is known that this run goes on
+        # Not before it is known that this run goes on.
+        Peers(world.control).broadcast("recovery", series.recover)
         title = f"{config.preset} on {world.world_size} x {world.device.type}"
         with Display(config.steps, title, leads=world.leads) as display:
-            run = Run(config, world, folder, state, corpus, checkpoints, display)
+            run = Run(config, world, folder, state, corpus, series, display)
             run.open()
             run.until_done(stop)
-    finally:
-        checkpoints.release()
-
-
-def require_same_text(world: World, digest: str) -> None:
-    """Refuses ranks that have read different texts under one name. A collective.
-
-    Raises:
-        UsageError: on every rank.
-    """
-    digests = world.gather(digest)
-    others = [str(rank) for rank, each in enumerate(digests) if each != digests[0]]
-    if others:
-        raise UsageError(
-            f"The text that rank 0 has read is not that of rank {', '.join(others[:8])}: put the "
-            "same files where --data points to on every machine."
-        )
 
 
 @dataclass
 class Run:
-    """A run on this rank: its steps, and the reports, checks, validations and checkpoints between
-    them.
+    """A run on this rank: its steps, and the reports, checks and checkpoints between them.
 
     Args:
         config: resolved settings.
         world: this rank.
         folder: folder of the run.
         state: the state that steps change.
-        corpus: training and validation data.
-        checkpoints: the checkpoints of the run.
+        corpus: training data.
+        series: the checkpoints of the run.
         display: progress display.
     """
 
@@ -120,7 +105,7 @@ class Run:
     folder: Path
     state: TrainState
     corpus: Corpus
-    checkpoints: Checkpoints
+    series: Series
     display: Display
 
     def __post_init__(self) -> None:
@@ -133,11 +118,10 @@ class Run:
         # a loss waits for the device, so steps do not read it: `_require_finite` does.
         self._bad_steps = torch.full((2,), _NEVER, device=device)
         self._step = TrainStep(
-            state, Sampler(self.corpus.train, config.seq_len, config.seed), config, self.world
+            state, Sampler(self.corpus.text, config.seq_len, config.seed), config, self.world
         )
         self._first_step = state.step
-        self._entropy = self.corpus.unigram_entropy()
-        self._validation_loss = float("nan")
+        self._loss = float("nan")  # as reported last
         self._began_s = self._reported_s = time.perf_counter()
         self._unreported_steps = 0
 
@@ -156,8 +140,9 @@ class Run:
         )
         ranks = "1 rank" if self.world.world_size == 1 else f"{self.world.world_size} ranks"
         self.display.note(
-            f"{parameters:,} parameters, {ranks} on {self.world.device.type}; {corpus.nbytes:,} "
-            f"bytes from {corpus.file_count} files of {corpus.source}; run folder {self.folder}"
+            f"{parameters:,} parameters, {ranks} on {self.world.device.type}; "
+            f"{len(corpus.text):,} bytes from {corpus.file_count} files of {corpus.source}; "
+            f"run folder {self.folder}"
         )
         if self.state.step:
             self.display.note(f"Resumed after step {self.state.step}.")
@@ -175,7 +160,7 @@ class Run:
                 self.display.note(f"{error.what}: {error.fix}")
 
     def until_done(self, stop: StopRequest) -> None:
-        """Trains, reports, checks, validates and saves until the last step or a request to stop."""
+        """Trains, reports, checks and saves until the last step or a request to stop."""
         config, state = self.config, self.state
         while state.step < config.steps:
             result = self._step()
@@ -183,8 +168,6 @@ class Run:
             self.display.stepped(state.step)
             if self._is_due(config.log_every):
                 self._report(result)
-            if self._is_due(config.eval_every):
-                self._validate()
             recorder.enter("vote whether to go on")
             is_stopping = self.world.any(stop.requested) and state.step < config.steps
             if is_stopping or self._is_due(config.checkpoint_every):
@@ -212,9 +195,10 @@ class Run:
         )
         elapsed_s = now_s - self._began_s
         a_step_s = elapsed_s / (state.step - self._first_step)
+        self._loss = sum(row[0] for row in rows) / len(rows)
         metrics: dict[str, Any] = {
             "step": state.step,
-            "loss": sum(row[0] for row in rows) / len(rows),  # since the last report
+            "loss": self._loss,  # since the last report
             "lr": result.lr,
             "grad_norm": float(result.grad_norm),
             "tokens_per_s": tokens / (now_s - self._reported_s),
@@ -266,24 +250,12 @@ class Run:
             "machine if it happens again."
         )
 
-    def _validate(self) -> None:
-        recorder.enter("validation")
-        began_s = time.perf_counter()
-        loss = validation_loss(self.state.model, self.corpus.validation, self.config, self.world)
-        self._validation_loss = loss
-        self.display.note(
-            f"step {self.state.step}: validation loss {loss:.4f} nats per byte (byte-unigram "
-            f"entropy {self._entropy:.4f})"
-        )
-        self._write("validation", step=self.state.step, loss=loss, unigram_entropy=self._entropy)
-        self._reported_s += time.perf_counter() - began_s  # not counted in the training speed
-
     def _save(self) -> None:
         recorder.enter("checkpoint")
         began_s = time.perf_counter()
         self._require_finite()
         self._require_same_replicas()
-        path = self.checkpoints.save(self.state, self.world)
+        path = save_state(self.series, self.state, self.world)
         seconds = time.perf_counter() - began_s
         self._write("checkpoint", step=self.state.step, path=str(path), seconds=seconds)
         self._reported_s += seconds
@@ -298,21 +270,22 @@ class Run:
             for line in sample.split("\n"):
                 self.display.note(f"  {line}")
         elapsed_s = time.perf_counter() - self._began_s
+        entropy = self.corpus.unigram_entropy()
         if self.config.plot:
-            self._record.draw(unigram_entropy=self._entropy)
+            self._record.draw(unigram_entropy=entropy)
         self.display.note(
             f"Done: {self.config.steps} steps, the last {self.config.steps - self._first_step} "
-            f"in {nice_seconds(elapsed_s)}. Validation loss {self._validation_loss:.4f} nats per "
-            f"byte; byte-unigram entropy {self._entropy:.4f}. Everything is in {self.folder}"
+            f"in {nice_seconds(elapsed_s)}. Loss {self._loss:.4f} nats per byte; byte-unigram "
+            f"entropy {entropy:.4f}. Everything is in {self.folder}"
         )
 
     def _sample(self) -> str | None:
-        """Returns what the model makes of the beginning of the held-out text. A collective."""
+        """Returns what the model makes of the beginning of the text. A collective."""
         config = self.config
         if not config.sample_bytes:
             return None
         recorder.enter("sample")
-        prompt = bytes(self.corpus.validation[: min(_PROMPT_BYTES, config.seq_len)].tolist())
+        prompt = bytes(self.corpus.text[: min(_PROMPT_BYTES, config.seq_len)].tolist())
         text = continued(
             self.state.model,
             prompt,

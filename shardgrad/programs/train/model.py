@@ -15,15 +15,10 @@ from shardgrad.programs.train.presets import TransformerConfig
 
 
 class Projection(nn.Linear):
-    """A linear map without bias; its weight is initialized with deviation `std`."""
+    """A linear map without bias."""
 
-    def __init__(self, in_width: int, out_width: int, *, std: float) -> None:
-        self.std = std
+    def __init__(self, in_width: int, out_width: int) -> None:
         super().__init__(in_width, out_width, bias=False)
-
-    def reset_parameters(self) -> None:
-        """Initializes the weight from the default generator of its device."""
-        nn.init.normal_(self.weight, std=self.std)
 
 
 class Attention(nn.Module):
@@ -33,10 +28,10 @@ class Attention(nn.Module):
         super().__init__()
         self.head_width = config.head_width
         kv_width = config.kv_heads * config.head_width
-        self.query = Projection(config.width, config.width, std=config.init_std)
-        self.key = Projection(config.width, kv_width, std=config.init_std)
-        self.value = Projection(config.width, kv_width, std=config.init_std)
-        self.output = Projection(config.width, config.width, std=_residual_std(config))
+        self.query = Projection(config.width, config.width)
+        self.key = Projection(config.width, kv_width)
+        self.value = Projection(config.width, kv_width)
+        self.output = Projection(config.width, config.width)
 
     def forward(self, inputs: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         """Maps `[batch, sequence, width]` to the same shape; the tables are `[sequence, head_width
@@ -62,9 +57,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.gate = Projection(config.width, config.hidden, std=config.init_std)
-        self.up = Projection(config.width, config.hidden, std=config.init_std)
-        self.down = Projection(config.hidden, config.width, std=_residual_std(config))
+        self.gate = Projection(config.width, config.hidden)
+        self.up = Projection(config.width, config.hidden)
+        self.down = Projection(config.hidden, config.width)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Maps `[..., width]` to the same shape."""
@@ -89,36 +84,22 @@ class Block(nn.Module):
         return outputs
 
 
-class Embedding(nn.Embedding):
-    """The embedding; a tied model uses its transposed weight as output head."""
-
-    def __init__(self, config: TransformerConfig) -> None:
-        self.std = config.init_std
-        super().__init__(config.vocab_size, config.width)
-
-    def reset_parameters(self) -> None:
-        """Initializes the weight from the default generator of its device."""
-        nn.init.normal_(self.weight, std=self.std)
-
-
 class Transformer(nn.Module):
     """The language model. `layers` holds the blocks, which an engine shards one by one.
 
-    Can be built under `torch.device("meta")`: every module that owns parameters has
-    `reset_parameters()`, and :func:`materialise` initializes them module by module.
+    It is built under `torch.device("meta")`, and :func:`materialise` gives its modules memory and
+    initial values, one after another.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.config = config
-        self.embedding = Embedding(config)
+        self.embedding = nn.Embedding(
+            config.vocab_size, config.width
+        )  # of a tied model, the head too
         self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
-        self.head = (
-            None
-            if config.tied
-            else Projection(config.width, config.vocab_size, std=config.init_std)
-        )
+        self.head = None if config.tied else Projection(config.width, config.vocab_size)
 
     @property
     def ends(self) -> tuple[str, ...]:
@@ -143,17 +124,14 @@ class Transformer(nn.Module):
         return next_token_loss(self(tokens), targets)
 
 
-def next_token_loss(logits: Tensor, targets: Tensor, *, reduction: str = "mean") -> Tensor:
-    """Returns the cross-entropy in nats, computed in fp32; targets of -100 are ignored.
+def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Returns the mean cross-entropy in nats, computed in fp32.
 
     Args:
         logits: `[batch, sequence, vocab_size]`, any floating dtype.
         targets: integers `[batch, sequence]`.
-        reduction: `mean` or `sum` over the targets that are not ignored.
     """
-    return functional.cross_entropy(
-        logits.flatten(0, 1).float(), targets.flatten(), reduction=reduction
-    )
+    return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 def count_parameters(model: nn.Module) -> int:
@@ -163,13 +141,12 @@ def count_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def materialise(model: nn.Module, part: nn.Module, *, device: torch.device, seed: int) -> None:
+def materialise(model: Transformer, part: nn.Module, *, device: torch.device, seed: int) -> None:
     """Allocates and initializes the meta parameters of a submodule.
 
-    Each module draws from a generator seeded by `seed` and the module's name in `model`, so the
-    values do not depend on the rank, on the number of ranks or on the order of calls: a caller may
-    materialize a block, shard it, and then materialize the next. The global generators are left
-    unchanged.
+    Each module draws from a generator of its own, seeded by `seed` and the module's name in
+    `model`, so the values do not depend on the rank, on the number of ranks or on the order of
+    calls: a caller may materialize a block, shard it, and then materialize the next.
 
     Args:
         model: the whole model.
@@ -182,21 +159,22 @@ def materialise(model: nn.Module, part: nn.Module, *, device: torch.device, seed
         if module not in inside or not any(p.is_meta for p in module.parameters(recurse=False)):
             continue
         module.to_empty(device=device, recurse=False)
-        forked = [] if device.type == "cpu" else [device]
-        with torch.random.fork_rng(forked, device_type=device.type if forked else "cuda"):
-            torch.manual_seed(_seed_of(seed, name))
-            module.reset_parameters()
+        std = model.config.init_std
+        if name.endswith((".output", ".down")):
+            # 2 * layers projections are added to the residual stream: its initial variance does not
+            # grow with depth.
+            std /= math.sqrt(2 * model.config.layers)
+        generator = torch.Generator(device).manual_seed(_seed_of(seed, name))
+        for param in module.parameters(recurse=False):
+            if param.ndim < 2:
+                nn.init.ones_(param)
+            else:
+                nn.init.normal_(param, std=std, generator=generator)
 
 
 def _seed_of(seed: int, name: str) -> int:
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1  # manual_seed takes a signed 64-bit number
-
-
-def _residual_std(config: TransformerConfig) -> float:
-    # 2 * layers projections are added to the residual stream: its initial variance does not grow
-    # with depth.
-    return config.init_std / math.sqrt(2 * config.layers)
 
 
 def rotary_tables(sequence: int, config: TransformerConfig, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -98,8 +98,11 @@ def join(config: TrainConfig) -> World:
     return World(rank, world_size, device, dist.new_group(backend="gloo", timeout=limit))
 
 
-def require_same_settings(world: World, config: TrainConfig, folder: Path, *, resume: bool) -> Path:
-    """Refuses ranks that a launcher started with different settings. A collective.
+def require_same_settings(
+    world: World, config: TrainConfig, folder: Path, digest: str, *, resume: bool
+) -> Path:
+    """Refuses ranks that a launcher started with different settings, or that have read different
+    texts under one name. A collective.
 
     Returns:
         The run folder: ranks of torchrun each derive its name from their clock; all use rank 0's.
@@ -110,6 +113,7 @@ def require_same_settings(world: World, config: TrainConfig, folder: Path, *, re
     settings = {**dataclasses.asdict(config), "resume": resume}
     del settings["run_dir"]
     lines = [f"--{name.replace('_', '-')} is {value}" for name, value in settings.items()]
+    lines.append(f"the text of --data has SHA-256 {digest}")
     try:
         require_same_lines(lines, 0, world.control)
     except RankDisagreementError as error:

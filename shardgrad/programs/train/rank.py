@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.diagnosis.rank_status import Diagnosis, RankStatus, describe_location
+from shardgrad.errors import CheckpointSaveError
 from shardgrad.programs.text import escaped
 from shardgrad.programs.train.config import TrainConfig
 from shardgrad.programs.train.failure import (
@@ -27,6 +28,7 @@ from shardgrad.programs.train.failure import (
     explain,
 )
 from shardgrad.programs.train.stop import StopRequest
+from shardgrad.programs.train.texts import text_of
 
 if TYPE_CHECKING:
     from shardgrad.diagnosis.watchdog import Watchdog
@@ -69,19 +71,16 @@ def run_rank(job: Job) -> None:
         import torch.distributed as dist
 
         from shardgrad.diagnosis.watchdog import watch_ranks
+        from shardgrad.programs.train.corpus import load_corpus
         from shardgrad.programs.train.loop import train
         from shardgrad.programs.train.parallel import join, require_same_settings
 
         world = join(job.config)
         watchdog = watch_ranks(world.device)
-        folder = require_same_settings(world, job.config, folder, resume=job.resume)
-        train(
-            dataclasses.replace(job.config, run_dir=str(folder)),
-            world,
-            folder,
-            stop,
-            resume=job.resume,
-        )
+        corpus = load_corpus(text_of(job.config))
+        folder = require_same_settings(world, job.config, folder, corpus.digest, resume=job.resume)
+        config = dataclasses.replace(job.config, run_dir=str(folder))
+        train(config, world, folder, corpus, stop, resume=job.resume)
         if watchdog is not None:
             watchdog.close()
         dist.destroy_process_group()
@@ -131,7 +130,8 @@ def _report(
 ) -> list[str]:
     """Returns what this rank is to tell of a failure; nothing, if another rank tells it."""
     hint = [] if isinstance(failure, UsageError | CheckpointUnusable) else [resume_hint(folder)]
-    if isinstance(error, TrainingError):  # all ranks have found it together, once they have met
+    is_shared = isinstance(error, CheckpointSaveError) and error.__cause__ is None
+    if isinstance(error, TrainingError) or is_shared:  # all ranks have it, once they have met
         return [" ".join([str(failure), *hint])] if rank == 0 or watchdog is None else []
     if watchdog is None or not isinstance(failure, PeerLost):
         if watchdog is not None:

@@ -25,8 +25,8 @@ class RunRecord:
     """Writes the run folder; exists on rank 0 only.
 
     - `config.json`: every setting, resolved; `--resume` reads it.
-    - `metrics.jsonl`: one JSON object per line; its `event` is start, step, validation or
-      checkpoint. A start has versions, the commit of shardgrad, and the device.
+    - `metrics.jsonl`: one JSON object per line; its `event` is start, step or checkpoint. A start
+      has versions, the commit of shardgrad, and the device.
     - `loss.png`: the loss curve.
 
     Args:
@@ -84,13 +84,10 @@ class RunRecord:
             return None
         figure = Figure(figsize=(8, 4.5), layout="constrained")
         axes = figure.add_subplot(xlabel="step", ylabel="loss (nats per byte)")
-        events = self.events()
-        for name, style in (("step", "-"), ("validation", "o")):
-            points = [(event["step"], event["loss"]) for event in events if event["event"] == name]
-            label = "training" if name == "step" else "validation"
-            axes.plot(
-                [step for step, _ in points], [loss for _, loss in points], style, label=label
-            )
+        steps = [event for event in self.events() if event["event"] == "step"]
+        axes.plot(
+            [event["step"] for event in steps], [event["loss"] for event in steps], label="training"
+        )
         axes.axhline(unigram_entropy, linestyle="--", color="grey", label="byte-unigram entropy")
         axes.legend()
         path = self._folder / "loss.png"

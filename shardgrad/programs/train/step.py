@@ -1,4 +1,4 @@
-"""One optimizer step, and one validation."""
+"""One optimizer step."""
 
 from __future__ import annotations
 
@@ -8,20 +8,17 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import shardgrad
 from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.graphs import GraphPool
 from shardgrad.programs.train.checkpoint import TrainState
 from shardgrad.programs.train.config import TrainConfig
-from shardgrad.programs.train.corpus import Sampler, validation_starts, windows
-from shardgrad.programs.train.model import next_token_loss
+from shardgrad.programs.train.corpus import Sampler
 from shardgrad.programs.train.parallel import World
 
 MicroBatch = tuple[Tensor, Tensor]  # tokens and targets, int64 `[batch, sequence]`
-
-_IGNORED_TARGET = -100  # what cross_entropy leaves out by default
 
 
 @dataclass(frozen=True)
@@ -122,37 +119,3 @@ def _is_graphed(config: TrainConfig, device: torch.device) -> bool:
     if config.graph == "auto":
         return GraphPool(device).can_capture
     return config.graph == "on"
-
-
-@torch.no_grad()
-def validation_loss(model: nn.Module, text: Tensor, config: TrainConfig, world: World) -> float:
-    """Computes the loss on the held-out text, with the same sequences on any number of ranks. A
-    collective.
-
-    Args:
-        model: the model; switched to evaluation mode and back.
-        text: uint8 `[bytes]`, the held-out text.
-        config: settings; the number and length of sequences are used.
-        world: this rank. The ranks share the sequences, and all run the same number of forwards,
-            since each forward has collectives.
-
-    Returns:
-        Nats per byte.
-    """
-    starts = validation_starts(len(text), seq_len=config.seq_len, count=config.eval_samples)
-    per_round = world.world_size * config.batch_size
-    total, count = 0.0, 0
-    model.eval()
-    for first in range(
-        world.rank * config.batch_size, -(-len(starts) // per_round) * per_round, per_round
-    ):
-        mine = starts[first : first + config.batch_size]
-        padding = config.batch_size - len(mine)
-        tokens, targets = windows(text, mine + [0] * padding, config.seq_len)
-        targets[len(mine) :] = _IGNORED_TARGET
-        logits = model(tokens.to(world.device))
-        total += float(next_token_loss(logits, targets.to(world.device), reduction="sum"))
-        count += len(mine) * config.seq_len
-    model.train()
-    sums = world.gather([total, float(count)])
-    return sum(row[0] for row in sums) / sum(row[1] for row in sums)

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardgrad.programs.train.config import TrainConfig
 from shardgrad.programs.train.failure import UsageError, reason_of
 
-HELD_OUT = 0.05  # of a text, at its end, for validation
 # Folders of third-party packages, caches and tests.
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
@@ -34,10 +34,11 @@ class Text:
         """Number of bytes that are read."""
         return sum(nbytes for _, nbytes in self.parts)
 
-    @property
-    def held_out_nbytes(self) -> int:
-        """Number of bytes at the end that are for validation."""
-        return int(self.nbytes * HELD_OUT)
+
+def text_of(config: TrainConfig) -> Text:
+    """Returns the text that a run trains on; see :func:`find_text`."""
+    limit_nbytes = config.data_limit_mib * 2**20
+    return find_text(config.data, limit_nbytes=limit_nbytes, seq_len=config.seq_len)
 
 
 def find_text(path: str | None, *, limit_nbytes: int, seq_len: int) -> Text:
@@ -47,7 +48,7 @@ def find_text(path: str | None, *, limit_nbytes: int, seq_len: int) -> Text:
         path: a file, or a folder whose visible files are read in the order of their relative paths;
             None for the `*.py` files of Python's standard library.
         limit_nbytes: largest number of bytes to read.
-        seq_len: bytes per sequence. Both parts must hold one sequence and the byte after it.
+        seq_len: bytes per sequence. The text must hold one sequence and the byte after it.
 
     Raises:
         UsageError: there is no text at `path`, or not enough.
@@ -65,10 +66,10 @@ def find_text(path: str | None, *, limit_nbytes: int, seq_len: int) -> Text:
     except (OSError, ValueError) as error:  # ValueError: a path that no file can have
         raise UsageError(f"{path} cannot be read ({reason_of(error)}): correct --data.") from error
     text = Text(source, parts)
-    if min(text.held_out_nbytes, text.nbytes - text.held_out_nbytes) <= seq_len:
+    if text.nbytes <= seq_len:
         raise UsageError(
-            f"{source} holds {text.nbytes} bytes, {text.held_out_nbytes} of them for validation, "
-            f"too few for sequences of {seq_len}: give more text with --data, or lower --seq-len."
+            f"{source} holds {text.nbytes} bytes, too few for sequences of {seq_len}: give more "
+            "text with --data, or lower --seq-len."
         )
     return text
 
