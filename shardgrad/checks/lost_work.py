@@ -37,7 +37,7 @@ def refuse_unreduced(optimizer: Optimizer, groups: Iterable[ParamGroup]) -> None
         GradientError: the gradients of all groups of the step wait.
     """
     waiting = [grads for grads in map(grads_of, groups) if grads.params]
-    unreduced = [p for grads in waiting if grads.collector.summed for p in grads.params]
+    unreduced = [p for grads in waiting if grads.summed for p in grads.params]
     if unreduced and all(grads.is_due for grads in waiting):
         raise GradientError(
             f"a step of {type(optimizer).__name__} would not see gradients that are not reduced",

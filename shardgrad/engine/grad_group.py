@@ -1,5 +1,6 @@
-"""The gradients of param groups: they are collected, packed and reduced, in an order that all ranks
-share, and end in gradient shards.
+"""The gradients of param groups: they are collected where autograd's hooks run, summed over
+backwards that are not synchronized, packed into slots (FSDP2's copy-in) and reduced, in an order
+that all ranks share, and end in gradient shards.
 
 [Note: States of a group's gradients]
 The table in docs/design/gradients.md: what is final, waits, or is half-written, and what may
@@ -11,6 +12,24 @@ would pair up the wrong ones. Groups are therefore reduced in the reverse of the
 their units entered forward, each exactly once: a group that is complete early waits for its
 predecessors, one that got no gradients sends zeros. A group is complete when its unit's backward is
 over; if no input of the unit needs a gradient, when all are there.
+
+[Note: Producer streams]
+Autograd runs a parameter's hook on the stream of its AccumulateGrad node, the one that was current
+when the parameter was first used. A gradient that arrives on another stream than the one the unit
+was unsharded on (the *pack stream*) leaves an event there; the pack stream waits for exactly these
+events before it packs, and those streams wait for the pack before their gradient's memory is handed
+back.
+
+[Note: Branches that send nothing back]
+A unit frees its unsharded parameters when the gradients of its inputs are there. A branch whose
+input was detached is missing in them; on another stream, it may still read what is freed. So the
+stream that frees memory first waits for all producers.
+
+[Note: Touched flags]
+Behind the parameters each chunk has one element per parameter: 1 from a rank that had a gradient
+for it, else 0. Summed along with the gradients, they tell every rank, at no extra message, which
+parameters were touched anywhere: the others keep `grad = None`, since weight decay would act on
+zeros.
 """
 
 from __future__ import annotations
@@ -19,23 +38,27 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum, auto
 from functools import partial
-from typing import NamedTuple, NoReturn, Protocol
+from itertools import repeat
+from operator import is_not, or_
+from typing import NoReturn, Protocol
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from shardgrad.engine.buffers import Chunks, PieceSize, SlotRing
+from shardgrad import ops
+from shardgrad.engine.buffers import Chunks, Slot
 from shardgrad.engine.comm_context import CommContext
-from shardgrad.engine.grad_collector import GradCollector
 from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.param import FSDPParam
 from shardgrad.engine.param_group import ParamGroup
-from shardgrad.engine.reduction import OVERFLOWING, PartialSum, Reduction
+from shardgrad.engine.reduction import PartialSum, ReduceRoute, Reduction, reduce_route
 from shardgrad.engine.spans import span
-from shardgrad.engine.streams import Stream, StreamEvent, Streams
-from shardgrad.engine.transports import MessageTag, Transport
-from shardgrad.errors import CaptureError, listed
+from shardgrad.engine.streams import Stream, StreamEvent, Streams, keep_for_current_stream
+from shardgrad.errors import CaptureError, GradientError, listed
 from shardgrad.policies import REDUCES_IN_GRAD_DTYPE
+from shardgrad.sharding.layout import Piece, ShardLayout
 
 __all__ = [
     "SWITCHES",
@@ -47,7 +70,11 @@ __all__ = [
 ]
 
 # By the group's id; the GradGroup keeps the group alive.
-_of: weakref.WeakValueDictionary[int, GradGroup] = weakref.WeakValueDictionary()
+_of: WeakValueDictionary[int, GradGroup] = WeakValueDictionary()
+
+# What groups that are alike pack behind their parameters, by the ranks that it is for.
+_tails: WeakKeyDictionary[dist.ProcessGroup, WeakValueDictionary[object, torch.Tensor]]
+_tails = WeakKeyDictionary()
 
 
 def grads_of(group: ParamGroup) -> GradGroup:
@@ -61,7 +88,7 @@ class GradState(Enum):
     __hash__ = object.__hash__  # as of `ParamState`
     IDLE = auto()  # no backward concerns them: what is bound is final
     ENTERED = auto()  # the unit ran a forward, whose backward is expected
-    COLLECTING = auto()  # they arrive from autograd: half-written, in the collector
+    COLLECTING = auto()  # they arrive from autograd: half-written
     READY = auto()  # all are there, or no more are expected: waiting for the group's turn
     # They were sent, and the reduction is in flight or over; or added to what waits on this rank.
     SENT = auto()
@@ -77,24 +104,6 @@ TRANSITIONS = {
 }
 
 
-class _Route(NamedTuple):
-    """How a group's gradients travel, as long as nothing is changed about that."""
-
-    transport: Transport  # of the reduce-scatter
-    ring: SlotRing  # of the slots that are sent
-    before: float  # what gradients are divided by before the reduction
-    after: float  # and after it
-    end: Stream  # that reductions end on: the next reduce-scatter does not wait for a second step
-    is_local: bool  # nothing is sent: the end packs into the gradient shard
-    # Of each message, the beginning and the length of what it brings, and its tag. All after the
-    # first are gradients that are sent from where they are.
-    messages: list[tuple[int, int, MessageTag]]
-    # All memory lies in one slot, in this order, so that a step uses the same addresses again: what
-    # is sent, the sum of the first step, room for the second, what becomes the gradient shard on
-    # the host, and what each message receives.
-    sizes: list[PieceSize]
-
-
 _HOOKED = "_shardgrad_hooked"
 # Whether the backward that runs on this thread was called with `retain_graph=True`.
 _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
@@ -105,41 +114,81 @@ SWITCHES = (
     "requires_all_reduce",
     "divide_factor",
     "is_due",
-    "collector.summed",
+    "summed",
     "partial.is_live",
 )
 
 
 class GradGroup:
-    """Collects one group's gradients and turns them into its gradient shard; `grads_of` finds
-    it.
+    """Collects one group's gradients and turns them into its gradient shard; `grads_of` finds it.
+
+    Attributes:
+        requires_sync: False sums gradients on this rank, in a buffer of the reduce dtype.
+        requires_all_reduce: False (HSDP) keeps the partial sum of the reduce-scatter.
+        divide_factor: of the sum over ranks; None for their number.
+        params: those that have a place among the gradients, in order; see `refresh_trainable`.
+        layout: of these, with a tail.
+        trainable: of the group, when places were given last.
+        holds_frozen: `params` has some that do not require grad.
+        unsharded: the unsharded parameters of `params`, once they exist.
+        state: changed by the scheduler alone.
+        waits_for_unit: its post-backward says when no more gradients come.
+        is_due: an earlier backward was not synchronized: other ranks may have sums, if this one has
+            none.
+        scheduler: of the root; None before that is known.
+        gradients: per parameter, what has arrived.
+        count: of these.
+        sums: whole gradients of backwards without synchronization, one after the other; 1-D.
+        summed: per parameter, whether the sums that wait have a gradient of it; () if none wait.
+        partial: what waits after the reduce-scatter.
+        pack_stream: what parameters were unsharded for; changed while no gradient is here.
+        tails: packed so far, by the stream that read them and their flags.
     """
 
     def __init__(self, group: ParamGroup) -> None:
         self.group = group
-        # False sums gradients on this rank, in a buffer of the reduce dtype.
         self.requires_sync = True
-        self.requires_all_reduce = True  # False (HSDP) keeps the partial sum of the reduce-scatter
-        self.divide_factor: float | None = None  # of the sum over ranks; None for their number
-        self.params: list[FSDPParam] = []  # with a place, in order; see `refresh_trainable`
-        self.state = GradState.IDLE  # changed by the scheduler alone
-        self.waits_for_unit = False  # its post-backward says when no more gradients come
-        # An earlier backward was not synchronized: other ranks may have sums, if this one has none.
+        self.requires_all_reduce = True
+        self.divide_factor: float | None = None
+        self.state = GradState.IDLE
+        self.waits_for_unit = False
         self.is_due = False
-        self.scheduler: ReductionScheduler | None = None  # of the root; None before that is known
+        self.scheduler: ReductionScheduler | None = None
         self.partial = PartialSum()
         self._shard: GradShard | None = None
         self._made_for: tuple[object, ...] = ()  # what `_route` depends on, besides places
-        self._route: _Route
-        self._done: StreamEvent  # recorded at the end of each reduction
-        self.trainable: tuple[bool, ...] = ()  # of the group, when places were given last
-        self.holds_frozen = False  # `params` has some that do not require grad
+        self._route: ReduceRoute
+        self.trainable: tuple[bool, ...] = ()
+        self.holds_frozen = False
         self._generation = -1  # of the group, when parameters got their places
         self._hooked: object = None
-        self.unsharded: list[nn.Parameter] = []  # those of `params`, once they exist
+        self.unsharded: list[nn.Parameter] = []
         self._second = None if group.spec.second_step is None else group.spec.second_step()
-        self.collector = GradCollector(group, [], self._second)
+        self.pack_stream: Stream = None
+        # Where gradients came or were packed on the pack stream of the time, which leave no event.
+        self._pack_streams: dict[Stream, None] = {}
+        self._foreign: dict[Stream, StreamEvent] = {}
+        self._earlier: list[torch.Tensor] = []
+        self._lay_out([])
         _of[id(group)] = self
+
+    def _lay_out(self, placed: list[FSDPParam]) -> None:
+        """Fixes in which places gradients are collected, summed and packed."""
+        group = self.group
+        self.params = placed
+        self.layout = group.layout_of(placed, with_flags=True)
+        self._nothing = torch.empty(0, dtype=group.gather_dtype, device=group.mesh.device)
+        self.tails: dict[tuple[Stream, tuple[bool, ...]], torch.Tensor] = {}
+        self.sums = torch.empty(0, dtype=group.reduce_dtype, device=group.mesh.device)
+        self._sums_used: StreamEvent | None = None  # None before the first sum, which has no memory
+        self.summed: tuple[bool, ...] = ()
+        self._pack_streams.clear()
+        self._expect()
+
+    def _expect(self) -> None:
+        """Starts over, for the parameters' unsharded objects of now."""
+        self._index = {id(p.unsharded): i for i, p in enumerate(self.params)}
+        self._drop_collected()
 
     # -- what trains
 
@@ -186,8 +235,8 @@ class GradGroup:
         """Leaves the gradient shard of parameters that were replaced."""
         self._generation = self.group.generation
         self._leave_shard()
-        if self.collector.dtype != self.group.reduce_dtype:
-            self.forget()
+        if self.sums.dtype != self.group.reduce_dtype:
+            self._forget()
 
     def _refuse_in_capture(self, placed: list[FSDPParam]) -> NoReturn:
         """Refuses other places than before in a capture: tables of them come from the host."""
@@ -207,12 +256,9 @@ class GradGroup:
         Gradients of before keep their memory for as long as they are bound, and are copied to
         their new places where a reduction adds to them.
         """
-        self.forget()
+        self._forget()
         self.partial.tensor = None
-        self.params = placed
-        pack_stream = self.collector.pack_stream
-        self.collector = GradCollector(self.group, placed, self._second)
-        self.collector.pack_stream = pack_stream
+        self._lay_out(placed)
         self._made_for = ()
         self._leave_shard()
         self._hook()
@@ -231,19 +277,19 @@ class GradGroup:
         if self._hooked is not self.group.params[0].unsharded:
             self._hook()
         # Gradients that are here already, and came on the former pack stream, have left no event.
-        if self.collector.count == 0:
-            self.collector.pack_stream = stream
+        if self.count == 0:
+            self.pack_stream = stream
 
     def _hook(self) -> None:
         """Has the gradients of the trainable parameters collected."""
-        if self.collector.count == 0:
+        if self.count == 0:
             # Not while gradients are here: they lie in the order of before.
-            self.collector.expect()
+            self._expect()
         self._hooked = self.group.params[0].unsharded
         self.unsharded = [p.unsharded for p in self.params if p.unsharded is not None]
         # At the parameter, not at the module, so that the gradient comes here whichever way the
         # loss has taken. Autograd runs it on the stream of the AccumulateGrad node (pytorch#140044,
-        # DeepSpeed#7965), which the collector notes.
+        # DeepSpeed#7965), which `take` notes.
         hook = partial(_collect, weakref.ref(self))
         for unsharded in self.unsharded:
             if unsharded.requires_grad and _HOOKED not in unsharded.__dict__:
@@ -272,7 +318,7 @@ class GradGroup:
             dtype, policy, memory = group.gradient_dtype, group.gradient_policy, group.shard_memory
             with torch.inference_mode(mode=False):  # it is for training as well
                 shard = self._shard = GradShard(
-                    self.params, self.collector.layout, group.mesh, dtype, policy, memory
+                    self.params, self.layout, group.mesh, dtype, policy, memory
                 )
         return shard
 
@@ -293,7 +339,7 @@ class GradGroup:
         """Drops sums that wait, and gradients that the program has set on unsharded parameters; a
         reduction stays due, since other ranks may still have theirs.
         """
-        self.collector.summed = ()
+        self.summed = ()
         self.partial.is_live = False
         for unsharded in self.unsharded:
             unsharded.grad = None
@@ -301,8 +347,8 @@ class GradGroup:
     def buffers(self) -> dict[str, torch.Tensor]:
         """Returns the memory in which sums wait for a later backward, by kind."""
         found: dict[str, torch.Tensor] = {}
-        if self.collector.summed:
-            found["sum of unreduced gradients"] = self.collector.sums
+        if self.summed:
+            found["sum of unreduced gradients"] = self.sums
         if self.partial.live is not None:
             found["partial sum of gradients"] = self.partial.live
         return found
@@ -311,24 +357,139 @@ class GradGroup:
         """Yields what is kept of gradients from step to step, with its owner."""
         if self._shard is not None and self._shard.has_memory:
             yield "gradients", self._shard.flat.untyped_storage()
-        yield "unreduced gradients", self.collector.sums.untyped_storage()
+        yield "unreduced gradients", self.sums.untyped_storage()
         if self.partial.live is not None:
             yield "unreduced gradients", self.partial.live.untyped_storage()
-        for tail in self.collector.tails.values():
+        for tail in self.tails.values():
             yield "tails", tail.untyped_storage()
 
-    def forget(self) -> None:
+    def known_to_graph(self) -> object:
+        """Returns what has memory that a graph may read and write, to live as long as the graph."""
+        return self.shard, self.layout, self.sums, self.tails
+
+    def _forget(self) -> None:
         """Drops everything that has arrived and not been reduced."""
-        self.collector.forget()
-        self.collector.summed = ()
+        self._drop_collected()
+        self.summed = ()
         self.is_due = self.partial.is_live = False
 
     # -- collecting
 
+    def touched(self) -> tuple[bool, ...]:
+        """Returns, per parameter, whether a gradient of it is here or in the sums."""
+        here = map(is_not, self.gradients, repeat(None))
+        return tuple(map(or_, self.summed, here) if self.summed else here)
+
+    def take(
+        self,
+        unsharded: torch.Tensor,
+        grad: torch.Tensor,
+        streams: Streams,
+        *,
+        is_written: bool = False,
+    ) -> bool:
+        """Takes a gradient, `is_written` by the program or autograd's; returns whether all are
+        here.
+
+        Streams: called on the stream of the parameter's AccumulateGrad node, which `grad` was
+        written on.
+
+        Raises:
+            GradientError: it is sparse.
+        """
+        # Autograd would add the next gradient to this one, on whatever stream it runs then. It only
+        # adds where one is bound, so each comes here by itself.
+        unsharded.grad = None
+        if grad.requires_grad:  # `create_graph=True`: the graph ends where gradients are reduced
+            grad = grad.detach()
+        index = self._index[id(unsharded)]
+        if not (is_written or self.params[index].sharded.requires_grad):
+            return False  # frozen since the forward
+        if grad.layout is not torch.strided:
+            raise GradientError(
+                "a gradient of a sharded parameter cannot be used",
+                expected="a dense gradient",
+                got=f"layout {grad.layout}, shape {tuple(grad.shape)}",
+                where=f"parameter {self.params[index].name}",
+                fix="sparse=False in the embedding, or leave it out: fully_shard(..., "
+                "ignored_params=...)",
+            )
+        stream = streams.current()
+        earlier = self.gradients[index]
+        if earlier is None:
+            self.gradients[index] = grad
+            self.count += 1
+        else:
+            self.gradients[index] = self._add(earlier, grad, stream, streams)
+        if stream == self.pack_stream:
+            self._pack_streams[stream] = None
+        else:  # [Note: Producer streams]
+            event = self._foreign.get(stream)
+            if event is None:
+                event = self._foreign[stream] = streams.event()
+            event.record(stream)
+        return self.count == len(self.gradients)
+
+    def _add(
+        self, earlier: torch.Tensor, grad: torch.Tensor, stream: Stream, streams: Streams
+    ) -> torch.Tensor:
+        """Adds a second gradient of a parameter, whose node reentrant checkpointing runs several
+        times.
+        """
+        for event in self._foreign.values():
+            event.wait(stream)
+        # The earlier one may have come on the pack stream, which leaves no event of its own.
+        packing = streams.event()
+        packing.record(self.pack_stream)
+        packing.wait(stream)
+        self._earlier.append(earlier)  # not handed back before the pack, which comes after this sum
+        return earlier + grad
+
+    def wait_for_producers(self) -> None:
+        """Makes the pack stream wait for every gradient that arrived on another one."""
+        for event in self._foreign.values():
+            event.wait(self.pack_stream)
+
+    def order_before(self, stream: Stream, streams: Streams) -> None:
+        """Makes `stream` wait for all gradients since the last call, packed or not.
+
+        See [Note: Branches that send nothing back]. Free where all of backward runs on `stream`.
+        """
+        for event in self._foreign.values():
+            event.wait(stream)
+        # Several, if a unit was unsharded on one stream and recomputed on another.
+        for packed_on in self._pack_streams:
+            if packed_on != stream:
+                event = streams.event()
+                event.record(packed_on)
+                event.wait(stream)
+        self._pack_streams.clear()
+
+    def _let_go(self, streams: Streams) -> None:
+        """Drops the gradients, once their streams are ordered after what the pack stream did with
+        them.
+        """
+        self._pack_streams[self.pack_stream] = None
+        # The allocator lends a gradient's memory again on the stream that wrote it, which therefore
+        # has to come after the pack that read it.
+        if self._foreign:
+            packed = streams.event()
+            packed.record(self.pack_stream)
+            for stream in self._foreign:
+                packed.wait(stream)
+        self._drop_collected()
+
+    def _drop_collected(self) -> None:
+        """Drops what has arrived."""
+        self.gradients: list[torch.Tensor | None] = [None] * len(self.params)
+        self._foreign.clear()
+        self._earlier.clear()
+        self.count = 0
+
     @property
     def has_come(self) -> bool:
         """True if gradients are here: from autograd, or set by the program."""
-        if self.collector.count:
+        if self.count:
             return True
         for param in self.unsharded:  # noqa: SIM110  # once for each group in each backward
             if param.grad is not None:
@@ -346,19 +507,169 @@ class GradGroup:
             if unsharded.grad is not None:
                 # As Megatron's fused weight gradients and zero-bubble schedules leave them
                 # (pytorch#144530).
-                self.collector.take(unsharded, unsharded.grad, streams, is_written=True)
+                self.take(unsharded, unsharded.grad, streams, is_written=True)
 
     def accumulate(self, comm_ctx: CommContext) -> None:
         """Adds the collected gradients to this rank's unsharded sum, without communication."""
         self._collect_written(comm_ctx.streams)
         # On this rank even if it has no gradient: others may have one.
         self.is_due = True
-        if self.collector.count:
-            self.collector.add_up(comm_ctx.streams)
+        if self.count:
+            self.add_up(comm_ctx.streams)
+
+    # -- sums of backwards that are not synchronized
+
+    def add_up(self, streams: Streams) -> None:
+        """Adds what has arrived to the sums that wait on this rank; lets the gradients go.
+
+        Streams: the pack stream, after every producer. Capture: safe; the memory stays.
+        """
+        stream, layout = self.pack_stream, self.layout.whole
+        self.wait_for_producers()
+        with streams.on(stream):
+            if self._sums_used is None:
+                with torch.inference_mode(mode=False):
+                    self.sums = self.sums.new_empty(layout.chunk_numel)
+                self._sums_used = streams.event()
+            self._sums_used.wait(stream)  # earlier backwards may have packed on another one
+            ops.pack(
+                self._contiguous(),
+                self.sums,
+                layout.table,
+                chunk_numel=layout.chunk_numel,
+                accumulate=bool(self.summed),
+            )
+            self._sums_used.record(stream)
+        self.summed = self.touched()
+        self._let_go(streams)
+
+    # -- packing
+
+    def pack(
+        self,
+        slot: Slot | None,
+        touched: tuple[bool, ...],
+        target: torch.Tensor,
+        streams: Streams,
+        divisor: float,
+        *,
+        accumulate: bool = False,
+        zero_copy: bool = False,
+    ) -> list[torch.Tensor]:
+        """Writes what has been collected, the sums with it, and the tail, into the chunks of all
+        ranks; lets the gradients go.
+
+        `target` is 1-D, in `slot`, or the gradient shard if that is None; the tail says what was
+        `touched`. With `zero_copy`, `divisor` is 1 and zero-copy parameters are left out.
+
+        Returns:
+            The gradients of zero-copy parameters, 1-D in the gather dtype, zeros where none has
+            arrived, to be read until the slot is released.
+
+        Streams: the pack stream, after the slot is free and after every producer.
+        """
+        stream, layout, tail = self.pack_stream, self.layout, self._tail(touched)
+        used = self._sums_used if self.summed else None
+        if used is not None and self.count:
+            self.add_up(streams)
+        if slot is not None:
+            slot.start_writing(stream)
+        self.wait_for_producers()
+        with streams.on(stream):  # nothing here requires grad, so there is nothing to switch off
+            if used is None:
+                grads = self._contiguous()
+            else:
+                used.wait(stream)
+                grads = self.layout.whole.local_views(self.sums, 0)
+            sent_alone = []
+            if zero_copy and slot is not None:
+                for i in layout.zero_copy:
+                    # The next backward may write to the sums before they are sent.
+                    flat = self._flat(grads[i], layout.pieces[i], copies=used is not None)
+                    sent_alone.append(flat)
+                grads = [grads[i] for i in layout.others]
+                slot.lend(sent_alone, (self.pack_stream, *self._foreign))
+                layout = layout.packed
+            self._fill(grads, tail, target, layout, divisor, accumulate=accumulate)
+        if used is not None:
+            used.record(stream)
+            self.summed = ()
+        if slot is not None:
+            slot.finish_writing(stream)
+        self._let_go(streams)
+        return sent_alone
+
+    def _contiguous(self) -> list[torch.Tensor]:
+        """Returns this rank's part of each gradient as the pack reads it; an empty tensor where
+        none is.
+        """
+        found = []
+        for i, grad in enumerate(self.gradients):
+            if grad is None:
+                # `ops.pack` writes zeros in its place: other ranks may have a gradient to add to.
+                found.append(self._nothing)
+                continue
+            if self.group.holds_dtensors:
+                grad = self.params[i].sharding.local_gradient(grad)
+            found.append(grad.contiguous())
+        return found
+
+    def _flat(self, grad: torch.Tensor, piece: Piece, *, copies: bool) -> torch.Tensor:
+        """Returns a gradient as it is sent by itself."""
+        if not grad.numel():
+            return grad.new_zeros(piece.numel, dtype=self._nothing.dtype)
+        return grad.to(self._nothing.dtype, copy=copies).view(-1)
+
+    def _fill(
+        self,
+        grads: list[torch.Tensor],
+        tail: torch.Tensor,
+        target: torch.Tensor,
+        layout: ShardLayout,
+        divisor: float,
+        *,
+        accumulate: bool,
+    ) -> None:
+        table, chunk_numel = layout.table_with_tail, layout.chunk_numel
+        rows = grads
+        # What is cut along an inner dim has gaps, which the table of `ops.pack` cannot say.
+        if layout.strided:
+            from shardgrad.sharding.strided_pack import pack_strided
+
+            pack_strided(grads, target, layout, divisor=divisor, accumulate=accumulate)
+            rows = [grads[i] for i in layout.straight]
+        rows = [*rows, tail]
+        if self._second is not None:
+            rows, table, chunk_numel = self._second.arrange(rows, table, chunk_numel)
+        ops.pack(
+            rows, target, table, chunk_numel=chunk_numel, divisor=divisor, accumulate=accumulate
+        )
+
+    def _tail(self, flags: tuple[bool, ...]) -> torch.Tensor:
+        """Returns what is packed behind the parameters, for each rank; one launch with usual
+        gradients. Groups that are alike share it: it has 128 bytes for each rank.
+        """
+        place = self.pack_stream, flags
+        tail = self.tails.get(place)
+        if tail is None:
+            mesh, numel = self.group.mesh, self.layout.tail_numel
+            dtype = self._nothing.dtype if self._nothing.is_floating_point() else torch.float32
+            shared = _tails.setdefault(mesh.shard_group, WeakValueDictionary())
+            key = flags, numel, dtype, mesh.device
+            tail = shared.get(key)
+            if tail is None:
+                chunk = torch.zeros(numel, dtype=dtype)
+                chunk[: len(flags)] = torch.tensor(flags, dtype=dtype)
+                # One copy from the host for each pattern of flags, of which a training run has few.
+                tail = shared[key] = chunk.repeat(mesh.shard_size).to(mesh.device)
+            self.tails[place] = tail
+            # Another group may have made it on another stream, and the last one drops it.
+            keep_for_current_stream(tail)
+        return tail
 
     # -- reducing
 
-    def _route_under(self, comm_ctx: CommContext) -> _Route:
+    def _route_under(self, comm_ctx: CommContext) -> ReduceRoute:
         """Returns how the gradients travel, worked out again where something about that was
         changed.
         """
@@ -366,63 +677,11 @@ class GradGroup:
         group = self.group
         made_for = comm_ctx, group.collectives, self.divide_factor, group.reduce_tag
         if self._made_for != made_for:
-            self._made_for, self._route = made_for, self._new_route(comm_ctx)
-            self._done = comm_ctx.streams.event()
+            self._made_for = made_for
+            self._route = reduce_route(
+                group, self.params, self.layout, self._second, self.divide_factor, comm_ctx
+            )
         return self._route
-
-    def _new_route(self, comm_ctx: CommContext) -> _Route:
-        group, layout, second = self.group, self.collector.layout, self._second
-        transport, ring = group.collectives.for_reduce(comm_ctx, group.mesh.gather_group)
-        end, room = comm_ctx.streams.reduce, (0, 0)
-        if second is not None:
-            end, room = comm_ctx.streams.second, second.room(comm_ctx, layout.chunk_numel)
-        before, after = self._divisors()
-        # Gradients that autograd made can be read as they are, without a message of our own.
-        reads = before == 1 and group.collectives.reduces_plainly
-        sums, read = group.reduce_dtype, group.gather_dtype
-        wire = sums if not transport.sends else group.gradient_policy.wire_dtype or sums
-        # With nothing to send, the pack may write the gradient shard, if no message and no step in
-        # between would round what it reads, or change it.
-        is_exact = sums == torch.promote_types(sums, read) and sums in (read, group.gradient_dtype)
-        ends_here = second is group.collectives.hook is None
-        is_offloaded = group.shard_memory.is_offloaded
-        is_local = reads and is_exact and ends_here and not (transport.sends or is_offloaded)
-        # On a mesh of two dims the first step leaves what the ranks of the other dim hold together.
-        ranks = transport.size
-        chunk_numel = layout.chunk_numel * group.mesh.shard_size // ranks
-        # Zero-copy gradients are messages of their own, which bring the beginning of the chunk.
-        is_whole = reads and not is_local and wire == read and bool(layout.zero_copy)
-        skipped = layout.packed_offset if is_whole else 0
-        messages = [(skipped, chunk_numel - skipped, group.reduce_tag)]
-        for i in layout.zero_copy if is_whole else ():
-            piece, tag = layout.pieces[i], MessageTag(f"reduce-scatter of {self.params[i].name}")
-            messages.append((piece.shard_offset, piece.shard_numel, tag))
-        # On the wire gradients may be narrower than their sum; then the sum needs other memory.
-        has_own = is_whole or (wire != sums and not ends_here)
-        sizes = [
-            (wire, ranks, chunk_numel - skipped),
-            (sums, int(has_own), chunk_numel),
-            (sums, *room),
-            (group.gradient_dtype, int(is_offloaded), layout.chunk_numel),
-            *((wire, transport.receive_chunks, numel) for _, numel, _ in messages),
-        ]
-        return _Route(transport, ring, before, after, end, is_local, messages, sizes)
-
-    def _divisors(self) -> tuple[float, float]:
-        """Returns what gradients are divided by before the reduction, and after it.
-
-        fp16 splits the factor around its square root, into powers of two as FSDP2 does; fp32 and
-        bf16 divide once, where there is least to divide.
-        """
-        factor = self.divide_factor or float(self.group.mesh.data_parallel_size)
-        if self.group.reduce_dtype not in OVERFLOWING:
-            return 1.0, factor
-        # Half of the division comes before the sum, which would overflow, and half after it, since
-        # what is divided too early underflows.
-        before = 1.0
-        while factor % before == 0 and factor / before > before:
-            before *= 2
-        return before, factor / before
 
     def launch(self, comm_ctx: CommContext, *, all_reduces: bool) -> Reduction:
         """Packs what has been collected and starts the reduce-scatter; without `all_reduces`,
@@ -433,41 +692,35 @@ class GradGroup:
         step, and what writes the gradient shard or a partial sum, on the stream of second steps if
         there is one. Without anything to send, the pack stream alone is used.
         """
-        group, streams, collector = self.group, comm_ctx.streams, self.collector
+        streams = comm_ctx.streams
         # Zero-bubble schedules write gradients of unsharded parameters without autograd's hook.
         self._collect_written(streams)
-        if self.collector.count == 0:
+        if self.count == 0:
             # No gradient has brought the pack stream of a forward into this backward's order.
-            self.collector.pack_stream = streams.current()
+            self.pack_stream = streams.current()
         route = self._route_under(comm_ctx)
         shard = None  # without the second step, only a partial sum is left
         if all_reduces or self._second is None:
             shard = self.require_shard()
             # The pack stream is that of backward: freed activations, which the allocator keeps for
             # each stream, become gradients without more memory.
-            shard.expect(collector.pack_stream, is_captured=comm_ctx.is_captured)
+            shard.expect(self.pack_stream, is_captured=comm_ctx.is_captured)
         reduction = Reduction(
-            stream_ordered=route.transport.stream_ordered,
+            route=route,
             shard=shard,
-            touched=collector.touched(),
-            has_sums=bool(collector.summed),
-            divisor=route.after,
+            touched=self.touched(),
+            has_sums=bool(self.summed),
             partial=self.partial,
-            second=self._second,
-            tag=group.reduce_tag,
-            collectives=group.collectives,
-            comm_ctx=comm_ctx,
             reader=streams.current(),
             end=route.end,
-            done=self._done,
         )
-        with span("post_backward_reduce", group.name):
+        with span("post_backward_reduce", self.group.name):
             if route.is_local:
                 # The pack writes the gradient shard itself. It comes after the former reduction,
                 # which may have ended on another pack stream.
-                reduction.end = collector.pack_stream
-                reduction.done.wait(reduction.end)
-                reduction.write = partial(collector.pack, None, reduction.touched, streams=streams)
+                reduction.end = self.pack_stream
+                route.done.wait(reduction.end)
+                reduction.write = partial(self.pack, None, reduction.touched, streams=streams)
             else:
                 self._send(route, reduction)
             # Where streams order the result, the end is launched now and the host goes on. Gloo's
@@ -483,15 +736,15 @@ class GradGroup:
         self.is_due = False
         return reduction
 
-    def _send(self, route: _Route, reduction: Reduction) -> None:
+    def _send(self, route: ReduceRoute, reduction: Reduction) -> None:
         """Packs the gradients into a message, except those that are sent from where they are, and
         starts the reduce-scatter.
         """
-        streams, transport = reduction.comm_ctx.streams, route.transport
+        streams, transport = route.comm_ctx.streams, route.transport
         is_whole = len(route.messages) > 1
-        with streams.on(self.collector.pack_stream):  # slots are allocated for it
+        with streams.on(self.pack_stream):  # slots are allocated for it
             slot, (send, own, room, staging, *receive) = route.ring.take(route.sizes)
-            lent = self.collector.pack(
+            lent = self.pack(
                 slot, reduction.touched, send.whole, streams, route.before, zero_copy=is_whole
             )
         sent = [send, *(Chunks(gradient, transport.size) for gradient in lent)]
@@ -508,11 +761,11 @@ class GradGroup:
                 for (begin, numel, tag), chunks, place in messages:
                     work = transport.reduce_scatter(chunks, place, tag)
                     works.append((begin, numel, work))
-        if self._second is not None:
+        if route.second is not None:
             # What follows the reduce-scatter has a stream of its own, so that the next group's
             # reduce-scatter does not wait for it.
-            reduction.done.record(streams.reduce)
-            reduction.done.wait(reduction.end)
+            route.done.record(streams.reduce)
+            route.done.wait(route.end)
         reduction.works, reduction.slot, slot.holder = works, slot, reduction
         reduction.own = own.whole if own.count else send.part(transport.rank)
         reduction.room, reduction.staging = room, staging.whole if staging.count else None
@@ -523,10 +776,10 @@ class GradGroup:
         """
         was_summed = self.state is GradState.SENT and not self.is_reduced
         # This backward was added to earlier ones, and its part cannot be taken out again.
-        self.collector.forget()
+        self._drop_collected()
         if was_summed:
             self.is_due = False
-            self.collector.summed = ()
+            self.summed = ()
         return was_summed
 
     def move(self, state: GradState) -> None:
@@ -536,7 +789,7 @@ class GradGroup:
                 f"{self.group.name or 'root'!r}: gradients: no way from {self.state} to {state}"
             )
         if state is GradState.IDLE:  # autograd has joined its streams
-            self.collector.pack_streams.clear()
+            self._pack_streams.clear()
             self.waits_for_unit = False
         self.state = state
 
@@ -556,7 +809,7 @@ def _collect(owner: weakref.ref[GradGroup], unsharded: torch.Tensor) -> None:
         )
     # The scheduler has to know of the first gradient, with which a backward begins, and of the last
     # of each group; the calls for all others would cost more than what they do.
-    is_last = grads.collector.take(unsharded, grad, scheduler.comm_ctx.streams)
+    is_last = grads.take(unsharded, grad, scheduler.comm_ctx.streams)
     if is_last or not scheduler.backward_running or scheduler.enrolment is not None:
         scheduler.arrived(grads)
 
@@ -668,7 +921,7 @@ class ReductionScheduler:
             self.enrolment.note(grads)
         # Only a unit whose inputs need no gradients ends so; all others say themselves when no more
         # gradients come.
-        if grads.collector.count == len(grads.params) and not grads.waits_for_unit:
+        if grads.count == len(grads.params) and not grads.waits_for_unit:
             self.close(grads)
 
     def close(self, grads: GradGroup) -> None:

@@ -21,7 +21,7 @@ docs/design/gradients.md.
 [Note: Live flags]
 Kernels that read the shard (norms, optimizers) do not look at `param.grad`, but at one element per
 parameter behind the gradients: above zero, the parameter is *live*. A reduction brings these flags
-along ([Note: Touched flags] in `grad_collector.py`); a gradient that the program sets to None, or
+along ([Note: Touched flags] in `grad_group.py`); a gradient that the program sets to None, or
 assigns, is noted there by `settle` before a kernel looks.
 
 [Note: Verdicts]

@@ -462,10 +462,10 @@ class Unit:
             # the parameters again.
             keep = again or self.open > 0 or context.keep_unsharded or context.scheduler.reads_again
             if self.reshard_after_backward and not keep:
-                # See [Note: Branches that send nothing back] in `grad_collector.py`.
+                # See [Note: Branches that send nothing back] in `grad_group.py`.
                 streams = context.comm_ctx.streams
                 for grads in self.grad_groups:
-                    grads.collector.order_before(streams.current(), streams)
+                    grads.order_before(streams.current(), streams)
                 self.reshard()
             # All calls of this unit are over: no more gradients of its parameters come.
             if self.outstanding == self.open == 0 and context.scheduler.backward_running:

@@ -126,7 +126,7 @@ class _Enrolment:
                 "it, or from a call whose inputs are hidden in an object",
                 expected="gradients that are complete once: other ranks do not join a second "
                 "reduction",
-                got=f"{grads.collector.count} that came late",
+                got=f"{grads.count} that came late",
                 where=f"rank {dist.get_rank()}",
                 fix="checkpoint(..., use_reentrant=False); inputs that are tensors, or lists and "
                 "dictionaries of them",

@@ -323,10 +323,10 @@ class ModuleState(Capturable):
         return nothing
 
     def known_to_graph(self) -> Any:
-        """See `Capturable`. A parameter that is frozen or thawed gives its group other places and
-        collectors; the guards have identities of modules.
+        """See `Capturable`. A parameter that is frozen or thawed gives its group other places; the
+        guards have identities of modules.
         """
-        return self._modules, [(grads.shard, grads.collector) for grads in self._grad_groups]
+        return self._modules, [grads.known_to_graph() for grads in self._grad_groups]
 
     def replayed(self) -> None:
         """See `Capturable`. Parameters that are kept unsharded are stale now, as after an optimizer

@@ -15,7 +15,7 @@ pointer handed to a collective or a kernel is aligned (NCCL falls off its fast p
 nccl#413).
 
 The *tail* has room for one element per parameter, where gradients travel ([Note: Touched flags] in
-`engine/grad_collector.py`), and ends in room for the message's tag ([Note: Message tags] in
+`engine/grad_group.py`), and ends in room for the message's tag ([Note: Message tags] in
 `engine/transports.py`).
 
 Parameters that travel by themselves ([Note: Zero-copy parameters] in `zero_copy.py`) come first in

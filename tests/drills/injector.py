@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from shardgrad.diagnosis.flight_recorder import FlightRecorder, GroupLog, recorder
-from shardgrad.engine.grad_collector import GradCollector
+from shardgrad.engine.grad_group import GradGroup
 from shardgrad.engine.param import local_of, managed_by
 from shardgrad.engine.param_group import ParamGroup, ParamState
 from shardgrad.engine.unit import units_under
@@ -275,17 +275,15 @@ def _leave_order(injector: FaultInjector) -> None:
 
 def _poison_gradient(injector: FaultInjector) -> None:
     """Sets one element of the next gradient on this rank to NaN."""
-    inner = GradCollector.take
+    inner = GradGroup.take
 
-    def take(
-        collector: GradCollector, unsharded: torch.Tensor, grad: torch.Tensor, streams: Any
-    ) -> bool:
+    def take(grads: GradGroup, unsharded: torch.Tensor, grad: torch.Tensor, streams: Any) -> bool:
         if unsharded.grad is not None and unsharded.ndim == 2:
-            setattr(GradCollector, take.__name__, inner)
+            setattr(GradGroup, take.__name__, inner)
             unsharded.grad.view(-1)[0] = float("nan")
-        return inner(collector, unsharded, grad, streams)
+        return inner(grads, unsharded, grad, streams)
 
-    setattr(GradCollector, take.__name__, take)
+    setattr(GradGroup, take.__name__, take)
 
 
 def _poison_loss(injector: FaultInjector) -> None:

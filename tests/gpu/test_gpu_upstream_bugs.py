@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardgrad.engine import comm_context
 from shardgrad.engine.buffers import Slot
-from shardgrad.engine.grad_collector import GradCollector
+from shardgrad.engine.grad_group import GradGroup
 from shardgrad.engine.transports import StreamTransport
 from tests.simulated.programs.upstream_bugs import (
     BUGS,
@@ -103,7 +103,7 @@ def test_the_engine_does_the_same_work_right_bit_for_bit(
         assert torch.equal(sharded, whole)
 
 
-PRODUCERS = [(GradCollector, "wait_for_producers")]
+PRODUCERS = [(GradGroup, "wait_for_producers")]
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def traffic_of(stage: int | str, **options: Any) -> tuple[dict[tuple[str, int], 
         step_once(model, optim, 2, 2)
     groups = groups_of(model)
     shards = sum(group.layout.chunk_numel for group in groups) * 4
-    gradients = sum(grads_of(group).collector.layout.chunk_numel for group in groups) * 4
+    gradients = sum(grads_of(group).layout.chunk_numel for group in groups) * 4
     return dict(received), shards, gradients
 
 

@@ -18,8 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import shardgrad
 from shardgrad.engine.buffers import Slot, SlotRing
-from shardgrad.engine.grad_collector import GradCollector
-from shardgrad.engine.grad_group import grads_of
+from shardgrad.engine.grad_group import GradGroup, grads_of
 from shardgrad.engine.grad_shard import GradMemory, GradShard
 from shardgrad.engine.param import managed_by
 from shardgrad.engine.param_group import group_of
@@ -568,11 +567,9 @@ def test_whole_gradients_are_there_of_two_groups_and_staging_of_the_largest(
     alive: list[int] = []
     # Ring, bytes of all its slots, and of the one that it lends.
     staged: list[tuple[int, int, int]] = []
-    take, acquire = GradCollector.take, SlotRing.acquire
+    take, acquire = GradGroup.take, SlotRing.acquire
 
-    def counting(
-        self: GradCollector, unsharded: Any, grad: Tensor, *args: Any, **kwargs: Any
-    ) -> bool:
+    def counting(self: GradGroup, unsharded: Any, grad: Tensor, *args: Any, **kwargs: Any) -> bool:
         here = arrived.setdefault(grad.device, [])
         here.append(StorageWeakRef(grad.untyped_storage()))
         alive.append(sum(not each.expired() for each in here))
@@ -587,7 +584,7 @@ def test_whole_gradients_are_there_of_two_groups_and_staging_of_the_largest(
         pytest.MonkeyPatch.context() as patch
     ):  # here: a fixture's would stay in the process of these tests
         patch.setattr(zero_copy, "ZERO_COPY_NBYTES", WIDE * WIDE)
-        patch.setattr(GradCollector, "take", counting)
+        patch.setattr(GradGroup, "take", counting)
         patch.setattr(SlotRing, "acquire", measured)
         rings = VirtualRanks(2).run(wide_steps, dtype)
     assert max(alive) <= 2

@@ -15,7 +15,6 @@ from unittest import mock
 import torch
 
 from shardgrad.engine import collect
-from shardgrad.engine.grad_collector import GradCollector
 from shardgrad.engine.grad_group import GradGroup, ReductionScheduler
 from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.param import managed_by
@@ -59,9 +58,9 @@ def _clipping_misses_unsharded_units() -> Iterator[Patch]:
 
 def _frozen_after_forward_is_trained() -> Iterator[Patch]:
     """A gradient that arrived for a parameter frozen since the forward was taken."""
-    take = GradCollector.take
+    take = GradGroup.take
 
-    def take_any(self: GradCollector, unsharded: torch.Tensor, *args: Any, **options: Any) -> bool:
+    def take_any(self: GradGroup, unsharded: torch.Tensor, *args: Any, **options: Any) -> bool:
         sharded = self.params[self._index[id(unsharded)]].sharded
         trains = sharded.requires_grad
         sharded.requires_grad_(True)
@@ -70,7 +69,7 @@ def _frozen_after_forward_is_trained() -> Iterator[Patch]:
         finally:
             sharded.requires_grad_(trains)
 
-    yield mock.patch.object(GradCollector, "take", take_any)
+    yield mock.patch.object(GradGroup, "take", take_any)
 
 
 def _order_recorded_under_participate() -> Iterator[Patch]:

@@ -57,8 +57,7 @@ AFTER_A_COLLECTIVE = Edge("process group:launch", "process group:wait")
 # side streams than the programs of the matrix have. `test_mutation_audit.py` has a program for it.
 ENDS_OF_ONE_RANK = Edge("reduction.py:Reduction._finish", "grad_group.py:GradGroup.launch")
 # The same where a sum that was packed is begun again.
-_COLLECTOR = "grad_collector.py:GradCollector"
-SUMS_OF_ONE_RANK = Edge(f"{_COLLECTOR}.pack", f"{_COLLECTOR}.add_up")
+SUMS_OF_ONE_RANK = Edge("grad_group.py:GradGroup.pack", "grad_group.py:GradGroup.add_up")
 NOT_IN_THE_MATRIX = (ENDS_OF_ONE_RANK, SUMS_OF_ONE_RANK)
 
 
