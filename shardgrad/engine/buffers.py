@@ -5,9 +5,10 @@ goes.
 Staging memory is reused from group to group, and one stream fills it while another moves it. The
 slot itself carries the order, so that a stream never waits for all of another's work:
 
-* a writer waits for *that slot's* `free` event before its first write and records its own `ready`
-  event after its last;
-* the reader waits for *every* `ready` event, whichever streams they are on, and records `free`.
+* the stream that it is taken for waits for *that slot's* `free` event before its first write, and
+  `ready` is recorded after its last. It is the only one that writes (what other streams have made
+  is waited for before): where several fill a buffer, a reader may miss one (DeepSpeed#8061);
+* the reader waits for `ready`, whichever stream that is on, and records `free`.
 
 Tensors read along with a slot, such as a gradient that is sent from where it is, are lent to the
 slot: they are kept alive until it is free, and their streams wait for that before they use the
@@ -29,7 +30,7 @@ from typing import Protocol
 
 import torch
 
-from shardgrad.engine.streams import NoStreams, Stream, StreamEvent, Streams
+from shardgrad.engine.streams import NoStreams, Stream, Streams
 from shardgrad.sharding.layout import TAG_NUMEL
 
 __all__ = ["Allocate", "Chunks", "Holder", "PieceSize", "RecurringBuffer", "Slot", "SlotRing"]
@@ -103,13 +104,9 @@ class Slot:
         self._bytes = self._nothing = torch.empty(0, dtype=torch.uint8, device=device)
         # What was reserved, without its storage if it is gone.
         self._sizes: dict[int, torch.Tensor] = {}
-        self._views: dict[tuple[object, ...], tuple[list[Chunks], int]] = {}
-        self._taken = 0
+        self._views: dict[tuple[object, ...], list[Chunks]] = {}
         self._allocated_on = streams.current()
-        # An event for each stream that has written, not one for the slot: several streams may fill
-        # it (DeepSpeed#8061), and the reader has to wait for all.
-        self._ready: dict[Stream, StreamEvent] = {}
-        self._writers: list[Stream] = []
+        self._ready = streams.event()
         self._free = streams.event()
         self.lent: list[torch.Tensor] = []
         self._lenders: tuple[Stream, ...] = ()
@@ -120,11 +117,10 @@ class Slot:
         """What its bytes are in, one for each size; all but one are empty."""
         return [each.untyped_storage() for each in self._sizes.values()]
 
-    def reserve(self, nbytes: int) -> None:
-        """Starts `take` over, with at least `nbytes`; only without a holder. Growing loses the
-        content.
+    def take(self, nbytes: int, sizes: Sequence[PieceSize]) -> list[Chunks]:
+        """Returns pieces of these sizes, `nbytes` in all, one behind the other; only without a
+        holder. Growing loses the content.
         """
-        self._taken = 0
         if nbytes > self.nbytes:
             self.give_back()  # first, so that growing never holds both
             self._allocated_on = self._streams.current()
@@ -139,9 +135,20 @@ class Slot:
             self.nbytes = nbytes
             # Their last user may still be at work on this stream, and the first writer on another.
             self._free.record(self._allocated_on)
+        # Views are made once for each size: a steady step makes none.
+        key = self.nbytes, *sizes
+        chunks = self._views.get(key)
+        if chunks is None:
+            chunks, end = [], 0
+            for dtype, count, numel in sizes:
+                begin, end = end, end + count * numel * dtype.itemsize
+                with torch.inference_mode(mode=False):
+                    chunks.append(Chunks(self._bytes[begin:end].view(dtype), count))
+            self._views[key] = chunks
+        return chunks
 
     def give_back(self, joined: Stream = None, *, is_written: bool = False) -> None:
-        """Returns what was lent, and gives the bytes back; the slot has none until `reserve`."""
+        """Returns what was lent, and gives the bytes back; the slot has none until `take`."""
         self.return_lent()
         # Their next user, on the stream they were allocated on, must come after our last one.
         if self.nbytes and (joined is None or joined != self._allocated_on):
@@ -155,49 +162,20 @@ class Slot:
         self._sizes.clear()
         self._bytes = self._nothing
 
-    def take(self, *sizes: PieceSize) -> list[Chunks]:
-        """Returns what comes next in the slot, one behind the other, in every use the same."""
-        # Views are made once for each place and shape: a steady step makes none.
-        key = self.nbytes, self._taken, sizes
-        if (found := self._views.get(key)) is None:
-            chunks, end = [], self._taken
-            for dtype, count, numel in sizes:
-                begin, end = end, end + count * numel * dtype.itemsize
-                if end > self.nbytes:
-                    raise RuntimeError(
-                        f"a slot of {self.nbytes} bytes was asked for bytes {begin} to {end}"
-                    )
-                with torch.inference_mode(mode=False):
-                    chunks.append(Chunks(self._bytes[begin:end].view(dtype), count))
-            found = self._views[key] = chunks, end
-        self._taken = found[1]
-        return found[0]
-
     def start_writing(self, stream: Stream) -> None:
-        """Makes `stream` wait until the slot is free; call it before the first write."""
+        """Makes `stream` wait until the slot is free, before its first write."""
         if self._lenders:
             self.return_lent()
         if self.nbytes:
             self._free.wait(stream)
 
     def finish_writing(self, stream: Stream) -> None:
-        """Says that `stream` has written; call it after the last write. The reader will wait for
-        it.
-        """
-        event = self._ready.get(stream)
-        if event is None:
-            # Kept for the next time: a steady step makes no events.
-            event = self._ready[stream] = self._streams.event()
-        event.record(stream)
-        if stream not in self._writers:
-            self._writers.append(stream)
+        """Says that `stream` has written for the last time; the reader will wait for it."""
+        self._ready.record(stream)
 
     def start_reading(self, stream: Stream) -> None:
-        """Makes `stream` wait for every stream that has written since the slot was last
-        released.
-        """
-        for writer in self._writers:
-            self._ready[writer].wait(stream)
+        """Makes `stream` wait until the slot is written."""
+        self._ready.wait(stream)
 
     def lend(self, tensors: Sequence[torch.Tensor], streams: Sequence[Stream]) -> None:
         """Keeps `tensors` alive until the release, which `streams` wait for to use their memory
@@ -217,7 +195,6 @@ class Slot:
     def release(self, stream: Stream) -> None:
         """Says that what `stream` has been given so far is the last use of the content."""
         self._free.record(stream)
-        self._writers.clear()
         self.holder = None
         if stream is None and self._lenders:  # the CPU has done it
             self.return_lent()
@@ -250,8 +227,13 @@ class SlotRing:
         self._turns: list[Slot] = []
         self._largest = 0  # number of bytes since the turns began
 
-    def acquire(self, nbytes: int) -> Slot:
-        """Returns a slot of at least `nbytes`; the caller sets its `holder`, which releases it."""
+    def take(self, sizes: Sequence[PieceSize], writer: Stream) -> tuple[Slot, list[Chunks]]:
+        """Returns the next slot, and its pieces of these sizes, for a stream to write once the slot
+        is free; the caller sets its `holder`, which releases it.
+        """
+        nbytes = 0
+        for dtype, count, numel in sizes:
+            nbytes += dtype.itemsize * count * numel
         slot = self._next()
         self._turns.append(slot)
         if not self.keeps and slot.nbytes != nbytes:
@@ -261,16 +243,9 @@ class SlotRing:
             for each in idle if nbytes > self._largest else [slot]:
                 each.give_back()
             self._largest = max(nbytes, self._largest)
-        slot.reserve(nbytes)
-        return slot
-
-    def take(self, sizes: Sequence[PieceSize]) -> tuple[Slot, list[Chunks]]:
-        """Returns the next slot, and its pieces of these sizes."""
-        nbytes = 0
-        for dtype, count, numel in sizes:
-            nbytes += dtype.itemsize * count * numel
-        slot = self.acquire(nbytes)
-        return slot, slot.take(*sizes)
+        pieces = slot.take(nbytes, sizes)
+        slot.start_writing(writer)
+        return slot, pieces
 
     def _next(self) -> Slot:
         # In turn, and not whichever is free: a step lends the same slots to the same groups again,

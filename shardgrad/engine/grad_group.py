@@ -572,8 +572,6 @@ class GradGroup:
         used = self._sums_used if self.summed else None
         if used is not None and self.count:
             self.add_up(streams)
-        if slot is not None:
-            slot.start_writing(stream)
         self.wait_for_producers()
         with streams.on(stream):  # nothing here requires grad, so there is nothing to switch off
             if used is None:
@@ -743,7 +741,9 @@ class GradGroup:
         streams, transport = route.comm_ctx.streams, route.transport
         is_whole = len(route.messages) > 1
         with streams.on(self.pack_stream):  # slots are allocated for it
-            slot, (send, own, room, staging, *receive) = route.ring.take(route.sizes)
+            slot, (send, own, room, staging, *receive) = route.ring.take(
+                route.sizes, self.pack_stream
+            )
             lent = self.pack(
                 slot, reduction.touched, send.whole, streams, route.before, zero_copy=is_whole
             )
@@ -753,7 +753,6 @@ class GradGroup:
             receive = [Chunks(own.whole.narrow(0, *place), 1) for *place, _ in route.messages]
         messages = list(zip(route.messages, sent, receive, strict=True))
         with streams.on(streams.reduce):
-            # Several streams may have filled a slot: the collective waits for every one of them.
             slot.start_reading(streams.reduce)
             # NCCL makes one launch of them; elsewhere they follow each other.
             with transport.together(messages):

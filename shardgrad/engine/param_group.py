@@ -41,7 +41,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from shardgrad import ops
-from shardgrad.engine.buffers import Chunks, RecurringBuffer, Slot
+from shardgrad.engine.buffers import Chunks, PieceSize, RecurringBuffer
 from shardgrad.engine.comm_context import CollectiveConfig, CommContext, SecondStep
 from shardgrad.engine.param import FSDPParam, local_of, mark_sharded, mark_unsharded
 from shardgrad.engine.spans import NOTHING, span
@@ -109,9 +109,8 @@ class AllGather:
         zero_copy: of parameters that are not in the chunks; None if all are.
         process_group: the ranks that gather; by default those of the mesh.
         transport, ring: what the message goes through, and where it is staged.
-        staged_chunks: chunks of the slot that an all-gather needs; 0 if the shard is read where it
-            is.
-        staging_nbytes: bytes of the slot.
+        sizes: of what an all-gather needs of a slot: chunks, or none if the shard is read where it
+            is; and what `stage` needs besides.
         ready: recorded where `chunk` was last filled; None if the program or an optimizer does
             that.
         supports_zero_copy: True if parameters may be gathered from `chunk`, where they live, by
@@ -142,20 +141,20 @@ class AllGather:
         self.streams = comm_ctx.streams
         self.process_group = process_group or mesh.gather_group
         self.transport, self.ring = collectives.for_gather(comm_ctx, self.process_group)
-        self.staged_chunks = self.transport.gather_chunks
-        self.staging_nbytes = self.staged_chunks * chunk.numel() * dtype.itemsize
+        self.sizes: list[PieceSize] = [(dtype, self.transport.gather_chunks, chunk.numel())]
         self.ready: StreamEvent | None = None
         self._works: list[Work] = []
 
-    def stage(self, slot: Slot, staging: Chunks) -> torch.Tensor:
+    def stage(self, staging: Chunks, *others: Chunks) -> torch.Tensor:
         """Returns the chunk to send: a copy of the shard in `dtype`, in this rank's part of
-        `staging`, or the shard itself, which the copy-out casts if nothing is sent.
+        `staging`, or the shard itself, which the copy-out casts if nothing is sent. Further
+        arguments are what `sizes` has besides.
 
         Streams: the copy is made on the current one.
         """
         # Cast on the way into staging, so that the wire carries the narrow dtype; without a cast
         # the shard is sent from where it is.
-        if self.chunk.dtype == self.dtype or self.staged_chunks == 0:
+        if self.chunk.dtype == self.dtype or staging.count == 0:
             return self.chunk
         return staging.part(self.transport.rank).copy_(self.chunk, non_blocking=True)
 
@@ -174,12 +173,10 @@ class AllGather:
             self.comm_ctx.parameters_ready.wait(stream)
             if self.ready is not None:
                 self.ready.wait(stream)
-            slot = self._slot = self.ring.acquire(self.staging_nbytes)
-            slot.holder = self
-            # The copy-out that read this slot last may still be at work on its stream.
-            slot.start_writing(stream)
-            [staging] = slot.take((self.dtype, self.staged_chunks, self.chunk.numel()))
-            sent = self.stage(slot, staging)
+            # It is free once the copy-out that read it last is over, on whichever stream that is.
+            slot, (staging, *others) = self.ring.take(self.sizes, stream)
+            self._slot, slot.holder = slot, self
+            sent = self.stage(staging, *others)
             self._gathered = staging.whole if transport.gather_chunks else sent
             messages = [(sent, staging, self.tag)]
             if self.zero_copy is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from shardgrad.engine.buffers import Chunks, Slot
+from shardgrad.engine.buffers import Chunks
 from shardgrad.engine.comm_context import CollectiveConfig, CommContext
 from shardgrad.engine.param_group import AllGather
 from shardgrad.engine.transports import MessageTag
@@ -33,17 +33,17 @@ class OffloadedGather(AllGather):
     ) -> None:
         super().__init__(chunk, layout, mesh, dtype, tag, comm_ctx, collectives, process_group)
         # On the device also where nothing is sent, and there first as it is on the host.
-        self.staged_chunks = self.staged_chunks or 1
-        landing = 0 if chunk.dtype == dtype else chunk.numel() * chunk.itemsize
-        self.staging_nbytes = self.staged_chunks * chunk.numel() * dtype.itemsize + landing
+        self.sizes = [
+            (dtype, self.transport.gather_chunks or 1, chunk.numel()),
+            (chunk.dtype, int(chunk.dtype != dtype), chunk.numel()),
+        ]
         self._read = comm_ctx.streams.event()
 
-    def stage(self, slot: Slot, staging: Chunks) -> torch.Tensor:
-        """See `AllGather`."""
+    def stage(self, staging: Chunks, *landing: Chunks) -> torch.Tensor:
+        """See `AllGather`; the shard lands in a piece of its own where it is cast."""
         chunk = self.chunk
         if chunk.dtype != self.dtype:
-            [landing] = slot.take((chunk.dtype, 1, chunk.numel()))
-            chunk = landing.whole.copy_(chunk, non_blocking=True)
+            chunk = landing[0].whole.copy_(chunk, non_blocking=True)
         sent = staging.part(self.transport.rank).copy_(chunk, non_blocking=True)
         self._read.record(self.comm_ctx.streams.gather)
         return sent

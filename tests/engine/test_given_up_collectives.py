@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.engine.buffers import Chunks, SlotRing
 from shardgrad.engine.comm_context import CollectiveConfig, CommContext
-from shardgrad.engine.reduction import PartialSum, Reduction
+from shardgrad.engine.reduction import PartialSum, ReduceRoute, Reduction
 from shardgrad.engine.transports import MessageTag, PendingWork
 from shardgrad.errors import CollectiveError
 from tests.support.parity import SHARDGRAD
@@ -87,33 +87,42 @@ def test_what_an_abandoned_reduction_brings_is_written_to_its_old_memory(
     store, go_on = dist.distributed_c10d._get_default_store(), f"{group.group_name}: go on"
     comm_ctx, tag = CommContext(torch.device("cpu")), MessageTag.of("reduce-scatter of few", 2)
     ring = SlotRing(comm_ctx.streams, comm_ctx.device, depth=1, elastic=False)
-    slot = ring.acquire(3 * 4 * NUMEL)
-    send, receive = slot.take((torch.float32, 2, NUMEL), (torch.float32, 1, NUMEL))
+    sizes = [(torch.float32, 2, NUMEL), (torch.float32, 1, NUMEL)]
+    slot, (send, receive) = ring.take(sizes, comm_ctx.streams.reduce)
     send.whole.fill_(1.0)
     if dist.get_rank() == 1:
         store.wait([go_on])
-    work = comm_ctx.transport(group).reduce_scatter(send, receive, tag)
+    transport = comm_ctx.transport(group)
+    work = transport.reduce_scatter(send, receive, tag)
     if dist.get_rank() == 1:
         work.wait()
         return
+    route = ReduceRoute(
+        comm_ctx=comm_ctx,
+        transport=transport,
+        ring=ring,
+        second=None,
+        collectives=CollectiveConfig(),
+        before=1.0,
+        after=2.0,
+        end=comm_ctx.streams.reduce,
+        done=comm_ctx.streams.event(),
+        is_local=False,
+        messages=[(0, NUMEL, tag)],
+        sizes=sizes,
+    )
     slot.holder = reduction = Reduction(
+        route=route,
         works=[(0, NUMEL, work)],
         slot=slot,
         own=send.part(0),
         room=Chunks(receive.whole, 0),
-        stream_ordered=False,
         shard=None,
         touched=(),
         has_sums=False,
-        divisor=2.0,
         partial=PartialSum(),
-        second=None,
-        tag=tag,
-        collectives=CollectiveConfig(),
-        comm_ctx=comm_ctx,
         reader=comm_ctx.streams.current(),
-        end=comm_ctx.streams.reduce,
-        done=comm_ctx.streams.event(),
+        end=route.end,
     )
     if reason is CollectiveError:
         give_up(group)
@@ -122,7 +131,7 @@ def test_what_an_abandoned_reduction_brings_is_written_to_its_old_memory(
         with mock.patch.object(type(work), "wait", side_effect=reason), pytest.raises(reason):
             reduction.abandon()
     assert slot.holder is None
-    ring.acquire(2 * slot.nbytes + 4 * NUMEL)
+    ring.take([(torch.float32, 7, NUMEL)], comm_ctx.streams.reduce)
     kept = sevens(3 * 4 * NUMEL)
     store.set(go_on, "")
     assert isinstance(work, PendingWork)

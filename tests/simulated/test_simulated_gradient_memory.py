@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import shardgrad
-from shardgrad.engine.buffers import Slot, SlotRing
+from shardgrad.engine.buffers import Chunks, Slot, SlotRing
 from shardgrad.engine.grad_group import GradGroup, grads_of
 from shardgrad.engine.grad_shard import GradMemory, GradShard
 from shardgrad.engine.param import managed_by
@@ -567,7 +567,7 @@ def test_whole_gradients_are_there_of_two_groups_and_staging_of_the_largest(
     alive: list[int] = []
     # Ring, bytes of all its slots, and of the one that it lends.
     staged: list[tuple[int, int, int]] = []
-    take, acquire = GradGroup.take, SlotRing.acquire
+    take, lend = GradGroup.take, SlotRing.take
 
     def counting(self: GradGroup, unsharded: Any, grad: Tensor, *args: Any, **kwargs: Any) -> bool:
         here = arrived.setdefault(grad.device, [])
@@ -575,17 +575,17 @@ def test_whole_gradients_are_there_of_two_groups_and_staging_of_the_largest(
         alive.append(sum(not each.expired() for each in here))
         return take(self, unsharded, grad, *args, **kwargs)
 
-    def measured(self: SlotRing, nbytes: int) -> Slot:
-        slot = acquire(self, nbytes)
+    def measured(self: SlotRing, *args: Any) -> tuple[Slot, list[Chunks]]:
+        slot, pieces = lend(self, *args)
         staged.append((id(self), sum(each.nbytes for each in self.slots), slot.nbytes))
-        return slot
+        return slot, pieces
 
     with (
         pytest.MonkeyPatch.context() as patch
     ):  # here: a fixture's would stay in the process of these tests
         patch.setattr(zero_copy, "ZERO_COPY_NBYTES", WIDE * WIDE)
         patch.setattr(GradGroup, "take", counting)
-        patch.setattr(SlotRing, "acquire", measured)
+        patch.setattr(SlotRing, "take", measured)
         rings = VirtualRanks(2).run(wide_steps, dtype)
     assert max(alive) <= 2
     for ring in rings:

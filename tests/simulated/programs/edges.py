@@ -30,7 +30,13 @@ _MarkOfAnEvent: Any = shardgrad.engine.streams._DeviceEvent
 _FOR_OTHERS = tuple(
     f"Slot.{verb}_{what}" for verb in ("start", "finish") for what in ("writing", "reading")
 )
-_FOR_OTHERS += ("Slot.release", "Reduction._release", "AllGather.wait", "AllGather.release")
+_FOR_OTHERS += (
+    "SlotRing.take",
+    "Slot.release",
+    "Reduction._release",
+    "AllGather.wait",
+    "AllGather.release",
+)
 
 
 @dataclass(frozen=True, order=True)
