@@ -363,11 +363,12 @@ class GradShard:
 
     def _kept(self) -> list[int]:
         """Returns the places whose gradients are None, but held by the program."""
+        held = self.held()
+        if not held:
+            return held
         # A gradient that is bound may be held as well: it is added to, and meant to change.
         bound = self.bound()
-        if not any(map(is_, bound, repeat(None))):
-            return []
-        return [place for place in self.held() if bound[place] is None]
+        return [place for place in held if bound[place] is None]
 
     def reduce_into(
         self,

@@ -76,6 +76,9 @@ class MessageTag:
         return cls(what, tuple(code // _BASE**i % _BASE for i in range(TAG_NUMEL)))
 
 
+_NO_TAG, _NOTHING_RECEIVED = MessageTag(""), Chunks(torch.empty(0), 0)
+
+
 def _meaning(digits: list[float]) -> str:
     """Returns what a received tag stands for on this rank."""
     code = sum(
@@ -159,30 +162,22 @@ class CompletedWork:
 
 @dataclass(eq=False)
 class PendingWork:
-    """Work that a backend's own work ends."""
+    """Work that a backend's own work ends. All that it has `_received` ends in `_tag`, if that has
+    digits, which the host can read.
+    """
 
     _entry: Entry
     _work: dist.Work | None
     _chunks: Sequence[torch.Tensor]
     _log: GroupLog
+    _tag: MessageTag = _NO_TAG
+    _received: Chunks = _NOTHING_RECEIVED
+    _senders: Sequence[int] = ()  # of each chunk received, by their ranks in the group
 
     def wait(self) -> Sequence[torch.Tensor]:
         """See `Work`."""
         if self._work is not None:
             self._log.wait_for(self._work, self._entry)
-        return self._chunks
-
-
-@dataclass(eq=False)
-class _PendingExchange(PendingWork):
-    """Work that brings `received`, whose chunks end in tags that the host can read."""
-
-    _received: Chunks
-    _senders: Sequence[int]  # of each chunk received, by their ranks in the group
-    _tag: MessageTag
-
-    def wait(self) -> Sequence[torch.Tensor]:
-        super().wait()
         if self._tag.digits:
             # The host has waited already, so reading what arrived costs no further wait.
             expected = list(self._tag.digits)
@@ -317,7 +312,7 @@ class ExchangeTransport(Transport):
             received.ends.fill_(-1)
             ends.copy_(digits)  # last: what is sent may be among what is received
         entry, work = self._log.start(tag.what, sent, call)
-        return _PendingExchange(entry, work, chunks, self._log, received, senders, tag)
+        return PendingWork(entry, work, chunks, self._log, tag, received, senders)
 
 
 class PairTransport(ExchangeTransport):

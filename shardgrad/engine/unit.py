@@ -137,6 +137,7 @@ class Unit:
             forward calls: see `lazy_init.py`.
         pre_backward, post_backward: what autograd calls; a tool that watches may wrap them.
         hooks: handles of the two hooks of each module.
+        input_dtype: that floating-point inputs are cast to; None to leave them as they are.
         reshard_after_forward: None is True, except for the root and, on the CPU, what backward
             needs first.
         reshard_after_backward: False keeps parameters unsharded between micro-batches.
@@ -168,6 +169,7 @@ class Unit:
         self.modules = tuple(modules)
         self.mesh = mesh
         self.mp_policy = mp_policy
+        self.input_dtype = mp_policy.param_dtype if mp_policy.cast_forward_inputs else None
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
         self.unshard_in_backward = True
@@ -270,7 +272,8 @@ class Unit:
         self.wait_for_unshard(context.comm_ctx)
         if not context.scheduler.backward_running:  # what the program has frozen inside the forward
             self.refresh_trainable()
-        args, kwargs = self.cast_inputs(args, kwargs)
+        if self.input_dtype is not None:
+            args, kwargs = self.cast_inputs(args, kwargs)
         # Backward may recompute it.
         if torch.is_grad_enabled() or context.scheduler.enrolment is not None:
             args, kwargs = self._watch_inputs(context, args, kwargs, counted=not recomputing)
@@ -278,8 +281,8 @@ class Unit:
 
     def cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments:
         """Returns the inputs of a forward in the dtype of its parameters, if the policy says so."""
-        dtype = self.mp_policy.param_dtype
-        if dtype is None or not self.mp_policy.cast_forward_inputs:
+        dtype = self.input_dtype
+        if dtype is None:
             return args, kwargs
         with span("cast_forward_inputs", self.name):
             return _cast(dtype, args), _cast(dtype, kwargs)
@@ -606,6 +609,8 @@ class RootContext:
         self._order: list[Unit] = []
         self._order_frozen = False
         self._position = 0
+        # On the CPU, the unit that ran last in the recorded forward: backward begins with it.
+        self._stays: Unit | None = None
         self._gathered = 0
         self._ran_last: Unit | None = None  # of the forwards that have no backward yet
         # The host has to wait for these before a program may write their shards.
@@ -767,19 +772,7 @@ class RootContext:
             return False
         if unit.reshard_after_forward is not None:
             return unit.reshard_after_forward
-        return unit is not self.root and unit is not self._first_in_backward()
-
-    def _first_in_backward(self) -> Unit | None:
-        """Returns the unit that stays gathered for the backward, which begins with it, if one does.
-
-        On the CPU this is the last unit of the recorded forward. On a device the loss is often the
-        peak, and the all-gather overlaps with the head's backward.
-        """
-        keeps = self._order_frozen and self.comm_ctx.gather_ring.keeps and torch.is_grad_enabled()
-        if not (keeps and self._order):  # empty if that forward found all units unsharded
-            return None
-        last = self._order[-1]
-        return last if last is not self.root and last.reshard_after_forward is None else None
+        return unit is not self.root and not (unit is self._stays and torch.is_grad_enabled())
 
     def leave_forward(self, unit: Unit) -> None:
         """Closes the forward that `unit` opened; what was prefetched and not used is dropped."""
@@ -787,9 +780,12 @@ class RootContext:
             return
         self.forward_root = None
         # The first whole forward of the root decides what is prefetched from now on.
-        if unit is self.root and not self.keep_unsharded:
+        if unit is self.root and not (self._order_frozen or self.keep_unsharded):
             self._order_frozen = True
-        first = self._first_in_backward()
+            # On a device the loss is often the peak, and the all-gather overlaps with the head's
+            # backward.
+            if self._order and self.comm_ctx.gather_ring.keeps:
+                self._stays = self._order[-1]
         for each in self.units:
             each.waiting_modules.clear()
             each.running.clear()
@@ -803,7 +799,8 @@ class RootContext:
                         group.cancel_unshard()
             # What the engine keeps for its own next use does not show: losses, clipping and
             # optimizers find sharded parameters, as if nothing had been kept.
-            is_hidden = not torch.is_grad_enabled() or each is first
+            is_first = each is self._stays and each.reshard_after_forward is None
+            is_hidden = not torch.is_grad_enabled() or (is_first and each is not self.root)
             if is_hidden and not (each.held or each.is_called_around or self.keep_unsharded):
                 each.show_sharded()
         self._wait_until_read()

@@ -17,7 +17,7 @@ from torch import nn
 
 from shardgrad.engine.grad_group import grads_of
 from shardgrad.engine.param_group import ParamGroup
-from shardgrad.engine.transports import Transport, _PendingExchange
+from shardgrad.engine.transports import PendingWork, Transport
 from shardgrad.engine.unit import units_under
 from shardgrad.features import zero_stage_auto
 from shardgrad.features.zero_stage_auto import stay_unsharded
@@ -48,10 +48,12 @@ def groups_of(model: nn.Module) -> list[ParamGroup]:
 def counted() -> Iterator[Counter[tuple[str, int]]]:
     """Counts the bytes that this rank receives, by kind of message and ranks that exchange them."""
     received: Counter[tuple[str, int]] = Counter()
-    waited, reduced = _PendingExchange.wait, Transport.all_reduce
+    waited, reduced = PendingWork.wait, Transport.all_reduce
 
     def wait(self: Any) -> list[torch.Tensor]:
         chunks = waited(self)
+        if not self._senders:
+            return chunks  # of an all-reduce
         kind = "gather" if self._tag.what.startswith("all-gather") else "reduce"
         # Room for the chunks of all ranks, or of the other one; this rank's own does not travel.
         chunk_nbytes = self._received.whole.nbytes // len(self._senders)
@@ -63,11 +65,11 @@ def counted() -> Iterator[Counter[tuple[str, int]]]:
         received["all-reduce", self.size] += 2 * (self.size - 1) * chunk.nbytes // self.size
         return reduced(self, chunk, what=what)
 
-    _PendingExchange.wait, Transport.all_reduce = wait, all_reduce  # type: ignore[method-assign]
+    PendingWork.wait, Transport.all_reduce = wait, all_reduce  # type: ignore[method-assign]
     try:
         yield received
     finally:
-        _PendingExchange.wait, Transport.all_reduce = waited, reduced  # type: ignore[method-assign]
+        PendingWork.wait, Transport.all_reduce = waited, reduced  # type: ignore[method-assign]
 
 
 def step_once(model: Tower, optim: torch.optim.Optimizer, micro_batches: int, seed: int) -> None:
