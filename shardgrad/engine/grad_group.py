@@ -131,6 +131,7 @@ class GradGroup:
         trainable: of the group, when places were given last.
         holds_frozen: `params` has some that do not require grad.
         unsharded: the unsharded parameters of `params`, once they exist.
+        hooked: the group's first unsharded parameter of when they were hooked last.
         state: changed by the scheduler alone.
         waits_for_unit: its post-backward says when no more gradients come.
         is_due: an earlier backward was not synchronized: other ranks may have sums, if this one has
@@ -161,7 +162,7 @@ class GradGroup:
         self.trainable: tuple[bool, ...] = ()
         self.holds_frozen = False
         self._generation = -1  # of the group, when parameters got their places
-        self._hooked: object = None
+        self.hooked: nn.Parameter | None = None
         self.unsharded: list[nn.Parameter] = []
         self._second = None if group.spec.second_step is None else group.spec.second_step()
         self.pack_stream: Stream = None
@@ -220,7 +221,7 @@ class GradGroup:
                     self._refuse_in_capture(placed)
             self._place(placed)
         else:
-            self._hook()  # those that have begun to require grad again
+            self.hook()  # those that have begun to require grad again
         self.trainable = trainable
         self.holds_frozen = len(placed) != sum(trainable)
 
@@ -261,7 +262,7 @@ class GradGroup:
         self._lay_out(placed)
         self._made_for = ()
         self._leave_shard()
-        self._hook()
+        self.hook()
 
     def _leave_shard(self) -> None:
         """Leaves the gradient shard to the gradients that are bound."""
@@ -270,22 +271,12 @@ class GradGroup:
             self.scheduler.left.append(self._shard)
         self._shard = None
 
-    def unsharded_for(self, stream: Stream) -> None:
-        """Takes note that the parameters were unsharded for `stream`; hooks them if they are new
-        objects.
-        """
-        if self._hooked is not self.group.params[0].unsharded:
-            self._hook()
-        # Gradients that are here already, and came on the former pack stream, have left no event.
-        if self.count == 0:
-            self.pack_stream = stream
-
-    def _hook(self) -> None:
+    def hook(self) -> None:
         """Has the gradients of the trainable parameters collected."""
         if self.count == 0:
             # Not while gradients are here: they lie in the order of before.
             self._expect()
-        self._hooked = self.group.params[0].unsharded
+        self.hooked = self.group.params[0].unsharded
         self.unsharded = [p.unsharded for p in self.params if p.unsharded is not None]
         # At the parameter, not at the module, so that the gradient comes here whichever way the
         # loss has taken. Autograd runs it on the stream of the AccumulateGrad node (pytorch#140044,

@@ -260,7 +260,7 @@ class Unit:
         if not recomputing:
             args, kwargs = context.enter_forward(self, args, kwargs)
             self.running.append(module)
-        if context.keep_unsharded:
+        if context.gather_through is not None:
             context.gather_through(self)
         self.unshard(context.comm_ctx)
         # The next unit's all-gather is launched before this one is waited for, so that it overlaps
@@ -413,7 +413,7 @@ class Unit:
         """Unshards the parameters before the first gradient enters the unit."""
         context = self.context or self._lazy_init(self)
         recorder.unit = self.name
-        if context.keep_unsharded:
+        if context.gather_through is not None:
             context.gather_through(None)
         scheduler = context.scheduler
         # Autograd has no call that says that a backward begins: the first of our hooks does.
@@ -463,8 +463,8 @@ class Unit:
             again = self.next_backward is self
             # Another call's backward may be open on another stream, and a graph that is kept reads
             # the parameters again.
-            keep = again or self.open > 0 or context.keep_unsharded or context.scheduler.reads_again
-            if self.reshard_after_backward and not keep:
+            keep = context.scheduler.reads_again or context.gather_through is not None
+            if self.reshard_after_backward and not (again or self.open > 0 or keep):
                 # See [Note: Branches that send nothing back] in `grad_group.py`.
                 streams = context.comm_ctx.streams
                 for grads in self.grad_groups:
@@ -487,7 +487,12 @@ class Unit:
         stream = comm_ctx.streams.current()
         for group, grads in zip(self.groups, self.grad_groups, strict=True):
             group.wait_for_unshard()
-            grads.unsharded_for(stream)
+            if grads.hooked is not group.params[0].unsharded:  # new objects
+                grads.hook()
+            # Gradients that are here already, and came on the former pack stream, have left no
+            # event.
+            if grads.count == 0:
+                grads.pack_stream = stream
 
     def reshard(self, *, drop_kept: bool = False) -> None:
         """Reshards every group; see `ParamGroup.reshard`."""
@@ -586,9 +591,9 @@ class RootContext:
     their `grad_groups`.
 
     Attributes:
-        keep_unsharded: True while ranks may run different units (`features/participation.py`):
-            nothing is resharded before the backward is over, and units are gathered in order, see
-            `gather_through`.
+        gather_through: unshards every unit up to and including one (None: all), while ranks may run
+            different units (`features/participation.py`); nothing is resharded then before the
+            backward is over. Else None.
         forward_root: the outermost unit whose forward runs; None between forwards.
         is_asleep: True while the shards' memory is given back (`features/sleep.py`).
         post_optim_event: what the next forward's all-gathers wait for, if the program said so.
@@ -600,7 +605,7 @@ class RootContext:
         self.grad_groups = [grads for unit in self.units for grads in unit.grad_groups]
         self.comm_ctx = comm_ctx
         self.scheduler = ReductionScheduler(comm_ctx, self.end_backward)
-        self.keep_unsharded = False
+        self.gather_through: Callable[[Unit | None], None] | None = None
         self.is_asleep = False
         self.post_optim_event: torch.Event | None = None
         self._written = comm_ctx.parameters_ready
@@ -611,7 +616,6 @@ class RootContext:
         self._position = 0
         # On the CPU, the unit that ran last in the recorded forward: backward begins with it.
         self._stays: Unit | None = None
-        self._gathered = 0
         self._ran_last: Unit | None = None  # of the forwards that have no backward yet
         # The host has to wait for these before a program may write their shards.
         self._offloaded = [
@@ -745,7 +749,7 @@ class RootContext:
         cannot spoil training's order. Under `participate`, ranks would pair up the wrong
         all-gathers, so there is none.
         """
-        if self.keep_unsharded:
+        if self.gather_through is not None:
             return ()
         order, position = self._order, self._position
         if not self._order_frozen:
@@ -765,7 +769,8 @@ class RootContext:
 
         Unless the program has said so, not the root, nor the unit that backward begins with.
         """
-        if self.keep_unsharded or self.scheduler.reads_again or unit.is_called_around:
+        is_kept = self.gather_through is not None
+        if is_kept or self.scheduler.reads_again or unit.is_called_around:
             return False
         # The program has called `unshard()` itself, and reads the parameters after forward too.
         if unit.held and torch.is_grad_enabled():
@@ -778,9 +783,9 @@ class RootContext:
         """Closes the forward that `unit` opened; what was prefetched and not used is dropped."""
         if self.forward_root is not unit or unit.running:
             return
-        self.forward_root = None
+        self.forward_root, is_kept = None, self.gather_through is not None
         # The first whole forward of the root decides what is prefetched from now on.
-        if unit is self.root and not (self._order_frozen or self.keep_unsharded):
+        if unit is self.root and not (self._order_frozen or is_kept):
             self._order_frozen = True
             # On a device the loss is often the peak, and the all-gather overlaps with the head's
             # backward.
@@ -795,13 +800,13 @@ class RootContext:
                 if group.is_filled or group.state is ParamState.UNSHARDING:
                     if self.reshards_after_forward(each):
                         group.reshard_after_forward()
-                    if not self.keep_unsharded:
+                    if not is_kept:
                         group.cancel_unshard()
             # What the engine keeps for its own next use does not show: losses, clipping and
             # optimizers find sharded parameters, as if nothing had been kept.
             is_first = each is self._stays and each.reshard_after_forward is None
             is_hidden = not torch.is_grad_enabled() or (is_first and each is not self.root)
-            if is_hidden and not (each.held or each.is_called_around or self.keep_unsharded):
+            if is_hidden and not (each.held or each.is_called_around or is_kept):
                 each.show_sharded()
         self._wait_until_read()
 
@@ -814,38 +819,6 @@ class RootContext:
         """Notes a forward that will have a backward; returns the unit that ran before it."""
         before, self._ran_last = self._ran_last, unit
         return before
-
-    def gather_through(self, unit: Unit | None) -> None:
-        """Unshards every unit up to and including `unit` (None: all), in order, if
-        `keep_unsharded`.
-        """
-        if not self.keep_unsharded:
-            return
-        # Ranks run different units, so each gathers all that come before, in the order of
-        # construction: that is the only one which they share.
-        last = len(self.units) if unit is None else self.units.index(unit) + 1
-        for each in self.units[self._gathered : last]:
-            each.unshard(self.comm_ctx)
-            each.wait_for_unshard(self.comm_ctx)
-        self._gathered = max(self._gathered, last)
-
-    def gather_in_order(self) -> None:
-        """Makes `gather_through` begin with the first unit; nothing is resharded from now on."""
-        if self.forward_root is not None or self.scheduler.backward_running:
-            # here, on every rank: one without a batch has no forward that would do it
-            self.recover()
-        self.keep_unsharded = True
-        self._gathered = 0
-
-    def gather_rest(self) -> None:
-        """Ends any forward, and unshards the units that `gather_through` has not come to."""
-        self.forward_root = None
-        if self._gathered == 0:
-            self.require_awake()
-            for unit in self.units:
-                unit.refresh()
-            self.parameters_written()
-        self.gather_through(None)
 
     def _wait_until_read(self) -> None:
         for group in self._offloaded:
@@ -877,8 +850,7 @@ class RootContext:
         Gradients that a failed backward left half-written are dropped with a warning; what they
         were added to becomes None. See [Note: States of a group's gradients] in `grad_group.py`.
         """
-        self.forward_root = self._ran_last = None
-        self.keep_unsharded = False
+        self.forward_root = self._ran_last = self.gather_through = None
         self.scheduler.enrolment = None
         if not self.scheduler.backward_running:
             for unit in self.units:
@@ -906,8 +878,7 @@ class RootContext:
     def abort(self) -> None:
         """Drops all that is under way: a capture failed, and nothing in it has run."""
         self.crosses_border()
-        self.forward_root = self._ran_last = None
-        self.keep_unsharded = False
+        self.forward_root = self._ran_last = self.gather_through = None
         for unit in self.units:
             unit.abandon_forward()
             unit.finish_backward(is_read_again=self.scheduler.reads_again)

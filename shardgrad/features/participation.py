@@ -27,7 +27,7 @@ from torch import nn
 
 from shardgrad.engine.grad_group import GradGroup
 from shardgrad.engine.lazy_init import lazy_init
-from shardgrad.engine.unit import RootContext, unit_of
+from shardgrad.engine.unit import RootContext, Unit, unit_of
 from shardgrad.errors import ParticipationError
 
 __all__ = ["participate"]
@@ -66,14 +66,17 @@ def participate(model: nn.Module) -> Iterator[None]:
             fix="with shardgrad.participate(root):",
         )
     context = lazy_init(unit)
-    if context.keep_unsharded:
+    if context.gather_through is not None:
         raise ParticipationError(
             "participate() cannot be nested",
             expected="one participate() per iteration",
             got="a second one inside the first",
             fix="leave the first one before entering the next",
         )
-    context.gather_in_order()
+    if context.forward_root is not None or context.scheduler.backward_running:
+        # here, on every rank: one without a batch has no forward that would do it
+        context.recover()
+    gathers = context.gather_through = _GathersInOrder(context)
     enrolment = context.scheduler.enrolment = (
         _Enrolment(context) if torch.is_grad_enabled() else None
     )
@@ -82,7 +85,26 @@ def participate(model: nn.Module) -> Iterator[None]:
     except BaseException:
         context.recover()
         raise
-    _join_rest(context, enrolment)
+    _join_rest(context, gathers, enrolment)
+
+
+class _GathersInOrder:
+    """Unshards units in the order of construction, the only one that ranks share: each gathers all
+    that come before the one that it runs.
+    """
+
+    def __init__(self, context: RootContext) -> None:
+        self._context = context
+        self.count = 0  # of units, so far
+
+    def __call__(self, unit: Unit | None) -> None:
+        """Unshards every unit up to and including `unit`; None: all."""
+        units, comm_ctx = self._context.units, self._context.comm_ctx
+        last = len(units) if unit is None else units.index(unit) + 1
+        for each in units[self.count : last]:
+            each.unshard(comm_ctx)
+            each.wait_for_unshard(comm_ctx)
+        self.count = max(self.count, last)
 
 
 class _Enrolment:
@@ -150,16 +172,25 @@ class _Enrolment:
         return [grads for grads in self._groups if grads.params]
 
 
-def _join_rest(context: RootContext, enrolment: _Enrolment | None) -> None:
+def _join_rest(
+    context: RootContext, gathers: _GathersInOrder, enrolment: _Enrolment | None
+) -> None:
     """Joins what this rank has not run: the rest of the all-gathers, then the reductions."""
-    context.gather_rest()
+    context.forward_root = None
+    if gathers.count == 0:
+        context.require_awake()
+        for unit in context.units:
+            unit.refresh()
+        context.parameters_written()
+    if context.gather_through is gathers:  # not if the iteration was cleared
+        gathers(None)
     scheduler = context.scheduler
     # Not if the iteration was cleared.
     if enrolment is not None and scheduler.enrolment is enrolment and enrolment.is_open:
         scheduler.begin_backward(in_autograd=False)
         scheduler.reduce_ready()
         context.end_backward()
-    context.keep_unsharded = False
+    context.gather_through = None
     scheduler.enrolment = None
     for unit in context.units:
         unit.reshard()

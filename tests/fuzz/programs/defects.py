@@ -77,11 +77,11 @@ def _order_recorded_under_participate() -> Iterator[Patch]:
     upcoming, leave = RootContext.upcoming, RootContext.leave_forward
 
     def record(self: RootContext, unit: Unit) -> Sequence[Unit]:
-        kept, self.keep_unsharded = self.keep_unsharded, False
+        gathers, self.gather_through = self.gather_through, None
         try:
             return upcoming(self, unit)
         finally:
-            self.keep_unsharded = kept
+            self.gather_through = gathers
 
     def freeze(self: RootContext, unit: Unit) -> None:
         is_over = self.forward_root is unit and not unit.running and unit is self.root
