@@ -23,7 +23,7 @@ from shardgrad.checks.optimizer_hooks import watch_optimizers
 from shardgrad.checks.padding import warn_of_padding
 from shardgrad.checks.unowned_params import UnownedParams, note_ignored
 from shardgrad.compat.torch_views import show_to_torch, state_of
-from shardgrad.engine.calls import forward_around, forward_with
+from shardgrad.engine.calls import forward_around
 from shardgrad.engine.collect import (
     Claim,
     Collected,
@@ -35,7 +35,7 @@ from shardgrad.engine.comm_context import SecondStep
 from shardgrad.engine.lazy_init import lazy_init
 from shardgrad.engine.param import CLAIM, FSDPParam, is_extension, mark_sharded
 from shardgrad.engine.param_group import AllGather, GroupSpec, ParamGroup
-from shardgrad.engine.unit import Unit, attach_unit
+from shardgrad.engine.unit import Unit, attach_unit, unit_of
 from shardgrad.errors import OptionError, unsupported
 from shardgrad.module import swap_class
 from shardgrad.ops.library import check_kernels
@@ -415,8 +415,8 @@ def _install_hooks(unit: Unit, managed_modules: Sequence[nn.Module]) -> None:
             if module not in unit.modules:
                 forward_around(module, unit)
         # Attention gives its projection's weight to a function, and does not call the projection.
-        if isinstance(module, nn.MultiheadAttention):
-            forward_with(module.out_proj, module)
+        if isinstance(module, nn.MultiheadAttention) and (owner := unit_of(module.out_proj)):
+            forward_around(module.out_proj, owner, reader=module)
     for module in unit.modules:
         module.register_load_state_dict_post_hook(take_over)
 

@@ -11,36 +11,20 @@ import torch
 from torch import nn
 
 from shardgrad.engine.param_group import ParamState
-from shardgrad.engine.unit import Unit, unit_of
+from shardgrad.engine.unit import Unit
 
-__all__ = ["forward_around", "forward_with", "like_forward"]
+__all__ = ["forward_around", "like_forward"]
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def forward_with(module: nn.Module, user: nn.Module) -> None:
-    """Makes the parameters of a unit's `module` unsharded while `user` runs as well, which reads
-    them without calling `module`.
+def forward_around(module: nn.Module, unit: Unit, reader: nn.Module | None = None) -> None:
+    """Makes a call of `reader` around the forward of the unit that owns the parameters of `module`,
+    as by a method of the model, gather and reshard as that forward does.
+
+    `reader` is `module` by default, or one that reads its parameters without calling it.
     """
-    unit = unit_of(module)
-    if unit is None:
-        return
-
-    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments:
-        return unit.pre_forward(module, args, kwargs)
-
-    def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return unit.post_forward(module, args, output)
-
-    # Inside of the hooks of the user's own unit, if it has one.
-    user.register_forward_pre_hook(before, with_kwargs=True)
-    user.register_forward_hook(after, prepend=True)
-
-
-def forward_around(module: nn.Module, unit: Unit) -> None:
-    """Makes a call of `module` around the forward of the unit that owns its parameters, as by a
-    method of the model, gather and reshard as that forward does.
-    """
+    reader, is_other = reader or module, reader is not None
     # Whether each call that runs around the unit's forward has gathered, the innermost last. One
     # that raises leaves its entry: `after` does not come.
     calls: list[bool] = []
@@ -63,7 +47,7 @@ def forward_around(module: nn.Module, unit: Unit) -> None:
             calls.clear()
         calls.append(gathers)
         if not is_hooked:  # now, since a call inside of the unit's forward needs no such hook
-            module.register_forward_hook(after)
+            reader.register_forward_hook(after, prepend=is_other)
             is_hooked = True
         if not gathers:
             return unit.cast_inputs(args, kwargs)
@@ -86,7 +70,8 @@ def forward_around(module: nn.Module, unit: Unit) -> None:
         unit.watch_call(output)  # whose parameters may be resharded by the backward of another call
         return None
 
-    module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+    # Before hooks of the program, but inside of those of the reader's own unit, if it has one.
+    reader.register_forward_pre_hook(before, prepend=not is_other, with_kwargs=True)
 
 
 def like_forward(unit: Unit, method: Callable[..., Any]) -> Callable[..., Any]:

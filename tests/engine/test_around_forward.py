@@ -162,6 +162,25 @@ def test_multihead_attention_may_have_its_projection_sharded(
     return engine.snapshot(model)
 
 
+@on_ranks(2)
+@as_unsharded
+def test_attention_that_raises_leaves_nothing_to_the_next_forward(engine: Engine) -> Tensors:
+    torch.manual_seed(0)
+    model = engine.fully_shard(Attention(is_unit=False, engine=engine))
+    params = list(model.parameters())
+    x = engine.inputs(0, 5, WIDTH, dtype=torch.get_default_dtype())
+    model(x).square().mean().backward()
+    with pytest.raises(RuntimeError, match="shape of the 2D attn_mask"):
+        model.attention(x, x, x, attn_mask=torch.zeros(7, 7))
+    for _ in range(2):
+        with torch.no_grad():
+            model(x)
+            for param in params:
+                param.mul_(0.5)
+    model(x).square().mean().backward()
+    return engine.snapshot(model)
+
+
 # -- what is right without help
 
 
