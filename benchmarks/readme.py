@@ -126,7 +126,7 @@ def _completed(records: Sequence[Record]) -> list[Record]:
 def _step_rows(records: Sequence[Record]) -> Iterator[list[str]]:
     for record in records:
         device = record["environment"].get("device_name")
-        where = f"step on {device}" if device else "step"
+        where = f"step on {device.removeprefix('NVIDIA ')}" if device else "step"
         yield _row(f"{where}: {title(record)}", record["summary"], "ratio_to_base", _FLOORS)
 
 
