@@ -213,16 +213,13 @@ def title(record: Record) -> str:
             f"{record['benchmark']}: "
             f"{', '.join(f'{name} {_option(one)}' for name, one in options.items())}"
         )
-    ranks, each = f"{config['ranks']} ranks", " each"
-    if config["ranks"] == 1:
-        ranks, each = "1 rank", ""
-    if config["mesh"]:
-        ranks = f"mesh {config['mesh']}"
+    several = config["ranks"] > 1
+    ranks = f"mesh {config['mesh']}" if config["mesh"] else f"{config['ranks']} rank{'s' * several}"
     accumulate = f", {config['accumulate']} micro-batches" if config["accumulate"] > 1 else ""
     clip = f", clipped at {config['clip']:g}" if config["clip"] else ""
     return (
         f"{config['preset']}, {config['precision']}, {ranks}, "
-        f"{config['batch_size']} x {config['seq_len']} tokens{each}{accumulate}{clip}"
+        f"{config['batch_size']} x {config['seq_len']} tokens{' each' * several}{accumulate}{clip}"
     )
 
 

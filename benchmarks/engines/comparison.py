@@ -239,7 +239,7 @@ def disagreement(name: str, losses: Sequence[float], base: Sequence[float], task
         tolerance = 0.0
     largest = 0.0
     for step, (loss, expected) in enumerate(zip(losses, base, strict=True)):
-        difference = abs(loss - expected) / abs(expected) if loss != expected else 0.0
+        difference = abs(loss / expected - 1)
         if not difference <= tolerance:  # NaN is wrong too
             raise Disagreement(
                 f"its loss of step {step} is {loss:.9g}, that of {BASE} is {expected:.9g}; "
