@@ -375,7 +375,9 @@ class Unit:
 
     def watch_call(self, output: Any) -> None:
         """Unshards the parameters in the backward of a call that has gathered nothing itself."""
-        if torch.is_grad_enabled() and peek_interpreter_stack() is None:
+        # That of a recomputation follows at once: nothing reshards them in between.
+        is_plain = _graph_task() == -1 and peek_interpreter_stack() is None
+        if torch.is_grad_enabled() and is_plain:
             self._watch_outputs(_tensors_with_grad(output), None)
 
     def _expects_backward(self) -> bool:

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import islice, zip_longest
 from typing import Any
 
 import torch
@@ -111,6 +111,9 @@ def run(
         theirs = OfFSDP2(program, rank, build)
         again = [theirs.do(op) for op in program.ops]
         outcome.differences += list(islice(_other_bits(shown, again, "FSDP2"), 1))
+        pairs = zip_longest(engine.shown, theirs.shown)
+        differ = [f"{a}\ninstead of {b}" for a, b in pairs if a != b]
+        outcome.differences += [Difference(-1, "whole parameters", differ[0])] if differ else []
     return outcome
 
 

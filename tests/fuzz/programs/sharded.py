@@ -81,6 +81,8 @@ class Sharded(Script):
         self._steps: dict[Any, Any] = {}
         self._given: list[Tensor] | None = None  # inputs, in a graph
         self._updated: torch.Event | None = None
+        # At each layer of a forward and a backward, which parameters modules show whole.
+        self.shown: list[str] = []
         self._batches: dict[int, Tensor] = {}
         if streams is not None:
             self.plan.streams = streams
@@ -123,6 +125,9 @@ class Sharded(Script):
         self.params = dict(self.net.named_parameters())
         self.optimizer = self.make_optimizer()
         self._set_units()
+        for name, layer in self.net.named_modules() if sharding.reshard is not None else ():
+            if isinstance(layer, nn.Linear):
+                layer.register_forward_hook(partial(self._watch, name))
         for op in self.program.ops:
             for call in range(op.n if op.do == "graphed" else 1):
                 for each in op.inside if op.do == "graphed" else (op,):
@@ -149,6 +154,15 @@ class Sharded(Script):
         if sharding.prefetch in ("backward", "both"):
             for i, block in enumerate(blocks[1:], start=1):
                 block.set_modules_to_backward_prefetch(blocks[max(0, i - 2) : i][::-1])
+
+    def _watch(self, name: str, layer: nn.Module, args: Any, output: Tensor) -> None:
+        def note(when: str, *_: Tensor) -> None:
+            whole = [n for n, p in self.net.named_parameters() if not isinstance(p, DTensor)]
+            self.shown.append(f"{when} of {name}: {', '.join(whole)}")
+
+        note("forward")
+        if output.requires_grad:
+            output.register_hook(partial(note, "backward"))
 
     # -- what differs from plain torch
 
