@@ -32,9 +32,8 @@ from shardgrad.errors import (
 __all__ = ["adopt", "adopt_given", "kept_places", "require_data"]
 
 
-def adopt(group: ParamGroup) -> bool:
-    """Takes over what a sharded group's modules register now; returns whether addresses may have
-    changed.
+def adopt(group: ParamGroup) -> None:
+    """Takes over what a sharded group's modules register now.
 
     Nothing is taken over while a parameter is on the meta device, or before a first forward that
     regroups.
@@ -48,10 +47,10 @@ def adopt(group: ParamGroup) -> bool:
     """
     # While modules register unsharded parameters, they say nothing about the sharded ones.
     if not group.registers_sharded or group.registration.holds():
-        return False
+        return
     _put_back(group)
     if group.registration.holds():
-        return False
+        return
     _refuse_replaced_data(group)
     shown = [_shown(p, group) for p in group.params]
     if group.is_flat and any(map(is_extension, shown)):
@@ -69,13 +68,12 @@ def adopt(group: ParamGroup) -> bool:
                 fix="put the methods there after to_empty() or loading, and before the model first "
                 "runs",
             )
-        return False
+        return
     if any(param.device.type == "meta" for param in shown):
-        return False  # half-loaded; `require_data` names the rest if a forward comes too early
+        return  # half-loaded; `require_data` names the rest if a forward comes too early
     # All that may refuse comes before the first value is copied.
     _validate(shown, group)
     group.refill(shown, local_of(shown[0]).dtype)
-    return True
 
 
 def adopt_given(params: Iterable[torch.Tensor]) -> None:

@@ -507,11 +507,9 @@ class Unit:
         for group in self.groups:
             group.show_sharded()
 
-    def refresh(self) -> bool:
-        """Takes over, before an outermost forward, what changed; True if the current stream wrote
-        shards.
-        """
-        replaced, self.outstanding_before = False, self.outstanding
+    def refresh(self) -> None:
+        """Takes over, before an outermost forward, what changed."""
+        self.outstanding_before = self.outstanding
         for group, grads in zip(self.groups, self.grad_groups, strict=True):
             # A few comparisons in C for each group: a steady step pays little for what rarely
             # happens, weights that were loaded, replaced or moved. Who adopts them is imported
@@ -519,12 +517,11 @@ class Unit:
             if group.shard.is_meta or not group.registration.holds():
                 from shardgrad.engine.replaced_params import adopt, require_data
 
-                replaced |= adopt(group)
+                adopt(group)
                 require_data(group)
             group.reshard_if_stale()
             if group.carry_requires_grad() is not grads.trainable or grads.holds_frozen:
                 grads.refresh_trainable()
-        return replaced
 
     def refresh_trainable(self) -> None:
         """Takes over what the program has frozen or thawed inside a forward."""
@@ -610,6 +607,7 @@ class RootContext:
         self.gather_through: Callable[[Unit | None], None] | None = None
         self.is_asleep = False
         self.post_optim_event: torch.Event | None = None
+        self._generations: list[int] = []  # of the groups, when a forward had an event last
         self._written = comm_ctx.parameters_ready
         self._read = comm_ctx.streams.event()  # gradients
         self.forward_root: Unit | None = None
@@ -650,9 +648,8 @@ class RootContext:
             self.recover()
         # Between iterations a program may load weights, freeze layers, or step an optimizer: all of
         # it is looked for once, here, and not by each unit.
-        is_replaced = False
         for each in self.units:
-            is_replaced |= each.refresh()
+            each.refresh()
         if torch.is_grad_enabled():
             unit.before_outermost_forward()
         device = self.comm_ctx.device
@@ -666,9 +663,16 @@ class RootContext:
         # Here, since nobody is told of `zero_grad()`: it sets attributes to None.
         self.free_gradients()
         # FSDP2's `set_post_optim_event`: all-gathers need not wait for what else the current stream
-        # has been given. Values that were just adopted were copied on that stream, so then they do.
+        # has been given. Values that were adopted since were copied there, so then they wait for
+        # both.
         event, self.post_optim_event = self.post_optim_event, None
-        self.parameters_written(None if is_replaced else event)
+        if event is not None:
+            before, streams = self._generations, self.comm_ctx.streams
+            self._generations = [group.generation for each in self.units for group in each.groups]
+            if self._generations != before:
+                streams.event_of(event).wait(streams.current())
+                event = None
+        self.parameters_written(event)
         return args, kwargs
 
     def crosses_border(self) -> bool:

@@ -130,7 +130,7 @@ class State:
             )
         if do in ("assign", "renew", "cast"):
             is_there = self._saved or op.how != "saved"
-            return self._is_reduced and is_there and not self.program.optimizer.event
+            return self._is_reduced and is_there
         if do == "nan":
             return self._is_reduced and self._library == "shardgrad" and not self._reenters
         if do == "scaled":

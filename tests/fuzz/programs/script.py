@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tests.fuzz.programs import net as nets
 from tests.fuzz.programs.net import Net, Plan, TrapError
@@ -441,6 +441,6 @@ def _halve(param: Tensor) -> None:
 
 def copied(state: Any) -> Any:
     copies = copy.copy(tree_map_only(Tensor, lambda t: t.detach().clone(), state))
-    if torch.accelerator.is_available():
+    if any(t.device.type != "cpu" for t in tree_leaves(copies) if isinstance(t, Tensor)):
         torch.accelerator.synchronize()  # as a file on the host would
     return copies
