@@ -83,7 +83,7 @@ def sleep(
     context.require_awake()
     shards = [group.shard for unit in context.units for group in unit.groups] if level > 1 else []
     gradients = [grads.shard for grads in context.grad_groups if grads.shard] if level > 1 else []
-    require_virtual(shard for shard in shards if shard.numel() and not shard.is_meta)
+    require_virtual(shard for shard in shards if not shard.is_meta)
     if not all(gradient.are_absent() for gradient in gradients):
         raise OptionError(
             "gradients would be lost",

@@ -161,7 +161,19 @@ def runs_a_layer_before_its_root(shard: Shard) -> nn.Module:
     if isinstance(layer, shardgrad.FSDPModule):
         layer.set_is_last_backward(False)
     loss.backward()
+    has_none_yet(layer)
     model(batch(1)).square().mean().backward()
+    return model
+
+
+def penalizes_a_weight_without_a_forward(shard: Shard) -> nn.Module:
+    """The program has unsharded the layer itself, and reads its weight; no forward comes to it."""
+    model = shard_each(shard, mlp())
+    layer: Any = model[1]
+    model(batch()).square().mean().backward()
+    if isinstance(layer, shardgrad.FSDPModule):
+        layer.unshard()
+    layer.weight.square().sum().backward()
     return model
 
 
@@ -179,6 +191,7 @@ def reduces_later_what_the_last_micro_batch_does_not_use(shard: Shard, between: 
         model.set_is_last_backward(between != "in flight")
         model.set_reduce_scatter_max_input_buffers(9)  # so that none ends for want of one
     model(batch(), 0, 1, 2, 3).square().mean().backward()
+    has_none_yet(model)
     model.layers[1].bias.requires_grad_(between != "freezes")
     if isinstance(model, shardgrad.FSDPModule):
         model.set_requires_all_reduce(True)
@@ -215,6 +228,7 @@ PROGRAMS = [
     extracts_features_by_an_exception,
     recomputes_inside_a_unit_of_which_one_rank_uses_all,
     runs_a_layer_before_its_root,
+    penalizes_a_weight_without_a_forward,
     drops_sums_that_one_rank_has,
 ]
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import threading
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardgrad
+from shardgrad.sharding import zero_copy
 from tests.simulated.accelerator import device
 from tests.simulated.accelerator.device import Launch
 from tests.simulated.accelerator.virtual_ranks import VirtualRanks, one_at_a_time
@@ -65,7 +67,9 @@ class Step:
         return self.computes[UNITS:]
 
 
-def _train(replicas: int, begin: threading.Barrier, end: threading.Barrier) -> None:
+def _train(
+    replicas: int, most: int | None, begin: threading.Barrier, end: threading.Barrier
+) -> None:
     shards = dist.get_world_size() // replicas
     if replicas == 1:
         mesh = init_device_mesh("sim", (shards,))
@@ -77,6 +81,8 @@ def _train(replicas: int, begin: threading.Barrier, end: threading.Barrier) -> N
     for layer in model:
         shardgrad.fully_shard(layer, mesh=mesh, reshard_after_forward=True)
     shardgrad.fully_shard(model, mesh=mesh)
+    if most is not None:
+        model.set_reduce_scatter_max_input_buffers(most)
     optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
     inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(dist.get_rank())).to("sim")
     for step in range(STEPS):
@@ -88,12 +94,12 @@ def _train(replicas: int, begin: threading.Barrier, end: threading.Barrier) -> N
     end.wait()
 
 
-def _last_step(ranks: int, *, replicas: int = 1, raises: bool = True) -> Step:
+def _last_step(ranks: int, *, replicas: int = 1, most: int | None = None) -> Step:
     launches: list[Launch] = []
     begin = threading.Barrier(ranks, lambda: device.restart_schedule(keep_launches=True))
     end = threading.Barrier(ranks, lambda: launches.extend(device.launches(0)))
-    with device.checked(raises=raises):
-        VirtualRanks(ranks).run(_train, replicas, begin, end)
+    with device.checked():
+        VirtualRanks(ranks).run(_train, replicas, most, begin, end)
     return Step(launches)
 
 
@@ -154,8 +160,13 @@ def test_the_writer_of_a_slot_does_not_wait_for_the_reduction_of_the_slot_before
     assert not _writers_that_wait_for_the_last_reduction(_last_step(2))
 
 
-def test_backward_of_a_unit_overlaps_the_reduction_of_the_unit_before() -> None:
-    assert not _computations_that_wait_for_the_last_reduction(_last_step(2))
+@pytest.mark.parametrize("least", [1, 2**20], ids=["sent from where they are", "packed"])
+@pytest.mark.parametrize("most", [None, 1])
+def test_backward_of_a_unit_overlaps_the_reduction_of_the_unit_before(
+    most: int | None, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zero_copy, "ZERO_COPY_NBYTES", least)
+    assert not _computations_that_wait_for_the_last_reduction(_last_step(2, most=most))
 
 
 def test_the_all_gather_of_a_unit_overlaps_the_computation_of_the_unit_before() -> None:
