@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -255,7 +257,7 @@ def a_model_is_exported_whole(folder: str) -> None:
     assert_same_bits(dict(plain.named_parameters()), dict(tower(seed=0).named_parameters()))
     # And back.
     model, _ = build(SHARDGRAD, 1, 1)
-    checkpoint.load(model.state_dict(), folder)
+    dcp.load(model.state_dict(), storage_reader=HuggingFaceStorageReader(folder))
     loaded = {name: param.detach().full_tensor() for name, param in model.named_parameters()}
     assert_same_bits(loaded, dict(tower(seed=0).named_parameters()))
 

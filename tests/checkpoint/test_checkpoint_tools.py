@@ -118,18 +118,6 @@ def test_safetensors_files_hold_the_model_in_files_of_a_size(tmp_path: Path) -> 
     assert [len(load_file(file)) for file in files] == [2, 2, 1]
 
 
-def test_safetensors_files_are_loaded_like_a_checkpoint(tmp_path: Path) -> None:
-    pytest.importorskip("safetensors")
-    many = exported(state()["model"], tmp_path / "many", file_nbytes=2**20)
-    loaded = {name: torch.zeros_like(tensor) for name, tensor in state()["model"].items()}
-    checkpoint.load(loaded, many)
-    assert_same(loaded, state()["model"])
-    loaded["of no file"] = torch.zeros(1)
-    with pytest.raises(CheckpointError, match="of no file"):
-        checkpoint.load(loaded, many)
-    checkpoint.load(loaded, many, optional=("of no file",))
-
-
 def test_an_export_that_cannot_be_written_leaves_nothing(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,14 +130,6 @@ def test_an_export_that_cannot_be_written_leaves_nothing(
     with pytest.raises(CheckpointSaveError, match="No space left"):
         checkpoint.export_checkpoint(saved, tmp_path / "st")
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]
-
-
-@pytest.mark.parametrize("content", [b"", b"not weights", b"\xff" * 100])
-def test_a_file_that_is_no_safetensors_is_refused(content: bytes, tmp_path: Path) -> None:
-    pytest.importorskip("safetensors")
-    (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(CheckpointError, match="SafetensorError"):
-        checkpoint.load(state()["model"], tmp_path)
 
 
 def test_a_checkpoint_becomes_safetensors(saved: Path, tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -16,12 +15,10 @@ import torch.distributed as dist
 from torch.autograd.graph import increment_version
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from shardgrad.errors import CheckpointError
-from shardgrad.extras import require
 from shardgrad.programs.checkpoint import manifest
 from shardgrad.programs.checkpoint.files import damaged, open_plain
 from shardgrad.programs.checkpoint.metadata import METADATA, read_metadata
@@ -49,13 +46,12 @@ def load(
     Args:
         state: a state of the structure that was saved. Its tensors are filled in place and keep
             their dtypes, so captured graphs stay valid.
-        folder: a checkpoint in the format of `torch.distributed.checkpoint`, or `safetensors`
-            files.
+        folder: a checkpoint in the format of `torch.distributed.checkpoint`.
         optional: shell patterns of names that may be missing on either side; `("*",)` loads the
             names that both sides have.
         verify: compare every file with its checksum before the first tensor is changed; each rank
             reads its share of the files for that. Where another tool wrote the checkpoint, each
-            rank reads what it needs twice instead. `safetensors` files have no checksums.
+            rank reads what it needs twice instead.
         group: the ranks that load; None is the default group, or this process alone.
 
     Returns:
@@ -71,21 +67,20 @@ def load(
     """
     folder = Path(folder)
     peers = Peers(group, error=CheckpointError, where=folder)
-    source = peers.broadcast("metadata", lambda: _open(folder))
+    metadata, files = peers.broadcast("metadata", lambda: _open(folder))
     leaves: dict[str, Any] = {}
-    planner = _Planner()
-    reader: Any = (HuggingFaceStorageReader if source.is_safetensors else _Reader)(str(folder))
+    planner, reader = _Planner(), _Reader(str(folder))
     parts: list[LoadPlan] = []
 
     def plan() -> set[str]:
         """Returns the entries that this rank has no place for."""
         leaves.update(flatten(state))
-        _require_fit(folder, source.metadata, leaves, optional)
-        items = _planned(leaves, source.metadata, planner, reader).items
+        _require_fit(folder, metadata, leaves, optional)
+        items = _planned(leaves, metadata, planner, reader).items
         values = [item for item in items if item.type is LoadItemType.BYTE_IO]
         tensors = [item for item in items if item.type is not LoadItemType.BYTE_IO]
         parts.extend(map(LoadPlan, (values, tensors)))
-        stored = source.metadata.state_dict_metadata.keys()
+        stored = metadata.state_dict_metadata.keys()
         return {name for name in stored - leaves.keys() if not _matches(name, optional)}
 
     def require_used(unused: list[set[str]]) -> None:
@@ -99,11 +94,9 @@ def load(
             reader.read_data(part, planner).wait()
 
     def check() -> None:
-        share = sorted(source.manifest)[peers.rank :: peers.count]
-        manifest.check(folder, source.manifest, share)
-        if not source.manifest and not source.is_safetensors:
-            for part in parts:
-                reader.check(part)  # torch's archives have checksums of their own
+        manifest.check(folder, files, sorted(files)[peers.rank :: peers.count])
+        for part in parts if not files else ():
+            reader.check(part)  # torch's archives have checksums of their own
 
     peers.together("plan", plan, require_used)
     if verify:
@@ -126,7 +119,7 @@ def read_tensors(tensors: dict[str, torch.Tensor], folder: Path, metadata: Metad
 
 
 def _planned(
-    leaves: dict[str, Any], metadata: Metadata, planner: _Planner, reader: Any
+    leaves: dict[str, Any], metadata: Metadata, planner: _Planner, reader: _Reader
 ) -> LoadPlan:
     # Who coordinates matters to torch's global plan, which is not made.
     planner.set_up_planner(leaves, metadata, is_coordinator=False)
@@ -134,33 +127,23 @@ def _planned(
     return planner.create_local_plan()
 
 
-@dataclass(frozen=True)
-class _Source:
-    metadata: Metadata
-    manifest: manifest.Manifest
-    is_safetensors: bool = False
-
-
-def _open(folder: Path) -> _Source:
-    if (folder / METADATA).exists():
-        files = manifest.read(folder)
-        metadata = read_metadata(folder, files)
-        parts = {info.relative_path for info in metadata.storage_data.values()}
-        if files and not parts <= files.keys():
-            raise damaged(folder / METADATA, "files of the manifest", "others")
-        return _Source(metadata, files)
-    if any(folder.glob("*.safetensors")):
-        require("safetensors", feature="a safetensors file")
-        return _Source(HuggingFaceStorageReader(str(folder)).read_metadata(), {}, True)
-    raise CheckpointError(
-        "there is no complete checkpoint",
-        expected=f"a folder with a file {METADATA}, or with safetensors files",
-        got="another folder, or one whose writing was interrupted"
-        if folder.is_dir()
-        else "no folder",
-        where=printable(folder),
-        fix="correct the path, or take an older checkpoint",
-    )
+def _open(folder: Path) -> tuple[Metadata, manifest.Manifest]:
+    if not (folder / METADATA).exists():
+        raise CheckpointError(
+            "there is no complete checkpoint",
+            expected=f"a folder with a file {METADATA}",
+            got="another folder, or one whose writing was interrupted"
+            if folder.is_dir()
+            else "no folder",
+            where=printable(folder),
+            fix="correct the path, or take an older checkpoint",
+        )
+    files = manifest.read(folder)
+    metadata = read_metadata(folder, files)
+    parts = {info.relative_path for info in metadata.storage_data.values()}
+    if files and not parts <= files.keys():
+        raise damaged(folder / METADATA, "files of the manifest", "others")
+    return metadata, files
 
 
 class _Reader(FileSystemReader):
