@@ -22,22 +22,14 @@ Source: `apex/optimizers/fused_adam.py`, `csrc/multi_tensor_adam.cu` and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.torch_version import TorchVersion
 
 from shardgrad.integrations.aliases import Alias
 from shardgrad.integrations.fused_adam import MOMENTS, BoundOptimizer
 
 __all__ = ["FusedAdam"]
-
-_KERNELS = (
-    "multi_tensor_adam",
-    "multi_tensor_adam_capturable",
-    "multi_tensor_adam_capturable_master",
-)
 
 
 class FusedAdam(BoundOptimizer):
@@ -49,16 +41,6 @@ class FusedAdam(BoundOptimizer):
     title = "apex' FusedAdam"
     modules = ("apex", "apex.optimizers", "amp_C")
     install = "build https://github.com/NVIDIA/apex with APEX_CPP_EXT=1 APEX_CUDA_EXT=1"
-
-    @classmethod
-    def why_unusable(cls, modules: Mapping[str, Any], release: TorchVersion, why: str) -> str:
-        """See `BoundOptimizer.why_unusable`."""
-        if "apex" in modules and "apex.optimizers" not in modules:
-            return f"a package called apex is installed, but not NVIDIA's with optimizers ({why})"
-        if "apex.optimizers" in modules and "amp_C" not in modules:
-            return f"apex was built without its CUDA extension ({why})"
-        missing = [k for k in _KERNELS if not why and not hasattr(modules["amp_C"], k)]
-        return f"amp_C has no {', '.join(missing)}" if missing else why
 
     def check(self, options: dict[str, Any]) -> None:
         """See `BoundOptimizer.check`."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from itertools import chain, islice
 from types import SimpleNamespace
-from typing import Any, ClassVar, NoReturn, cast
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import nn
@@ -75,6 +75,7 @@ class BoundOptimizer(Optimizer):
 
     title: ClassVar[str]
     modules: ClassVar[Sequence[str]]  # the package, the one with FusedAdam, and others it needs
+    oldest: ClassVar[str] = "0"  # release that is supported
     install: ClassVar[str]
     # ROCm calls its devices cuda too.
     device_types: ClassVar[Sequence[str]] = ("cuda",)
@@ -153,40 +154,23 @@ class BoundOptimizer(Optimizer):
         Raises:
             PartnerUnavailableError: it is missing, broken, too old or another package.
         """
-        found: dict[str, Any] = {}
-        why = ""
-        for module in cls.modules:
-            try:
-                found[module] = import_module(module)
-            except _BROKEN as error:
-                why = f"importing {module} raised {type(error).__name__}: {error}"
-                break
-        factory = getattr(found.get(cls.modules[1]), "FusedAdam", None)
-        version = str(getattr(found.get(cls.modules[0]), "__version__", ""))
-        # A version that is none counts as the oldest.
-        release = TorchVersion(version if version[:1].isdigit() else "0")
-        if not why and not (isinstance(factory, type) and issubclass(factory, Optimizer)):
-            why = f"{cls.modules[1]} has no optimizer called FusedAdam"
-        why = " ".join(cls.why_unusable(found, release, why).split())
-        if why:
+        try:
+            package, module, *_ = map(import_module, cls.modules)
+            factory: Callable[..., Optimizer] = module.FusedAdam
+            version = str(getattr(package, "__version__", ""))
+            # A version that is none counts as the oldest.
+            release = TorchVersion(version if version[:1].isdigit() else "0")
+            if release < cls.oldest:
+                raise ImportError(f"release {release} is older than {cls.oldest}")
+        except _BROKEN as error:
+            why = " ".join(f"{type(error).__name__}: {error}".split())
             raise PartnerUnavailableError(
                 f"{cls.title} cannot be used: {why}",
                 expected=f"{cls.title}, built for this torch",
                 got=why,
                 fix=f"{cls.install}; or shardgrad.optim.AdamW, which needs no other package",
-            )
-        return cast("Callable[..., Optimizer]", factory), release
-
-    @classmethod
-    @abstractmethod
-    def why_unusable(cls, modules: Mapping[str, Any], release: TorchVersion, why: str) -> str:
-        """Returns why the modules that could be imported are of no use; empty if they are.
-
-        Args:
-            modules: those of `modules` that could be imported, by name.
-            release: version of the package.
-            why: what is wrong already; else empty.
-        """
+            ) from error
+        return factory, release
 
     @abstractmethod
     def check(self, options: dict[str, Any]) -> None:

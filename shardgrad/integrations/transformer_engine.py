@@ -34,11 +34,9 @@ NVIDIA/TransformerEngine, tags v2.4 to v2.18 and commit d0067d0d.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.torch_version import TorchVersion
 
 from shardgrad.errors import OptionError
 from shardgrad.integrations.aliases import Alias
@@ -60,14 +58,8 @@ class FusedAdam(BoundOptimizer):
 
     title = "TransformerEngine's FusedAdam"
     modules = ("transformer_engine", "transformer_engine.pytorch.optimizers")
+    oldest = "2.6"  # before, kernels take one dtype for parameter and gradient
     install = "pip install --no-build-isolation transformer_engine[pytorch]"
-
-    @classmethod
-    def why_unusable(cls, modules: Mapping[str, Any], release: TorchVersion, why: str) -> str:
-        """See `BoundOptimizer.why_unusable`."""
-        if why or release >= "2.6":
-            return why
-        return f"release {release} is older than 2.6, where kernels take one dtype for all"
 
     def check(self, options: dict[str, Any]) -> None:
         """See `BoundOptimizer.check`."""

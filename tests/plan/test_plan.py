@@ -24,7 +24,7 @@ from shardgrad.programs.plan.planning import Plan, make_plan, plan_of
 from shardgrad.programs.plan.recording import Event, Kernel, Marked, Transfer, Waited
 from shardgrad.programs.plan.rehearsal import Rehearsal, rehearse
 from shardgrad.programs.plan.request import Request
-from shardgrad.programs.plan.timeline import play
+from shardgrad.programs.plan.timeline import Timeline, play
 from shardgrad.programs.train.failure import UsageError
 from shardgrad.programs.train.model import Transformer
 from shardgrad.programs.train.presets import PRESETS, transformer_config
@@ -153,31 +153,30 @@ def gather(stream: str = "gather", nbytes: int = 10**9) -> Transfer:
     return Transfer(stream, "all-gather", "shard", 8, nbytes, nbytes * 7 // 8)
 
 
-def played(*events: Event) -> list[tuple[float, float]]:
-    spans = play(events, CostModel(dataclasses.replace(H100, launch_s=0.0), shards=8)).spans
-    return [(span.begin_s, span.end_s) for span in spans]
+def played(*events: Event) -> Timeline:
+    return play(events, CostModel(dataclasses.replace(H100, launch_s=0.0), shards=8))
 
 
 def test_a_stream_that_waits_for_nothing_overlaps() -> None:
-    (_, gathered), (begun, _) = played(gather(), kernel())
-    assert begun == 0.0 < gathered
+    time = played(gather(), kernel())
+    assert time.step_s == max(time.transfers_s, time.compute_s)
+    assert time.exposed_s == time.step_s - time.compute_s > 0.0
 
 
 def test_a_mark_holds_back_the_stream_that_waits_for_it() -> None:
-    (_, gathered), (begun, _) = played(
-        gather(), Marked(1, "gather"), Waited(1, "compute"), kernel()
-    )
-    assert begun == gathered
+    time = played(gather(), Marked(1, "gather"), Waited(1, "compute"), kernel())
+    assert time.step_s == time.transfers_s + time.compute_s
+    assert time.exposed_s == pytest.approx(time.transfers_s)
 
 
 def test_a_mark_of_an_earlier_step_holds_back_nobody() -> None:
-    ((begun, _),) = played(Waited(7, "compute"), kernel())
-    assert begun == 0.0
+    time = played(Waited(7, "compute"), kernel())
+    assert time.step_s == time.compute_s
 
 
 def test_collectives_over_one_link_follow_each_other() -> None:
-    (_, first), (second, _) = played(gather("gather"), gather("reduce"))
-    assert second == first
+    time = played(gather("gather"), gather("reduce"))
+    assert time.step_s == time.transfers_s
 
 
 def test_launching_one_by_one_takes_the_host_its_time() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import threading
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from shardgrad.diagnosis.flight_recorder import FlightRecorder, recorder
 from shardgrad.diagnosis.rank_status import Diagnosis, RankStatus, rank_status
 from shardgrad.diagnosis.watchdog import Watchdog
-from shardgrad.errors import CollectiveError
+from shardgrad.errors import CheckpointSaveError, CollectiveError
 from shardgrad.programs.train import rank
 from shardgrad.programs.train.failure import UsageError, explain
 
@@ -68,6 +69,16 @@ def test_an_error_of_one_rank_is_its_own_report_and_is_told_to_the_others(
         "Rank 0 failed at step 5, forward of layers.1: ValueError: a mistake"
     )
     assert watchdog.told == [error]
+
+
+def test_a_save_that_failed_on_another_rank_is_that_ranks_report(tmp_path: Path) -> None:
+    shared, own = (CheckpointSaveError("a rank could not do its part") for _ in range(2))
+    own.__cause__ = OSError(errno.EFBIG, "File too large")
+    watchdog = Answers(1, witnesses=(0,))
+    recorder.enter("checkpoint")
+    assert told(shared, 0, tmp_path, watchdog) == []
+    (sentence,) = told(own, 1, tmp_path, watchdog)
+    assert "checkpoint: The disk is full or a quota is used up" in sentence
 
 
 def test_what_all_ranks_find_together_is_said_by_rank_0(tmp_path: Path) -> None:

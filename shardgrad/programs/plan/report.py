@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -64,59 +65,77 @@ def _heading(plan: Plan) -> str:
 def _memory(plan: Plan) -> Table:
     resting, memory, device = plan.resting, plan.memory, plan.machine.device
     peak = memory.at_peak
-    table = Table("memory of a rank", "between steps", "at the peak", box=None, pad_edge=False)
-    for owner in sorted(dict.fromkeys((*resting, *peak)), key=lambda owner: -peak.get(owner, 0)):
-        if max(resting.get(owner, 0), peak.get(owner, 0)) > 0:
-            table.add_row(
-                owner, nice_nbytes(resting.get(owner, 0)), nice_nbytes(peak.get(owner, 0))
-            )
-    table.add_row(
-        "[bold]allocated",
-        nice_nbytes(sum(resting.values())),
-        f"[bold]{nice_nbytes(memory.peak_nbytes)}",
-    )
-    table.add_row("kept by the allocator, at least", "", nice_nbytes(memory.reserved_nbytes))
-    table.add_row("context, communicators, workspaces", "", nice_nbytes(TAKEN_NBYTES))
-    table.add_row("margin: fragmentation, NCCL", "", nice_nbytes(device.margin_nbytes))
+    owners = sorted(dict.fromkeys((*resting, *peak)), key=lambda owner: -peak.get(owner, 0))
+    sizes = ((owner, resting.get(owner, 0), peak.get(owner, 0)) for owner in owners)
     verdict = "[green]fits" if plan.fits else "[red]does not fit"
     room = f"{nice_nbytes(plan.needed_nbytes)} of {nice_nbytes(device.memory_nbytes)}"
-    table.add_row(f"[bold]{verdict}", "", f"[bold]{room}")
-    return table
+    return _table(
+        ("memory of a rank", "between steps", "at the peak"),
+        *(
+            (owner, nice_nbytes(low), nice_nbytes(high))
+            for owner, low, high in sizes
+            if low or high
+        ),
+        (
+            "[bold]allocated",
+            nice_nbytes(sum(resting.values())),
+            f"[bold]{nice_nbytes(memory.peak_nbytes)}",
+        ),
+        ("kept by the allocator, at least", "", nice_nbytes(memory.reserved_nbytes)),
+        ("context, communicators, workspaces", "", nice_nbytes(TAKEN_NBYTES)),
+        ("margin: fragmentation, NCCL", "", nice_nbytes(device.margin_nbytes)),
+        (f"[bold]{verdict}", "", f"[bold]{room}"),
+    )
 
 
 def _traffic(plan: Plan) -> RenderableType:
-    rows = plan.traffic
-    if not rows:
+    if not plan.traffic:
         return "No traffic: there is one rank."
-    table = Table(
-        "traffic of a rank in a step", "over", "count", "sent", "busy", box=None, pad_edge=False
+    return _table(
+        ("traffic of a rank in a step", "over", "count", "sent", "busy"),
+        *(
+            (
+                f"{row.kind}, axis {row.axis}",
+                row.link,
+                str(row.count),
+                nice_nbytes(row.sent_nbytes),
+                _ms(row.busy_s),
+            )
+            for row in plan.traffic
+        ),
     )
-    for row in rows:
-        name = f"{row.kind}, axis {row.axis}"
-        table.add_row(name, row.link, str(row.count), nice_nbytes(row.sent_nbytes), _ms(row.busy_s))
-    return table
 
 
 def _time(plan: Plan) -> Table:
-    request, timeline, (least, most) = plan.request, plan.timeline, plan.tokens_per_s_range
-    fast, slow = plan.step_range_s
-    is_range = slow > fast
-    table = Table("time of a step", "", box=None, pad_edge=False)
-    table.add_row(
-        "[bold]step", f"[bold]{_ms(fast)} to {_ms(slow)}" if is_range else f"[bold]{_ms(fast)}"
+    timeline, (least, most), (fast, slow) = (
+        plan.timeline,
+        plan.tokens_per_s_range,
+        plan.step_range_s,
     )
-    if is_range:
-        table.add_row("[bold]tokens/s, a rank", f"[bold]{least:,.0f} to {most:,.0f}")
-        table.add_row("", "give --mfu, as measured on one node, for one number; likely:")
-        table.add_row("step", _ms(timeline.step_s))
-    table.add_row("compute stream busy", _ms(timeline.compute_s))
-    table.add_row(
-        "exposed communication", f"{_ms(timeline.exposed_s)} of {_ms(timeline.transfers_s)}"
+    steps = [("[bold]step", f"[bold]{_ms(fast)}")]
+    if slow > fast:
+        steps = [
+            ("[bold]step", f"[bold]{_ms(fast)} to {_ms(slow)}"),
+            ("[bold]tokens/s, a rank", f"[bold]{least:,.0f} to {most:,.0f}"),
+            ("", "give --mfu, as measured on one node, for one number; likely:"),
+            ("step", _ms(timeline.step_s)),
+        ]
+    return _table(
+        ("time of a step", ""),
+        *steps,
+        ("compute stream busy", _ms(timeline.compute_s)),
+        ("exposed communication", f"{_ms(timeline.exposed_s)} of {_ms(timeline.transfers_s)}"),
+        ("host launches", _ms(timeline.host_s)),
+        ("tokens/s, a rank", f"{plan.tokens_per_s:,.0f}"),
+        ("tokens/s, all ranks", f"{plan.tokens_per_s * plan.request.ranks:,.0f}"),
+        ("MFU, as PaLM counts", f"{plan.mfu:.1%}"),
     )
-    table.add_row("host launches", _ms(timeline.host_s))
-    table.add_row("tokens/s, a rank", f"{plan.tokens_per_s:,.0f}")
-    table.add_row("tokens/s, all ranks", f"{plan.tokens_per_s * request.ranks:,.0f}")
-    table.add_row("MFU, as PaLM counts", f"{plan.mfu:.1%}")
+
+
+def _table(columns: Sequence[str], *rows: Sequence[str]) -> Table:
+    table = Table(*columns, box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*row)
     return table
 
 

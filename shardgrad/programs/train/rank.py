@@ -130,8 +130,9 @@ def _report(
 ) -> list[str]:
     """Returns what this rank is to tell of a failure; nothing, if another rank tells it."""
     hint = [] if isinstance(failure, UsageError | CheckpointUnusable) else [resume_hint(folder)]
-    is_shared = isinstance(error, CheckpointSaveError) and error.__cause__ is None
-    if isinstance(error, TrainingError) or is_shared:  # all ranks have it, once they have met
+    if isinstance(error, CheckpointSaveError) and error.__cause__ is None:
+        return []  # the rank that could not do its part tells it
+    if isinstance(error, TrainingError):  # all ranks have found it together, once they have met
         return [" ".join([str(failure), *hint])] if rank == 0 or watchdog is None else []
     if watchdog is None or not isinstance(failure, PeerLost):
         if watchdog is not None:
