@@ -22,38 +22,52 @@ from shardgrad.graphs.eager_regions import handle_eager_calls
 from shardgrad.graphs.pool import DeviceGraph, GraphPool
 from shardgrad.graphs.recomputation import Redraws
 
-__all__ = ["CapturedStep", "Key", "SplitGraph"]
+__all__ = ["CapturedStep", "Key"]
 
 Key = tuple[Hashable, tuple[Hashable, ...]]  # of the inputs, and guards
 
 
-class SplitGraph:
+class CapturedStep:
     """The graphs of one step and the eager regions between them, in order.
 
     Args:
+        key: of the inputs, and guards, at the beginning of the captured call; those of torch's
+            modes come first, and those of capturables follow.
         pool: where the graphs are captured.
-        capturables: quiesced wherever a graph begins or ends.
+        capturables: of the step, quiesced wherever a graph begins or ends.
         generators: of random numbers, in addition to the device's default one.
         redraws: of an eager call of the step.
 
     Attributes:
-        pool, redraws: as given.
+        key, redraws: as given.
+        is_compared: True once a second capture has been compared with the first.
+        reads: what the captured call read without being given it; once it is captured.
+        outputs: of the captured call, likewise; every replay overwrites them.
     """
+
+    reads: Reads
+    outputs: Any
 
     def __init__(
         self,
+        key: Key,
         pool: GraphPool,
         capturables: Sequence[Capturable],
         generators: Sequence[torch.Generator],
         redraws: Redraws,
     ) -> None:
-        self.pool, self.redraws = pool, redraws
-        self._capturables = capturables
+        self.key, self.redraws, self.is_compared = key, redraws, False
+        self._pool, self._capturables = pool, capturables
         self._generators = [*generators, *redraws.generators]
         self._graphs: list[DeviceGraph] = []
         self._parts: list[Callable[[], object]] = []  # what a replay calls
         self._capture: AbstractContextManager[DeviceGraph] | None = None  # under way, of `_graph`
         self._graph: DeviceGraph
+        self._before_replays = [each.before_replays() for each in capturables]
+        self._snapshots: list[Callable[[], None]] = []  # of the host after the capture
+        self._kept: list[Any] = []
+
+    # -- a capture
 
     @contextmanager
     def captured(self) -> Iterator[None]:
@@ -66,11 +80,20 @@ class SplitGraph:
             except BaseException as error:
                 if self._capture is not None:
                     self._capture.__exit__(type(error), error, error.__traceback__)
-                self.reset()
+                self._destroy()
                 raise
+        # Guards are compared at the beginning of a call, and an eager region may change what they
+        # cover.
+        self._snapshots = [
+            each.snapshot_unguarded()
+            if not self.has_eager_regions and each.guards() == before
+            else each.snapshot()
+            for each, before in zip(self._capturables, self.key[1][1:], strict=True)
+        ]
+        self._kept = [each.known_to_graph() for each in self._capturables]
 
     def _begin(self) -> None:
-        capture = self.pool.capture(self._generators)
+        capture = self._pool.capture(self._generators)
         self._graph = capture.__enter__()
         self._capture = capture
 
@@ -93,64 +116,12 @@ class SplitGraph:
         for each in self._capturables:
             each.after_eager_region()
 
+    # -- replays
+
     @property
     def has_eager_regions(self) -> bool:
         """Whether calls are made between graphs."""
         return len(self._graphs) > 1
-
-    def replay(self) -> None:
-        """Launches the graphs on the current stream and makes the calls between them."""
-        with self.redraws.replayed():
-            for part in self._parts:
-                part()
-
-    def reset(self) -> None:
-        """Destroys the graphs."""
-        self._parts.clear()
-        while self._graphs:
-            self.pool.destroy(self._graphs.pop())
-
-
-class CapturedStep:
-    """The graphs of a step, and snapshots of the host state after its capture.
-
-    Args:
-        key: of the inputs, and guards, at the beginning of the captured call; those of torch's
-            modes come first, and those of capturables follow.
-        graph: captured.
-        outputs: of the captured call.
-        capturables: of the step.
-        before_replays: what they returned at the beginning of the captured call.
-        reads: what the captured call read without being given it.
-
-    Attributes:
-        key, graph, reads: as given.
-        is_compared: True once a second capture has been compared with the first.
-        outputs: as given; every replay overwrites them.
-    """
-
-    def __init__(
-        self,
-        key: Key,
-        graph: SplitGraph,
-        outputs: Any,
-        capturables: Sequence[Capturable],
-        before_replays: Sequence[Callable[[], bool]],
-        reads: Reads,
-    ) -> None:
-        self.key, self.graph, self.reads, self.outputs = key, graph, reads, outputs
-        self.is_compared = False
-        self._capturables = capturables
-        # Guards are compared at the beginning of a call, and an eager region may change what they
-        # cover.
-        self._snapshots = [
-            each.snapshot_unguarded()
-            if not graph.has_eager_regions and each.guards() == before
-            else each.snapshot()
-            for each, before in zip(capturables, key[1][1:], strict=True)
-        ]
-        self._before_replays = before_replays
-        self._kept = [each.known_to_graph() for each in capturables]
 
     def is_of(self, key: Hashable) -> bool:
         """Returns whether a replay is the step with this key, from the memory that is there now."""
@@ -163,16 +134,26 @@ class CapturedStep:
         return all(prepare() for prepare in self._before_replays)
 
     def replay(self) -> Any:
-        """Takes a step; returns the outputs, the same tensors each time."""
-        self.graph.replay()
+        """Takes a step on the current stream; returns the outputs, the same tensors each time."""
+        self.redraws.begin_replay()
+        for part in self._parts:
+            part()
+        self.redraws.end_replay()
         for restore in self._snapshots:
             restore()
         for each in self._capturables:
             each.replayed()
         return self.outputs
 
+    # -- the end
+
     def reset(self) -> None:
         """Destroys the graphs, once the host has waited for the device: they may be running."""
-        wait_for_device(self.graph.pool.device)
-        self.graph.reset()
+        wait_for_device(self._pool.device)
+        self._destroy()
         self._kept.clear()
+
+    def _destroy(self) -> None:
+        self._parts.clear()
+        while self._graphs:
+            self._pool.destroy(self._graphs.pop())

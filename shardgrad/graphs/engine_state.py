@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import chain, repeat
-from operator import attrgetter, is_
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from torch import nn
 from shardgrad.engine.grad_group import SWITCHES
 from shardgrad.engine.grad_shard import GradMemory, GradShard
 from shardgrad.engine.param import managed_by
-from shardgrad.engine.param_group import ParamGroup, Registration
+from shardgrad.engine.param_group import SHARDED, ParamGroup, Registration
 from shardgrad.engine.replaced_params import adopt
 from shardgrad.engine.streams import is_capturing
 from shardgrad.engine.unit import RootContext, units_under
@@ -44,10 +44,12 @@ _GRAD = attrgetter("grad")
 _CONTEXT = attrgetter("context")
 _GENERATION = attrgetter("generation")
 _GRAD_SHARD = attrgetter("shard")
+_MEMORY = attrgetter("memory")
 _ADDRESS = torch.Tensor.data_ptr
-# Host state that a step may set, apart from gradients, by who has it.
+_TRAINING = itemgetter("training")  # of a module's `__dict__`: half the time of the attribute
+_END = (object(),)
+# Host state of the engine that a step may set, apart from gradients, by who has it.
 _SWITCHES = {
-    "_modules": ("training",),
     "_units": ("reshard_after_forward", "reshard_after_backward", "unshard_in_backward"),
     "_contexts": ("scheduler.is_last_backward", "scheduler.reads_again"),
     "_grad_groups": SWITCHES,
@@ -70,7 +72,7 @@ class ModuleState(Capturable):
         self._units = units_under(module)
         # Before the capture that runs; None outside. See [Note: Gradients in a graph's pool].
         self._with_memory: set[GradShard] | None = None
-        self._registered_before: dict[str, Any] = {}
+        self._registered_before: dict[str, Any] = {}  # likewise
         # Which parameters require a gradient in this call, and whether as in the one before.
         self._trains: tuple[bool, ...] = ()
         self._is_placed = False
@@ -102,13 +104,9 @@ class ModuleState(Capturable):
         self._gradients = [(attrgetter(name), of) for name, of in bound.items()]
         self._modules = list(self._module.modules())
         self._module_ids = tuple(map(id, self._modules))
-        # What registers modules, buffers, and parameters outside of units.
-        self._registers: list[dict[str, Any]] = []
-        plain = set(map(id, self._plain))
-        for module in self._modules:
-            self._registers += filter(None, (module._modules, module._buffers))
-            if plain.intersection(map(id, module._parameters.values())):
-                self._registers.append(module._parameters)
+        self._flags = list(map(vars, self._modules))
+        registers = ((m._modules, m._buffers, m._parameters) for m in self._modules)
+        self._registers = list(filter(None, chain.from_iterable(registers)))
         self._collected_from = list(self._origins())
         self._generations = tuple(map(_GENERATION, self._groups))
 
@@ -116,25 +114,21 @@ class ModuleState(Capturable):
         """Takes over parameters that the program has replaced, and collects again if that would
         start from other objects.
         """
-        if not self._registration.holds():
+        is_same = all(map(is_, self._origins(), self._collected_from))
+        if not (is_same and self._registration.has_same_data()):
             for group in self._groups:
                 adopt(group)
-        before = self._collected_from
-        is_same = (
-            tuple(map(_GENERATION, self._groups)) == self._generations
-            and sum(map(len, self._registers), len(self._units)) == len(before)
-            and all(map(is_, self._origins(), before))
-        )
-        if not is_same:
+        if not is_same or tuple(map(_GENERATION, self._groups)) != self._generations:
             self._units = units_under(self._module)
             self._collect()
 
     def _origins(self) -> Iterator[Any]:
         """Yields the objects that `_collect` starts from: units get their root in the first
-        forward, and a program may replace modules, buffers, and parameters outside of units.
+        forward, and a program may replace modules, buffers, and parameters. None ends them, so
+        that two sequences of different lengths differ.
         """
         registered = chain.from_iterable(map(dict.values, self._registers))
-        return chain(map(_CONTEXT, self._units), registered)
+        return chain(map(_CONTEXT, self._units), registered, _END)
 
     def guards(self) -> Hashable:
         """See `Capturable`."""
@@ -166,6 +160,8 @@ class ModuleState(Capturable):
         verdict on them by identity, with the places that it is of. That on gradients that are None
         is forgotten.
         """
+        if not shard.has_memory:
+            return ()  # nor flags, nor a verdict
         if shard.nonfinite is not None and shard.are_absent():
             shard.nonfinite = None
             shard.judged.clear()
@@ -175,10 +171,14 @@ class ModuleState(Capturable):
         return address, tuple(shard.flagged), id(shard.nonfinite), frozenset(shard.judged)
 
     def _switches(self) -> tuple[Any, ...]:
-        return tuple([tuple(map(get, getattr(self, who))) for who, get in _GETTERS])
+        training = tuple(map(_TRAINING, self._flags))
+        return training, *[tuple(map(get, getattr(self, who))) for who, get in _GETTERS]
 
     def _set_switches(self, switches: tuple[Any, ...]) -> None:
-        for (who, names), of_all in zip(_SWITCHES.items(), switches, strict=True):
+        training, *of_engine = switches
+        for flags, value in zip(self._flags, training, strict=True):
+            flags["training"] = value
+        for (who, names), of_all in zip(_SWITCHES.items(), of_engine, strict=True):
             for owner, values in zip(getattr(self, who), of_all, strict=True):
                 for name, value in zip(names, values if len(names) > 1 else [values], strict=True):
                     *way, last = name.split(".")
@@ -268,9 +268,10 @@ class ModuleState(Capturable):
             for grads in self._grad_groups:
                 grads.refresh_trainable()
         self._join_post_optim_events()
-        for context in self._contexts:
-            context.free_gradients()
-        self.at_eager_border()  # of gradients that are there, a capture will know the addresses
+        if GradMemory.HELD in map(_MEMORY, self._shards()):  # an eager call has been before this
+            for context in self._contexts:
+                context.free_gradients()
+            self.at_eager_border()  # of gradients that are there, a capture will know the addresses
 
     def at_eager_border(self) -> None:
         """See `Capturable`."""
@@ -334,7 +335,8 @@ class ModuleState(Capturable):
         """
         for group in self._groups:
             group.steps_taken += 1
-            group.reshard(drop_kept=True)
+            if group.is_filled or group.state is not SHARDED:
+                group.reshard(drop_kept=True)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Capturable`."""

@@ -213,10 +213,9 @@ class InputBuffers:
             with self._transfers:
                 sources = [self._sent(tensor) for tensor in sources]
             wait_for_stream(stream, self._transfers)
-        torch._foreach_copy_(self.buffers, sources)
-        if stream is not None:
             for source in sources:
                 source.record_stream(stream)
+        torch._foreach_copy_(self.buffers, sources)
 
     def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device.type == self._pool.device.type:

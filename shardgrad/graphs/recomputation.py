@@ -75,22 +75,23 @@ class Redraws:
         finally:
             del _on_streams[stream]
 
-    @contextmanager
-    def replayed(self) -> Iterator[None]:
-        """Has the replay in the block begin to draw where the regions began in forward.
+    def begin_replay(self) -> None:
+        """Has the regions of the replay that follows begin to draw where they began in forward."""
+        if not any(self._drawing):
+            return
+        seed, self._begin = self._default.initial_seed(), self._default.get_offset()
+        for start, generator in filter(None, self._drawing):
+            generator.manual_seed(seed).set_offset(self._begin + start)
+
+    def end_replay(self) -> None:
+        """Refuses a replay that drew more or less than the eager call.
 
         Raises:
-            ReplayMismatchError: the replay drew more or less than the eager call, so regions have
-                drawn other numbers than in forward.
+            ReplayMismatchError: regions have drawn other numbers than in forward.
         """
-        if not self.generators:
-            yield
+        if not any(self._drawing):
             return
-        seed, begin = self._default.initial_seed(), self._default.get_offset()
-        for start, generator in filter(None, self._drawing):
-            generator.manual_seed(seed).set_offset(begin + start)
-        yield
-        drawn = self._default.get_offset() - begin
+        drawn = self._default.get_offset() - self._begin
         if drawn != self._drawn:
             raise ReplayMismatchError(
                 "a graph draws more or fewer random numbers than its step did eagerly, so its "

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from shardgrad.engine.streams import Stream, is_capturing
 from shardgrad.errors import CaptureError, CollectiveError, OptionError, listed
 from shardgrad.graphs.capturable import CaptureAgain, capturable
-from shardgrad.graphs.captured import CapturedStep, Key, SplitGraph
+from shardgrad.graphs.captured import CapturedStep, Key
 from shardgrad.graphs.changes import difference
 from shardgrad.graphs.closed_over import Place, Reads
 from shardgrad.graphs.comparison import Comparison
@@ -471,12 +471,12 @@ class GraphedStep(Generic[_P, _R]):
         )
         self._graphs.remove(first)
         try:
-            again, _ = self._capture_or_refuse(kind, first.key, first.graph.redraws)
+            again, _ = self._capture_or_refuse(kind, first.key, first.redraws)
             if again is None:
                 return self._run_eagerly(kind, guards, caller)
             again.is_compared = True
             self.replays += 1
-            if first.graph.has_eager_regions:  # functions passed to `outside` are called once
+            if first.has_eager_regions:  # functions passed to `outside` are called once
                 return again.replay()
             outputs, frozen = comparison.frozen(first.replay, again.replay, again.reads.groups)
             if frozen:
@@ -496,32 +496,26 @@ class GraphedStep(Generic[_P, _R]):
         """Captures a step. If that fails, all state is restored."""
         for each in self._capturables:
             each.quiesce()
-        before_replays = [each.before_replays() for each in self._capturables]
+        captured = CapturedStep(key, self.pool, self._capturables, self._generators, redraws)
         host = HostState(self._capturables, self.pool.device, self._generators)
-        graph = SplitGraph(
-            self.pool,
-            self._capturables,
-            self._generators,
-            redraws,
-        )
-        reads = Reads(self._function, self._modules, self.pool.stream)
+        captured.reads = reads = Reads(self._function, self._modules, self.pool.stream)
         args, kwargs = kind.buffers.arguments(copied=False)
         try:
-            with _stale_streams_overridden(), graph.captured(), reads:
+            with _stale_streams_overridden(), captured.captured(), reads:
                 outputs = detached(self._function(*args, **kwargs))
                 require_given(reads.not_given)
                 require_not_kept(reads.kept(kind.buffers.buffers))
                 if self.pool.device.type == "cuda":
                     require_launch_order(reads.groups)
                 # Of now: gradients may have got memory inside.
-                outputs = apart_from(self._state(), outputs)
+                captured.outputs = apart_from(self._state(), outputs)
         except BaseException:
             for each in self._capturables:
                 each.abort_capture()
             host.restore()
             raise
         has_graphs(self)
-        return CapturedStep(key, graph, outputs, self._capturables, before_replays, reads)
+        return captured
 
     def _state(self) -> Iterator[torch.Tensor]:
         """Yields the memory in which the step's state lives."""

@@ -8,12 +8,14 @@ step and follows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any
 
 __all__ = ["Contents"]
+
+_END = (object(),)
 
 
 class Contents:
@@ -29,7 +31,7 @@ class Contents:
     ) -> None:
         self._groups = list(groups)
         self._params = [list(group["params"]) for group in groups]
-        self._values = list(chain.from_iterable(map(dict.values, state.values())))
+        self._values = list(_values(state))
 
     def same_groups(self, groups: Sequence[Mapping[str, Any]]) -> bool:
         """Returns whether these are the same groups with the same parameters."""
@@ -40,10 +42,12 @@ class Contents:
 
     def same_state(self, state: Mapping[Any, dict[str, Any]]) -> bool:
         """Returns whether this state has the same tensors, in the same order."""
-        entries = state.values()
-        return sum(map(len, entries)) == len(self._values) and all(
-            map(is_, chain.from_iterable(map(dict.values, entries)), self._values)
-        )
+        return all(map(is_, _values(state), self._values))
+
+
+def _values(state: Mapping[Any, dict[str, Any]]) -> Iterator[Any]:
+    """Yields all of a state; the end, too, so that one with more or fewer values differs."""
+    return chain(chain.from_iterable(map(dict.values, state.values())), _END)
 
 
 def _same(left: Sequence[Any], right: Sequence[Any]) -> bool:
