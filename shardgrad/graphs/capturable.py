@@ -51,7 +51,7 @@ class Capturable:
     """
 
     def begin_call(self) -> None:
-        """Called first in every call, on the pool's stream, which has waited for the program's."""
+        """Called first in every call, on the program's stream, after earlier calls."""
 
     def at_eager_border(self) -> None:
         """Called in an eager call where a graph of it would end: at its end, and at eager

@@ -106,7 +106,7 @@ class ModuleState(Capturable):
         self._module_ids = tuple(map(id, self._modules))
         self._flags = list(map(vars, self._modules))
         registers = ((m._modules, m._buffers, m._parameters) for m in self._modules)
-        self._registers = list(filter(None, chain.from_iterable(registers)))
+        self._registers: list[dict[str, Any]] = [each for of in registers for each in of if each]
         self._collected_from = list(self._origins())
         self._generations = tuple(map(_GENERATION, self._groups))
 
@@ -135,13 +135,16 @@ class ModuleState(Capturable):
         shards = self._shards()
         with torch._C.DisableTorchFunctionSubclass():  # DTensors answer three times as fast
             grads = [None if g is None else g.data_ptr() for g in map(_GRAD, self._plain)]
+            bound = self._bound(shards)
+            # Without memory there are neither flags nor verdicts.
+            memory = [s.memory is not GradMemory.NONE and _memory_of(s) for s in shards]
             return (
                 ("modules", self._module_ids),
                 ("replaced parameters", self._generations),
                 ("requires_grad", self._trains),
                 ("addresses", tuple(map(_ADDRESS, self._addressed))),
-                ("gradients", tuple(grads), self._bound(shards)),
-                ("memory of gradients", tuple(map(self._gradients_of, shards))),
+                ("gradients", tuple(grads), bound),
+                ("memory of gradients", tuple(memory)),
                 ("switches", self._switches()),
             )
 
@@ -154,21 +157,6 @@ class ModuleState(Capturable):
         if all(map(is_, found, repeat(None))):
             return ()
         return tuple([tuple(shard.settle()) for shard in shards])
-
-    def _gradients_of(self, shard: GradShard) -> Hashable:
-        """Returns where the gradients lie, if a graph may know it; what their flags say; and the
-        verdict on them by identity, with the places that it is of. That on gradients that are None
-        is forgotten.
-        """
-        if not shard.has_memory:
-            return ()  # nor flags, nor a verdict
-        if shard.nonfinite is not None and shard.are_absent():
-            shard.nonfinite = None
-            shard.judged.clear()
-        # Memory on the host is always fixed, and of no graph.
-        is_known = shard.memory is GradMemory.FIXED and shard.stream is not None
-        address = shard.flat.data_ptr() if is_known else 0
-        return address, tuple(shard.flagged), id(shard.nonfinite), frozenset(shard.judged)
 
     def _switches(self) -> tuple[Any, ...]:
         training = tuple(map(_TRAINING, self._flags))
@@ -356,6 +344,20 @@ class ModuleState(Capturable):
                     yield f"verdict of the gradients of {unit}", shard.nonfinite
             for what, buffer in grads.buffers().items():
                 yield f"{what} of {unit}", buffer
+
+
+def _memory_of(shard: GradShard) -> Hashable:
+    """Returns where the gradients lie, if a graph may know it; what their flags say; and the
+    verdict on them by identity, with the places that it is of. That on gradients that are None
+    is forgotten.
+    """
+    if shard.nonfinite is not None and shard.are_absent():
+        shard.nonfinite = None
+        shard.judged.clear()
+    # Memory on the host is always fixed, and of no graph.
+    is_known = shard.memory is GradMemory.FIXED and shard.stream is not None
+    address = shard.flat.data_ptr() if is_known else 0
+    return address, tuple(shard.flagged), id(shard.nonfinite), frozenset(shard.judged)
 
 
 def _refuse_uncapturable_groups(groups: Iterable[ParamGroup]) -> None:

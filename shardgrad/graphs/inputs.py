@@ -199,16 +199,16 @@ class InputBuffers:
         filled: tuple[tuple[Any, ...], dict[str, Any]] = _filled(self._given, tensors)
         return filled
 
-    def load(self, inputs: Inputs) -> None:
+    def load(self, inputs: Inputs, stream: Stream) -> None:
         """Copies a call's tensors into the buffers.
 
-        Streams: on the pool's stream, inside `GraphPool.turn`. Host tensors are sent on another
-            stream while the step before is running, and the host does not wait. Pinned ones are
-            sent from where they are, and must not be written before.
+        Streams: on `stream`, the current one. Host tensors are sent on another stream while the
+            step before is running, and the host does not wait. Pinned ones are sent from where they
+            are, and must not be written before.
         """
         if not self.buffers:
             return
-        sources, stream = inputs.tensors, self._pool.stream
+        sources = inputs.tensors
         if stream is not None and self._transfers is not None:
             with self._transfers:
                 sources = [self._sent(tensor) for tensor in sources]

@@ -1,7 +1,8 @@
-"""The stream that graphed steps run on, and the memory pool that their graphs share.
+"""The stream that steps are captured on, and the memory pool that their graphs share.
 
-Graphs of one pool run on its stream one after the other, so a graph may reuse memory of the pool
-that an earlier one left, and no wait is needed but for the stream.
+Calls of one pool run one after the other, so a graph may reuse memory of the pool that an earlier
+one left. A replay is a launch on the caller's stream, and so needs no wait unless the call before
+came from another one.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class GraphPool:
 
     Attributes:
         device: as given, with an index.
-        stream: on which steps run; None on the CPU.
+        stream: on which steps run eagerly and are captured; None on the CPU.
         can_capture: False where the device has no graphs: steps run eagerly there.
         nbytes: bytes that captures have reserved so far, beyond what eager steps had reserved.
         calls: number of calls of all steps of this pool; each may overwrite what an earlier one
@@ -76,6 +77,7 @@ class GraphPool:
             _capture_stream(self.device, threading.get_ident()) if self.can_capture else None
         )
         self.nbytes = self.calls = 0
+        self._latest: Stream = None  # from which the latest call came
         self._policy = offload_policy
         self._memory: VirtualPool | None = None
         self._handle: Any = None  # of the memory, while it has graphs
@@ -111,15 +113,9 @@ class GraphPool:
             self._memory.bring_back()
         self._is_away = False
 
-    @contextmanager
-    def turn(self) -> Iterator[Stream]:
-        """Makes the pool's stream current inside the block.
-
-        Yields:
-            The caller's stream, None on the CPU.
-
-        Streams: the pool's stream waits for the caller's; after the block, also if that raises, the
-        caller's waits for the pool's.
+    def follow(self) -> Stream:
+        """Returns the caller's current stream, which waits for the pool's calls so far; None on the
+        CPU.
 
         Raises:
             AsleepError: after `offload`.
@@ -127,13 +123,29 @@ class GraphPool:
         if self._is_away:
             raise AsleepError.of("the pool of graphs")
         if self.stream is None:
-            yield None
+            return None
+        before, self._latest = self._latest, torch.accelerator.current_stream(self.device)
+        if before is not None:
+            wait_for_stream(self._latest, before)
+        return self._latest
+
+    @contextmanager
+    def turn(self, caller: Stream) -> Iterator[None]:
+        """Makes the pool's stream current inside the block.
+
+        Args:
+            caller: as `follow` returned it.
+
+        Streams: the pool's stream waits for the caller's; after the block, also if that raises, the
+        caller's waits for the pool's.
+        """
+        if self.stream is None or caller is None:
+            yield
             return
-        caller = torch.accelerator.current_stream(self.device)
         wait_for_stream(self.stream, caller)
         try:
             with self.stream:
-                yield caller
+                yield
         finally:
             wait_for_stream(caller, self.stream)
 

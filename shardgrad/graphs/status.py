@@ -55,9 +55,8 @@ class StatusReader:
             step: number of the call that returned `outputs`; 0 if they were overwritten.
             outputs: its outputs.
 
-        Streams: the values are collected on the pool's stream, after the step, and copied to the
-        host
-            asynchronously. The host never waits.
+        Streams: the values are collected on the current stream, after the step, and copied to the
+            host asynchronously. The host never waits.
         Capture: not safe.
         """
         if self._pending is None and step > 0:
@@ -74,11 +73,11 @@ class StatusReader:
                 named[name] = named[name] + value if name in named else value
         if not named:
             return None
-        names, stream = list(named), self._pool.stream
+        names, stream = list(named), self._pool.follow()
         host = torch.empty(
             len(names), dtype=torch.float64, pin_memory=self._pool.device.type == "cuda"
         )
-        with self._pool.turn(), torch.no_grad():
+        with torch.no_grad():
             scalar = [value.detach().reshape(()).to(torch.float64) for value in named.values()]
             host.copy_(torch.stack(scalar), non_blocking=True)
             arrived = None if stream is None else EagerEvent(torch.Event(self._pool.device))

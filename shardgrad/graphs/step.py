@@ -162,8 +162,9 @@ def graphed_step(
     Returns:
         A decorator that turns a function into a `GraphedStep`.
 
-    Streams: every call runs on the pool's stream, after the caller's current stream, which then
-        waits for it. Outputs may be used on the caller's stream.
+    Streams: a replay runs on the caller's current stream, after earlier calls. A step that runs
+        eagerly or is captured does so on the pool's stream, after the caller's, which then waits
+        for it. Outputs may be used on the caller's stream.
     Capture: not safe; inside a step or capture, call the function itself.
 
     Raises:
@@ -268,43 +269,56 @@ class GraphedStep(Generic[_P, _R]):
         inputs = flatten_inputs(args, kwargs)
         _thread.step = self
         try:
-            with self.pool.turn() as caller:
-                self.pool.calls = self._call = self.pool.calls + 1
-                kind = self._kind(inputs)
-                kind.buffers.load(inputs)
-                outputs = self._outputs = self._run(kind, caller)
-                if self._settings.clone_outputs:
-                    outputs = used_on(clones(outputs), caller)
-                return outputs  # type: ignore[no-any-return]
+            caller = self.pool.follow()
+            self.pool.calls = self._call = self.pool.calls + 1
+            outputs = self._outputs = self._run(inputs, caller)
+            if self._settings.clone_outputs:
+                outputs = clones(outputs)
+            return outputs  # type: ignore[no-any-return]
         finally:
             _thread.step = None
 
-    def _run(self, kind: _InputKind, caller: Stream) -> Any:
+    def _run(self, inputs: Inputs, caller: Stream) -> Any:
+        kind = self._kind(inputs, caller)
         for each in self._capturables:
             each.begin_call()
         guards = (_modes(self.pool.device), *(each.guards() for each in self._capturables))
         key = kind.key, guards
-        captured = self._look_up(key)
-        is_known = captured is not None
-        news = "" if captured is not None or kind.refused else self._what_is_new(kind, guards)
-        try:
-            if captured is not None:
-                self._places = captured.reads.places
-            elif not news and self._is_due(kind):
-                captured, news = self._capture_or_refuse(kind, key, kind.seen[guards])
-                self.captures += captured is not None
-            is_ready = captured is not None and captured.prepare()
-            if captured is not None and not is_ready:
-                news = _KEPT
-            self._before = key
-            self._note(news)
-            if captured is None or not is_ready:
-                return self._run_eagerly(kind, guards, caller)
-            if is_known and not captured.is_compared:
-                return self._compare(captured, kind, guards, caller)
-        except CollectiveError as error:
-            self._require_same_on_all_ranks(error)
-            raise
+        captured, news = self._look_up(key), ""
+        if captured is not None:
+            self._places = captured.reads.places
+        elif not kind.refused:
+            news = self._what_is_new(kind, guards)
+        self._before = key
+        if captured is not None and captured.is_compared and captured.prepare():
+            self._note("")
+            kind.buffers.load(inputs, caller)
+            self.replays += 1
+            return captured.replay()
+        with self.pool.turn(caller):
+            kind.buffers.load(inputs, self.pool.stream)
+            try:
+                return self._run_on_pool(kind, captured, news, caller)
+            except CollectiveError as error:
+                self._require_same_on_all_ranks(error)
+                raise
+
+    def _run_on_pool(
+        self, kind: _InputKind, captured: CapturedStep | None, news: str, caller: Stream
+    ) -> Any:
+        """Takes a step whose graph is missing, not compared yet, or must not be replayed."""
+        is_known, guards = captured is not None, self._before[1]
+        if captured is None and not news and self._is_due(kind):
+            captured, news = self._capture_or_refuse(kind, self._before, kind.seen[guards])
+            self.captures += captured is not None
+        is_ready = captured is not None and captured.prepare()
+        if captured is not None and not is_ready:
+            news = _KEPT
+        self._note(news)
+        if captured is None or not is_ready:
+            return self._run_eagerly(kind, guards, caller)
+        if is_known and not captured.is_compared:
+            return self._compare(captured, kind, guards, caller)
         self.replays += 1
         return captured.replay()
 
@@ -332,7 +346,8 @@ class GraphedStep(Generic[_P, _R]):
             return (
                 f"what a graph would freeze: {difference(self._before[1], guards)}. For a number "
                 "of an optimizer: an optimizer of shardgrad.optim, which keeps it on the device, "
-                "or torch's Adam or AdamW with capturable=True for a learning rate"
+                "or torch's Adam or AdamW with capturable=True for a learning rate; for its state, "
+                "write into the tensors that are there"
             )
         if moved:
             return (
@@ -348,7 +363,7 @@ class GraphedStep(Generic[_P, _R]):
             self._warn(
                 f"ran eagerly, and is not captured: in each of {_IN_A_ROW} calls in a row "
                 f"something was new that chooses its graph; in the last, {news}.",
-                depth=5,
+                depth=6,
             )
 
     def _run_eagerly(self, kind: _InputKind, guards: Hashable, caller: Stream) -> Any:
@@ -367,7 +382,7 @@ class GraphedStep(Generic[_P, _R]):
                 f"runs eagerly on every call: {self.pool.device.type} has no graphs. The numbers "
                 "are the same, and what keeps a step from being a graph shows on a device that has "
                 "them.",
-                depth=5,
+                depth=6,
             )
         kind.seen.pop(guards, None)
         kind.seen[guards] = redraws
@@ -418,11 +433,12 @@ class GraphedStep(Generic[_P, _R]):
             f"{self.eager_steps} eager; {why}"
         )
 
-    def _kind(self, inputs: Inputs) -> _InputKind:
+    def _kind(self, inputs: Inputs, caller: Stream) -> _InputKind:
         key = inputs.key
         kind = self._kinds.get(key)
         if kind is None:
-            kind = self._kinds[key] = _InputKind(key, InputBuffers(inputs, self.pool))
+            with self.pool.turn(caller):  # whose stream has the memory, whoever calls
+                kind = self._kinds[key] = _InputKind(key, InputBuffers(inputs, self.pool))
             self._evict()
         self._kinds.move_to_end(key)
         return kind
@@ -577,7 +593,7 @@ class GraphedStep(Generic[_P, _R]):
         found = f"\n{issues}" if issues else ""
         if self._settings.on_uncapturable != "raise":
             place = f" [{where}]" if where else ""
-            self._warn(f"{what}{place}. It runs eagerly.{found}", depth=7)
+            self._warn(f"{what}{place}. It runs eagerly.{found}", depth=8)
             return
         raise CaptureError(
             f"{self._name} {what}{found}",

@@ -529,8 +529,8 @@ class FlatOptimizer(Optimizer):
         self._require_here()
         self._follow_program()
         # Another group in the place of one has other mirrors on the device.
-        segments = tuple((segment.options.number, segment.guards()) for segment in self._segments)
-        groups = tuple(group.constants() for group in self._groups())
+        segments = tuple([(segment.options.number, segment.guards()) for segment in self._segments])
+        groups = tuple([group.constants() for group in self._groups()])
         return segments, groups, self._check_finite
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -220,9 +220,10 @@ def test_a_pinned_batch_is_sent_from_where_it_is(device: torch.device, pinned: b
     given = inputs.flatten_inputs((sources,), {})
     pool = shardgrad.graphs.GraphPool(device)
     copy = inputs._pinned
-    with pool.turn(), patch.object(inputs, "_pinned", side_effect=copy) as copies:
+    turn = pool.turn(pool.follow())
+    with turn, patch.object(inputs, "_pinned", side_effect=copy) as copies:
         sent = inputs.InputBuffers(given, pool)
-        sent.load(given)
+        sent.load(given, pool.stream)
     assert [torch.equal(b.cpu(), s) for b, s in zip(sent.buffers, sources, strict=True)] == [1, 1]
     assert copies.call_count == (0 if pinned else 2)
 
