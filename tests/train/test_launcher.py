@@ -31,9 +31,7 @@ def test_a_launchers_variable_that_is_no_number_is_named(
     for variable, right in LAUNCHED.items():
         monkeypatch.setenv(variable, right)
     monkeypatch.setenv(name, text)
-    with pytest.raises(
-        UsageError, match=f"{name} is .* in the environment, where launchers put a number"
-    ):
+    with pytest.raises(UsageError, match=f"in the environment .*{name} is .*Correct the launcher"):
         prepare({"run_dir": "nowhere"}, resume=None, debug=False)
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from shardgrad.programs.train.settings import Number, Pair, Whole, converted, se
 # A resumed run cannot change these: its checkpoint has the tensors of this model.
 MODEL_FIELDS = ("preset", "override")
 _FILE_NBYTES = 2**20  # of a file of settings
-_MESH_DIGITS = 9
+_MESH = re.compile(r"([1-9][0-9]{0,8})(?:x([1-9][0-9]{0,8}))?")
 
 
 @dataclass(frozen=True)
@@ -147,17 +148,13 @@ def mesh_shape(text: str | None, ranks: int | None = None) -> tuple[int, ...]:
     """
     if text is None:
         return ()
-    parts = text.lower().split("x")
-    # The length first: Python refuses to convert thousands of digits.
-    if len(parts) > 2 or not all(
-        len(part) <= _MESH_DIGITS and part.isascii() and part.isdigit() and int(part) > 0
-        for part in parts
-    ):
+    found = _MESH.fullmatch(text.lower())
+    if found is None:
         raise UsageError(
             f"--mesh {text[:50]} is not a mesh: write 4 for four shards or 2x2 for two replicas of "
             "two."
         )
-    shape = tuple(int(part) for part in parts)
+    shape = tuple(int(part) for part in found.groups() if part)
     if ranks not in (None, math.prod(shape)):
         raise UsageError(
             f"--mesh {text} has room for {math.prod(shape)} ranks, not {ranks}: correct one."

@@ -5,6 +5,7 @@ Only :func:`launch_ranks` imports PyTorch.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -18,6 +19,7 @@ from shardgrad.programs.train.rank import Job, resume_hint, run_rank, tell
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+_LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _RANKS_PER_CORE = 16  # more only wait for each other
 _WHY: dict[int, str] = {
     signal.SIGKILL: ", as the system does when memory runs out",
@@ -116,23 +118,17 @@ def torchrun_world_size() -> int | None:
     Raises:
         UsageError: a rank is no number, or not below the number of ranks.
     """
-    if not ("RANK" in os.environ and "WORLD_SIZE" in os.environ):
+    found = {name: os.environ[name] for name in _LAUNCHED if name in os.environ}
+    if not {"RANK", "WORLD_SIZE"} <= found.keys():
         return None
-    for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
-        if size in os.environ and not _number(rank) < _number(size):
-            raise UsageError(
-                f"{rank} is {_number(rank)} and {size} is {_number(size)} in the environment: "
-                "correct the launcher, or unset RANK and WORLD_SIZE to start without one."
-            )
-    return _number("WORLD_SIZE")
-
-
-def _number(name: str) -> int:
-    """What a launcher has put into a variable; 0 where there is none."""
-    text = os.environ.get(name, "0")
-    if not (text.isascii() and text.isdigit() and len(text) <= 9):
-        raise UsageError(
-            f"{name} is {text!r:.50} in the environment, where launchers put a number: correct the "
-            "launcher, or unset RANK and WORLD_SIZE to start without one."
-        )
-    return int(text)
+    with contextlib.suppress(ValueError):
+        numbers = {name: int(text) for name, text in found.items()}
+        size = numbers["WORLD_SIZE"]
+        local_size = numbers.get("LOCAL_WORLD_SIZE", size)
+        if 0 <= numbers["RANK"] < size and 0 <= numbers.get("LOCAL_RANK", 0) < local_size:
+            return size
+    words = ", ".join(f"{name} is {text!r:.50}" for name, text in found.items())
+    raise UsageError(
+        f"There can be no such rank: in the environment {words}. Correct the launcher, or unset "
+        "RANK and WORLD_SIZE to start without one."
+    )
