@@ -18,7 +18,7 @@ from shardgrad.engine.buffers import Chunks, SlotRing
 from shardgrad.engine.comm_context import CollectiveConfig, CommContext
 from shardgrad.engine.reduction import PartialSum, ReduceRoute, Reduction
 from shardgrad.engine.transports import MessageTag, PendingWork
-from shardgrad.errors import CollectiveError
+from shardgrad.errors import CollectiveError, DesyncError
 from tests.support.parity import SHARDGRAD
 from tests.support.ranks import on_ranks
 
@@ -76,6 +76,20 @@ def test_what_an_all_gather_that_was_given_up_brings_is_written_to_its_old_memor
     few.reshard()
     few.unshard()
     assert torch.equal(few.weight, right[0])
+
+
+@on_ranks(2)
+def test_what_leaves_the_end_of_a_message_unwritten_is_not_taken_for_the_one_before() -> None:
+    """As a message that is too short does, of a rank that is elsewhere."""
+    transport = CommContext(torch.device("cpu")).transport(dist.group.WORLD)
+    tag, staging = MessageTag.of("all-gather of few", 0), Chunks(torch.empty(2 * NUMEL), 2)
+    transport.all_gather(torch.ones(NUMEL), staging, tag).wait()
+    nothing = dist.barrier(async_op=True)
+    with (
+        mock.patch.object(dist, "all_to_all_single", return_value=nothing),
+        pytest.raises(DesyncError, match=f"rank {1 - dist.get_rank()} is somewhere else"),
+    ):
+        transport.all_gather(torch.ones(NUMEL), staging, tag).wait()
 
 
 @pytest.mark.parametrize("reason", [CollectiveError, KeyboardInterrupt])

@@ -433,6 +433,7 @@ def test_a_reset_allows_what_a_graph_forbids() -> None:
     step = training_step(shardgrad.graphed_step, model, optimizer)
     for number in range(4):
         step(batch(number))
+    step(batch(4, rows=2))  # eager, beside the graph
     (group,) = optimizer.param_groups
     with pytest.raises(CaptureError, match="reset the graph, then assign"):
         group["maximize"] = True

@@ -26,54 +26,9 @@ from tests.simulated.programs.graphed import (
     loss_of,
     require_replays,
     same_bits_as_eager,
-    same_on,
     training_step,
     weights,
 )
-
-# -- what a step may be made of
-
-
-def plain_training(graphed: Graphed, setup: Setup) -> Values:
-    model = build(setup)
-    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
-
-    @graphed(model, optimizer)
-    def step(x: Tensor) -> tuple[Tensor, Tensor]:
-        loss = loss_of(model, x)
-        loss.backward()
-        norm = shardgrad.clip_grad_norm_(model, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss, norm
-
-    seen = []
-    for number in range(7):
-        optimizer.param_groups[0]["lr"] = 1e-2 / (number + 1)
-        optimizer.param_groups[0]["weight_decay"] = 0.01 * number
-        seen += [value.item() for value in step(batch(number))]
-    require_replays(step, 1, 4)
-    return seen + weights(model)
-
-
-# What kept programs with graphs do not have; tests/fuzz/programs/seeds has the others.
-SETUPS = {
-    "one rank": (1, Setup()),
-    "replicas": (4, Setup(replicas=2)),
-    "dropout": (2, Setup(dropout=0.5)),
-    "recomputed": (2, Setup(recomputes=True)),
-    "tied": (2, Setup(tied=True)),
-    "frozen": (2, Setup(frozen=True)),
-}
-
-
-@pytest.mark.parametrize("name", SETUPS)
-def test_every_mode_of_the_engine_is_replayed_bit_for_bit(name: str) -> None:
-    ranks, setup = SETUPS[name]
-    same_on(ranks, plain_training, setup)
-
-
-# -- gradients that the program keeps from call to call
 
 
 @same_bits_as_eager(2)
@@ -131,71 +86,6 @@ def _saved(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
 def _load(model: nn.Module, optimizer: torch.optim.Optimizer, saved: Any) -> None:
     model.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])
-
-
-def evaluated_at_rest(graphed: Graphed, setup: Setup) -> Values:
-    """An evaluation is captured while nothing has changed since the last one, and gathers all the
-    same.
-    """
-    model = build(setup)
-    optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
-
-    def train(number: int) -> None:
-        loss_of(model, batch(number)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    @graphed(model, warmup=2)
-    def evaluate(x: Tensor) -> Tensor:
-        with torch.no_grad():
-            return loss_of(model, x)
-
-    train(0)
-    seen = [evaluate(batch(number)).item() for number in range(4)]
-    for number in range(1, 4):
-        train(number)
-        seen.append(evaluate(batch(number)).item())
-    require_replays(evaluate, 1, 5)
-    return seen + weights(model)
-
-
-STAGES = {
-    "fully sharded": (2, Setup()),
-    "parameters whole": (2, Setup(options={"zero_stage": 2})),
-    "both axes": (4, Setup(replicas=2, options={"zero_stage": "hfsdp"})),
-}
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_an_evaluation_captured_at_rest_sees_every_later_update(stage: str) -> None:
-    ranks, setup = STAGES[stage]
-    same_on(ranks, evaluated_at_rest, setup)
-
-
-@same_bits_as_eager(2)
-def test_an_evaluation_in_a_graph_computes_with_parameters_that_were_assigned(
-    graphed: Graphed,
-) -> Values:
-    """Between evaluations, other parameters are assigned, which no address or number of them
-    shows.
-    """
-    model = build(Setup())
-
-    @graphed(model, warmup=2)
-    def evaluate(x: Tensor) -> Tensor:
-        with torch.no_grad():
-            return loss_of(model, x)
-
-    seen = []
-    for number in range(10):
-        if number == 5:
-            for block in model:
-                block.first.weight = nn.Parameter(block.first.weight.detach() * 0.5)
-        seen.append(evaluate(batch(number)).item())
-    if isinstance(evaluate, shardgrad.graphs.GraphedStep):
-        assert evaluate.replays >= 4
-        evaluate.close()
-    return seen + weights(model)
 
 
 @same_bits_as_eager(2)

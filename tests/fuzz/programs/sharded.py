@@ -326,6 +326,11 @@ class Sharded(Script):
         self.plan.micro = op.n
         return self._given.pop(0)
 
+    @property
+    def captures(self) -> int:
+        """Returns how many graphs there are."""
+        return sum(step.captures for step in self._steps.values())
+
     def close(self) -> None:
         """Destroys graphs, which a process group has to outlive."""
         for step in self._steps.values():

@@ -56,26 +56,17 @@ class Setup:
     dropout: float = 0.0
     recomputes: bool = False
     saves_random_state: bool = False
-    replicas: int = 1
     options: dict[str, Any] = field(default_factory=dict)
-    tied: bool = False
-    frozen: bool = False
     dtype: torch.dtype = torch.float32
 
 
 def build(setup: Setup) -> nn.Sequential:
     """Returns the model, sharded block by block."""
-    ranks = dist.get_world_size()
-    shape = (ranks,) if setup.replicas == 1 else (setup.replicas, ranks // setup.replicas)
-    mesh = init_device_mesh(NAME, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    mesh = init_device_mesh(NAME, (dist.get_world_size(),))
     with one_at_a_time():
         torch.manual_seed(0)
         model = nn.Sequential(*(_block(setup) for _ in range(setup.depth))).to(setup.dtype)
     model = model.to(NAME)
-    if setup.tied:
-        model[-1].first.weight = model[0].first.weight
-    if setup.frozen:
-        model[0].second.requires_grad_(False)
     for block in model:
         shardgrad.fully_shard(block, mesh=mesh, **setup.options)
     torch.get_device_module(NAME).manual_seed(dist.get_rank())
