@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -196,23 +196,31 @@ def play(name: str, tmp_path: Path, *, ignored: str | None = None) -> PowerCut:
     return model
 
 
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], PowerCut]:
+    """Plays a scenario once for all tests."""
+    return cache(lambda name: play(name, tmp_path_factory.mktemp("played")))
+
+
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_a_power_failure_at_any_moment_leaves_what_was_promised(name: str, tmp_path: Path) -> None:
-    model = play(name, tmp_path)
+def test_a_power_failure_at_any_moment_leaves_what_was_promised(
+    name: str, played: Callable[[str], PowerCut]
+) -> None:
+    model = played(name)
     assert model.moments > 5
     assert model.folders > 5 * model.moments
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_every_sync_is_needed(tmp_path: Path) -> None:
+def test_every_sync_is_needed(tmp_path: Path, played: Callable[[str], PowerCut]) -> None:
     """Each line that calls `fsync` is left out once; then something has to be lost in some
     scenario.
     """
     numbers = itertools.count()
     reached: dict[str, list[str]] = {}
     for name in SCENARIOS:
-        for site in sorted(play(name, tmp_path / str(next(numbers))).sites - {""}):
+        for site in sorted(played(name).sites - {""}):
             reached.setdefault(site, []).append(name)
     assert len(reached) >= 8
     needless = {

@@ -44,17 +44,30 @@ def test_a_machine_without_an_accelerator_computes_on_its_cpu_unless_told_otherw
         _choose_device("accelerator", 0)
 
 
-def refused_for_another_text() -> str:
+def refused(rates: list[float], digests: list[str]) -> str:
     group = dist.group.WORLD
     assert group is not None
     world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), group)
+    config = TrainConfig(lr=rates[world.rank])
     with pytest.raises(UsageError) as caught:
-        require_same_settings(
-            world, TrainConfig(), Path("run"), ["abc", "def"][world.rank], resume=False
-        )
+        require_same_settings(world, config, Path("run"), digests[world.rank], resume=False)
     return str(caught.value)
 
 
-def test_ranks_that_have_read_different_texts_are_refused(two_ranks: Ranks) -> None:
-    for said in two_ranks.run(refused_for_another_text):
-        assert "rank 1: the text of --data has SHA-256 def, and rank 0: the text of" in said
+@pytest.mark.parametrize(
+    ("rates", "digests", "words"),
+    [
+        ([1.0, 2.0], ["abc", "abc"], "rank 1: --lr is 2.0, and rank 0: --lr is 1.0"),
+        (
+            [1.0, 1.0],
+            ["abc", "def"],
+            "rank 1: the text of --data has SHA-256 def, and rank 0: the text of --data has",
+        ),
+    ],
+    ids=["settings", "text"],
+)
+def test_ranks_that_have_other_settings_or_another_text_are_refused(
+    rates: list[float], digests: list[str], words: str, two_ranks: Ranks
+) -> None:
+    for said in two_ranks.run(refused, rates, digests):
+        assert f"The ranks have different settings: {words}" in said
