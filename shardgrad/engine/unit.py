@@ -751,23 +751,19 @@ class RootContext:
         """Returns the units to prefetch while `unit` runs: what the program has set, or the one
         that followed in the root's first forward.
 
-        A forward that departs from it gets no further prefetch and changes nothing: evaluation
-        cannot spoil training's order. Under `participate`, ranks would pair up the wrong
+        A forward that departs from it gets no prefetch until it is back, and changes nothing:
+        evaluation cannot spoil training's order. Under `participate`, ranks would pair up the wrong
         all-gathers, so there is none.
         """
         if self.gather_through is not None:
             return ()
-        order, position = self._order, self._position
+        following: Sequence[Unit] = ()
         if not self._order_frozen:
             # The root's first forward: nothing is prefetched, and the order is noted.
-            order.append(unit)
-            following: Sequence[Unit] = ()
-        elif position < len(order) and order[position] is unit:
-            self._position = position + 1
-            following = order[position + 1 : position + 2]
-        else:
-            self._position = len(order)
-            following = ()
+            self._order.append(unit)
+        elif self._order[self._position : self._position + 1] == [unit]:
+            self._position += 1
+            following = self._order[self._position : self._position + 1]
         return unit.forward_prefetch or following
 
     def reshards_after_forward(self, unit: Unit) -> bool:
