@@ -15,7 +15,7 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -64,23 +64,25 @@ LONG = Request(preset="8b", batch_size=2, seq_len=8192, activation_checkpointing
 def weak_cases() -> list[Case]:
     cases = []
     for ranks in SIZES:
-        cases.append(Case(f"8b FSDP {ranks}", LONG.but(ranks=ranks), GRAPHED))
+        cases.append(Case(f"8b FSDP {ranks}", replace(LONG, ranks=ranks), GRAPHED))
         if ranks > 8:
-            replicas = LONG.but(ranks=ranks, mesh=f"{ranks // 8}x8")
+            replicas = replace(LONG, ranks=ranks, mesh=f"{ranks // 8}x8")
             cases.append(Case(f"8b HSDP {ranks}", replicas, GRAPHED))
-            cases.append(Case(f"8b HFSDP {ranks}", replicas.but(stage="hfsdp"), GRAPHED))
+            cases.append(Case(f"8b HFSDP {ranks}", replace(replicas, stage="hfsdp"), GRAPHED))
     return cases
 
 
 def short_cases() -> list[Case]:
-    base = LONG.but(batch_size=1, seq_len=1024)
+    base = replace(LONG, batch_size=1, seq_len=1024)
     return [
-        Case(f"{SHORT} FSDP 8", base.but(ranks=8), GRAPHED),
-        Case(f"{SHORT} FSDP 512", base.but(ranks=512), GRAPHED),
-        Case(f"{SHORT} HSDP 512", base.but(ranks=512, mesh="64x8"), GRAPHED),
-        Case(f"{SHORT} FSDP 4096", base.but(ranks=4096), GRAPHED),
-        Case(f"{SHORT} HSDP 4096", base.but(ranks=4096, mesh="512x8"), GRAPHED),
-        Case(f"{SHORT} HFSDP 4096", base.but(ranks=4096, mesh="512x8", stage="hfsdp"), GRAPHED),
+        Case(f"{SHORT} FSDP 8", replace(base, ranks=8), GRAPHED),
+        Case(f"{SHORT} FSDP 512", replace(base, ranks=512), GRAPHED),
+        Case(f"{SHORT} HSDP 512", replace(base, ranks=512, mesh="64x8"), GRAPHED),
+        Case(f"{SHORT} FSDP 4096", replace(base, ranks=4096), GRAPHED),
+        Case(f"{SHORT} HSDP 4096", replace(base, ranks=4096, mesh="512x8"), GRAPHED),
+        Case(
+            f"{SHORT} HFSDP 4096", replace(base, ranks=4096, mesh="512x8", stage="hfsdp"), GRAPHED
+        ),
     ]
 
 
@@ -145,7 +147,7 @@ TITAN = Request(preset="8b", batch_size=2, seq_len=8192, activation_checkpointin
 OLDER = Request(
     preset="8b", ranks=64, batch_size=1, seq_len=8192, activation_checkpointing="selective"
 )
-OLDER_70B = OLDER.but(preset="70b", activation_checkpointing="full")
+OLDER_70B = replace(OLDER, preset="70b", activation_checkpointing="full")
 LLAMA_2 = {
     "7b": {"kv_heads": 32, "hidden": 11_008, "vocab_size": 32_000},
     "13b": {
@@ -219,7 +221,7 @@ PUBLISHED = [
     Published("torchtitan (eager), Llama 3.1 8B, 8 x H100", TITAN, H100, 5762, None, 82.4),
     Published(
         "torchtitan (eager), Llama 3.1 8B, 128 x H100",
-        TITAN.but(ranks=128),
+        replace(TITAN, ranks=128),
         H100,
         5605,
         "torchtitan (eager), Llama 3.1 8B, 8 x H100",
@@ -235,7 +237,7 @@ PUBLISHED = [
     ),
     Published(
         "torchtitan (compiled), Llama 3.1 8B, 128 x H100",
-        TITAN.but(ranks=128),
+        replace(TITAN, ranks=128),
         H100,
         6514,
         "torchtitan (compiled), Llama 3.1 8B, 8 x H100",

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from dataclasses import replace
 from functools import cache
 from unittest import mock
 
@@ -38,7 +39,7 @@ TINY = Request(preset="tiny", ranks=16, seq_len=64)
 
 @cache
 def rehearsal_of(**changes: object) -> Rehearsal:
-    return rehearse(TINY.but(**changes))
+    return rehearse(replace(TINY, **changes))
 
 
 def plan_for(machine: Machine = H100, **changes: object) -> Plan:
@@ -118,13 +119,13 @@ def test_gradients_in_a_wire_dtype_are_exchanged_in_it() -> None:
 
 def test_a_wire_dtype_is_refused_beside_sums_in_bf16() -> None:
     with pytest.raises(UsageError, match="leave --reduce-dtype out"):
-        TINY.but(wire_dtype="bf16", reduce_dtype="bf16")
+        replace(TINY, wire_dtype="bf16", reduce_dtype="bf16")
 
 
 def test_a_plan_says_the_same_again_in_the_same_process() -> None:
     """Process groups of a world that has ended are nobody's."""
     changes = {"mesh": "4x4", "stage": "hfsdp"}
-    assert rehearse(TINY.but(**changes)).events == rehearsal_of(**changes).events
+    assert rehearse(replace(TINY, **changes)).events == rehearsal_of(**changes).events
 
 
 @pytest.mark.parametrize("ranks", [2, 3, pytest.param(16_384, marks=pytest.mark.long)])
@@ -137,7 +138,7 @@ def test_two_levels_take_as_many_operations_for_many_ranks_as_for_few() -> None:
     counts = []
     for outer in (4, 256):
         with mock.patch.object(world, "_view", wraps=world._view) as view:
-            rehearse(TINY.but(mesh=f"{outer}x2", ranks=outer * 2, stage="hfsdp"))
+            rehearse(replace(TINY, mesh=f"{outer}x2", ranks=outer * 2, stage="hfsdp"))
         counts.append(view.call_count)
     assert counts[0] == counts[1]
 
@@ -260,7 +261,7 @@ def test_more_bandwidth_is_never_slower_and_more_ranks_are_never_faster() -> Non
 
 
 def test_an_embedding_and_a_head_of_their_own_need_not_be_gathered_together() -> None:
-    untied = TINY.but(override={"tied": False, "vocab_size": 8192})
+    untied = replace(TINY, override={"tied": False, "vocab_size": 8192})
     apart = rehearse(untied)
     with mock.patch.object(Transformer, "ends", ()):
         whole = rehearse(untied)

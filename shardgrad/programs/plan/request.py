@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 import click
@@ -102,7 +101,3 @@ class Request:
     def tokens(self) -> int:
         """Tokens of one rank in a step."""
         return self.batch_size * self.seq_len * self.accumulate
-
-    def but(self, **changes: object) -> Request:
-        """Returns the same request with some fields replaced."""
-        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.diagnosis.rank_status import Diagnosis, RankStatus, describe_location
-from shardgrad.errors import CheckpointSaveError
+from shardgrad.errors import CheckpointError, CheckpointSaveError
 from shardgrad.programs.text import escaped
 from shardgrad.programs.train.config import TrainConfig
 from shardgrad.programs.train.failure import (
@@ -130,7 +130,7 @@ def _report(
 ) -> list[str]:
     """Returns what this rank is to tell of a failure; nothing, if another rank tells it."""
     hint = [] if isinstance(failure, UsageError | CheckpointUnusable) else [resume_hint(folder)]
-    if isinstance(error, CheckpointSaveError) and error.__cause__ is None:
+    if isinstance(error, CheckpointSaveError | CheckpointError) and error.__cause__ is None:
         return []  # the rank that could not do its part tells it
     if isinstance(error, TrainingError):  # all ranks have found it together, once they have met
         return [" ".join([str(failure), *hint])] if rank == 0 or watchdog is None else []
