@@ -107,15 +107,14 @@ TRANSITIONS = {
 _HOOKED = "_shardgrad_hooked"
 # Whether the backward that runs on this thread was called with `retain_graph=True`.
 _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
-# What the host decides by between backwards, hashable, read at every replay: settings, and what
-# waits.
+# What the host decides by between backwards, beside `partial.is_live`; hashable, read at every
+# replay: settings, and what waits.
 SWITCHES = (
     "requires_sync",
     "requires_all_reduce",
     "divide_factor",
     "is_due",
     "summed",
-    "partial.is_live",
 )
 
 

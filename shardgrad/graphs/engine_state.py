@@ -15,10 +15,9 @@ their memory is fixed before. If a capture finds them there all the same, it is 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from itertools import chain, repeat
-from operator import attrgetter, is_, itemgetter
+from itertools import chain, repeat, starmap
+from operator import attrgetter, getitem, is_
 from typing import Any
 
 import torch
@@ -46,15 +45,7 @@ _GENERATION = attrgetter("generation")
 _GRAD_SHARD = attrgetter("shard")
 _MEMORY = attrgetter("memory")
 _ADDRESS = torch.Tensor.data_ptr
-_TRAINING = itemgetter("training")  # of a module's `__dict__`: half the time of the attribute
 _END = (object(),)
-# Host state of the engine that a step may set, apart from gradients, by who has it.
-_SWITCHES = {
-    "_units": ("reshard_after_forward", "reshard_after_backward", "unshard_in_backward"),
-    "_contexts": ("scheduler.is_last_backward", "scheduler.reads_again"),
-    "_grad_groups": SWITCHES,
-}
-_GETTERS = [(who, attrgetter(*names)) for who, names in _SWITCHES.items()]
 
 
 class ModuleState(Capturable):
@@ -104,7 +95,16 @@ class ModuleState(Capturable):
         self._gradients = [(attrgetter(name), of) for name, of in bound.items()]
         self._modules = list(self._module.modules())
         self._module_ids = tuple(map(id, self._modules))
-        self._flags = list(map(vars, self._modules))
+        # Host state that a step may set, apart from gradients: where it is, and by which name.
+        of_unit = "reshard_after_forward", "reshard_after_backward", "unshard_in_backward"
+        self._switches = [
+            *((vars(module), "training") for module in self._modules),
+            *((vars(unit), name) for unit in self._units for name in of_unit),
+            *((vars(grads), name) for grads in self._grad_groups for name in SWITCHES),
+            *((vars(grads.partial), "is_live") for grads in self._grad_groups),
+            *((vars(each.scheduler), "is_last_backward") for each in self._contexts),
+            *((vars(each.scheduler), "reads_again") for each in self._contexts),
+        ]
         registers = ((m._modules, m._buffers, m._parameters) for m in self._modules)
         self._registers: list[dict[str, Any]] = [each for of in registers for each in of if each]
         self._collected_from = list(self._origins())
@@ -124,7 +124,7 @@ class ModuleState(Capturable):
 
     def _origins(self) -> Iterator[Any]:
         """Yields the objects that `_collect` starts from: units get their root in the first
-        forward, and a program may replace modules, buffers, and parameters. None ends them, so
+        forward, and a program may replace modules, buffers, and parameters. `_END` is last, so
         that two sequences of different lengths differ.
         """
         registered = chain.from_iterable(map(dict.values, self._registers))
@@ -145,7 +145,7 @@ class ModuleState(Capturable):
                 ("addresses", tuple(map(_ADDRESS, self._addressed))),
                 ("gradients", tuple(grads), bound),
                 ("memory of gradients", tuple(memory)),
-                ("switches", self._switches()),
+                ("switches", self._switched()),
             )
 
     def _bound(self, shards: Sequence[GradShard]) -> Hashable:
@@ -158,19 +158,8 @@ class ModuleState(Capturable):
             return ()
         return tuple([tuple(shard.settle()) for shard in shards])
 
-    def _switches(self) -> tuple[Any, ...]:
-        training = tuple(map(_TRAINING, self._flags))
-        return training, *[tuple(map(get, getattr(self, who))) for who, get in _GETTERS]
-
-    def _set_switches(self, switches: tuple[Any, ...]) -> None:
-        training, *of_engine = switches
-        for flags, value in zip(self._flags, training, strict=True):
-            flags["training"] = value
-        for (who, names), of_all in zip(_SWITCHES.items(), of_engine, strict=True):
-            for owner, values in zip(getattr(self, who), of_all, strict=True):
-                for name, value in zip(names, values if len(names) > 1 else [values], strict=True):
-                    *way, last = name.split(".")
-                    setattr(functools.reduce(getattr, way, owner), last, value)
+    def _switched(self) -> tuple[Hashable, ...]:
+        return tuple(starmap(getitem, self._switches))
 
     def quiesce(self) -> None:
         """See `Capturable`, and [Note: The border of a capture] in `engine/streams.py`."""
@@ -292,7 +281,7 @@ class ModuleState(Capturable):
         registers = [(register, dict(register)) for register in self._registers]
         gradients = [(p, p.grad) for p in self._plain]
         states = [(shard, shard.host_state()) for shard in self._shards()]
-        switches = self._switches()
+        places, switches = self._switches, self._switched()
 
         def restore() -> None:
             for register, content in registers:
@@ -302,8 +291,8 @@ class ModuleState(Capturable):
                     param.grad = grad
             for shard, state in states:
                 shard.restore(state)
-            if self._switches() != switches:
-                self._set_switches(switches)
+            for (owner, name), value in zip(places, switches, strict=True):
+                owner[name] = value
 
         return restore
 
