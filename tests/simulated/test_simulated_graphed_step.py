@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import shardgrad
+from shardgrad.errors import ForeignParameterError
 from tests.simulated.accelerator.device import NAME
 from tests.simulated.accelerator.virtual_ranks import on_virtual_ranks, one_at_a_time
 from tests.simulated.programs.graphed import (
@@ -115,11 +116,26 @@ def test_a_weights_version_moves_with_a_replay_as_with_an_optimizers_step() -> N
     block, seen = model[0], []
     for number in range(6):
         step(batch(number))
+        assert isinstance(block.first.weight, DTensor), "a call ends what the program has unsharded"
         block.unshard()
         seen.append(block.first.weight._version)
-        block.reshard()
     assert step.replays > 2
     assert seen == sorted(set(seen))
+    step.close()
+
+
+@on_virtual_ranks(2)
+def test_data_that_no_replay_would_read_is_refused() -> None:
+    model = build(Setup())
+    step = training_step(
+        shardgrad.graphed_step, model, shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+    )
+    for number in range(6):
+        step(batch(number))
+    weight = model[0].first.weight
+    weight.data = torch.zeros_like(weight)
+    with pytest.raises(ForeignParameterError, match=r"first\.weight"):
+        step(batch(6))
     step.close()
 
 
