@@ -80,9 +80,12 @@ class ModuleState(Capturable):
         )
         params = [p for group in self._groups for p in group.params]
         sharded = [p.sharded for p in params]
-        unsharded = {id(tensor) for p in params for tensor in (p.unsharded, p.post_forward)}
+        states = (tensor for p in params for tensor in (p.sharded, p.unsharded, p.post_forward))
+        self._states = {id(tensor) for tensor in states if tensor is not None}
         self._plain = [
-            p for p in self._module.parameters() if managed_by(p) is None and id(p) not in unsharded
+            p
+            for p in self._module.parameters()
+            if managed_by(p) is None and id(p) not in self._states
         ]
         self._trainable = [*sharded, *self._plain]
         self._addressed = [*self._plain, *self._module.buffers()]
@@ -278,14 +281,20 @@ class ModuleState(Capturable):
 
     def snapshot(self) -> Callable[[], None]:
         """See `Capturable`."""
-        registers = [(register, dict(register)) for register in self._registers]
+        # In which state a sharded parameter is registered, is the engine's to say.
+        registered = [
+            (register, name, value)
+            for register in self._registers
+            for name, value in register.items()
+            if id(value) not in self._states
+        ]
         gradients = [(p, p.grad) for p in self._plain]
         states = [(shard, shard.host_state()) for shard in self._shards()]
         places, switches = self._switches, self._switched()
 
         def restore() -> None:
-            for register, content in registers:
-                register.update(content)
+            for register, name, value in registered:
+                register[name] = value
             for param, grad in gradients:
                 if param.grad is not grad:
                     param.grad = grad
