@@ -403,17 +403,17 @@ class Registration:
         """Returns whether modules register just these parameters, with their data and memory
         where they were.
         """
+        return self.is_in_place() and not any(
+            map(hasattr, self._pieces, repeat("fsdp_pre_all_gather"))
+        )
+
+    def is_in_place(self) -> bool:
+        """Returns the same without looking for extensions, which a replay does not run."""
         registered = map(dict.get, self._registers, self._attributes)
         return (
             all(map(is_, registered, self._params))
-            and self.has_same_data()
-            and not any(map(hasattr, self._pieces, repeat("fsdp_pre_all_gather")))
-        )
-
-    def has_same_data(self) -> bool:
-        """Returns whether the parameters have their data and memory where they were."""
-        return all(map(is_, map(_LOCAL, self._params), self._locals)) and all(
-            map(is_, storages_of(self._params), self._storages)
+            and all(map(is_, map(_LOCAL, self._params), self._locals))
+            and all(map(is_, storages_of(self._params), self._storages))
         )
 
     def with_other_data(self) -> list[str]:

@@ -80,12 +80,9 @@ class ModuleState(Capturable):
         )
         params = [p for group in self._groups for p in group.params]
         sharded = [p.sharded for p in params]
-        states = (tensor for p in params for tensor in (p.sharded, p.unsharded, p.post_forward))
-        self._states = {id(tensor) for tensor in states if tensor is not None}
+        unsharded = {id(tensor) for p in params for tensor in (p.unsharded, p.post_forward)}
         self._plain = [
-            p
-            for p in self._module.parameters()
-            if managed_by(p) is None and id(p) not in self._states
+            p for p in self._module.parameters() if managed_by(p) is None and id(p) not in unsharded
         ]
         self._trainable = [*sharded, *self._plain]
         self._addressed = [*self._plain, *self._module.buffers()]
@@ -108,8 +105,13 @@ class ModuleState(Capturable):
             *((vars(each.scheduler), "is_last_backward") for each in self._contexts),
             *((vars(each.scheduler), "reads_again") for each in self._contexts),
         ]
-        registers = ((m._modules, m._buffers, m._parameters) for m in self._modules)
-        self._registers: list[dict[str, Any]] = [each for of in registers for each in of if each]
+        # What registers modules, buffers, and parameters outside of units.
+        self._registers: list[dict[str, Any]] = []
+        plain = set(map(id, self._plain))
+        for module in self._modules:
+            self._registers += filter(None, (module._modules, module._buffers))
+            if plain.intersection(map(id, module._parameters.values())):
+                self._registers.append(module._parameters)
         self._collected_from = list(self._origins())
         self._generations = tuple(map(_GENERATION, self._groups))
 
@@ -117,18 +119,18 @@ class ModuleState(Capturable):
         """Takes over parameters that the program has replaced, and collects again if that would
         start from other objects.
         """
-        is_same = all(map(is_, self._origins(), self._collected_from))
-        if not (is_same and self._registration.has_same_data()):
+        if not self._registration.is_in_place():
             for group in self._groups:
                 adopt(group)
+        is_same = all(map(is_, self._origins(), self._collected_from))
         if not is_same or tuple(map(_GENERATION, self._groups)) != self._generations:
             self._units = units_under(self._module)
             self._collect()
 
     def _origins(self) -> Iterator[Any]:
         """Yields the objects that `_collect` starts from: units get their root in the first
-        forward, and a program may replace modules, buffers, and parameters. `_END` is last, so
-        that two sequences of different lengths differ.
+        forward, and a program may replace modules, buffers, and parameters outside of units.
+        `_END` is last, so that two sequences of different lengths differ.
         """
         registered = chain.from_iterable(map(dict.values, self._registers))
         return chain(map(_CONTEXT, self._units), registered, _END)
@@ -281,20 +283,14 @@ class ModuleState(Capturable):
 
     def snapshot(self) -> Callable[[], None]:
         """See `Capturable`."""
-        # In which state a sharded parameter is registered, is the engine's to say.
-        registered = [
-            (register, name, value)
-            for register in self._registers
-            for name, value in register.items()
-            if id(value) not in self._states
-        ]
+        registers = [(register, dict(register)) for register in self._registers]
         gradients = [(p, p.grad) for p in self._plain]
         states = [(shard, shard.host_state()) for shard in self._shards()]
         places, switches = self._switches, self._switched()
 
         def restore() -> None:
-            for register, name, value in registered:
-                register[name] = value
+            for register, content in registers:
+                register.update(content)
             for param, grad in gradients:
                 if param.grad is not grad:
                     param.grad = grad
