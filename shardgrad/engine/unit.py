@@ -188,7 +188,6 @@ class Unit:
         self.grad_groups: list[GradGroup] = []
         self.set_groups(groups)
         self.outstanding = 0
-        self.outstanding_before = 0  # the latest forward
         # Calls whose backward has begun and not ended; several if a module calls itself.
         self.open = 0
         self.next_backward: Unit | None = None
@@ -509,7 +508,6 @@ class Unit:
 
     def refresh(self) -> None:
         """Takes over, before an outermost forward, what changed."""
-        self.outstanding_before = self.outstanding
         for group, grads in zip(self.groups, self.grad_groups, strict=True):
             # A few comparisons in C for each group: a steady step pays little for what rarely
             # happens, weights that were loaded, replaced or moved. Who adopts them is imported
@@ -538,9 +536,9 @@ class Unit:
 
     def abandon_forward(self) -> None:
         """Forgets a forward that failed, and the calls in it: parameters are resharded."""
-        # Calls of the forward that failed get no backward. Those of forwards before it, whose
-        # losses are still held, do.
-        self.outstanding = min(self.outstanding, self.outstanding_before)
+        # A loss of a forward before it may still go backward: a unit that has several calls in that
+        # is reduced as often.
+        self.outstanding = 0
         self.waiting_modules.clear()
         self.running.clear()
         self.reshard(drop_kept=True)

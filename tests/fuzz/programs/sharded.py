@@ -264,7 +264,9 @@ class Sharded(Script):
         return {}
 
     def do(self, op: Op) -> Seen:
-        if self._updated is not None and (op.do not in ("forward", "train", "zero") or op.how):
+        if self._updated is not None and (
+            op.do not in ("forward", "train", "zero", "move") or op.how
+        ):
             torch.accelerator.current_stream().wait_event(self._updated)
         return super().do(op)
 
