@@ -33,7 +33,7 @@ import torch
 from shardgrad.engine.streams import NoStreams, Stream, Streams
 from shardgrad.sharding.layout import TAG_NUMEL
 
-__all__ = ["Allocate", "Chunks", "Holder", "PieceSize", "RecurringBuffer", "Slot", "SlotRing"]
+__all__ = ["Allocate", "Chunks", "Holder", "PieceSize", "RecurringMemory", "Slot", "SlotRing"]
 
 # Gives a number of bytes on a device, as a 1-D tensor of uint8.
 Allocate = Callable[[int, torch.device], torch.Tensor]
@@ -296,49 +296,55 @@ class SlotRing:
                 slot.give_back(joined)
 
 
-class RecurringBuffer:
-    """A flat tensor whose storage comes and goes, while the tensor and its views stay the same
-    objects.
+class RecurringMemory:
+    """Tensors whose storage comes and goes, all at once, while they and their views stay the same
+    objects. It is there when this is made.
 
-    The tensor is 1-D, allocated for the current stream, and made for training even in inference
-    mode.
+    Attributes:
+        tensors: 1-D, allocated for the current stream, and not made in inference mode.
+        filled: where they were last written, for who reads them on another stream.
 
     Streams: freed storage may at once be used again on the stream that was current when it was
     allocated.
     """
 
-    def __init__(self, tensor: torch.Tensor, streams: Streams) -> None:
-        self.tensor = tensor
+    def __init__(self, tensors: Sequence[torch.Tensor], streams: Streams) -> None:
+        self.tensors = list(tensors)
         self._streams = streams
         self._allocation_stream = streams.current()
-
-    @classmethod
-    def empty(
-        cls, numel: int, dtype: torch.dtype, device: torch.device, streams: Streams
-    ) -> RecurringBuffer:
-        """Returns a new buffer, with its storage."""
-        with torch.inference_mode(mode=False):
-            return cls(torch.empty(numel, dtype=dtype, device=device), streams)
+        self._allocated = streams.event()
+        self.filled = streams.event()
 
     def allocate(self) -> None:
         """Brings the storage back, for the current stream, unless it is there; the content is
         undefined.
         """
-        storage = self.tensor.untyped_storage()
-        if storage.nbytes() == 0:
-            storage.resize_(self.tensor.numel() * self.tensor.itemsize)
-            self._allocation_stream = self._streams.current()
+        for tensor in self.tensors:
+            storage, nbytes = tensor.untyped_storage(), tensor.numel() * tensor.itemsize
+            if storage.nbytes() < nbytes:
+                storage.resize_(nbytes)
+                self._allocation_stream = self._streams.current()
+
+    def allocate_for(self, stream: Stream) -> None:
+        """Brings the storage back on the current stream, for `stream`, which waits for that, to
+        write into.
+        """
+        self.allocate()
+        self._allocated.record(self._streams.current())
+        self._allocated.wait(stream)
+
+    def wait(self) -> None:
+        """Makes the current stream wait for what was written last."""
+        self.filled.wait(self._streams.current())
 
     def free(self) -> None:
-        """Frees the storage, if there. Streams: the one it was allocated for waits for the current
-        one.
-        """
-        storage = self.tensor.untyped_storage()
+        """Frees the storage. Streams: the one it was allocated for waits for the current one."""
         # The allocator lends storage again on the stream that it was allocated for, without a wait,
         # so that stream has to come after the last use, wherever that was.
         current = self._streams.current()
-        if storage.nbytes() and current != self._allocation_stream:
+        if current != self._allocation_stream:
             used = self._streams.event()
             used.record(current)
             used.wait(self._allocation_stream)
-        storage.resize_(0)
+        for tensor in self.tensors:
+            tensor.untyped_storage().resize_(0)

@@ -41,7 +41,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from shardgrad import ops
-from shardgrad.engine.buffers import Chunks, PieceSize, RecurringBuffer
+from shardgrad.engine.buffers import Chunks, PieceSize, RecurringMemory
 from shardgrad.engine.comm_context import CollectiveConfig, CommContext, SecondStep
 from shardgrad.engine.param import FSDPParam, local_of, mark_sharded, mark_unsharded
 from shardgrad.engine.spans import NOTHING, span
@@ -65,7 +65,6 @@ __all__ = [
     "ParamGroup",
     "ParamState",
     "Registration",
-    "UnshardedMemory",
     "UnshardedParams",
     "ZeroCopyGather",
     "group_of",
@@ -262,43 +261,7 @@ class ZeroCopyGather:
         return list(zip(sent, self._places, self._tags, strict=True))
 
 
-class UnshardedMemory:
-    """Buffers that a group's unsharded parameters lie in, allocated and freed as one."""
-
-    def __init__(self, buffers: Sequence[RecurringBuffer], streams: Streams) -> None:
-        self.buffers = list(buffers)
-        self._streams = streams
-        self._allocated = streams.event()
-        self._filled = streams.event()
-
-    def allocate(self) -> None:
-        """Brings the memory back, for the current stream."""
-        for buffer in self.buffers:
-            buffer.allocate()
-
-    def allocate_for(self, stream: Stream) -> None:
-        """Brings the memory back on the current stream, for `stream`, which waits for that, to
-        write into.
-        """
-        self.allocate()
-        self._allocated.record(self._streams.current())
-        self._allocated.wait(stream)
-
-    def filled(self) -> None:
-        """Says that the current stream has written the parameters."""
-        self._filled.record(self._streams.current())
-
-    def wait(self) -> None:
-        """Makes the current stream wait for the parameters, which another one may have written."""
-        self._filled.wait(self._streams.current())
-
-    def free(self) -> None:
-        """Gives the memory back, after the last use on the current stream."""
-        for buffer in self.buffers:
-            buffer.free()
-
-
-class UnshardedParams(UnshardedMemory):
+class UnshardedParams(RecurringMemory):
     """One flat buffer, and the unsharded tensor of each parameter over it, which this makes. See
     [Note: Unsharded parameters].
 
@@ -314,12 +277,11 @@ class UnshardedParams(UnshardedMemory):
         device: torch.device,
         streams: Streams,
     ) -> None:
-        buffer = RecurringBuffer.empty(layout.unsharded_numel, dtype, device, streams)
-        super().__init__([buffer], streams)
-        self.flat = buffer.tensor
         self._travel_as_bytes = travels_as_bytes(params[0].sharded.dtype)
         # Made for training even if the first forward is an evaluation in inference mode.
         with torch.inference_mode(mode=False):
+            self.flat = torch.empty(layout.unsharded_numel, dtype=dtype, device=device)
+            super().__init__([self.flat], streams)
             for p, view in zip(params, layout.unsharded_views(self.flat), strict=True):
                 # `.data` gives the view another version counter.
                 unsharded = p.sharding.unsharded_tensor(from_bytes(view, p.sharded.dtype).data)
@@ -336,7 +298,7 @@ class UnshardedParams(UnshardedMemory):
         """
         # As late as this, if nothing was gathered in place: while its chunks travel, the next unit
         # takes no memory here.
-        self.buffers[0].allocate()
+        self.allocate()
         chunk_numel = gather.chunk.numel()
         if self._travel_as_bytes:
             # Bytes are only carried, in rows, and there is nothing to cast.
@@ -347,7 +309,7 @@ class UnshardedParams(UnshardedMemory):
             from shardgrad.sharding.strided_pack import unpack_strided
 
             unpack_strided(gathered, self.flat, gather.layout)
-        self._filled.record(self._streams.current())
+        self.filled.record(self._streams.current())
 
 
 @dataclass(frozen=True)
@@ -478,7 +440,7 @@ class ParamGroup:
         self._gathered_version = (-1, -1)
         self._gather: AllGather | None = None  # made once for a root
         self._in_flight: AllGather | None = None
-        self._unsharded: UnshardedMemory | None = None
+        self._unsharded: RecurringMemory | None = None
         # Of the unsharded parameters: moves with what the program writes to them.
         self._unsharded_versions: tuple[int, ...] = ()
         self._taken_version = (-1, -1)  # of the shard, when it took such writes last
@@ -701,8 +663,8 @@ class ParamGroup:
         """
         yield "parameters", self.shard.untyped_storage()
         if self._unsharded is not None:
-            for buffer in self._unsharded.buffers:
-                yield "unsharded parameters", buffer.tensor.untyped_storage()
+            for tensor in self._unsharded.tensors:
+                yield "unsharded parameters", tensor.untyped_storage()
         if self._gather is not None:
             yield from self._gather.memory()
 
@@ -816,10 +778,7 @@ class ParamGroup:
         # Storages are compared by identity: those of fake tensors and of wrapper subclasses have no
         # address.
         storage = tensor.untyped_storage()._cdata
-        for buffer in self._unsharded.buffers:
-            if buffer.tensor.untyped_storage()._cdata == storage:
-                return True
-        return False
+        return any(storage == each.untyped_storage()._cdata for each in self._unsharded.tensors)
 
     def cancel_unshard(self) -> None:
         """Drops an all-gather that nothing will use; waits until its memory is ours again."""
@@ -933,8 +892,9 @@ class ParamGroup:
         """Reshards if an optimizer step or in-place operation wrote the shard since it was
         gathered.
         """
+        is_kept = self.is_filled or self.state is UNSHARDING or not self.registers_sharded
         # What was left unsharded is older than the optimizer step that the shards have had since.
-        if self._version() != self._gathered_version:
+        if is_kept and self._version() != self._gathered_version:
             self.reshard(drop_kept=True)
 
     def _version(self) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from shardgrad.engine.buffers import RecurringBuffer
+from shardgrad.engine.buffers import RecurringMemory
 from shardgrad.engine.comm_context import CollectiveConfig, CommContext
 from shardgrad.engine.param import FSDPParam, mark_post_forward
 from shardgrad.engine.param_group import AllGather, GroupSpec, ParamGroup, ParamState
@@ -48,11 +48,11 @@ class PostForwardGather(AllGather):
         self._mesh = mesh
         self._params = params
         self._streams = comm_ctx.streams
-        self._buffer = RecurringBuffer.empty(
-            layout.chunk_numel, dtype, mesh.device, comm_ctx.streams
-        )
-        super().__init__(self._buffer.tensor, layout, mesh, dtype, tag, comm_ctx, collectives)
-        self._filled = self.ready = comm_ctx.streams.event()
+        with torch.inference_mode(mode=False):
+            chunk = torch.empty(layout.chunk_numel, dtype=dtype, device=mesh.device)
+        super().__init__(chunk, layout, mesh, dtype, tag, comm_ctx, collectives)
+        self._memory = RecurringMemory([chunk], comm_ctx.streams)
+        self.ready = self._memory.filled
         with torch.inference_mode(mode=False):
             self._views = layout.local_views(self.chunk, mesh.shard_rank)
         # When modules began to register the parameters over this chunk.
@@ -66,11 +66,11 @@ class PostForwardGather(AllGather):
 
         Streams: on the current one.
         """
-        self._buffer.allocate()
+        self._memory.allocate()
         rank = self._mesh.shard_rank
         for p, view, piece in zip(self._params, self._views, self.layout.pieces, strict=True):
             view.copy_(piece.of(p.require_unsharded().detach(), rank))
-        self._filled.record(self._streams.current())
+        self._memory.filled.record(self._streams.current())
 
     def register(self) -> None:
         """Makes the parameters over this chunk what their modules register."""
@@ -99,11 +99,11 @@ class PostForwardGather(AllGather):
 
     def free(self) -> None:
         """Gives the memory back, after the last use on the current stream."""
-        self._buffer.free()
+        self._memory.free()
 
     def memory(self) -> Iterator[tuple[str, torch.UntypedStorage]]:
         """See `AllGather`."""
-        yield "post-forward shards", self._buffer.tensor.untyped_storage()
+        yield "post-forward shards", self.chunk.untyped_storage()
 
 
 class PostForwardGroup(ParamGroup):

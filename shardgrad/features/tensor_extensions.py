@@ -30,10 +30,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardgrad.engine.buffers import RecurringBuffer
+from shardgrad.engine.buffers import RecurringMemory
 from shardgrad.engine.comm_context import CommContext
 from shardgrad.engine.param import FSDPParam, is_extension, local_of, mark_sharded, mark_unsharded
-from shardgrad.engine.param_group import AllGather, ParamGroup, UnshardedMemory
+from shardgrad.engine.param_group import AllGather, ParamGroup
 from shardgrad.engine.streams import Streams
 from shardgrad.errors import ExtensionError, unsupported
 from shardgrad.features.post_forward import PostForwardGroup
@@ -137,12 +137,12 @@ class _Input:
     offset: int
     nbytes: int
     shape: torch.Size
-    output: RecurringBuffer
+    output: torch.Tensor
 
     @property
     def gathered(self) -> torch.Tensor:
         """The tensor that `fsdp_post_all_gather` is given."""
-        return self.output.tensor.view(-1, *self.shape[1:])
+        return self.output.view(-1, *self.shape[1:])
 
 
 class ExtensionGroup(ParamGroup):
@@ -282,21 +282,21 @@ class ExtensionGroup(ParamGroup):
     def _lay_out(self, answers: Sequence[Sequence[torch.Tensor]], streams: Streams) -> None:
         """Fixes the places in the chunk by the first answers; every later one has to be alike."""
         offset = 0
-        buffers = []
+        outputs: list[torch.Tensor] = []
         for tensors in answers:
             inputs = []
             for tensor in tensors:
                 nbytes = tensor.numel() * tensor.itemsize
                 numel = tensor.numel() * self.mesh.shard_size
-                output = RecurringBuffer.empty(numel, tensor.dtype, self.mesh.device, streams)
-                output.free()
-                buffers.append(output)
+                output = torch.empty(numel, dtype=tensor.dtype, device=self.mesh.device)
+                outputs.append(output)
                 inputs.append(_Input(offset, nbytes, tensor.size(), output))
                 offset += -(-nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
             self._tensors.append(inputs)
         offset += -(-TAG_NUMEL // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
         self.shard = torch.zeros(offset, dtype=_BYTE, device=self.mesh.device)
-        self._unsharded = UnshardedMemory(buffers, streams)
+        self._unsharded = RecurringMemory(outputs, streams)
+        self._unsharded.free()
 
     @torch.no_grad()
     def _fill(self, gathered: torch.Tensor, gather: AllGather) -> None:
@@ -313,16 +313,16 @@ class ExtensionGroup(ParamGroup):
             for place in (place for inputs in self._tensors for place in inputs):
                 if place.nbytes:
                     # `.data` has another version counter: a refill is not a change to autograd.
-                    whole = place.output.tensor.data.view(_BYTE).view(-1, place.nbytes)
+                    whole = place.output.data.view(_BYTE).view(-1, place.nbytes)
                     into.append(whole)
                     pieces.append(chunks.narrow(1, place.offset, place.nbytes))
             if into:
                 torch._foreach_copy_(into, pieces)
             for p, inputs, metadata in zip(self.params, self._tensors, self._metadata, strict=True):
                 allocated = self._finish(p, tuple(place.gathered for place in inputs), metadata)
-                memory.buffers += [RecurringBuffer(each, gather.streams) for each in allocated]
+                memory.tensors += allocated
             self._metadata = []
-            memory.filled()
+            memory.filled.record(gather.streams.current())
 
     def _finish(
         self, p: FSDPParam, outputs: tuple[torch.Tensor, ...], metadata: Any
