@@ -48,7 +48,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardgrad import ops
-from shardgrad.engine.buffers import Chunks, Slot
+from shardgrad.engine.buffers import Chunks
 from shardgrad.engine.comm_context import CommContext
 from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.param import FSDPParam
@@ -537,7 +537,6 @@ class GradGroup:
 
     def pack(
         self,
-        slot: Slot | None,
         touched: tuple[bool, ...],
         target: torch.Tensor,
         streams: Streams,
@@ -549,14 +548,14 @@ class GradGroup:
         """Writes what has been collected, the sums with it, and the tail, into the chunks of all
         ranks; lets the gradients go.
 
-        `target` is 1-D, in `slot`, or the gradient shard if that is None; the tail says what was
-        `touched`. With `zero_copy`, `divisor` is 1 and zero-copy parameters are left out.
+        `target` is 1-D, in a slot or the gradient shard; the tail says what was `touched`. With
+        `zero_copy`, `divisor` is 1 and zero-copy parameters are left out.
 
         Returns:
             The gradients of zero-copy parameters, 1-D in the gather dtype, zeros where none has
             arrived, to be read until the slot is released.
 
-        Streams: the pack stream, after the slot is free and after every producer.
+        Streams: the pack stream, after every producer.
         """
         stream, layout, tail = self.pack_stream, self.layout, self._tail(touched)
         used = self._sums_used if self.summed else None
@@ -570,20 +569,17 @@ class GradGroup:
                 used.wait(stream)
                 grads = self.layout.whole.local_views(self.sums, 0)
             sent_alone = []
-            if zero_copy and slot is not None:
+            if zero_copy:
                 for i in layout.zero_copy:
                     # The next backward may write to the sums before they are sent.
                     flat = self._flat(grads[i], layout.pieces[i], copies=used is not None)
                     sent_alone.append(flat)
                 grads = [grads[i] for i in layout.others]
-                slot.lend(sent_alone, (self.pack_stream, *self._foreign))
                 layout = layout.packed
             self._fill(grads, tail, target, layout, divisor, accumulate=accumulate)
         if used is not None:
             used.record(stream)
             self.summed = ()
-        if slot is not None:
-            slot.finish_writing(stream)
         self._let_go(streams)
         return sent_alone
 
@@ -690,9 +686,6 @@ class GradGroup:
         shard = None  # without the second step, only a partial sum is left
         if all_reduces or self._second is None:
             shard = self.require_shard()
-            # The pack stream is that of backward: freed activations, which the allocator keeps for
-            # each stream, become gradients without more memory.
-            shard.expect(self.pack_stream, is_captured=comm_ctx.is_captured)
         reduction = Reduction(
             route=route,
             shard=shard,
@@ -700,6 +693,7 @@ class GradGroup:
             has_sums=bool(self.summed),
             partial=self.partial,
             reader=streams.current(),
+            pack_stream=self.pack_stream,
             end=route.end,
         )
         with span("post_backward_reduce", self.group.name):
@@ -708,7 +702,7 @@ class GradGroup:
                 # which may have ended on another pack stream.
                 reduction.end = self.pack_stream
                 route.done.wait(reduction.end)
-                reduction.write = partial(self.pack, None, reduction.touched, streams=streams)
+                reduction.write = partial(self.pack, reduction.touched, streams=streams)
             else:
                 self._send(route, reduction)
             # Where streams order the result, the end is launched now and the host goes on. Gloo's
@@ -730,18 +724,20 @@ class GradGroup:
         """
         streams, transport = route.comm_ctx.streams, route.transport
         is_whole = len(route.messages) > 1
-        with streams.on(self.pack_stream):  # slots are allocated for it
-            slot, (send, own, room, staging, *receive) = route.ring.take(
-                route.sizes, self.pack_stream
-            )
+        pack_stream, producers = self.pack_stream, (self.pack_stream, *self._foreign)
+        with streams.on(pack_stream):  # slots are allocated for it
+            slot, (send, own, room, staging, *receive) = route.ring.take(route.sizes, pack_stream)
             lent = self.pack(
-                slot, reduction.touched, send.whole, streams, route.before, zero_copy=is_whole
+                reduction.touched, send.whole, streams, route.before, zero_copy=is_whole
             )
+        if is_whole:
+            slot.lend(lent, producers)
         sent = [send, *(Chunks(gradient, transport.size) for gradient in lent)]
         if is_whole and not transport.receive_chunks:
             # A transport that needs no room adds up in this rank's chunk, and only reads.
             receive = [Chunks(own.whole.narrow(0, *place), 1) for *place, _ in route.messages]
         messages = list(zip(route.messages, sent, receive, strict=True))
+        slot.finish_writing(pack_stream)
         with streams.on(streams.reduce):
             slot.start_reading(streams.reduce)
             # NCCL makes one launch of them; elsewhere they follow each other.
@@ -833,7 +829,7 @@ class ReductionScheduler:
         # True from a backward that makes a graph (`create_graph=True`), which reads parameters
         # again, to the end of one that keeps none: nothing is resharded in between.
         self.reads_again = False
-        self._keeps_graph = False
+        self.keeps_graph = False
         self._entered: list[GradGroup] = []
         self._queue: list[GradGroup] = []  # the last is reduced first
         self._earlier: list[Reduction] = []  # in flight, of backwards that are complete
@@ -867,10 +863,6 @@ class ReductionScheduler:
             grads.move(GradState.COLLECTING)
             self._queue.append(grads)
 
-    def finish_reading(self) -> None:
-        """At the end of a backward: forgets a graph that it has not kept."""
-        self.reads_again = self._keeps_graph
-
     def begin_backward(self, *, in_autograd: bool) -> None:
         """Fixes the order of this backward's reductions, once; `in_autograd` says that a hook
         calls.
@@ -880,10 +872,10 @@ class ReductionScheduler:
         self.backward_running = True
         # Grad mode is on in hooks if backward makes a graph; one that it was itself made of may be
         # kept.
-        self._keeps_graph = in_autograd and (
+        self.keeps_graph = in_autograd and (
             torch.is_grad_enabled() or (self.reads_again and _keeps_graph())
         )
-        self.reads_again |= self._keeps_graph
+        self.reads_again |= self.keeps_graph
         if in_autograd:
             # Called once all of this backward is done, whatever its loss was made of: reductions do
             # not depend on a gradient passing through the root's outputs.

@@ -211,6 +211,7 @@ class Reduction:
     has_sums: bool  # it brings gradients of earlier backwards, too
     partial: PartialSum
     reader: Stream  # of what a program keeps
+    pack_stream: Stream
     end: Stream  # that it ends on
     # What writes the gradient shard, if nothing is sent. Else there are messages, each behind the
     # first element and length of what it brings, in a slot, which is released at the end.
@@ -262,7 +263,8 @@ class Reduction:
         """
         if self.is_complete:
             return
-        self.start_second_step()
+        if not self._has_started_second:
+            self.start_second_step()
         if self.shard is not None:
             self._write(self.shard, self.route.comm_ctx.streams)
         self._finish()
@@ -275,6 +277,9 @@ class Reduction:
             if self.route.collectives.hook is not None:
                 pending, divisor = self._through_hook(pending, shard.numel, streams)
             write = pending.write
+        # The pack stream is that of backward: freed activations, which the allocator keeps for each
+        # stream, become gradients without more memory.
+        shard.expect(self.pack_stream, is_captured=self.route.comm_ctx.is_captured)
         shard.reduce_into(write, divisor, self.staging, streams, self.reader)
         shard.bind(self.touched, streams)
 

@@ -833,7 +833,7 @@ class RootContext:
         Streams: the stream that called backward waits for every reduction.
         """
         with span("root_post_backward_callback", self.root.name), torch.no_grad():
-            self.scheduler.finish_reading()
+            self.scheduler.reads_again = self.scheduler.keeps_graph
             # Parameters are freed before the last groups are reduced: their memory is what these
             # reductions take.
             for unit in self.units:

@@ -136,6 +136,7 @@ def test_what_an_abandoned_reduction_brings_is_written_to_its_old_memory(
         has_sums=False,
         partial=PartialSum(),
         reader=comm_ctx.streams.current(),
+        pack_stream=comm_ctx.streams.current(),
         end=route.end,
     )
     if reason is CollectiveError:
