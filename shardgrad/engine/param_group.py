@@ -71,6 +71,7 @@ __all__ = [
 ]
 
 _VERSION, _LOCAL = attrgetter("_version"), attrgetter("_local_tensor")
+_STORAGE = torch.Tensor.untyped_storage
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _SHARDED_PARAM, _UNSHARDED_PARAM = attrgetter("sharded"), attrgetter("unsharded")
 
@@ -372,11 +373,12 @@ class Registration:
     def is_in_place(self) -> bool:
         """Returns the same without looking for extensions, which a replay does not run."""
         registered = map(dict.get, self._registers, self._attributes)
-        return (
-            all(map(is_, registered, self._params))
-            and all(map(is_, map(_LOCAL, self._params), self._locals))
-            and all(map(is_, storages_of(self._params), self._storages))
-        )
+        with DisableTorchFunctionSubclass():  # DTensors answer twice as fast
+            return (
+                all(map(is_, registered, self._params))
+                and all(map(is_, map(_LOCAL, self._params), self._locals))
+                and all(map(is_, map(_STORAGE, self._params), self._storages))
+            )
 
     def with_other_data(self) -> list[str]:
         """Returns the names of parameters whose `data` a program has replaced."""
