@@ -24,7 +24,8 @@ def forward_around(module: nn.Module, unit: Unit, reader: nn.Module | None = Non
 
     `reader` is `module` by default, or one that reads its parameters without calling it.
     """
-    reader, is_other = reader or module, reader is not None
+    is_other = reader is not None
+    reader = module if reader is None else reader
     # Whether each call that runs around the unit's forward has gathered, the innermost last. One
     # that raises leaves its entry: `after` does not come.
     calls: list[bool] = []
@@ -51,13 +52,14 @@ def forward_around(module: nn.Module, unit: Unit, reader: nn.Module | None = Non
             is_hooked = True
         if not gathers:
             return unit.cast_inputs(args, kwargs)
-        args, kwargs = unit.pre_forward(unit.modules[0], args, kwargs)
-        # Nothing may be left open if the call raises.
-        unit.running.clear()
-        unit.is_called_around = True
-        if unit.context is not None and unit.context.forward_root is unit:
-            unit.context.forward_root = None
-        return args, kwargs
+        try:
+            return unit.pre_forward(unit.modules[0], args, kwargs)
+        finally:
+            # Nothing may be left open if this or the call raises.
+            unit.running.clear()
+            unit.is_called_around = True
+            if unit.context is not None and unit.context.forward_root is unit:
+                unit.context.forward_root = None
 
     def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if unit.running or not calls:
