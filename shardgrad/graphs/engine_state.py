@@ -25,7 +25,7 @@ from torch import nn
 
 from shardgrad.engine.grad_group import SWITCHES
 from shardgrad.engine.grad_shard import GradMemory, GradShard
-from shardgrad.engine.param import managed_by
+from shardgrad.engine.param import fsdp_param_of
 from shardgrad.engine.param_group import SHARDED, ParamGroup, Registration
 from shardgrad.engine.replaced_params import adopt
 from shardgrad.engine.streams import is_capturing
@@ -80,10 +80,7 @@ class ModuleState(Capturable):
         )
         params = [p for group in self._groups for p in group.params]
         sharded = [p.sharded for p in params]
-        unsharded = {id(tensor) for p in params for tensor in (p.unsharded, p.post_forward)}
-        self._plain = [
-            p for p in self._module.parameters() if managed_by(p) is None and id(p) not in unsharded
-        ]
+        self._plain = [p for p in self._module.parameters() if fsdp_param_of(p) is None]
         self._trainable = [*sharded, *self._plain]
         self._addressed = [*self._plain, *self._module.buffers()]
         self._registration = Registration(params)
@@ -283,7 +280,11 @@ class ModuleState(Capturable):
 
     def snapshot(self) -> Callable[[], None]:
         """See `Capturable`."""
-        registers = [(register, dict(register)) for register in self._registers]
+        # In which state a sharded parameter is registered, beside others, is the engine's to say.
+        registers = [
+            (register, {name: one for name, one in register.items() if fsdp_param_of(one) is None})
+            for register in self._registers
+        ]
         gradients = [(p, p.grad) for p in self._plain]
         states = [(shard, shard.host_state()) for shard in self._shards()]
         places, switches = self._switches, self._switched()
@@ -323,7 +324,7 @@ class ModuleState(Capturable):
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Capturable`."""
         for name, param in self._module.named_parameters():
-            if managed_by(param) is None:
+            if fsdp_param_of(param) is None:
                 yield name, param.detach()
                 if param.grad is not None:
                     yield f"gradient of {name}", param.grad
