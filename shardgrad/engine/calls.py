@@ -16,6 +16,7 @@ from shardgrad.engine.unit import Unit
 __all__ = ["forward_around", "like_forward"]
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+_graph_task: Callable[[], int] = torch._C._current_graph_task_id  # -1 outside of backward
 
 
 def forward_around(module: nn.Module, unit: Unit, reader: nn.Module | None = None) -> None:
@@ -30,16 +31,26 @@ def forward_around(module: nn.Module, unit: Unit, reader: nn.Module | None = Non
     # that raises leaves its entry: `after` does not come.
     calls: list[bool] = []
     is_hooked = False
+    is_inside = True  # the latest call that was no recomputation, of the unit's forward
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments | None:
-        nonlocal is_hooked
+        nonlocal is_hooked, is_inside
         if unit.running or torch.compiler.is_compiling():
+            is_inside = True
             return None
         owner = unit.group_owning(module)
         if owner is None:
             return None
         is_cut_short = False
-        if torch._C._current_graph_task_id() == -1:  # not a recomputation
+        if _graph_task() != -1:
+            # What runs again does what it did at first: of a call inside of the unit's forward,
+            # whose inputs are the program's, nothing is cast.
+            if is_inside and unit.context is not None:
+                unit.unshard(unit.context.comm_ctx)
+                unit.wait_for_unshard(unit.context.comm_ctx)
+                return None
+        else:
+            is_inside = False
             owner.reshard_if_stale()
             # Of a backward that was cut short, the unit's forward clears what is left.
             is_cut_short = unit.context is not None and unit.context.scheduler.backward_running
@@ -62,7 +73,7 @@ def forward_around(module: nn.Module, unit: Unit, reader: nn.Module | None = Non
                 unit.context.forward_root = None
 
     def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if unit.running or not calls:
+        if unit.running or not calls or (is_inside and _graph_task() != -1):
             return None
         if calls.pop():
             unit.is_called_around = False

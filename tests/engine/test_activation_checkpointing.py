@@ -20,6 +20,7 @@ from tests.support.parity import (
     as_under_fsdp2,
     tower,
     train,
+    train_squares,
 )
 from tests.support.ranks import on_ranks
 
@@ -81,3 +82,47 @@ def test_every_kind_of_recomputation_goes_with_every_kind_of_unit(
         model.embedding.set_unshard_in_backward(False)
     found = train(engine, model, steps=2)
     return {name.replace("_checkpoint_wrapped_module.", ""): value for name, value in found.items()}
+
+
+class Island(nn.Module):
+    """Computes in the dtype of its input, as a router of experts in float32 does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 2, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(100 * x * self.weight.to(x.dtype))
+
+
+class WithAnIsland(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.island: nn.Module = Island()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.island(self.linear(x).float()).to(x.dtype)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("recomputed", ["part", "unit"])
+@on_ranks(2)
+@as_under_fsdp2
+def test_a_part_is_recomputed_from_the_inputs_of_its_first_run(
+    engine: Engine, recomputed: str, use_reentrant: bool
+) -> Tensors:
+    """Inputs of a unit are cast to bfloat16, those of its parts are not."""
+    torch.manual_seed(0)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    blocks = [WithAnIsland() for _ in range(3)]
+    for block in blocks:
+        if recomputed == "part":
+            block.island = Recomputed(block.island, use_reentrant)
+        engine.fully_shard(block, mp_policy=policy)
+    if recomputed == "unit":
+        blocks = [Recomputed(block, use_reentrant) for block in blocks]
+    # A reentrant checkpoint needs an input that requires a gradient.
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *blocks)
+    engine.fully_shard(model, mp_policy=policy)
+    return train_squares(engine, model, WIDTH)
