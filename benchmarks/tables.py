@@ -105,10 +105,6 @@ COLUMNS: Mapping[str, tuple[str, str]] = {
         "peak beyond imports and process group, heaviest rank",
     ),
     "peak_allocated_nbytes": ("allocated", "peak on the device"),
-    "peak_requested_nbytes": (
-        "requested",
-        "of it, without the ends of blocks that nothing asked for",
-    ),
     "peak_reserved_nbytes": ("reserved", "peak on the device, with what the allocator keeps"),
     "pool_nbytes": ("graphs", "of it, by graphs"),
 }
@@ -116,9 +112,15 @@ COLUMNS: Mapping[str, tuple[str, str]] = {
 _SILENT: Mapping[str, tuple[str, ...]] = {
     "training_step": ("loss_difference",),
     "counts": (
-        *("events", "allocations", "graphs", "edges", "peak_requested_nbytes"),
-        *("peak_reserved_nbytes", "requested_ratio_to_fsdp2"),
-        *("beyond_fsdp2_and_gradients_nbytes", "requested_beyond_fsdp2_and_gradients_nbytes"),
+        "events",
+        "allocations",
+        "graphs",
+        "edges",
+        "peak_requested_nbytes",
+        "peak_reserved_nbytes",
+        "requested_ratio_to_fsdp2",
+        "beyond_fsdp2_and_gradients_nbytes",
+        "requested_beyond_fsdp2_and_gradients_nbytes",
     ),
 }
 

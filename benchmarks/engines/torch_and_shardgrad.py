@@ -17,6 +17,7 @@ import shardgrad
 from benchmarks.engines.cuda_graph import captured
 from benchmarks.engines.program import (
     COMPUTE_DTYPES,
+    EPSILON,
     LR,
     REDUCE_DTYPE,
     MicroBatch,
@@ -63,7 +64,7 @@ def _sharded(
 
     return Program(
         model,
-        shardgrad.optim.AdamW(params, lr=LR) if owns_optimizer else adamw(params),
+        shardgrad.optim.AdamW(params, lr=LR, eps=EPSILON) if owns_optimizer else adamw(params),
         partial(shardgrad.clip_grad_norm_ if is_ours else nn.utils.clip_grad_norm_, params),
         device,
         task.clip,
