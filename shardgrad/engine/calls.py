@@ -31,7 +31,7 @@ def forward_around(module: nn.Module, unit: Unit, reader: nn.Module | None = Non
     # that raises leaves its entry: `after` does not come.
     calls: list[bool] = []
     is_hooked = False
-    is_inside = True  # the latest call that was no recomputation, of the unit's forward
+    is_inside = False  # the latest call that backward may run again, of the unit's forward
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments | None:
         nonlocal is_hooked, is_inside
@@ -50,7 +50,8 @@ def forward_around(module: nn.Module, unit: Unit, reader: nn.Module | None = Non
                 unit.wait_for_unshard(unit.context.comm_ctx)
                 return None
         else:
-            is_inside = False
+            # One without gradients, as of a metric between forward and backward, is not run again.
+            is_inside = is_inside and not torch.is_grad_enabled()
             owner.reshard_if_stale()
             # Of a backward that was cut short, the unit's forward clears what is left.
             is_cut_short = unit.context is not None and unit.context.scheduler.backward_running

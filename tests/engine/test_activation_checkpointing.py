@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.parity import (
+    SHARDGRAD,
     VOCABULARY,
     WIDTH,
     Engine,
@@ -20,7 +21,6 @@ from tests.support.parity import (
     as_under_fsdp2,
     tower,
     train,
-    train_squares,
 )
 from tests.support.ranks import on_ranks
 
@@ -107,15 +107,20 @@ class WithAnIsland(nn.Module):
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("recomputed", ["part", "unit"])
+@pytest.mark.parametrize("measured", [False, True])
 @on_ranks(2)
 @as_under_fsdp2
 def test_a_part_is_recomputed_from_the_inputs_of_its_first_run(
-    engine: Engine, recomputed: str, use_reentrant: bool
+    engine: Engine, recomputed: str, use_reentrant: bool, measured: bool
 ) -> Tensors:
-    """Inputs of a unit are cast to bfloat16, those of its parts are not."""
+    """Inputs of a unit are cast to bfloat16, those of its parts are not.
+
+    A metric calls the part between forward and backward, which FSDP2 cannot do.
+    """
     torch.manual_seed(0)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     blocks = [WithAnIsland() for _ in range(3)]
+    islands = [block.island for block in blocks]
     for block in blocks:
         if recomputed == "part":
             block.island = Recomputed(block.island, use_reentrant)
@@ -125,4 +130,14 @@ def test_a_part_is_recomputed_from_the_inputs_of_its_first_run(
     # A reentrant checkpoint needs an input that requires a gradient.
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *blocks)
     engine.fully_shard(model, mp_policy=policy)
-    return train_squares(engine, model, WIDTH)
+
+    def loss(number: int) -> Tensor:
+        x = engine.inputs(number, WIDTH)
+        found = model(x).square().mean()
+        if measured and engine is SHARDGRAD:
+            with torch.no_grad():
+                for island in islands:
+                    island(x)
+        return found
+
+    return train(engine, model, loss=loss)
