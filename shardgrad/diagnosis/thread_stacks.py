@@ -5,7 +5,11 @@ thread refers to outlives its call and keeps its local variables alive, so gradi
 be kept by the program ([Note: Kept gradients] in `grad_shard.py`). And CPython 3.11 before
 3.11.9 may collect garbage while it holds the lock of its list of threads, where a finalizer that
 needs this lock waits for ever (https://github.com/python/cpython/issues/106883). faulthandler reads
-the frames and creates no object.
+the frames and creates no object. It reads the list of threads without the list's lock, though:
+a C++ thread that enters Python for the first time at that very instant ends the process, because
+CPython 3.11 lists a thread before it has a frame. A thread that looked without a pause at a rank
+that trains has shown this. So looks are rare: at a rank that stands still, and once when the last
+sharded model is gone.
 """
 
 from __future__ import annotations

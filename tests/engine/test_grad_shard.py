@@ -4,49 +4,19 @@ meaning.
 
 from __future__ import annotations
 
-import threading
-import weakref
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import shardgrad
-from shardgrad.diagnosis.thread_stacks import thread_stacks
 from tests.support.parity import (
     SHARDGRAD,
-    make_optimizer,
     stack,
     token_loss,
     tower,
 )
-from tests.support.ranks import Ranks, on_ranks
-
-
-def gradients_keep_their_object_under_a_watch() -> int:
-    """Returns how many did not, while a thread looks at the training thread without a pause."""
-    model = SHARDGRAD.shard_tower(tower())
-    optim = make_optimizer("adamw", model)
-    first: dict[str, weakref.ref[Any]] = {}
-    is_over, others = threading.Event(), 0
-
-    def watch() -> None:
-        while not is_over.wait(0.0002):
-            thread_stacks()
-
-    watching = threading.Thread(target=watch)
-    watching.start()
-    for step in range(40):
-        token_loss(model, SHARDGRAD.tokens(step)).backward()
-        for name, param in model.named_parameters():
-            others += first.setdefault(name, weakref.ref(param.grad))() is not param.grad
-        optim.step()
-        optim.zero_grad()
-    is_over.set()
-    watching.join()
-    return others
+from tests.support.ranks import on_ranks
 
 
 class Partly(nn.Module):
@@ -164,10 +134,3 @@ def test_a_warm_step_builds_no_dtensor_and_allocates_no_gradient_memory(
         DTensor.__new__ = original
     assert built == 0
     assert addresses() == before
-
-
-def test_to_look_at_a_thread_does_not_keep_its_gradients(two_ranks: Ranks) -> None:
-    """Frames did: a function's variables outlived its end, and the gradients seemed to be the
-    program's.
-    """
-    assert two_ranks.run(gradients_keep_their_object_under_a_watch) == [0, 0]
