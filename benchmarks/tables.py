@@ -99,7 +99,6 @@ COLUMNS: Mapping[str, tuple[str, str]] = {
         "until a step's call returns; on a CPU, CPU time beyond that of compute alone",
     ),
     "launches": ("launches", "what the host gives the device to do in a step"),
-    "dtensors": ("DTensors", "constructed from Python in a steady step"),
     "peak_rss_beyond_imports_nbytes": (
         "resident",
         "peak beyond imports and process group, heaviest rank",

@@ -20,7 +20,6 @@ from benchmarks.engines.program import COMPUTE_DTYPES, MicroBatch, Trained, micr
 from benchmarks.engines.trace import (
     Observation,
     Traffic,
-    counting_dtensors,
     launches,
     trace,
     traffic,
@@ -82,7 +81,7 @@ class Rank:
         return dataclasses.replace(cost, host_s=cost_of(self._step, device=device).host_s)
 
     def observe(self) -> Observation:
-        """Looks at memory first, then at single steps that are not timed."""
+        """Looks at memory first, then at a step that is not timed."""
         peak_rss = proc_nbytes("/proc/self/status", "VmHWM")
         allocated = reserved = None
         if self._device.type == "cuda":
@@ -90,9 +89,6 @@ class Rank:
                 torch.cuda.max_memory_allocated(),
                 torch.cuda.max_memory_reserved(),
             )
-        with counting_dtensors() as dtensors:
-            self._step()
-        self._barrier()
         # Beside the log.
         kept = Path(self._worker.log or "").with_suffix(".trace.json")
         events = trace(self._step, self._device, kept if self._worker.rank == 0 else None)
@@ -102,7 +98,6 @@ class Rank:
             peak_allocated_nbytes=allocated,
             peak_reserved_nbytes=reserved,
             pool_nbytes=self._trained.pool_nbytes(),
-            dtensors=dtensors[0],
             launches=None if self._device.type == "cpu" else launches(events),
             traffic=self._traffic or self._traffic_of(events),
         )

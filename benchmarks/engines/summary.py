@@ -207,7 +207,6 @@ def _observed(observations: Sequence[Observation]) -> dict[str, Any]:
         "peak_rss_beyond_imports_nbytes": max(
             one.peak_rss_nbytes - one.baseline_rss_nbytes for one in observations
         ),
-        "dtensors": first.dtensors,
         "collectives": {kind: dataclasses.asdict(one) for kind, one in first.traffic.items()},
     }
     if first.peak_allocated_nbytes is not None and first.peak_reserved_nbytes is not None:

@@ -7,14 +7,11 @@ import math
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 Event = Mapping[str, Any]
@@ -62,7 +59,6 @@ class Observation:
         peak_allocated_nbytes: of the device, by torch's allocator; None on a CPU.
         peak_reserved_nbytes: likewise, with what the allocator keeps.
         pool_nbytes: of it, by graphs.
-        dtensors: constructed from Python in one steady step.
         launches: how often the host gave the device something to do in one step; None on a CPU.
         traffic: by kind of collective, in one step.
     """
@@ -72,7 +68,6 @@ class Observation:
     peak_allocated_nbytes: int | None = None
     peak_reserved_nbytes: int | None = None
     pool_nbytes: int = 0
-    dtensors: int = 0
     launches: int | None = None
     traffic: dict[str, Traffic] = field(default_factory=dict)
 
@@ -108,19 +103,6 @@ def trace(
         profiler.export_chrome_trace(str(path))
         events: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
     return events
-
-
-@contextmanager
-def counting_dtensors() -> Iterator[list[int]]:
-    """Counts in the only element of the list it gives; wrappers that C++ makes do not count."""
-    original, count = DTensor.__new__, [0]
-
-    def counting(*args: Any, **kwargs: Any) -> DTensor:
-        count[0] += 1
-        return original(*args, **kwargs)
-
-    with mock.patch.object(DTensor, "__new__", staticmethod(counting)):
-        yield count
 
 
 def launches(events: Iterable[Event]) -> int:
