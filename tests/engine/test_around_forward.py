@@ -1,5 +1,7 @@
-"""Parameters used around their unit's forward: gradients are right. The kept programs of
-`tests/fuzz/programs/seeds` that call parts do so recomputed, nested and between evaluations.
+"""Parameters used around their unit's forward: gradients are right.
+
+Random and kept programs call parts of the root again and again, recomputed, nested and between
+evaluations; those of `tests/silent/cases` call other methods, and use weights without their module.
 """
 
 from __future__ import annotations
@@ -14,7 +16,6 @@ from torch import Tensor, nn
 
 import shardgrad
 from tests.support.parity import (
-    SHARDGRAD,
     WIDTH,
     Engine,
     Tensors,
@@ -22,84 +23,16 @@ from tests.support.parity import (
     as_unsharded,
     close_to_unsharded,
     stack,
-    token_loss,
 )
 from tests.support.ranks import Ranks, on_ranks
 
 
-class WithMethods(Tower):
-    """A tower with methods that a training loop may call instead of forward."""
+class WithALoss(Tower):
+    """A tower with a method that a training loop may call instead of forward."""
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         logits = self.head(self.norm(self.embedding(tokens)))
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-    def through_self(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        return token_loss(self, (tokens, targets))
-
-
-def with_methods(engine: Engine) -> WithMethods:
-    torch.manual_seed(0)
-    return engine.shard_tower(WithMethods())
-
-
-def inner_modules(model: WithMethods, tokens: Tensor, targets: Tensor) -> Tensor:
-    """An inner module of a unit, one of the root, and a whole unit in between."""
-    hidden = model.layers[1].norm(model.embedding(tokens))
-    logits = model.head(model.layers[0](hidden))
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-def forward_of_units(model: WithMethods, tokens: Tensor, targets: Tensor) -> Tensor:
-    """`forward` by name, of the root and of a unit."""
-    again = model.layers[1].forward(model.embedding(tokens)).square().mean()
-    return F.cross_entropy(model.forward(tokens).flatten(0, 1), targets.flatten()) + again
-
-
-def after_one_that_raises(model: WithMethods, tokens: Tensor, targets: Tensor) -> Tensor:
-    for module in (model.head, model.layers[0].up):
-        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-            module(torch.ones(2, WIDTH + 1))
-    return model.loss(tokens, targets) + token_loss(model, (tokens, targets))
-
-
-WAYS = [
-    WithMethods.loss,
-    inner_modules,
-    forward_of_units,
-    after_one_that_raises,
-]
-
-
-@pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("way", WAYS)
-@on_ranks(2)
-@as_unsharded
-def test_inner_modules_may_be_called_around_their_units_forward(
-    engine: Engine, way: Callable[[WithMethods, Tensor, Tensor], Tensor], micro_batches: int
-) -> Tensors:
-    model = with_methods(engine)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(3):
-        for micro in range(micro_batches):
-            engine.sync(model, micro == micro_batches - 1)
-            way(model, *engine.tokens(step * micro_batches + micro)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    way(model, *engine.tokens(9)).backward()
-    return engine.snapshot(model)
-
-
-@on_ranks(2)
-def test_a_change_of_the_weights_is_seen_by_a_call_around_forward() -> None:
-    model, x = with_methods(SHARDGRAD), torch.ones(2, WIDTH)
-    shards = list(model.parameters())
-    before = model.head(x)  # the root stays unsharded for a backward that does not come
-    with torch.no_grad():
-        for shard in shards:
-            shard.zero_()
-    assert before.count_nonzero()
-    assert not model.head(x).count_nonzero()
 
 
 class Asking(nn.Linear):
@@ -130,93 +63,16 @@ def test_a_part_may_call_the_model_that_it_is_of(
     return engine.snapshot(model)
 
 
-class Attention(nn.Module):
-    """Attention whose projection is a unit: it reads the weight and does not call it."""
-
-    def __init__(self, *, is_unit: bool, engine: Engine) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(WIDTH, 1, batch_first=True)
-        engine.fully_shard(self.attention.out_proj)
-        if is_unit:
-            engine.fully_shard(self.attention)
-        self.head = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(x + self.attention(x, x, x, need_weights=False)[0])
-
-
-@pytest.mark.parametrize("is_unit", [False, True])
-@on_ranks(2)
-@as_unsharded
-def test_multihead_attention_may_have_its_projection_sharded(
-    engine: Engine, is_unit: bool
-) -> Tensors:
-    torch.manual_seed(0)
-    model = engine.fully_shard(Attention(is_unit=is_unit, engine=engine))
-    for step in range(3):
-        x = engine.inputs(step, 5, WIDTH, dtype=torch.get_default_dtype())
-        model(x).square().mean().backward()
-        with torch.no_grad():
-            model.eval()(x)
-        model.train()
-    return engine.snapshot(model)
-
-
-@on_ranks(2)
-@as_unsharded
-def test_attention_that_raises_leaves_nothing_to_the_next_forward(engine: Engine) -> Tensors:
-    torch.manual_seed(0)
-    model = engine.fully_shard(Attention(is_unit=False, engine=engine))
-    params = list(model.parameters())
-    x = engine.inputs(0, 5, WIDTH, dtype=torch.get_default_dtype())
-    model(x).square().mean().backward()
-    with pytest.raises(RuntimeError, match="shape of the 2D attn_mask"):
-        model.attention(x, x, x, attn_mask=torch.zeros(7, 7))
-    for _ in range(2):
-        with torch.no_grad():
-            model(x)
-            for param in params:
-                param.mul_(0.5)
-    model(x).square().mean().backward()
-    return engine.snapshot(model)
-
-
 # -- what is right without help
 
 
-def through_a_method_that_calls_forward(engine: Engine) -> Tensors:
-    model = with_methods(engine)
-    for step in range(2):
-        model.through_self(*engine.tokens(step)).backward()
-    return engine.snapshot(model)
-
-
 def through_a_registered_method(engine: Engine) -> Tensors:
-    model = with_methods(engine)
+    torch.manual_seed(0)
+    model = engine.shard_tower(WithALoss())
     if not engine.whole_batch:
         shardgrad.register_fsdp_forward_method(model, "loss")
     for step in range(2):
         model.loss(*engine.tokens(step)).backward()
-    return engine.snapshot(model)
-
-
-class Headless(Tower):
-    """Returns hidden states; the loop calls the head itself, while the root is still whole."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.norm(x)
-
-
-def head_outside_forward(engine: Engine) -> Tensors:
-    torch.manual_seed(0)
-    model = engine.shard_tower(Headless())
-    for step in range(2):
-        tokens, targets = engine.tokens(step)
-        logits = model.head(model(tokens)) * model.gain
-        F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
     return engine.snapshot(model)
 
 
@@ -248,9 +104,7 @@ def a_unit_that_trained_long_before_its_root(engine: Engine) -> Tensors:
 
 
 RIGHT = [
-    through_a_method_that_calls_forward,
     through_a_registered_method,
-    head_outside_forward,
     forward_of_a_root_that_owns_nothing,
     a_unit_that_trained_long_before_its_root,
 ]

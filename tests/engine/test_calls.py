@@ -5,12 +5,10 @@ returns.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 import shardgrad
 from shardgrad.errors import ForeignParameterError
@@ -18,11 +16,10 @@ from tests.support.parity import (
     Engine,
     Tensors,
     as_unsharded,
-    close_to_unsharded,
     make_optimizer,
     stack,
 )
-from tests.support.ranks import Ranks, on_ranks
+from tests.support.ranks import on_ranks
 
 Loop = Callable[[Engine, nn.Module, int], None]
 
@@ -38,76 +35,6 @@ def train_with(engine: Engine, model: nn.Module, loop: Loop, steps: int = 3) -> 
 
 
 # -- lists of modules
-
-
-class Chunked(nn.Module):
-    """Norm and head in one list; the head is called once per chunk, or not at all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(5, 7)
-        self.norm = nn.LayerNorm(7)
-        self.head = nn.Linear(7, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(torch.tanh(self.body(x)))
-
-
-def train_list(
-    engine: Engine, chunks: int, *, forwards: int = 1, micro_batches: int = 1, kept: bool = False
-) -> Tensors:
-    """Trains with one backward of `forwards` forwards, in micro-batches of which the last one is
-    reduced.
-    """
-    torch.manual_seed(0)
-    model = Chunked()
-    engine.fully_shard([model.norm, model.head])
-    engine.fully_shard(model)
-    if kept and not engine.whole_batch:
-        for module in (model.norm, model.head):
-            module.set_reshard_after_forward(False)
-            module.set_reshard_after_backward(False)
-
-    def chunk(hidden: Tensor) -> Tensor:
-        loss = model.head(hidden).square().mean()
-        assert engine.whole_batch or not kept or not isinstance(model.head.weight, DTensor)
-        return loss
-
-    def loop(engine: Engine, model: nn.Module, step: int) -> None:
-        for micro in range(micro_batches):
-            engine.sync(model, micro == micro_batches - 1)
-            loss = torch.zeros(())
-            for call in range(forwards):
-                hidden = model(
-                    engine.inputs(7 * step + 3 * micro + call, 5, dtype=model.body.bias.dtype)
-                )
-                loss = loss + sum(chunk(hidden) for _ in range(chunks)) + hidden.square().mean()
-            loss.backward()
-
-    return train_with(engine, model, loop)
-
-
-@pytest.mark.parametrize("chunks", [0, 1, 3])
-def test_a_list_of_which_forward_runs_only_a_part_equals_an_unsharded_run(
-    two_ranks: Ranks, chunks: int
-) -> None:
-    two_ranks.run(close_to_unsharded, train_list, chunks)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"micro_batches": 3},
-        {"kept": True},
-        {"forwards": 2},
-        {"forwards": 2, "micro_batches": 2, "kept": True},
-    ],
-    ids=["sync_last", "kept", "two_forwards", "all"],
-)
-def test_a_list_called_in_chunks_goes_with_every_option(
-    two_ranks: Ranks, options: dict[str, Any]
-) -> None:
-    two_ranks.run(close_to_unsharded, train_list, 3, **options)
 
 
 # -- what goes in and comes out

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -49,12 +47,6 @@ def set_sync(model: Any, sync: bool) -> None:
     """Does nothing under plain torch."""
     if isinstance(model, shardgrad.FSDPModule):
         model.set_requires_gradient_sync(sync)
-
-
-def has_none_yet(model: nn.Module, applies: bool = True) -> None:
-    """Does nothing under plain torch: gradients that wait are not seen."""
-    if applies and isinstance(model, shardgrad.FSDPModule):
-        assert [name for name, param in model.named_parameters() if param.grad is not None] == []
 
 
 # -- comparing
@@ -153,19 +145,6 @@ def recomputes_inside_a_unit_of_which_one_rank_uses_all(shard: Shard) -> nn.Modu
 # -- freezing and summing
 
 
-def runs_a_layer_before_its_root(shard: Shard) -> nn.Module:
-    """Reductions of the layer are in flight when the model first runs."""
-    model = shard_each(shard, mlp())
-    layer: Any = model[1]
-    loss = layer(batch()).square().mean()
-    if isinstance(layer, shardgrad.FSDPModule):
-        layer.set_is_last_backward(False)
-    loss.backward()
-    has_none_yet(layer)
-    model(batch(1)).square().mean().backward()
-    return model
-
-
 def penalizes_a_weight_without_a_forward(shard: Shard) -> nn.Module:
     """The program has unsharded the layer itself, and reads its weight; no forward comes to it."""
     model = shard_each(shard, mlp())
@@ -174,31 +153,6 @@ def penalizes_a_weight_without_a_forward(shard: Shard) -> nn.Module:
     if isinstance(layer, shardgrad.FSDPModule):
         layer.unshard()
     layer.weight.square().sum().backward()
-    return model
-
-
-def reduces_later_what_the_last_micro_batch_does_not_use(shard: Shard, between: str) -> nn.Module:
-    """Sums of replicas wait for the second backward, while those of the first are `in flight`, or
-    a parameter of them `freezes`, or another one `thaws`, which changes their places.
-    """
-    model = Route(mlp())
-    model.layers[1].bias.requires_grad_(between != "thaws")
-    for layer in model.layers:
-        shard(layer)
-    shard(model)
-    if isinstance(model, shardgrad.FSDPModule):
-        model.set_requires_all_reduce(False)
-        model.set_is_last_backward(between != "in flight")
-        model.set_reduce_scatter_max_input_buffers(9)  # so that none ends for want of one
-    model(batch(), 0, 1, 2, 3).square().mean().backward()
-    has_none_yet(model)
-    model.layers[1].bias.requires_grad_(between != "freezes")
-    if isinstance(model, shardgrad.FSDPModule):
-        model.set_requires_all_reduce(True)
-        model.set_is_last_backward(True)
-    loss = model(batch(1), 0, 2, 3).square().mean()
-    has_none_yet(model, between == "freezes")
-    loss.backward()
     return model
 
 
@@ -221,13 +175,9 @@ def drops_sums_that_one_rank_has(shard: Shard) -> nn.Module:
     return model
 
 
-# -- gradients that the program writes
-
-
 PROGRAMS = [
     extracts_features_by_an_exception,
     recomputes_inside_a_unit_of_which_one_rank_uses_all,
-    runs_a_layer_before_its_root,
     penalizes_a_weight_without_a_forward,
     drops_sums_that_one_rank_has,
 ]
@@ -239,17 +189,6 @@ def test_a_program_has_the_gradients_of_plain_torch(
     two_ranks: Ranks, program: Program, reshard_after_forward: bool | None
 ) -> None:
     two_ranks.run(gradients_are_plain_torch, program, reshard_after_forward=reshard_after_forward)
-
-
-@pytest.mark.parametrize("between", ["freezes", "in flight", "thaws"])
-@pytest.mark.parametrize("replicas", [2, 4])
-@on_ranks(4)
-def test_a_partial_sum_of_a_unit_is_reduced_though_the_last_micro_batch_did_not_use_it(
-    replicas: int, between: str
-) -> None:
-    mesh = init_device_mesh("cpu", (replicas, 4 // replicas), mesh_dim_names=("replicate", "shard"))
-    program = partial(reduces_later_what_the_last_micro_batch_does_not_use, between=between)
-    gradients_are_plain_torch(program, mesh=mesh)
 
 
 # -- a backward that does not come to its end

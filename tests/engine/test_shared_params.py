@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -10,11 +9,6 @@ from torch.distributed.tensor import DTensor
 
 from tests.support.parity import (
     SHARDGRAD,
-    WIDTH,
-    Engine,
-    Tensors,
-    as_unsharded,
-    stack,
     tower,
     train,
 )
@@ -40,50 +34,6 @@ def test_the_root_owns_a_parameter_that_two_of_its_units_share() -> None:
     assert "embedding.weight" not in names
     train(SHARDGRAD, model, steps=1)
     assert model.embedding.weight is model.head.weight
-
-
-def tied_units(engine: Engine) -> nn.Sequential:
-    """Units that share a weight, which the root owns, and own their biases; the root registers
-    nothing.
-    """
-    model = stack(WIDTH, WIDTH, WIDTH)
-    model[2].weight = model[0].weight
-    for unit in (model[0], model[2], model):
-        engine.fully_shard(unit)
-    return model
-
-
-@pytest.mark.parametrize("unshards", [False, True])
-@on_ranks(2)
-@as_unsharded
-def test_a_unit_whose_tied_weight_the_root_owns_may_be_called_by_itself(
-    engine: Engine, unshards: bool
-) -> Tensors:
-    """The root's parameter is used around its forward; the program may say so beforehand."""
-    model = tied_units(engine)
-    for step in range(3):
-        x = engine.inputs(step, WIDTH, dtype=torch.get_default_dtype())
-        model(x).square().mean().backward()
-        if unshards and not engine.whole_batch:
-            model.unshard()
-        model[2](x).square().mean().backward()
-    return engine.snapshot(model)
-
-
-@on_ranks(2)
-def test_state_dicts_after_an_evaluation_hold_and_take_shards_of_tied_parameters() -> None:
-    model, x = tied_units(SHARDGRAD), SHARDGRAD.inputs(0, WIDTH)
-    with torch.no_grad():
-        model(x)
-        saved = model.state_dict()
-        assert [name for name, value in saved.items() if not isinstance(value, DTensor)] == []
-        doubled = {name: 2 * value for name, value in saved.items()}
-        model(x)
-        model.load_state_dict(doubled)
-        assert torch.equal(model[2].weight.full_tensor(), doubled["2.weight"].full_tensor())
-        loaded = [doubled[name].full_tensor() for name in ("2.weight", "2.bias", "0.bias")]
-        hidden = torch.tanh(nn.functional.linear(x, loaded[0], loaded[2]))
-        torch.testing.assert_close(model(x), nn.functional.linear(hidden, loaded[0], loaded[1]))
 
 
 class TwiceTied(nn.Module):

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import Shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import shardgrad
@@ -23,7 +22,6 @@ from shardgrad.engine.grad_shard import GradMemory, GradShard
 from shardgrad.engine.param import managed_by
 from shardgrad.engine.param_group import group_of
 from shardgrad.engine.unit import units_under
-from shardgrad.optim import muon
 from shardgrad.sharding import zero_copy
 from tests.simulated.accelerator.device import NAME, Graph, checked
 from tests.simulated.accelerator.virtual_ranks import VirtualRanks, on_virtual_ranks, one_at_a_time
@@ -36,7 +34,6 @@ from tests.simulated.programs.graphed import (
     loss_of,
     require_replays,
     same_on,
-    training_step,
     weights,
 )
 
@@ -123,91 +120,6 @@ def memory_of_a_step(name: str) -> tuple[int, int]:
 def test_at_the_loss_nothing_is_left_of_gradients_that_are_none(name: str) -> None:
     for beyond, gradients in VirtualRanks(1).run(memory_of_a_step, name):
         assert beyond >= gradients > 0
-
-
-def gradients_of_odd_calls() -> None:
-    """What a program may do while gradients have no memory."""
-    model = build(Setup())
-    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=0.01)
-    plain = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = shardgrad.GradScaler(init_scale=4.0)
-    loss_of(model, batch(0)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    assert states(model) == {GradMemory.HELD}
-    with torch.inference_mode():
-        loss_of(model, batch(1))
-    assert states(model) == {GradMemory.NONE}
-    before = weights(model)
-    shardgrad.clip_grad_norm_(model, 1.0)
-    scaler.unscale_(optimizer)
-    optimizer.step()
-    plain.step()
-    optimizer.zero_grad(set_to_none=False)
-    model.zero_grad(set_to_none=False)
-    assert states(model) == {GradMemory.NONE}
-    assert all(map(torch.equal, before, weights(model)))
-    assert all(p.grad is None for p in model.parameters())
-    # An assigned gradient is taken over, and the others of its shard do not appear with it.
-    weight = model[0].first.weight
-    weight.grad = torch.ones_like(weight)
-    norm = shardgrad.clip_grad_norm_(model, 1e9)
-    assert norm.item() == pytest.approx(weight.numel() ** 0.5)
-    optimizer.step()
-    changed = [not torch.equal(old, new) for old, new in zip(before, weights(model), strict=True)]
-    assert sum(changed) == 1
-    assert not torch.equal(before[0], weights(model)[0])
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_steps_clips_and_assignments_without_a_backward_are_as_without_gradients(
-    ranks: int,
-) -> None:
-    run_checked(ranks, gradients_of_odd_calls)
-
-
-@on_virtual_ranks(1)
-def test_memory_that_something_but_a_tensor_keeps_is_left_to_it() -> None:
-    """A view that no Python object shows: the shard leaves its memory to it, and gets other."""
-    model = build(Setup())
-    rows = torch.ones(1, 6, device=NAME, requires_grad=True)
-    loss_of(model, batch(0)).backward()
-    gradient = model[1].second.weight.grad.to_local()
-    of_gradient = nn.functional.linear(rows, gradient).sum()
-    columns = gradient.sum(0, keepdim=True)
-    del gradient
-    model.zero_grad()
-    loss_of(model, batch(1)).backward()
-    of_gradient.backward()
-    torch.testing.assert_close(rows.grad, columns)
-
-
-def gradients_in_new_memory(options: dict[str, Any], dtype: torch.dtype) -> None:
-    """Memory that nobody wrote is not a number here."""
-    model = build(Setup(options=options, dtype=dtype))
-    for number in range(3):
-        loss_of(model, batch(number).to(dtype)).backward()
-        for shard in shards(model):
-            left = shard.values.clone()
-            for place in range(shard.count):
-                piece = shard.piece(place)
-                left.narrow(0, piece.shard_offset, shard.view(place).numel()).zero_()
-            assert not left.count_nonzero()
-            assert not shard.flags.isnan().any()
-        model.zero_grad()
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("strided", [False, True], ids=["", "by columns"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_reduction_leaves_nothing_of_new_memory_unwritten(
-    ranks: int, strided: bool, dtype: torch.dtype
-) -> None:
-    placement = {
-        "shard_placement_fn": lambda p: Shard(p.ndim - 1) if p.shape[-1] % 2 == 0 else None
-    }
-    options = placement if strided and ranks < 4 else {}
-    VirtualRanks(ranks).run(gradients_in_new_memory, options, dtype)
 
 
 @on_virtual_ranks(2, checks=True)
@@ -353,34 +265,6 @@ def test_steps_that_ran_out_of_memory_for_gradients_leave_nothing_to_later_ones(
 # -- graphs
 
 
-def whole_steps(graphed: Graphed) -> Values:
-    model = build(Setup())
-    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=0.01)
-
-    step = training_step(graphed, model, optimizer, clips=0.1)
-
-    seen = []
-    for number in range(9):
-        seen.append(step(batch(number)).item())
-        if isinstance(step, shardgrad.graphs.GraphedStep) and step.captures:
-            assert states(model) == {GradMemory.NONE}
-            assert not any(shard.flat.untyped_storage().nbytes() for shard in shards(model))
-    assert all(shard.flat.numel() for shard in shards(model))  # no other memory has taken its place
-    # A gradient of one block is added to; those of the others have no memory to look at.
-    weight = model[0].first.weight
-    weight.grad = torch.ones_like(weight)
-    seen.append(step(batch(9)).item())
-    require_replays(step, 1, 6)
-    loss_of(model, batch(9)).backward()  # eager, between and after graphs
-    optimizer.step()
-    return seen + weights(model)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_graph_of_whole_steps_leaves_no_memory_of_gradients(ranks: int) -> None:
-    same_on(ranks, whole_steps)
-
-
 def gradients_returned(graphed: Graphed) -> Values:
     model, kept = build(Setup()), {}
 
@@ -403,37 +287,6 @@ def gradients_returned(graphed: Graphed) -> Values:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_gradients_that_a_whole_step_returns_or_keeps_are_those_of_this_call(ranks: int) -> None:
     same_on(ranks, gradients_returned)
-
-
-def frozen_and_thawed(graphed: Graphed, name: str) -> Values:
-    """The first graph is replayed again; what it reads on the device was replaced meanwhile."""
-    model = build(Setup(depth=2))
-    optimizer = OPTIMIZERS[name](model)
-
-    @graphed(model, optimizer)
-    def step(x: Tensor) -> Tensor:
-        loss = loss_of(model, x)
-        loss.backward()
-        shardgrad.clip_grad_norm_(model, 0.1)
-        optimizer.step()
-        model.zero_grad()
-        return loss
-
-    seen, others = [], []
-    for number in range(16):
-        model[0].first.weight.requires_grad_(not 5 <= number < 10)
-        seen.append(step(batch(number)).item())
-        # In freed memory.
-        others += [torch.full((n,), 7, device=NAME) for n in (4, 8, 12, 16, 24, 32, 48, 64)]
-    require_replays(step, 2, 10)
-    return seen + weights(model)
-
-
-@pytest.mark.parametrize("name", ["AdamW", "SGD", "Muon"])
-def test_a_graph_of_before_layers_were_frozen_trains_them_again(name: str) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(muon, "_MOST_PLANS", 1)  # a plan that a graph reads stays all the same
-        same_on(2, frozen_and_thawed, name)
 
 
 def surprised(graphed: Graphed) -> Values:
