@@ -16,11 +16,10 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 from functools import singledispatch
 from itertools import chain
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardgrad.errors import OptionError
@@ -35,10 +34,7 @@ __all__ = [
     "nothing",
 ]
 
-
-# Of every tensor of a state at every call, so each is one pass in C.
-_ADDRESS = torch.Tensor.data_ptr
-_LOCAL = attrgetter("_local_tensor")
+_NUMBERS = (bool, int, float, str, type(None))
 
 
 class CaptureAgain(Exception):
@@ -177,10 +173,9 @@ class OptimizerState(Capturable):
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._rates: dict[int, torch.Tensor] = {}  # by the number of the group
-        # What the state held at the last look, and of that the tensors.
+        # What the state held at the last look, and the memory of its tensors.
         self._values: list[Any] = []
-        self._plain: list[torch.Tensor] = []
-        self._dtensors: list[DTensor] = []
+        self._locals: list[torch.Tensor] = []
 
     def begin_call(self) -> None:
         """See `Capturable`."""
@@ -197,22 +192,23 @@ class OptimizerState(Capturable):
 
     def guards(self) -> Hashable:
         """See `Capturable`."""
+        groups = self._optimizer.param_groups
+        params = tuple([tuple(map(id, group["params"])) for group in groups])
         numbers = tuple(
-            (key, _constant(value))
-            for group in self._optimizer.param_groups
-            for key, value in group.items()
-            if key != "params"
+            [
+                (key, value if type(value) in _NUMBERS else _constant(value))
+                for group in groups
+                for key, value in group.items()
+                if key != "params"
+            ]
         )
-        params = tuple(tuple(map(id, group["params"])) for group in self._optimizer.param_groups)
         values = list(chain.from_iterable(map(dict.values, self._optimizer.state.values())))
         values += self._rates.values()
         if len(values) != len(self._values) or not all(map(is_, values, self._values)):
             self._values = values
-            tensors = [value for value in values if isinstance(value, torch.Tensor)]
-            self._dtensors = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
-            self._plain = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
-        addresses = map(_ADDRESS, chain(self._plain, map(_LOCAL, self._dtensors)))
-        return numbers, ("parameters", params), ("addresses of its state", tuple(addresses))
+            self._locals = [local_tensor(one) for one in values if isinstance(one, torch.Tensor)]
+        addresses = tuple(map(torch.Tensor.data_ptr, self._locals))
+        return numbers, ("parameters", params), ("addresses of its state", addresses)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Capturable`."""
@@ -226,10 +222,8 @@ class OptimizerState(Capturable):
 
 
 def _constant(value: Any) -> Hashable:
-    """Returns what a graph keeps of a hyperparameter: a number itself, the address of a tensor."""
-    if isinstance(value, torch.Tensor):
-        return value.data_ptr()
-    return value if isinstance(value, Hashable) else repr(value)
+    """Returns what a graph keeps of a hyperparameter that is no number: where a tensor is."""
+    return value.data_ptr() if isinstance(value, torch.Tensor) else repr(value)
 
 
 @adapt.register

@@ -54,20 +54,18 @@ _GONE = (AttributeError, LookupError, TypeError, ValueError)
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """A variable, an attribute or an element, in which a function finds a tensor. Several may have
-    one name, as globals of two modules.
+    """A variable, an attribute or an element, in which a function finds a tensor, or a list of
+    given parameters, as for clipping. Several may have one name, as globals of two modules.
 
     Attributes:
         name: as the program writes it, such as "batch['targets']" or "self.mask".
         root: where the way begins: the function, or a module, which stays.
         way: from there.
-        given: identities of parameters whose memory the step's participants guard.
     """
 
     name: str
     root: Any
     way: _Way = ()
-    given: frozenset[int] = frozenset()
 
     def found(self) -> Any:
         """Returns what is there now; None if no way leads there any more."""
@@ -77,12 +75,12 @@ class Place:
             return None
 
     def key(self) -> Hashable:
-        """Returns where the tensor that is there now lies, and how; which one it is, of those that
-        were given; None if there is no tensor.
+        """Returns where the tensor that is there now lies, and how; which ones a list has; None if
+        there is neither.
         """
         found = self.found()
-        if id(found) in self.given:
-            return id(found)
+        if isinstance(found, list | tuple):
+            return tuple(map(id, found))
         if not isinstance(found, torch.Tensor):
             return None
         local = local_tensor(found)
@@ -128,8 +126,8 @@ class Reads(TorchDispatchMode):
                 for param in value.parameters():
                     if id(param) not in given and _is_part(param):
                         self._others.setdefault(local_tensor(param).data_ptr(), place.name)
-            elif isinstance(value, torch.Tensor):
-                for tensor in _plain([value]):
+            elif isinstance(value, torch.Tensor | list | tuple):
+                for tensor in _plain([value] if isinstance(value, torch.Tensor) else value):
                     self._candidates.setdefault(_identity(tensor), place)
             else:
                 self.numbers.setdefault(place.name, value)
@@ -255,8 +253,13 @@ def closed_over(
     modules: Iterable[nn.Module],
     given: frozenset[int] = frozenset(),
 ) -> Iterator[tuple[Place, Any]]:
-    """Yields tensors, modules, numbers and strings with their places, those with the shortest way
-    first; `given` is for `Place`.
+    """Yields tensors, modules, numbers, strings, and lists and tuples of none but given parameters,
+    with their places, those with the shortest way first.
+
+    Args:
+        function: to begin with.
+        modules: to begin with.
+        given: identities of the given parameters.
 
     Capture: safe. Nothing on the device is read.
     """
@@ -276,9 +279,10 @@ def closed_over(
         if id(value) in seen:
             continue
         seen.add(id(value))
-        if isinstance(value, torch.Tensor | nn.Module):
+        is_list = isinstance(value, list | tuple) and given.issuperset(map(id, value))
+        if is_list or isinstance(value, torch.Tensor | nn.Module):
             yield place, value
-        if depth == _DEPTH or isinstance(value, torch.Tensor):
+        if is_list or depth == _DEPTH or isinstance(value, torch.Tensor):
             continue
         root, way = (value, ()) if isinstance(value, nn.Module) else (place.root, place.way)
         for name, on in islice(_parts(value), _MOST_PARTS):
@@ -287,7 +291,7 @@ def closed_over(
                 if not isinstance(part, _LEAVES):
                     is_behind = name.startswith((".", "["))
                     full = place.name + name if is_behind else name or place.name
-                    waiting.append((Place(full, root, (*way, *on), given), part, depth + 1))
+                    waiting.append((Place(full, root, (*way, *on)), part, depth + 1))
 
 
 def _end_of(way: _Way, root: Any) -> Any:

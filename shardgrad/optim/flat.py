@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from operator import attrgetter
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -31,6 +32,9 @@ from shardgrad.optim.state import copies_into, load_state
 from shardgrad.sharding.dtensor import require_own_shards
 
 __all__ = ["FlatOptimizer", "Update"]
+
+# Another group in the place of one has other mirrors on the device. Read at every call.
+_GUARDS = attrgetter("options.number", "is_allocated")
 
 
 @dataclass(frozen=True)
@@ -528,8 +532,7 @@ class FlatOptimizer(Optimizer):
         """
         self._require_here()
         self._follow_program()
-        # Another group in the place of one has other mirrors on the device.
-        segments = tuple([(segment.options.number, segment.guards()) for segment in self._segments])
+        segments = tuple(map(_GUARDS, self._segments))
         groups = tuple([group.constants() for group in self._groups()])
         return segments, groups, self._check_finite
 

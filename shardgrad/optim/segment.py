@@ -13,7 +13,7 @@ A parameter that no unit shards is a segment alone.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import is_
@@ -120,12 +120,6 @@ class Segment(ABC):
     def rows(self) -> torch.Tensor | None:
         """The latest launch's table, if others may replace it; see `Launch`."""
         return None
-
-    def guards(self) -> Hashable:
-        """Returns what decides a launch, apart from addresses that never change. Called at every
-        replay.
-        """
-        return self.is_allocated
 
     def on_device(self, rows: torch.Tensor) -> torch.Tensor:
         """Returns the table of a launch, which the first step copies from the host.
@@ -408,10 +402,6 @@ class PlainSegment(Segment):
     def device(self) -> torch.device:
         """Of the parameter, which may have been on the meta device when the optimizer was built."""
         return local_tensor(self.params[0]).device
-
-    def guards(self) -> Hashable:
-        """See `Segment.guards`."""
-        return self.is_allocated, self.device.type
 
     @property
     def has_data(self) -> bool:

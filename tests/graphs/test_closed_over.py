@@ -196,15 +196,19 @@ def test_a_place_to_which_no_way_leads_any_more_has_no_key() -> None:
         assert place.key() is None
 
 
-def test_another_parameter_in_a_list_is_elsewhere() -> None:
-    model = nn.Linear(2, 2)
-    held: list[torch.Tensor] = [model.weight]
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_given_parameters_in_a_list_are_one_place_until_another_is_among_them(kind: Any) -> None:
+    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(40)])
+    held = {"params": kind(model.parameters())}
     with Reads(lambda: held, [model]) as reads:
-        held[0] * 2
+        for param in held["params"]:
+            param * 2
     ((place, before),) = reads.places.items()
-    assert place.key() == before
-    held[0] = model.weight.detach()
-    assert place.key() != before
+    assert (place.name, place.key()) == ("held['params']", before)
+    same = held["params"]
+    for other in (same[:-1], kind([*same[:-1], same[0]]), kind([*same, same[0].detach()])):
+        held["params"] = other
+        assert place.key() != before
 
 
 def test_numbers_that_a_step_closes_over_have_names() -> None:
