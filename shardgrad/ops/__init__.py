@@ -19,7 +19,7 @@ from shardgrad.ops.movement import MAX_SUMMANDS, pack, sum_chunks, unpack
 
 if TYPE_CHECKING:
     from shardgrad.ops.norm import NORM_SCRATCH_NUMEL, norm_
-    from shardgrad.ops.segments import TILE_NUMEL, check_rows, segment_rows
+    from shardgrad.ops.segments import TILE_NUMEL, segment_rows
     from shardgrad.ops.update import adam_, sgd_
 
 __all__ = [
@@ -28,7 +28,6 @@ __all__ = [
     "TILE_NUMEL",
     "adam_",
     "backend",
-    "check_rows",
     "has_kernels",
     "norm_",
     "pack",
@@ -43,7 +42,6 @@ _DEFINED_IN = {
     "NORM_SCRATCH_NUMEL": "norm",
     "TILE_NUMEL": "segments",
     "adam_": "update",
-    "check_rows": "segments",
     "norm_": "norm",
     "segment_rows": "segments",
     "sgd_": "update",

@@ -327,15 +327,6 @@ class ShardedSegment(Segment):
             gradient = shard.piece(place).shard_offset
             pieces.append((piece.shard_offset, gradient, offset, numel, i, place))
         rows, tiles = ops.segment_rows(pieces)
-        ops.check_rows(
-            rows,
-            tiles,
-            param_numel=self._group.shard.numel(),
-            grad_numel=shard.values.numel(),
-            state_numel=self.numel,
-            steps_numel=len(self.params),
-            touched_numel=shard.flags.numel(),
-        )
         return _Table(shard, self.on_device(rows), tiles, _on_host(rows))
 
     def local_views(self, flat: torch.Tensor) -> list[torch.Tensor]:
