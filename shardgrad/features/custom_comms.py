@@ -7,9 +7,9 @@ allocates, or give reductions a separate process group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from enum import Enum
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -31,22 +31,44 @@ from shardgrad.errors import CustomCommError, unsupported
 
 __all__ = [
     "CustomCollectives",
-    "Memory",
     "collectives_of",
+    "memory_of_process_group",
     "require_torchs",
     "separate_reductions",
     "set_collectives",
     "stage_in_memory_of_process_group",
     "stage_in_symmetric_memory",
+    "symmetric_memory",
 ]
 
 
-class Memory(Enum):
-    """Where a group's messages are staged."""
+def memory_of_process_group(group: dist.ProcessGroup) -> Allocate:
+    """Returns what allocates a group's staging: its backend, or torch where the backend has no
+    allocator.
+    """
 
-    DEFAULT = "the usual memory"
-    PROCESS_GROUP = "memory of the process group"
-    SYMMETRIC = "symmetric memory"
+    def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
+        backend = group._get_backend(device)
+        if not backend.supports_tensor_alloc(device):
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return backend.allocate_tensor(nbytes, dtype=torch.uint8, device=device)
+
+    return allocate
+
+
+def symmetric_memory(group: dist.ProcessGroup) -> Allocate:
+    """Returns what allocates symmetric memory. Every rank of the group allocates the same, in one
+    order.
+    """
+
+    def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
+        pool = symm_mem.get_mem_pool(device)
+        with torch.get_device_module(device).use_mem_pool(pool):
+            memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        symm_mem.rendezvous(memory, group=group.group_name)
+        return memory
+
+    return allocate
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +79,7 @@ class CustomCollectives(CollectiveConfig):
         all_gather: the program's own, an object with torch's `AllGather` protocol, or None.
         reduce_scatter: the program's own, an object with torch's `ReduceScatter` protocol, or None.
         reduce_group: the same ranks in another process group, for reductions only, or None.
-        staging: where messages are staged.
+        staging: what returns the allocator of a process group's staging; None for the usual memory.
         exchanges: reductions bring the chunks of all ranks, to be summed here: [Note: Wire dtype]
             in `wire_dtype.py`.
     """
@@ -65,27 +87,27 @@ class CustomCollectives(CollectiveConfig):
     all_gather: Any = None
     reduce_scatter: Any = None
     reduce_group: dist.ProcessGroup | None = None
-    staging: Memory = Memory.DEFAULT
+    staging: Callable[[dist.ProcessGroup], Allocate] | None = None
     exchanges: bool = False
 
     @property
     def gathers_plainly(self) -> bool:
         """See `CollectiveConfig`."""
-        return self.all_gather is None and self.staging is Memory.DEFAULT
+        return self.all_gather is None and self.staging is None
 
     @property
     def reduces_plainly(self) -> bool:
         """See `CollectiveConfig`."""
-        return self.reduce_scatter is None and self.staging is Memory.DEFAULT
+        return self.reduce_scatter is None and self.staging is None
 
     def for_gather(self, comm_ctx: CommContext, group: dist.ProcessGroup) -> Route:
         """See `CollectiveConfig`."""
         if self.all_gather is not None and group.size() > 1:
             return _own(comm_ctx, group, self.all_gather)
         ring = comm_ctx.gather_ring
-        if self.staging is not Memory.DEFAULT:
-            key, allocate = (self.staging, group, "gather"), _allocators[self.staging](group)
-            ring = comm_ctx.special_ring(key, allocate, depth=2, elastic=True)
+        if self.staging is not None:
+            key = self.staging, group, "gather"
+            ring = comm_ctx.special_ring(key, self.staging(group), depth=2, elastic=True)
         return Route(comm_ctx.transport(group), ring)
 
     def for_reduce(self, comm_ctx: CommContext, group: dist.ProcessGroup) -> Route:
@@ -94,11 +116,10 @@ class CustomCollectives(CollectiveConfig):
         if self.reduce_scatter is not None and group.size() > 1:
             return _own(comm_ctx, group, self.reduce_scatter)
         ring = comm_ctx.reduce_ring
-        if self.staging is Memory.PROCESS_GROUP or (
-            self.staging is Memory.SYMMETRIC and self.only_sums
-        ):
-            key, allocate = (self.staging, group, "reduce"), _allocators[self.staging](group)
-            ring = comm_ctx.special_ring(key, allocate, depth=ring.depth)
+        staging = self.staging
+        if staging is not None and (self.only_sums or staging is not symmetric_memory):
+            key = staging, group, "reduce"
+            ring = comm_ctx.special_ring(key, staging(group), depth=ring.depth)
         if not self.exchanges:
             return Route(comm_ctx.transport(group), ring)
         from shardgrad.features.wire_dtype import exchange_over
@@ -161,7 +182,7 @@ def stage_in_memory_of_process_group(unit: Unit, *, enable: bool) -> None:
         CustomCommError: the unit has custom collectives.
     """
     _require_default_comms(unit, "set_allocate_memory_from_process_group")
-    set_collectives(unit.groups, staging=Memory.PROCESS_GROUP if enable else Memory.DEFAULT)
+    set_collectives(unit.groups, staging=memory_of_process_group if enable else None)
 
 
 def stage_in_symmetric_memory(unit: Unit, backend: Literal["NCCL"]) -> None:
@@ -175,7 +196,7 @@ def stage_in_symmetric_memory(unit: Unit, backend: Literal["NCCL"]) -> None:
     for group in unit.groups:
         symm_mem.set_backend(backend)
         dist.barrier(group=group.mesh.gather_group)  # the group's communicator exists then
-        set_collectives([group], staging=Memory.SYMMETRIC)
+        set_collectives([group], staging=symmetric_memory)
 
 
 def _require_default_comms(unit: Unit, method: str) -> None:
@@ -206,38 +227,6 @@ def require_torchs(method: str, *parts: Any) -> None:
             )
 
 
-def _from_process_group(group: dist.ProcessGroup) -> Allocate:
-    """Returns what allocates a group's staging: its backend, or torch where the backend has no
-    allocator.
-    """
-
-    def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
-        backend = group._get_backend(device)
-        if not backend.supports_tensor_alloc(device):
-            return torch.empty(nbytes, dtype=torch.uint8, device=device)
-        return backend.allocate_tensor(nbytes, dtype=torch.uint8, device=device)
-
-    return allocate
-
-
-def _symmetric(group: dist.ProcessGroup) -> Allocate:
-    """Returns what allocates symmetric memory. Every rank of the group allocates the same, in one
-    order.
-    """
-
-    def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
-        pool = symm_mem.get_mem_pool(device)
-        with torch.get_device_module(device).use_mem_pool(pool):
-            memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        symm_mem.rendezvous(memory, group=group.group_name)
-        return memory
-
-    return allocate
-
-
-_allocators = {Memory.PROCESS_GROUP: _from_process_group, Memory.SYMMETRIC: _symmetric}
-
-
 class _CommTransport(StreamTransport):
     """A program's own collectives. What they return is waited for, and there are no tags."""
 
@@ -253,36 +242,22 @@ class _CommTransport(StreamTransport):
         if chunk.data_ptr() != own.data_ptr():
             own.copy_(chunk)  # the protocol's input lies in its output
 
-        def call() -> dist.Work | None:
-            work: dist.Work | None = self._comm(
-                output_tensor=staging.whole, input_tensor=own, group=self.group, async_op=False
-            )
-            return work
-
-        return self._started(call, own, [staging.whole], tag.what)
+        return self._started(own, own, staging.whole, tag)
 
     def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
         """See `Transport.reduce_scatter`: always a sum."""
         out = receive.part(0)
-
-        def call() -> dist.Work | None:
-            work: dist.Work | None = self._comm(
-                output_tensor=out,
-                input_tensor=send.whole,
-                group=self.group,
-                op=dist.ReduceOp.SUM,
-                async_op=False,
-            )
-            return work
-
-        return self._started(call, out, [out], tag.what)
+        return self._started(out, send.whole, out, tag, op=dist.ReduceOp.SUM)
 
     def _started(
         self,
-        call: Callable[[], dist.Work | None],
-        sent: torch.Tensor,
-        chunks: Sequence[torch.Tensor],
-        what: str,
+        chunk: torch.Tensor,
+        given: torch.Tensor,
+        into: torch.Tensor,
+        tag: MessageTag,
+        **options: Any,
     ) -> Work:
-        entry, work = self._log.start(what, sent, call)
-        return PendingWork(entry, work, chunks, self._log)
+        tensors = {"output_tensor": into, "input_tensor": given}
+        call = partial(self._comm, **tensors, **options, group=self.group, async_op=False)
+        entry, work = self._log.start(tag.what, chunk, call)
+        return PendingWork(entry, work, [into], self._log)

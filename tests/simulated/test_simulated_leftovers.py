@@ -6,7 +6,6 @@ import gc
 import time
 import weakref
 from collections.abc import Callable
-from unittest import mock
 
 import pytest
 import torch
@@ -17,9 +16,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import shardgrad
 from shardgrad.diagnosis.flight_recorder import recorder
+from shardgrad.engine.buffers import Allocate
 from shardgrad.engine.unit import units_under
-from shardgrad.features import custom_comms
-from shardgrad.features.custom_comms import Memory, set_collectives
+from shardgrad.features.custom_comms import set_collectives
 from tests.simulated.accelerator.device import NAME, checked
 from tests.simulated.accelerator.virtual_ranks import VirtualRanks
 from tests.simulated.programs.graphed import Setup, batch, build, loss_of
@@ -108,21 +107,20 @@ def test_graphs_pinned_memory_and_process_groups_are_gone(
     assert not dist.is_initialized()
 
 
+def allocator(group: dist.ProcessGroup) -> Allocate:
+    return lambda nbytes, device: torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
 def gather_and_delete() -> None:
     model = build(Setup())
     for unit in units_under(model):
-        set_collectives(unit.groups, staging=Memory.PROCESS_GROUP)
+        set_collectives(unit.groups, staging=allocator)
     with torch.no_grad():
         loss_of(model, batch(0))
 
 
 def test_a_model_may_be_deleted_while_what_it_has_gathered_is_read() -> None:
     """Staging of this kind stays with the model from step to step."""
-
-    def allocate(nbytes: int, device: torch.device) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
-
-    kinds = {Memory.PROCESS_GROUP: lambda group: allocate}
-    with mock.patch.dict(custom_comms._allocators, kinds), checked():
+    with checked():
         VirtualRanks(2).run(gather_and_delete)
         gc.collect()
