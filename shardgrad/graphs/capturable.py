@@ -44,7 +44,13 @@ class CaptureAgain(Exception):
 class Capturable:
     """State that a step uses. Subclass it for state that is neither in a module nor in an
     optimizer.
+
+    Attributes:
+        is_guarded: True if all that a snapshot restores is among the guards, so that a replay that
+            leaves equal guards restores nothing.
     """
+
+    is_guarded = False
 
     def begin_call(self) -> None:
         """Called first in every call, on the program's stream, after earlier calls."""
@@ -86,13 +92,6 @@ class Capturable:
         """
         return nothing
 
-    def snapshot_unguarded(self) -> Callable[[], None]:
-        """Returns a function like `snapshot`'s that may leave out what `guards` cover.
-
-        It is called when the guards are equal to those of now.
-        """
-        return self.snapshot()
-
     def known_to_graph(self) -> Any:
         """Returns objects whose memory a capture has just met and that may be replaced while its
         graph lives.
@@ -103,9 +102,6 @@ class Capturable:
 
     def replayed(self) -> None:
         """Called after a replay, which has changed the memory that `tensors` yields."""
-
-    def released(self) -> None:
-        """Called when no graph depends on the guards any more."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields (name, tensor) for the memory in which state lives from step to step."""

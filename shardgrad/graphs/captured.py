@@ -85,10 +85,9 @@ class CapturedStep:
         # Guards are compared at the beginning of a call, and an eager region may change what they
         # cover.
         self._snapshots = [
-            each.snapshot_unguarded()
-            if not self.has_eager_regions and each.guards() == before
-            else each.snapshot()
+            each.snapshot()
             for each, before in zip(self._capturables, self.key[1][1:], strict=True)
+            if self.has_eager_regions or not each.is_guarded or each.guards() != before
         ]
         self._kept = [each.known_to_graph() for each in self._capturables]
 

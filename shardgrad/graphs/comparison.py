@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from shardgrad.graphs.capturable import Capturable
-from shardgrad.graphs.host_state import HostState
+from shardgrad.graphs.host_state import host_snapshot
 from shardgrad.graphs.outputs import local_tensor, named
 from shardgrad.ops.library import has_kernels
 from shardgrad.ops.virtual_memory import virtual_zeros
@@ -55,7 +55,7 @@ class Comparison:
         self._others: list[tuple[str, torch.Tensor]] = []
         known = {tensor.untyped_storage()._cdata for _, tensor in self._state()}
         self._others = [(n, t) for n, t in memory if t.untyped_storage()._cdata not in known]
-        self._host = HostState(capturables, device, generators)
+        self._restore_host = host_snapshot(capturables, device, generators)
         self._device = device
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -72,7 +72,7 @@ class Comparison:
         with torch.no_grad():
             for tensor, value in self._copies:
                 tensor.copy_(value)
-        self._host.restore()
+        self._restore_host()
 
     def frozen(
         self,

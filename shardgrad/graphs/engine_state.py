@@ -58,6 +58,8 @@ class ModuleState(Capturable):
         CaptureError: `fully_shard` was given options that exclude graphs.
     """
 
+    is_guarded = True
+
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._units = units_under(module)
@@ -302,10 +304,6 @@ class ModuleState(Capturable):
 
         return restore
 
-    def snapshot_unguarded(self) -> Callable[[], None]:
-        """See `Capturable`: the guards cover all of it."""
-        return nothing
-
     def known_to_graph(self) -> Any:
         """See `Capturable`. A parameter that is frozen or thawed gives its group other places; the
         guards have identities of modules.
@@ -392,16 +390,11 @@ class OptimState(Capturable):
 
     def snapshot(self) -> Callable[[], None]:
         """See `Capturable`."""
-        return self._value.snapshot()
+        return self._value.snapshot() if isinstance(self._value, GradScaler) else nothing
 
     def known_to_graph(self) -> Any:
         """See `Capturable`."""
         return self._value.tables() if isinstance(self._value, FlatOptimizer) else None
-
-    def released(self) -> None:
-        """See `Capturable`."""
-        if isinstance(self._value, FlatOptimizer):
-            self._value.forget_captures()
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Capturable`."""

@@ -9,32 +9,30 @@ import torch
 
 from shardgrad.graphs.capturable import Capturable
 
-__all__ = ["HostState"]
+__all__ = ["host_snapshot"]
 
 
-class HostState:
-    """Snapshots of capturables, and the state of generators of random numbers: the host's, one
-    device's, and further ones.
+def host_snapshot(
+    capturables: Sequence[Capturable],
+    device: torch.device,
+    generators: Sequence[torch.Generator] = (),
+) -> Callable[[], None]:
+    """Returns a function that makes the host what it is now; memory of the device is not touched.
+
+    Args:
+        capturables: whose snapshots are taken.
+        device: whose random numbers are put back, as the host's are.
+        generators: of further random numbers.
     """
+    restores: list[Callable[[], object]] = [each.snapshot() for each in capturables]
+    restores += [partial(each.set_state, each.get_state()) for each in generators]
+    restores.append(partial(torch.set_rng_state, torch.get_rng_state()))
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        restores.append(partial(module.set_rng_state, module.get_rng_state(device), device))
 
-    def __init__(
-        self,
-        capturables: Sequence[Capturable],
-        device: torch.device,
-        generators: Sequence[torch.Generator] = (),
-    ) -> None:
-        self._snapshots = [each.snapshot() for each in capturables]
-        self._random: list[tuple[Callable[[torch.Tensor], object], torch.Tensor]]
-        self._random = [(each.set_state, each.get_state()) for each in generators]
-        self._random.append((torch.set_rng_state, torch.get_rng_state()))
-        if device.type != "cpu":
-            module = torch.get_device_module(device)
-            put_back = partial(module.set_rng_state, device=device)
-            self._random.append((put_back, module.get_rng_state(device)))
+    def restore() -> None:
+        for each in restores:
+            each()
 
-    def restore(self) -> None:
-        """Makes the host what it was. Memory of the device is not touched."""
-        for restore in self._snapshots:
-            restore()
-        for put_back, state in self._random:
-            put_back(state)
+    return restore

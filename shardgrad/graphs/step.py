@@ -33,7 +33,7 @@ from shardgrad.graphs.changes import difference
 from shardgrad.graphs.closed_over import Place, Reads
 from shardgrad.graphs.comparison import Comparison
 from shardgrad.graphs.eager_regions import handle_eager_calls
-from shardgrad.graphs.host_state import HostState
+from shardgrad.graphs.host_state import host_snapshot
 from shardgrad.graphs.inputs import InputBuffers, Inputs, flatten_inputs
 from shardgrad.graphs.lifetime import has_graphs, has_no_graphs
 from shardgrad.graphs.other_ranks import announce, announced
@@ -513,7 +513,7 @@ class GraphedStep(Generic[_P, _R]):
         for each in self._capturables:
             each.quiesce()
         captured = CapturedStep(key, self.pool, self._capturables, self._generators, redraws)
-        host = HostState(self._capturables, self.pool.device, self._generators)
+        restore = host_snapshot(self._capturables, self.pool.device, self._generators)
         captured.reads = reads = Reads(self._function, self._modules, self.pool.stream)
         args, kwargs = kind.buffers.arguments(copied=False)
         try:
@@ -528,7 +528,7 @@ class GraphedStep(Generic[_P, _R]):
         except BaseException:
             for each in self._capturables:
                 each.abort_capture()
-            host.restore()
+            restore()
             raise
         has_graphs(self)
         return captured
@@ -658,8 +658,6 @@ class GraphedStep(Generic[_P, _R]):
         self._places = {}
         self._begin_counting()
         has_no_graphs(self)
-        for each in self._capturables:
-            each.released()
 
     def close(self) -> None:
         """Destroys all graphs; the step cannot be called again.

@@ -533,8 +533,9 @@ class FlatOptimizer(Optimizer):
         self._require_here()
         self._follow_program()
         segments = tuple(map(_GUARDS, self._segments))
-        groups = tuple([group.constants() for group in self._groups()])
-        return segments, groups, self._check_finite
+        groups: list[OptimGroup] = self.param_groups  # type: ignore[assignment]
+        constants = tuple([group.constants() for group in groups])
+        return segments, constants, self._check_finite
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the memory in which state lives, with names."""
@@ -551,25 +552,7 @@ class FlatOptimizer(Optimizer):
         """
         return [table for segment in self._segments if (table := segment.rows) is not None]
 
-    def snapshot(self) -> Callable[[], None]:
-        """Returns a function that restores the present host state."""
-        captured = [(group, group.captured) for group in self._groups()]
-
-        def restore() -> None:
-            for group, flag in captured:
-                group.captured = flag
-
-        return restore
-
-    def forget_captures(self) -> None:
-        """Allows constants to be assigned again: no graph holds a step of this optimizer."""
-        for group in self._groups():
-            group.captured = False
-
     # -- inside
-
-    def _groups(self) -> list[OptimGroup]:
-        return self.param_groups  # type: ignore[return-value]
 
     def _require_data(self, segment: Segment) -> None:
         if not segment.has_data:

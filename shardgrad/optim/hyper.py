@@ -97,13 +97,12 @@ class OptimGroup(dict[str, Any]):
     Args:
         values: the plain dictionary that torch made.
         hypers: the keys that are mirrored.
-        fixed: keys that a launch has as arguments, so that a captured graph keeps the old value.
+        fixed: keys that a launch has as arguments: other values are another graph.
         validate: given the values the group was built with and those it would have, refuses what
             does not go together, by an OptionError.
 
     Attributes:
         number: of this group, unlike that of any other in the process: its mirrors are its own.
-        captured: a graph has been captured that has its constants.
     """
 
     def __init__(
@@ -123,7 +122,6 @@ class OptimGroup(dict[str, Any]):
         self._may_be_tensors = [hyper.name for hyper in hypers if hyper.may_be_tensor]
         self._fixed = tuple(fixed)
         self._mirrors: dict[torch.device, torch.Tensor] = {}
-        self.captured = False
         self._numbers()
         validate(self, self)
 
@@ -149,7 +147,6 @@ class OptimGroup(dict[str, Any]):
                 self._numbers(), dtype=torch.float64, device=device
             )
         capturing = is_capturing(device)
-        self.captured |= capturing
         for name, value in self._tensors():
             if capturing and value.device != device:
                 raise CaptureError(
@@ -176,13 +173,11 @@ class OptimGroup(dict[str, Any]):
 
         Raises:
             OptionError: the value is outside its range; nothing was changed.
-            CaptureError: during a capture, which would record this one value for every replay, or
-                after it for a key that the graph has as a constant.
+            CaptureError: during a capture, which would record this one value for every replay.
         """
         hyper = self._hypers.get(key)
         numbers = hyper.numbers(value) if hyper is not None else None
         self._validate(self._built_with, {**self, key: value})
-        self._require_changeable(key, value)
         if hyper is not None and numbers is not None:
             for device, mirror in self._mirrors.items():
                 if is_capturing(device):
@@ -203,12 +198,10 @@ class OptimGroup(dict[str, Any]):
 
         Raises:
             OptionError: a value is outside its range, or the values do not go together.
-            CaptureError: a value is another than the one a graph has as a constant.
         """
         for key, value in values.items():
             if key in self._hypers:
                 self._hypers[key].numbers(value)
-            self._require_changeable(key, value)
         self._validate(self._built_with, {**self, **values})
 
     def update(self, *args: Any, **kwargs: Any) -> None:
@@ -223,17 +216,6 @@ class OptimGroup(dict[str, Any]):
     def __reduce__(self) -> tuple[Any, ...]:
         # Copies and pickles are plain dictionaries: the mirrors belong to one optimizer.
         return dict, (dict(self),)
-
-    def _require_changeable(self, key: str, value: Any) -> None:
-        if not self.captured or key not in self._fixed or value == self.get(key):
-            return
-        raise CaptureError(
-            f"the optimizer's {key} is a constant of a captured graph",
-            expected=f"{key}={self.get(key)!r}, as it was when the graph was captured",
-            got=repr(value),
-            fix="reset the graph, then assign; lr, betas, eps, momentum and weight_decay can "
-            "change any time",
-        )
 
     def _refuse_capturing(self, key: str) -> NoReturn:
         raise CaptureError(

@@ -121,6 +121,7 @@ class Muon(FlatOptimizer):
         self.keeps_small_steps = self._precision.keeps_small_steps
         self._ns_dtype = ns_dtype
         self._plans: dict[tuple[tuple[int, str | None, int], ...], list[Bucket]] = {}
+        self._is_in_graphs = False
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -221,6 +222,7 @@ class Muon(FlatOptimizer):
         rank has the same segments, and joins the same exchanges.
         """
         left = list(updates)
+        self._is_in_graphs |= self._is_capturing()
         for bucket in self._buckets(updates):
             bucket.run(left[: len(bucket.segments)])
             del left[: len(bucket.segments)]
@@ -239,7 +241,7 @@ class Muon(FlatOptimizer):
             matrices = [list(chain.from_iterable(matrices_of(update))) for update in same]
             for indices in buckets(matrices, 1 if mesh is None else mesh.shard_size):
                 found.append(Bucket([same[i] for i in indices], self._ns_dtype))
-        if len(self._plans) >= _MOST_PLANS and not any(g.captured for g in self._groups()):
+        if len(self._plans) >= _MOST_PLANS and not self._is_in_graphs:
             self._plans.clear()  # but for a graph, which reads their tables
         self._plans[key] = found
         return found

@@ -7,16 +7,16 @@ from typing import Any
 import torch
 
 from shardgrad.graphs.closed_over import Reads
-from shardgrad.graphs.host_state import HostState
+from shardgrad.graphs.host_state import host_snapshot
 
 CPU = torch.device("cpu")
 
 
 def test_the_same_numbers_are_drawn_again_from_every_generator_that_was_named() -> None:
     ours, another = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
-    state = HostState([], CPU, [ours])
+    restore = host_snapshot([], CPU, [ours])
     first = [torch.rand(3, generator=generator) for generator in (None, ours, another)]
-    state.restore()
+    restore()
     again = [torch.rand(3, generator=generator) for generator in (None, ours, another)]
     assert [torch.equal(a, b) for a, b in zip(first, again, strict=True)] == [True, True, False]
 
