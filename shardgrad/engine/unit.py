@@ -26,10 +26,10 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -39,7 +39,8 @@ from torch._C._dynamo.eval_frame import (
     get_eval_frame_callback,
     set_code_exec_strategy,
 )
-from torch._C._functorch import peek_interpreter_stack
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, peek_interpreter_stack
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.utils import _apply_to_tensors, _to_kwargs
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
@@ -49,7 +50,7 @@ from shardgrad.engine.comm_context import CommContext
 from shardgrad.engine.grad_group import GradGroup, ReductionScheduler
 from shardgrad.engine.param import Owner
 from shardgrad.engine.param_group import ParamGroup, ParamState
-from shardgrad.engine.spans import span
+from shardgrad.engine.spans import NOTHING, span
 from shardgrad.engine.streams import is_capturing, wait_for_device
 from shardgrad.errors import AsleepError, CollectiveError, UnsupportedError
 from shardgrad.sharding.mesh import DataParallelMesh
@@ -77,6 +78,20 @@ _TENSORS = {torch.Tensor}  # the common arguments, which need no tree
 
 # -1 unless autograd runs a backward on this thread: a forward is then a recomputation, or a hook's.
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
+
+
+def _outside_transforms() -> AbstractContextManager[object]:
+    """Returns the context for work of the engine, which a transform of `torch.func` would transform
+    too: gathering writes to memory that the transform takes for a constant.
+    """
+    return NOTHING if peek_interpreter_stack() is None else temporarily_clear_interpreter_stack()
+
+
+def _inside(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor that a transform of `torch.func` has wrapped."""
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
+    return tensor
 
 
 def outside_graphs(hook: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -246,11 +261,20 @@ class Unit:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> _Arguments:
         """Unshards the parameters, and returns the inputs, cast and watched."""
+        with _outside_transforms():
+            context, args, kwargs = self._enter(module, args, kwargs)
+        if self.input_dtype is not None:
+            args, kwargs = self.cast_inputs(args, kwargs)
+        # Backward may recompute it.
+        if torch.is_grad_enabled() or context.scheduler.enrolment is not None:
+            args, kwargs = self._watch_inputs(context, args, kwargs, counted=_graph_task() == -1)
+        return args, kwargs
+
+    def _enter(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[RootContext, tuple[Any, ...], dict[str, Any]]:
         # Which unit is the outermost is not known before one runs, so the first forward of all
         # makes the root, when every call of `fully_shard` has been made.
-        is_transformed = peek_interpreter_stack() is not None
-        if is_transformed and (self.context is None or not self.is_unsharded):
-            self._refuse_transforms()
         context = self.context or self._lazy_init(self)
         recorder.unit = self.name
         # Activation checkpointing runs a forward again inside of backward: that one belongs to no
@@ -271,12 +295,7 @@ class Unit:
         self.wait_for_unshard(context.comm_ctx)
         if not context.scheduler.backward_running:  # what the program has frozen inside the forward
             self.refresh_trainable()
-        if self.input_dtype is not None:
-            args, kwargs = self.cast_inputs(args, kwargs)
-        # Backward may recompute it.
-        if torch.is_grad_enabled() or context.scheduler.enrolment is not None:
-            args, kwargs = self._watch_inputs(context, args, kwargs, counted=not recomputing)
-        return args, kwargs
+        return context, args, kwargs
 
     def cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments:
         """Returns the inputs of a forward in the dtype of its parameters, if the policy says so."""
@@ -285,18 +304,6 @@ class Unit:
             return args, kwargs
         with span("cast_forward_inputs", self.name):
             return _cast(dtype, args), _cast(dtype, kwargs)
-
-    def _refuse_transforms(self) -> NoReturn:
-        """Refuses work of the engine inside a transform of `torch.func`, which would transform it
-        too: gathering writes to memory that the transform takes for a constant.
-        """
-        raise UnsupportedError(
-            "a sharded module was called inside a transform of torch.func",
-            expected="unsharded parameters, and inputs without gradients of their own",
-            where=f"unit {self.name or 'root'!r}",
-            fix="torch.autograd.grad and torch.autograd.functional.jacobian work; or call "
-            "unshard() on each unit before torch.func.vmap",
-        )
 
     def _watch_inputs(
         self, context: RootContext, args: tuple[Any, ...], kwargs: dict[str, Any], *, counted: bool
@@ -315,14 +322,12 @@ class Unit:
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 found.append(place)
         # No node can say when the gradients are all there: they are once each parameter has one.
-        if not found:
+        if not found or peek_interpreter_stack() is not None:
             return args, kwargs
         if counted:
             self.outstanding += 1
             for grads in self.grad_groups:
                 grads.waits_for_unit = True
-        if peek_interpreter_stack() is not None:
-            self._refuse_transforms()
         inputs = map(leaves.__getitem__, found)
         # One node for all of them: autograd runs its backward once, after the last of their
         # gradients, and on the stream that forward was on.
@@ -337,14 +342,25 @@ class Unit:
     @outside_graphs
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Reshards if asked to, and returns the output, watched and cast."""
+        is_transformed = peek_interpreter_stack() is not None
+        with _outside_transforms():
+            self._leave(module, output, is_transformed=is_transformed)
+        dtype = self.mp_policy.output_dtype
+        return output if dtype is None else _cast(dtype, output)
+
+    def _leave(self, module: nn.Module, output: Any, *, is_transformed: bool) -> None:
         context = self.context or self._lazy_init(self)
         recomputing = _graph_task() != -1
         if not recomputing and self.running:  # empty if a registered method has called forward
             self.running.pop()
         if not context.scheduler.backward_running:
             self.refresh_trainable()
-        begins = _tensors_with_grad(output) if torch.is_grad_enabled() else []
-        if torch.is_grad_enabled() and not begins and self._expects_backward():
+        watches = torch.is_grad_enabled() and not is_transformed
+        begins = _tensors_with_grad(output) if watches else []
+        if is_transformed and torch.is_grad_enabled():
+            # Its graphs have tensors of the transform's, in which no hook would hear of backward.
+            context.scheduler.reads_again = True
+        elif watches and not begins and self._expects_backward():
             # No output says when backward comes, as where torch cannot look into the object that
             # has the tensors.
             self.held = True
@@ -360,8 +376,6 @@ class Unit:
             self._watch_outputs(begins, None if recomputing else context.ran_forward(self))
         if not recomputing:
             context.leave_forward(self)
-        dtype = self.mp_policy.output_dtype
-        return output if dtype is None else _cast(dtype, output)
 
     def _watch_outputs(self, outputs: Sequence[torch.Tensor], before: Unit | None) -> None:
         """Has `pre_backward` called with the first gradient that comes to one of these."""
@@ -398,7 +412,7 @@ class Unit:
             if group.stage.keeps_unsharded:
                 continue
             for tensor in tensors:
-                if isinstance(tensor, torch.Tensor) and group.has_memory_of(tensor):
+                if isinstance(tensor, torch.Tensor) and group.has_memory_of(_inside(tensor)):
                     raise UnsupportedError(
                         "a unit returns a parameter, or a view of one, whose memory it frees after "
                         "its forward",

@@ -82,6 +82,26 @@ def accumulated_with_a_graph(model: nn.Module, x: Tensor) -> None:
     per_row(model(x)).backward()
 
 
+# Units hear nothing of a backward from the tensors of a transform of `torch.func`.
+
+
+def by_a_transform(model: nn.Module, x: Tensor) -> None:
+    g = torch.func.grad(lambda x: model(x).square().sum())(x)
+    (per_row(model(x - 1)) + per_row(g)).backward()
+
+
+def of_each_row(model: nn.Module, x: Tensor) -> None:
+    g = torch.func.vmap(torch.func.grad(lambda row: model(row).square().sum()))(x)
+    with torch.no_grad():
+        assert torch.func.vmap(model)(x).shape == g.shape
+    per_row(g).backward()
+
+
+def along_a_direction(model: nn.Module, x: Tensor) -> None:
+    y, tangent = torch.func.jvp(model, (x,), (x.detach() + 1,))
+    (per_row(y) + per_row(tangent)).backward()
+
+
 PENALTIES = [
     on_inputs,
     after_another_forward,
@@ -89,6 +109,9 @@ PENALTIES = [
     of_third_order,
     over_a_kept_graph,
     accumulated_with_a_graph,
+    by_a_transform,
+    of_each_row,
+    along_a_direction,
 ]
 
 

@@ -346,13 +346,3 @@ def a_mesh_of_one_rank() -> None:
     shape = (1, 2) if dist.get_rank() else (2, 1)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
     backward(fully_shard(net(), mesh=mesh))
-
-
-@mistake(
-    typed="`torch.func.grad(lambda x: model(x).sum())(x)`",
-    says="UnsupportedError: a sharded module was called inside a transform of torch.func",
-    cure="torch.autograd.grad and torch.autograd.functional.jacobian work",
-)
-def a_transform() -> None:
-    model = sharded()
-    torch.func.grad(lambda x: model(x).sum())(batch())
