@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -20,14 +21,13 @@ from shardgrad.checks.arguments import (
 )
 from shardgrad.checks.lost_work import refuse_hooks
 from shardgrad.checks.optimizer_hooks import watch_optimizers
-from shardgrad.checks.padding import warn_of_padding
 from shardgrad.checks.unowned_params import UnownedParams, note_ignored
 from shardgrad.compat.torch_views import show_to_torch, state_of
 from shardgrad.engine.calls import forward_around
 from shardgrad.engine.collect import (
     Claim,
-    Collected,
     collect,
+    modules_under,
     refuse_unresolved_ties,
     validated,
 )
@@ -44,7 +44,7 @@ from shardgrad.sharding.dtensor import require_own_shards, require_shards
 from shardgrad.sharding.mesh import DataParallelMesh, default_mesh
 from shardgrad.sharding.offload import ShardMemory
 from shardgrad.sharding.param_sharding import Place, places_of, travel_together
-from shardgrad.sharding.shardable import travels_as_bytes
+from shardgrad.sharding.shardable import require_one_device, travels_as_bytes
 from shardgrad.sharding.zero_stage import Stage
 
 __all__ = ["fully_shard"]
@@ -122,8 +122,9 @@ def fully_shard(
     data_mesh = _data_mesh(mesh, dp_mesh_dims, stage)
     check_kernels(data_mesh.device.type)
     memory = ShardMemory.of(data_mesh.device, offload_policy)
-    collected = collect(modules, ignored, data_mesh)
-    names = {param: name for param, (name, _) in collected.params.items()}
+    collected = collect(modules, ignored)
+    names = {param: name for param, (name, _) in collected.items()}
+    require_one_device(names, data_mesh)
     refuse_two_levels(names, stage)
     places = places_of(names, data_mesh, shard_placement_fn)
     dtypes, mp_policy = _dtypes(names, places, mp_policy, gradient_policy)
@@ -133,7 +134,7 @@ def fully_shard(
     grouped = travel_together(places, lambda p: (is_extension(p), dtypes[p]))
     params = {
         p: FSDPParam(name, owners, tuple(p.shape), p, places[p].sharding)
-        for p, (name, owners) in collected.params.items()
+        for p, (name, owners) in collected.items()
     }
     groups = []
     for each in grouped:
@@ -141,7 +142,7 @@ def fully_shard(
         groups.append(_group([params[p] for p in each], spec, reshard_after_forward))
     unit = Unit(modules, groups, data_mesh, mp_policy, flag, lazy_init)
     unit.accept, unit.before_outermost_forward = _accept, _looks_of(unit, stage)
-    _commit(unit, collected, grouped, ignored)
+    _commit(unit, grouped, ignored)
     return module
 
 
@@ -335,44 +336,48 @@ def _reshard_plan(
 @torch.inference_mode(mode=False)
 def _commit(
     unit: Unit,
-    collected: Collected,
     params: Iterable[list[nn.Parameter]],
     ignored: set[nn.Parameter],
 ) -> None:
     """Makes the changes. Nothing here raises on user input."""
     for group in unit.groups:
-        warn_of_padding(group.layout, group.dtype.itemsize, type(unit.modules[0]).__name__)
-    note_ignored(collected.managed_modules, ignored)
+        # A parameter with a row for each rank is padded to less than twice its bytes.
+        if any(p.shape[p.dim] < group.mesh.shard_size for p in group.layout.pieces):
+            from shardgrad.checks.padding import warn_of_padding
+
+            warn_of_padding(group.layout, group.dtype.itemsize, type(unit.modules[0]).__name__)
+    managed = [module for _, module in modules_under(unit.modules, with_units=False)]
+    note_ignored(managed, ignored)
     watch_optimizers(unit.modules)
     if dist.get_world_size() > 1:
         from shardgrad.diagnosis.watchdog import watch_ranks
 
         watch_ranks(unit.mesh.device)
-    _take_inherited(collected.inherited)
+    _take_inherited(chain.from_iterable(params))
     for group, originals in zip(unit.groups, params, strict=True):
         for p, original in zip(group.params, originals, strict=True):
             original.__dict__[CLAIM] = Claim(unit, p)
             mark_sharded(p)
             p.register(p.sharded)
-    for module, name in collected.buffers:
-        buffer = module._buffers[name]
-        if buffer is not None and buffer.device.type not in ("meta", unit.mesh.device.type):
-            module._buffers[name] = buffer.to(unit.mesh.device)
-    unit.guests = collected.guests
-    for each in collected.inner_units:
-        each.guests = []
+    # Buffers are moved to the device and not sharded: running statistics are each rank's own.
+    for module in managed:
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device.type not in ("meta", unit.mesh.device.type):
+                module._buffers[name] = buffer.to(unit.mesh.device)
     attach_unit(unit)
     show_to_torch(unit)
-    _install_hooks(unit, collected.managed_modules)
+    _install_hooks(unit, managed)
     for module in unit.modules:
         swap_class(module)
 
 
-def _take_inherited(claims: Sequence[Claim]) -> None:
+def _take_inherited(params: Iterable[nn.Parameter]) -> None:
     """Removes from inner units the parameters that their common ancestor owns now."""
     leaving: dict[Unit, list[Any]] = {}
-    for claim in claims:
-        leaving.setdefault(claim.unit, []).append(claim.managed)
+    for param in params:
+        claim: Claim | None = param.__dict__.get(CLAIM)
+        if claim is not None:
+            leaving.setdefault(claim.unit, []).append(claim.managed)
     for inner, params in leaving.items():
         smaller = [group.without(params) for group in inner.groups]
         inner.set_groups([group for group in smaller if group is not None])

@@ -19,7 +19,7 @@ from shardgrad.compat.torch_views import StateView, state_of
 from shardgrad.engine.calls import like_forward
 from shardgrad.engine.comm_context import CommContext
 from shardgrad.engine.lazy_init import lazy_init
-from shardgrad.engine.unit import UNIT, RootContext, Unit, outside_graphs, unit_of, units_under
+from shardgrad.engine.unit import UNIT, RootContext, Unit, outside_graphs, units_under
 from shardgrad.errors import (
     DeepcopyError,
     EngineError,
@@ -28,7 +28,6 @@ from shardgrad.errors import (
     OptionTypeError,
     PickleError,
     RootError,
-    UnsupportedError,
 )
 from shardgrad.policies import GradientReductionHandle
 
@@ -150,7 +149,7 @@ class FSDPModule:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs forward. One that raises is abandoned: parameters are resharded."""
         original: Any = type(self).__mro__[self._orig_cls_mro_index]
-        unit = self._unit
+        unit: Unit = self.__dict__[UNIT]
         running = len(unit.running)
         try:
             return original.__call__(self, *args, **kwargs)
@@ -561,11 +560,7 @@ class FSDPModule:
 
     @property
     def _unit(self) -> Unit:
-        unit = self.__dict__.get(UNIT)
-        if not isinstance(unit, Unit):
-            raise UnsupportedError(
-                f"{type(self).__name__} has lost its unit", fix="call fully_shard again"
-            )
+        unit: Unit = self.__dict__[UNIT]
         return unit
 
     def _units(self, recurse: bool) -> list[Unit]:
@@ -593,15 +588,15 @@ class FSDPModule:
 
 
 def _units_of(modules: Sequence[Any]) -> list[Unit]:
-    units = [unit_of(module) if isinstance(module, nn.Module) else None for module in modules]
-    if any(unit is None for unit in units):
-        raise OptionError(
-            "prefetch lists hold sharded modules only",
-            expected="modules that fully_shard was called on",
-            got=", ".join(type(module).__name__ for module in modules),
-            fix="fully_shard(module) first",
-        )
-    return [unit for unit in units if unit is not None]
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise OptionError(
+                f"Expects list of FSDPModules but got {module}",
+                expected="modules that fully_shard was called on",
+                got=type(module).__name__,
+                fix="fully_shard(module) first",
+            )
+    return [module._unit for module in modules]
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -631,10 +626,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
             got=repr(method_name),
             fix=f"one of {difflib.get_close_matches(method_name, dir(module), n=3, cutoff=0.3)}",
         )
-    wrapped = like_forward(module._unit, method)
-    wrapped.__name__ = wrapped.__qualname__ = method_name
-    wrapped.__doc__ = method.__doc__
-    module.__dict__[method_name] = wrapped.__get__(module, type(module))
+    module.__dict__[method_name] = like_forward(module._unit, module, method)
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
@@ -652,15 +644,7 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     Raises:
         OptionError: one of them is not sharded.
     """
-    for module in modules:
-        if not isinstance(module, FSDPModule):
-            raise OptionError(
-                f"Expects list of FSDPModules but got {module}",
-                expected="modules that fully_shard was called on",
-                got=type(module).__name__,
-                fix="fully_shard(module) first",
-            )
-    units = [module._unit for module in modules]
+    units = _units_of(modules)
     if not units:
         return
     contexts = [context for unit in units if (context := unit.context) is not None]

@@ -111,9 +111,9 @@ class _OptimizerHooks:
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         watched = self._look_up(optimizer)
-        if watched.groups:
-            groups = [group for each in watched.groups if (group := each()) is not None]
-            is_captured = bool(groups) and is_capturing(groups[0].mesh.device)
+        groups = [group for each in watched.groups if (group := each()) is not None]
+        is_captured = bool(groups) and is_capturing(groups[0].mesh.device)
+        if groups:
             if is_captured:
                 from shardgrad.checks.capturable_optimizers import refuse_uncapturable_step
 
@@ -129,7 +129,7 @@ class _OptimizerHooks:
             if watched.state_id != id(optimizer.state):  # loaded
                 watched.state_id = id(optimizer.state)
                 require_own_state(optimizer)
-        if watched.first_step is not None:
+        if watched.first_step is not None and not is_captured:
             watched.first_step.before(optimizer)
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

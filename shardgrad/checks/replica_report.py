@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from shardgrad.diagnosis.flight_recorder import recorder
+from shardgrad.checks.same_weights import of_each_rank
 from shardgrad.engine.param import managed_by
 from shardgrad.engine.param_group import group_of
 from shardgrad.engine.unit import unit_of
@@ -64,17 +64,14 @@ def replica_report(model: nn.Module, optimizer: Optimizer | None = None) -> Repl
         return ReplicaReport((dist.get_rank(),) if dist.is_initialized() else (0,), {})
     contents = _contents(model, optimizer, group)
     own = torch.stack([checksum(tensor) for tensor in contents.values()])
-    rows = [torch.empty_like(own) for _ in range(group.size())]
-    with recorder.group_log(group).waiting("checksums of the replicas", own):
-        dist.all_gather(rows, own, group=group)
-    ranks = tuple(dist.get_process_group_ranks(group))
+    of_ranks = of_each_rank(own, group, "checksums of the replicas")
     differing: dict[str, tuple[tuple[int, ...], ...]] = {}
-    for number in (torch.stack(rows) != own).any(0).nonzero().flatten().tolist():
+    for number in (torch.stack([*of_ranks.values()]) != own).any(0).nonzero().flatten().tolist():
         parties: dict[int, list[int]] = {}
-        for rank, row in zip(ranks, rows, strict=True):
+        for rank, row in of_ranks.items():
             parties.setdefault(int(row[number]), []).append(rank)
         differing[list(contents)[number]] = tuple(map(tuple, parties.values()))
-    return ReplicaReport(ranks, differing)
+    return ReplicaReport(tuple(of_ranks), differing)
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:

@@ -27,8 +27,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from shardgrad.diagnosis.flight_recorder import recorder
-from shardgrad.engine.collect import is_replica
-from shardgrad.engine.param import is_replaced, is_unsharded_param
+from shardgrad.engine.collect import modules_under, tied_under
+from shardgrad.engine.param import IGNORED, is_replaced, is_unsharded_param
 from shardgrad.engine.unit import Unit, units_under
 from shardgrad.errors import UnownedParameterError, listed
 
@@ -37,7 +37,6 @@ __all__ = ["UnownedParameterWarning", "UnownedParams", "note_ignored", "warn_of_
 _Register = dict[str, nn.Parameter | None]
 _Slot = tuple[_Register, str]
 
-_IGNORED = "_shardgrad_ignored"
 _CALL = nn.Module._call_impl.__code__
 
 
@@ -54,10 +53,10 @@ def note_ignored(modules: Iterable[nn.Module], ignored: Collection[nn.Parameter]
     for module in modules if ignored else ():
         names = {name for name, param in module._parameters.items() if param in ignored}
         if names:
-            module.__dict__[_IGNORED] = names | module.__dict__.get(_IGNORED, set())
+            module.__dict__[IGNORED] = names | module.__dict__.get(IGNORED, set())
             elsewhere -= {param for param in module._parameters.values() if param is not None}
     for param in elsewhere:
-        param.__dict__[_IGNORED] = True
+        param.__dict__[IGNORED] = True
 
 
 # Modules around units, and who looks at them: one of the units inside is enough.
@@ -96,10 +95,13 @@ class UnownedParams:
             return
         self._known = None
         roots = [*self._callers_now(), *self._unit.modules]
-        modules = list(_modules_under(roots))
+        modules = list(modules_under(roots, with_units=True))
         # What two units share is refused by the second, and says so.
         shared = {
-            guest.param for root in roots for unit in units_under(root) for guest in unit.guests
+            param
+            for root in roots
+            for unit in units_under(root)
+            for _, _, param in tied_under(unit.modules)
         }
         apart = {name: _unowned(module, shared) for name, module in modules}
         found = {name: [slot for slot in slots if _trains(slot)] for name, slots in apart.items()}
@@ -131,25 +133,20 @@ class UnownedParams:
 
     def _error(self, found: list[tuple[str, str]], owner: nn.Module) -> UnownedParameterError:
         names = [f"{module}.{attribute}" if module else attribute for module, attribute in found]
-        is_around = owner not in dict(_modules_under(self._unit.modules)).values()
+        is_around = owner not in dict(modules_under(self._unit.modules, with_units=True)).values()
+        got = "that were attached after fully_shard"
         if is_around:
-            got = f"{len(names)} in modules around this unit, which fully_shard was not called on"
+            got = "in modules around this unit, which fully_shard was not called on"
             fix = "shardgrad.fully_shard(model) for the outermost module too, after those in it"
-        elif any(
-            isinstance(param, DTensor) or is_unsharded_param(param) for param in owner.parameters()
-        ):
-            got = f"{len(names)} that were attached after fully_shard"
-            fix = "attach it before fully_shard is called"
+        elif all(map(_is_apart, owner.parameters())):
+            fix = f"shardgrad.fully_shard(model.get_submodule({found[0][0]!r})), as for each new "
+            fix += "module"
         else:
-            got = f"{len(names)} that were attached after fully_shard"
-            fix = (
-                f"shardgrad.fully_shard(model.get_submodule({found[0][0]!r})), as for each new "
-                "module"
-            )
+            fix = "attach it before fully_shard is called"
         return UnownedParameterError(
             f"no unit owns {listed(names, 5)}: every rank would train its own",
             expected="trainable parameters in a unit, in ignored_params, or DTensors",
-            got=got,
+            got=f"{len(names)} {got}",
             where=f"rank {dist.get_rank()}, forward of unit {self._unit.name or 'root'!r}",
             fix=f"{fix}; to train it apart, name it in ignored_params",
         )
@@ -173,35 +170,20 @@ def _unowned(module: nn.Module, shared: Collection[nn.Parameter]) -> list[_Slot]
     """Returns where a module registers parameters of no unit, that the program has not taken on
     itself.
     """
-    ignored = module.__dict__.get(_IGNORED, ())
+    ignored = module.__dict__.get(IGNORED, ())
     return [
         (module._parameters, name)
         for name, param in module._parameters.items()
-        if not (
-            not isinstance(param, nn.Parameter)  # a tensor that functional_call has put there
-            or name in ignored
-            or isinstance(param, DTensor)
-            or is_unsharded_param(param)
-        )
+        if isinstance(param, nn.Parameter)  # functional_call may put other tensors there
+        and _is_apart(param)
+        and name not in ignored
         and param not in shared
-        and _IGNORED not in param.__dict__
     ]
 
 
-def _modules_under(roots: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Yields modules and all below them, by name, but for DDP's replicas."""
-    seen: set[nn.Module] = set()
-
-    def below(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        if module in seen or is_replica(module):
-            return
-        seen.add(module)
-        yield name, module
-        for child_name, child in module.named_children():
-            yield from below(f"{name}.{child_name}" if name else child_name, child)
-
-    for root in roots:
-        yield from below("", root)
+def _is_apart(param: torch.Tensor) -> bool:
+    is_known = isinstance(param, DTensor) or is_unsharded_param(param)
+    return not is_known and IGNORED not in param.__dict__
 
 
 # -- next to the model
@@ -222,7 +204,7 @@ def warn_of_unowned(optimizer: Optimizer, models: Iterable[nn.Module]) -> bool:
         for number, group in enumerate(optimizer.param_groups)
         for names in [group.get("param_names")]
         for i, param in enumerate(group["params"])
-        if _may_drift(param)
+        if param.requires_grad and _is_apart(param) and not is_replaced(param)
     }
     for param in _ignored_under(models) if found else ():
         found.pop(param, None)
@@ -240,15 +222,10 @@ def warn_of_unowned(optimizer: Optimizer, models: Iterable[nn.Module]) -> bool:
     return bool(found)
 
 
-def _may_drift(param: torch.Tensor) -> bool:
-    is_ours = isinstance(param, DTensor) or is_unsharded_param(param) or is_replaced(param)
-    return param.requires_grad and not is_ours and _IGNORED not in param.__dict__
-
-
 def _ignored_under(models: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
     """Yields the parameters that have names which `ignored_params` noted on their modules."""
     for module in {module for model in models for module in model.modules()}:
-        for name in module.__dict__.get(_IGNORED, ()):
+        for name in module.__dict__.get(IGNORED, ()):
             param = module._parameters.get(name)
             if param is not None:
                 yield param

@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.optim import SGD
 from torch.optim.optimizer import Optimizer
 
@@ -24,7 +23,6 @@ from shardgrad.checks.lost_work import refuse_hooks
 from shardgrad.engine.grad_group import grads_of
 from shardgrad.engine.param import FSDPParam, is_replaced, is_unsharded_param, local_of, managed_by
 from shardgrad.engine.param_group import group_of
-from shardgrad.engine.streams import is_capturing
 from shardgrad.errors import OptimizerParameterError, listed
 
 __all__ = [
@@ -58,7 +56,7 @@ class _Sample:
         self._values = local_of(managed.sharded).detach().view(-1)[:_SAMPLE_NUMEL]
         self._before = self._values.clone()
         self.size = torch.linalg.vector_norm(
-            _memory_of(grad).reshape(-1)[:_SAMPLE_NUMEL], dtype=torch.float64
+            getattr(grad, "_local_tensor", grad).reshape(-1)[:_SAMPLE_NUMEL], dtype=torch.float64
         )
 
     def is_unchanged(self, largest: torch.Tensor) -> torch.Tensor:
@@ -82,11 +80,11 @@ def refuse_state_of_other_dtype(optimizer: Optimizer) -> None:
         return  # others may keep them apart on purpose, and SGD adds up in whatever dtype
     for param in params_of(optimizer):
         managed = managed_by(param)
-        for key, value in optimizer.state.get(param, {}).items() if managed is not None else ():
-            is_moment = (
-                isinstance(value, torch.Tensor) and value.ndim > 0 and value.is_floating_point()
-            )
-            if managed is not None and is_moment and value.dtype != param.dtype:
+        if managed is None:
+            continue
+        for key, value in optimizer.state.get(param, {}).items():
+            is_moment = isinstance(value, torch.Tensor) and value.ndim > 0
+            if is_moment and value.is_floating_point() and value.dtype != param.dtype:
                 raise OptimizerParameterError(
                     f"the model was cast to {param.dtype} after steps of "
                     f"{type(optimizer).__name__}",
@@ -97,11 +95,6 @@ def refuse_state_of_other_dtype(optimizer: Optimizer) -> None:
                     "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16); here, "
                     "optimizer.load_state_dict(optimizer.state_dict()) casts its state",
                 )
-
-
-def _memory_of(grad: torch.Tensor) -> torch.Tensor:
-    """Returns a gradient's local tensor."""
-    return grad.to_local().detach() if isinstance(grad, DTensor) else grad.detach()
 
 
 def _grad_of(managed: FSDPParam) -> torch.Tensor | None:
@@ -128,6 +121,7 @@ class FirstStepCheck:
         self.is_over = False
         self._samples: list[_Sample] = []
         self._without: list[FSDPParam] = []
+        self._is_open = False  # a step that is checked runs
 
     @torch.no_grad()
     def before(self, optimizer: Optimizer) -> None:
@@ -138,7 +132,7 @@ class FirstStepCheck:
                 or those from before `fully_shard`.
             GradientError: a parameter has a hook that never runs.
         """
-        if self.is_over or _is_capturing(optimizer):
+        if self.is_over:
             return
         unsharded = sum(map(is_unsharded_param, params_of(optimizer)))
         if unsharded:
@@ -166,7 +160,7 @@ class FirstStepCheck:
             )
         known = ((param, managed_by(param)) for param in params_of(optimizer))
         refuse_hooks((param, managed.name) for param, managed in known if managed is not None)
-        self._samples, self._without = [], []
+        self._samples, self._without, self._is_open = [], [], True
         training = [group for group in optimizer.param_groups if float(group.get("lr", 1.0)) != 0]
         for param in (param for group in training for param in group["params"]):
             managed = managed_by(param)
@@ -182,8 +176,9 @@ class FirstStepCheck:
     @torch.no_grad()
     def after(self, optimizer: Optimizer) -> None:
         """Compares, and warns of parameters that did not change. Called after a step."""
-        if self.is_over or _is_capturing(optimizer):
+        if not self._is_open:
             return
+        self._is_open = False
         samples, self._samples = self._samples, []
         verdicts: list[bool] = []
         if samples:
@@ -259,8 +254,3 @@ def _warn(optimizer: Optimizer, what: str, question: str) -> None:
         UntrainedParameterWarning,
         stacklevel=6,
     )
-
-
-def _is_capturing(optimizer: Optimizer) -> bool:
-    first = next(params_of(optimizer), None)
-    return first is not None and is_capturing(first.device)

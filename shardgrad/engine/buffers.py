@@ -23,7 +23,7 @@ are there at once. On the CPU bytes stay, since the system fills new pages with 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
@@ -93,7 +93,12 @@ class Chunks:
 
 
 class Slot:
-    """Reusable bytes with their own order. See [Note: Slots]."""
+    """Reusable bytes with their own order. See [Note: Slots].
+
+    Attributes:
+        ready: recorded by the stream that has written for the last time; its reader waits for it.
+        free: recorded by the last user of the content; the next writer waits for it.
+    """
 
     def __init__(
         self, streams: Streams, device: torch.device, allocate: Allocate = _allocate
@@ -106,8 +111,8 @@ class Slot:
         self._sizes: dict[int, torch.Tensor] = {}
         self._views: dict[tuple[object, ...], list[Chunks]] = {}
         self._allocated_on = streams.current()
-        self._ready = streams.event()
-        self._free = streams.event()
+        self.ready = streams.event()
+        self.free = streams.event()
         self.lent: list[torch.Tensor] = []
         self._lenders: tuple[Stream, ...] = ()
         self.holder: Holder | None = None
@@ -134,7 +139,7 @@ class Slot:
                     self._bytes = self._sizes[nbytes] = self._allocate(nbytes, self._nothing.device)
             self.nbytes = nbytes
             # Their last user may still be at work on this stream, and the first writer on another.
-            self._free.record(self._allocated_on)
+            self.free.record(self._allocated_on)
         # Views are made once for each size: a steady step makes none.
         key = self.nbytes, *sizes
         chunks = self._views.get(key)
@@ -152,7 +157,7 @@ class Slot:
         self.return_lent()
         # Their next user, on the stream they were allocated on, must come after our last one.
         if self.nbytes and (joined is None or joined != self._allocated_on):
-            self._free.wait(self._allocated_on)
+            self.free.wait(self._allocated_on)
         self.nbytes = 0
         if self._allocate is _allocate and not is_written:
             self._bytes.untyped_storage().resize_(0)  # views of it stay, for the next time
@@ -167,15 +172,7 @@ class Slot:
         if self._lenders:
             self.return_lent()
         if self.nbytes:
-            self._free.wait(stream)
-
-    def finish_writing(self, stream: Stream) -> None:
-        """Says that `stream` has written for the last time; the reader will wait for it."""
-        self._ready.record(stream)
-
-    def start_reading(self, stream: Stream) -> None:
-        """Makes `stream` wait until the slot is written."""
-        self._ready.wait(stream)
+            self.free.wait(stream)
 
     def lend(self, tensors: Sequence[torch.Tensor], streams: Sequence[Stream]) -> None:
         """Keeps `tensors` alive until the release, which `streams` wait for to use their memory
@@ -188,13 +185,13 @@ class Slot:
         it.
         """
         for stream in self._lenders:
-            self._free.wait(stream)
+            self.free.wait(stream)
         self.lent.clear()
         self._lenders = ()
 
     def release(self, stream: Stream) -> None:
         """Says that what `stream` has been given so far is the last use of the content."""
-        self._free.record(stream)
+        self.free.record(stream)
         self.holder = None
         if stream is None and self._lenders:  # the CPU has done it
             self.return_lent()
@@ -301,7 +298,7 @@ class RecurringMemory:
     objects. It is there when this is made.
 
     Attributes:
-        tensors: 1-D, allocated for the current stream, and not made in inference mode.
+        storages: of the tensors, which are allocated for the current stream.
         filled: where they were last written, for who reads them on another stream.
 
     Streams: freed storage may at once be used again on the stream that was current when it was
@@ -309,18 +306,25 @@ class RecurringMemory:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], streams: Streams) -> None:
-        self.tensors = list(tensors)
+        self.storages: list[torch.UntypedStorage] = []
+        self._nbytes: list[int] = []
+        self.add(tensors)
         self._streams = streams
         self._allocation_stream = streams.current()
         self._allocated = streams.event()
         self.filled = streams.event()
 
+    def add(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Has the storage of further tensors, which is there, come and go as well."""
+        for tensor in tensors:
+            self.storages.append(tensor.untyped_storage())
+            self._nbytes.append(self.storages[-1].nbytes())
+
     def allocate(self) -> None:
         """Brings the storage back, for the current stream, unless it is there; the content is
         undefined.
         """
-        for tensor in self.tensors:
-            storage, nbytes = tensor.untyped_storage(), tensor.numel() * tensor.itemsize
+        for storage, nbytes in zip(self.storages, self._nbytes, strict=True):
             if storage.nbytes() < nbytes:
                 storage.resize_(nbytes)
                 self._allocation_stream = self._streams.current()
@@ -346,5 +350,5 @@ class RecurringMemory:
             used = self._streams.event()
             used.record(current)
             used.wait(self._allocation_stream)
-        for tensor in self.tensors:
-            tensor.untyped_storage().resize_(0)
+        for storage in self.storages:
+            storage.resize_(0)

@@ -4,6 +4,7 @@ that use another one's weight.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -38,7 +39,7 @@ def forward_around(module: nn.Module, unit: Unit, reader: nn.Module | None = Non
         if unit.running or torch.compiler.is_compiling():
             is_inside = True
             return None
-        owner = unit.group_owning(module)
+        owner = unit.group_owning.get(module)
         if owner is None:
             return None
         is_cut_short = False
@@ -88,17 +89,19 @@ def forward_around(module: nn.Module, unit: Unit, reader: nn.Module | None = Non
     reader.register_forward_pre_hook(before, prepend=not is_other, with_kwargs=True)
 
 
-def like_forward(unit: Unit, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that runs a bound method between `pre_forward` and `post_forward`.
+def like_forward(unit: Unit, module: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that runs a module's bound method between `pre_forward` and
+    `post_forward`.
 
     The method may call forward as often as it likes.
     """
 
-    def forward_method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(method)
+    def forward_method(*args: Any, **kwargs: Any) -> Any:
         running = len(unit.running)
         try:
-            args, kwargs = unit.pre_forward(self, args, kwargs)
-            return unit.post_forward(self, args, method(*args, **kwargs))
+            args, kwargs = unit.pre_forward(module, args, kwargs)
+            return unit.post_forward(module, args, method(*args, **kwargs))
         except BaseException:
             unit.forward_failed(running)
             raise

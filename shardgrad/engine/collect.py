@@ -5,18 +5,18 @@ Everything is checked before anything is changed, so a call that raises leaves t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from torch.distributed._composable.contract import _get_registry
+from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from shardgrad.engine.param import CLAIM, FSDPParam, Owner, is_sharded_by_us
-from shardgrad.engine.unit import Guest, Unit, unit_of, units_under
+from shardgrad.engine.param import CLAIM, IGNORED, FSDPParam, Owner, is_sharded_by_us
+from shardgrad.engine.unit import Unit, unit_of, units_under
 from shardgrad.errors import (
     AlreadyShardedError,
     ContainerError,
@@ -25,10 +25,16 @@ from shardgrad.errors import (
     ParameterClaimedError,
     TiedParameterError,
 )
-from shardgrad.sharding.mesh import DataParallelMesh
-from shardgrad.sharding.shardable import require_one_device, require_shardable
+from shardgrad.sharding.shardable import require_shardable
 
-__all__ = ["Collected", "collect", "is_replica", "refuse_unresolved_ties", "validated"]
+__all__ = [
+    "Claim",
+    "collect",
+    "modules_under",
+    "refuse_unresolved_ties",
+    "tied_under",
+    "validated",
+]
 
 
 # torch's own; a sharded module is an instance of `FSDPModule` too.
@@ -41,27 +47,6 @@ class Claim:
 
     unit: Unit
     managed: FSDPParam
-
-
-@dataclass
-class Collected:
-    """What a new unit will own.
-
-    Attributes:
-        params: original parameter -> (name, owners), in traversal order.
-        buffers: to be moved to the mesh's device.
-        guests: parameters left for a common ancestor.
-        inherited: claims of inner units that move to this one because it contains every user.
-        managed_modules: modules whose own parameters were looked at.
-        inner_units: all below, in traversal order.
-    """
-
-    params: dict[nn.Parameter, tuple[str, list[Owner]]] = field(default_factory=dict)
-    buffers: list[tuple[nn.Module, str]] = field(default_factory=list)
-    guests: list[Guest] = field(default_factory=list)
-    inherited: list[Claim] = field(default_factory=list)
-    managed_modules: list[nn.Module] = field(default_factory=list)
-    inner_units: Collection[Unit] = ()
 
 
 def validated(arg: Any) -> list[nn.Module]:
@@ -135,100 +120,73 @@ def _refuse_other_engine(name: str, module: nn.Module, *, is_root: bool) -> None
 
 
 def collect(
-    modules: Sequence[nn.Module], ignored: set[nn.Parameter], mesh: DataParallelMesh
-) -> Collected:
-    """Finds and checks what a unit over `modules` will own. Changes nothing.
+    modules: Sequence[nn.Module], ignored: set[nn.Parameter]
+) -> dict[nn.Parameter, tuple[str, list[Owner]]]:
+    """Returns the parameters that a unit over `modules` will own, with a name and every place, in
+    an order that all ranks share. Changes nothing.
 
     Raises:
-        UnsupportedParameterError, ParameterClaimedError, DeviceError: see `errors.py`.
+        UnsupportedParameterError, ParameterClaimedError: see `errors.py`.
     """
-    # In traversal order, the same on every rank: a set's order differs between processes.
-    inner_units = dict.fromkeys(unit for module in modules for unit in units_under(module))
-    found = Collected(inner_units=inner_units)
-    seen: set[nn.Module] = set()
-    plain: dict[nn.Parameter, tuple[str, list[Owner]]] = {}
-    for root in modules:
-        for prefix, module in _managed_modules(root, "", seen):
-            found.managed_modules.append(module)
-            for attribute, param in module._parameters.items():
-                if param is None or param in ignored:
-                    continue
-                name = f"{prefix}.{attribute}" if prefix else attribute
-                _refuse_claimed(name, param)
-                require_shardable(name, param)
-                plain.setdefault(param, (name, []))[1].append((module, attribute))
-            # Buffers are moved to the device and not sharded: running statistics are each rank's
-            # own.
-            found.buffers.extend(
-                (module, name) for name, b in module._buffers.items() if b is not None
-            )
-    for param, (name, owners) in plain.items():
-        _assign(found, param, name, owners, inner_units, modules)
-    _take_guests(found, inner_units)
-    require_one_device({param: name for param, (name, _) in found.params.items()}, mesh)
+    found: dict[nn.Parameter, tuple[str, list[Owner]]] = {}
+    for prefix, module in modules_under(modules, with_units=False):
+        for attribute, param in module._parameters.items():
+            if param is None or param in ignored or _is_tied(module, attribute):
+                continue
+            name = f"{prefix}.{attribute}" if prefix else attribute
+            _refuse_claimed(name, param)
+            require_shardable(name, param)
+            found.setdefault(param, (name, []))[1].append((module, attribute))
+    # A tied parameter goes to the innermost unit that contains all who use it, and is unsharded
+    # while any of them runs. If this is none, an ancestor will take it, or the root's first forward
+    # says that there is none.
+    inner_units = {unit for module in modules for unit in units_under(module)}
+    for name, place, param in tied_under(modules):
+        claim: Claim = param.__dict__[CLAIM]
+        if claim.unit not in inner_units or param in ignored:
+            continue
+        found.setdefault(param, (name, [*claim.managed.owners]))[1].append(place)
     return found
 
 
-def is_replica(module: nn.Module) -> bool:
-    """Returns whether DDP averages the gradients of a module, or torch's `replicate` does."""
-    return isinstance(module, DistributedDataParallel) or "replicate" in (
-        _get_registry(module) or {}
-    )
-
-
-def _managed_modules(
-    module: nn.Module, prefix: str, seen: set[nn.Module]
-) -> Iterable[tuple[str, nn.Module]]:
-    """Yields a module and everything below it that belongs to no inner unit and to no DDP
-    replica.
+def modules_under(
+    roots: Iterable[nn.Module], *, with_units: bool
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yields modules and all below them, by name, but for DDP's replicas; units inside and what is
+    below them only `with_units`.
     """
-    if module in seen or is_replica(module):
-        return
-    seen.add(module)
-    yield prefix, module
-    for name, child in module._modules.items():
-        if child is not None and unit_of(child) is None:
-            yield from _managed_modules(child, f"{prefix}.{name}" if prefix else name, seen)
+    seen: set[nn.Module] = set()
+
+    def below(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        # DDP averages their gradients, or torch's `replicate` does.
+        composed = module.__dict__.get(REGISTRY_KEY, ())
+        is_replica = isinstance(module, DistributedDataParallel) or "replicate" in composed
+        if module in seen or is_replica:
+            return
+        seen.add(module)
+        yield name, module
+        for child_name, child in module.named_children():
+            if with_units or unit_of(child) is None:
+                yield from below(f"{name}.{child_name}" if name else child_name, child)
+
+    for root in roots:
+        yield from below("", root)
 
 
-def _assign(
-    found: Collected,
-    param: nn.Parameter,
-    name: str,
-    owners: list[Owner],
-    inner_units: Collection[Unit],
-    modules: Sequence[nn.Module],
-) -> None:
-    """Decides who owns a parameter that may be claimed by another unit."""
-    claim: Claim | None = param.__dict__.get(CLAIM)
-    if claim is None:
-        found.params[param] = (name, owners)
-    # A tied parameter goes to the innermost unit that contains all who use it, and is unsharded
-    # while any of them runs.
-    elif claim.unit in inner_units:
-        found.inherited.append(claim)
-        found.params[param] = (name, [*claim.managed.owners, *owners])
-    else:
-        # Another unit owns it, and neither contains the other. Their ancestor will take it; if
-        # there is none, the root's first forward says so.
-        unit_name = "+".join(type(module).__name__ for module in modules)
-        found.guests.append(Guest(name, param, owners, claim.managed.name, unit_name))
+def tied_under(roots: Iterable[nn.Module]) -> Iterator[tuple[str, Owner, nn.Parameter]]:
+    """Yields the names and places under modules, in an order that all ranks share, that still
+    register a parameter which a unit has taken elsewhere.
+    """
+    for prefix, module in modules_under(roots, with_units=True):
+        for attribute, param in module._parameters.items():
+            if param is not None and _is_tied(module, attribute):
+                yield f"{prefix}.{attribute}" if prefix else attribute, (module, attribute), param
 
 
-def _take_guests(found: Collected, inner_units: Collection[Unit]) -> None:
-    """Takes over what two inner units share: the new unit contains both."""
-    for unit in inner_units:
-        for guest in unit.guests:
-            # What two inner units share is given to the one that contains both, and is unsharded
-            # whenever either runs.
-            claim: Claim = guest.param.__dict__[CLAIM]
-            if claim.unit not in inner_units:
-                found.guests.append(guest)
-            elif guest.param in found.params:
-                found.params[guest.param][1].extend(guest.owners)
-            else:
-                found.inherited.append(claim)
-                found.params[guest.param] = (guest.name, [*claim.managed.owners, *guest.owners])
+def _is_tied(module: nn.Module, attribute: str) -> bool:
+    param: Any = module._parameters[attribute]
+    is_original = CLAIM in param.__dict__ and not is_sharded_by_us(param)
+    return is_original and attribute not in module.__dict__.get(IGNORED, ())
 
 
 def _refuse_claimed(name: str, param: nn.Parameter) -> None:
@@ -249,13 +207,11 @@ def refuse_unresolved_ties(units: Sequence[Unit]) -> None:
     Raises:
         TiedParameterError: says which.
     """
-    for unit in units:
-        for guest in unit.guests:
-            raise TiedParameterError(
-                f"parameter {guest.name} is shared by units of which none contains the other",
-                expected="a common ancestor that is a unit: it owns what they share",
-                got=f"units {guest.owner_name} and {guest.unit_name}",
-                where=f"parameter {guest.name}",
-                fix="call shardgrad.fully_shard on a module that contains both, and run it as the "
-                "root",
-            )
+    for name, _, param in tied_under(units[0].modules):
+        raise TiedParameterError(
+            f"parameter {name} is shared by units of which none contains the other",
+            expected="a common ancestor that is a unit: it owns what they share",
+            got=f"{param.__dict__[CLAIM].managed.name} in another unit",
+            where=f"parameter {name}",
+            fix="call shardgrad.fully_shard on a module that contains both, and run it as the root",
+        )

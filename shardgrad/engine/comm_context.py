@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -97,11 +97,8 @@ class CommContext:
         return ring
 
 
-class Route(NamedTuple):
-    """How one direction of a group's messages goes."""
-
-    transport: Transport
-    ring: SlotRing
+# How one direction of a group's messages goes.
+Route = tuple[Transport, SlotRing]
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,11 +126,11 @@ class CollectiveConfig:
 
     def for_gather(self, comm_ctx: CommContext, group: dist.ProcessGroup) -> Route:
         """Returns the way of all-gathers over `group`."""
-        return Route(comm_ctx.transport(group), comm_ctx.gather_ring)
+        return comm_ctx.transport(group), comm_ctx.gather_ring
 
     def for_reduce(self, comm_ctx: CommContext, group: dist.ProcessGroup) -> Route:
         """Returns the transport and staging of reduce-scatters over `group`."""
-        return Route(comm_ctx.transport(group), comm_ctx.reduce_ring)
+        return comm_ctx.transport(group), comm_ctx.reduce_ring
 
 
 class SecondStep(Protocol):

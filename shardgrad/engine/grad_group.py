@@ -203,14 +203,21 @@ class GradGroup:
         """
         trainable = self.group.carry_requires_grad()
         is_new = self._generation != self.group.generation
-        if is_new:
-            self._replace_shard()
+        if is_new:  # parameters were replaced
+            self._generation = self.group.generation
+            self._leave_shard()
+            if self.sums.dtype != self.group.reduce_dtype:
+                self._drop_collected()
+                self.summed = ()
+                self.is_due = self.partial.is_live = False
         # A gradient that is there already has to be found by clipping and by the optimizer, also
         # if its parameter was frozen since.
         params, attribute = self.group.params, self.group.gradient_policy.attribute
         kept = {p for p in params if getattr(p.sharded, attribute, None) is not None}
         kept |= {p for p in params if p.unsharded is not None and p.unsharded.grad is not None}
-        if not self._may_shrink:
+        # Places may go if nothing waits, and no backward is expected that may bring gradients, also
+        # of parameters that are thawed by then.
+        if self.state is not GradState.IDLE or self.is_due or self.partial.is_live:
             kept.update(self.params)
         placed = [p for p in params if p.sharded.requires_grad or p in kept]
         if is_new or placed != self.params:
@@ -224,27 +231,13 @@ class GradGroup:
         self.trainable = trainable
         self.holds_frozen = len(placed) != sum(trainable)
 
-    @property
-    def _may_shrink(self) -> bool:
-        """True if places may go: nothing waits, and no backward is expected that may bring
-        gradients, also of parameters that are thawed by then.
-        """
-        return self.state is GradState.IDLE and not self.is_due and not self.partial.is_live
-
-    def _replace_shard(self) -> None:
-        """Leaves the gradient shard of parameters that were replaced."""
-        self._generation = self.group.generation
-        self._leave_shard()
-        if self.sums.dtype != self.group.reduce_dtype:
-            self._forget()
-
     def _refuse_in_capture(self, placed: list[FSDPParam]) -> NoReturn:
         """Refuses other places than before in a capture: tables of them come from the host."""
         changed = [p.name for p in self.group.params if (p in self.params) != (p in placed)]
         raise CaptureError(
             "requires_grad changed inside a graphed step, of parameters without a gradient",
             expected="the same parameters that train or have a gradient, all through the step",
-            got=f"others in unit {self.group.name or 'root'!r}",
+            got=f"others in {self.group.where}",
             where=f"parameter {listed(changed, 1)}",
             fix="zero_grad() once they train again, or zero_grad(set_to_none=False); or freeze "
             "between calls",
@@ -256,7 +249,6 @@ class GradGroup:
         Gradients of before keep their memory for as long as they are bound, and are copied to
         their new places where a reduction adds to them.
         """
-        self._forget()
         self.partial.tensor = None
         self._lay_out(placed)
         self._made_for = ()
@@ -266,7 +258,7 @@ class GradGroup:
     def _leave_shard(self) -> None:
         """Leaves the gradient shard to the gradients that are bound."""
         if self._shard is not None and self._shard.has_memory and self.scheduler is not None:
-            self._shard.leave()
+            keep_for_current_stream(self._shard.flat)
             self.scheduler.left.append(self._shard)
         self._shard = None
 
@@ -304,12 +296,8 @@ class GradGroup:
         if shard is None:
             if self._generation != self.group.generation:
                 self.refresh_trainable()
-            group = self.group
-            dtype, policy, memory = group.gradient_dtype, group.gradient_policy, group.shard_memory
             with torch.inference_mode(mode=False):  # it is for training as well
-                shard = self._shard = GradShard(
-                    self.params, self.layout, group.mesh, dtype, policy, memory
-                )
+                shard = self._shard = GradShard(self.group, self.params, self.layout)
         return shard
 
     # -- states
@@ -356,12 +344,6 @@ class GradGroup:
     def known_to_graph(self) -> object:
         """Returns what has memory that a graph may read and write, to live as long as the graph."""
         return self.shard, self.layout, self.sums, self.tails
-
-    def _forget(self) -> None:
-        """Drops everything that has arrived and not been reduced."""
-        self._drop_collected()
-        self.summed = ()
-        self.is_due = self.partial.is_live = False
 
     # -- collecting
 
@@ -476,17 +458,7 @@ class GradGroup:
         self._earlier.clear()
         self.count = 0
 
-    @property
-    def has_come(self) -> bool:
-        """True if gradients are here: from autograd, or set by the program."""
-        if self.count:
-            return True
-        for param in self.unsharded:  # noqa: SIM110  # once for each group in each backward
-            if param.grad is not None:
-                return True
-        return False
-
-    def _collect_written(self, streams: Streams) -> None:
+    def collect_written(self, streams: Streams) -> None:
         """Takes gradients that the program has set, as zero-bubble schedules do: no hook runs for
         them.
 
@@ -498,14 +470,6 @@ class GradGroup:
                 # As Megatron's fused weight gradients and zero-bubble schedules leave them
                 # (pytorch#144530).
                 self.take(unsharded, unsharded.grad, streams, is_written=True)
-
-    def accumulate(self, comm_ctx: CommContext) -> None:
-        """Adds the collected gradients to this rank's unsharded sum, without communication."""
-        self._collect_written(comm_ctx.streams)
-        # On this rank even if it has no gradient: others may have one.
-        self.is_due = True
-        if self.count:
-            self.add_up(comm_ctx.streams)
 
     # -- sums of backwards that are not synchronized
 
@@ -621,7 +585,7 @@ class GradGroup:
             from shardgrad.sharding.strided_pack import pack_strided
 
             pack_strided(grads, target, layout, divisor=divisor, accumulate=accumulate)
-            rows = [grads[i] for i in layout.straight]
+            rows = [grad for i, grad in enumerate(grads) if i not in layout.strided]
         rows = [*rows, tail]
         if self._second is not None:
             rows, table, chunk_numel = self._second.arrange(rows, table, chunk_numel)
@@ -678,7 +642,7 @@ class GradGroup:
         """
         streams = comm_ctx.streams
         # Zero-bubble schedules write gradients of unsharded parameters without autograd's hook.
-        self._collect_written(streams)
+        self.collect_written(streams)
         if self.count == 0:
             # No gradient has brought the pack stream of a forward into this backward's order.
             self.pack_stream = streams.current()
@@ -730,16 +694,17 @@ class GradGroup:
             lent = self.pack(
                 reduction.touched, send.whole, streams, route.before, zero_copy=is_whole
             )
+        sent = [send]
         if is_whole:
             slot.lend(lent, producers)
-        sent = [send, *(Chunks(gradient, transport.size) for gradient in lent)]
+            sent += [Chunks(gradient, transport.size) for gradient in lent]
         if is_whole and not transport.receive_chunks:
             # A transport that needs no room adds up in this rank's chunk, and only reads.
             receive = [Chunks(own.whole.narrow(0, *place), 1) for *place, _ in route.messages]
         messages = list(zip(route.messages, sent, receive, strict=True))
-        slot.finish_writing(pack_stream)
+        slot.ready.record(pack_stream)
         with streams.on(streams.reduce):
-            slot.start_reading(streams.reduce)
+            slot.ready.wait(streams.reduce)
             # NCCL makes one launch of them; elsewhere they follow each other.
             with transport.together(messages):
                 works = []
@@ -759,7 +724,7 @@ class GradGroup:
         """Drops what a failed backward has not sent; returns whether what earlier ones left goes
         with it.
         """
-        was_summed = self.state is GradState.SENT and not self.is_reduced
+        was_summed = self.state is GradState.SENT and self.is_due
         # This backward was added to earlier ones, and its part cannot be taken out again.
         self._drop_collected()
         if was_summed:
@@ -771,7 +736,7 @@ class GradGroup:
         """Goes on to a state; a RuntimeError if it is not in `TRANSITIONS`."""
         if state not in TRANSITIONS[self.state]:
             raise RuntimeError(
-                f"{self.group.name or 'root'!r}: gradients: no way from {self.state} to {state}"
+                f"gradients of {self.group.where}: no way from {self.state} to {state}"
             )
         if state is GradState.IDLE:  # autograd has joined its streams
             self._pack_streams.clear()
@@ -785,13 +750,9 @@ def _collect(owner: weakref.ref[GradGroup], unsharded: torch.Tensor) -> None:
     The hook does not keep its owner alive: the garbage collector cannot look into hooks.
     """
     grads, grad = owner(), unsharded.grad
-    if grads is None or grad is None:
+    if grads is None or grad is None or grads.scheduler is None:
         return
     scheduler = grads.scheduler
-    if scheduler is None:
-        raise RuntimeError(
-            f"a gradient of unit {grads.group.name or 'root'!r} before a root was known"
-        )
     # The scheduler has to know of the first gradient, with which a backward begins, and of the last
     # of each group; the calls for all others would cost more than what they do.
     is_last = grads.take(unsharded, grad, scheduler.comm_ctx.streams)
@@ -832,7 +793,7 @@ class ReductionScheduler:
         self.keeps_graph = False
         self._entered: list[GradGroup] = []
         self._queue: list[GradGroup] = []  # the last is reduced first
-        self._earlier: list[Reduction] = []  # in flight, of backwards that are complete
+        self.in_flight: list[Reduction] = []  # of backwards that are complete
         self._launched: list[tuple[GradGroup, Reduction]] = []  # by the backward that is running
         self.left: list[GradShard] = []  # that groups have left for others
         self.enrolment: Enrolment | None = None  # None: a backward reduces the groups that entered
@@ -944,7 +905,11 @@ class ReductionScheduler:
             if len(self._launched) > 1:
                 self._return_lent(self._launched[-2][1], reduction)
         else:
-            grads.accumulate(self.comm_ctx)
+            grads.collect_written(self.comm_ctx.streams)
+            # On this rank even if it has no gradient: others may have one.
+            grads.is_due = True
+            if grads.count:
+                grads.add_up(self.comm_ctx.streams)
             grads.move(GradState.SENT)
 
     def _return_lent(self, earlier: Reduction, latest: Reduction) -> None:
@@ -968,14 +933,15 @@ class ReductionScheduler:
         # Groups that got nothing are reduced as well: other ranks may have gradients for them.
         while self._queue:
             self._reduce(self._queue.pop())
-        for reduction in self._earlier:
+        for reduction in self.in_flight:
             reduction.start_second_step()  # which leaves a partial sum, or takes it along
         for grads in groups:
             # Gradients that came without the unit entering forward, for example through unshard()
             # by hand, that the program has written, and what earlier backwards have left.
             is_partial = grads.partial.is_live and not grads.is_reduced
             waits = grads.is_due or (is_partial and grads.requires_all_reduce)
-            if grads.has_come or (waits and self._reduces_now(grads)):
+            grads.collect_written(self.comm_ctx.streams)
+            if grads.count or (waits and self._reduces_now(grads)):
                 if self.enrolment is not None:
                     self.enrolment.refuse_late(grads)
                 self._reduce(grads)
@@ -983,25 +949,20 @@ class ReductionScheduler:
                 grads.move(GradState.IDLE)
         self.backward_running = False
         # Whether they are over is asked by `join`, or by the reduction that needs their slots.
-        self._earlier += [reduction for _, reduction in self._launched]
+        self.in_flight += [reduction for _, reduction in self._launched]
         self._launched = []
         if wait:
             self.join()
 
-    @property
-    def is_any_in_flight(self) -> bool:
-        """True if reductions of earlier backwards may still write gradients."""
-        return bool(self._earlier)
-
     def join(self) -> None:
         """Completes every reduction in flight; the current stream waits for the gradients."""
         # All second steps are launched before the first is waited for, so that they overlap.
-        for reduction in self._earlier:
+        for reduction in self.in_flight:
             reduction.start_second_step()
         stream = self.comm_ctx.streams.current()
-        for reduction in self._earlier:
+        for reduction in self.in_flight:
             reduction.join(stream)
-        self._earlier = []
+        self.in_flight = []
         for ring in self.comm_ctx.rings:
             ring.rewind(stream)
 
@@ -1013,7 +974,7 @@ class ReductionScheduler:
         # A forward calls, which may be an evaluation in inference mode.
         with torch.inference_mode(mode=False), torch.no_grad():
             if grads.is_due or grads.partial.is_live:
-                self._earlier.append(grads.launch(self.comm_ctx, all_reduces=True))
+                self.in_flight.append(grads.launch(self.comm_ctx, all_reduces=True))
             self.join()
 
     def inherit(self, other: ReductionScheduler) -> None:
@@ -1021,7 +982,7 @@ class ReductionScheduler:
         # Units that the new root does not contain keep the root they had.
         self._entered += [grads for grads in other._entered if grads.scheduler is self]
         other._entered = [grads for grads in other._entered if grads.scheduler is not self]
-        self._earlier += other._earlier
+        self.in_flight += other.in_flight
         # A graph that was made under the other root may read parameters of this one again.
         self.reads_again |= other.reads_again
 
@@ -1045,11 +1006,10 @@ class ReductionScheduler:
         """Drops everything that is not in a gradient shard, and what has been written there
         since.
         """
-        for reduction in [*self._earlier, *(reduction for _, reduction in self._launched)]:
+        for reduction in [*self.in_flight, *(reduction for _, reduction in self._launched)]:
             reduction.abandon()
-        self._earlier, self._launched = [], []
+        self.in_flight, self._launched = [], []
         self._entered.clear()
-        self.enrolment = None
         self.abandon_backward(groups)
         for ring in self.comm_ctx.rings:
             ring.rewind()

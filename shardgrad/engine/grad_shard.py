@@ -59,13 +59,11 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.distributed.tensor import DTensor
 
 from shardgrad.engine.param import FSDPParam
+from shardgrad.engine.param_group import ParamGroup
 from shardgrad.engine.streams import Stream, StreamEvent, Streams, keep_for_current_stream
 from shardgrad.errors import ForeignParameterError
-from shardgrad.policies import GradientPolicy
 from shardgrad.sharding.dtensor import dtensor_like, in_own_storage, storages_of
 from shardgrad.sharding.layout import Piece, ShardLayout
-from shardgrad.sharding.mesh import DataParallelMesh
-from shardgrad.sharding.offload import ShardMemory
 
 __all__ = ["GradMemory", "GradShard", "HostState"]
 
@@ -117,26 +115,22 @@ class GradShard:
 
     def __init__(
         self,
+        group: ParamGroup,
         params: Sequence[FSDPParam],
         layout: ShardLayout,
-        mesh: DataParallelMesh,
-        dtype: torch.dtype,
-        policy: GradientPolicy,
-        home: ShardMemory,
     ) -> None:
+        dtype, policy, home = group.gradient_dtype, group.gradient_policy, group.shard_memory
         self.params = [p.sharded for p in params]  # the trainable ones, in layout order
         self.count = len(params)
         self._managed = list(params)  # the same
         self._layout = layout
         self.attribute = policy.attribute  # of a parameter: what its gradient is bound to
         self._is_persistent = policy.persistent
-        self.mesh = mesh
+        self.mesh = group.mesh
         self._home = home
-        # Not on the mesh's device, where a reduction needs room.
-        self.needs_staging = home.is_offloaded
         self._brought: StreamEvent | None = None
         self.memory = GradMemory.NONE
-        self.stream: Stream = None  # that memory is allocated on, now or next; None on the CPU
+        self.stream: Stream = None  # that memory is allocated on; None on the CPU
         self.is_captured = False
         self._allocated: StreamEvent | None = None
         self._nothing = home.zeros(0, dtype)
@@ -212,7 +206,7 @@ class GradShard:
         if self.memory is not GradMemory.NONE:
             return
         numel = self._layout.chunk_numel
-        self.stream = self.current_stream() or self.stream  # none on the host
+        self.stream = self.current_stream()
         stays = self._is_persistent or self._home.is_offloaded or self._home.is_virtual
         may_go = self.stream is not None and not (stays or self.is_captured)
         flat = self.flat
@@ -273,13 +267,6 @@ class GradShard:
             self.flat.untyped_storage().resize_(0)
         self.memory = GradMemory.NONE
 
-    def leave(self) -> None:
-        """Leaves the memory to whoever holds a gradient in it.
-
-        Streams: it may be read on the current one from now on.
-        """
-        self._record(self.current_stream())
-
     def current_stream(self) -> Stream:
         """Returns the stream that is current on the memory's device; None on the CPU."""
         device = self._nothing.device
@@ -292,12 +279,6 @@ class GradShard:
             self.flat.record_stream(reader)
 
     # -- before and after a reduction
-
-    def expect(self, stream: Stream, *, is_captured: bool) -> None:
-        """A reduction starts; memory that it needs is allocated for `stream`."""
-        self.look(is_captured=is_captured)
-        if self.memory is GradMemory.NONE:
-            self.stream = stream
 
     def _prepare(self, reader: Stream) -> bool:
         """Makes the shard ready for a reduction; returns False if that should overwrite everything,
@@ -340,7 +321,7 @@ class GradShard:
             self.free(reader)
         else:
             self._record(reader)
-            self.stream = self.current_stream() or self.stream  # none on the host
+            self.stream = self.current_stream()
             with torch.inference_mode(mode=False):
                 self._renew(places)
                 self.place_in(self._home.zeros(self.flat.numel(), self.flat.dtype).copy_(self.flat))
@@ -377,21 +358,22 @@ class GradShard:
         staging: torch.Tensor | None,
         streams: Streams,
         reader: Stream,
+        pack_stream: Stream,
     ) -> None:
         """Writes a reduction's average, or adds it where there are gradients; see
         `PendingSum.write`.
 
-        Streams: on the current one, after the stream that memory is allocated on; the program reads
-        what it keeps on `reader`. `staging` is memory like `flat` on the mesh's device, if
-        `needs_staging`.
+        Streams: on the current one, after `pack_stream` if memory is allocated there; the program
+        reads what it keeps on `reader`. `staging` is memory like `flat` on the mesh's device, if
+        `flat` lies on the host.
         """
         accumulate = self._prepare(reader)
         # Memory comes as late as this, so that the peak at the loss has none of it.
         if self.memory is GradMemory.NONE:
-            with streams.on(self.stream):
+            with streams.on(pack_stream):
                 self.allocate(zeroed=False)
             self._allocated = self._allocated or streams.event()
-            self._allocated.record(self.stream)
+            self._allocated.record(pack_stream)
             self._allocated.wait(streams.current())
         if staging is None:
             write(self.flat, divisor=divisor, accumulate=accumulate)
@@ -435,15 +417,12 @@ class GradShard:
             self._told = self._bring_flags(streams)
         self._bind(self.flagged)
 
-    def _bind_own(self, place: int) -> None:
-        if self._gradient_of(self.params[place]) is not self.own[place]:
-            setattr(self.params[place], self.attribute, self.own[place])
-
     def _bind(self, places: Sequence[bool]) -> None:
         for place, (param, live) in enumerate(zip(self.params, places, strict=True)):
             if not live:
                 continue
-            self._bind_own(place)
+            if self._gradient_of(param) is not self.own[place]:
+                setattr(param, self.attribute, self.own[place])
             # Autograd, which would run them, never accumulates here; FSDP2 runs them after its
             # reduction too.
             hooks = param._post_accumulate_grad_hooks
@@ -632,7 +611,7 @@ class GradShard:
                     self.read.append(local)
                 self.flags[place].fill_(1)
             self.flagged[place] = True
-            self._bind_own(place)
+            setattr(self.params[place], self.attribute, self.own[place])
 
     # -- for graphs
 

@@ -53,7 +53,7 @@ def lazy_init(unit: Unit, comm_ctx: CommContext | None = None) -> RootContext:
     # An inner unit that ran before its root was known was a root itself, with forwards and
     # reductions of its own. In the order of names, which is the same on every rank.
     for other in sorted(earlier, key=lambda c: c.root.name):
-        context.inherit(other)
+        context.scheduler.inherit(other.scheduler)
     return context
 
 

@@ -17,6 +17,7 @@ from shardgrad.sharding.param_sharding import ParamSharding
 
 __all__ = [
     "CLAIM",
+    "IGNORED",
     "FSDPParam",
     "Owner",
     "fsdp_param_of",
@@ -34,6 +35,10 @@ __all__ = [
 
 # Set on an original parameter once a unit has taken it, for those who still register the original.
 CLAIM = "_shardgrad_claim"
+
+# Set on a module, with the names of those of its parameters that `ignored_params` had; or on a
+# parameter of a module around.
+IGNORED = "_shardgrad_ignored"
 
 _SHARDED = "_shardgrad_sharded"
 _UNSHARDED = "_shardgrad_unsharded"
@@ -60,7 +65,7 @@ class FSDPParam:
         unsharded: the tensor that compute sees; made at the first unshard.
         post_forward: the DTensor over neighbouring ranks, if the group reshards to fewer.
         expected_local: local tensor of `sharded` as the engine left it; a view of the shard if
-            `is_flat`.
+            its group is flat.
     """
 
     name: str
@@ -71,7 +76,6 @@ class FSDPParam:
     unsharded: nn.Parameter | None = None
     post_forward: nn.Parameter | None = None
     expected_local: torch.Tensor | None = field(default=None, repr=False)
-    is_flat: bool = True
 
     def alias(self, local: torch.Tensor) -> None:
         """Makes `local`, a view of the shard, the local tensor of `sharded`."""

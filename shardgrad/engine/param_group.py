@@ -186,7 +186,7 @@ class AllGather:
                 # The large ones go to their places; under NCCL all of them are one launch.
                 for each in messages:
                     self._works.append(transport.all_gather(*each))
-            slot.finish_writing(stream)
+            slot.ready.record(stream)
 
     def wait(self, stream: Stream) -> torch.Tensor:
         """Ends the collective; returns the chunks of all ranks in order, side by side (1-D), for
@@ -199,7 +199,7 @@ class AllGather:
             work.wait()
         self._works = []
         # The stream of the forward waits for the gather, and the host does not.
-        self._slot.start_reading(stream)
+        self._slot.ready.wait(stream)
         return self._gathered
 
     def release(self, stream: Stream) -> None:
@@ -278,12 +278,11 @@ class UnshardedParams(RecurringMemory):
         device: torch.device,
         streams: Streams,
     ) -> None:
-        self._travel_as_bytes = travels_as_bytes(params[0].sharded.dtype)
         # Made for training even if the first forward is an evaluation in inference mode.
         with torch.inference_mode(mode=False):
             self.flat = torch.empty(layout.unsharded_numel, dtype=dtype, device=device)
             super().__init__([self.flat], streams)
-            for p, view in zip(params, layout.unsharded_views(self.flat), strict=True):
+            for p, view in zip(params, layout.whole.local_views(self.flat, 0), strict=True):
                 # `.data` gives the view another version counter.
                 unsharded = p.sharding.unsharded_tensor(from_bytes(view, p.sharded.dtype).data)
                 # Made once: autograd graphs, hooks and the collector know these objects, whose
@@ -301,7 +300,7 @@ class UnshardedParams(RecurringMemory):
         # takes no memory here.
         self.allocate()
         chunk_numel = gather.chunk.numel()
-        if self._travel_as_bytes:
+        if self.flat.dtype == torch.uint8:
             # Bytes are only carried, in rows, and there is nothing to cast.
             unpack_rows(gathered, self.flat, gather.table.tolist(), chunk_numel)
         else:
@@ -352,7 +351,7 @@ class Registration:
         self._locals: list[torch.Tensor | None] = []
         self._pieces: list[torch.Tensor | None] = []  # of flat shards
         for p in params:
-            if p.is_flat:
+            if group_of(p).is_flat:
                 self._pieces.append(p.expected_local)
             for module, attribute in p.owners:
                 self._registers.append(module._parameters)
@@ -429,7 +428,6 @@ class ParamGroup:
         self.stage = spec.stage
         self.params = list(params)
         for p in self.params:
-            p.is_flat = self.is_flat
             _groups[id(p)] = self
         self.holds_dtensors = any(p.sharding.came_as_dtensor for p in self.params)
         self.state = SHARDED
@@ -475,6 +473,11 @@ class ParamGroup:
     def is_in_use(self) -> bool:
         """True once ranks have agreed on it: which parameters it has is fixed from then on."""
         return bool(self.name)
+
+    @property
+    def where(self) -> str:
+        """The unit, for errors."""
+        return f"unit {self.name or 'root'!r}"
 
     @property
     def _holds_bytes(self) -> bool:
@@ -665,8 +668,8 @@ class ParamGroup:
         """
         yield "parameters", self.shard.untyped_storage()
         if self._unsharded is not None:
-            for tensor in self._unsharded.tensors:
-                yield "unsharded parameters", tensor.untyped_storage()
+            for storage in self._unsharded.storages:
+                yield "unsharded parameters", storage
         if self._gather is not None:
             yield from self._gather.memory()
 
@@ -739,7 +742,17 @@ class ParamGroup:
         """
         gather, self._in_flight = self._in_flight, None
         if gather is not None:
-            self._copy_out(gather)
+            stream = gather.streams.current()
+            with span("all_gather_copy_out", self.name):
+                try:
+                    self._fill(gather.wait(stream), gather)
+                    self.is_filled = True
+                except BaseException:
+                    # Its memory stays: messages may still be on their way into it.
+                    self.state = SHARDED
+                    raise
+                finally:
+                    gather.release(stream)
         elif self._unsharded is not None and self.state is not SHARDED:
             self._unsharded.wait()  # another stream may have copied them out
         if self.state is UNSHARDING:
@@ -747,18 +760,6 @@ class ParamGroup:
             # sharded ones, which checkpoints and optimizers look for.
             self.state = UNSHARDED
             self.registration.change(_UNSHARDED_PARAM)
-
-    def _copy_out(self, gather: AllGather) -> None:
-        stream = gather.streams.current()
-        with span("all_gather_copy_out", self.name):
-            try:
-                self._fill(gather.wait(stream), gather)
-                self.is_filled = True
-            except BaseException:
-                self.state = SHARDED  # its memory stays: messages may still be on their way into it
-                raise
-            finally:
-                gather.release(stream)
 
     def _fill(self, gathered: torch.Tensor, gather: AllGather) -> None:
         """Copies the chunks of all ranks into the unsharded parameters, on the current stream."""
@@ -779,8 +780,7 @@ class ParamGroup:
             return False
         # Storages are compared by identity: those of fake tensors and of wrapper subclasses have no
         # address.
-        storage = tensor.untyped_storage()._cdata
-        return any(storage == each.untyped_storage()._cdata for each in self._unsharded.tensors)
+        return tensor.untyped_storage() in self._unsharded.storages
 
     def cancel_unshard(self) -> None:
         """Drops an all-gather that nothing will use; waits until its memory is ours again."""

@@ -279,8 +279,8 @@ class Reduction:
             write = pending.write
         # The pack stream is that of backward: freed activations, which the allocator keeps for each
         # stream, become gradients without more memory.
-        shard.expect(self.pack_stream, is_captured=self.route.comm_ctx.is_captured)
-        shard.reduce_into(write, divisor, self.staging, streams, self.reader)
+        shard.look(is_captured=self.route.comm_ctx.is_captured)
+        shard.reduce_into(write, divisor, self.staging, streams, self.reader, self.pack_stream)
         shard.bind(self.touched, streams)
 
     def _through_hook(

@@ -64,7 +64,7 @@ def adopt(group: ParamGroup) -> None:
                 expected="both methods on the local tensor before the first forward of the root, "
                 "or neither",
                 got="a parameter that already travels in a flat shard",
-                where=f"unit {group.name or 'root'!r}",
+                where=group.where,
                 fix="put the methods there after to_empty() or loading, and before the model first "
                 "runs",
             )
@@ -93,7 +93,7 @@ def require_data(group: ParamGroup) -> None:
             f"following were still on meta device: {names}",
             expected=f"parameters on {group.shard_memory.device}",
             got=f"{len(names)} on meta",
-            where=f"unit {group.name or 'root'!r}",
+            where=group.where,
             fix="model.to_empty(device=...) and initialise, or load_state_dict(..., assign=True)",
         )
 
@@ -119,7 +119,7 @@ def _refuse_replaced_data(group: ParamGroup) -> None:
             f"the data of {listed(names)} was replaced, which changes no value of a DTensor",
             expected="param.data as the engine made it",
             got="param.data = another DTensor",
-            where=f"unit {group.name or 'root'!r}",
+            where=group.where,
             fix="with torch.no_grad(): param.copy_(new)",
         )
 
@@ -138,7 +138,7 @@ def _shown(p: FSDPParam, group: ParamGroup) -> nn.Parameter:
             "would flow",
             expected="nn.Parameter(DTensor), a leaf",
             got=f"a DTensor with {param.grad_fn.name()}",
-            where=f"unit {group.name or 'root'!r}",
+            where=group.where,
             fix="detach() it, and its values are taken over; to train what it was made of, compute "
             "it in the module's forward",
         )
@@ -151,7 +151,7 @@ def _shown(p: FSDPParam, group: ParamGroup) -> nn.Parameter:
             f"parameter {p.name} was replaced by something its unit cannot take over",
             expected=f"nn.Parameter(DTensor) of shape {p.shape} with placements {placements}",
             got=f"{type(shown).__name__} of shape {None if shown is None else tuple(shown.shape)}",
-            where=f"unit {group.name or 'root'!r}",
+            where=group.where,
             fix="torch.distributed.tensor.distribute_tensor(full, p.device_mesh, p.placements); "
             "parametrize, or remove parameters, before fully_shard",
         )
@@ -173,7 +173,7 @@ def _refuse_untied(p: FSDPParam, group: ParamGroup) -> None:
             "places",
             expected="a replacement in all places: they are sharded as one parameter",
             got="another parameter in some of them",
-            where=f"unit {group.name or 'root'!r}",
+            where=group.where,
             fix="untie the modules before fully_shard; param.copy_(new) changes all of them",
         )
 
@@ -188,18 +188,18 @@ def _refuse_late_tie(p: FSDPParam, shown: torch.Tensor, group: ParamGroup) -> No
             f"parameter {p.name} was tied to {other.name} after fully_shard",
             expected="ties from before fully_shard, which shards what is tied once",
             got="one parameter in the place of two",
-            where=f"unit {group.name or 'root'!r}",
+            where=group.where,
             fix="tie the modules before the first fully_shard that sees one of them",
         )
 
 
 def _validate(shown: list[nn.Parameter], group: ParamGroup) -> None:
     named = [(p.name, param) for p, param in zip(group.params, shown, strict=True)]
-    group.shard_memory.require_params_here(named, where=f"unit {group.name or 'root'!r}")
+    group.shard_memory.require_params_here(named, where=group.where)
     dtypes = {local_of(param).dtype for param in shown}
     if len(dtypes) > 1:
         raise ForeignParameterError(
-            f"parameters of unit {group.name or 'root'!r} no longer share a dtype",
+            f"parameters of {group.where} no longer share a dtype",
             expected=f"one dtype for {[p.name for p in group.params]}",
             got=", ".join(map(str, sorted(dtypes, key=str))),
             fix="cast the whole unit at once, for example model.to(torch.bfloat16)",
@@ -211,6 +211,6 @@ def _validate(shown: list[nn.Parameter], group: ParamGroup) -> None:
                 f"the local shard of {p.name} has another shape",
                 expected=str(tuple(view.shape)),
                 got=str(tuple(local.shape)),
-                where=f"unit {group.name or 'root'!r}",
+                where=group.where,
                 fix="distribute the full tensor with distribute_tensor",
             )

@@ -48,7 +48,6 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.engine.comm_context import CommContext
 from shardgrad.engine.grad_group import GradGroup, ReductionScheduler
-from shardgrad.engine.param import Owner
 from shardgrad.engine.param_group import ParamGroup, ParamState
 from shardgrad.engine.spans import NOTHING, span
 from shardgrad.engine.streams import is_capturing, wait_for_device
@@ -57,7 +56,6 @@ from shardgrad.sharding.mesh import DataParallelMesh
 
 __all__ = [
     "UNIT",
-    "Guest",
     "RootContext",
     "Unit",
     "attach_unit",
@@ -131,19 +129,6 @@ class _Call:
     begun_in: int = -1
 
 
-@dataclass
-class Guest:
-    """A parameter registered in unit `unit_name` that `owner_name` claimed; a common ancestor takes
-    it.
-    """
-
-    name: str
-    param: nn.Parameter
-    owners: list[Owner]
-    owner_name: str
-    unit_name: str
-
-
 class Unit:
     """One call of `fully_shard`: its modules, groups and switches.
 
@@ -196,7 +181,6 @@ class Unit:
         self.is_called_around = False
         self.context: RootContext | None = None
         self._lazy_init = lazy_init
-        self.guests: list[Guest] = []
         self.before_outermost_forward: Callable[[], None] = lambda: None
         self.accept: Callable[[Sequence[Unit]], None] = lambda units: None
         self.groups: list[ParamGroup] = []
@@ -232,17 +216,13 @@ class Unit:
         # for the new groups as well.
         for grads in self.grad_groups if earlier else ():
             grads.follow(earlier[0])
-        self._group_of = {owner: g for g in groups for p in g.params for owner, _ in p.owners}
+        self.group_owning = {owner: g for g in groups for p in g.params for owner, _ in p.owners}
 
     def set_reshard_after_forward(self, flag: bool) -> None:
         """Changes the flag; a reshard to fewer ranks, asked for by an int, is given up."""
         self.reshard_after_forward = flag
         for group in self.groups:
             group.reshard_fully_after_forward()
-
-    def group_owning(self, module: nn.Module) -> ParamGroup | None:
-        """Returns a group that owns a parameter `module` registers, or None."""
-        return self._group_of.get(module)
 
     @property
     def is_root(self) -> bool:
@@ -360,9 +340,11 @@ class Unit:
         if is_transformed and torch.is_grad_enabled():
             # Its graphs have tensors of the transform's, in which no hook would hear of backward.
             context.scheduler.reads_again = True
-        elif watches and not begins and self._expects_backward():
-            # No output says when backward comes, as where torch cannot look into the object that
-            # has the tensors.
+        elif (
+            watches and not begins and (self.outstanding or any(g.params for g in self.grad_groups))
+        ):
+            # Gradients may go through the call, to its inputs or to parameters, and no output says
+            # when backward comes, as where torch cannot look into the object that has the tensors.
             self.held = True
         if not recomputing and module not in self.running:
             self.waiting_modules.discard(module)
@@ -373,7 +355,10 @@ class Unit:
         if torch.is_grad_enabled():
             # Any output may be the first whose gradient comes, and some may get none, so each has
             # the hook. Backward comes next to the unit that ran before.
-            self._watch_outputs(begins, None if recomputing else context.ran_forward(self))
+            before = None
+            if not recomputing:
+                before, context.ran_last = context.ran_last, self
+            self._watch_outputs(begins, before)
         if not recomputing:
             context.leave_forward(self)
 
@@ -393,17 +378,13 @@ class Unit:
         if torch.is_grad_enabled() and is_plain:
             self._watch_outputs(_tensors_with_grad(output), None)
 
-    def _expects_backward(self) -> bool:
-        """Returns whether gradients may go through a call: to its inputs, or to parameters."""
-        return self.outstanding > 0 or any(grads.params for grads in self.grad_groups)
-
     def forward_failed(self, running: int) -> None:
         """Abandons forwards that have raised: all but the first `running` of those that ran."""
         del self.running[running:]
-        if self.context is not None:
+        if self.context is not None and self.context.forward_root is self and not self.running:
             # Collectives that are dropped now may fail as well; the first error is the one to tell.
             with suppress(CollectiveError):
-                self.context.forward_failed(self)
+                self.context.recover()
 
     def _refuse_outputs_in_parameters(self, output: Any) -> None:
         """Refuses outputs that are views of parameters, whose memory is about to be freed."""
@@ -548,11 +529,14 @@ class Unit:
         if self.reshard_after_backward:
             self.show_sharded() if is_read_again else self.reshard()
 
-    def abandon_forward(self) -> None:
-        """Forgets a forward that failed, and the calls in it: parameters are resharded."""
+    def abandon(self) -> None:
+        """Forgets a forward or a backward that failed, and the calls in it: parameters are
+        resharded.
+        """
         # A loss of a forward before it may still go backward: a unit that has several calls in that
         # is reduced as often.
-        self.outstanding = 0
+        self.outstanding = self.open = 0
+        self.next_backward = None
         self.waiting_modules.clear()
         self.running.clear()
         self.reshard(drop_kept=True)
@@ -628,7 +612,7 @@ class RootContext:
         self._position = 0
         # On the CPU, the unit that ran last in the recorded forward: backward begins with it.
         self._stays: Unit | None = None
-        self._ran_last: Unit | None = None  # of the forwards that have no backward yet
+        self.ran_last: Unit | None = None  # of the forwards that have no backward yet
         # The host has to wait for these before a program may write their shards.
         self._offloaded = [
             g for unit in self.units for g in unit.groups if g.shard_memory.is_offloaded
@@ -721,7 +705,7 @@ class RootContext:
         for shard in (*map(_GRAD_SHARD, self.grad_groups), *left):
             if shard is not None and shard.may_be_freed:
                 free.append(shard)
-        if not (free or left) or self.scheduler.is_any_in_flight:
+        if not (free or left) or self.scheduler.in_flight:
             return
         streams, event = self.comm_ctx.streams, self.post_optim_event
         reader = streams.current()
@@ -824,16 +808,6 @@ class RootContext:
                 each.show_sharded()
         self._wait_until_read()
 
-    def forward_failed(self, unit: Unit) -> None:
-        """Clears an iteration whose outermost forward, of `unit`, has raised."""
-        if self.forward_root is unit and not unit.running:
-            self.recover()
-
-    def ran_forward(self, unit: Unit) -> Unit | None:
-        """Notes a forward that will have a backward; returns the unit that ran before it."""
-        before, self._ran_last = self._ran_last, unit
-        return before
-
     def _wait_until_read(self) -> None:
         for group in self._offloaded:
             group.wait_until_read()
@@ -853,7 +827,7 @@ class RootContext:
             for unit in self.units:
                 unit.finish_backward(is_read_again=self.scheduler.reads_again)
             self.scheduler.drain(self.grad_groups, wait=wait and self.scheduler.is_last_backward)
-            self._ran_last = None
+            self.ran_last = None
             self._wait_until_read()
 
     # -- between iterations
@@ -864,18 +838,12 @@ class RootContext:
         Gradients that a failed backward left half-written are dropped with a warning; what they
         were added to becomes None. See [Note: States of a group's gradients] in `grad_group.py`.
         """
-        self.forward_root = self._ran_last = self.gather_through = None
-        self.scheduler.enrolment = None
-        if not self.scheduler.backward_running:
-            for unit in self.units:
-                unit.abandon_forward()
-        else:
-            device = self.comm_ctx.device
-            if device.type not in ("cpu", "meta") and not self.comm_ctx.is_captured:
-                wait_for_device(device)  # autograd joins the streams of a backward only at its end
-            for unit in self.units:
-                unit.abandon_forward()
-                unit.finish_backward(is_read_again=self.scheduler.reads_again)
+        is_backward = self.scheduler.backward_running
+        device = self.comm_ctx.device
+        if is_backward and device.type not in ("cpu", "meta") and not self.comm_ctx.is_captured:
+            wait_for_device(device)  # autograd joins the streams of a backward only at its end
+        self._abandon()
+        if is_backward:
             lost = self.scheduler.abandon_backward(self.grad_groups)
             added = (
                 f" In units {', '.join(lost)} they had been added to what was there, which is None "
@@ -892,11 +860,14 @@ class RootContext:
     def abort(self) -> None:
         """Drops all that is under way: a capture failed, and nothing in it has run."""
         self.crosses_border()
-        self.forward_root = self._ran_last = self.gather_through = None
-        for unit in self.units:
-            unit.abandon_forward()
-            unit.finish_backward(is_read_again=self.scheduler.reads_again)
+        self._abandon()
         self.scheduler.abort(self.grad_groups)
+
+    def _abandon(self) -> None:
+        self.forward_root = self.ran_last = self.gather_through = None
+        self.scheduler.enrolment = None
+        for unit in self.units:
+            unit.abandon()
 
     def quiesce(self) -> None:
         """Leaves nothing in flight and no parameter unsharded; clears an iteration cut short.
@@ -910,10 +881,6 @@ class RootContext:
         for unit in self.units:
             unit.reshard(drop_kept=True)
         self._wait_until_read()
-
-    def inherit(self, other: RootContext) -> None:
-        """Takes over what an inner unit's own context had noted before this root first ran."""
-        self.scheduler.inherit(other.scheduler)
 
 
 def unit_of(module: nn.Module) -> Unit | None:

@@ -108,7 +108,7 @@ class CustomCollectives(CollectiveConfig):
         if self.staging is not None:
             key = self.staging, group, "gather"
             ring = comm_ctx.special_ring(key, self.staging(group), depth=2, elastic=True)
-        return Route(comm_ctx.transport(group), ring)
+        return comm_ctx.transport(group), ring
 
     def for_reduce(self, comm_ctx: CommContext, group: dist.ProcessGroup) -> Route:
         """See `CollectiveConfig`."""
@@ -121,10 +121,10 @@ class CustomCollectives(CollectiveConfig):
             key = staging, group, "reduce"
             ring = comm_ctx.special_ring(key, staging(group), depth=ring.depth)
         if not self.exchanges:
-            return Route(comm_ctx.transport(group), ring)
+            return comm_ctx.transport(group), ring
         from shardgrad.features.wire_dtype import exchange_over
 
-        return Route(exchange_over(comm_ctx, group), ring)
+        return exchange_over(comm_ctx, group), ring
 
 
 def collectives_of(group: ParamGroup) -> CustomCollectives:
@@ -154,7 +154,7 @@ def _own(comm_ctx: CommContext, group: dist.ProcessGroup, comm: Any) -> Route:
 
     key = id(comm), group  # the transport holds the object, so no other gets its id
     transport = comm_ctx.own_transport(key, lambda: _CommTransport(group, comm))
-    return Route(transport, comm_ctx.special_ring(key, allocate, depth=1))
+    return transport, comm_ctx.special_ring(key, allocate, depth=1)
 
 
 def separate_reductions(groups: Iterable[ParamGroup], *, enable: bool) -> None:

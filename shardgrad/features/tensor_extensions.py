@@ -319,8 +319,7 @@ class ExtensionGroup(ParamGroup):
             if into:
                 torch._foreach_copy_(into, pieces)
             for p, inputs, metadata in zip(self.params, self._tensors, self._metadata, strict=True):
-                allocated = self._finish(p, tuple(place.gathered for place in inputs), metadata)
-                memory.tensors += allocated
+                memory.add(self._finish(p, tuple(place.gathered for place in inputs), metadata))
             self._metadata = []
             memory.filled.record(gather.streams.current())
 

@@ -237,13 +237,8 @@ class ShardLayout:
         return ShardLayout.of(shapes, 1, alignment=self.alignment, with_flags=False)
 
     @cached_property
-    def straight(self) -> tuple[int, ...]:
-        """Indices of the parameters of which every piece is one range."""
-        return tuple(i for i, p in enumerate(self.pieces) if p.blocks <= 1)
-
-    @cached_property
     def strided(self) -> tuple[int, ...]:
-        """Indices of the others, which `strided_pack.py` moves."""
+        """Indices of the parameters of which a piece is several ranges: `strided_pack.py`."""
         return tuple(i for i, p in enumerate(self.pieces) if p.blocks > 1)
 
     @cached_property
@@ -286,9 +281,3 @@ class ShardLayout:
             chunk.narrow(0, piece.shard_offset, math.prod(shape)).view(shape)
             for piece, shape in zip(self.pieces, shapes, strict=True)
         ]
-
-    def unsharded_views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Splits a flat unsharded buffer (1-D, `unsharded_numel`) into parameters without
-        copying.
-        """
-        return [flat.narrow(0, p.unsharded_offset, p.numel).view(p.shape) for p in self.pieces]

@@ -70,7 +70,6 @@ class DataParallelMesh:
     shard_rank: int
     shard_size: int
     replicate_group: dist.ProcessGroup | None
-    replicate_size: int
     device: torch.device
     spmd: SpmdAxes | None = None
     levels: TwoLevels | None = None
@@ -109,14 +108,12 @@ class DataParallelMesh:
                 "'shard'))",
             )
         shard_axis = mesh.ndim - 1
-        replicate_group = mesh.get_group(0) if mesh.ndim == 2 else None
         return cls(
             mesh=mesh,
             shard_group=mesh.get_group(shard_axis),
             shard_rank=mesh.get_local_rank(shard_axis),
             shard_size=mesh.size(shard_axis),
-            replicate_group=replicate_group,
-            replicate_size=mesh.size(0) if mesh.ndim == 2 else 1,
+            replicate_group=mesh.get_group(0) if mesh.ndim == 2 else None,
             device=_device_of(mesh),
         )
 
@@ -156,9 +153,7 @@ class DataParallelMesh:
     @classmethod
     def _of_replicas(cls, mesh: DeviceMesh, spmd: SpmdAxes) -> DataParallelMesh:
         alone = _group_of_one(dist.group.WORLD)
-        return cls(
-            mesh, alone, 0, 1, mesh.get_group(0), mesh.size(0), device=_device_of(mesh), spmd=spmd
-        )
+        return cls(mesh, alone, 0, 1, mesh.get_group(0), device=_device_of(mesh), spmd=spmd)
 
     @classmethod
     def of_info(cls, info: Any) -> DataParallelMesh:
@@ -191,7 +186,8 @@ class DataParallelMesh:
     @cached_property
     def data_parallel_size(self) -> int:
         """Ranks a gradient is averaged over."""
-        return self.shard_size * self.replicate_size
+        replicas = self.replicate_group
+        return self.shard_size * (1 if replicas is None else replicas.size())
 
     def over_both_axes(self) -> DataParallelMesh:
         """Returns the mesh that shards over all ranks of this HSDP mesh, one axis after the other.

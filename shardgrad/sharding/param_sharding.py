@@ -36,7 +36,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardgrad.errors import MeshError, OptionError, PlacementError, UnsupportedParameterError
 from shardgrad.sharding.dtensor import dtensor_over, dtensor_with
-from shardgrad.sharding.mesh import DataParallelMesh
+from shardgrad.sharding.mesh import DataParallelMesh, SpmdAxes
 
 __all__ = [
     "ParamSharding",
@@ -186,7 +186,7 @@ def _sharding_of(param: torch.Tensor, name: str, mesh: DataParallelMesh, dim: in
     _require_dim(local, name, mesh, dim)
     unsharded: _Unsharded | None = None
     if mesh.spmd is not None:
-        axes, placements, unsharded = _on_full_mesh(param, name, mesh, dim)
+        axes, placements, unsharded = _on_full_mesh(param, name, mesh, mesh.spmd, dim)
     elif isinstance(param, DTensor):
         _require_no_partial(param, name)
         axes = _joined(mesh.mesh, param.device_mesh)
@@ -238,14 +238,11 @@ def _shard(dim: int, param: DTensor, behind: int = -1) -> Placement:
 
 
 def _on_full_mesh(
-    param: torch.Tensor, name: str, mesh: DataParallelMesh, dim: int
+    param: torch.Tensor, name: str, mesh: DataParallelMesh, spmd: SpmdAxes, dim: int
 ) -> tuple[DeviceMesh, tuple[Placement, ...], _Unsharded]:
     """Cuts a DTensor that lies on the mesh of `dp_mesh_dims`, of which some axes are
     data-parallel.
     """
-    spmd = mesh.spmd
-    if spmd is None:
-        raise RuntimeError("the mesh has no dp_mesh_dims")
     if not isinstance(param, DTensor):
         raise PlacementError(
             "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD mesh",
@@ -281,16 +278,13 @@ def _on_full_mesh(
     )
     if len(spmd.shard_axes) <= 1:
         return spmd.mesh, tuple(placements), unsharded
-    return *_with_one_shard_axis(mesh, placements), unsharded
+    return *_with_one_shard_axis(mesh, spmd, placements), unsharded
 
 
 def _with_one_shard_axis(
-    mesh: DataParallelMesh, placements: Sequence[Placement]
+    mesh: DataParallelMesh, spmd: SpmdAxes, placements: Sequence[Placement]
 ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
     """Returns mesh and placements where all data-parallel axes have become those of `mesh.mesh`."""
-    spmd = mesh.spmd
-    if spmd is None:
-        raise RuntimeError("the mesh has no dp_mesh_dims")
     meshes: list[DeviceMesh] = []
     kept: list[Placement] = []
     for axis, name in enumerate(spmd.names):
@@ -374,14 +368,12 @@ def places_of(
             got=type(shard_placement_fn).__name__,
             fix="shard_placement_fn=lambda param: Shard(0)",
         )
-    meshes: dict[int, DataParallelMesh] = {}
     places = {}
     for param, name in params.items():
         answer: Any = None if shard_placement_fn is None else shard_placement_fn(param)
         mesh = default
-        if hasattr(answer, "mesh_info") and hasattr(answer, "placement"):
-            info, answer = answer.mesh_info, answer.placement
-            mesh = meshes.setdefault(id(info), DataParallelMesh.of_info(info))
+        if hasattr(answer, "mesh_info"):
+            mesh, answer = DataParallelMesh.of_info(answer.mesh_info), answer.placement
         places[param] = Place(mesh, sharding_of(param, name, mesh, _dim(answer, name)))
     return places
 

@@ -49,8 +49,6 @@ WHY = {
     "that are registered there",
     "torch.distributed._composable.contract.RegistryItem": "the same",
     "torch.distributed._composable.contract.STATE_KEY": "where pipeline stages look for the state",
-    "torch.distributed._composable.contract._get_registry": "replicas of composable DDP are left "
-    "alone",
     "torch.distributed._functional_collectives.AsyncCollectiveTensor": "gradients of tensor "
     "parallelism may still be under way",
     "torch.distributed.device_mesh.DeviceMesh._concatenate": "one mesh for the axes of a parameter "

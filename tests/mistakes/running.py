@@ -132,7 +132,7 @@ def text_for_a_switch() -> None:
 
 @mistake(
     typed="`set_modules_to_forward_prefetch([model.embed])`",
-    says="OptionError: prefetch lists hold sharded modules only",
+    says="OptionError: Expects list of FSDPModules but got Linear(",
     cure="fully_shard(module) first",
 )
 def prefetch_of_no_unit() -> None:

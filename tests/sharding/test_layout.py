@@ -66,7 +66,7 @@ def test_views_alias_the_buffer_they_come_from(
         assert view.shape == piece.local_shape(0)
     assert chunk.sum() == sum(piece.local_numel(0) for piece in layout.pieces)
     flat = torch.zeros(layout.unsharded_numel)
-    for view in layout.unsharded_views(flat):
+    for view in layout.whole.local_views(flat, 0):
         view.fill_(1)
     assert flat.sum() == sum(piece.numel for piece in layout.pieces)
 

@@ -57,7 +57,7 @@ def packed(
 ) -> None:
     """Packs everything, as the engine does."""
     pack_strided(grads, slot, layout, divisor=divisor, accumulate=accumulate)
-    straight = [grads[i] for i in layout.straight]
+    straight = [grad for i, grad in enumerate(grads) if i not in layout.strided]
     ops.pack(
         straight,
         slot,
@@ -95,7 +95,7 @@ def test_packing_cuts_and_unpacking_puts_together(case: Cut, divisor: float) -> 
     flat = torch.full((layout.unsharded_numel,), 7.0)
     ops.unpack(slot, flat, layout.table, chunk_numel=layout.chunk_numel)
     unpack_strided(slot, flat, layout)
-    for view, grad in zip(layout.unsharded_views(flat), grads, strict=True):
+    for view, grad in zip(layout.whole.local_views(flat, 0), grads, strict=True):
         assert torch.equal(view, grad / divisor)
 
 

@@ -24,6 +24,12 @@ from shardgrad.optim import selection
 Patch = AbstractContextManager[Any]
 
 
+def _drop_all_of(grads: GradGroup) -> None:
+    grads._drop_collected()
+    grads.summed = ()
+    grads.is_due = grads.partial.is_live = False
+
+
 def _self_call_drops_gradients() -> Iterator[Patch]:
     """A root that calls itself was taken for one whose forward had failed, and that dropped all
     gradients.
@@ -33,7 +39,7 @@ def _self_call_drops_gradients() -> Iterator[Patch]:
     def drop_all(self: RootContext) -> None:
         recover(self)
         for grads in self.grad_groups:
-            grads.forget()
+            _drop_all_of(grads)
             if grads.shard is not None:
                 grads.shard.unbind()
 
@@ -111,7 +117,7 @@ def _freezing_drops_what_waits() -> Iterator[Patch]:
 
     def drop(self: ReductionScheduler, grads: GradGroup) -> None:
         self.join()
-        grads.forget()
+        _drop_all_of(grads)
 
     yield mock.patch.object(ReductionScheduler, "finish", drop)
 
@@ -120,18 +126,18 @@ def _ties_in_the_order_of_a_set() -> Iterator[Patch]:
     """Parameters that units share went up to the root in the order of a set, another one on each
     rank.
     """
-    take_guests, addresses = collect._take_guests, random.SystemRandom()
+    tied_under, addresses = collect.tied_under, random.SystemRandom()
 
-    def in_any_order(found: Any, inner_units: Any) -> None:
-        units = list(inner_units)
-        take_guests(found, addresses.sample(units, len(units)))
+    def in_any_order(roots: Any) -> Any:
+        tied = list(tied_under(roots))
+        return addresses.sample(tied, len(tied))
 
-    yield mock.patch.object(collect, "_take_guests", in_any_order)
+    yield mock.patch.object(collect, "tied_under", in_any_order)
 
 
 def _written_gradients_are_lost() -> Iterator[Patch]:
     """Gradients that the program had put on unsharded parameters were never reduced."""
-    yield mock.patch.object(GradGroup, "_collect_written")
+    yield mock.patch.object(GradGroup, "collect_written")
 
 
 DEFECTS: dict[str, Callable[[], Iterator[Patch]]] = {

@@ -25,12 +25,9 @@ from tests.simulated.accelerator import collectives
 
 _ENGINE = str(Path(shardgrad.__file__).parent)
 _MarkOfAnEvent: Any = shardgrad.engine.streams._DeviceEvent
-# They record and wait for their callers. (`Slot.reserve` does it for the memory it lets go and
-# gets.)
-_FOR_OTHERS = tuple(
-    f"Slot.{verb}_{what}" for verb in ("start", "finish") for what in ("writing", "reading")
-)
-_FOR_OTHERS += (
+# They record and wait for their callers.
+_FOR_OTHERS = (
+    "Slot.start_writing",
     "SlotRing.take",
     "Slot.release",
     "Reduction._release",
