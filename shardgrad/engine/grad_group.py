@@ -641,8 +641,6 @@ class GradGroup:
         there is one. Without anything to send, the pack stream alone is used.
         """
         streams = comm_ctx.streams
-        # Zero-bubble schedules write gradients of unsharded parameters without autograd's hook.
-        self.collect_written(streams)
         if self.count == 0:
             # No gradient has brought the pack stream of a forward into this backward's order.
             self.pack_stream = streams.current()
@@ -897,6 +895,8 @@ class ReductionScheduler:
         # Not ready by itself, but backward is over: no more gradients come.
         if grads.state is not GradState.READY:
             grads.move(GradState.READY)
+        # Zero-bubble schedules write gradients of unsharded parameters without autograd's hook.
+        grads.collect_written(self.comm_ctx.streams)
         if self._reduces_now(grads):
             reduction = grads.launch(self.comm_ctx, all_reduces=grads.requires_all_reduce)
             self._launched.append((grads, reduction))
@@ -905,7 +905,6 @@ class ReductionScheduler:
             if len(self._launched) > 1:
                 self._return_lent(self._launched[-2][1], reduction)
         else:
-            grads.collect_written(self.comm_ctx.streams)
             # On this rank even if it has no gradient: others may have one.
             grads.is_due = True
             if grads.count:

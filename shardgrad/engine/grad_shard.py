@@ -243,11 +243,6 @@ class GradShard:
         """False if all gradients are None and their memory was freed, or there was none yet."""
         return self.memory is not GradMemory.NONE
 
-    @property
-    def may_be_freed(self) -> bool:
-        """True if memory may be freed, unless a reduction is in flight: all gradients are None."""
-        return self.memory is GradMemory.HELD and self.are_absent()
-
     def free(self, reader: Stream) -> None:
         """Frees the memory, or leaves it to the program, which reads on `reader`, if that keeps
         any of it; gradients are None.

@@ -48,6 +48,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.engine.comm_context import CommContext
 from shardgrad.engine.grad_group import GradGroup, ReductionScheduler
+from shardgrad.engine.grad_shard import GradMemory
 from shardgrad.engine.param_group import ParamGroup, ParamState
 from shardgrad.engine.spans import NOTHING, span
 from shardgrad.engine.streams import is_capturing, wait_for_device
@@ -703,7 +704,8 @@ class RootContext:
         """
         left, free = self.scheduler.left, []
         for shard in (*map(_GRAD_SHARD, self.grad_groups), *left):
-            if shard is not None and shard.may_be_freed:
+            is_held = shard is not None and shard.memory is GradMemory.HELD
+            if is_held and shard.are_absent():
                 free.append(shard)
         if not (free or left) or self.scheduler.in_flight:
             return
