@@ -27,9 +27,9 @@ from shardgrad.sharding.layout import ShardLayout, alignment_numel
 _LEAST_S = 2e-3  # of one timing, so that it is long enough for the clock
 _RANKS = 2  # shards of the block
 _REFERENCES = {
-    "pack": movement._pack_reference,
-    "unpack": movement._unpack_reference,
-    "sum_chunks": movement._sum_chunks_reference,
+    "pack": movement.pack_reference,
+    "unpack": movement.unpack_reference,
+    "sum_chunks": movement.sum_chunks_reference,
     "adam_": update.adam_reference,
     "sgd_": update.sgd_reference,
     "norm_": norm.norm_reference,

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import groupby
 from math import prod
 from operator import attrgetter
@@ -208,7 +209,7 @@ def send_weights(
         )
     rank = dist.get_rank()
     mine = [message for message in plan.messages if message.sender == rank]
-    transfer = _Transfer(group, timeout_s, "send_weights", "receive_weights")
+    transfer = partial(_transfer, group, timeout_s, "send_weights", "receive_weights")
     device = next((row.local.device for row in table.values()), torch.device("cpu"))
     for batch in _batches(mine):
         parts = (_part(table[message.name].local, message.sent) for message in batch)
@@ -216,10 +217,10 @@ def send_weights(
         ready = [
             part.to(message.dtype).contiguous() for part, message in zip(parts, batch, strict=True)
         ]
-        transfer.run(dist.isend, ready, [message.receiver for message in batch])
+        transfer(dist.isend, ready, [message.receiver for message in batch])
     # Small messages leave before anyone has received them; so each receiver says that it has all.
     receivers = sorted({message.receiver for message in mine})
-    transfer.run(dist.irecv, [_receipt(device) for _ in receivers], receivers)
+    transfer(dist.irecv, [_receipt(device) for _ in receivers], receivers)
 
 
 @torch.no_grad()
@@ -261,7 +262,7 @@ def receive_weights(
                 fix="a plan whose layout and number of receivers are those of this rank's model",
             )
     mine = [message for message in plan.messages if message.receiver == dist.get_rank()]
-    transfer = _Transfer(group, timeout_s, "receive_weights", "send_weights")
+    transfer = partial(_transfer, group, timeout_s, "receive_weights", "send_weights")
     for batch in _batches(mine):
         places = [_part(tensors[message.target], message.placed) for message in batch]
         arriving = [
@@ -270,13 +271,13 @@ def receive_weights(
             else torch.empty(place.shape, dtype=message.dtype, device=place.device)
             for place, message in zip(places, batch, strict=True)
         ]
-        transfer.run(dist.irecv, arriving, [message.sender for message in batch])
+        transfer(dist.irecv, arriving, [message.sender for message in batch])
         for place, arrived in zip(places, arriving, strict=True):
             if arrived is not place:
                 place.copy_(arrived)
     device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
     senders = sorted({message.sender for message in mine})
-    transfer.run(dist.isend, [_receipt(device) for _ in senders], senders)
+    transfer(dist.isend, [_receipt(device) for _ in senders], senders)
 
 
 # -- what overlaps what
@@ -358,40 +359,43 @@ def _receipt(device: torch.device) -> torch.Tensor:
     return torch.zeros(1, dtype=torch.uint8, device=device)
 
 
-@dataclass(frozen=True)
-class _Transfer:
-    """Messages of one call, and how long each batch may take."""
+def _transfer(
+    group: dist.ProcessGroup | None,
+    timeout_s: float,
+    call: str,
+    call_there: str,
+    operation: Callable[..., object],
+    tensors: Sequence[torch.Tensor],
+    peers: Sequence[int],
+) -> None:
+    """Sends or receives, together where the backend can; returns when all of it is done.
 
-    group: dist.ProcessGroup | None
-    timeout_s: float
-    call: str
-    call_there: str
-
-    def run(
-        self,
-        operation: Callable[..., object],
-        tensors: Sequence[torch.Tensor],
-        peers: Sequence[int],
-    ) -> None:
-        """Sends or receives, together where the backend can; returns when all of it is done."""
-        waited_for = sorted(set(peers))
-        ops = [
-            dist.P2POp(operation, tensor, peer, self.group)
-            for tensor, peer in zip(tensors, peers, strict=True)
-        ]
-        limit = timedelta(seconds=self.timeout_s)
-        try:
-            works = dist.batch_isend_irecv(ops) if ops else []
-            for number, work in enumerate(works):
-                if len(works) == len(ops):
-                    waited_for = [peers[number]]
-                work.wait(limit)
-        except RuntimeError as error:
-            late = ", ".join(map(str, waited_for))
-            raise CollectiveError(
-                f"{self.call}() failed: rank {late} is late or gone",
-                expected=f"rank {late} to call {self.call_there}() within {self.timeout_s:g} s",
-                got=str(error).splitlines()[0],
-                where=f"rank {dist.get_rank()}",
-                fix="make a process group and a plan for the ranks that are left",
-            ) from error
+    Args:
+        group: that trainers and receivers are in.
+        timeout_s: how long it may take.
+        call: of this rank, for errors.
+        call_there: of its peers.
+        operation: `dist.isend` or `dist.irecv`.
+        tensors: to send or to receive into.
+        peers: one for each tensor.
+    """
+    waited_for = sorted(set(peers))
+    ops = [
+        dist.P2POp(operation, tensor, peer, group)
+        for tensor, peer in zip(tensors, peers, strict=True)
+    ]
+    try:
+        works = dist.batch_isend_irecv(ops) if ops else []
+        for number, work in enumerate(works):
+            if len(works) == len(ops):
+                waited_for = [peers[number]]
+            work.wait(timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        late = ", ".join(map(str, waited_for))
+        raise CollectiveError(
+            f"{call}() failed: rank {late} is late or gone",
+            expected=f"rank {late} to call {call_there}() within {timeout_s:g} s",
+            got=str(error).splitlines()[0],
+            where=f"rank {dist.get_rank()}",
+            fix="make a process group and a plan for the ranks that are left",
+        ) from error

@@ -166,6 +166,8 @@ class OptimizerState(Capturable):
     device, so a number is written into a tensor there, which schedules fill in place.
     """
 
+    is_guarded = True
+
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._rates: dict[int, torch.Tensor] = {}  # by the number of the group

@@ -10,7 +10,7 @@ the capture.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -61,8 +61,8 @@ class CapturedStep:
         self._generators = [*generators, *redraws.generators]
         self._graphs: list[DeviceGraph] = []
         self._parts: list[Callable[[], object]] = []  # what a replay calls
-        self._capture: AbstractContextManager[DeviceGraph] | None = None  # under way, of `_graph`
-        self._graph: DeviceGraph
+        self._graph: DeviceGraph  # whose capture is under way
+        self._capture = ExitStack()
         self._before_replays = [each.before_replays() for each in capturables]
         self._snapshots: list[Callable[[], None]] = []  # of the host after the capture
         self._kept: list[Any] = []
@@ -72,16 +72,14 @@ class CapturedStep:
     @contextmanager
     def captured(self) -> Iterator[None]:
         """Captures what the block launches. If the block raises, all graphs are destroyed."""
-        with handle_eager_calls(self._split), self.redraws.captured():
-            self._begin()
-            try:
+        try:
+            with handle_eager_calls(self._split), self.redraws.captured(), self._capture:
+                self._begin()
                 yield
                 self._end()
-            except BaseException as error:
-                if self._capture is not None:
-                    self._capture.__exit__(type(error), error, error.__traceback__)
-                self._destroy()
-                raise
+        except BaseException:
+            self._destroy()
+            raise
         # Guards are compared at the beginning of a call, and an eager region may change what they
         # cover.
         self._snapshots = [
@@ -92,18 +90,14 @@ class CapturedStep:
         self._kept = [each.known_to_graph() for each in self._capturables]
 
     def _begin(self) -> None:
-        capture = self._pool.capture(self._generators)
-        self._graph = capture.__enter__()
-        self._capture = capture
+        self._graph = self._capture.enter_context(self._pool.capture(self._generators))
 
     def _end(self) -> None:
         for each in self._capturables:
             each.quiesce()
-        capture, self._capture = self._capture, None
-        if capture is not None:
-            capture.__exit__(None, None, None)
-            self._graphs.append(self._graph)
-            self._parts.append(self._graph.replay)
+        self._capture.close()
+        self._graphs.append(self._graph)
+        self._parts.append(self._graph.replay)
         for each in self._capturables:
             each.quiesce()
 

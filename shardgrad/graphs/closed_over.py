@@ -54,8 +54,9 @@ _GONE = (AttributeError, LookupError, TypeError, ValueError)
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """A variable, an attribute or an element, in which a function finds a tensor, or a list of
-    given parameters, as for clipping. Several may have one name, as globals of two modules.
+    """A variable, an attribute or an element, in which a function finds a tensor, or a list or
+    dictionary of given parameters, as for clipping. Several may have one name, as globals of two
+    modules.
 
     Attributes:
         name: as the program writes it, such as "batch['targets']" or "self.mask".
@@ -79,8 +80,8 @@ class Place:
         there is neither.
         """
         found = self.found()
-        if isinstance(found, list | tuple):
-            return tuple(map(id, found))
+        if isinstance(found, list | tuple | dict):
+            return tuple(map(id, _elements(found)))
         if not isinstance(found, torch.Tensor):
             return None
         local = local_tensor(found)
@@ -126,12 +127,12 @@ class Reads(TorchDispatchMode):
                 for param in value.parameters():
                     if id(param) not in given and _is_part(param):
                         self._others.setdefault(local_tensor(param).data_ptr(), place.name)
-            elif isinstance(value, torch.Tensor | list | tuple):
-                for tensor in _plain([value] if isinstance(value, torch.Tensor) else value):
+            elif isinstance(value, torch.Tensor | list | tuple | dict):
+                for tensor in _plain(_elements(value)):
                     self._candidates.setdefault(_identity(tensor), place)
             else:
                 self.numbers.setdefault(place.name, value)
-        self._keys = {place: place.key() for place in self._candidates.values()}
+        self._keys = {place: place.key() for place in set(self._candidates.values())}
         self._names = {storage: place.name for storage, place in self._candidates.items()}
 
     @classmethod
@@ -225,6 +226,13 @@ def _groups(leaves: Sequence[Any]) -> Iterator[dist.ProcessGroup]:
                 yield dist.ProcessGroup.unbox(leaf)
 
 
+def _elements(value: Any) -> Iterable[Any]:
+    """Returns what a list, a tuple or a dictionary has; a tensor by itself."""
+    if isinstance(value, dict):
+        return value.values()
+    return [value] if isinstance(value, torch.Tensor) else value
+
+
 def _plain(leaves: Iterable[Any]) -> Iterator[torch.Tensor]:
     """Yields the tensors among leaves; of wrapper subclasses, the inner ones."""
     for leaf in leaves:
@@ -253,8 +261,8 @@ def closed_over(
     modules: Iterable[nn.Module],
     given: frozenset[int] = frozenset(),
 ) -> Iterator[tuple[Place, Any]]:
-    """Yields tensors, modules, numbers, strings, and lists and tuples of none but given parameters,
-    with their places, those with the shortest way first.
+    """Yields tensors, modules, numbers, strings, and lists, tuples and dictionaries of none but
+    given parameters, with their places, those with the shortest way first.
 
     Args:
         function: to begin with.
@@ -279,10 +287,12 @@ def closed_over(
         if id(value) in seen:
             continue
         seen.add(id(value))
-        is_list = isinstance(value, list | tuple) and given.issuperset(map(id, value))
-        if is_list or isinstance(value, torch.Tensor | nn.Module):
+        is_leaf = isinstance(value, torch.Tensor) or (
+            isinstance(value, list | tuple | dict) and given.issuperset(map(id, _elements(value)))
+        )
+        if is_leaf or isinstance(value, nn.Module):
             yield place, value
-        if is_list or depth == _DEPTH or isinstance(value, torch.Tensor):
+        if is_leaf or depth == _DEPTH:
             continue
         root, way = (value, ()) if isinstance(value, nn.Module) else (place.root, place.way)
         for name, on in islice(_parts(value), _MOST_PARTS):

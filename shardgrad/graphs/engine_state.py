@@ -381,6 +381,8 @@ class OptimState(Capturable):
     device memory.
     """
 
+    is_guarded = True
+
     def __init__(self, value: FlatOptimizer | GradScaler) -> None:
         self._value = value
 

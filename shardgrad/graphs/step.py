@@ -308,23 +308,19 @@ class GraphedStep(Generic[_P, _R]):
     ) -> Any:
         """Takes a step whose graph is missing, not compared yet, or must not be replayed."""
         is_known, guards = captured is not None, self._before[1]
-        if captured is None and not news and self._is_due(kind):
+        is_warm = self.eager_steps >= self._settings.warmup and self.pool.can_capture
+        if captured is None and is_warm and not (news or kind.refused):
             captured, news = self._capture_or_refuse(kind, self._before, kind.seen[guards])
             self.captures += captured is not None
-        is_ready = captured is not None and captured.prepare()
-        if captured is not None and not is_ready:
-            news = _KEPT
+        if captured is not None and not captured.prepare():
+            captured, news = None, _KEPT
         self._note(news)
-        if captured is None or not is_ready:
+        if captured is None:
             return self._run_eagerly(kind, guards, caller)
         if is_known and not captured.is_compared:
             return self._compare(captured, kind, guards, caller)
         self.replays += 1
         return captured.replay()
-
-    def _is_due(self, kind: _InputKind) -> bool:
-        is_warm = self.eager_steps >= self._settings.warmup
-        return is_warm and self.pool.can_capture and not kind.refused
 
     def _what_is_new(self, kind: _InputKind, guards: Hashable) -> str:
         """Returns what no call before began with, of what chooses a graph; "" if there is nothing.

@@ -24,130 +24,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardgrad.errors import OptionError
 from shardgrad.ops.checks import check_data, compute_dtype, divide_
 from shardgrad.ops.library import declare
 
-__all__ = ["MAX_SUMMANDS", "pack", "sum_chunks", "unpack", "unpack_rows"]
+__all__ = [
+    "MAX_SUMMANDS",
+    "pack",
+    "pack_reference",
+    "sum_chunks",
+    "sum_chunks_reference",
+    "unpack",
+    "unpack_reference",
+    "unpack_rows",
+]
 
 # Chunks that one sum takes on CUDA, whose addresses are parameters of one launch; also in launch.h.
 MAX_SUMMANDS = 1024
-
-
-def pack(
-    grads: Sequence[Tensor],
-    slot: Tensor,
-    table: Tensor,
-    *,
-    chunk_numel: int,
-    divisor: float = 1.0,
-    accumulate: bool = False,
-) -> None:
-    """Splits unsharded gradients into pieces and writes them, scaled and cast, into the chunks of
-    all ranks.
-
-    The reservation of parameter `i` in the chunk of rank `k` receives the elements from `k *
-    shard_numel` on of `grads[i] / divisor`, then zeros. What lies outside all reservations, such as
-    a tail, is never touched.
-
-    Args:
-        grads: one contiguous tensor per row of `table`, any shapes, dtypes may be mixed. One with
-            no elements where the table expects some stands for "no gradient this time": its
-            reservations become zeros.
-        slot: 1-D contiguous, `world_size * chunk_numel` elements; written.
-        table: see the module's docstring.
-        chunk_numel: elements of one rank's chunk.
-        divisor: what gradients are divided by; a true division.
-        accumulate: add to what the slot holds; padding and missing gradients then leave it as it
-            is.
-
-    Streams:
-        Runs on the current stream of the slot's device.
-
-    Capture:
-        Safe: allocates nothing and reads nothing back. The addresses of `grads` are recorded.
-
-    Raises:
-        OptionError: `divisor` is zero, or `grads` and `table` have different lengths.
-        RuntimeError: any other disagreement between the arguments.
-    """
-    if divisor == 0:
-        raise _zero_divisor()
-    if len(grads) != table.shape[0]:
-        raise OptionError(
-            "pack needs one gradient per row of its table",
-            expected=f"{table.shape[0]} gradients",
-            got=f"{len(grads)}",
-            fix="pass an empty tensor for a parameter without a gradient",
-        )
-    _pack(grads, slot, table, chunk_numel, divisor, accumulate)
-
-
-def unpack(gathered: Tensor, unsharded: Tensor, table: Tensor, *, chunk_numel: int) -> None:
-    """Puts the pieces of all ranks together into unsharded parameters: the inverse of `pack`.
-
-    Args:
-        gathered: 1-D contiguous, the chunks of all ranks side by side, `world_size * chunk_numel`
-            elements. One tensor and a stride, so that one launch serves any number of ranks.
-        unsharded: 1-D contiguous; element `unsharded_offset` on is written, `numel` elements per
-            parameter, cast where the dtypes differ. What lies between parameters is never touched.
-        table: see the module's docstring.
-        chunk_numel: elements of one rank's chunk.
-
-    Streams:
-        Runs on the current stream of the device of `unsharded`.
-
-    Capture:
-        Safe: allocates nothing and reads nothing back. The address of `gathered` is recorded.
-
-    Raises:
-        RuntimeError: the arguments disagree.
-    """
-    _unpack(gathered, unsharded, table, chunk_numel)
-
-
-def sum_chunks(
-    chunks: Sequence[Tensor], out: Tensor, *, divisor: float = 1.0, accumulate: bool = False
-) -> None:
-    """Computes `out = (out if accumulate else 0) + (chunks[0] + chunks[1] + ...) / divisor`.
-
-    The sum runs from left to right and the division is a true one, so the result for float32 and
-    two chunks is that of `(a + b) / 2` bit for bit.
-
-    Args:
-        chunks: contiguous tensors, one dtype, one number of elements. At most 1,024 on CUDA.
-        out: contiguous, as many elements, any supported dtype; written. It may be one of `chunks`
-            at exactly the same address, but must not overlap one otherwise. The schema does not
-            show such an alias, so do not pass one inside `torch.compile`.
-        divisor: what the sum is divided by.
-        accumulate: add to what `out` holds.
-
-    Streams:
-        Runs on the current stream of the device of `out`.
-
-    Capture:
-        Safe: the compiled kernel allocates nothing; the reference allocates its float32 sum.
-        Nothing is read back. The addresses of `chunks` are recorded.
-
-    Raises:
-        OptionError: `divisor` is zero, or `chunks` is empty.
-        RuntimeError: any other disagreement between the arguments.
-    """
-    if divisor == 0:
-        raise _zero_divisor()
-    if not chunks:
-        raise _no_chunks()
-    _sum_chunks(chunks, out, divisor, accumulate)
-
-
-def _zero_divisor() -> OptionError:
-    return OptionError("cannot divide by zero", expected="a divisor other than 0", got="0")
-
-
-def _no_chunks() -> OptionError:
-    return OptionError(
-        "there is nothing to read from", expected="the chunk of every rank", got="no chunks"
-    )
 
 
 class _Row(NamedTuple):
@@ -195,17 +87,46 @@ def _check_equal_chunks(chunks: Sequence[Tensor]) -> None:
 
 
 @torch.no_grad()
-def _pack_reference(
+def pack_reference(
     grads: Sequence[Tensor],
     slot: Tensor,
     table: Tensor,
     chunk_numel: int,
-    divisor: float,
-    accumulate: bool,
+    divisor: float = 1.0,
+    accumulate: bool = False,
 ) -> None:
+    """Splits unsharded gradients into pieces and writes them, scaled and cast, into the chunks of
+    all ranks.
+
+    The reservation of parameter `i` in the chunk of rank `k` receives the elements from `k *
+    shard_numel` on of `grads[i] / divisor`, then zeros. What lies outside all reservations, such as
+    a tail, is never touched.
+
+    Args:
+        grads: one contiguous tensor per row of `table`, any shapes, dtypes may be mixed. One with
+            no elements where the table expects some stands for "no gradient this time": its
+            reservations become zeros.
+        slot: 1-D contiguous, `world_size * chunk_numel` elements; written.
+        table: see the module's docstring.
+        chunk_numel: elements of one rank's chunk.
+        divisor: what gradients are divided by, not 0; a true division.
+        accumulate: add to what the slot holds; padding and missing gradients then leave it as it
+            is.
+
+    Streams:
+        Runs on the current stream of the slot's device.
+
+    Capture:
+        Safe: allocates nothing and reads nothing back. The addresses of `grads` are recorded.
+
+    Raises:
+        RuntimeError: the arguments disagree.
+    """
     world_size = _count_chunks("slot", slot, chunk_numel)
     check_data("slot", [slot], slot)
     check_data("grads", grads, slot)
+    if len(grads) != len(table):
+        raise RuntimeError(f"table has {len(table)} rows for {len(grads)} gradients")
     chunks = slot.data.view(world_size, chunk_numel)
     for i, (row, grad) in enumerate(zip(_rows(table, world_size, chunk_numel), grads, strict=True)):
         if grad.numel() not in (0, row.numel):
@@ -244,7 +165,26 @@ def _pack_one(
 
 
 @torch.no_grad()
-def _unpack_reference(gathered: Tensor, unsharded: Tensor, table: Tensor, chunk_numel: int) -> None:
+def unpack_reference(gathered: Tensor, unsharded: Tensor, table: Tensor, chunk_numel: int) -> None:
+    """Puts the pieces of all ranks together into unsharded parameters: the inverse of `pack`.
+
+    Args:
+        gathered: 1-D contiguous, the chunks of all ranks side by side, `world_size * chunk_numel`
+            elements. One tensor and a stride, so that one launch serves any number of ranks.
+        unsharded: 1-D contiguous; element `unsharded_offset` on is written, `numel` elements per
+            parameter, cast where the dtypes differ. What lies between parameters is never touched.
+        table: see the module's docstring.
+        chunk_numel: elements of one rank's chunk.
+
+    Streams:
+        Runs on the current stream of the device of `unsharded`.
+
+    Capture:
+        Safe: allocates nothing and reads nothing back. The address of `gathered` is recorded.
+
+    Raises:
+        RuntimeError: the arguments disagree.
+    """
     check_data("unsharded", [unsharded], unsharded)
     check_data("gathered", [gathered], unsharded)
     rows = _rows(table, _count_chunks("gathered", gathered, chunk_numel), chunk_numel)
@@ -279,9 +219,32 @@ def unpack_rows(
 
 
 @torch.no_grad()
-def _sum_chunks_reference(
-    chunks: Sequence[Tensor], out: Tensor, divisor: float, accumulate: bool
+def sum_chunks_reference(
+    chunks: Sequence[Tensor], out: Tensor, divisor: float = 1.0, accumulate: bool = False
 ) -> None:
+    """Computes `out = (out if accumulate else 0) + (chunks[0] + chunks[1] + ...) / divisor`.
+
+    The sum runs from left to right and the division is a true one, so the result for float32 and
+    two chunks is that of `(a + b) / 2` bit for bit.
+
+    Args:
+        chunks: contiguous tensors, one dtype, one number of elements. At most 1,024 on CUDA.
+        out: contiguous, as many elements, any supported dtype; written. It may be one of `chunks`
+            at exactly the same address, but must not overlap one otherwise. The schema does not
+            show such an alias, so do not pass one inside `torch.compile`.
+        divisor: what the sum is divided by, not 0.
+        accumulate: add to what `out` holds.
+
+    Streams:
+        Runs on the current stream of the device of `out`.
+
+    Capture:
+        Safe: the compiled kernel allocates nothing; the reference allocates its float32 sum.
+        Nothing is read back. The addresses of `chunks` are recorded.
+
+    Raises:
+        RuntimeError: the arguments disagree, or `chunks` is empty.
+    """
     _check_equal_chunks(chunks)
     if out.numel() != chunks[0].numel():
         raise RuntimeError(f"out has {out.numel()} elements, the chunks have {chunks[0].numel()}")
@@ -297,16 +260,16 @@ def _sum_chunks_reference(
     into.copy_(total)
 
 
-_pack = declare(
-    "pack(Tensor[] grads, Tensor(a!) slot, Tensor table, int chunk_numel, float divisor, bool "
-    "accumulate)",
-    _pack_reference,
+pack = declare(
+    "pack(Tensor[] grads, Tensor(a!) slot, Tensor table, int chunk_numel, float divisor=1.0, bool "
+    "accumulate=False)",
+    pack_reference,
 )
-_unpack = declare(
+unpack = declare(
     "unpack(Tensor gathered, Tensor(a!) unsharded, Tensor table, int chunk_numel)",
-    _unpack_reference,
+    unpack_reference,
 )
-_sum_chunks = declare(
-    "sum_chunks(Tensor[] chunks, Tensor(a!) out, float divisor, bool accumulate)",
-    _sum_chunks_reference,
+sum_chunks = declare(
+    "sum_chunks(Tensor[] chunks, Tensor(a!) out, float divisor=1.0, bool accumulate=False)",
+    sum_chunks_reference,
 )

@@ -13,7 +13,6 @@ import ctypes
 import mmap
 import tempfile
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -69,7 +68,7 @@ def give_back(tensors: Iterable[torch.Tensor], *, keep: bool = True) -> None:
     Streams: the host waits for the device. Capture: not safe.
     """
     for tensor in tensors:
-        pages: _Pages = tensor.__dict__[_PAGES]
+        pages: _HostPages | _DevicePages = tensor.__dict__[_PAGES]
         pages.give_back(keep)
 
 
@@ -79,25 +78,13 @@ def bring_back(tensors: Iterable[torch.Tensor]) -> None:
     Streams: filled on the current one. Capture: not safe.
     """
     for tensor in tensors:
-        pages: _Pages = tensor.__dict__[_PAGES]
+        pages: _HostPages | _DevicePages = tensor.__dict__[_PAGES]
         pages.bring_back()
 
 
-class _Pages(ABC):
-    """A range of addresses; `whole` is a tensor of bytes over it, which keeps it alive."""
+class _HostPages:
+    """Pages of the host; `whole` is a tensor of bytes over them, which keeps them alive."""
 
-    whole: torch.Tensor
-
-    @abstractmethod
-    def give_back(self, keep: bool) -> None:
-        """See the function."""
-
-    @abstractmethod
-    def bring_back(self) -> None:
-        """See the function."""
-
-
-class _HostPages(_Pages):
     def __init__(self, nbytes: int) -> None:
         # Shared pages, which are the default, would stay when they are given back.
         self._map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -127,7 +114,9 @@ _Range = tuple[int, int, int]  # address, bytes, index of the device
 _ended: list[_Range] = []
 
 
-class _DevicePages(_Pages):
+class _DevicePages:
+    """Pages of a device; `whole` is a tensor of bytes over them, which keeps them alive."""
+
     def __init__(self, nbytes: int, device: torch.device) -> None:
         _free_ended()
         index = torch.cuda.current_device() if device.index is None else device.index

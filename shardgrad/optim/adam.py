@@ -87,8 +87,6 @@ class Adam(FlatOptimizer):
     ) -> None:
         if differentiable:
             raise unsupported("differentiable=True", instead="torch.optim.AdamW")
-        self._precision = Precision(moment_dtype, master, stochastic_rounding, seed)
-        self.keeps_small_steps = self._precision.keeps_small_steps
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -98,7 +96,8 @@ class Adam(FlatOptimizer):
             "maximize": maximize,
             "decoupled_weight_decay": decoupled_weight_decay,
         }
-        super().__init__(params, defaults, check_finite=check_finite)
+        precision = Precision(moment_dtype, master, stochastic_rounding, seed)
+        super().__init__(params, defaults, precision, check_finite=check_finite)
 
     def validate_group(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
         """Refuses `amsgrad`, wherever it comes from: an argument, a group, or a state of

@@ -87,6 +87,7 @@ class FlatOptimizer(Optimizer):
         params: as for any torch optimizer: parameters, (name, parameter) pairs, or dictionaries
             with groups.
         defaults: of the hyperparameters.
+        precision: what is kept of each parameter, and how exactly.
         check_finite: look at the gradients for infinities and NaNs before every step, if neither
             `clip_grad_norm_` nor a `GradScaler` has, and skip the step if there are any.
 
@@ -111,8 +112,10 @@ class FlatOptimizer(Optimizer):
     _step_supports_amp_scaling = True
 
     def __init__(
-        self, params: Any, defaults: dict[str, Any], *, check_finite: bool = False
+        self, params: Any, defaults: dict[str, Any], precision: Precision, *, check_finite: bool
     ) -> None:
+        self._precision = precision
+        self.keeps_small_steps = precision.keeps_small_steps
         self._segments: list[Segment] = []
         self._segments_made = 0
         # Each parameter's entry of `state` as it was made: a program may empty or replace the

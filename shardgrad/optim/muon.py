@@ -117,8 +117,6 @@ class Muon(FlatOptimizer):
                 got=repr(ns_dtype),
                 fix="ns_dtype=torch.bfloat16",
             )
-        self._precision = Precision(momentum_dtype, master)
-        self.keeps_small_steps = self._precision.keeps_small_steps
         self._ns_dtype = ns_dtype
         self._plans: dict[tuple[tuple[int, str | None, int], ...], list[Bucket]] = {}
         self._is_in_graphs = False
@@ -133,7 +131,8 @@ class Muon(FlatOptimizer):
             "adjust_lr_fn": adjust_lr_fn,
             "num_heads": num_heads,
         }
-        super().__init__(params, defaults, check_finite=check_finite)
+        precision = Precision(momentum_dtype, master)
+        super().__init__(params, defaults, precision, check_finite=check_finite)
 
     def _validate_param(self, param: torch.Tensor, name: str, managed: FSDPParam | None) -> None:
         super()._validate_param(param, name, managed)

@@ -64,7 +64,7 @@ class Launch:
     nonfinite: torch.Tensor | None
 
 
-class Segment(ABC):
+class _Segment(ABC):
     """Parameters that are updated by one launch, and their state.
 
     Args:
@@ -107,16 +107,6 @@ class Segment(ABC):
         """Device of parameters, gradients and state."""
 
     @property
-    @abstractmethod
-    def dtype(self) -> torch.dtype:
-        """Dtype of the parameters."""
-
-    @property
-    @abstractmethod
-    def has_data(self) -> bool:
-        """False while parameters are on the meta device."""
-
-    @property
     def rows(self) -> torch.Tensor | None:
         """The latest launch's table, if others may replace it; see `Launch`."""
         return None
@@ -137,32 +127,6 @@ class Segment(ABC):
                 "eagerly once; or a larger warmup=",
             )
         return rows.to(self.device)
-
-    @abstractmethod
-    def settle(self) -> Launch | None:
-        """Updates the device's flags to what the program has bound, and describes the launch.
-
-        Returns:
-            None if no parameter has a gradient.
-
-        Raises:
-            OptimizerParameterError: a parameter was replaced.
-            ForeignParameterError, GradientError: a gradient that cannot be used.
-        """
-
-    @abstractmethod
-    def local_views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Cuts a state buffer into the local tensor of each parameter, in order."""
-
-    @abstractmethod
-    def face(self, index: int, local: torch.Tensor) -> torch.Tensor:
-        """Returns a parameter's piece of state as a program sees it: a DTensor sharded like the
-        parameter.
-        """
-
-    @abstractmethod
-    def forget_gradients(self, *, set_to_none: bool) -> None:
-        """Does `zero_grad` for the segment's parameters."""
 
     def seed(self, base: int) -> int:
         """Returns the seed of stochastic rounding: another for every segment and shard, one for
@@ -197,7 +161,7 @@ class _Table:
     places: Sequence[Row]
 
 
-class ShardedSegment(Segment):
+class ShardedSegment(_Segment):
     """Parameters of one group that `fully_shard` made.
 
     Args:
@@ -239,21 +203,29 @@ class ShardedSegment(Segment):
 
     @property
     def has_data(self) -> bool:
-        """See `Segment.has_data`."""
+        """False while parameters are on the meta device."""
         return self._group.shard.device.type != "meta"
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """See `Segment.zeros`: states go to sleep along with their parameters."""
+        """See `_Segment.zeros`: states go to sleep along with their parameters."""
         memory = self._group.shard_memory
         return memory.zeros(numel, dtype) if memory.is_virtual else super().zeros(numel, dtype)
 
     @property
     def rows(self) -> torch.Tensor | None:
-        """See `Segment.rows`."""
+        """See `_Segment.rows`."""
         return None if self._table is None else self._table.rows
 
     def settle(self) -> Launch | None:
-        """See `Segment.settle`."""
+        """Updates the device's flags to what the program has bound, and describes the launch.
+
+        Returns:
+            None if no parameter has a gradient.
+
+        Raises:
+            OptimizerParameterError: a parameter was replaced.
+            ForeignParameterError, GradientError: a gradient that cannot be used.
+        """
         self._require_same_params()
         shard = gradients_of(self._group, self.params)
         if shard is None:
@@ -330,18 +302,20 @@ class ShardedSegment(Segment):
         return _Table(shard, self.on_device(rows), tiles, _on_host(rows))
 
     def local_views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """See `Segment.local_views`."""
+        """Cuts a state buffer into the local tensor of each parameter, in order."""
         return [
             flat.narrow(0, offset, piece.local_numel(self.rank)).view(piece.local_shape(self.rank))
             for piece, offset in zip(self._pieces(), self._offsets, strict=True)
         ]
 
     def face(self, index: int, local: torch.Tensor) -> torch.Tensor:
-        """See `Segment.face`."""
+        """Returns a parameter's piece of state as a program sees it: a DTensor sharded like the
+        parameter.
+        """
         return dtensor_like(in_own_storage(local), cast(DTensor, self.params[index]))
 
     def forget_gradients(self, *, set_to_none: bool) -> None:
-        """See `Segment.forget_gradients`."""
+        """Does `zero_grad` for the segment's parameters."""
         if set_to_none:
             attribute = self._group.gradient_policy.attribute
             for param in self.params:
@@ -354,7 +328,7 @@ class ShardedSegment(Segment):
             )
 
 
-class PlainSegment(Segment):
+class PlainSegment(_Segment):
     """One parameter that no unit shards: an ordinary tensor, or another library's DTensor.
 
     Args:
@@ -373,7 +347,7 @@ class PlainSegment(Segment):
             )
         super().__init__([param], local.numel())
         self._names = [name]
-        self._dtype = param.dtype
+        self.dtype = param.dtype
         self._form = _form_of(local)
         self._host_rows, self._tiles = ops.segment_rows([(0, 0, 0, self.numel, 0, 0)])
         self._places = _on_host(self._host_rows)
@@ -381,13 +355,8 @@ class PlainSegment(Segment):
 
     @property
     def names(self) -> list[str]:
-        """See `Segment.names`."""
+        """See `_Segment.names`."""
         return self._names
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """See `Segment.dtype`."""
-        return self._dtype
 
     @property
     def device(self) -> torch.device:
@@ -396,11 +365,11 @@ class PlainSegment(Segment):
 
     @property
     def has_data(self) -> bool:
-        """See `Segment.has_data`."""
+        """See `ShardedSegment.has_data`."""
         return local_tensor(self.params[0]).device.type != "meta"
 
     def settle(self) -> Launch | None:
-        """See `Segment.settle`."""
+        """See `ShardedSegment.settle`."""
         param = self.params[0]
         self._require_in_use()
         grad = plain_gradient(param)
@@ -461,17 +430,17 @@ class PlainSegment(Segment):
             )
 
     def local_views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """See `Segment.local_views`."""
+        """See `ShardedSegment.local_views`."""
         local = local_tensor(self.params[0])
         return [flat.as_strided(local.shape, local.stride())]
 
     def face(self, index: int, local: torch.Tensor) -> torch.Tensor:
-        """See `Segment.face`."""
+        """See `ShardedSegment.face`."""
         param = self.params[0]
         return dtensor_like(local, param) if isinstance(param, DTensor) else local
 
     def forget_gradients(self, *, set_to_none: bool) -> None:
-        """See `Segment.forget_gradients`."""
+        """See `ShardedSegment.forget_gradients`."""
         param = self.params[0]
         for attribute in ("grad", "decoupled_grad"):
             grad = getattr(param, attribute, None)
@@ -479,6 +448,9 @@ class PlainSegment(Segment):
                 setattr(param, attribute, None)
             elif grad is not None:
                 grad.detach().zero_()
+
+
+Segment = ShardedSegment | PlainSegment
 
 
 def _on_host(rows: torch.Tensor) -> list[Row]:

@@ -84,7 +84,6 @@ class SGD(FlatOptimizer):
     ) -> None:
         if differentiable:
             raise unsupported("differentiable=True", instead="torch.optim.SGD")
-        self._precision = Precision(moment_dtype, master, stochastic_rounding, seed)
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -94,7 +93,8 @@ class SGD(FlatOptimizer):
             "maximize": maximize,
             "decoupled_weight_decay": decoupled_weight_decay,
         }
-        super().__init__(params, defaults, check_finite=check_finite)
+        precision = Precision(moment_dtype, master, stochastic_rounding, seed)
+        super().__init__(params, defaults, precision, check_finite=check_finite)
 
     def validate_group(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
         """Refuses momentum where there is no buffer for it, and nesterov without plain momentum."""

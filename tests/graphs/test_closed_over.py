@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -196,18 +196,22 @@ def test_a_place_to_which_no_way_leads_any_more_has_no_key() -> None:
         assert place.key() is None
 
 
-@pytest.mark.parametrize("kind", [list, tuple])
+def by_number(params: Iterable[Any]) -> dict[int, Any]:
+    return dict(enumerate(params))
+
+
+@pytest.mark.parametrize("kind", [list, tuple, by_number])
 def test_given_parameters_in_a_list_are_one_place_until_another_is_among_them(kind: Any) -> None:
     model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(40)])
     held = {"params": kind(model.parameters())}
     with Reads(lambda: held, [model]) as reads:
-        for param in held["params"]:
+        for param in model.parameters():
             param * 2
     ((place, before),) = reads.places.items()
     assert (place.name, place.key()) == ("held['params']", before)
-    same = held["params"]
-    for other in (same[:-1], kind([*same[:-1], same[0]]), kind([*same, same[0].detach()])):
-        held["params"] = other
+    same = list(model.parameters())
+    for other in (same[:-1], [*same[:-1], same[0]], [*same, same[0].detach()]):
+        held["params"] = kind(other)
         assert place.key() != before
 
 

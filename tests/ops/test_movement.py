@@ -28,7 +28,7 @@ class Backend:
 
 
 REFERENCE = Backend(
-    movement._pack_reference, movement._unpack_reference, movement._sum_chunks_reference
+    movement.pack_reference, movement.unpack_reference, movement.sum_chunks_reference
 )
 COMPILED = Backend(
     torch.ops.shardgrad.pack, torch.ops.shardgrad.unpack, torch.ops.shardgrad.sum_chunks
