@@ -167,10 +167,8 @@ if in_stage 1 && ((nodes == 1)); then
     part test-kernels 60 "${test[@]}" tests/gpu/test_gpu_kernels.py tests/gpu/test_gpu_optimizers.py
     part test-eager 50 "${test[@]}" tests/gpu/test_gpu_one_rank.py
     part test-random 60 "${test[@]}" tests/gpu/test_gpu_random_programs.py
-    part test-rules 30 "${test[@]}" tests/gpu/test_gpu_capture_rules.py
     part test-captures 60 "${test[@]}" tests/gpu/test_gpu_refusals.py tests/gpu/test_gpu_graphed_step.py tests/gpu/test_gpu_captures_in_turn.py
     part test-nccl 40 "${test[@]}" tests/gpu/test_gpu_nccl_alone.py
-    part test-evidence 30 "${test[@]}" -s tests/gpu/test_gpu_graph_evidence.py
     part test-loops 60 "${test[@]}" tests/gpu/test_gpu_loops.py
     part test-sleep 60 "${test[@]}" tests/gpu/test_gpu_sleep.py
     part test-compile 100 "${test[@]}" tests/gpu/test_gpu_compile.py

@@ -43,19 +43,10 @@ class Evidence:
     wrong: list[str]
 
 
-def evidence(
-    graph: Work, segments: Sequence[Any] | None = None, device_memory: range = DEVICE_MEMORY
-) -> Evidence:
-    """Reads a graph.
-
-    Args:
-        graph: of `inspection.graph()`, or on a GPU of `tests/gpu/captured_graph.py`.
-        segments: torch's allocator now, `torch.cuda.memory_snapshot()`, by default that of this
-            process; the graph's own memory is that of pools other than the default one.
-        device_memory: addresses that count, by default those of the runtime.
-    """
+def evidence(graph: Work) -> Evidence:
+    """Reads a graph of `inspection.graph()`; this process's allocator says what is freed."""
     nodes: list[Work] = [
-        {**node, "ranges": [each for each in node["ranges"] if each[0] in device_memory]}
+        {**node, "ranges": [each for each in node["ranges"] if each[0] in DEVICE_MEMORY]}
         for node in graph["nodes"]
     ]
     before = _before(nodes)
@@ -80,7 +71,7 @@ def evidence(
             readers += other > number and _overlap(_ranges(node, written=False), received)
     wrong += _without_one_order([(nodes[number], before[number], number) for number in collectives])
     wrong += _not_joined(nodes, before)
-    wrong += _on_freed_memory(nodes, torch.cuda.memory_snapshot() if segments is None else segments)
+    wrong += _on_freed_memory(nodes, torch.cuda.memory_snapshot())
     edges = sum(len(node["before"]) for node in nodes)
     return Evidence(len(nodes), edges, len(collectives), writers, readers, wrong)
 
@@ -134,7 +125,9 @@ def _not_joined(nodes: Sequence[Work], before: Sequence[int]) -> list[str]:
 
 
 def _on_freed_memory(nodes: Sequence[Work], segments: Sequence[Any]) -> list[str]:
-    """Returns nodes with memory that is neither the graph's own nor allocated."""
+    """Returns nodes with memory that is neither allocated nor the graph's own, which is that of
+    pools other than the default one.
+    """
     usable: list[tuple[int, int]] = []
     for segment in segments:
         blocks = [block for block in segment["blocks"] if block["state"] == "active_allocated"]

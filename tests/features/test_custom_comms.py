@@ -173,23 +173,14 @@ def test_settings_of_collectives_train_bit_for_bit_like_fsdp2(
 
 
 @on_ranks(2)
-def test_settings_of_collectives_are_in_force() -> None:
+def test_reductions_of_units_that_ask_for_it_have_a_group_of_their_own() -> None:
     model = SHARDGRAD.shard_tower(tower())
     separate(model)
-    many_buffers(model)
     with patch.object(dist, "all_to_all_single", side_effect=dist.all_to_all_single) as sent:
         train(SHARDGRAD, model, steps=1)
     shard_group = unit_of(model).mesh.shard_group
     groups = [call.kwargs["group"] for call in sent.call_args_list]
-    assert sum(group is not shard_group for group in groups) == 4  # reductions of five units
-    layers = [unit_of(layer).groups[0].collectives.reduce_group for layer in model.layers]
-    assert layers[0] is None
-    assert layers[1] is layers[2] is not shard_group
-    ring = unit_of(model).context.comm_ctx.reduce_ring
-    assert ring.depth == 5
-    one_buffer(model)
-    assert ring.depth == 1
-    train(SHARDGRAD, model, steps=1)
+    assert sum(group is not shard_group for group in groups) == 4  # of five units
 
 
 @pytest.mark.parametrize("early", [True, False], ids=["before the first forward", "between steps"])
@@ -270,15 +261,6 @@ def test_units_without_parameters_train_bit_for_bit_like_fsdp2(engine: Engine) -
     assert type(ignored.weight) is nn.Parameter
     ignored(torch.ones(2, 3)).sum().backward()
     return engine.snapshot(model)
-
-
-@pytest.mark.parametrize("engine", [SHARDGRAD, FSDP2], ids=lambda engine: engine.name)
-@on_ranks(2)
-def test_the_state_of_a_sharded_module_is_found(engine: Engine) -> None:
-    plain, sharded = nn.Linear(2, 2), nn.Linear(2, 2)
-    engine.fully_shard(sharded)
-    assert engine.fully_shard.state(plain) is None
-    assert engine.fully_shard.state(sharded) is sharded._get_fsdp_state()
 
 
 def symmetric_memory_error(engine: Engine) -> str:

@@ -6,14 +6,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from shardgrad import ops
 from tests.support.segments import (
     DTYPES,
     Segment,
@@ -76,35 +73,6 @@ def test_updates_on_the_device_equal_the_reference(
         assert actual.ticket.item() == 0
         assert_same_bits(actual.steps.cpu(), expected.steps)
         assert_close(actual, expected)
-
-
-def test_aligned_rows_on_the_device_equal_unaligned_ones(device: torch.device) -> None:
-    sizes = (4096, 512, 5001)
-    odd = Segment.of(
-        sizes, param=torch.bfloat16, grad=torch.bfloat16, master=torch.float32, taken=0
-    )
-    at = [0, 4096, 4608]
-    pieces = [(a, a, a, n, i, i + 1) for i, (a, n) in enumerate(zip(at, sizes, strict=True))]
-    rows, tiles = ops.segment_rows(pieces)
-
-    def line_up(flat: Tensor, column: int) -> Tensor:
-        lined = torch.zeros(at[-1] + sizes[-1], dtype=flat.dtype)
-        for piece, to in zip(odd.cut(flat, column), at, strict=True):
-            lined[to : to + piece.numel()] = piece
-        return lined
-
-    even = replace(
-        odd, pieces=tuple(pieces), rows=rows, tiles=tiles, param=line_up(odd.param, 0),
-        grad=line_up(odd.grad, 1), first=line_up(odd.first, 2), second=line_up(odd.second, 2),
-        master=line_up(odd.master, 2),
-    )  # fmt: skip
-    even, odd = even.to(device).clone(), odd.to(device).clone()
-    run_adam("compiled", even)
-    run_adam("compiled", odd)
-    for ours, theirs in zip(even.exact(), odd.exact(), strict=True):
-        assert_same_bits(ours.cpu(), theirs.cpu())
-    for norm_type in (2.0, math.inf):
-        assert run_norm("compiled", even, norm_type) == run_norm("compiled", odd, norm_type)
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, 0.0, 3.0, math.inf, -math.inf])

@@ -102,20 +102,3 @@ def test_the_doctor_says_where_references_run(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(ops, "has_kernels", lambda device_type: False)
     found = dict(_facts(DEVICE))["shardgrad ops"]
     assert found == ops.backend() + "; reference on cuda"
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_kernels_on_the_device_equal_the_reference(dtype: torch.dtype) -> None:
-    table = torch.tensor([[7 * 33, 4 * 33, 192, 0, 0], [5, 3, 64, 192, 256]])
-    grads = [torch.randn(7, 33), torch.randn(5)]
-    results = []
-    for where in (torch.device("cpu"), DEVICE):
-        slot = torch.zeros(2 * 256, dtype=dtype, device=where)
-        ops.pack([g.to(where) for g in grads], slot, table, chunk_numel=256, divisor=2.0)
-        whole = torch.zeros(320, dtype=dtype, device=where)
-        ops.unpack(slot, whole, table, chunk_numel=256)
-        total = torch.zeros(256, dtype=torch.float32, device=where)
-        ops.sum_chunks(list(slot.chunk(2)), total, divisor=2.0)
-        results.append([tensor.cpu() for tensor in (slot, whole, total)])
-    for on_cpu, on_device in zip(*results, strict=True):
-        assert torch.equal(on_cpu, on_device)

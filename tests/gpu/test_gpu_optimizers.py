@@ -1,12 +1,11 @@
-"""Clip, scale and step on one device, and captured: a replay follows a schedule and skips by
-itself.
+"""Clip and step on one device. How a captured update follows a schedule and skips is shown by
+`tests/simulated/test_simulated_optimizers.py`, and for whole programs by random ones.
 
 On a machine with a GPU: `make test ARGS="tests/gpu"`; without one `make test-cuda`.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -63,43 +62,3 @@ def test_a_device_trains_as_the_cpu_does(name: str) -> None:
     close = {"rtol": 1e-2, "atol": 5e-4} if name == "muon" else {"rtol": 1e-4, "atol": 1e-5}
     for ours, right in zip(weights(sharded), plain.parameters(), strict=True):
         torch.testing.assert_close(ours, right.detach(), **close)
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_captured_clip_and_step_follow_a_schedule_bit_for_bit(name: str) -> None:
-    """The optimizer part of a step is captured; backward stays eager and writes the same
-    addresses.
-    """
-    for eager, replayed in zip(run(name, captured=False), run(name, captured=True), strict=True):
-        assert torch.equal(eager, replayed)
-
-
-def run(name: str, *, captured: bool) -> list[torch.Tensor]:
-    model = build()
-    optim = OPTIMIZERS[name](model.parameters())
-    graph: torch.cuda.CUDAGraph | None = None
-    stream = torch.cuda.Stream()
-
-    def update() -> None:
-        shardgrad.clip_grad_norm_(model, 0.1)
-        optim.step()
-
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for step in range(8):
-            optim.param_groups[0]["lr"] = 1e-2 / (step + 1)
-            model(batch(step).to(DEVICE)).square().mean().backward()
-            if step == 5:
-                model[0].weight.grad.to_local().fill_(math.nan)
-            if not captured or step < 3:
-                update()
-            else:
-                if graph is None:
-                    graph = torch.cuda.CUDAGraph()
-                    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                        update()
-                graph.replay()
-            optim.zero_grad()
-    torch.cuda.synchronize()
-    assert optim.skipped_steps == 1
-    return weights(model)

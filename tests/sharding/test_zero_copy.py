@@ -6,18 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import product
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardgrad.sharding import zero_copy
-from shardgrad.sharding.layout import ShardLayout
 from tests.support.parity import (
     SHARDGRAD,
     Engine,
@@ -29,7 +25,6 @@ from tests.support.parity import (
 from tests.support.ranks import Ranks, on_ranks
 
 SIZES = (64, 128, 64)
-BF16 = torch.bfloat16
 
 
 @contextmanager
@@ -47,40 +42,7 @@ def sharded_stack(engine: Engine, **options: Any) -> nn.Sequential:
 # -- which they are
 
 
-def test_pieces_of_a_direct_parameter_side_by_side_are_the_parameter() -> None:
-    direct = 0
-    for rows, columns, dim, ranks in product(range(1, 9), (1, 32, 80, 96), (0, 1), (1, 2, 3, 4)):
-        shape, like = (rows, columns), {"alignment": 32}
-        with patch.object(zero_copy, "ZERO_COPY_NBYTES", 4):
-            is_direct = zero_copy.is_zero_copy(shape, dim, ranks, dtype=torch.float32, **like)
-        if is_direct:
-            (piece,) = ShardLayout.of([shape], ranks, with_flags=False, dims=[dim], **like).pieces
-            whole = torch.arange(rows * columns).view(shape)
-            pieces = [piece.of(whole, rank).flatten() for rank in range(ranks)]
-            assert [len(each) for each in pieces] == [piece.span] * ranks
-            assert torch.equal(torch.cat(pieces), whole.flatten())
-            direct += 1
-    assert direct == 20
-
-
 # -- numbers
-
-
-@pytest.mark.parametrize("dtype", [None, BF16], ids=["as they are", "cast on the way"])
-@on_ranks(2)
-def test_weights_assigned_after_a_step_are_those_that_are_gathered(
-    dtype: torch.dtype | None,
-) -> None:
-    policy = MixedPrecisionPolicy(param_dtype=dtype, cast_forward_inputs=False)
-    with weights_direct():
-        model, plain = sharded_stack(SHARDGRAD, mp_policy=policy), stack(*SIZES)
-        x = SHARDGRAD.inputs(0, SIZES[0]).to(dtype or torch.float32)
-        model(x).sum().backward()
-        model.load_state_dict(
-            {name: -shard for name, shard in model.state_dict().items()}, assign=True
-        )
-        plain.load_state_dict({name: -weight for name, weight in plain.state_dict().items()})
-        assert torch.equal(model(x), plain.to(dtype)(x))
 
 
 class Sum(nn.Module):

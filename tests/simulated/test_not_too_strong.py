@@ -8,6 +8,8 @@ the third: in the first the host waits for the device, and that orders everythin
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
+from itertools import chain, product
 
 import pytest
 import torch
@@ -103,61 +105,18 @@ def _last_step(ranks: int, *, replicas: int = 1, most: int | None = None) -> Ste
     return Step(launches)
 
 
-# -- facts: each returns what speaks against it
+Pair = tuple[Launch, Launch]
 
 
-def _writers_that_wait_for_the_last_reduction(step: Step) -> list[str]:
-    return [
-        f"the pack of slot {k + 1} comes after {launch} of slot {k}"
-        for k in range(UNITS - 1)
-        for launch in step.reductions[k]
-        if not step.packs[k + 1].may_overlap(launch)
-    ]
-
-
-def _computations_that_wait_for_the_last_reduction(step: Step) -> list[str]:
-    return [
-        f"{compute} of backward {k + 1} comes after {launch} of reduction {k}"
-        for k in range(UNITS - 1)
-        for compute in step.backward_computes[k + 1]
-        for launch in step.reductions[k]
-        if not compute.may_overlap(launch)
-    ]
-
-
-def _gathers_that_do_not_overlap_what_computes(step: Step) -> list[str]:
-    pairs = [(i, i + 1) for i in range(2 * UNITS - 1) if i != UNITS - 1]
-    # In forward even the gather after that; in backward a reduction lies between, on the group's
-    # own stream.
-    pairs += [(i, i + 2) for i in range(UNITS - 2)]
-    return [
-        f"gather {gathered} and {compute} of computation {computed} are ordered"
-        for computed, gathered in pairs
-        for compute in step.computes[computed]
-        if not step.gathers[gathered].may_overlap(compute)
-    ]
-
-
-def _scatters_that_wait_for_the_last_all_reduce(step: Step) -> list[str]:
-    return [
-        f"reduce-scatter {k + 1} comes after all-reduce {k}"
-        for k in range(UNITS - 1)
-        if not step.scatters[k + 1].may_overlap(step.all_reduces[k])
-    ]
-
-
-def _updates_that_do_not_wait_for_a_reduction(step: Step) -> list[str]:
-    return [
-        f"{update} does not come after {launch} of reduction {k}"
-        for k, reduction in enumerate(step.reductions)
-        for launch in reduction
-        for update in step.updates
-        if not update.comes_after(launch)
-    ]
+def ordered(pairs: Iterable[Pair]) -> list[Pair]:
+    """Returns those that cannot overlap."""
+    return [(one, other) for one, other in pairs if not one.may_overlap(other)]
 
 
 def test_the_writer_of_a_slot_does_not_wait_for_the_reduction_of_the_slot_before() -> None:
-    assert not _writers_that_wait_for_the_last_reduction(_last_step(2))
+    step = _last_step(2)
+    after = zip(step.packs[1:], step.reductions, strict=False)
+    assert not ordered((pack, launch) for pack, reduction in after for launch in reduction)
 
 
 @pytest.mark.parametrize("least", [1, 2**20], ids=["sent from where they are", "packed"])
@@ -166,13 +125,23 @@ def test_backward_of_a_unit_overlaps_the_reduction_of_the_unit_before(
     most: int | None, least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(zero_copy, "ZERO_COPY_NBYTES", least)
-    assert not _computations_that_wait_for_the_last_reduction(_last_step(2, most=most))
+    step = _last_step(2, most=most)
+    after = zip(step.backward_computes[1:], step.reductions, strict=False)
+    assert not ordered(pair for both in after for pair in product(*both))
 
 
 def test_the_all_gather_of_a_unit_overlaps_the_computation_of_the_unit_before() -> None:
     step = _last_step(2)
     assert len(step.gathers) == 2 * UNITS
-    assert not _gathers_that_do_not_overlap_what_computes(step)
+    beside = [(i, i + 1) for i in range(2 * UNITS - 1) if i != UNITS - 1]
+    # In forward even the gather after that; in backward a reduction lies between, on the group's
+    # own stream.
+    beside += [(i, i + 2) for i in range(UNITS - 2)]
+    assert not ordered(
+        (step.gathers[gathered], compute)
+        for computed, gathered in beside
+        for compute in step.computes[computed]
+    )
 
 
 def test_a_reduce_scatter_does_not_wait_for_the_all_reduce_over_replicas_of_the_unit_before() -> (
@@ -180,5 +149,6 @@ def test_a_reduce_scatter_does_not_wait_for_the_all_reduce_over_replicas_of_the_
 ):
     step = _last_step(4, replicas=2)
     assert len(step.scatters) == len(step.all_reduces) == UNITS
-    assert not _scatters_that_wait_for_the_last_all_reduce(step)
-    assert not _updates_that_do_not_wait_for_a_reduction(step)
+    assert not ordered(zip(step.scatters[1:], step.all_reduces, strict=False))
+    reductions = chain.from_iterable(step.reductions)
+    assert all(update.comes_after(launch) for launch, update in product(reductions, step.updates))
