@@ -1,6 +1,4 @@
-"""Updates and norms on a device against the reference on the CPU. Without a GPU, the CPU's
-kernels.
-"""
+"""Updates and norms on a device against the reference on the CPU."""
 
 from __future__ import annotations
 
@@ -20,8 +18,8 @@ from tests.support.segments import (
     run_sgd,
 )
 
-HAS_CUDA = torch.cuda.is_available()
-NEEDS_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not HAS_CUDA, reason="no GPU")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+DEVICE = torch.device("cuda")
 RUN = {"adam": run_adam, "sgd": run_sgd}
 CASES = [
     ("adam", {}),
@@ -31,11 +29,6 @@ CASES = [
     ("sgd", {"nesterov": True}),
 ]
 MASTERS = {torch.bfloat16: (None, torch.float32, torch.int16), torch.float16: (None, torch.float32)}
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
-def device(request: pytest.FixtureRequest) -> torch.device:
-    return torch.device(request.param)
 
 
 def assert_close(actual: Segment, expected: Segment) -> None:
@@ -54,7 +47,7 @@ def assert_close(actual: Segment, expected: Segment) -> None:
 @pytest.mark.parametrize("param", DTYPES, ids=str)
 @pytest.mark.parametrize(("rule", "options"), CASES, ids=str)
 def test_updates_on_the_device_equal_the_reference(
-    device: torch.device, rule: str, options: dict[str, Any], param: torch.dtype
+    rule: str, options: dict[str, Any], param: torch.dtype
 ) -> None:
     for grad, state, master in itertools.product(
         (torch.float32, torch.bfloat16),
@@ -63,12 +56,12 @@ def test_updates_on_the_device_equal_the_reference(
     ):
         expected = Segment.of(param=param, grad=grad, state=state, master=master, taken=0)
         expected.touched[3] = 0
-        actual = expected.to(device)
+        actual = expected.to(DEVICE)
         scale = torch.tensor(0.37)
         RUN[rule]("reference", expected, scale=scale, stochastic_rounding=True, seed=5, **options)
         # The dispatcher chooses the device's kernel.
         RUN[rule](
-            "compiled", actual, scale=scale.to(device), stochastic_rounding=True, seed=5, **options
+            "compiled", actual, scale=scale.to(DEVICE), stochastic_rounding=True, seed=5, **options
         )
         assert actual.ticket.item() == 0
         assert_same_bits(actual.steps.cpu(), expected.steps)
@@ -77,19 +70,17 @@ def test_updates_on_the_device_equal_the_reference(
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, 0.0, 3.0, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_norms_on_the_device_equal_the_reference(
-    device: torch.device, dtype: torch.dtype, norm_type: float
-) -> None:
+def test_norms_on_the_device_equal_the_reference(dtype: torch.dtype, norm_type: float) -> None:
     s = Segment.of((5, 0, 2_500_000, 77), grad=dtype)
     s.touched[1] = 0
-    on_device = s.to(device)
+    on_device = s.to(DEVICE)
     expected = run_norm("reference", s, norm_type)
     results = {run_norm("compiled", on_device, norm_type) for _ in range(3)}
     assert len(results) == 1
     assert results.pop() == pytest.approx(expected, rel=1e-12)
     for poison, at in itertools.product((math.nan, math.inf), (0, 2_499_999)):
         s.grads()[2][at] = poison
-        value, not_finite = run_norm("compiled", s.to(device), norm_type)
+        value, not_finite = run_norm("compiled", s.to(DEVICE), norm_type)
         s.grads()[2][at] = 1.0
         assert not_finite == 1
         if math.isnan(poison) and norm_type != 0:
