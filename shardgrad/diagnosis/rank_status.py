@@ -14,7 +14,6 @@ from shardgrad.diagnosis.thread_stacks import calls_of, program_call, thread_sta
 
 __all__ = ["Diagnosis", "RankStatus", "describe_location", "diagnose", "rank_status"]
 
-_FRAMES = 24
 _NAMED = 8  # ranks that a sentence names one by one
 
 
@@ -37,7 +36,6 @@ class RankStatus:
         call: what the program has called, and where: "full_tensor() at train.py:12".
         collectives: by process group, its ranks and the last collectives started there, oldest
             first.
-        stack: of the training thread, outermost frame first, one `file:line in function` each.
     """
 
     rank: int
@@ -52,7 +50,6 @@ class RankStatus:
     waiting_for: Entry | None
     call: str
     collectives: dict[str, tuple[tuple[int, ...], tuple[Entry, ...]]]
-    stack: tuple[str, ...]
 
     @property
     def location(self) -> str:
@@ -95,7 +92,7 @@ def rank_status(
         recorder: of this rank.
         rank: global rank.
         thread: identifier of the training thread.
-        error: what failed on this rank. Its traceback, if it has one, is the stack.
+        error: what failed on this rank.
         has_ended: see `RankStatus`.
         waits: see `RankStatus`; a wait for a recorded collective is found out.
     """
@@ -120,31 +117,25 @@ def rank_status(
         waiting_for=waiting_for,
         call=program_call(calls),
         collectives={log.name: (log.ranks, tuple(log.recent)) for log in recorder.group_logs()},
-        stack=tuple(f"{c.filename}:{c.line} in {c.name}" for c in calls[::-1][-_FRAMES:]),
     )
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What follows from the statuses of the ranks.
+    """Why ranks cannot go on.
 
     Attributes:
         culprits: ranks that the others wait for, that failed, or that called other collectives;
-            empty if it is no rank more than another, or the network between them.
+            empty if it is no rank more than another.
         what: a sentence about them.
         waits: a sentence about the others: where each is, or what it waits for.
-        stack: of the first culprit, if it answered.
-        fix: what to type next; may be empty.
-        is_certain: the ranks cannot go on. False for a rank that is late or does not answer, and
-            for a slow network.
+        fix: what to type next.
     """
 
     culprits: tuple[int, ...]
     what: str
-    waits: str = ""
-    stack: tuple[str, ...] = ()
-    fix: str = ""
-    is_certain: bool = False
+    waits: str
+    fix: str
 
     @property
     def sentence(self) -> str:
@@ -186,36 +177,23 @@ _NEVER_SHARDED = "fully_shard(model) on every rank: take it out of `if rank == 0
 
 def diagnose(
     statuses: Mapping[int, RankStatus], world_size: int, unwatched: Sequence[int] = ()
-) -> Diagnosis:
-    """Returns which rank holds up the others, where they wait, and why.
+) -> Diagnosis | None:
+    """Returns which rank holds up the others for good, where they wait, and why.
 
     The cause is looked for in this order: a rank that failed, or has ended; ranks that wait on
-    different lines of the program; a rank that called other collectives; a rank that does not
-    answer; a rank that answers and has started fewer collectives than the others wait for. If all
-    ranks have started what they wait for, it is the network between them.
+    different lines of the program; a rank that called other collectives; a rank that has never
+    sharded a model. A rank that is late or silent may still come, and is none.
 
     Args:
         statuses: of the ranks that answered, by rank.
         world_size: number of ranks.
         unwatched: ranks that have never started a watchdog.
     """
-    found = (
+    return (
         _failed(statuses)
         or _apart(statuses, world_size)
         or _desynchronized(statuses)
-        or _silent(statuses, world_size, unwatched)
-        or _late(statuses)
-    )
-    if found is not None:
-        return found
-    waiting = [t for t in statuses.values() if t.waiting_for is not None]
-    if not waiting:
-        return Diagnosis((), "All ranks answer, and none waits for another.")
-    first = min(waiting, key=_progress)
-    return Diagnosis(
-        (),
-        f"All ranks have joined {first.place}, and it does not end: the network between them is "
-        "slow or cut.",
+        or _never_sharded(statuses, unwatched)
     )
 
 
@@ -236,9 +214,7 @@ def _failed(statuses: Mapping[int, RankStatus]) -> Diagnosis | None:
         culprits,
         f"Rank {first.rank} {what}.",
         _waiting_ranks(statuses, culprits),
-        first.stack,
         first.fix or _fix(calls, _ENDED if first.error is None else _OTHERWISE),
-        is_certain=True,
     )
 
 
@@ -261,8 +237,8 @@ def _apart(statuses: Mapping[int, RankStatus], world_size: int) -> Diagnosis | N
     return Diagnosis(
         (),
         f"Ranks wait for each other in different collectives: {places}.",
+        waits="",
         fix=_fix([t.call for t in apart]),
-        is_certain=True,
     )
 
 
@@ -294,60 +270,21 @@ def _desynchronized(statuses: Mapping[int, RankStatus]) -> Diagnosis | None:
             f"{_ranks(ranks)} left the common order {where}: the {wrong} where "
             f"{_ranks(tuple(t.rank for t in made[right]), small=True)} made the {right} (number "
             f"{seq_id} of their group).",
-            stack=odd.stack,
+            waits="",
             fix=_fix([t.call for t in members]),
-            is_certain=True,
         )
     return None
 
 
-def _silent(
-    statuses: Mapping[int, RankStatus], world_size: int, unwatched: Sequence[int]
+def _never_sharded(
+    statuses: Mapping[int, RankStatus], unwatched: Sequence[int]
 ) -> Diagnosis | None:
-    silent = tuple(rank for rank in range(world_size) if rank not in statuses)
-    if not silent:
+    never = tuple(unwatched)
+    if not never or not any(t.waits for t in statuses.values()):
         return None
-    never = tuple(rank for rank in silent if rank in unwatched)
-    words = "does not answer: it" if len(silent) == 1 else "do not answer: they"
-    was = "was" if len(silent) == 1 else "were"
-    what = f"{_ranks(silent)} {words} ended, or {was} stopped or cut off."
-    if never and any(t.waits for t in statuses.values()):
-        has = "has" if len(never) == 1 else "have"
-        what = f"{_ranks(never)} {has} not called fully_shard."
-        return Diagnosis(
-            never, what, _waiting_ranks(statuses, never), fix=_NEVER_SHARDED, is_certain=True
-        )
-    return Diagnosis(silent, what, _waiting_ranks(statuses, silent))
-
-
-def _late(statuses: Mapping[int, RankStatus]) -> Diagnosis | None:
-    """Finds ranks that have not started the collective that another waits for."""
-    late: dict[int, RankStatus] = {}
-    for t in statuses.values():
-        if t.group is None or t.waiting_for is None:
-            continue
-        for rank in t.collectives[t.group][0]:
-            other = statuses.get(rank)
-            if other is None:
-                continue
-            if _last(other.collectives.get(t.group, ((), ()))[1]) < t.waiting_for.seq_id:
-                late[rank] = other
-    if not late:
-        return None
-    # A late rank that waits for a third one is held up by it.
-    roots = {rank: t for rank, t in late.items() if t.waiting_for is None} or late
-    first = min(roots.values(), key=_progress)
-    at = f", in {first.stack[-1]}" if first.stack else ""
-    return Diagnosis(
-        (first.rank,),
-        f"Rank {first.rank} is late, at {first.location}{at}.",
-        _waiting_ranks(statuses, (first.rank,)),
-        first.stack,
-    )
-
-
-def _progress(t: RankStatus) -> tuple[int, int]:
-    return t.step, sum(_last(entries) for _, entries in t.collectives.values())
+    has = "has" if len(never) == 1 else "have"
+    what = f"{_ranks(never)} {has} not called fully_shard."
+    return Diagnosis(never, what, _waiting_ranks(statuses, never), _NEVER_SHARDED)
 
 
 def _last(entries: Sequence[Entry]) -> int:

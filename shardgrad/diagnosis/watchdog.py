@@ -5,7 +5,7 @@ A collective cannot be used to ask why a collective hangs, so question and answe
 store of the process group. A thread on every rank compares the time with that of the last
 collective, and does no more until this is half a second ago. From then on it looks whether a rank
 has asked, and answers with the rank's status; and it asks itself, after 10 s, 20 s, 40 s, ...
-A rank that does not answer goes on, or has ended, is stopped, or is cut off.
+Of a rank that does not answer nothing follows: it goes on, or is stopped, or is cut off.
 
 What follows for the program is a warning: of what looks stuck, some may still end, and a thread
 that waits inside of torch cannot be interrupted. Where the engine waits over gloo for a rank that
@@ -14,8 +14,6 @@ may still come, and nothing is said of it.
 
 Over NCCL hosts wait for the device, not in a collective: there a rank waits if its host stands on
 one line and its stream is not done. So a rank that is late with its own work does not count.
-
-A rank of `shardgrad train` asks at once when it fails because another did, to say which.
 """
 
 from __future__ import annotations
@@ -53,7 +51,6 @@ _LAST_CHECK_S = 10.0  # of a check under way; one of an unreachable store never 
 _ASKING = 8  # lowest ranks; if all ranks asked all, the store would have to answer too much
 _MOST_RANKS = 1024
 _BACKENDS = ("gloo", "nccl", "xccl", "hccl")
-_LAST = 2**31  # the number of an answer that holds for every later question
 # Keys of the store; the status of a rank is under its number.
 _ASKED, _ENDED, _STARTED = "asked", "ended", "started"
 
@@ -63,10 +60,10 @@ class WaitingRanksWarning(UserWarning):
 
 
 class Watchdog:
-    """Answers for this rank when another asks, and asks the others when this rank fails or stalls.
+    """Answers for this rank when another asks, and asks the others when this rank stalls.
 
     Args:
-        store: that the process group was initialised with; the watchdog opens further connections
+        store: that the process group was initialised with; the watchdog opens a further connection
             to it.
         rank: of this process.
         world_size: number of ranks.
@@ -84,11 +81,11 @@ class Watchdog:
         *,
         device: torch.device | None = None,
     ) -> None:
-        # A thread that waits in a connection holds its lock, so each thread has its own.
+        # A thread that waits in a connection holds its lock, so this one has its own.
         clone = getattr(store, "clone", lambda: store)
         world = dist.group.WORLD
         prefix = f"shardgrad/watchdog/{'' if world is None else world.group_name}"
-        self._store, self._asking = (PrefixStore(prefix, clone()) for _ in range(2))
+        self._store = PrefixStore(prefix, clone())
         self._rank = rank
         self._world_size = world_size
         self._stall_s = STALL_S
@@ -127,17 +124,6 @@ class Watchdog:
         """Whether the world is the one that it was made for."""
         return dist.group.WORLD is (None if self._world is None else self._world())
 
-    def query_ranks(self, *, timeout_s: float) -> tuple[Diagnosis, dict[int, RankStatus]]:
-        """Asks every rank for its status, on a rank that fails because another did.
-
-        Args:
-            timeout_s: seconds to wait at most; less if no rank has answered for six periods.
-
-        Returns:
-            The diagnosis, and the statuses it follows from, by rank.
-        """
-        return self._query(self._asking, timeout_s, self._own(), is_last=True)
-
     def end(self, error: BaseException | None) -> None:
         """Ends the thread, which first tells ranks that may wait for this one that it has ended.
 
@@ -153,13 +139,15 @@ class Watchdog:
             recorder, self._rank, thread=self._training_thread, error=error, has_ended=True
         )
         if not isinstance(error, RuntimeError) or not passes_collective(calls_of(error)):
-            _tell(self._store, _ENDED, own)
+            self._tell(_ENDED, own)
         elif self._store.check([_ENDED]):
-            ended: RankStatus = _told(self._store, _ENDED)
+            ended: RankStatus = self._told(_ENDED)
             own = replace(own, error=None, has_ended=False, waits="collective")
             statuses = {own.rank: own, ended.rank: ended}
             recorder.waits_in = None  # no wait is left that could be given up
-            _warn_or_give_up(diagnose(statuses, self._world_size), statuses)
+            found = diagnose(statuses, self._world_size)
+            if found is not None:
+                _warn_or_give_up(found, statuses)
 
     # -- the thread
 
@@ -174,7 +162,7 @@ class Watchdog:
                 ask_s, told = self._stall_s, ""
                 continue
             with suppress(Exception):  # also of warnings that are made errors
-                self._answer(self._store, self._look)
+                self._answer(self._look)
                 if idle_s >= ask_s:
                     ask_s = 2 * idle_s
                     found = self._find(since_s)
@@ -187,15 +175,16 @@ class Watchdog:
                 self._farewell()
 
     def _find(self, since_s: float) -> tuple[Diagnosis, dict[int, RankStatus]] | None:
-        """Returns what keeps the ranks waiting, if it is the same twice."""
+        """Returns what keeps the ranks waiting for good, if it is the same twice."""
         former = ""
         while recorder.progress_s == since_s and not self._is_closing.wait(self.period_s):
-            found = self._query(
-                self._store, 2 * self._silence_s, self._look(), asks=self._rank < _ASKING
-            )
-            if not found[0].is_certain or found[0].sentence == former:
-                return found
-            former = found[0].sentence
+            statuses, unwatched = self._statuses(asks=self._rank < _ASKING)
+            found = diagnose(statuses, self._world_size, unwatched)
+            if found is None:
+                return None
+            if found.sentence == former:
+                return found, statuses
+            former = found.sentence
         return None
 
     def _look(self) -> RankStatus:
@@ -225,92 +214,51 @@ class Watchdog:
 
     # -- questions and answers
 
-    def _answer(self, store: Store, own: Callable[[], RankStatus], asked: int = 0) -> None:
+    def _answer(self, own: Callable[[], RankStatus]) -> None:
         """Answers with this rank's status if a rank has asked since the last answer."""
-        asked = asked or store.add(_ASKED, 0)
+        asked = self._store.add(_ASKED, 0)
         if asked > self._answered:
-            _tell(store, str(self._rank), (asked, own()))
+            self._tell(str(self._rank), (asked, own()))
             self._answered = asked
 
-    def _query(
-        self,
-        store: Store,
-        timeout_s: float,
-        own: RankStatus,
-        *,
-        asks: bool = True,
-        is_last: bool = False,
-    ) -> tuple[Diagnosis, dict[int, RankStatus]]:
-        answers = {self._rank: own}
-        unwatched: list[int] = []
+    def _statuses(self, *, asks: bool) -> tuple[dict[int, RankStatus], list[int]]:
+        """Returns the statuses of the ranks that have ended or answer, and the ranks that have
+        never started a watchdog.
+        """
+        answers = {self._rank: self._look()}
+        if self._store.check([_ENDED]):
+            ended: RankStatus = self._told(_ENDED)
+            answers.setdefault(ended.rank, ended)
+        if not asks:
+            return answers, []
+        self._collect(answers)
+        silent = [rank for rank in range(self._world_size) if rank not in answers]
+        return answers, [each for each in silent if not self._store.check([f"{_STARTED}/{each}"])]
 
-        def query() -> None:
-            if is_last:  # this rank ends soon, perhaps before others ask
-                self._answer(store, lambda: own, _LAST)
-            if store.check([_ENDED]):
-                ended: RankStatus = _told(store, _ENDED)
-                answers.setdefault(ended.rank, ended)
-            if not asks:
-                return
-            self._collect(store, answers, timeout_s)
-            unwatched.extend(
-                rank
-                for rank in range(self._world_size)
-                if rank not in answers and not store.check([f"{_STARTED}/{rank}"])
-            )
-
-        has_answered = _within(timeout_s + self._silence_s, query)
-        heard = dict(answers)  # the thread may still be adding to it
-        if has_answered:
-            return diagnose(heard, self._world_size, unwatched), heard
-        gone = "The store of the process group is gone: its host ended, or the network is cut."
-        more = diagnose(heard, self._world_size).sentence if len(heard) > 1 else ""
-        return Diagnosis((), gone, f"Rank {self._rank} was in {own.place}. {more}".strip()), heard
-
-    def _collect(self, store: Store, answers: dict[int, RankStatus], timeout_s: float) -> None:
+    def _collect(self, answers: dict[int, RankStatus]) -> None:
         """Adds answers as they arrive, until all ranks have answered or none has for a while."""
-        number = store.add(_ASKED, 1)
+        number = self._store.add(_ASKED, 1)
         heard_s = time.monotonic()
-        end_s = heard_s + timeout_s
+        end_s = heard_s + 2 * self._silence_s
         while len(answers) < self._world_size and time.monotonic() < min(
             end_s, heard_s + self._silence_s
         ):
-            self._answer(store, lambda: answers[self._rank])  # others ask at the same time
+            self._answer(lambda: answers[self._rank])  # others ask at the same time
             for rank in range(self._world_size):
-                if rank in answers or not store.check([str(rank)]):
+                if rank in answers or not self._store.check([str(rank)]):
                     continue
-                answered, status = _told(store, str(rank))
+                answered, status = self._told(str(rank))
                 if answered >= number:
                     answers[rank] = status
                     heard_s = time.monotonic()
-            time.sleep(self.period_s / 10)
+            self._is_closing.wait(self.period_s / 10)
 
+    def _tell(self, key: str, what: object) -> None:
+        store: Any = self._store
+        store.set(key, pickle.dumps(what))  # it takes bytes, which its annotation does not say
 
-def _tell(store: Any, key: str, what: object) -> None:
-    store.set(key, pickle.dumps(what))  # it takes bytes, which its annotation does not say
-
-
-def _told(store: Store, key: str) -> Any:
-    return pickle.loads(store.get(key))
-
-
-def _within(seconds: float, work: Callable[[], None]) -> bool:
-    """Runs `work`, which uses the store, on another thread; returns whether it succeeded in time.
-
-    Calls to a store whose host cannot be reached neither return nor fail, and have no time limit.
-    """
-    done = threading.Event()
-
-    def run() -> None:
-        with suppress(Exception):  # whatever a store raises when its host is gone
-            work()
-            done.set()
-
-    thread = threading.Thread(target=run, name="shardgrad watchdog asks", daemon=True)
-    with suppress(RuntimeError):  # no thread can be had: memory has run out, or a limit is reached
-        thread.start()
-        thread.join(seconds)
-    return done.is_set()
+    def _told(self, key: str) -> Any:
+        return pickle.loads(self._store.get(key))
 
 
 class _Process:
@@ -355,7 +303,7 @@ def watch_ranks(device: torch.device) -> Watchdog | None:
 def _warn_or_give_up(diagnosis: Diagnosis, statuses: dict[int, RankStatus]) -> None:
     """Gives up the collective that the training thread waits in, if it cannot end, else warns."""
     lost = {rank for rank, t in statuses.items() if t.error is not None or t.has_ended}
-    if not diagnosis.is_certain or dist.get_rank() in lost:
+    if dist.get_rank() in lost:
         return
     awaited = recorder.waits_in
     if awaited is not None and lost.intersection(diagnosis.culprits, awaited[0].ranks):

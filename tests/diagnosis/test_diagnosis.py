@@ -1,9 +1,8 @@
-"""What ranks find out about each other: who is late, who left the order, whose replica differs."""
+"""What ranks find out about each other: what each has started, whose replica differs."""
 
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -54,43 +53,6 @@ def test_every_collective_of_a_save_is_in_the_journal_of_all_ranks(
     ours, theirs = two_ranks.run(journal_of_a_save, str(tmp_path / "c"))
     assert ours == theirs
     assert [entry.name for entry in ours] == [f"{part} of the checkpoint" for part in SAVE]
-
-
-def ask_a_late_rank() -> tuple[tuple[int, ...], str, str]:
-    """Rank 0 asks while rank 1 is in a loop of Python that takes two seconds."""
-    store = dist.distributed_c10d._get_default_store()
-    watchdog = Watchdog(store, dist.get_rank(), 2).start()
-    dist.barrier()
-    recorder.enter("data", step=7)
-    try:
-        if dist.get_rank() == 1:
-            busy_for(6 * watchdog.period_s)
-            return (), "", ""
-        line = recorder.group_log(dist.group.WORLD)
-        recorder.waits_in = line, line.record("all-gather of layers.1", torch.zeros(8))
-        finding, _ = watchdog.query_ranks(timeout_s=20)
-        return finding.culprits, finding.sentence, "".join(finding.stack)
-    finally:
-        recorder.waits_in = None
-        watchdog.close()
-        assert watchdog.closed
-
-
-def busy_for(seconds: float) -> None:
-    end_s = time.monotonic() + seconds
-    while time.monotonic() < end_s:
-        time.sleep(0.01)
-
-
-def test_a_late_rank_is_asked_through_the_store_and_answers_with_its_stack(
-    two_ranks: Ranks,
-) -> None:
-    culprits, sentence, stack = two_ranks.run(ask_a_late_rank)[0]
-    assert culprits == (1,)
-    assert sentence.startswith("Rank 1 is late, at step 7, data, in ")
-    assert "Rank 0 was waiting for it in the all-gather of layers.1, step 7" in sentence
-    assert "in busy_for" in stack
-    two_ranks.stop()
 
 
 def differences_after(damage: str) -> tuple[str, dict[str, tuple[tuple[int, ...], ...]]]:

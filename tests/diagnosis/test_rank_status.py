@@ -36,35 +36,24 @@ def account_of(
     return rank_status(recorder, rank, thread=threading.get_ident(), error=error)
 
 
-def test_a_silent_rank_is_named_with_who_waits_for_it_and_where() -> None:
+def test_of_ranks_that_are_silent_or_late_or_in_one_collective_nothing_follows() -> None:
     heard = {rank: account_of(rank, rank_that_began(UNITS)) for rank in (0, 2)}
-    finding = diagnose(heard, 3)
+    assert diagnose(heard, 3) is None
+    heard[1] = account_of(1, rank_that_began(UNITS[:2], waits=False))
+    assert diagnose(heard, 3) is None
+    heard[1] = account_of(1, rank_that_began(UNITS))
+    assert diagnose(heard, 3) is None
+
+
+def test_a_rank_that_has_never_sharded_is_named_with_who_waits_for_it_and_where() -> None:
+    heard = {rank: account_of(rank, rank_that_began(UNITS)) for rank in (0, 2)}
+    finding = diagnose(heard, 3, unwatched=[1])
+    assert finding is not None
     assert finding.culprits == (1,)
     assert finding.sentence == (
-        "Rank 1 does not answer: it ended, or was stopped or cut off. Ranks 0 and 2 were waiting "
-        "for it in the reduce-scatter of layers.1, step 412, forward."
+        "Rank 1 has not called fully_shard. Ranks 0 and 2 were waiting for it in the "
+        "reduce-scatter of layers.1, step 412, forward."
     )
-
-
-def test_a_rank_that_has_begun_less_is_late_and_shows_its_stack() -> None:
-    heard = {rank: account_of(rank, rank_that_began(UNITS)) for rank in (0, 2)}
-    slow = rank_that_began(UNITS[:2], waits=False)
-    slow.enter("data")
-    heard[1] = account_of(1, slow)
-    finding = diagnose(heard, 3)
-    assert finding.culprits == (1,)
-    assert finding.what.startswith("Rank 1 is late, at step 412, data, in ")
-    assert "Ranks 0 and 2 were waiting for it in the reduce-scatter of layers.1" in finding.waits
-    assert any("test_a_rank_that_has_begun_less" in frame for frame in finding.stack)
-
-
-def test_who_waits_for_a_late_rank_is_not_taken_for_late() -> None:
-    heard = {
-        0: account_of(0, rank_that_began(UNITS)),
-        1: account_of(1, rank_that_began(UNITS[:2])),
-        2: account_of(2, rank_that_began(UNITS[:1], waits=False)),
-    }
-    assert diagnose(heard, 3).culprits == (2,)
 
 
 @pytest.mark.parametrize("odd", [0, 1, 2])
@@ -72,6 +61,7 @@ def test_who_left_the_common_order_is_who_differs_from_most(odd: int) -> None:
     heard = {rank: account_of(rank, rank_that_began(UNITS)) for rank in range(3)}
     heard[odd] = account_of(odd, rank_that_began([UNITS[0], "all-gather of head", UNITS[2]]))
     finding = diagnose(heard, 3)
+    assert finding is not None
     assert finding.culprits == (odd,)
     assert "the all-gather of head (12 x torch.float32)" in finding.what
     assert "made the all-gather of layers.1" in finding.what
@@ -82,15 +72,9 @@ def test_a_failure_comes_before_its_consequences() -> None:
     heard = {rank: account_of(rank, rank_that_began(UNITS)) for rank in (0, 2)}
     heard[1] = account_of(1, rank_that_began(UNITS[:1]), error=ValueError("no"))
     finding = diagnose(heard, 4)  # rank 3 is silent
+    assert finding is not None
     assert finding.culprits == (1,)
     assert finding.what == "Rank 1 failed at step 412, forward (ValueError: no)."
-
-
-def test_a_collective_that_all_have_joined_is_the_networks_fault() -> None:
-    heard = {rank: account_of(rank, rank_that_began(UNITS)) for rank in range(3)}
-    finding = diagnose(heard, 3)
-    assert finding.culprits == ()
-    assert "All ranks have joined the reduce-scatter of layers.1" in finding.sentence
 
 
 # -- programs that count no steps: what they have called, and what to type instead
@@ -108,36 +92,33 @@ IN_FULL = waiting(0, "full_tensor() at train.py:12")
 IN_FORWARD = waiting(1, "forward() at train.py:30", whats=UNITS[:1], waits="engine")
 
 
-def test_nothing_is_certain_while_a_rank_may_still_come() -> None:
-    assert not diagnose({0: IN_FULL, 1: IN_FORWARD}, 3).is_certain
-    assert not diagnose({0: IN_FULL, 1: replace(IN_FORWARD, waits="", group=None)}, 2).is_certain
-
-
-def test_ranks_in_one_collective_wait_for_the_network() -> None:
-    found = diagnose({0: replace(IN_FORWARD, rank=0), 1: IN_FORWARD}, 2)
-    assert found.what.startswith("All ranks have joined the all-gather of layers.0")
-    assert not found.is_certain
+def test_nothing_is_said_while_a_rank_may_still_come() -> None:
+    assert diagnose({0: IN_FULL, 1: IN_FORWARD}, 3) is None
+    assert diagnose({0: IN_FULL, 1: replace(IN_FORWARD, waits="", group=None)}, 2) is None
+    assert diagnose({0: replace(IN_FORWARD, rank=0), 1: IN_FORWARD}, 2) is None
 
 
 def test_ranks_on_one_line_that_wait_for_the_device_differ_by_what_they_have_started() -> None:
     line = "train at train.py:30"
     here = waiting(0, line, whats=UNITS, waits="device")
     there = waiting(1, line, whats=UNITS[:2], waits="device")
-    assert diagnose({0: here, 1: there}, 2).what == (
+    found = diagnose({0: here, 1: there}, 2)
+    assert found is not None
+    assert found.what == (
         "Ranks wait for each other in different collectives: rank 0 in train at train.py:30, after "
         "the reduce-scatter of layers.1, number 3; rank 1 in train at train.py:30, after the "
         "all-gather of layers.1, number 2."
     )
-    assert not diagnose({0: here, 1: replace(here, rank=1)}, 2).is_certain
+    assert diagnose({0: here, 1: replace(here, rank=1)}, 2) is None
     late = waiting(1, "sleep at data.py:3", whats=UNITS[:2], waits="")
-    assert not diagnose({0: here, 1: late}, 2).is_certain
+    assert diagnose({0: here, 1: late}, 2) is None
 
 
 def test_a_rank_that_has_ended_ends_the_wait_of_those_that_need_it() -> None:
     ended = replace(waiting(0, "", waits=""), has_ended=True)
     found = diagnose({0: ended, 1: IN_FORWARD}, 2)
+    assert found is not None
     assert found.what == "Rank 0 has ended its program."
     assert "shardgrad.participate(model)" in found.fix
-    assert found.is_certain
     at_rest = replace(IN_FORWARD, waits="", group=None, waiting_for=None)
-    assert not diagnose({0: ended, 1: at_rest}, 2).is_certain
+    assert diagnose({0: ended, 1: at_rest}, 2) is None

@@ -104,18 +104,16 @@ def test_it_is_off_beyond_1024_ranks_unless_asked_for(
 def test_a_rank_that_failed_and_has_left_is_heard_by_those_that_ask_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As of three ranks that fail one after the other because a fourth has died."""
     monkeypatch.setattr(module, "PERIOD_S", 0.01)
-    store = dist.HashStore()
-    for rank in range(3):
-        found, answers = Watchdog(store, rank, 4).query_ranks(timeout_s=1.0)
-        assert sorted(answers) == list(range(rank + 1))
-    assert found.culprits == (3,)
     monkeypatch.setattr(module, "_process", module._Process())
+    store = dist.HashStore()
     Watchdog(store, 3, 4).start().end(ValueError("a mistake"))
-    found, _ = Watchdog(store, 0, 4).query_ranks(timeout_s=1.0)
+    statuses, unwatched = Watchdog(store, 0, 4)._statuses(asks=True)
+    found = module.diagnose(statuses, 4)
+    assert found is not None
     assert found.what.endswith("(ValueError: a mistake).")
     assert found.culprits == (3,)
+    assert unwatched == [1, 2]
 
 
 def with_a_watch(program: Callable[[], object], stall_s: float) -> tuple[object, list[str]]:
@@ -172,9 +170,9 @@ def ends(error: BaseException | None) -> tuple[str | None, bool, bool]:
     assert watchdog is not None
     with mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("at shutdown")):
         watchdog.end(error)
-    status = module._told(watchdog._asking, module._ENDED)
+    status = watchdog._told(module._ENDED)
     dist.barrier()
-    watchdog._asking.delete_key(module._ENDED)
+    watchdog._store.delete_key(module._ENDED)
     return status.error, status.has_ended, watchdog.closed
 
 

@@ -91,14 +91,15 @@ def _everywhere(name: str, action: str, **facts: Any) -> list[Fault]:
 
 CATALOGUE: tuple[Fault, ...] = (
     *_everywhere("killed", "kill", words=("ended by SIGKILL",)),
-    *_everywhere("stopped", "stop", words=("does not answer",)),
+    *_everywhere("stopped", "stop", expects=_E.SAYS, words=("Another rank ended",)),
     *_everywhere("slowed for a moment", "sleep", seconds=0.7, expects=_E.SURVIVES),
     Fault(
         "slowed beyond the limit",
         "sleep",
         (*_DATA, *_OPTIMIZER),
+        _E.SAYS,
         seconds=3 * TIMEOUT_S,
-        words=("is late",),
+        words=("Another rank ended",),
     ),
     Fault("segmentation fault", "crash", (*_FORWARD, *_BACKWARD), words=("ended by SIGSEGV",)),
     Fault("abort in a library", "abort", (*_FORWARD, *_BACKWARD), words=("ended by SIGABRT",)),
@@ -113,22 +114,26 @@ CATALOGUE: tuple[Fault, ...] = (
         "one rank leaves the order",
         "leave order",
         _FORWARD[:1],
+        _E.SAYS,
         ranks=_MAJORITY,
-        words=("left the common order",),
     ),
     Fault(
         "killed under another launcher",
         "kill",
         (*_FORWARD, *_BACKWARD),
+        _E.SAYS,
         launched=True,
         ranks=_ALL_WRITE,
+        words=("Another rank ended",),
     ),
     Fault(
         "stopped under another launcher",
         "stop",
         (*_FORWARD, *_BACKWARD),
+        _E.SAYS,
         launched=True,
         ranks=_ALL_WRITE,
+        words=("Another rank ended",),
     ),
     Fault(
         "store lost",
@@ -137,7 +142,7 @@ CATALOGUE: tuple[Fault, ...] = (
         _E.SAYS,
         _ALL_WRITE,
         launched=True,
-        words=("The store of the process group is gone",),
+        words=("Another rank ended",),
     ),
     Fault(
         "crash between writes of a checkpoint", "kill", _WRITES, words=("SIGKILL",), steps=_SAVES

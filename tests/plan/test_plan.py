@@ -5,7 +5,6 @@ sentence.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from dataclasses import replace
 from functools import cache
@@ -26,6 +25,7 @@ from shardgrad.programs.plan.recording import Event, Kernel, Marked, Transfer, W
 from shardgrad.programs.plan.rehearsal import Rehearsal, rehearse
 from shardgrad.programs.plan.request import Request
 from shardgrad.programs.plan.timeline import Timeline, play
+from shardgrad.programs.train.display import nice_nbytes
 from shardgrad.programs.train.failure import UsageError
 from shardgrad.programs.train.model import Transformer
 from shardgrad.programs.train.presets import PRESETS, transformer_config
@@ -308,18 +308,17 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(main, ["plan", *model, "--seq-len", "64", *arguments])
 
 
-def test_the_command_prints_a_plan_for_programs() -> None:
-    result = run("--ranks", "16", "--json")
+def test_the_command_prints_the_plan() -> None:
+    result = run("--ranks", "16")
     assert result.exit_code == 0, result.output
-    plan = json.loads(result.stdout)
     same = plan_for()
-    assert plan["memory"]["peak_nbytes"] == same.memory.peak_nbytes
-    assert plan["time"]["step_s"] == pytest.approx(same.timeline.step_s)
-    assert {row["kind"] for row in plan["traffic"]} == {
-        "all-gather",
-        "reduce-scatter",
-        "all-reduce",
-    }
+    rows = [line.split() for line in result.stdout.splitlines()]
+    assert ["step", f"{same.timeline.step_s * 1e3:,.1f}", "ms"] in rows
+    for kind in ("all-gather", "reduce-scatter", "all-reduce"):
+        sent, count = {row.kind: (row.sent_nbytes, row.count) for row in same.traffic}[kind]
+        row = next(row for row in rows if row[:1] == [f"{kind},"])
+        assert row[3:5] == ["network", str(count)]
+        assert " ".join(row[5:7]) == nice_nbytes(sent)
 
 
 def with_scalar() -> nn.Module:
@@ -358,9 +357,9 @@ def two_layers() -> tuple[nn.Module, object]:
 
 
 def test_a_model_of_ones_own_is_planned() -> None:
-    result = run("--model", f"{__name__}:two_layers", "--json")
+    result = run("--model", f"{__name__}:two_layers")
     assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["parameters"] == 40
+    assert f"{__name__}:two_layers, 4e-05 million parameters" in result.stdout
 
 
 @pytest.mark.parametrize(

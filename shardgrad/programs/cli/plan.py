@@ -29,9 +29,8 @@ _EXAMPLES = [
     help="Measured MFU of forward and backward without communication, to calibrate the predicted "
     "time.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the plan as one JSON object.")
 @click.pass_context
-def plan(ctx: click.Context, /, mfu: float | None, as_json: bool, **options: Any) -> None:
+def plan(ctx: click.Context, /, mfu: float | None, **options: Any) -> None:
     """Predict memory, traffic and time of one training step.
 
     The engine itself runs the step on fake tensors in a fake process group, so that any number of
@@ -55,13 +54,12 @@ def plan(ctx: click.Context, /, mfu: float | None, as_json: bool, **options: Any
     else:
         transformer_config(request.preset, request.override)
 
-    import json
     import warnings
 
     from rich.console import Console
 
-    from shardgrad.programs.plan import report
     from shardgrad.programs.plan.planning import make_plan
+    from shardgrad.programs.plan.report import show
 
     # Warnings of torch about its own internals, which the user of a plan cannot act on.
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")
@@ -71,8 +69,4 @@ def plan(ctx: click.Context, /, mfu: float | None, as_json: bool, **options: Any
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=100)
-    made = make_plan(request, machine, mfu=mfu)
-    if as_json:
-        click.echo(json.dumps(report.as_json(made)))
-    else:
-        report.show(made, console)
+    show(make_plan(request, machine, mfu=mfu), console)

@@ -1,10 +1,8 @@
-"""The report of a plan: tables for a terminal, or plain values for JSON."""
+"""The report of a plan: tables for a terminal."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -13,40 +11,11 @@ from shardgrad.programs.plan.hardware import BANDWIDTH_SHARE, MATMUL_SHARE, TAKE
 from shardgrad.programs.plan.planning import Plan
 from shardgrad.programs.train.display import nice_nbytes
 
-_TIMES = ("step_s", "compute_s", "exposed_s", "transfers_s", "host_s")
-
 
 def show(plan: Plan, console: Console) -> None:
     """Prints a plan."""
     tables = _memory(plan), "", _traffic(plan), "", _time(plan)
     console.print(Group(_heading(plan), "", *tables, "", _sources(plan)))
-
-
-def as_json(plan: Plan) -> dict[str, Any]:
-    """Returns a plan as plain values of one rank; sizes are in bytes, times in seconds."""
-    return {
-        "model": plan.name,
-        "parameters": plan.parameters,
-        "request": dataclasses.asdict(plan.request),
-        "device": plan.machine.device.name,
-        "memory": {
-            "resting_nbytes": dict(plan.resting),
-            "at_peak_nbytes": dict(plan.memory.at_peak),
-            "peak_nbytes": plan.memory.peak_nbytes,
-            "reserved_nbytes": plan.memory.reserved_nbytes,
-            "margin_nbytes": plan.machine.device.margin_nbytes,
-            "needed_nbytes": plan.needed_nbytes,
-            "fits": plan.fits,
-        },
-        "traffic": [dataclasses.asdict(each) for each in plan.traffic],
-        "time": {
-            **{name: getattr(plan.timeline, name) for name in _TIMES},
-            "step_range_s": plan.step_range_s,
-            "tokens_per_s": plan.tokens_per_s,
-            "tokens_per_s_range": plan.tokens_per_s_range,
-            "mfu": plan.mfu,
-        },
-    }
 
 
 def _heading(plan: Plan) -> str:

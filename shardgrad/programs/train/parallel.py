@@ -85,7 +85,6 @@ def join(config: TrainConfig) -> World:
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
     limit = timedelta(seconds=config.timeout)
-    os.environ.setdefault("SHARDGRAD_WATCHDOG", "1")  # on any number of ranks: it tells who failed
     if world_size > _FULL_MESH_RANKS:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     dist.init_process_group(
