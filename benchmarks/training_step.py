@@ -21,7 +21,7 @@ from benchmarks.engines.comparison import Outcome, compare
 from benchmarks.engines.summary import record_of
 from benchmarks.engines.task import PRECISIONS, Length, Task, check, smoke
 from benchmarks.run import Run, option
-from shardgrad.programs.train.config import mesh_shape
+from shardgrad.programs.plan.request import mesh_shape
 from shardgrad.programs.train.failure import TrainingError, UsageError
 from shardgrad.programs.train.presets import PRESETS, suggestion
 

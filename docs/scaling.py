@@ -29,6 +29,7 @@ from shardgrad.programs.plan.hardware import Machine, machine_of  # noqa: E402
 from shardgrad.programs.plan.planning import Plan, plan_of  # noqa: E402
 from shardgrad.programs.plan.rehearsal import Rehearsal, rehearse  # noqa: E402
 from shardgrad.programs.plan.request import Request  # noqa: E402
+from shardgrad.programs.train.presets import PRESETS, TransformerConfig  # noqa: E402
 
 GIB = 2**30
 SIZES = (8, 64, 4096)
@@ -135,11 +136,18 @@ class Published:
     memory_gib: float | None = None
 
 
-def _mpt(width: int, layers: int, heads: int) -> dict[str, int]:
+def _mpt(width: int, layers: int, heads: int) -> TransformerConfig:
     """MPT's widths; a gated feed-forward with as many weights as its plain one."""
     hidden = 8 * width // 3 // 32 * 32
-    sizes = {"width": width, "layers": layers, "heads": heads, "kv_heads": heads, "hidden": hidden}
-    return {**sizes, "vocab_size": 50_368}
+    return replace(
+        PRESETS["8b"],
+        width=width,
+        layers=layers,
+        heads=heads,
+        kv_heads=heads,
+        hidden=hidden,
+        vocab_size=50_368,
+    )
 
 
 H100, A100 = machine_of("h100"), machine_of("a100", network="ib200")
@@ -149,31 +157,10 @@ OLDER = Request(
 )
 OLDER_70B = replace(OLDER, preset="70b", activation_checkpointing="full")
 LLAMA_2 = {
-    "7b": {"kv_heads": 32, "hidden": 11_008, "vocab_size": 32_000},
-    "13b": {
-        "width": 5120,
-        "layers": 40,
-        "heads": 40,
-        "kv_heads": 40,
-        "hidden": 13_824,
-        "vocab_size": 32_000,
-    },
-    "34b": {
-        "width": 8192,
-        "layers": 48,
-        "heads": 64,
-        "kv_heads": 8,
-        "hidden": 22_016,
-        "vocab_size": 32_000,
-    },
-    "70b": {
-        "width": 8192,
-        "layers": 80,
-        "heads": 64,
-        "kv_heads": 8,
-        "hidden": 28_672,
-        "vocab_size": 32_000,
-    },
+    "7b": {"kv_heads": 32, "hidden": 11_008},
+    "13b": {"width": 5120, "layers": 40, "heads": 40, "kv_heads": 40, "hidden": 13_824},
+    "34b": {"width": 8192, "layers": 48, "heads": 64, "hidden": 22_016},
+    "70b": {"width": 8192, "layers": 80, "heads": 64, "hidden": 28_672},
 }
 MPT = {
     "1b": _mpt(2048, 24, 16),
@@ -183,11 +170,19 @@ MPT = {
     "30b": _mpt(7168, 48, 64),
     "70b": _mpt(8192, 80, 64),
 }
+ADDED = {
+    **{
+        f"llama2 {size}": replace(PRESETS["8b"], vocab_size=32_000, **sizes)
+        for size, sizes in LLAMA_2.items()
+    },
+    **{f"mpt {size}": config for size, config in MPT.items()},
+}
+PRESETS.update(ADDED)
 
 
 def _fms(size: str, batch_size: int, *, recompute: str = "none", **changes: Any) -> Request:
     return Request(
-        override=LLAMA_2[size],
+        preset=f"llama2 {size}",
         batch_size=batch_size,
         seq_len=4096,
         activation_checkpointing=recompute,
@@ -208,7 +203,7 @@ def _foundry(
     recompute: str = "none",
 ) -> Request:
     return Request(
-        override=MPT[size],
+        preset=f"mpt {size}",
         ranks=ranks,
         seq_len=seq_len,
         batch_size=batch_size,

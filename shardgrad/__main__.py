@@ -1,6 +1,4 @@
-"""`python -m shardgrad`, which is also what the `shardgrad` script runs and what torchrun can
-start.
-"""
+"""`python -m shardgrad`, which is also what the `shardgrad` script runs."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from shardgrad.programs.train.config import mesh_shape
+from shardgrad.programs.plan.request import mesh_shape
 from shardgrad.programs.train.failure import UsageError
 
 PRECISIONS = ("fp32", "bf16")

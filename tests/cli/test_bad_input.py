@@ -23,24 +23,21 @@ LINES = [
         "train --lr 1e400",
         "train --batch-size 1.5",
     ),
-    *("train --ranks 0", "train --ranks 100000", "train --mesh 2x", "train --mesh 3 --ranks 2"),
+    *("train --ranks 0", "train --ranks 100000"),
     *("train --preset huge", "train --engine fsdp2", "train --precision fp8", "train --stage 7"),
     *("train --data missing", "train --data empty", "train --data text --seq-len 1000000"),
     *("train --warmup-steps -1", "train --timeout 1e300", f"train --seed {10**40}"),
-    *("train --batch-size 3298534883328", f"train --mesh 2x{10**50}", "train --data ''"),
+    *("train --batch-size 3298534883328", f"plan --mesh 2x{10**50}", "train --data ''"),
     *("train --precision fp16", "train --optimizer lion"),
-    *("train --override layers=1000000000", "train --override norm_eps=nan"),
-    *("train --override width=17 --override heads=3", "train --override vocab_size=255"),
-    *("train --override heads=4 --override kv_heads=3", "train --override layers=1.5"),
-    *("train --override widht=16", "train --override tied=maybe", "train --override layers=0"),
     *("plan --mesh 3x4 --ranks 8", "plan --mesh 2x2x2", "plan --reshard-to 4 --stage 2"),
     *("plan --precision fp8", "plan --batch-size 0", "plan --ranks 2000000", "plan --mfu 40"),
-    *("train --override layers", "train --override layers=x", "train --override nothing=3"),
-    *("train --config missing.json", "train --config run.json", "train --config broken.json"),
+    *("train --override layers=2", "train --mesh 2x2", "train --config run.json"),
     *(
         "train --resume",
         "train --resume missing",
         "train --resume started",
+        "train --resume wrong",
+        "train --resume broken",
         "train --ranks 2 --run-dir text/run",
     ),
     *(
@@ -59,11 +56,9 @@ LINES = [
     *(
         "plan --model nothing:f",
         "plan --model json",
-        "plan --override width=7",
     ),
     *("plan --model build:with_arguments", "plan --model raises:f", "plan --model build:"),
     "plan --preset tiny --model build:number",
-    "plan --model build:number --override width=8",
     "plan --stage auto",
     *("train --run-dir /proc/x", "train --run-dir text/run --ranks 2"),
     *(
@@ -102,8 +97,6 @@ for line in json.loads(sys.argv[1]):
 def in_folder(folder: Path) -> None:
     (folder / "text").write_text("words " * 2000)
     (folder / "empty").touch()
-    (folder / "run.json").write_text('{"steps": "many"}')
-    (folder / "broken.json").write_text("{")
     (folder / "exported").mkdir()
     (folder / "exported" / "model.safetensors").touch()
     (folder / "folder").mkdir()
@@ -118,6 +111,8 @@ def in_folder(folder: Path) -> None:
     (folder / "ran" / "config.json").write_text('{"ranks": 2}')
     (folder / "ran" / "checkpoints" / "latest").write_text("step_000060\n")
     (folder / "ran" / "checkpoints" / "step_000060" / ".metadata").touch()
+    (folder / "broken").mkdir()
+    (folder / "broken" / "config.json").write_text("{")
     (folder / "wrong").mkdir()
     (folder / "wrong" / "config.json").write_text('{"steps": "many"}')
 

@@ -25,15 +25,7 @@ ROOT = Path(__file__).parents[2]
 STEPS = 6
 MICRO = [
     *("--steps", str(STEPS), "--checkpoint-every", "3", "--seq-len", "32", "--log-every", "1"),
-    *("--override", "width=32", "--override", "layers=2", "--override", "hidden=64"),
-    *(
-        "--override",
-        "heads=2",
-        "--override",
-        "kv_heads=2",
-        "--warmup-steps",
-        "2",
-    ),
+    *("--warmup-steps", "2"),
     *("--batch-size", "4", "--device", "accelerator"),
     *("--data", argparse.__file__, "--no-plot", "--sample-bytes", "0", "--clip", "0.1"),
 ]

@@ -31,7 +31,6 @@ import click
 from benchmarks.records import environment
 from tests.drills.faults import CATALOGUE, EVERY, STEPS, TIMEOUT_S, Expectation, Fault
 from tests.drills.injector import Plan, Trace
-from tests.drills.store import Store
 from tests.support.processes import orphaned_segments
 from tests.support.programs import Program
 
@@ -51,14 +50,14 @@ class Ending:
     """How a run ended.
 
     Attributes:
-        statuses: of the launcher, or of each rank; negative for a signal, None for who was killed.
+        status: of the program; negative for a signal, None if it was killed.
         words: what was written to standard error.
         trace: of the action; None if the program never came to its place.
         took_s: seconds from the action, or from the start, to the last end.
         left: segments of shared memory and temporary files.
     """
 
-    statuses: tuple[int | None, ...]
+    status: int | None
     words: str
     trace: Trace | None
     took_s: float
@@ -66,7 +65,7 @@ class Ending:
 
     @property
     def succeeded(self) -> bool:
-        return all(status == 0 for status in self.statuses) and not self.left
+        return self.status == 0 and not self.left
 
     @property
     def sentence(self) -> str:
@@ -79,29 +78,24 @@ class Ending:
 
 
 def new_run(folder: Path, ranks: int, *options: str) -> list[str]:
-    """Returns the command line of a run, without how many ranks it starts."""
-    small = {"width": 16, "layers": 2, "hidden": 32, "heads": 2, "kv_heads": 2}
+    """Returns the command line of a run."""
     settings: dict[str, Any] = {
         "--steps": STEPS, "--checkpoint-every": EVERY, "--keep": 2, "--seq-len": 16,
         "--batch-size": SEQUENCES // ranks, "--log-every": 1, "--sample-bytes": 0,
         "--warmup-steps": 2, "--timeout": TIMEOUT_S,
-        "--data": argparse.__file__, "--run-dir": folder,
+        "--data": argparse.__file__, "--run-dir": folder, "--ranks": ranks,
     }  # fmt: skip
-    words = [word for pair in small.items() for word in ("--override", "{}={}".format(*pair))]
-    words += [str(word) for pair in settings.items() for word in pair]
+    words = [str(word) for pair in settings.items() for word in pair]
     return ["train", "--device", "cpu", "--no-plot", *words, *options]
 
 
-def run(
-    arguments: Sequence[str], folder: Path, plan: Plan | None = None, launched: int = 0
-) -> Ending:
+def run(arguments: Sequence[str], folder: Path, plan: Plan | None = None) -> Ending:
     """Runs `shardgrad` to its end, with the injector if there is a plan.
 
     Args:
         arguments: of the command line.
         folder: for the trace and temporary files.
         plan: the fault.
-        launched: how many ranks to start, as torchrun does; 0 leaves that to the program.
     """
     trace, temporary = folder / "trace.json", folder / "temporary"
     trace.unlink(missing_ok=True)
@@ -109,44 +103,29 @@ def run(
     temporary.mkdir()
     shared, began_s = orphaned_segments(), time.monotonic()
     words = ["" if plan is None else json.dumps(dataclasses.asdict(plan)), str(trace), *arguments]
-    store = Store() if launched else None
-    programs = []
-    for rank in range(launched or 1):
-        variables = {"DRILL_TEMPORARY": str(temporary)}
-        if store is not None:
-            variables |= store.variables(rank, launched)
-        with mock.patch.dict(os.environ, variables):
-            programs.append(Program("tests.drills.injector", *words, forks=True))
-    statuses = _wait(programs, trace)
+    with mock.patch.dict(os.environ, {"DRILL_TEMPORARY": str(temporary)}):
+        program = Program("tests.drills.injector", *words, forks=True)
+    status = _wait(program, trace)
     found = Trace.read(trace)
     took_s = time.monotonic() - (began_s if found is None else found.at_s)
-    if store is not None:
-        store.process.kill()
-        store.process.join()
-    errors = "".join(program.communicate()[1] for program in programs)
+    errors = program.communicate()[1]
     left = (*(orphaned_segments() - shared), *os.listdir(temporary))
-    return Ending(tuple(statuses), errors, found, took_s, left)
+    return Ending(status, errors, found, took_s, left)
 
 
-def _wait(programs: Sequence[Program], trace: Path) -> list[int | None]:
-    """Returns exit statuses; who is not over in time is killed, and has None.
-
-    A stopped rank that is the last one running is killed as launchers do, after another has failed.
-    """
+def _wait(program: Program, trace: Path) -> int | None:
+    """Returns the exit status; who is not over in time is killed, and has None."""
     deadline_s = time.monotonic() + 4 * BOUND_S  # until an action sets it
-    while running := [program for program in programs if _is_alive(program)]:
+    while _is_alive(program):
         found = Trace.read(trace)
         if found is not None:
             deadline_s = found.at_s + BOUND_S
-            if len(programs) > 1 and [program.pid for program in running] == [found.pid]:
-                os.kill(found.pid, signal.SIGKILL)
         if time.monotonic() > deadline_s:
-            break
+            with suppress(ProcessLookupError):
+                os.killpg(program.pid, signal.SIGKILL)
+            return None
         time.sleep(0.02)
-    for program in running:
-        with suppress(ProcessLookupError):
-            os.killpg(program.pid, signal.SIGKILL)
-    return [None if program in running else program.poll() for program in programs]
+    return program.poll()
 
 
 def _is_alive(program: Program) -> bool:
@@ -182,32 +161,29 @@ def drill(fault: Fault, seed: int, folder: Path) -> Verdict:
     draw, run_folder = random.Random(f"{fault.name} {seed}"), folder / "run"
     for _ in range(DRAWS):
         shutil.rmtree(run_folder, ignore_errors=True)
-        ranks, options, plan = fault.draw(draw)
-        sized = () if fault.launched else ("--ranks", str(ranks))
-        arguments = new_run(run_folder, ranks, *options, *sized)
-        ending = run(arguments, folder, plan, ranks if fault.launched else 0)
+        ranks, plan = fault.draw(draw)
+        arguments = new_run(run_folder, ranks)
+        ending = run(arguments, folder, plan)
         if ending.trace is not None or not ending.succeeded:
             break
     problems, resumed_on = problems_of(fault, ending), 0
     latest = run_folder / "checkpoints" / "latest"
     if fault.expects is Expectation.SURVIVES:
-        problems += _unlike(run_folder, folder, ranks, options)
+        problems += _unlike(run_folder, folder, ranks)
     elif not latest.exists():
         problems.append("there is no complete checkpoint, though one had been written")
     elif latest.read_text(encoding="ascii").strip() == f"step_{STEPS:06d}":  # stopped in its last
-        problems += _unlike(run_folder, folder, ranks, options)
+        problems += _unlike(run_folder, folder, ranks)
     else:
         others = [number for number in (1, 2, 3, 4) if number != ranks]
         resumed_on = draw.choice(others) if draw.random() < OTHER_RANKS else ranks
-        sized = options or ("--ranks", str(ranks))
-        if resumed_on != ranks:
-            sized = ("--ranks", str(resumed_on))
+        sized = ("--ranks", str(resumed_on))
         again = ["train", "--resume", str(run_folder), "--timeout", str(PATIENT_S), *sized]
         resumed = run(again, folder)
         if not resumed.succeeded:
             problems.append(f"the resumed run: {resumed.words[-500:]} {resumed.left}")
         limit = 0.0 if resumed_on == ranks else ROUNDING
-        problems += _unlike(run_folder, folder, ranks, options, limit=limit)
+        problems += _unlike(run_folder, folder, ranks, limit=limit)
     place = "nowhere"
     if (trace := ending.trace) is not None:
         place = f"rank {trace.rank}, step {trace.step}, {trace.part}"
@@ -222,23 +198,19 @@ def problems_of(fault: Fault, ending: Ending) -> list[str]:
     if trace is None:
         return [f"the fault never struck: {words[-300:]}"]
     problems = [f"left behind: {ending.left}"] if ending.left else []
-    if None in ending.statuses:
-        problems.append(f"not everything ended within {BOUND_S:.0f} s: {ending.statuses}")
+    if ending.status is None:
+        problems.append(f"not everything ended within {BOUND_S:.0f} s")
     if "Traceback" in words:
         problems.append(f"a traceback was printed: {words[-500:]}")
     if fault.expects is Expectation.SURVIVES:
         return problems if ending.succeeded else [*problems, f"it did not survive: {words[-300:]}"]
     if fault.expects is Expectation.STOPS:
-        are_stops = all(status in STOPPED for status in ending.statuses)
-        return problems if are_stops else [*problems, f"{ending.statuses}: {words[-300:]}"]
-    if 0 in ending.statuses:
-        problems.append(f"a rank ended with 0: {ending.statuses}")
-    # Another launcher says by which signal a rank ended, and not the program.
-    is_launchers = fault.launched and fault.expects is Expectation.ENDS
+        is_stop = ending.status in STOPPED
+        return problems if is_stop else [*problems, f"{ending.status}: {words[-300:]}"]
+    if ending.status == 0:
+        problems.append("it ended with 0")
     problems += [
-        f"{word!r} is not said: {sentence}"
-        for word in (() if is_launchers else fault.words)
-        if word not in sentence
+        f"{word!r} is not said: {sentence}" for word in fault.words if word not in sentence
     ]
     if "esume with: " not in sentence:
         problems.append(f"how to resume is not said: {words[-300:]}")
@@ -247,7 +219,7 @@ def problems_of(fault: Fault, ending: Ending) -> list[str]:
     knows_where = [r for r in reports if not re.match(r"Rank \d+ (was ended by|ended with)", r)]
     for report in knows_where:
         steps = [int(step) for step in re.findall(r"\bstep (\d+)\b", report)]
-        # Ranks are less than a step apart, and replicas are compared after a step.
+        # Ranks are less than a step apart.
         if not steps or any(abs(step - trace.step) > 1 for step in steps):
             problems.append(f"it was in step {trace.step}: {report}")
     if fault.expects is Expectation.ENDS:
@@ -260,10 +232,10 @@ def problems_of(fault: Fault, ending: Ending) -> list[str]:
 
 
 def _accused(report: str) -> list[int]:
-    """Returns the ranks that a report names first; of two replicas either may be wrong."""
+    """Returns the rank that a report names first, unless it names several."""
     named = re.search(r"\b[Rr]anks? (\d+(?:(?:, | and )\d+)*)", report)
     ranks = [] if named is None else [int(rank) for rank in re.findall(r"\d+", named[1])]
-    return ranks if len(ranks) == 1 or "between the replicas" in report else []
+    return ranks if len(ranks) == 1 else []
 
 
 def losses(folder: Path) -> dict[int, float]:
@@ -278,10 +250,9 @@ def losses(folder: Path) -> dict[int, float]:
 
 
 @cache
-def _undisturbed(folder: Path, ranks: int, options: tuple[str, ...]) -> dict[int, float]:
-    reference = folder / f"undisturbed on {ranks} {' '.join(options)}"
-    patient = ("--ranks", str(ranks), "--timeout", str(PATIENT_S))
-    ending = run(new_run(reference, ranks, *options, *patient), folder)
+def _undisturbed(folder: Path, ranks: int) -> dict[int, float]:
+    reference = folder / f"undisturbed on {ranks}"
+    ending = run(new_run(reference, ranks, "--timeout", str(PATIENT_S)), folder)
     if not ending.succeeded:
         raise RuntimeError(f"the program does not even run undisturbed: {ending.words}")
     return losses(reference)
@@ -291,12 +262,11 @@ def _unlike(
     run_folder: Path,
     folder: Path,
     ranks: int,
-    options: tuple[str, ...],
     *,
     limit: float = 0.0,
 ) -> list[str]:
     """Returns what is wrong with the losses of a run that has made all steps."""
-    ours, theirs = losses(run_folder), _undisturbed(folder, ranks, options)
+    ours, theirs = losses(run_folder), _undisturbed(folder, ranks)
     if set(ours) != set(theirs):
         return [f"steps are missing or too many: {sorted(ours)}"]
     wrong = [step for step in theirs if not math.isclose(ours[step], theirs[step], rel_tol=limit)]

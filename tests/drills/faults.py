@@ -36,11 +36,10 @@ class Fault:
         action: key of the injector's action.
         places: of which one is drawn.
         expects: what has to come of it.
-        ranks: numbers of ranks, of which one is drawn; four are two replicas.
+        ranks: numbers of ranks, of which one is drawn.
         words: what the report says besides the rank and the step.
         seconds: how long, for actions that take time.
         steps: of which one is drawn.
-        launched: ranks are started one by one, as torchrun does.
     """
 
     name: str
@@ -51,15 +50,14 @@ class Fault:
     words: tuple[str, ...] = ()
     seconds: float = 0.0
     steps: tuple[int, ...] = tuple(range(EVERY + 1, STEPS))
-    launched: bool = False
 
-    def draw(self, random: random.Random) -> tuple[int, tuple[str, ...], Plan]:
-        """Draws a number of ranks, options and a plan."""
+    def draw(self, random: random.Random) -> tuple[int, Plan]:
+        """Draws a number of ranks and a plan."""
         ranks, (part, number) = random.choice(self.ranks), random.choice(self.places)
         # The first rank creates a checkpoint's folder, index and name; others write a file each.
         rank = 0 if part == "file" and number > 1 else random.randrange(ranks)
         plan = Plan(self.action, rank, random.choice(self.steps), part, number, self.seconds)
-        return ranks, ("--mesh", "2x2") if ranks == 4 else (), plan
+        return ranks, plan
 
 
 def _places(part: str, *numbers: int) -> tuple[Place, ...]:
@@ -74,7 +72,7 @@ _WRITES = _places("file", *range(1, 13))
 _CHECKPOINT = _places("checkpoint", *range(10)) + _WRITES[:2]
 _DATA = _places("batch", 0)
 _SAVES = (EVERY * 2,)  # the second checkpoint is being written: the first has to stay
-_ALL_WRITE = (2, 3)  # no replicas: only one of them writes a piece
+_FEW = (2, 3)
 _MAJORITY = (3, 4)  # with two ranks that differ, either may be the wrong one
 _E = Expectation
 
@@ -118,33 +116,6 @@ CATALOGUE: tuple[Fault, ...] = (
         ranks=_MAJORITY,
     ),
     Fault(
-        "killed under another launcher",
-        "kill",
-        (*_FORWARD, *_BACKWARD),
-        _E.SAYS,
-        launched=True,
-        ranks=_ALL_WRITE,
-        words=("Another rank ended",),
-    ),
-    Fault(
-        "stopped under another launcher",
-        "stop",
-        (*_FORWARD, *_BACKWARD),
-        _E.SAYS,
-        launched=True,
-        ranks=_ALL_WRITE,
-        words=("Another rank ended",),
-    ),
-    Fault(
-        "store lost",
-        "lose store",
-        (*_FORWARD, *_BACKWARD),
-        _E.SAYS,
-        _ALL_WRITE,
-        launched=True,
-        words=("Another rank ended",),
-    ),
-    Fault(
         "crash between writes of a checkpoint", "kill", _WRITES, words=("SIGKILL",), steps=_SAVES
     ),
     Fault("disk full", "disk full", _WRITES[:6], words=("disk is full",), steps=_SAVES),
@@ -153,7 +124,7 @@ CATALOGUE: tuple[Fault, ...] = (
         "file may not grow",
         "file limit",
         _CHECKPOINT[:1],
-        ranks=_ALL_WRITE,
+        ranks=_FEW,
         words=("disk is full or a quota",),
         steps=_SAVES,
     ),
@@ -161,7 +132,7 @@ CATALOGUE: tuple[Fault, ...] = (
         "out of file descriptors",
         "descriptors",
         _CHECKPOINT[:1],
-        ranks=_ALL_WRITE,
+        ranks=_FEW,
         words=("too many open files",),
         steps=_SAVES,
     ),
@@ -183,12 +154,5 @@ CATALOGUE: tuple[Fault, ...] = (
         _BACKWARD[:1],
         _E.SAYS,
         words=("stopped being finite at step", "the norm of the gradients"),
-    ),
-    Fault(
-        "replica differs in one bit",
-        "flip parameter",
-        _places("data", 0),
-        ranks=(4,),
-        words=("Replicas have drifted apart",),
     ),
 )

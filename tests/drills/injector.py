@@ -7,7 +7,6 @@ forked from, and file operations are observed through Python's audit events.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import functools
 import json
@@ -26,7 +25,6 @@ import torch
 
 from shardgrad.diagnosis.flight_recorder import FlightRecorder, GroupLog, recorder
 from shardgrad.engine.grad_group import GradGroup
-from shardgrad.engine.param import local_of, managed_by
 from shardgrad.engine.param_group import ParamGroup, ParamState
 from shardgrad.engine.unit import units_under
 from shardgrad.programs.cli import main
@@ -233,15 +231,6 @@ def _kill_launcher(injector: FaultInjector) -> None:
     os.kill(os.getppid(), signal.SIGKILL)
 
 
-def _lose_store(injector: FaultInjector) -> None:
-    """Kills the process that hosts the store, and this rank, so that the other ranks query the
-    store.
-    """
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(int(os.environ["DRILL_STORE_PID"]), signal.SIGKILL)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def _turn_clock(hours: float) -> Callable[[FaultInjector], None]:
     def action(injector: FaultInjector) -> None:
         true_time = time.time
@@ -299,19 +288,6 @@ def _poison_loss(injector: FaultInjector) -> None:
     names["next_token_loss"] = poisoned
 
 
-def _flip_parameter(injector: FaultInjector) -> None:
-    """Flips one bit of one weight on this rank, as failing memory would."""
-    parameters = (
-        [] if injector.model is None else [p for p in injector.model.parameters() if p.ndim == 2]
-    )
-    for parameter in parameters:
-        managed = managed_by(parameter)
-        local = local_of(parameter if managed is None else managed.sharded).detach()
-        if local.numel():
-            local.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 20)
-            return
-
-
 def _sleep(injector: FaultInjector) -> None:
     time.sleep(injector.plan.seconds)
 
@@ -334,13 +310,11 @@ _ACTIONS: dict[str, Callable[[FaultInjector], None]] = {
     "interrupt": _interrupt_once,
     "interrupt twice": _interrupt_twice,
     "kill launcher": _kill_launcher,
-    "lose store": _lose_store,
     "clock forward": _turn_clock(24.0),
     "clock back": _turn_clock(-24.0),
     "leave order": _leave_order,
     "poison gradient": _poison_gradient,
     "poison loss": _poison_loss,
-    "flip parameter": _flip_parameter,
 }
 
 

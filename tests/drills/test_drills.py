@@ -22,14 +22,11 @@ SHORT = [
     "exception on one rank",
     "out of memory in backward",
     "one rank leaves the order",
-    "killed under another launcher",
-    "store lost",
     "crash between writes of a checkpoint",
     "disk full",
     "Ctrl-C twice",
     "launcher killed",
     "NaN in the loss",
-    "replica differs in one bit",
 ]
 
 

@@ -56,16 +56,6 @@ PATHS = st.one_of(
     st.sampled_from(["run/config.json", "settings.json", "text", "/dev/zero", "x" * 300]),
     WORDS,
 )
-OVERRIDES = st.one_of(
-    st.tuples(
-        st.sampled_from(
-            ["layers", "width", "heads", "tied", "vocab_size", "norm_eps", "layer", ""]
-        ),
-        st.sampled_from(["=", "==", "", " = "]),
-        st.one_of(NUMBERS, WORDS, st.sampled_from(["true", "[1]", "[" * 5000])),
-    ).map("".join),
-    WORDS,
-)
 MESHES = st.one_of(
     st.sampled_from(["2", "2x2", "4x16", "1x1", "0x2", "2x2x2", "x", "²x2"]), NUMBERS
 )
@@ -79,12 +69,10 @@ FUNCTIONS = st.one_of(
 # value.
 TEXTS = {
     "--audit": FUNCTIONS,
-    "--config": PATHS,
     "--data": PATHS,
     "--mesh": MESHES,
     "--model": FUNCTIONS,
     "--only": st.one_of(st.sampled_from(["model", "w", "groups", "/", "."]), WORDS),
-    "--override": OVERRIDES,
     **dict.fromkeys(("--cp", "--ep", "--float8", "--pp", "--tp"), st.one_of(NUMBERS, WORDS)),
     "--preset": st.one_of(st.sampled_from(list(PRESETS)), WORDS),
     "--wire-dtype": st.one_of(st.just("bf16"), WORDS),
@@ -221,9 +209,6 @@ def call(words: list[str], variables: dict[str, str]) -> str:
             mock.patch("shardgrad.programs.train.launch.launch_ranks", _read_as_ranks_do)
         )
         stack.enter_context(
-            mock.patch("shardgrad.programs.train.launch.run_rank", _read_as_ranks_do)
-        )
-        stack.enter_context(
             mock.patch("shardgrad.programs.audit.audit._run", return_value=[_LEFT_OUT])
         )
         stack.enter_context(mock.patch("shardgrad.programs.plan.planning.make_plan", _made_sense))
@@ -289,7 +274,7 @@ def feed_damaged(case: tuple[tuple[str, ...], str, int, list[tuple[int, str, byt
 
 SIZES = st.one_of(st.integers(1, 64), st.sampled_from([2**10, 2**16, 2**20, 2**22, 2**24]))
 REQUESTS = st.fixed_dictionaries(
-    {"preset": st.just("tiny"), "override": st.fixed_dictionaries({"layers": st.integers(1, 2)})},
+    {"preset": st.just("tiny")},
     optional={
         "ranks": SIZES.filter(lambda size: size <= 2**20),
         "batch_size": SIZES.filter(lambda size: size <= 2**16),

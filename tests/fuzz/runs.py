@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from shardgrad.graphs import preflight
 from shardgrad.programs.checkpoint import lock
-from shardgrad.programs.train.config import TrainConfig, mesh_shape, read_settings, resumed
+from shardgrad.programs.plan.request import mesh_shape
+from shardgrad.programs.train.config import TrainConfig, read_settings, resumed
 from shardgrad.programs.train.corpus import load_corpus
 from shardgrad.programs.train.failure import TrainingError
-from shardgrad.programs.train.launcher import torchrun_world_size
 from shardgrad.programs.train.parallel import World
 from shardgrad.programs.train.record import RunRecord
 from shardgrad.programs.train.texts import find_text
@@ -121,16 +121,9 @@ VARIABLES = st.one_of(
 
 
 def feed_environment(variables: dict[str, str]) -> str:
-    """What launchers say, and what decides whether a graph can be captured."""
+    """What decides whether a graph can be captured."""
     with mock.patch.dict(os.environ, variables):
         preflight.environment_issues(torch.device("cuda"), [])
-        try:
-            world_size = torchrun_world_size()
-        except TrainingError:
-            return "refused"
-    if world_size is None:
-        return "no launcher"
-    assert 0 <= int(variables["RANK"]) < world_size
     return "taken"
 
 
@@ -142,11 +135,11 @@ KEYS = st.one_of(FIELDS, st.sampled_from(["unknown", "batch-size", "", "a.b"]))
 
 def feed_saved_settings(changes: list[tuple[list[int], str, Any]]) -> str:
     """A `config.json` of which parts were changed, resumed on another number of ranks."""
-    right = json.loads(TrainConfig(ranks=2, batch_size=6, override={"layers": 1}).to_json())
+    right = json.loads(TrainConfig(ranks=2, batch_size=6).to_json())
     path = scratch() / "config.json"
     path.write_text(json.dumps(changed(right, changes)), encoding="utf-8")
     try:
-        resumed(TrainConfig(**read_settings(path)), {}, world_size=3)
+        resumed(TrainConfig(**read_settings(path)), {"ranks": 3})
     except TrainingError:
         return "refused"
     return "taken"
@@ -156,7 +149,7 @@ def feed_settings_file(text: bytes) -> str:
     path = scratch() / "settings.json"
     path.write_bytes(text)
     try:
-        resumed(TrainConfig(**read_settings(path)), {}, world_size=3)
+        resumed(TrainConfig(**read_settings(path)), {"ranks": 3})
     except TrainingError:
         return "refused"
     return "taken"

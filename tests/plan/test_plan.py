@@ -28,7 +28,7 @@ from shardgrad.programs.plan.timeline import Timeline, play
 from shardgrad.programs.train.display import nice_nbytes
 from shardgrad.programs.train.failure import UsageError
 from shardgrad.programs.train.model import Transformer
-from shardgrad.programs.train.presets import PRESETS, transformer_config
+from shardgrad.programs.train.presets import PRESETS
 
 # A rehearsal takes a second, or many where others use the machine.
 pytestmark = pytest.mark.timeout(400)
@@ -203,7 +203,7 @@ def test_without_a_measurement_a_plan_is_a_range_around_what_is_likely() -> None
 
 
 def test_model_flops_are_six_for_each_parameter_and_token() -> None:
-    config = transformer_config("tiny", {})
+    config = PRESETS["tiny"]
     with torch.device("meta"):
         matrices = sum(p.numel() for p in Transformer(config).parameters() if p.ndim == 2)
     attention = 12 * config.layers * config.width * TINY.seq_len  # PaLM's, of all heads together
@@ -261,10 +261,11 @@ def test_more_bandwidth_is_never_slower_and_more_ranks_are_never_faster() -> Non
 
 
 def test_an_embedding_and_a_head_of_their_own_need_not_be_gathered_together() -> None:
-    untied = replace(TINY, override={"tied": False, "vocab_size": 8192})
-    apart = rehearse(untied)
-    with mock.patch.object(Transformer, "ends", ()):
-        whole = rehearse(untied)
+    untied = replace(PRESETS["tiny"], tied=False, vocab_size=8192)
+    with mock.patch.dict(PRESETS, {"tiny": untied}):
+        apart = rehearse(TINY)
+        with mock.patch.object(Transformer, "ends", ()):
+            whole = rehearse(TINY)
     assert apart.units == whole.units + 2
     assert memory_of(apart).peak_nbytes < memory_of(whole).peak_nbytes
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -18,11 +19,11 @@ from shardgrad.programs.plan.recording import Transfer
 from shardgrad.programs.plan.rehearsal import rehearse
 from shardgrad.programs.plan.request import Request
 from shardgrad.programs.train.model import Transformer, materialise
-from shardgrad.programs.train.presets import transformer_config
+from shardgrad.programs.train.presets import PRESETS
 from shardgrad.programs.train.sharding import precision_policy
 from tests.support.ranks import Ranks
 
-NARROW = {"width": 64, "heads": 2, "kv_heads": 2, "hidden": 96}
+NARROW = replace(PRESETS["tiny"], width=64, heads=2, kv_heads=2, hidden=96)
 KINDS = {
     "_allgather_base_": "all-gather",
     "_reduce_scatter_base_": "reduce-scatter",
@@ -60,7 +61,7 @@ def train(
     names = ("shard",) if len(mesh_shape) == 1 else ("replicate", "shard")
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
     with torch.device("meta"):
-        model: Any = Transformer(transformer_config("tiny", NARROW))
+        model: Any = Transformer(NARROW)
     materialise(model, model, device=torch.device("cpu"), seed=0)
     policy = precision_policy(precision)
     for unit in (*model.layers, model):
@@ -113,8 +114,7 @@ def test_the_rehearsed_collectives_are_those_that_real_ranks_make(
     world = two_ranks if ranks == 2 else four_ranks
     real = world.run(train, mesh, precision, stage, accumulate, no_sync)
     request = Request(
-        preset="tiny",
-        override=NARROW,
+        preset="narrow",
         ranks=ranks,
         mesh="x".join(map(str, mesh)),
         precision=precision,
@@ -124,7 +124,8 @@ def test_the_rehearsed_collectives_are_those_that_real_ranks_make(
         batch_size=2,
         seq_len=16,
     )
-    rehearsal = rehearse(request)
+    with mock.patch.dict(PRESETS, {"narrow": NARROW}):
+        rehearsal = rehearse(request)
     written = [
         (e.kind, e.nbytes) for e in rehearsal.events if isinstance(e, Transfer) and e.ranks > 1
     ]

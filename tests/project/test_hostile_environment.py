@@ -80,7 +80,7 @@ def test_what_a_run_shows_is_escaped(capsys: pytest.CaptureFixture[str]) -> None
     console = Console(file=stream, width=100, force_terminal=True, color_system=None)
     with Display(1, EVIL, console=console) as display:
         display.note(EVIL)
-        display.progress(1, memory_nbytes=(1, 1), **dict.fromkeys(names, 1.0))
+        display.progress(1, **dict.fromkeys(names, 1.0))
     for shown in (capsys.readouterr().out, stream.getvalue()):
         assert not {"\x07", "\u202e"} & set(shown)
         assert "\x1b]" not in shown

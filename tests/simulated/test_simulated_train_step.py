@@ -4,7 +4,9 @@ numbers.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -16,13 +18,15 @@ from shardgrad.programs.train.config import TrainConfig
 from shardgrad.programs.train.corpus import Sampler
 from shardgrad.programs.train.optimizer import build_optimizer, build_schedule
 from shardgrad.programs.train.parallel import World
+from shardgrad.programs.train.presets import PRESETS, TransformerConfig
 from shardgrad.programs.train.sharding import build_model
 from shardgrad.programs.train.step import TrainStep
 from tests.simulated.accelerator.device import NAME, checked
 from tests.simulated.accelerator.virtual_ranks import on_virtual_ranks, one_at_a_time
 
 STEPS = 7
-SHAPE = {"width": 16, "layers": 2, "heads": 2, "kv_heads": 1, "hidden": 16}
+SMALL = TransformerConfig(width=16, layers=2, heads=2, kv_heads=1, hidden=16)
+UNTIED = replace(SMALL, tied=False)
 
 
 class OwnWorld(World):
@@ -71,14 +75,15 @@ def trained(config: TrainConfig) -> Seen:
         {
             "activation_checkpointing": True,
             "precision": "bf16-mixed",
-            "override": {**SHAPE, "tied": False},
+            "preset": "untied",
         },
     ],
     ids=" ".join,
 )
+@mock.patch.dict(PRESETS, {"tiny": SMALL, "untied": UNTIED})
 @on_virtual_ranks(2)
 def test_the_program_captures_its_step_and_trains_as_without(settings: dict[str, Any]) -> None:
-    common: dict[str, Any] = {"steps": STEPS, "seq_len": 8, "batch_size": 2, "override": SHAPE}
+    common: dict[str, Any] = {"steps": STEPS, "seq_len": 8, "batch_size": 2}
     common |= {"warmup_steps": 3, "lr": 1e-2, **settings}
     runs = []
     for graph in ("off", "auto"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from shardgrad.programs.train.generate import continued, shown
 from shardgrad.programs.train.model import Transformer, materialise
-from shardgrad.programs.train.presets import transformer_config
+from shardgrad.programs.train.presets import PRESETS
 from shardgrad.programs.train.record import RunRecord
 from tests.support.processes import run
 
@@ -45,7 +46,7 @@ def test_a_text_is_continued_by_what_is_likely_in_a_window_of_one_length() -> No
 def test_the_same_seed_chooses_the_same_text() -> None:
     torch.manual_seed(0)
     with torch.device("meta"):
-        model = Transformer(transformer_config("tiny", SMALL))
+        model = Transformer(replace(PRESETS["tiny"], **SMALL))
     materialise(model, model, device=CPU, seed=0)
     settings: dict[str, Any] = {"count": 20, "window": 16, "device": CPU}
     first, again, other = (continued(model, b"x", seed=seed, **settings) for seed in (1, 1, 2))
@@ -72,30 +73,25 @@ def test_a_compiled_run_has_the_losses_of_an_eager_one(tmp_path: Path) -> None:
     for compiled in (False, True):
         folder = tmp_path / f"compiled {compiled}"
         settings = {
-            "override": {"layers": 1, "width": 32, "hidden": 64, "heads": 2, "kv_heads": 2},
             **{
                 "ranks": 1,
                 "steps": 3,
                 "log_every": 1,
                 "batch_size": 2,
                 "seq_len": 16,
-                "plot": False,
             },
             **{"sample_bytes": 4, "data": __file__},
-            **{
-                "activation_checkpointing": True,
-                "compile": compiled,
-                "run_dir": str(folder),
-            },
+            "run_dir": str(folder),
         }
-        (tmp_path / "settings.json").write_text(json.dumps(settings))
+        options = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+        switches = ["--no-plot", "--activation-checkpointing", *(["--compile"] if compiled else [])]
         command = [
             sys.executable,
             "-m",
             "shardgrad",
             "train",
-            "--config",
-            str(tmp_path / "settings.json"),
+            *options,
+            *switches,
         ]
         environment = os.environ | {"PYTHONPATH": str(ROOT), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         done = run(command, cwd=tmp_path, env=environment, timeout_s=300)

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from shardgrad.engine.unit import units_under
 from shardgrad.programs.plan.world import fake_world
 from shardgrad.programs.train.config import TrainConfig
+from shardgrad.programs.train.presets import PRESETS
 from shardgrad.programs.train.sharding import build_model
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_an_embedding_and_a_head_are_units_of_their_own_and_a_tied_weight_is_the_roots(
-    tied: bool,
+    tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = TrainConfig(override={"width": 16, "heads": 2, "kv_heads": 2, "tied": tied})
+    small = replace(PRESETS["tiny"], width=16, heads=2, kv_heads=2, tied=tied)
+    monkeypatch.setitem(PRESETS, "tiny", small)
+    config = TrainConfig()
     with fake_world((2,)) as mesh:
         model = build_model(config, mesh, torch.device("cpu"))
         model(torch.zeros(1, 2, dtype=torch.int64))

@@ -27,7 +27,7 @@ from tests.support.programs import Program
 STEPS, HALF = 6, 3
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 100  # programs that interpreters start may have to wait for a core
-# Two blocks of a few thousand parameters; every step leaves a line.
+# A short run of the smallest model; every step leaves a line.
 MICRO = [
     *(
         "--device",
@@ -37,8 +37,6 @@ MICRO = [
         "--checkpoint-every",
         str(HALF),
     ),
-    *("--override", "width=32", "--override", "layers=2", "--override", "hidden=64"),
-    *("--override", "heads=2", "--override", "kv_heads=2"),
     *(
         "--seq-len",
         "32",
@@ -164,8 +162,6 @@ def test_a_run_leaves_its_settings_surroundings_metrics_and_checkpoints(two_rank
     assert began["shardgrad"].startswith(f"{shardgrad.__version__} (commit ")
     assert list(losses(two_ranks)) == list(range(1, STEPS + 1))
     assert losses(two_ranks)[STEPS] < losses(two_ranks)[1]
-    last = [event for event in events(two_ranks) if event["event"] == "step"][-1]
-    assert len(last["memory_nbytes"]) == 2
     assert {path.name for path in (two_ranks / "checkpoints").iterdir()} == {
         ".lock",
         "latest",
@@ -202,37 +198,12 @@ def test_one_and_two_ranks_make_the_same_curve(one_rank: Path, two_ranks: Path) 
     assert losses(one_rank) == pytest.approx(losses(two_ranks), rel=1e-5)
 
 
-def test_replicas_of_shards_make_the_same_curve(two_ranks: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "hsdp"
-    train(*MICRO, "--mesh", "2x2", "--batch-size", "2", "--run-dir", folder)
-    assert losses(folder) == pytest.approx(losses(two_ranks), rel=1e-5)
-
-
-def test_torchrun_accumulation_and_recomputation_make_the_same_curve(
+def test_accumulation_and_recomputation_make_the_same_curve(
     two_ranks: Path, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "torchrun"
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "-m",
-        "shardgrad",
-        "train",
-    ]
-    options = [
-        "--batch-size",
-        "2",
-        "--accumulate",
-        "2",
-        "--activation-checkpointing",
-        "--run-dir",
-        str(folder),
-    ]
-    train(*MICRO, *options, program=torchrun)
-    assert losses(folder) == pytest.approx(losses(two_ranks), rel=1e-5)
+    options = ["--ranks", "2", "--batch-size", "2", "--accumulate", "2"]
+    train(*MICRO, *options, "--activation-checkpointing", "--run-dir", tmp_path)
+    assert losses(tmp_path) == pytest.approx(losses(two_ranks), rel=1e-5)
 
 
 def test_a_graph_where_there_is_none_is_refused_in_one_line(tmp_path: Path) -> None:
@@ -365,7 +336,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system with room for one checkpoint and a half."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=700k", "tmpfs", str(disk)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=18m", "tmpfs", str(disk)]
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("mounting a small file system is not permitted here")
     yield disk
@@ -385,15 +356,14 @@ def test_a_full_disk_leaves_the_last_whole_checkpoint(small_disk: Path) -> None:
         f"step_{HALF:06d}",
     }
     # Given room, it goes on:
-    subprocess.run(["mount", "-o", "remount,size=20m", str(small_disk)], check=True)
+    subprocess.run(["mount", "-o", "remount,size=60m", str(small_disk)], check=True)
     assert f"Resumed after step {HALF}." in train("--resume", folder)
 
 
 def test_a_file_that_may_not_grow_is_reported_like_a_full_disk(tmp_path: Path) -> None:
     # With tensors larger than a stream's buffer, PyTorch's archive writer hides the reason: ours
     # does not.
-    options = ["--ranks", "2", "--override", "hidden=2048"]
-    process = start(*MICRO, *options, "--run-dir", tmp_path / "run")
+    process = start(*MICRO, "--ranks", "2", "--run-dir", tmp_path / "run")
     # Inherited by the ranks.
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (100_000, 100_000))
     status, _, errors = end(process)

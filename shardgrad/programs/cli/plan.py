@@ -9,9 +9,7 @@ import click
 
 from shardgrad.programs.cli.command import Command, given
 from shardgrad.programs.plan.hardware import MachineOptions, machine_of
-from shardgrad.programs.plan.request import Request
-from shardgrad.programs.train.config import mesh_shape
-from shardgrad.programs.train.presets import transformer_config
+from shardgrad.programs.plan.request import Request, mesh_shape
 from shardgrad.programs.train.settings import Number, given_for, options_of
 
 _EXAMPLES = [
@@ -51,8 +49,6 @@ def plan(ctx: click.Context, /, mfu: float | None, **options: Any) -> None:
         from shardgrad.programs.function_named import function_named
 
         function_named(request.model, flag="--model")
-    else:
-        transformer_config(request.preset, request.override)
 
     import warnings
 

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from shardgrad.programs.cli.command import Command, is_debug
-from shardgrad.programs.train.config import TrainConfig, read_settings
+from shardgrad.programs.train.config import TrainConfig
 from shardgrad.programs.train.settings import given_for, options_of
 
 _NEWEST = ""  # the value of --resume without a folder
@@ -17,9 +17,8 @@ _NEWEST = ""  # the value of --resume without a folder
 _EXAMPLES = [
     "shardgrad train",
     "shardgrad train --preset small --data my_texts/ --steps 2000 --ranks 4",
-    "shardgrad train --mesh 2x2 --precision bf16-mixed --activation-checkpointing",
+    "shardgrad train --precision bf16-mixed --activation-checkpointing",
     "shardgrad train --resume",
-    "torchrun --nproc-per-node 2 -m shardgrad train",
 ]
 
 
@@ -38,29 +37,20 @@ _EXAMPLES = [
     help="Resume the run in this folder from its newest checkpoint; the number of ranks may "
     "differ.  [without RUN_DIR: the newest run in runs/]",
 )
-@click.option(
-    "--config",
-    "config_file",
-    type=click.Path(path_type=Path),
-    help="Read settings from a file such as a run's config.json; options on the command line take "
-    "precedence.",
-)
 @click.pass_context
 def train(
     ctx: click.Context,
     /,
     resume: str | None,
-    config_file: Path | None,
     **flags: Any,
 ) -> None:
     """Train a byte-level language model, by default on the source of Python's standard library.
 
-    Starts its own ranks (--ranks, --mesh), or runs as one of the ranks that torchrun started.
+    Starts its own ranks (--ranks), on one machine.
     Ctrl-C finishes the current step and saves a checkpoint; a second Ctrl-C stops at once.
     """
     from shardgrad.programs.train.launch import newest_run, prepare, start
 
-    given = read_settings(config_file) if config_file is not None else {}
-    given |= given_for(TrainConfig, flags)
+    given = given_for(TrainConfig, flags)
     folder = None if resume is None else newest_run() if resume == _NEWEST else Path(resume)
     sys.exit(start(prepare(given, resume=folder, debug=is_debug(ctx))))

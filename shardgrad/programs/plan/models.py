@@ -13,7 +13,7 @@ from shardgrad.programs.function_named import function_named
 from shardgrad.programs.plan.request import Request
 from shardgrad.programs.train.failure import TrainingError, UsageError
 from shardgrad.programs.train.model import Transformer
-from shardgrad.programs.train.presets import transformer_config
+from shardgrad.programs.train.presets import PRESETS
 
 Loss = Callable[[int, int], Tensor]
 
@@ -46,7 +46,7 @@ def build_plan_model(request: Request) -> PlanModel:
     """
     if request.model is not None:
         return _user_model(request.model)
-    config = transformer_config(request.preset, request.override)
+    config = PRESETS[request.preset]
     dense = _built(request.preset, lambda: Transformer(config))
     return PlanModel(request.preset, dense, "layers", _loss_of(dense), dense.ends)
 

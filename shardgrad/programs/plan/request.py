@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass
 
 import click
 
-from shardgrad.programs.train.config import mesh_shape
 from shardgrad.programs.train.failure import UsageError
-from shardgrad.programs.train.presets import PRESETS, Scalar
-from shardgrad.programs.train.settings import Pair, Whole, setting
+from shardgrad.programs.train.presets import PRESETS
+from shardgrad.programs.train.settings import Whole, setting
 
 MOST_RANKS = 2**20
+_MESH = re.compile(r"([1-9][0-9]{0,8})(?:x([1-9][0-9]{0,8}))?")
 
 
 @dataclass(frozen=True)
@@ -26,10 +28,6 @@ class Request:
     model: str | None = setting(
         None, "Plan the model that a function returns, MODULE:FUNCTION, instead of a built-in one."
     )
-    override: dict[str, Scalar] = setting(  # noqa: RUF009  # it calls `field`
-        dict, "Replace one field of the built-in model's configuration; may be repeated.", Pair()
-    )
-
     ranks: int = setting(
         8,
         "Number of ranks.  [default: the size of --mesh, or 8]",
@@ -72,8 +70,6 @@ class Request:
     no_sync: bool = setting(False, "Reduce gradients only after the last micro-batch.")
 
     def __post_init__(self) -> None:
-        if self.override and self.model is not None:
-            raise UsageError(f"--override is for --preset: change the function {self.model}.")
         mesh_shape(self.mesh, self.ranks)
         if self.stage == "hfsdp" and self.replicas == 1:
             raise UsageError(
@@ -101,3 +97,25 @@ class Request:
     def tokens(self) -> int:
         """Tokens of one rank in a step."""
         return self.batch_size * self.seq_len * self.accumulate
+
+
+def mesh_shape(text: str | None, ranks: int | None = None) -> tuple[int, ...]:
+    """Parses `2x2` into (2, 2), `4` into (4,) and None into ().
+
+    Raises:
+        UsageError: the text is not a mesh of one or two dimensions, or not one of `ranks` ranks.
+    """
+    if text is None:
+        return ()
+    found = _MESH.fullmatch(text.lower())
+    if found is None:
+        raise UsageError(
+            f"--mesh {text[:50]} is not a mesh: write 4 for four shards or 2x2 for two replicas of "
+            "two."
+        )
+    shape = tuple(int(part) for part in found.groups() if part)
+    if ranks not in (None, math.prod(shape)):
+        raise UsageError(
+            f"--mesh {text} has room for {math.prod(shape)} ranks, not {ranks}: correct one."
+        )
+    return shape

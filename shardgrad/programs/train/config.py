@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
-import re
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,13 +14,10 @@ from typing import Any
 import click
 
 from shardgrad.programs.train.failure import UsageError, reason_of
-from shardgrad.programs.train.presets import PRESETS, Scalar, suggestion, transformer_config
-from shardgrad.programs.train.settings import Number, Pair, Whole, converted, setting
+from shardgrad.programs.train.presets import PRESETS, suggestion
+from shardgrad.programs.train.settings import Number, Whole, converted, setting
 
-# A resumed run cannot change these: its checkpoint has the tensors of this model.
-MODEL_FIELDS = ("preset", "override")
 _FILE_NBYTES = 2**20  # of a file of settings
-_MESH = re.compile(r"([1-9][0-9]{0,8})(?:x([1-9][0-9]{0,8}))?")
 
 
 @dataclass(frozen=True)
@@ -34,9 +29,6 @@ class TrainConfig:
         "Size of the built-in transformer.",
         click.Choice(tuple(PRESETS)),
     )
-    override: dict[str, Scalar] = setting(  # noqa: RUF009  # it calls `field`
-        dict, "Replace one field of the model's configuration; may be repeated.", Pair()
-    )
     data: str | None = setting(
         None, "File or folder to train on, read as bytes.  [default: Python's standard library]"
     )
@@ -45,14 +37,8 @@ class TrainConfig:
 
     ranks: int | None = setting(
         None,
-        "Number of ranks to start.  [default: one per accelerator, else 2; under torchrun, its "
-        "ranks]",
+        "Number of ranks to start.  [default: one per accelerator, else 2]",
         Whole(1),
-    )
-    mesh: str | None = setting(
-        None,
-        "Device mesh: 4 shards over 4 ranks; 2x2 is HSDP with 2 replicas of 2 shards.  [default: "
-        "shard over all ranks]",
     )
     device: str = setting(
         "auto",
@@ -61,8 +47,8 @@ class TrainConfig:
     )
     stage: str = setting(
         "3",
-        "ZeRO stage, as `zero_stage` of fully_shard; hfsdp needs a --mesh of two axes.",
-        click.Choice(("1", "2", "3", "auto", "hfsdp")),
+        "ZeRO stage, as `zero_stage` of fully_shard.",
+        click.Choice(("1", "2", "3", "auto")),
     )
     precision: str = setting(
         "fp32",
@@ -123,14 +109,6 @@ class TrainConfig:
     )
     keep: int = setting(2, "Number of checkpoints to keep.", Whole(1))
 
-    def __post_init__(self) -> None:
-        transformer_config(self.preset, self.override)
-        mesh = mesh_shape(self.mesh, self.ranks)
-        if self.stage == "hfsdp" and len(mesh) != 2:
-            raise UsageError(
-                "--stage hfsdp shards over two axes: give a mesh with both, such as --mesh 2x2."
-            )
-
     def global_batch(self, world_size: int) -> int:
         """Returns the number of sequences that one step consumes on all ranks together."""
         return self.batch_size * self.accumulate * world_size
@@ -138,28 +116,6 @@ class TrainConfig:
     def to_json(self) -> str:
         """Returns the text of `config.json`."""
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
-
-
-def mesh_shape(text: str | None, ranks: int | None = None) -> tuple[int, ...]:
-    """Parses `2x2` into (2, 2), `4` into (4,) and None into ().
-
-    Raises:
-        UsageError: the text is not a mesh of one or two dimensions, or not one of `ranks` ranks.
-    """
-    if text is None:
-        return ()
-    found = _MESH.fullmatch(text.lower())
-    if found is None:
-        raise UsageError(
-            f"--mesh {text[:50]} is not a mesh: write 4 for four shards or 2x2 for two replicas of "
-            "two."
-        )
-    shape = tuple(int(part) for part in found.groups() if part)
-    if ranks not in (None, math.prod(shape)):
-        raise UsageError(
-            f"--mesh {text} has room for {math.prod(shape)} ranks, not {ranks}: correct one."
-        )
-    return shape
 
 
 def read_settings(path: Path) -> dict[str, Any]:
@@ -185,15 +141,11 @@ def read_settings(path: Path) -> dict[str, Any]:
             raise UsageError(
                 f"{path} sets {name!r}, which does not exist: {suggestion(name, list(known))}"
             )
-    given = {name: value for name, value in settings.items() if value is not None}
-    override = given.pop("override", {})
-    if not isinstance(override, dict):
-        raise UsageError(f"{path} sets 'override' to no names and values: correct it there.")
-    values = {
+    return {
         name: converted(f"{path} sets {name!r}", known[name], value)
-        for name, value in given.items()
+        for name, value in settings.items()
+        if value is not None
     }
-    return {**values, "override": override} if override else values
 
 
 def read_text(path: Path) -> str:
@@ -220,9 +172,7 @@ def read_text(path: Path) -> str:
     return text
 
 
-def resumed(
-    saved: TrainConfig, changes: Mapping[str, Any], *, world_size: int | None
-) -> TrainConfig:
+def resumed(saved: TrainConfig, changes: Mapping[str, Any]) -> TrainConfig:
     """Returns the settings of a resumed run: the saved ones with `changes`, for the present number
     of ranks.
 
@@ -232,25 +182,20 @@ def resumed(
     Args:
         saved: the settings in `config.json`; `ranks` is the number of ranks of the saved run.
         changes: settings given for the resumed run.
-        world_size: number of ranks that a launcher started; None if `ranks` or `mesh` decides.
 
     Raises:
         UsageError: `changes` changes the model, or the ranks cannot share the global batch.
     """
-    for name in MODEL_FIELDS:
-        if name in changes and changes[name] != getattr(saved, name):
-            raise UsageError(
-                f"--{name} would change the model that was saved: leave it out to resume, or start "
-                "a new run."
-            )
+    if changes.get("preset", saved.preset) != saved.preset:
+        raise UsageError(
+            "--preset would change the model that was saved: leave it out to resume, or start a "
+            "new run."
+        )
     before = saved.ranks or 1
-    mesh = mesh_shape(changes.get("mesh"))
-    ranks = world_size or changes.get("ranks") or (math.prod(mesh) if mesh else before)
+    ranks = changes.get("ranks", before)
     settings = {**dataclasses.asdict(saved), "ranks": ranks}
-    if ranks != before:
-        settings["mesh"] = None
-        if not {"batch_size", "accumulate"} & set(changes):
-            settings |= _same_global_batch(saved, ranks)
+    if ranks != before and not {"batch_size", "accumulate"} & set(changes):
+        settings |= _same_global_batch(saved, ranks)
     return TrainConfig(**{**settings, **changes})
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from types import TracebackType
 from typing import Self
@@ -90,15 +89,12 @@ class Display:
         lr: float,
         grad_norm: float,
         tokens_per_s: float,
-        memory_nbytes: Sequence[int],
         remaining_s: float,
     ) -> None:
-        """Prints the metrics of a step on one line; sizes in bytes, times in seconds."""
-        # One number where all ranks have the same.
-        memory = "-".join(dict.fromkeys(nice_nbytes(end(memory_nbytes)) for end in (min, max)))
+        """Prints the metrics of a step on one line; times in seconds."""
         self.note(
             f"step {step}/{self._steps}  loss {loss:.4f}  lr {lr:.2e}  grad norm {grad_norm:.3f}  "
-            f"tokens/s {tokens_per_s:,.0f}  memory/rank {memory}  ETA {nice_seconds(remaining_s)}"
+            f"tokens/s {tokens_per_s:,.0f}  ETA {nice_seconds(remaining_s)}"
         )
 
 

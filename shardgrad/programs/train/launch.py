@@ -1,4 +1,4 @@
-"""Starts a run, new or resumed, in ranks started here or as one of torchrun's ranks.
+"""Starts a run, new or resumed, in ranks on this machine.
 
 This module does not import PyTorch, so that usage errors are reported at once.
 """
@@ -6,7 +6,6 @@ This module does not import PyTorch, so that usage errors are reported at once.
 from __future__ import annotations
 
 import dataclasses
-import math
 import tempfile
 import time
 from collections.abc import Mapping
@@ -14,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from shardgrad.extras import require
-from shardgrad.programs.train.config import TrainConfig, mesh_shape, read_settings, resumed
+from shardgrad.programs.train.config import TrainConfig, read_settings, resumed
 from shardgrad.programs.train.failure import UsageError, reason_of
-from shardgrad.programs.train.launcher import launch_ranks, require_room, torchrun_world_size
-from shardgrad.programs.train.rank import Job, run_rank
+from shardgrad.programs.train.launcher import launch_ranks, require_no_launcher, require_room
+from shardgrad.programs.train.rank import Job
 from shardgrad.programs.train.texts import text_of
 
 RUNS = Path("runs")
@@ -35,30 +34,20 @@ def prepare(given: Mapping[str, Any], *, resume: Path | None, debug: bool) -> Jo
         UsageError: the settings are invalid.
         PartnerUnavailableError: a setting needs a package that is not installed.
     """
-    world_size = torchrun_world_size()
-    ranks = given.get("ranks")
-    if world_size is not None and ranks not in (None, world_size):
-        raise UsageError(
-            f"torchrun started {world_size} ranks, not the {ranks} of --ranks: drop --ranks."
-        )
+    require_no_launcher()
     if resume is None:
-        config, folder = _new_run(given, world_size)
+        config, folder = _new_run(given)
     else:
-        config, folder = _old_run(given, resume, world_size), resume
+        config, folder = _old_run(given, resume), resume
     _check_inputs(config)
-    if world_size is None:
-        require_room(config.ranks or 1)
+    require_room(config.ranks or 1)
     config = dataclasses.replace(config, run_dir=str(folder))
     return Job(config, folder, resume is not None, debug)
 
 
 def start(job: Job) -> int:
     """Trains, and returns the exit status."""
-    _require_writable(job.folder)
-    if torchrun_world_size() is not None:
-        run_rank(job)
-        return 0
-    job.folder.mkdir(parents=True, exist_ok=True)
+    _make_writable(job.folder)
     ranks = job.config.ranks
     if ranks is None:
         from shardgrad.programs.train.parallel import default_ranks  # imports PyTorch
@@ -68,13 +57,11 @@ def start(job: Job) -> int:
     return launch_ranks(dataclasses.replace(job, config=config), ranks)
 
 
-def _require_writable(folder: Path) -> None:
-    """Refuses a run folder that cannot be written, or made. Makes none: torchrun's ranks may name
-    several.
-    """
+def _make_writable(folder: Path) -> None:
+    """Makes a run folder; refuses one that cannot be made, or written."""
     try:
-        there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
-        with tempfile.TemporaryFile(dir=there):
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
             pass
     except (OSError, ValueError) as error:
         raise UsageError(
@@ -93,29 +80,25 @@ def newest_run() -> Path:
     return configs[-1].parent
 
 
-def _new_run(given: Mapping[str, Any], world_size: int | None) -> tuple[TrainConfig, Path]:
+def _new_run(given: Mapping[str, Any]) -> tuple[TrainConfig, Path]:
     config = TrainConfig(**given)
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{config.preset}"
     folder = Path(config.run_dir) if config.run_dir is not None else RUNS / name
-    # On every rank: torchrun waits half a minute for those that another has left alone. The first
-    # one writes the file when all have joined, after this.
     if (folder / "config.json").exists():
         raise UsageError(
             f"{folder} already holds a run: resume it with --resume {folder}, or choose another "
             "--run-dir."
         )
-    mesh = mesh_shape(config.mesh)
-    ranks = world_size or config.ranks or (math.prod(mesh) if mesh else None)
-    return dataclasses.replace(config, ranks=ranks), folder
+    return config, folder
 
 
-def _old_run(given: Mapping[str, Any], folder: Path, world_size: int | None) -> TrainConfig:
+def _old_run(given: Mapping[str, Any], folder: Path) -> TrainConfig:
     saved = _saved_config(folder)
     if given.get("run_dir") is not None and Path(given["run_dir"]).absolute() != folder.absolute():
         raise UsageError(
             f"--resume {folder} goes on in that folder: leave out --run-dir {given['run_dir']}."
         )
-    return resumed(saved, given, world_size=world_size)
+    return resumed(saved, given)
 
 
 def _check_inputs(config: TrainConfig) -> None:

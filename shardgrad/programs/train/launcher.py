@@ -1,11 +1,10 @@
-"""The launcher of a run: torchrun, as its environment tells, or its agent in this process.
+"""The launcher of a run: torchrun's agent, in this process.
 
 Only :func:`launch_ranks` imports PyTorch.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import signal
@@ -19,7 +18,6 @@ from shardgrad.programs.train.rank import Job, resume_hint, run_rank, tell
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-_LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _RANKS_PER_CORE = 16  # more only wait for each other
 _WHY: dict[int, str] = {
     signal.SIGKILL: ", as the system does when memory runs out",
@@ -107,28 +105,19 @@ def require_room(ranks: int) -> None:
     if ranks > most:
         raise UsageError(
             f"{ranks} ranks are to start on this machine, which has {available_cores()} cores: "
-            f"start at most {most} with --ranks or --mesh, or start them on several machines with "
-            "torchrun."
+            f"start at most {most} with --ranks."
         )
 
 
-def torchrun_world_size() -> int | None:
-    """Returns the number of ranks that a launcher started; None without one.
+def require_no_launcher() -> None:
+    """Refuses to be one of several ranks, each of which would start a run.
 
     Raises:
-        UsageError: a rank is no number, or not below the number of ranks.
+        UsageError: the environment is that of a rank.
     """
-    found = {name: os.environ[name] for name in _LAUNCHED if name in os.environ}
-    if not {"RANK", "WORLD_SIZE"} <= found.keys():
-        return None
-    with contextlib.suppress(ValueError):
-        numbers = {name: int(text) for name, text in found.items()}
-        size = numbers["WORLD_SIZE"]
-        local_size = numbers.get("LOCAL_WORLD_SIZE", size)
-        if 0 <= numbers["RANK"] < size and 0 <= numbers.get("LOCAL_RANK", 0) < local_size:
-            return size
-    words = ", ".join(f"{name} is {text!r:.50}" for name, text in found.items())
-    raise UsageError(
-        f"There can be no such rank: in the environment {words}. Correct the launcher, or unset "
-        "RANK and WORLD_SIZE to start without one."
-    )
+    if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        raise UsageError(
+            "RANK and WORLD_SIZE are set, as by torchrun, and this program starts its own ranks: "
+            "leave the launcher out, or unset them; for several machines, copy "
+            "examples/multi_node/train.py."
+        )

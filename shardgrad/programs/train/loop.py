@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
-from shardgrad.checks.replica_report import replica_report
 from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.errors import PartnerUnavailableError
 from shardgrad.extras import require
@@ -24,7 +24,7 @@ from shardgrad.programs.train.failure import Interrupted, TrainingError, UsageEr
 from shardgrad.programs.train.generate import continued, shown
 from shardgrad.programs.train.model import count_parameters
 from shardgrad.programs.train.optimizer import build_optimizer, build_schedule
-from shardgrad.programs.train.parallel import World, build_mesh, memory_nbytes
+from shardgrad.programs.train.parallel import World
 from shardgrad.programs.train.record import RunRecord
 from shardgrad.programs.train.sharding import build_model
 from shardgrad.programs.train.step import StepResult, TrainStep
@@ -64,7 +64,7 @@ def train(
         )
     series = Series(folder / "checkpoints", keep=config.keep)
     with one_writer(series, world):
-        mesh = build_mesh(world, config.mesh, timeout_s=config.timeout)
+        mesh = init_device_mesh(world.device.type, (world.world_size,))
         model = build_model(config, mesh, world.device)
         optimizer = build_optimizer(model, config)
         state = TrainState(model, optimizer, build_schedule(optimizer, config))
@@ -187,7 +187,7 @@ class Run:
         self._require_finite()
         mean = float(self._loss_sum) / self._unreported_steps
         self._loss_sum.zero_()
-        rows = self.world.gather([mean, float(memory_nbytes(self.world.device))])
+        means = self.world.gather(mean)
         now_s = time.perf_counter()
         state, config = self.state, self.config
         tokens = (
@@ -195,14 +195,13 @@ class Run:
         )
         elapsed_s = now_s - self._began_s
         a_step_s = elapsed_s / (state.step - self._first_step)
-        self._loss = sum(row[0] for row in rows) / len(rows)
+        self._loss = sum(means) / len(means)
         metrics: dict[str, Any] = {
             "step": state.step,
             "loss": self._loss,  # since the last report
             "lr": result.lr,
             "grad_norm": float(result.grad_norm),
             "tokens_per_s": tokens / (now_s - self._reported_s),
-            "memory_nbytes": [int(row[1]) for row in rows],
             "remaining_s": a_step_s * (config.steps - state.step),
         }
         self._reported_s, self._unreported_steps = now_s, 0
@@ -237,24 +236,10 @@ class Run:
             "--lr or --clip, or use --precision fp32."
         )
 
-    def _require_same_replicas(self) -> None:
-        """Ends the run if replicas of parameters or optimizer state differ. A collective."""
-        report = replica_report(self.state.model, self.state.optimizer)
-        if not self.world.any(bool(report.differing)):
-            return
-        words = "; ".join(str(report).splitlines()[:3]) if report.differing else ""
-        told = next(filter(None, self.world.gather(words)))
-        raise TrainingError(
-            f"Replicas have drifted apart, found after step {self.state.step}: {told}. A rank "
-            "computes or remembers wrongly (failing memory or device?): resume, without that "
-            "machine if it happens again."
-        )
-
     def _save(self) -> None:
         recorder.enter("checkpoint")
         began_s = time.perf_counter()
         self._require_finite()
-        self._require_same_replicas()
         path = save_state(self.series, self.state, self.world)
         seconds = time.perf_counter() - began_s
         self._write("checkpoint", step=self.state.step, path=str(path), seconds=seconds)

@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from shardgrad.programs.train.failure import UsageError
-from shardgrad.programs.train.settings import Number, Whole, converted, setting
-
-Scalar = bool | int | float | str
 BYTE_VALUES = 256
-
-
-def _size(default: Any = dataclasses.MISSING, *, least: int = 1, most: int = 2**24) -> Any:
-    """Declares a size: beyond `most`, building the model would not end, or torch could not count
-    its elements.
-    """
-    return setting(default, "", Whole(least, most))
 
 
 @dataclass(frozen=True)
@@ -44,27 +31,16 @@ class TransformerConfig:
             divided by sqrt(2 * layers).
     """
 
-    width: int = _size()
-    layers: int = _size(most=10_000)
-    heads: int = _size()
-    kv_heads: int = _size()
-    hidden: int = _size()
-    vocab_size: int = _size(BYTE_VALUES, least=BYTE_VALUES)
-    tied: bool = setting(True, "")
-    rope_theta: float = setting(10_000.0, "", Number())
-    norm_eps: float = setting(1e-5, "", Number())
-    init_std: float = setting(0.02, "", Number())
-
-    def __post_init__(self) -> None:
-        if self.width % self.heads or (self.width // self.heads) % 2:
-            raise UsageError(
-                f"The model's width {self.width} does not split into {self.heads} heads of even "
-                "width: choose a width that is a multiple of twice the heads."
-            )
-        if self.heads % self.kv_heads:
-            raise UsageError(
-                f"The model's {self.heads} heads do not share {self.kv_heads} kv_heads evenly."
-            )
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    hidden: int
+    vocab_size: int = BYTE_VALUES
+    tied: bool = True
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+    init_std: float = 0.02
 
     @property
     def head_width(self) -> int:
@@ -108,23 +84,6 @@ PRESETS: Mapping[str, TransformerConfig] = {
         rope_theta=500_000.0,
     ),
 }
-
-
-def transformer_config(preset: str, overrides: Mapping[str, Scalar]) -> TransformerConfig:
-    """Returns a preset's configuration with some fields replaced.
-
-    Raises:
-        UsageError: there is no such field, or a value has another type.
-    """
-    fields = {field.name: field for field in dataclasses.fields(TransformerConfig)}
-    for name in overrides:
-        if name not in fields:
-            raise UsageError(f"The model has no field {name!r}: {suggestion(name, list(fields))}")
-    changes = {
-        name: converted(f"The model's {name}", fields[name], value)
-        for name, value in overrides.items()
-    }
-    return dataclasses.replace(PRESETS[preset], **changes)
 
 
 def suggestion(name: str, known: list[str]) -> str:

@@ -6,11 +6,8 @@ Only :func:`run_rank` imports PyTorch.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
-import signal
 import sys
-import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +27,7 @@ from shardgrad.programs.train.failure import (
 from shardgrad.programs.train.stop import StopRequest
 from shardgrad.programs.train.texts import text_of
 
-_PATIENCE_S = 5.0  # in which a launcher that has seen another rank end ends this one
+_PATIENCE_S = 5.0  # for the launcher
 _TELLERS = (0, 1)  # of the ranks that wait for another: if one of these is lost, the other tells it
 
 
@@ -69,25 +66,23 @@ def run_rank(job: Job) -> None:
 
         from shardgrad.programs.train.corpus import load_corpus
         from shardgrad.programs.train.loop import train
-        from shardgrad.programs.train.parallel import join, require_same_settings
+        from shardgrad.programs.train.parallel import join
 
         world = join(job.config)
         has_joined = True
         corpus = load_corpus(text_of(job.config))
-        folder = require_same_settings(world, job.config, folder, corpus.digest, resume=job.resume)
-        config = dataclasses.replace(job.config, run_dir=str(folder))
-        train(config, world, folder, corpus, stop, resume=job.resume)
+        train(job.config, world, folder, corpus, stop, resume=job.resume)
         dist.destroy_process_group()
     except BaseException as error:  # CheckpointException of torch is not an Exception
+        failure = explain(error)
+        # A launcher that has seen another rank end says how, and terminates this one.
+        is_told = isinstance(failure, PeerLost) and stop.terminated_within(_PATIENCE_S)
         stop.close()
         if job.debug:
             traceback.print_exc()
-        failure = explain(error)
-        if isinstance(failure, PeerLost):
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            time.sleep(_PATIENCE_S)
         try:
-            tell(_report(error, failure, rank, folder, has_joined=has_joined))
+            if not is_told:
+                tell(_report(error, failure, rank, folder, has_joined=has_joined))
         finally:
             # Not sys.exit: the backends' threads may wait for ranks that have ended.
             os._exit(failure.exit_status)

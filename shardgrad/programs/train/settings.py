@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -56,19 +56,6 @@ class Number(click.FloatRange):
         return number
 
 
-class Pair(click.ParamType):  # type: ignore[type-arg]
-    """`layers=2`, of which the value is a text."""
-
-    name = "key=value"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[str, str]:
-        """Returns the key and the value."""
-        key, _, rest = value.partition("=")
-        if not (key and rest):
-            self.fail(f"{value!r} is not KEY=VALUE: write, for example, layers=2.", param, ctx)
-        return key, rest
-
-
 def setting(
     default: Any,
     words: str,
@@ -77,15 +64,11 @@ def setting(
     """Declares a field of a dataclass as a setting, whose option has the field's name with dashes.
 
     Args:
-        default: its value if it is not given; `dict` for pairs, which may be given several times; a
-            boolean is a switch.
+        default: its value if it is not given; a boolean is a switch.
         words: help.
         kind: click's type of its values.
     """
-    facts = {"help": words, "kind": kind}
-    if default is dict:
-        return dataclasses.field(default_factory=dict, metadata=facts)
-    return dataclasses.field(default=default, metadata=facts)
+    return dataclasses.field(default=default, metadata={"help": words, "kind": kind})
 
 
 def converted(what: str, one: dataclasses.Field[Any], value: object) -> Any:
@@ -101,31 +84,24 @@ def converted(what: str, one: dataclasses.Field[Any], value: object) -> Any:
         raise UsageError(f"{what}: {error.message}") from None
 
 
-def options_of(*classes: type) -> _Decorator:
+def options_of(*classes: Any) -> _Decorator:
     """Returns a decorator that adds one option to a command for each setting of dataclasses; one
-    that was not given is None, or ().
+    that was not given is None.
     """
 
     def add(command: Callable[..., None]) -> Callable[..., None]:
-        for one in reversed(list(_settings_of(*classes))):
-            command = _option(one)(command)
+        for each in reversed(classes):
+            for one in reversed(dataclasses.fields(each)):
+                command = _option(one)(command)
         return command
 
     return add
 
 
-def given_for(cls: type, flags: dict[str, Any]) -> dict[str, Any]:
+def given_for(cls: Any, flags: dict[str, Any]) -> dict[str, Any]:
     """Returns the values of a dataclass's settings that were given on the command line."""
-    values = {one.name: (one.metadata["kind"], flags[one.name]) for one in _settings_of(cls)}
-    return {
-        name: dict(value) if isinstance(kind, Pair) else value
-        for name, (kind, value) in values.items()
-        if value not in (None, ())
-    }
-
-
-def _settings_of(*classes: type) -> Iterator[dataclasses.Field[Any]]:
-    return (one for each in classes for one in dataclasses.fields(each) if one.metadata)
+    names = (one.name for one in dataclasses.fields(cls))
+    return {name: flags[name] for name in names if flags[name] is not None}
 
 
 def _option(one: dataclasses.Field[Any]) -> _Decorator:
@@ -134,8 +110,6 @@ def _option(one: dataclasses.Field[Any]) -> _Decorator:
     if isinstance(default, bool):
         switch = f"--no-{flag[2:]}" if default else flag
         return click.option(switch, one.name, flag_value=not default, default=None, help=words)
-    if default is dataclasses.MISSING:
-        return click.option(flag, one.name, type=kind, multiple=True, help=words)
     if default is not None and "[default" not in words:
         words += f"  [default: {default}]"
     return click.option(flag, one.name, type=kind, default=None, help=words)

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from shardgrad import FSDPModule, fully_shard
 from shardgrad.programs.train.config import TrainConfig
 from shardgrad.programs.train.model import Transformer, materialise
-from shardgrad.programs.train.presets import transformer_config
+from shardgrad.programs.train.presets import PRESETS
 
 
 def build_model(config: TrainConfig, mesh: DeviceMesh, device: torch.device) -> Transformer:
@@ -29,9 +29,9 @@ def build_model(config: TrainConfig, mesh: DeviceMesh, device: torch.device) -> 
     """
     arguments: dict[str, Any] = {"mesh": mesh, "mp_policy": precision_policy(config.precision)}
     if config.stage != "3":
-        arguments["zero_stage"] = int(config.stage) if config.stage.isdigit() else config.stage
+        arguments["zero_stage"] = "auto" if config.stage == "auto" else int(config.stage)
     with torch.device("meta"):
-        model = Transformer(transformer_config(config.preset, config.override))
+        model = Transformer(PRESETS[config.preset])
 
     def fill(part: nn.Module) -> None:
         materialise(model, part, device=device, seed=config.seed)

@@ -10,7 +10,7 @@ from types import FrameType
 
 from shardgrad.programs.train.failure import Interrupted
 
-# A terminal and torchrun may each forward the same request.
+# A terminal and the launcher may each forward the same request.
 ECHO_S = 1.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -23,6 +23,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self._first_s: float | None = None
+        self._is_terminated = False
         self._parent = os.getppid()
 
     def install(self) -> StopRequest:
@@ -42,8 +43,16 @@ class StopRequest:
         """Whether to finish the step, save, and exit."""
         return self._first_s is not None or os.getppid() != self._parent
 
+    def terminated_within(self, seconds: float) -> bool:
+        """Returns whether the launcher has asked this process to end, or does so in time."""
+        end_s = time.monotonic() + seconds
+        while not self._is_terminated and time.monotonic() < end_s:
+            time.sleep(0.1)
+        return self._is_terminated
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         now_s = time.monotonic()
+        self._is_terminated |= number == signal.SIGTERM
         if self._first_s is None:
             self._first_s = now_s
             if number == signal.SIGINT:
