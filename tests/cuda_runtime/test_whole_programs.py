@@ -26,7 +26,7 @@ STEPS = 6
 MICRO = [
     *("--steps", str(STEPS), "--checkpoint-every", "3", "--seq-len", "32", "--log-every", "1"),
     *("--warmup-steps", "2"),
-    *("--batch-size", "4", "--device", "accelerator"),
+    *("--batch-size", "4"),
     *("--data", argparse.__file__, "--no-plot", "--sample-bytes", "0", "--clip", "0.1"),
 ]
 

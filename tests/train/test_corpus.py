@@ -28,7 +28,6 @@ def whole(corpus: Corpus) -> bytes:
 def test_the_standard_library_is_read_alike_each_time_and_no_further_than_the_limit() -> None:
     first, second = corpus_of(None, limit_nbytes=200_000), corpus_of(None, limit_nbytes=200_000)
     assert len(first.text) == 200_000
-    assert first.digest == second.digest
     assert torch.equal(first.text, second.text)
     assert whole(first).startswith(Path(abc_file()).read_bytes()[:1000])
 

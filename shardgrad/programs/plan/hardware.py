@@ -26,38 +26,6 @@ _MARGIN = 0.12
 
 
 @dataclass(frozen=True)
-class Device:
-    """One accelerator.
-
-    Attributes:
-        name: name on the command line.
-        memory_nbytes: memory of the device in bytes.
-        flops: dense peak FLOP/s in "fp32", and in "bf16" or another dtype of 16 bits.
-        bandwidth: memory bandwidth in bytes per second.
-        slowdowns: factors on the durations of forward and backward without a measurement, for the
-            fastest, the likely and the slowest program: quantiles of published runs
-            (docs/explanation/scaling.md).
-        link: name of the fastest link inside a node.
-        source: source of the numbers.
-    """
-
-    name: str
-    memory_nbytes: int
-    flops: Mapping[str, float]
-    bandwidth: float
-    slowdowns: tuple[float, float, float]
-    link: str
-    source: str
-
-    @property
-    def margin_nbytes(self) -> int:
-        """Memory to leave free: fragmentation of the allocator, and what NCCL and libraries take
-        later.
-        """
-        return int(_MARGIN * self.memory_nbytes)
-
-
-@dataclass(frozen=True)
 class Link:
     """A link between devices or nodes, used by one collective at a time.
 
@@ -77,46 +45,55 @@ class Link:
     source: str
 
 
+@dataclass(frozen=True)
+class Device:
+    """One accelerator.
+
+    Attributes:
+        name: name on the command line.
+        memory_nbytes: memory of the device in bytes.
+        flops: dense peak FLOP/s in "fp32", and in "bf16" or another dtype of 16 bits.
+        bandwidth: memory bandwidth in bytes per second.
+        slowdowns: factors on the durations of forward and backward without a measurement, for the
+            fastest, the likely and the slowest program: quantiles of published runs
+            (docs/explanation/scaling.md).
+        link: the link inside a node.
+        source: source of the numbers.
+    """
+
+    name: str
+    memory_nbytes: int
+    flops: Mapping[str, float]
+    bandwidth: float
+    slowdowns: tuple[float, float, float]
+    link: Link
+    source: str
+
+    @property
+    def margin_nbytes(self) -> int:
+        """Memory to leave free: fragmentation of the allocator, and what NCCL and libraries take
+        later.
+        """
+        return int(_MARGIN * self.memory_nbytes)
+
+
 def _us(*values: float) -> tuple[float, float, float]:
     first, second, third = (value * 1e-6 for value in values)
     return first, second, third
 
 
 _NCCL = "hops: NCCL 2.30 src/graph/tuning.cc (commit 5067397)"
-_NVLINK_HOPS = _us(0.6, 1.9, 3.4), _us(0.6, 1.25, 4.0)
-_PCI_HOPS = _us(1.0, 2.5, 5.7), _us(1.0, 1.9, 4.0)
 _NET_HOPS = _us(2.7, 4.0, 14.0), _us(5.0, 8.5, 14.0)
 
-LINKS: Mapping[str, Link] = {
-    link.name: link
-    for link in (
-        Link(
-            "nvlink3",
-            240 * GB,
-            *_NVLINK_HOPS,
-            f"12 links x 20 GB/s: nccl src/graph/topo.h; {_NCCL}",
-        ),
-        Link(
-            "nvlink4",
-            370 * GB,
-            *_NVLINK_HOPS,
-            f"18 links x 20.6 GB/s, as measured: nccl-tests#212; {_NCCL}",
-        ),
-        Link(
-            "nvlink5",
-            722 * GB,
-            *_NVLINK_HOPS,
-            f"18 links x 40.1 GB/s: nccl src/graph/topo.h; {_NCCL}",
-        ),
-        Link(
-            "pcie4",
-            24 * GB,
-            *_PCI_HOPS,
-            f"x16, 24 GB/s: nccl src/graph/topo.h counts 12 for gen 3; {_NCCL}",
-        ),
-        Link("pcie5", 48 * GB, *_PCI_HOPS, f"x16, twice gen 4; {_NCCL}"),
-    )
-}
+
+def _nvlink(name: str, bandwidth: float, source: str) -> Link:
+    hops = _us(0.6, 1.9, 3.4), _us(0.6, 1.25, 4.0)
+    return Link(name, bandwidth, *hops, f"{source}; {_NCCL}")
+
+
+_NVLINK3 = _nvlink("nvlink3", 240 * GB, "12 links x 20 GB/s: nccl src/graph/topo.h")
+_NVLINK4 = _nvlink("nvlink4", 370 * GB, "18 links x 20.6 GB/s, as measured: nccl-tests#212")
+_NVLINK5 = _nvlink("nvlink5", 722 * GB, "18 links x 40.1 GB/s: nccl src/graph/topo.h")
 
 # Of 8 cards of 400 Gbit/s, 400 GB/s, collectives over 2 to 4 nodes reach 320 to 330 (nccl#1221):
 # 0.8. NCCL itself counts 12 GB/s for 100 Gbit/s (src/graph/topo.h), 0.96, before contention.
@@ -137,7 +114,6 @@ NETWORKS: Mapping[str, Link] = {
         _card("ib200", 200, "InfiniBand HDR"),
         _card("eth400", 400, "Ethernet with RoCE"),
         _card("eth100", 100, "Ethernet with RoCE"),
-        _card("eth25", 25, "Ethernet"),
     )
 }
 
@@ -149,21 +125,12 @@ DEVICES: Mapping[str, Device] = {
     device.name: device
     for device in (
         Device(
-            "a100-40",
-            40 * GIB,
-            {"fp32": 19.5e12, "bf16": 312e12},
-            1555 * GB,
-            _AMPERE,
-            "nvlink3",
-            "NVIDIA A100 datasheet, SXM 40 GB",
-        ),
-        Device(
             "a100",
             80 * GIB,
             {"fp32": 19.5e12, "bf16": 312e12},
             2039 * GB,
             _AMPERE,
-            "nvlink3",
+            _NVLINK3,
             "NVIDIA A100 datasheet, SXM 80 GB",
         ),
         Device(
@@ -172,7 +139,7 @@ DEVICES: Mapping[str, Device] = {
             {"fp32": 67e12, "bf16": 989e12},
             3350 * GB,
             _HOPPER,
-            "nvlink4",
+            _NVLINK4,
             "NVIDIA H100 datasheet, SXM",
         ),
         Device(
@@ -181,7 +148,7 @@ DEVICES: Mapping[str, Device] = {
             {"fp32": 67e12, "bf16": 989e12},
             4800 * GB,
             _HOPPER,
-            "nvlink4",
+            _NVLINK4,
             "NVIDIA H200 datasheet, SXM",
         ),
         Device(
@@ -190,7 +157,7 @@ DEVICES: Mapping[str, Device] = {
             {"fp32": 75e12, "bf16": 2250e12},
             7700 * GB,
             _HOPPER,
-            "nvlink5",
+            _NVLINK5,
             "NVIDIA DGX B200 datasheet",
         ),
     )
@@ -247,11 +214,6 @@ class MachineOptions:
         Number(1, 2.0**30),
     )
     node: int = setting(8, "Number of devices in a node.", Whole(1, MOST_RANKS))
-    link: str | None = setting(
-        None,
-        "Link between the devices of a node.  [default: that of the device type]",
-        click.Choice(tuple(LINKS)),
-    )
     network: str = setting(
         "ib400", "Type of the network cards that connect nodes.", click.Choice(tuple(NETWORKS))
     )
@@ -280,7 +242,7 @@ def machine_of(device: str = "h100", **options: Any) -> Machine:
     return Machine(
         kind,
         chosen.node,
-        LINKS[chosen.link or kind.link],
+        kind.link,
         NETWORKS[chosen.network],
         chosen.cards or chosen.node,
         launch_s=0.0 if chosen.graph else EAGER_LAUNCH_S,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +14,6 @@ import click
 from shardgrad.programs.train.failure import UsageError, reason_of
 from shardgrad.programs.train.presets import PRESETS, suggestion
 from shardgrad.programs.train.settings import Number, Whole, converted, setting
-
-_FILE_NBYTES = 2**20  # of a file of settings
 
 
 @dataclass(frozen=True)
@@ -43,7 +39,7 @@ class TrainConfig:
     device: str = setting(
         "auto",
         "Device type to train on; auto uses the accelerator if there is one.",
-        click.Choice(("auto", "cpu", "accelerator")),
+        click.Choice(("auto", "cpu")),
     )
     stage: str = setting(
         "3",
@@ -128,11 +124,12 @@ def read_settings(path: Path) -> dict[str, Any]:
         UsageError: the file cannot be read or parsed, has an unknown name, or a value that makes no
             sense.
     """
-    text = read_text(path)
     try:
-        settings = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is not valid JSON ({error}): correct it there.") from error
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(
+            f"{path} cannot be read ({reason_of(error)}): correct it there."
+        ) from error
     if not isinstance(settings, dict):
         raise UsageError(f'{path} contains no settings: write {{"name": value}} for each.')
     known = {one.name: one for one in dataclasses.fields(TrainConfig)}
@@ -146,30 +143,6 @@ def read_settings(path: Path) -> dict[str, Any]:
         for name, value in settings.items()
         if value is not None
     }
-
-
-def read_text(path: Path) -> str:
-    """Reads a file that a person wrote: a regular one of at most 1 MiB, in UTF-8.
-
-    Raises:
-        UsageError: the file is something else, or cannot be read.
-    """
-    try:
-        # Non-blocking, so that opening a named pipe does not wait for a writer.
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as stream:
-            if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
-                raise UsageError(f"{path} is no regular file: give the path of one.")
-            content = stream.read(_FILE_NBYTES + 1)
-        text = content.decode("utf-8")
-    except (OSError, ValueError) as error:  # ValueError: a path that no file can have, or no UTF-8
-        raise UsageError(
-            f"{path} cannot be read ({reason_of(error)}): correct the path, or the file."
-        ) from error
-    if len(content) > _FILE_NBYTES:
-        raise UsageError(
-            f"{path} has more than {_FILE_NBYTES} bytes, as no settings have: correct the path."
-        )
-    return text
 
 
 def resumed(saved: TrainConfig, changes: Mapping[str, Any]) -> TrainConfig:

@@ -20,13 +20,11 @@ class Corpus:
         text: uint8 `[bytes]`.
         source: description of where the text was read from.
         file_count: number of files.
-        digest: SHA-256 of all bytes, with which a resumed run detects another text.
     """
 
     text: Tensor
     source: str
     file_count: int
-    digest: str
 
     def unigram_entropy(self) -> float:
         """Returns the entropy of the byte frequencies in nats per byte: the loss without any
@@ -51,8 +49,7 @@ def load_corpus(text: Text) -> Corpus:
         except OSError as error:
             raise UsageError(f"{file} cannot be read ({error}): correct --data.") from error
     whole = torch.frombuffer(content, dtype=torch.uint8)
-    digest = hashlib.sha256(content).hexdigest()
-    return Corpus(whole, text.source, len(text.parts), digest)
+    return Corpus(whole, text.source, len(text.parts))
 
 
 @dataclass(frozen=True)

@@ -130,13 +130,11 @@ class Run:
         config, corpus, parameters = self.config, self.corpus, count_parameters(self.state.model)
         if self._record is None:
             return
-        starts = [event for event in self._record.events() if event["event"] == "start"]
-        known = {str(event["digest"]) for event in starts if "digest" in event}
         self._record.begin(
             config,
             self.world,
             step=self.state.step,
-            facts={"parameters": parameters, "digest": corpus.digest, "corpus": corpus.source},
+            facts={"parameters": parameters, "corpus": corpus.source},
         )
         ranks = "1 rank" if self.world.world_size == 1 else f"{self.world.world_size} ranks"
         self.display.note(
@@ -146,10 +144,6 @@ class Run:
         )
         if self.state.step:
             self.display.note(f"Resumed after step {self.state.step}.")
-        if known and corpus.digest not in known:
-            self.display.note(
-                "The text is not the one this run started with: training uses the new one."
-            )
         if config.plot:
             # Before the first step, not after the last: the run may take days.
             try:

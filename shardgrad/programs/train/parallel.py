@@ -88,14 +88,9 @@ def default_ranks(config: TrainConfig) -> int:
 
 
 def _choose_device(wish: str, rank: int) -> torch.device:
-    present = torch.accelerator.is_available()
-    if wish == "cpu" or (wish == "auto" and not present):
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if wish == "cpu" or accelerator is None:
         return torch.device("cpu")
-    accelerator = torch.accelerator.current_accelerator() if present else None
-    if accelerator is None:
-        raise UsageError(
-            "PyTorch sees no accelerator here: use --device cpu, or install PyTorch for yours."
-        )
     count = torch.accelerator.device_count()
     if rank >= count:
         raise UsageError(
