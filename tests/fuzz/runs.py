@@ -20,8 +20,6 @@ from shardgrad.programs.plan.request import mesh_shape
 from shardgrad.programs.train.config import TrainConfig, read_settings, resumed
 from shardgrad.programs.train.corpus import load_corpus
 from shardgrad.programs.train.failure import TrainingError
-from shardgrad.programs.train.parallel import World
-from shardgrad.programs.train.record import RunRecord
 from shardgrad.programs.train.texts import find_text
 from tests.fuzz.inputs import (
     CHANGES,
@@ -33,36 +31,7 @@ from tests.fuzz.inputs import (
     scratch,
 )
 
-WORLD = World(0, 1, torch.device("cpu"), None)  # type: ignore[arg-type]  # one rank
-
-
 # -- a run folder
-
-EVENTS = st.lists(
-    st.one_of(
-        st.dictionaries(
-            st.sampled_from(["event", "step", "loss", "digest", "x"]),
-            st.one_of(ODD, st.sampled_from(["start", "step", "checkpoint", 1, 2.5])),
-            max_size=5,
-        ).map(lambda event: json.dumps(event).encode()),
-        st.binary(max_size=40),
-    ),
-    max_size=6,
-).map(b"\n".join)
-
-
-def feed_metrics(text: bytes) -> str:
-    folder = scratch() / "run"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    (folder / "metrics.jsonl").write_bytes(text)
-    record = RunRecord(folder)
-    record.begin(TrainConfig(ranks=1), WORLD, step=3, facts={"digest": "abc"})
-    assert record.events()[-1]["event"] == "start"
-    for event in record.events():
-        float(event["step"]), float(event.get("loss", 0.0))
-    return "read"
-
 
 LOCKS = st.one_of(
     st.binary(max_size=100),
@@ -235,7 +204,6 @@ def feed_text(case: tuple[list[str], str, int, int]) -> str:
 
 
 TARGETS = {
-    "metrics": Target(EVENTS, feed_metrics),
     "lock": Target(LOCKS, feed_lock),
     "environment": Target(VARIABLES, feed_environment),
     "saved settings": Target(CHANGES, feed_saved_settings),

@@ -45,3 +45,11 @@ def test_the_end_of_the_launcher_is_a_request(monkeypatch: pytest.MonkeyPatch) -
     assert not stop.requested
     monkeypatch.setattr(os, "getppid", lambda: 1)
     assert stop.requested
+
+
+def test_a_rank_that_waits_for_another_is_ended_by_the_launcher_and_not_by_a_person() -> None:
+    stop = StopRequest()
+    stop._on_signal(signal.SIGINT, None)
+    assert not stop.terminated_within(0.2)
+    stop._on_signal(signal.SIGTERM, None)
+    assert stop.terminated_within(60.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import time
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -53,8 +54,7 @@ class RunRecord:
         """
         make_folder(self._folder)
         replace_synced(self._folder / "config.json", config.to_json())
-        events = ((line, _event(line)) for line in _lines(self._metrics))
-        kept = (line for line, event in events if event is None or event["step"] <= step)
+        kept = (json.dumps(event) for event in self.events() if event["step"] <= step)
         replace_synced(self._metrics, "".join(line + "\n" for line in kept))
         now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         self.write("start", step=step, time=now, **_surroundings(world), **facts)
@@ -70,11 +70,14 @@ class RunRecord:
             self._board.flush()
 
     def events(self) -> list[dict[str, Any]]:
-        """Returns the readable events; each has an `event` and a `step`, and its `loss` is a
-        number.
-        """
-        events = map(_event, _lines(self._metrics))
-        return [event for event in events if event is not None]
+        """Returns the events; a line that a crash cut short is none."""
+        events = []
+        if self._metrics.is_file():
+            text = self._metrics.read_text(encoding="utf-8", errors="backslashreplace")
+            for line in text.splitlines():
+                with suppress(ValueError):
+                    events.append(json.loads(line))
+        return events
 
     def draw(self, *, unigram_entropy: float) -> Path | None:
         """Draws the loss curve and returns its file; None if matplotlib is not installed."""
@@ -93,23 +96,6 @@ class RunRecord:
         path = self._folder / "loss.png"
         figure.savefig(path, dpi=120)
         return path
-
-
-def _lines(path: Path) -> list[str]:
-    if not path.is_file():
-        return []
-    return path.read_text(encoding="utf-8", errors="backslashreplace").splitlines()
-
-
-def _event(line: str) -> dict[str, Any] | None:
-    """Returns the event on a line; None if it cannot be read, as where a crash cut it short."""
-    try:
-        event = json.loads(line)
-        is_whole = isinstance(event["event"], str) and type(event["step"]) is int
-        float(event.get("loss", 0.0)), float(event["step"])
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError):
-        return None
-    return event if is_whole else None
 
 
 def _surroundings(world: World) -> dict[str, Any]:
