@@ -7,6 +7,7 @@ does with more ranks is shown by tests/simulated.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -276,3 +277,37 @@ def test_a_replayed_step_returns_before_the_device_is_done(device: torch.device)
         step(x)
         step.poll()
     assert not busy.query(), "a replayed step made the host wait for the device"
+
+
+def python_calls_of_a_replay(layers: int, device: torch.device) -> int:
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(layers)]).to(device)
+    params = list(model.parameters())
+    optimizer = torch.optim.AdamW(params, capturable=True)
+
+    @shardgrad.graphed_step(model, optimizer)
+    def step(x: Tensor) -> None:
+        loss_of(model, x).backward()
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    calls, x = 0, torch.ones(2, 4, device=device)
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    for _ in range(WARMUP + 2):
+        step(x)
+    sys.setprofile(count)
+    try:
+        step(x)
+    finally:
+        sys.setprofile(None)
+    assert (step.captures, step.replays) == (1, 3)
+    return calls
+
+
+def test_a_replay_runs_no_python_for_each_parameter(device: torch.device) -> None:
+    """Neither of a plain model, nor of an optimizer's states, nor of a list that is clipped."""
+    assert python_calls_of_a_replay(2, device) == python_calls_of_a_replay(20, device)
