@@ -162,17 +162,20 @@ def separate_reductions(groups: Iterable[ParamGroup], *, enable: bool) -> None:
 
     A collective among these ranks.
     """
+    if not enable:
+        set_collectives(groups, reduce_group=None)
+        return
     separate: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for group in groups:
         ranks = tuple(dist.get_process_group_ranks(group.mesh.gather_group))
-        reduce_group = collectives_of(group).reduce_group if enable else None
-        if enable and reduce_group is None:
-            reduce_group = separate.get(ranks) or dist.new_group(
+        separate[ranks] = (
+            collectives_of(group).reduce_group
+            or separate.get(ranks)
+            or dist.new_group(
                 list(ranks), use_local_synchronization=True, group_desc="fsdp_reduce_scatter"
             )
-        if reduce_group is not None:
-            separate[ranks] = reduce_group
-        set_collectives([group], reduce_group=reduce_group)
+        )
+        set_collectives([group], reduce_group=separate[ranks])
 
 
 def stage_in_memory_of_process_group(unit: Unit, *, enable: bool) -> None:

@@ -122,7 +122,7 @@ class GradScaler:
                 fix="scaler.update() at the end of the iteration",
             )
         gradients = select(_params(optimizer))
-        gradients.multiply(self._on(_device_of(optimizer)).reciprocal())
+        gradients.multiply(self._on(_params(optimizer)[0].device).reciprocal())
         self._found[optimizer] = None
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -167,8 +167,19 @@ class GradScaler:
 
     @torch.no_grad()
     def _judge(self, optimizer: Optimizer) -> torch.Tensor:
-        """Returns the optimizer's float32 scalar, above zero if its gradients are not finite."""
-        found = _verdict(optimizer)
+        """Returns the optimizer's float32 scalar, above zero if its gradients are not finite.
+
+        A norm that was computed since the gradients came knows already.
+        """
+        params = _params(optimizer)
+        gradients = select(params)
+        chosen = gradients.selections
+        if gradients.plain or not chosen or not all(map(is_judged, chosen)):
+            found = find_nonfinite(params, params[0].device)
+        else:
+            known = {id(each.shard.nonfinite): each.shard.nonfinite for each in chosen}
+            first, *others = (verdict for verdict in known.values() if verdict is not None)
+            found = sum(others, first)
         if optimizer not in self._verdicts:
             self._verdicts[optimizer] = torch.empty_like(found)
         return self._verdicts[optimizer].copy_(found)
@@ -312,22 +323,3 @@ class GradScaler:
 
 def _params(optimizer: Optimizer) -> list[torch.Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
-
-
-def _device_of(optimizer: Optimizer) -> torch.device:
-    return _params(optimizer)[0].device
-
-
-def _verdict(optimizer: Optimizer) -> torch.Tensor:
-    """Returns a float32 device scalar, above zero if the optimizer's gradients are not finite.
-
-    A norm that was computed since the gradients came knows already.
-    """
-    params = _params(optimizer)
-    gradients = select(params)
-    chosen = gradients.selections
-    if gradients.plain or not chosen or not all(map(is_judged, chosen)):
-        return find_nonfinite(params, params[0].device)
-    known = {id(each.shard.nonfinite): each.shard.nonfinite for each in chosen}
-    verdicts = [verdict for verdict in known.values() if verdict is not None]
-    return sum(verdicts[1:], verdicts[0])

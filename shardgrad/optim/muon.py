@@ -19,6 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardgrad.engine.param import FSDPParam, managed_by
 from shardgrad.engine.param_group import group_of
+from shardgrad.engine.streams import is_capturing
 from shardgrad.engine.transports import reaches
 from shardgrad.errors import OptimizerParameterError, OptionError, unsupported
 from shardgrad.optim.flat import FlatOptimizer, Update
@@ -221,7 +222,7 @@ class Muon(FlatOptimizer):
         rank has the same segments, and joins the same exchanges.
         """
         left = list(updates)
-        self._is_in_graphs |= self._is_capturing()
+        self._is_in_graphs |= bool(updates) and is_capturing(updates[0].segment.device)
         for bucket in self._buckets(updates):
             bucket.run(left[: len(bucket.segments)])
             del left[: len(bucket.segments)]
