@@ -20,7 +20,7 @@ from shardgrad.checks.arguments import (
     refuse_wrong_types,
 )
 from shardgrad.checks.lost_work import refuse_hooks
-from shardgrad.checks.optimizer_hooks import watch_optimizers
+from shardgrad.checks.optimizer_hooks import hooks
 from shardgrad.checks.unowned_params import UnownedParams, note_ignored
 from shardgrad.compat.torch_views import show_to_torch, state_of
 from shardgrad.engine.calls import forward_around
@@ -35,7 +35,7 @@ from shardgrad.engine.comm_context import SecondStep
 from shardgrad.engine.lazy_init import lazy_init
 from shardgrad.engine.param import CLAIM, FSDPParam, is_extension, mark_sharded
 from shardgrad.engine.param_group import AllGather, GroupSpec, ParamGroup
-from shardgrad.engine.unit import Unit, attach_unit, unit_of
+from shardgrad.engine.unit import UNIT, Unit, unit_of
 from shardgrad.errors import OptionError, unsupported
 from shardgrad.module import swap_class
 from shardgrad.ops.library import check_kernels
@@ -348,7 +348,10 @@ def _commit(
             warn_of_padding(group.layout, group.dtype.itemsize, type(unit.modules[0]).__name__)
     managed = [module for _, module in modules_under(unit.modules, with_units=False)]
     note_ignored(managed, ignored)
-    watch_optimizers(unit.modules)
+    for module in unit.modules:
+        hooks.add(module)
+        # Past `__setattr__`, which a module may have its own of.
+        module.__dict__[UNIT] = unit
     if dist.get_world_size() > 1:
         from shardgrad.diagnosis.watchdog import watch_ranks
 
@@ -364,7 +367,6 @@ def _commit(
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device.type not in ("meta", unit.mesh.device.type):
                 module._buffers[name] = buffer.to(unit.mesh.device)
-    attach_unit(unit)
     show_to_torch(unit)
     _install_hooks(unit, managed)
     for module in unit.modules:

@@ -14,12 +14,12 @@ from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.fsdp import UnshardHandle
 
-from shardgrad.checks.optimizer_hooks import note_cast
+from shardgrad.checks.optimizer_hooks import hooks
 from shardgrad.compat.torch_views import StateView, state_of
 from shardgrad.engine.calls import like_forward
 from shardgrad.engine.comm_context import CommContext
 from shardgrad.engine.lazy_init import lazy_init
-from shardgrad.engine.unit import UNIT, RootContext, Unit, outside_graphs, units_under
+from shardgrad.engine.unit import UNIT, Unit, outside_graphs, units_under
 from shardgrad.errors import (
     DeepcopyError,
     EngineError,
@@ -27,7 +27,6 @@ from shardgrad.errors import (
     OptionError,
     OptionTypeError,
     PickleError,
-    RootError,
 )
 from shardgrad.policies import GradientReductionHandle
 
@@ -95,9 +94,8 @@ def _refuse_deepcopy(self: nn.Module, memo: Any) -> NoReturn:
 
 
 class _UnshardHandle(UnshardHandle):
-    def __init__(self, unit: Unit, context: RootContext) -> None:
+    def __init__(self, unit: Unit) -> None:
         self._unit: Unit | None = unit
-        self._context = context
 
     def wait(self) -> None:
         """Makes the parameters unsharded for the current stream; once is enough."""
@@ -105,9 +103,10 @@ class _UnshardHandle(UnshardHandle):
         if unit is None:
             return
         unit.held = True
+        comm_ctx = lazy_init(unit).comm_ctx
         # Again, if a forward since has left this unit out, and dropped what was on its way.
-        unit.unshard(self._context.comm_ctx)
-        unit.wait_for_unshard(self._context.comm_ctx)
+        unit.unshard(comm_ctx)
+        unit.wait_for_unshard(comm_ctx)
 
 
 class _NothingForDDP:
@@ -183,7 +182,7 @@ class FSDPModule:
         unit.refresh()
         context.parameters_written()
         unit.unshard(context.comm_ctx)
-        handle = _UnshardHandle(unit, context)
+        handle = _UnshardHandle(unit)
         if async_op:
             return handle
         handle.wait()
@@ -350,18 +349,12 @@ class FSDPModule:
         Raises:
             RootError: not called on the root.
         """
-        unit = self._unit
-        context = unit.context
-        if context is None:
-            return
-        if not unit.is_root:
-            raise RootError(
-                "reset_iter_state must be called on the root FSDP module",
-                expected=f"the root, {type(context.root.modules[0]).__name__}",
-                got=f"unit {unit.name or 'root'!r}",
-                fix="root.reset_iter_state()",
-            )
-        context.recover()
+        from shardgrad.compat.backward_finalization import require_root
+
+        context = self._unit.context
+        if context is not None:
+            require_root(self._unit, context, "reset_iter_state")
+            context.recover()
 
     # -- collectives
 
@@ -583,7 +576,7 @@ class FSDPModule:
             if len({(p.dtype, p.device) for each in group.params for p in each.registered()}) == 1:
                 adopt(group)
         if dtypes != [group.dtype for group in groups]:
-            note_cast()
+            hooks.note_cast()
         return result
 
 

@@ -59,7 +59,13 @@ def refuse_wrong_types(
             instead="offload_policy=CPUOffloadPolicy() or OffloadPolicy()",
         )
     for policy in (mp_policy, offload_policy or OffloadPolicy()):
-        _refuse_unknown_fields(policy)
+        for each in fields(policy):
+            value = getattr(policy, each.name)
+            if each.name not in _KNOWN and value != each.default:
+                raise unsupported(
+                    f"{type(policy).__name__}({each.name}={value!r})",
+                    instead=f"{each.name}={each.default!r}",
+                )
     if not isinstance(gradient_policy, GradientPolicy):
         raise OptionTypeError(
             "gradient_policy must be a GradientPolicy",
@@ -88,21 +94,6 @@ def refuse_wrong_types(
             got=repr(odd[0]),
             fix="ignored_params=set(module.parameters()), of the modules to leave out",
         )
-
-
-def _refuse_unknown_fields(policy: Any) -> None:
-    """Refuses a policy of a later torch that asks for what this version does not know.
-
-    Raises:
-        UnsupportedError: a field that is not known here, and not at its default.
-    """
-    for field in fields(policy):
-        value = getattr(policy, field.name)
-        if field.name not in _KNOWN and value != field.default:
-            raise unsupported(
-                f"{type(policy).__name__}({field.name}={value!r})",
-                instead=f"{field.name}={field.default!r}",
-            )
 
 
 def refuse_combinations(

@@ -25,7 +25,6 @@ What they do:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +51,7 @@ from shardgrad.engine.param import managed_by
 from shardgrad.engine.param_group import ParamGroup, group_of
 from shardgrad.engine.streams import is_capturing
 
-__all__ = ["note_cast", "watch_optimizers"]
+__all__ = ["hooks"]
 
 
 @dataclass
@@ -61,7 +60,7 @@ class _Watched:
 
     Attributes:
         version: of the optimizer and the models when this was found out; see
-            `_OptimizerHooks._version`.
+            `OptimizerHooks._version`.
         groups: parameter groups that its steps write; empty if it has no parameter of a sharded
             model.
         dtypes: of these groups' parameters.
@@ -78,7 +77,7 @@ class _Watched:
     state_id: int = 0
 
 
-class _OptimizerHooks:
+class OptimizerHooks:
     """One hook before and one after the steps of all optimizers, while a sharded model is alive."""
 
     def __init__(self) -> None:
@@ -99,7 +98,9 @@ class _OptimizerHooks:
             ]
 
     def note_cast(self) -> None:
-        """Has every optimizer looked at again before its next step."""
+        """Has every optimizer looked at again before its next step: parameters of a sharded model
+        have got another dtype.
+        """
         self._changes += 1
 
     def _remove_if_unused(self) -> None:
@@ -188,15 +189,4 @@ def _is_any_step_running() -> bool:
     )
 
 
-_hooks = _OptimizerHooks()
-
-
-def watch_optimizers(models: Iterable[nn.Module]) -> None:
-    """Watches the steps of optimizers for as long as one of these sharded modules is alive."""
-    for model in models:
-        _hooks.add(model)
-
-
-def note_cast() -> None:
-    """Says that parameters of a sharded model have got another dtype."""
-    _hooks.note_cast()
+hooks = OptimizerHooks()

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,14 +28,10 @@ __all__ = ["compare_weights", "of_each_rank", "weights_before"]
 _MASK = 2**62 - 1  # a sum and its negative are both int64
 
 
-class _Sums(NamedTuple):
-    """The sum of a parameter that was just cut, and that of this rank's piece."""
-
-    whole: torch.Tensor
-    piece: torch.Tensor
-
-
-_noted: weakref.WeakKeyDictionary[FSDPParam, _Sums] = weakref.WeakKeyDictionary()
+# The sum of a parameter that was cut, and that of this rank's piece.
+_noted: weakref.WeakKeyDictionary[FSDPParam, tuple[torch.Tensor, torch.Tensor]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 @torch.no_grad()
@@ -53,7 +48,7 @@ def weights_before(params: Sequence[FSDPParam]) -> Callable[[], None]:
         for p, whole in zip(params, wholes, strict=True):
             piece = _sum(local_of(p.sharded))
             if whole is not None and piece is not None:
-                _noted[p] = _Sums(whole, piece)
+                _noted[p] = whole, piece
 
     return note
 
@@ -109,8 +104,9 @@ def _whole_and_unknown(p: FSDPParam, device: torch.device) -> torch.Tensor:
     noted, now = _noted.get(p), _sum(local_of(p.sharded))
     if noted is None or now is None:
         return torch.tensor([0, 1], dtype=torch.int64, device=device)
-    is_written = now.to(device) != noted.piece.to(device)
-    return torch.stack([noted.whole.to(device) & _MASK, is_written.to(torch.int64)])
+    whole, piece = noted
+    is_written = now.to(device) != piece.to(device)
+    return torch.stack([whole.to(device) & _MASK, is_written.to(torch.int64)])
 
 
 def of_each_rank(own: torch.Tensor, group: dist.ProcessGroup, what: str) -> dict[int, torch.Tensor]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch.optim import SGD
@@ -206,7 +205,11 @@ class FirstStepCheck:
                 f"parameters require a gradient and have none: {listed(without, 5)}",
                 "was the loss computed from them, and backward() called before step()?",
             )
-        idle = [str(i) for i, group in enumerate(optimizer.param_groups) if _is_idle(group)]
+        idle = [
+            str(i)
+            for i, group in enumerate(optimizer.param_groups)
+            if not any(param.requires_grad for param in group["params"])
+        ]
         if idle:
             _warn(
                 optimizer,
@@ -236,10 +239,6 @@ def _keeps_small_steps(optimizer: Optimizer) -> bool:
     """Returns whether 16-bit weights are roundings of others, which one step need not change."""
     # The second is the name in TransformerEngine and apex.
     return any(getattr(optimizer, name, False) for name in ("keeps_small_steps", "master_weights"))
-
-
-def _is_idle(group: dict[str, Any]) -> bool:
-    return not any(param.requires_grad for param in group["params"])
 
 
 def params_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:

@@ -16,7 +16,7 @@ from shardgrad.engine.unit import RootContext, Unit
 from shardgrad.errors import BackwardFinalizationError, RootError
 from shardgrad.policies import GradientReductionHandle
 
-__all__ = ["end_backward", "finalize", "set_is_last_backward", "set_manual"]
+__all__ = ["end_backward", "finalize", "require_root", "set_is_last_backward", "set_manual"]
 
 # Of each root in this mode, what `set_is_last_backward` said, which counts again afterwards.
 _manual: WeakKeyDictionary[RootContext, bool] = WeakKeyDictionary()
@@ -49,7 +49,12 @@ def _refuse_forward() -> NoReturn:
     )
 
 
-def _require_root(unit: Unit, context: RootContext, name: str) -> None:
+def require_root(unit: Unit, context: RootContext, name: str) -> None:
+    """Refuses a method of the root on another unit.
+
+    Raises:
+        RootError: naming the root.
+    """
     if not unit.is_root:
         raise RootError(
             f"{name} must be called on the root FSDP module",
@@ -76,7 +81,7 @@ def set_manual(unit: Unit, enabled: bool) -> None:
         BackwardFinalizationError: a backward runs, or has left gradients that are not reduced.
     """
     context = lazy_init(unit)
-    _require_root(unit, context, "set_manual_backward_finalization")
+    require_root(unit, context, "set_manual_backward_finalization")
     if enabled == (context in _manual):
         return
     waiting = [grads.group.name for grads in context.grad_groups if grads.is_due]
@@ -108,7 +113,7 @@ def finalize(unit: Unit, *, async_op: bool) -> GradientReductionHandle | None:
     context = unit.context
     if context is None:  # nothing has run
         return _Handle() if async_op else None
-    _require_root(unit, context, "finalize_backward")
+    require_root(unit, context, "finalize_backward")
     if context.root.before_outermost_forward is _refuse_forward:
         raise BackwardFinalizationError(
             "The previous gradient reduction must be waited on before finalizing backward again",

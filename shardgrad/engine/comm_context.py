@@ -138,6 +138,7 @@ class SecondStep(Protocol):
 
     def room(self, comm_ctx: CommContext, chunk_numel: int) -> tuple[int, int]:
         """Returns the room of `launch`: how many pieces, and their elements in the reduce dtype."""
+        return 0, 0
 
     def arrange(
         self, rows: list[torch.Tensor], table: torch.Tensor, chunk_numel: int
@@ -145,6 +146,7 @@ class SecondStep(Protocol):
         """Returns what `ops.pack` is to be given, so that the first step leaves what the second
         takes.
         """
+        return rows, table, chunk_numel
 
     def launch(
         self, summed: torch.Tensor, room: Chunks, tag: MessageTag, comm_ctx: CommContext
@@ -157,3 +159,4 @@ class SecondStep(Protocol):
         """Returns the part of the first step's sum where this rank's chunk is, once the second is
         over.
         """
+        return summed

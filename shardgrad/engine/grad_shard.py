@@ -253,7 +253,7 @@ class GradShard:
             return
         self._forget_verdict(range(self.count))
         self.flagged = [False] * self.count
-        kept = self._kept()
+        kept = self.held()
         if kept:
             self._record(reader)
             self._renew(kept)
@@ -305,10 +305,13 @@ class GradShard:
         if self._is_persistent or self.memory is GradMemory.NONE:
             return
         if self.is_captured:
-            bound = enumerate(self.bound())
-            self._overwritten += [place for place, grad in bound if grad is None]
-        elif kept := self._kept():
-            self._part_with(kept, reader)
+            absent = enumerate(self.bound())
+            self._overwritten += [place for place, grad in absent if grad is None]
+        elif held := self.held():
+            # A gradient that is bound may be held as well: it is added to, and meant to change.
+            bound = self.bound()
+            if kept := [place for place in held if bound[place] is None]:
+                self._part_with(kept, reader)
 
     def _part_with(self, places: Sequence[int], reader: Stream) -> None:
         """Makes the memory of these places one that the program holds nothing of."""
@@ -336,15 +339,6 @@ class GradShard:
                 counts[place] -= self._references_when_bound
         differ = list(map(ne, counts, self._unkept))
         return [place for place in range(size) if any(differ[place::size])]
-
-    def _kept(self) -> list[int]:
-        """Returns the places whose gradients are None, but held by the program."""
-        held = self.held()
-        if not held:
-            return held
-        # A gradient that is bound may be held as well: it is added to, and meant to change.
-        bound = self.bound()
-        return [place for place in held if bound[place] is None]
 
     def reduce_into(
         self,

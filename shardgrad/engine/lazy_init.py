@@ -14,17 +14,17 @@ from shardgrad.errors import RootError
 __all__ = ["lazy_init"]
 
 
-def lazy_init(unit: Unit, comm_ctx: CommContext | None = None) -> RootContext:
+def lazy_init(unit: Unit) -> RootContext:
     """Returns a unit's context; makes the unit the root of all under it if it has none.
 
-    A collective then: every rank of the mesh must call it. `comm_ctx` is for plans and tests.
+    A collective then: every rank of the mesh must call it.
 
     Raises:
         RootError: the unit has several modules, so none is the root.
         UnsupportedError: a parameter can no longer be sent as `fully_shard` found it.
         RankDisagreementError: ranks built different models; and what `Unit.accept` raises.
     """
-    if unit.context is not None and comm_ctx is None:
+    if unit.context is not None:
         return unit.context
     if len(unit.modules) > 1 and any(units_under(module)[1:] for module in unit.modules):
         raise RootError(
@@ -40,9 +40,8 @@ def lazy_init(unit: Unit, comm_ctx: CommContext | None = None) -> RootContext:
     _regroup(units)
     require_same_model(units)
     unit.accept(units)
-    if comm_ctx is None:
-        partner = unit.partner
-        comm_ctx = partner.for_another_root() if partner else CommContext(unit.mesh.device)
+    partner = unit.partner
+    comm_ctx = partner.for_another_root() if partner else CommContext(unit.mesh.device)
     context = RootContext(units, comm_ctx)
     context.size_reduce_ring()
     earlier = {each.context for each in units if each.context is not None}

@@ -172,7 +172,6 @@ class PendingWork:
     _log: GroupLog
     _tag: MessageTag = _NO_TAG
     _received: Chunks = _NOTHING_RECEIVED
-    _senders: Sequence[int] = ()  # of each chunk received, by their ranks in the group
 
     def wait(self) -> Sequence[torch.Tensor]:
         """See `Work`."""
@@ -181,7 +180,7 @@ class PendingWork:
         if self._tag.digits:
             # The host has waited already, so reading what arrived costs no further wait.
             expected = list(self._tag.digits)
-            for sender, digits in zip(self._senders, self._received.ends.tolist(), strict=True):
+            for sender, digits in enumerate(self._received.ends.tolist()):
                 if digits != expected:
                     self._refuse(sender, digits)
         return self._chunks
@@ -189,6 +188,8 @@ class PendingWork:
     def _refuse(self, sender: int, digits: list[float]) -> NoReturn:
         recorder.waits_in = self._log, self._entry
         members = self._log.ranks
+        if self._received.count < len(members):  # a pair's own chunk has not travelled
+            sender = 1 - members.index(dist.get_rank())
         raise DesyncError(
             f"rank {members[sender]} is somewhere else: it sent the {_meaning(digits)}",
             expected=f"the {self._tag.what} from every rank of {list(members)}",
@@ -274,8 +275,7 @@ class ExchangeTransport(Transport):
         """See `Transport.all_gather`."""
         # Asynchronous, so that the host packs and launches while gloo's threads move bytes.
         call = partial(_all_gather, staging.whole, chunk, group=self.group, async_op=True)
-        ends, senders = chunk[-TAG_NUMEL:], range(self.size)
-        return self._start(call, chunk, ends, (staging.whole,), staging, senders, tag)
+        return self._start(call, chunk, chunk[-TAG_NUMEL:], (staging.whole,), staging, tag)
 
     def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
         """See `Transport.reduce_scatter`. Chunks come back in the order in which gloo's ring adds
@@ -284,9 +284,8 @@ class ExchangeTransport(Transport):
         call = partial(
             dist.all_to_all_single, receive.whole, send.whole, group=self.group, async_op=True
         )
-        senders = range(self.size)
-        chunks = [receive.parts[self.rank - 1 - further] for further in senders]
-        return self._start(call, send.part(0), send.ends, chunks, receive, senders, tag)
+        chunks = [receive.parts[self.rank - 1 - further] for further in range(self.size)]
+        return self._start(call, send.part(0), send.ends, chunks, receive, tag)
 
     def _start(
         self,
@@ -295,7 +294,6 @@ class ExchangeTransport(Transport):
         ends: torch.Tensor,
         chunks: Sequence[torch.Tensor],
         received: Chunks,
-        senders: Sequence[int],
         tag: MessageTag,
     ) -> Work:
         """Writes the tag at the ends of what is sent, and wipes old ones where it arrives; then
@@ -312,7 +310,7 @@ class ExchangeTransport(Transport):
             received.ends.fill_(-1)
             ends.copy_(digits)  # last: what is sent may be among what is received
         entry, work = self._log.start(tag.what, sent, call)
-        return PendingWork(entry, work, chunks, self._log, tag, received, senders)
+        return PendingWork(entry, work, chunks, self._log, tag, received)
 
 
 class PairTransport(ExchangeTransport):
@@ -329,14 +327,12 @@ class PairTransport(ExchangeTransport):
         # The copy-out reads all chunks from staging, this rank's own as well.
         if chunk is not own:
             own.copy_(chunk)
-        ends = own[-TAG_NUMEL:]
-        return self._swap(own, taken, ends, (staging.whole,), staging, (0, 1), tag)
+        return self._swap(own, taken, own[-TAG_NUMEL:], (staging.whole,), staging, tag)
 
     def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
         """See `Transport.reduce_scatter`. A sum of two has one order, whichever comes first."""
         kept, given, taken = send.parts[self.rank], send.parts[self._other], receive.whole
-        chunks, senders = (kept, taken), (self._other,)
-        return self._swap(given, taken, send.ends, chunks, receive, senders, tag)
+        return self._swap(given, taken, send.ends, (kept, taken), receive, tag)
 
     def _swap(
         self,
@@ -345,7 +341,6 @@ class PairTransport(ExchangeTransport):
         ends: torch.Tensor,
         chunks: Sequence[torch.Tensor],
         received: Chunks,
-        senders: Sequence[int],
         tag: MessageTag,
     ) -> Work:
         # Nothing travels from this rank to itself.
@@ -354,7 +349,7 @@ class PairTransport(ExchangeTransport):
         call = partial(
             dist.all_to_all_single, taken, given, splits, splits, group=self.group, async_op=True
         )
-        return self._start(call, given, ends, chunks, received, senders, tag)
+        return self._start(call, given, ends, chunks, received, tag)
 
 
 def _backend_for(group: dist.ProcessGroup, device: torch.device) -> str | None:

@@ -59,7 +59,6 @@ __all__ = [
     "UNIT",
     "RootContext",
     "Unit",
-    "attach_unit",
     "outside_graphs",
     "unit_of",
     "units_under",
@@ -889,13 +888,6 @@ def unit_of(module: nn.Module) -> Unit | None:
     """Returns the unit that `fully_shard` made of a module, or None."""
     unit: Unit | None = module.__dict__.get(UNIT)
     return unit
-
-
-def attach_unit(unit: Unit) -> None:
-    """Makes `unit_of` find it."""
-    for module in unit.modules:
-        # Past `__setattr__`, which a module may have its own of.
-        module.__dict__[UNIT] = unit
 
 
 def units_under(module: nn.Module) -> list[Unit]:

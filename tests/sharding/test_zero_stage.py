@@ -52,11 +52,11 @@ def counted() -> Iterator[Counter[tuple[str, int]]]:
 
     def wait(self: Any) -> list[torch.Tensor]:
         chunks = waited(self)
-        if not self._senders:
+        if not self._received.count:
             return chunks  # of an all-reduce
         kind = "gather" if self._tag.what.startswith("all-gather") else "reduce"
         # Room for the chunks of all ranks, or of the other one; this rank's own does not travel.
-        chunk_nbytes = self._received.whole.nbytes // len(self._senders)
+        chunk_nbytes = self._received.whole.nbytes // self._received.count
         ranks = len(self._log.ranks)
         received[kind, ranks] += (ranks - 1) * chunk_nbytes
         return chunks

@@ -134,7 +134,8 @@ class _Trainer:
         unit = unit_of(self._model)
         if unit is None:
             raise UsageError(f"{plan_model.name} has no parameters to shard.")
-        self.context = lazy_init(unit, self._runtime)
+        unit.partner = self._runtime
+        self.context = lazy_init(unit)
         params = [param for param in self._model.parameters() if param.requires_grad]
         self._optimizer = AdamW(params, lr=1e-3)
 
