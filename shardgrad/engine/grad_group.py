@@ -54,7 +54,7 @@ from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.param import FSDPParam
 from shardgrad.engine.param_group import ParamGroup
 from shardgrad.engine.reduction import PartialSum, ReduceRoute, Reduction, reduce_route
-from shardgrad.engine.spans import span
+from shardgrad.engine.spans import NOTHING, span
 from shardgrad.engine.streams import Stream, StreamEvent, Streams, keep_for_current_stream
 from shardgrad.errors import CaptureError, GradientError, listed
 from shardgrad.policies import REDUCES_IN_GRAD_DTYPE
@@ -699,16 +699,15 @@ class GradGroup:
         if is_whole and not transport.receive_chunks:
             # A transport that needs no room adds up in this rank's chunk, and only reads.
             receive = [Chunks(own.whole.narrow(0, *place), 1) for *place, _ in route.messages]
-        messages = list(zip(route.messages, sent, receive, strict=True))
+        works = []
         slot.ready.record(pack_stream)
         with streams.on(streams.reduce):
             slot.ready.wait(streams.reduce)
             # NCCL makes one launch of them; elsewhere they follow each other.
-            with transport.together(messages):
-                works = []
-                for (begin, numel, tag), chunks, place in messages:
-                    work = transport.reduce_scatter(chunks, place, tag)
-                    works.append((begin, numel, work))
+            with transport.together() if is_whole else NOTHING:
+                for message, chunks, place in zip(route.messages, sent, receive, strict=True):
+                    begin, numel, tag = message
+                    works.append((begin, numel, transport.reduce_scatter(chunks, place, tag)))
         if route.second is not None:
             # What follows the reduce-scatter has a stream of its own, so that the next group's
             # reduce-scatter does not wait for it.

@@ -182,7 +182,7 @@ class AllGather:
             if self.zero_copy is not None:
                 messages += self.zero_copy.messages(transport.rank)
             self._works = []
-            with NOTHING if self.zero_copy is None else transport.together(messages):
+            with NOTHING if self.zero_copy is None else transport.together():
                 # The large ones go to their places; under NCCL all of them are one launch.
                 for each in messages:
                     self._works.append(transport.all_gather(*each))

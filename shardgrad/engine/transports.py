@@ -136,8 +136,8 @@ class Transport(ABC):
         or in `receive`.
         """
 
-    def together(self, messages: Sequence[object]) -> AbstractContextManager[object]:
-        """Returns the context in which to start these messages of a group, of one kind."""
+    def together(self) -> AbstractContextManager[object]:
+        """Returns the context in which to start several messages of a group, of one kind."""
         return NOTHING
 
     def all_reduce(self, chunk: torch.Tensor, *, what: str) -> Work:
@@ -255,9 +255,9 @@ class StreamTransport(Transport):
 class NcclTransport(StreamTransport):
     """NCCL's collectives, which it can group: several messages are one launch."""
 
-    def together(self, messages: Sequence[object]) -> AbstractContextManager[object]:
+    def together(self) -> AbstractContextManager[object]:
         """See `Transport.together`. Capture: as safe as one message."""
-        return _coalescing_manager(self.group) if len(messages) > 1 else NOTHING
+        return _coalescing_manager(self.group)
 
 
 class ExchangeTransport(Transport):
