@@ -141,19 +141,13 @@ def fully_shard(
         spec = _spec(places[each[0]].mesh, dtypes[each[0]], memory, stage)
         groups.append(_group([params[p] for p in each], spec, reshard_after_forward))
     unit = Unit(modules, groups, data_mesh, mp_policy, flag, lazy_init)
-    unit.accept, unit.before_outermost_forward = _accept, _looks_of(unit, stage)
+    unit.accept, unit.before_outermost_forward = _accept, UnownedParams(unit).refuse
+    if stage.decides:
+        from shardgrad.features.zero_stage_auto import StageAuto
+
+        unit.before_outermost_forward = StageAuto(unit, unit.before_outermost_forward)
     _commit(unit, grouped, ignored)
     return module
-
-
-def _looks_of(unit: Unit, stage: Stage) -> Callable[[], None]:
-    """Returns what a unit calls before its forward is the outermost one."""
-    look = UnownedParams(unit).refuse
-    if not stage.decides:
-        return look
-    from shardgrad.features.zero_stage_auto import StageAuto
-
-    return StageAuto(unit, look)
 
 
 def _accept(units: Sequence[Unit]) -> None:

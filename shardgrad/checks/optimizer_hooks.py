@@ -130,8 +130,8 @@ class OptimizerHooks:
             if watched.state_id != id(optimizer.state):  # loaded
                 watched.state_id = id(optimizer.state)
                 require_own_state(optimizer)
-        if watched.first_step is not None and not is_captured:
-            watched.first_step.before(optimizer)
+        if watched.first_step is not None:
+            watched.first_step.before(optimizer, is_captured=is_captured)
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         watched = self._look_up(optimizer)

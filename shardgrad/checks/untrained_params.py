@@ -123,7 +123,7 @@ class FirstStepCheck:
         self._is_open = False  # a step that is checked runs
 
     @torch.no_grad()
-    def before(self, optimizer: Optimizer) -> None:
+    def before(self, optimizer: Optimizer, *, is_captured: bool) -> None:
         """Takes samples. Called before a step.
 
         Raises:
@@ -131,7 +131,8 @@ class FirstStepCheck:
                 or those from before `fully_shard`.
             GradientError: a parameter has a hook that never runs.
         """
-        if self.is_over:
+        self._is_open = not (self.is_over or is_captured)
+        if not self._is_open:
             return
         unsharded = sum(map(is_unsharded_param, params_of(optimizer)))
         if unsharded:
@@ -159,7 +160,7 @@ class FirstStepCheck:
             )
         known = ((param, managed_by(param)) for param in params_of(optimizer))
         refuse_hooks((param, managed.name) for param, managed in known if managed is not None)
-        self._samples, self._without, self._is_open = [], [], True
+        self._samples, self._without = [], []
         training = [group for group in optimizer.param_groups if float(group.get("lr", 1.0)) != 0]
         for param in (param for group in training for param in group["params"]):
             managed = managed_by(param)
@@ -177,7 +178,6 @@ class FirstStepCheck:
         """Compares, and warns of parameters that did not change. Called after a step."""
         if not self._is_open:
             return
-        self._is_open = False
         samples, self._samples = self._samples, []
         verdicts: list[bool] = []
         if samples:
