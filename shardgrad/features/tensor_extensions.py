@@ -242,13 +242,7 @@ class ExtensionGroup(ParamGroup):
         local: Any = local_of(p.sharded)
         pre = local.fsdp_pre_all_gather
         count = len(inspect.signature(pre).parameters)
-        if count == 1:
-            answer = pre(self._shard_mesh)
-        elif count == 5:
-            shape = torch.Size(p.sharding.shape)
-            stride = torch.empty(tuple(shape), device="meta").stride()
-            answer = pre(self._shard_mesh, shape, stride, p.owners[0][0], self.mp_policy)
-        else:
+        if count not in (1, 5):
             raise ExtensionError(
                 f"Invalid fsdp_pre_all_gather: {inspect.signature(pre)}",
                 expected="fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, "
@@ -256,23 +250,22 @@ class ExtensionGroup(ParamGroup):
                 got=f"{count} parameters",
                 where=f"parameter {p.name}",
             )
-        full = torch.Size(self._full_shape(p))
-        if (
-            count == 5
-            and local.size() != full
-            and any(tensor.size() != full for tensor in answer[0])
-        ):
+        if count == 1:
+            inputs, metadata = pre(self._shard_mesh)
+            return tuple(inputs), metadata
+        shape = torch.Size(p.sharding.shape)
+        stride = torch.empty(tuple(shape), device="meta").stride()
+        inputs, metadata = pre(self._shard_mesh, shape, stride, p.owners[0][0], self.mp_policy)
+        full = torch.Size(self.layout.pieces[self.params.index(p)].local_shape(0))
+        if local.size() != full and any(tensor.size() != full for tensor in inputs):
             raise ExtensionError(
                 "fsdp_pre_all_gather must return all-gather inputs with the padded sharded size",
                 expected=str(tuple(full)),
-                got=", ".join(str(tuple(tensor.size())) for tensor in answer[0]),
+                got=", ".join(str(tuple(tensor.size())) for tensor in inputs),
                 where=f"parameter {p.name} of shape {p.shape} on {self.mesh.shard_size} ranks",
                 fix="pad with rows of zeros: all ranks have to send as much as the first one",
             )
-        return tuple(answer[0]), answer[1]
-
-    def _full_shape(self, p: FSDPParam) -> tuple[int, ...]:
-        return self.layout.pieces[self.params.index(p)].local_shape(0)
+        return tuple(inputs), metadata
 
     @property
     def _shard_mesh(self) -> DeviceMesh:

@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from shardgrad.engine.param import fsdp_param_of
 from shardgrad.engine.streams import Stream, is_capturing
 from shardgrad.errors import CaptureError
 from shardgrad.graphs.outputs import local_tensor
@@ -125,7 +126,7 @@ class Reads(TorchDispatchMode):
         for place, value in closed_over(function, modules, given):
             if isinstance(value, nn.Module):
                 for param in value.parameters():
-                    if id(param) not in given and _is_part(param):
+                    if id(param) not in given and fsdp_param_of(param) is not None:
                         self._others.setdefault(local_tensor(param).data_ptr(), place.name)
             elif isinstance(value, torch.Tensor | list | tuple | dict):
                 for tensor in _plain(_elements(value)):
@@ -133,7 +134,6 @@ class Reads(TorchDispatchMode):
             else:
                 self.numbers.setdefault(place.name, value)
         self._keys = {place: place.key() for place in set(self._candidates.values())}
-        self._names = {storage: place.name for storage, place in self._candidates.items()}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -162,13 +162,13 @@ class Reads(TorchDispatchMode):
                 self.not_given.add(self._others[tensor.data_ptr()])
             if identity in self._made:
                 continue
-            if (place := self._candidates.pop(identity, None)) is not None:
+            if (place := self._candidates.get(identity)) is not None:
                 self.places[place] = self._keys[place]
             if writes and tensor.device.type not in ("cpu", "meta"):
                 self._require_captured(tensor.device)
             if writes and identity and identity not in self._written:
                 reference = StorageWeakRef(tensor.untyped_storage())
-                name = self._names.get(identity, "")
+                name = "" if place is None else place.name
                 self._written[identity] = name, reference, tensor.device
         self._made.update({_identity(t) for t in _plain(tree_leaves(result))} - given)
         return result
@@ -242,12 +242,6 @@ def _plain(leaves: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield leaf
 
 
-def _is_part(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor's memory is a part of other memory, as a sharded parameter's is."""
-    local = local_tensor(tensor)
-    return _identity(local) != 0 and not local.untyped_storage().resizable()
-
-
 def _identity(tensor: torch.Tensor) -> int:
     """Returns the identity of a tensor's storage; 0 if it has none, as sparse tensors."""
     try:
@@ -315,17 +309,15 @@ def _parts(value: Any) -> Iterator[tuple[str, _Way]]:
     if isinstance(value, FunctionType):
         if is_of_the_program(value.__code__.co_filename):
             yield from _variables(value)
+            yield from _attributes(("__defaults__", "__kwdefaults__"))
     elif isinstance(value, MethodType):
         yield "self", (attrgetter("__self__"),)
         yield "", (attrgetter("__func__"),)
     elif isinstance(value, functools.partial):
         yield from _attributes(("func", "args", "keywords"))
-    elif isinstance(value, dict):
-        for key in list(value):
+    elif isinstance(value, list | tuple | dict):
+        for key in list(value) if isinstance(value, dict) else range(len(value)):
             yield f"[{key!r}]", (itemgetter(key),)
-    elif isinstance(value, list | tuple):
-        for index in range(len(value)):
-            yield f"[{index}]", (itemgetter(index),)
     elif isinstance(value, nn.Module):
         yield from _attributes([name for name in vars(value) if name not in _OF_EVERY_MODULE])
         yield from _attributes(list(value._modules))
@@ -352,10 +344,6 @@ def _variables(function: FunctionType) -> Iterator[tuple[str, _Way]]:
         elif is_of_the_program(getattr(part, "__file__", None) or ""):
             for inner in names & vars(part).keys():
                 yield f"{name}.{inner}", (variables, itemgetter(name), attrgetter(inner))
-    for argument in function.__kwdefaults__ or ():
-        yield argument, (attrgetter("__kwdefaults__"), itemgetter(argument))
-    for index in range(len(function.__defaults__ or ())):
-        yield f"default {index}", (attrgetter("__defaults__"), itemgetter(index))
 
 
 def _names(code: CodeType) -> Iterator[str]:
