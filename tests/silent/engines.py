@@ -32,9 +32,14 @@ def batch(rank: int, step: int, rows: int = 4, columns: int = 8) -> torch.Tensor
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(1000 * step + rank))
 
 
-def mlp() -> nn.Sequential:
+def mlp(outputs: int = 3) -> nn.Sequential:
     """Returns a model for `batch`."""
-    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, outputs))
+
+
+def squares(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """Returns the loss that most programs have, of the batch of a rank and a step."""
+    return model(batch(rank, step)).square().mean()  # type: ignore[no-any-return]
 
 
 class Engine:
@@ -338,22 +343,32 @@ ENGINES: dict[str, Callable[[str], Engine]] = {
 def train(
     engine: Engine,
     model: nn.Module,
-    loss: Callable[[int], torch.Tensor | None],
+    loss: int | Callable[[int], torch.Tensor | None],
     *,
     steps: int = 3,
     optimizer: Any = None,
     then: Callable[[], object] = lambda: None,
+    after: Callable[[int], object] = lambda step: None,
 ) -> nn.Module:
-    """Trains as people do, on the loss of each step, and returns the model.
+    """Trains as people do, and returns the model.
 
-    `then` is called between the backward and the optimizer's step.
+    Args:
+        engine: that the model is wrapped with.
+        model: is returned.
+        loss: of each step; this process's rank for that of `squares`.
+        steps: how many.
+        optimizer: by default the engine's, of the model.
+        then: called between the backward and the optimizer's step.
+        after: called with the number of a step, after it.
     """
     optimizer = optimizer or engine.optimizer(model)
     for step in range(steps):
-        engine.backward(loss(step), model)
+        value = squares(model, loss, step) if isinstance(loss, int) else loss(step)
+        engine.backward(value, model)
         then()
         optimizer.step()
         optimizer.zero_grad()
+        after(step)
     return model
 
 
@@ -371,4 +386,4 @@ def _mesh(shape: tuple[int, int]) -> Any:
     return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
 
 
-__all__ = ["ENGINES", "Engine", "NotOffered", "batch", "copy", "mlp", "train", "whole"]
+__all__ = ["ENGINES", "Engine", "NotOffered", "batch", "copy", "mlp", "squares", "train", "whole"]

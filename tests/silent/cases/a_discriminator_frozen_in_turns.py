@@ -7,7 +7,7 @@ Right: each is trained in its turn.
 import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch, train
+from tests.silent.engines import Engine, squares, train
 
 
 class Gan(nn.Module):
@@ -25,6 +25,6 @@ def program(engine: Engine, rank: int) -> nn.Module:
     def loss(step: int) -> torch.Tensor:
         engine.inner(model).discriminator.requires_grad_(step % 2 == 1)
         engine.inner(model).generator.requires_grad_(step % 2 == 0)
-        return model(batch(rank, step)).square().mean()
+        return squares(model, rank, step)
 
     return train(engine, model, loss, steps=4)

@@ -9,7 +9,7 @@ import contextlib
 
 from torch import nn
 
-from tests.silent.engines import Engine, batch, mlp
+from tests.silent.engines import Engine, mlp, squares
 
 
 def program(engine: Engine, rank: int) -> nn.Module:
@@ -19,7 +19,7 @@ def program(engine: Engine, rank: int) -> nn.Module:
         for number in range(3):
             is_boundary = number % 2 == 1
             with contextlib.nullcontext() if is_boundary else engine.no_sync(model):
-                engine.backward(model(batch(rank, number)).square().mean(), model)
+                engine.backward(squares(model, rank, number), model)
             if is_boundary or number == 2:
                 optimizer.step()
                 optimizer.zero_grad()

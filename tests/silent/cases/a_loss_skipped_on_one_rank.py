@@ -7,14 +7,14 @@ Right: the other rank's gradients are averaged with none, or ranks are told that
 import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch, train
+from tests.silent.engines import Engine, mlp, squares, train
 
 
 def program(engine: Engine, rank: int) -> nn.Module:
-    model = engine.wrap(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)))
+    model = engine.wrap(mlp(8))
 
     def loss(step: int) -> torch.Tensor | None:
-        loss = model(batch(rank, step)).square().mean()
+        loss = squares(model, rank, step)
         if rank == 1 and step == 1:
             loss = loss * float("nan")
         return loss if loss.isfinite() else None

@@ -7,14 +7,14 @@ Right: the metric does not mix with gradients, and a rank that waits for it says
 import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch, train
+from tests.silent.engines import Engine, mlp, squares, train
 
 
 def program(engine: Engine, rank: int) -> nn.Module:
-    model = engine.wrap(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)))
+    model = engine.wrap(mlp(8))
 
     def loss(step: int) -> torch.Tensor:
-        loss = model(batch(rank, step)).square().mean()
+        loss = squares(model, rank, step)
         if rank == 0 and engine.name != "torch":
             torch.distributed.all_reduce(loss.detach().clone())
         return loss

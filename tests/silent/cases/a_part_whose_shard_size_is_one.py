@@ -7,7 +7,7 @@ Right: that part is averaged too, or refused by name.
 import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch
+from tests.silent.engines import Engine, train
 
 SHARD_SIZE = {"encoder": 2, "net": 1}
 
@@ -26,9 +26,5 @@ def program(engine: Engine, rank: int) -> dict[str, torch.Tensor]:
     for name, size in SHARD_SIZE.items():
         if size > 1:
             setattr(model, name, engine.wrap(getattr(model, name)))
-    optimizer = engine.optimizer(model)
-    for step in range(3):
-        engine.backward(model(batch(rank, step)).square().mean(), model)
-        optimizer.step()
-        optimizer.zero_grad()
+    train(engine, model, rank)
     return dict(model.net.named_parameters())

@@ -6,7 +6,7 @@ Right: gradients are averaged over the replicas.
 
 from torch import nn
 
-from tests.silent.engines import Engine, batch, mlp
+from tests.silent.engines import Engine, mlp, squares
 
 
 def program(engine: Engine, rank: int) -> nn.Module:
@@ -14,7 +14,7 @@ def program(engine: Engine, rank: int) -> nn.Module:
     optimizer = engine.optimizer(model)
     for step in range(3):
         for part in range(2):
-            engine.backward(model(batch(rank, 2 * step + part)).square().mean(), model)
+            engine.backward(squares(model, rank, 2 * step + part), model)
         optimizer.step()
         optimizer.zero_grad()
     return model

@@ -7,7 +7,7 @@ Right: moments begin again from zero.
 import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch, mlp
+from tests.silent.engines import Engine, mlp, squares
 
 
 def program(engine: Engine, rank: int) -> nn.Module:
@@ -16,7 +16,7 @@ def program(engine: Engine, rank: int) -> nn.Module:
     for step in range(4):
         if step == 2:
             optimizer.state.clear()
-        engine.backward(model(batch(rank, step)).square().mean(), model)
+        engine.backward(squares(model, rank, step), model)
         optimizer.step()
         optimizer.zero_grad()
     return model

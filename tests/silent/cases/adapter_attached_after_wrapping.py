@@ -7,7 +7,7 @@ Right: all ranks train one adapter.
 import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch, train
+from tests.silent.engines import Engine, train
 
 
 class Net(nn.Module):
@@ -22,4 +22,4 @@ class Net(nn.Module):
 def program(engine: Engine, rank: int) -> nn.Module:
     model = engine.wrap(Net())
     engine.inner(model).adapter = nn.Linear(8, 8)
-    return train(engine, model, lambda step: model(batch(rank, step)).square().mean())
+    return train(engine, model, rank)

@@ -7,7 +7,7 @@ Right: norms are those of whole parameters.
 import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch, mlp, train
+from tests.silent.engines import Engine, mlp, train
 
 
 class Lars(torch.optim.Optimizer):
@@ -25,6 +25,6 @@ def program(engine: Engine, rank: int) -> nn.Module:
     return train(
         engine,
         model,
-        lambda step: model(batch(rank, step)).square().mean(),
+        rank,
         optimizer=engine.optimizer(model, Lars(model.parameters(), {"lr": 0.1})),
     )

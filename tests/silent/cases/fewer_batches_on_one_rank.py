@@ -7,7 +7,7 @@ Right: the last gradients are averaged with none, or a rank that waits says for 
 import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch, mlp, train
+from tests.silent.engines import Engine, mlp, squares, train
 
 
 def program(engine: Engine, rank: int) -> nn.Module:
@@ -15,6 +15,6 @@ def program(engine: Engine, rank: int) -> nn.Module:
 
     def loss(step: int) -> torch.Tensor | None:
         is_left = rank == 0 or step < 3
-        return model(batch(rank, step)).square().mean() if is_left else None
+        return squares(model, rank, step) if is_left else None
 
     return train(engine, model, loss, steps=4)

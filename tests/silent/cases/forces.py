@@ -7,13 +7,13 @@ Right: the second derivatives arrive, averaged.
 import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch, train
+from tests.silent.engines import Engine, mlp, train
 
 
 class Potential(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.energy = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.energy = mlp(1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.requires_grad_()
@@ -23,4 +23,4 @@ class Potential(nn.Module):
 def program(engine: Engine, rank: int) -> nn.Module:
     net = Potential()
     model = engine.wrap(net, units=list(net.energy)[::2])
-    return train(engine, model, lambda step: model(batch(rank, step)).square().mean())
+    return train(engine, model, rank)

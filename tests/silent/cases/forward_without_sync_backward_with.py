@@ -7,7 +7,7 @@ Right: the backward averages its gradients.
 import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch, mlp, train
+from tests.silent.engines import Engine, mlp, squares, train
 
 
 def program(engine: Engine, rank: int) -> nn.Module:
@@ -15,7 +15,7 @@ def program(engine: Engine, rank: int) -> nn.Module:
 
     def loss(step: int) -> torch.Tensor:
         with engine.no_sync(model):
-            loss = model(batch(rank, step)).square().mean()
+            loss = squares(model, rank, step)
         return loss
 
     return train(engine, model, loss)

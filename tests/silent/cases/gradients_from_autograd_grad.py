@@ -7,7 +7,7 @@ Right: they are averaged, or the call is refused.
 import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch, mlp, train
+from tests.silent.engines import Engine, mlp, squares, train
 
 
 def program(engine: Engine, rank: int) -> nn.Module:
@@ -15,7 +15,7 @@ def program(engine: Engine, rank: int) -> nn.Module:
 
     def loss(step: int) -> None:
         params = list(model.parameters())
-        grads = torch.autograd.grad(model(batch(rank, step)).square().mean(), params)
+        grads = torch.autograd.grad(squares(model, rank, step), params)
         for param, grad in zip(params, grads, strict=True):
             param.grad = grad
 

@@ -7,7 +7,7 @@ Right: the gradients of both micro-batches are added, not the last one twice.
 import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch, train
+from tests.silent.engines import Engine, squares, train
 
 
 class Replayed(torch.autograd.Function):
@@ -33,7 +33,7 @@ def program(engine: Engine, rank: int) -> nn.Module:
 
     def loss(step: int) -> torch.Tensor:
         with engine.no_sync(model):
-            engine.backward(model(batch(rank, step)).square().mean(), model)
-        return model(batch(rank, 9 + step)).square().mean()
+            engine.backward(squares(model, rank, step), model)
+        return squares(model, rank, 9 + step)
 
     return train(engine, model, loss)

@@ -6,7 +6,7 @@ Right: what was kept does not change.
 
 from torch import nn
 
-from tests.silent.engines import Engine, batch, mlp
+from tests.silent.engines import Engine, mlp, squares
 
 
 def program(engine: Engine, rank: int) -> nn.Module:
@@ -15,7 +15,7 @@ def program(engine: Engine, rank: int) -> nn.Module:
     for step in range(3):
         kept = []
         for task in range(2):
-            engine.backward(model(batch(rank, 2 * step + task)).square().mean(), model)
+            engine.backward(squares(model, rank, 2 * step + task), model)
             kept.append([param.grad for param in model.parameters()])
             for param in model.parameters():
                 param.grad = None

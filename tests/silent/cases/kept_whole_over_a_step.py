@@ -7,16 +7,14 @@ Right: the next forward computes with the new weights.
 import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch, mlp
+from tests.silent.engines import Engine, batch, mlp, train
 
 
 def program(engine: Engine, rank: int) -> nn.Module:
     model = engine.wrap(mlp(), keep=True)
-    optimizer = engine.optimizer(model)
-    for step in range(3):
-        engine.backward(model(batch(rank, step)).square().sum(), model)
+
+    def evaluate() -> None:
         with torch.no_grad():
             model(batch(rank, 99))
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
+
+    return train(engine, model, lambda step: model(batch(rank, step)).square().sum(), then=evaluate)

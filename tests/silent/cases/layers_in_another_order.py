@@ -7,7 +7,7 @@ Right: layers of one name are averaged, or the difference is named.
 import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch, train
+from tests.silent.engines import Engine, train
 
 
 class Net(nn.Module):
@@ -24,4 +24,4 @@ class Net(nn.Module):
 def program(engine: Engine, rank: int) -> nn.Module:
     names = ["left", "right"] if rank == 0 else ["right", "left"]  # the order of a set, for example
     model = engine.wrap(Net(names), units=[])
-    return train(engine, model, lambda step: model(batch(rank, step)).square().mean())
+    return train(engine, model, rank)

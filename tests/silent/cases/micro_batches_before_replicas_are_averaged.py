@@ -8,7 +8,7 @@ import contextlib
 
 from torch import nn
 
-from tests.silent.engines import Engine, batch, mlp
+from tests.silent.engines import Engine, mlp, squares
 
 
 def program(engine: Engine, rank: int) -> nn.Module:
@@ -18,7 +18,7 @@ def program(engine: Engine, rank: int) -> nn.Module:
     for step in range(3):
         for part in range(3):
             with contextlib.nullcontext() if part == 2 else engine.no_sync(model, replicas=True):
-                engine.backward(model(batch(rank, 3 * step + part)).square().mean(), model)
+                engine.backward(squares(model, rank, 3 * step + part), model)
         optimizer.step()
         optimizer.zero_grad()
     return model

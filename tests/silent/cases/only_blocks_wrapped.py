@@ -7,7 +7,7 @@ Right: what lies outside of the blocks is averaged too, or refused by name.
 import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch, whole
+from tests.silent.engines import Engine, train, whole
 
 
 class Net(nn.Module):
@@ -22,9 +22,5 @@ class Net(nn.Module):
 def program(engine: Engine, rank: int) -> dict[str, torch.Tensor]:
     model = Net()
     model.block = engine.wrap(model.block)
-    optimizer = engine.optimizer(model)
-    for step in range(3):
-        engine.backward(model(batch(rank, step)).square().mean(), model)
-        optimizer.step()
-        optimizer.zero_grad()
+    train(engine, model, rank)
     return {name.replace("module.", ""): whole(param) for name, param in model.named_parameters()}

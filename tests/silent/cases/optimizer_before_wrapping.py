@@ -7,7 +7,7 @@ Right: the model is trained, or the optimizer is named.
 import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch, mlp, train
+from tests.silent.engines import Engine, mlp, train
 
 
 def program(engine: Engine, rank: int) -> nn.Module:
@@ -17,6 +17,6 @@ def program(engine: Engine, rank: int) -> nn.Module:
     return train(
         engine,
         model,
-        lambda step: model(batch(rank, step)).square().mean(),
+        rank,
         optimizer=engine.optimizer(model, optimizer),
     )

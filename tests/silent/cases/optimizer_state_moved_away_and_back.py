@@ -7,7 +7,7 @@ Right: moments and step counts go on from where they were.
 import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch, mlp
+from tests.silent.engines import Engine, mlp, train
 
 
 def moved(optimizer: torch.optim.Optimizer) -> None:
@@ -20,10 +20,9 @@ def moved(optimizer: torch.optim.Optimizer) -> None:
 def program(engine: Engine, rank: int) -> nn.Module:
     model = engine.wrap(mlp())
     optimizer = engine.optimizer(model, torch.optim.AdamW, lr=0.1)
-    for step in range(4):
-        engine.backward(model(batch(rank, step)).square().mean(), model)
-        optimizer.step()
-        optimizer.zero_grad()
+
+    def away_and_back(step: int) -> None:
         moved(optimizer)  # weights are sent to the generator meanwhile
         moved(optimizer)
-    return model
+
+    return train(engine, model, rank, steps=4, optimizer=optimizer, after=away_and_back)

@@ -7,7 +7,7 @@ Right: each steps with the averaged gradient.
 import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch, mlp
+from tests.silent.engines import Engine, mlp, squares
 
 
 def program(engine: Engine, rank: int) -> nn.Module:
@@ -21,5 +21,5 @@ def program(engine: Engine, rank: int) -> nn.Module:
 
     engine.on_gradient(model, step_at_once)
     for step in range(3):
-        engine.backward(model(batch(rank, step)).square().mean(), model)
+        engine.backward(squares(model, rank, step), model)
     return model

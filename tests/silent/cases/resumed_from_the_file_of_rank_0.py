@@ -7,20 +7,18 @@ Right: every rank goes on with its own shard, or is refused.
 import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch
+from tests.silent.engines import Engine, mlp, train
 
 
 def program(engine: Engine, rank: int) -> nn.Module:
-    model = engine.wrap(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)))
-    optimizer = engine.optimizer(model)
-    for step in range(4):
-        engine.backward(model(batch(rank, step)).square().mean(), model)
-        optimizer.step()
-        optimizer.zero_grad()
+    model = engine.wrap(mlp(4))
+
+    def resume(step: int) -> None:
         if step == 1:
             state, file = model.state_dict(), f"{engine.folder}/model.pt"
             if rank == 0:
                 torch.save(state, file)
             torch.distributed.barrier()
             model.load_state_dict(torch.load(file, weights_only=False))
-    return model
+
+    return train(engine, model, rank, steps=4, after=resume)

@@ -6,16 +6,14 @@ Right: it gets them, or a rank that waits says for whom.
 
 from torch import nn
 
-from tests.silent.engines import Engine, batch
+from tests.silent.engines import Engine, mlp, train
 
 
 def program(engine: Engine, rank: int) -> nn.Module:
-    model = engine.wrap(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)))
-    optimizer = engine.optimizer(model)
-    for step in range(3):
-        engine.backward(model(batch(rank, step)).square().mean(), model)
-        optimizer.step()
-        optimizer.zero_grad()
+    model = engine.wrap(mlp(8))
+
+    def save(step: int) -> None:
         if rank == 0:
             engine.parameters(model)
-    return model
+
+    return train(engine, model, rank, after=save)

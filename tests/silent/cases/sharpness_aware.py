@@ -7,21 +7,21 @@ Right: the norm is that of the whole gradient, and weights come back.
 import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch, mlp
+from tests.silent.engines import Engine, mlp, squares
 
 
 def program(engine: Engine, rank: int) -> nn.Module:
     model = engine.wrap(mlp())
     optimizer = engine.optimizer(model)
     for step in range(3):
-        engine.backward(model(batch(rank, step)).square().mean(), model)
+        engine.backward(squares(model, rank, step), model)
         params = [param for param in model.parameters() if param.grad is not None]
         norm = torch.stack([param.grad.norm() for param in params]).norm()
         moves = [param.grad / norm for param in params]
         for param, move in zip(params, moves, strict=True):
             param.data.add_(move)
         optimizer.zero_grad()
-        engine.backward(model(batch(rank, step)).square().mean(), model)
+        engine.backward(squares(model, rank, step), model)
         for param, move in zip(params, moves, strict=True):
             param.data.sub_(move)
         optimizer.step()

@@ -8,7 +8,7 @@ import contextlib
 
 from torch import nn
 
-from tests.silent.engines import Engine, batch, mlp
+from tests.silent.engines import Engine, mlp, squares
 
 
 def program(engine: Engine, rank: int) -> nn.Module:
@@ -16,7 +16,7 @@ def program(engine: Engine, rank: int) -> nn.Module:
     optimizer = engine.optimizer(model)
     for number in range(6):
         with contextlib.nullcontext() if number % 2 == 0 else engine.no_sync(model):
-            engine.backward(model(batch(rank, number)).square().mean(), model)
+            engine.backward(squares(model, rank, number), model)
         if (number + 1) % 2 == 0:
             optimizer.step()
             optimizer.zero_grad()

@@ -7,11 +7,11 @@ Right: each generates its text, or ranks are told that they are apart.
 import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch, train
+from tests.silent.engines import Engine, batch, mlp, train
 
 
 def program(engine: Engine, rank: int) -> nn.Module:
-    model = engine.wrap(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)))
+    model = engine.wrap(mlp(8))
 
     def loss(step: int) -> torch.Tensor:
         with torch.no_grad():

@@ -7,7 +7,7 @@ Right: training goes on as before.
 import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch, mlp, train
+from tests.silent.engines import Engine, mlp, squares, train
 
 
 def program(engine: Engine, rank: int) -> nn.Module:
@@ -16,6 +16,6 @@ def program(engine: Engine, rank: int) -> nn.Module:
     def loss(step: int) -> torch.Tensor:
         if step == 2:
             model.double().float()
-        return model(batch(rank, step)).square().mean()
+        return squares(model, rank, step)
 
     return train(engine, model, loss, steps=4)

@@ -7,7 +7,7 @@ Right: from then on it is trained, averaged.
 import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch, mlp, train
+from tests.silent.engines import Engine, mlp, squares, train
 
 
 def program(engine: Engine, rank: int) -> nn.Module:
@@ -18,6 +18,6 @@ def program(engine: Engine, rank: int) -> nn.Module:
     def loss(step: int) -> torch.Tensor:
         if step == 2:
             engine.inner(model)[0].requires_grad_(True)
-        return model(batch(rank, step)).square().mean()
+        return squares(model, rank, step)
 
     return train(engine, model, loss, steps=4)

@@ -7,7 +7,7 @@ Right: the edit stays, or its loss is named.
 import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch, mlp, train
+from tests.silent.engines import Engine, mlp, squares, train
 
 
 def program(engine: Engine, rank: int) -> nn.Module:
@@ -17,6 +17,6 @@ def program(engine: Engine, rank: int) -> nn.Module:
         if step == 1:
             with engine.whole(model), torch.no_grad():
                 engine.inner(model)[0].weight[:4] = 0  # such as rows of new tokens
-        return model(batch(rank, step)).square().mean()
+        return squares(model, rank, step)
 
     return train(engine, model, loss)

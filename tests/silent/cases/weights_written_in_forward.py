@@ -7,7 +7,7 @@ Right: the weight stays normalized, or the loss of the write is named.
 import torch
 from torch import nn
 
-from tests.silent.engines import Engine, batch, train
+from tests.silent.engines import Engine, train
 
 
 class Normalized(nn.Linear):
@@ -19,4 +19,4 @@ class Normalized(nn.Linear):
 
 def program(engine: Engine, rank: int) -> nn.Module:
     model = engine.wrap(nn.Sequential(Normalized(8, 8), nn.Tanh(), nn.Linear(8, 3)))
-    return train(engine, model, lambda step: model(batch(rank, step)).square().mean())
+    return train(engine, model, rank)
