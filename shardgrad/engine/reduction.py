@@ -30,7 +30,6 @@ __all__ = [
     "PendingSum",
     "ReduceRoute",
     "Reduction",
-    "SecondStep",
     "reduce_route",
 ]
 

@@ -160,34 +160,28 @@ def _require(stream: Stream) -> torch.Stream:
 
 
 class EagerEvent:
-    """An event of the program, or around a graph: no capture lies between its `record` and its
-    `wait`.
+    """An event of the program, or around a graph: it is recorded before it is waited for, and no
+    capture lies in between.
     """
 
-    def __init__(self, event: torch.Event, *, is_recorded: bool = False) -> None:
+    def __init__(self, event: torch.Event) -> None:
         self._event = event
-        self._is_recorded = is_recorded
 
     def record(self, stream: Stream) -> None:
         """Moves the event to the end of what `stream` has been given so far."""
         self._event.record(stream)
-        self._is_recorded = True
 
     def wait(self, stream: Stream) -> None:
-        """Makes later work of `stream` start after the event; nothing if it was never recorded."""
-        if self._is_recorded:
-            self._event.wait(stream)
+        """Makes later work of `stream` start after the event."""
+        self._event.wait(stream)
 
     def wait_on_host(self) -> None:
-        """Blocks the host until the device has reached the event; nothing if it was never
-        recorded.
-        """
-        if self._is_recorded:
-            self._event.synchronize()
+        """Blocks the host until the device has reached the event."""
+        self._event.synchronize()
 
     def is_done(self) -> bool:
         """Returns whether the device has reached the event, without waiting."""
-        return not self._is_recorded or bool(self._event.query())
+        return bool(self._event.query())
 
 
 class AcceleratorStreams:
@@ -214,7 +208,7 @@ class AcceleratorStreams:
 
     def event_of(self, event: torch.Event) -> StreamEvent:
         """Returns the program's event."""
-        return EagerEvent(event, is_recorded=True)
+        return EagerEvent(event)
 
     def on(self, stream: Stream) -> AbstractContextManager[object]:
         """Returns a context that makes `stream` current (a `torch.Stream` is one)."""
