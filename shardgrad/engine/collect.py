@@ -37,8 +37,21 @@ __all__ = [
 ]
 
 
-# torch's own; a sharded module is an instance of `FSDPModule` too.
-_ENGINES: tuple[type[Any], ...] = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule)
+# torch's own, and what to do instead; a sharded module is an instance of `FSDPModule` too.
+_ENGINES: dict[type[Any], tuple[str, str]] = {
+    DistributedDataParallel: (
+        "DistributedDataParallel",
+        "fully_shard(ddp.module), and call that; or leave out DDP",
+    ),
+    FullyShardedDataParallel: (
+        "FullyShardedDataParallel",
+        "fully_shard on each module that FSDP1 would wrap, inner ones first; leave out FSDP1",
+    ),
+    FSDPModule: (
+        "torch's fully_shard",
+        "from shardgrad import fully_shard, for every module; or shardgrad.patch()",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -86,37 +99,18 @@ def validated(arg: Any) -> list[nn.Module]:
             )
         # All that is below, too: no other engine may shard what this one would.
         for name, child in module.named_modules():
-            if isinstance(child, _ENGINES):
-                _refuse_other_engine(name, child, is_root=child is module)
+            for kind, (engine, fix) in _ENGINES.items():
+                # DDP may replicate a module inside, which is then left alone.
+                is_replica = kind is DistributedDataParallel and child is not module
+                if isinstance(child, kind) and unit_of(child) is None and not is_replica:
+                    raise EngineError(
+                        f"{name or 'the module'} already belongs to {engine}",
+                        expected="modules that no other engine shards or replicates",
+                        got=type(child).__name__,
+                        where=f"module {name or 'itself'}",
+                        fix=fix,
+                    )
     return modules
-
-
-def _refuse_other_engine(name: str, module: nn.Module, *, is_root: bool) -> None:
-    """Refuses what torch's engines have; DDP may replicate a module inside, which is then left
-    alone.
-    """
-    if isinstance(module, DistributedDataParallel) and is_root:
-        engine, fix = (
-            "DistributedDataParallel",
-            "fully_shard(ddp.module), and call that; or leave out DDP",
-        )
-    elif isinstance(module, FullyShardedDataParallel):
-        engine, fix = (
-            "FullyShardedDataParallel",
-            "fully_shard on each module that FSDP1 would wrap, inner ones first; leave out FSDP1",
-        )
-    elif isinstance(module, FSDPModule) and unit_of(module) is None:
-        engine = "torch's fully_shard"
-        fix = "from shardgrad import fully_shard, for every module; or shardgrad.patch()"
-    else:
-        return
-    raise EngineError(
-        f"{name or 'the module'} already belongs to {engine}",
-        expected="modules that no other engine shards or replicates",
-        got=type(module).__name__,
-        where=f"module {name or 'itself'}",
-        fix=fix,
-    )
 
 
 def collect(
