@@ -161,7 +161,7 @@ def no_buffers() -> None:
 @mistake(
     typed="`block.reset_iter_state()`",
     says="RootError: reset_iter_state must be called on the root FSDP module",
-    cure="root.reset_iter_state()",
+    cure="root.reset_iter_state(...)",
 )
 def reset_of_a_block() -> None:
     model = sharded()
