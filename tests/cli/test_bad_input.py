@@ -30,7 +30,7 @@ LINES = [
     *("train --batch-size 3298534883328", f"plan --mesh 2x{10**50}", "train --data ''"),
     *("train --precision fp16", "train --optimizer lion"),
     *("plan --mesh 3x4 --ranks 8", "plan --mesh 2x2x2", "plan --reshard-to 4 --stage 2"),
-    *("plan --precision fp8", "plan --batch-size 0", "plan --ranks 2000000", "plan --mfu 40"),
+    *("plan --precision bf16", "plan --batch-size 0", "plan --ranks 2000000", "plan --mfu 40"),
     *("train --override layers=2", "train --mesh 2x2", "train --config run.json"),
     *(
         "train --resume",

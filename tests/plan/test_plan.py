@@ -117,11 +117,6 @@ def test_gradients_in_a_wire_dtype_are_exchanged_in_it() -> None:
     assert exchanged("bf16") == pytest.approx(wide / 2, rel=0.02)
 
 
-def test_a_wire_dtype_is_refused_beside_sums_in_bf16() -> None:
-    with pytest.raises(UsageError, match="leave --reduce-dtype out"):
-        replace(TINY, wire_dtype="bf16", reduce_dtype="bf16")
-
-
 def test_a_plan_says_the_same_again_in_the_same_process() -> None:
     """Process groups of a world that has ended are nobody's."""
     changes = {"mesh": "4x4", "stage": "hfsdp"}

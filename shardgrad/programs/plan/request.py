@@ -45,15 +45,12 @@ class Request:
     )
     precision: str = setting(
         "bf16-mixed",
-        "bf16-mixed computes in bf16 with fp32 weights; bf16 keeps bf16 weights as well.",
-        click.Choice(("fp32", "bf16-mixed", "bf16")),
-    )
-    reduce_dtype: str | None = setting(
-        None, "Dtype of gradient reductions.  [default: fp32]", click.Choice(("fp32", "bf16"))
+        "bf16-mixed computes in bf16 with fp32 weights, and reduces gradients in fp32.",
+        click.Choice(("fp32", "bf16-mixed")),
     )
     wire_dtype: str | None = setting(
         None,
-        "Dtype that gradients travel in.  [default: the reduce dtype]",
+        "Dtype that gradients travel in.  [default: fp32]",
         click.Choice(("bf16",)),
     )
     activation_checkpointing: str = setting(
@@ -75,8 +72,6 @@ class Request:
             raise UsageError(
                 "--stage hfsdp shards over two axes: give a mesh with both, such as --mesh 4x16."
             )
-        if self.wire_dtype is not None and self.reduce_dtype == "bf16":
-            raise UsageError("--wire-dtype goes with sums in fp32: leave --reduce-dtype out.")
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -2,51 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardgrad.engine.param_group import ParamGroup
 from shardgrad.engine.unit import units_under
-from shardgrad.policies import GradientPolicy, MixedPrecisionPolicy
+from shardgrad.policies import GradientPolicy
 from shardgrad.programs.plan.models import PlanModel
 from shardgrad.programs.plan.recompute import checkpointed
 from shardgrad.programs.plan.request import Request
-from shardgrad.programs.train.sharding import shard_in_order
-
-DTYPES: dict[str | None, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-def policies_of(request: Request) -> dict[str, Any]:
-    """Returns the keyword arguments of `fully_shard` for a request, without the mesh."""
-    reduce_dtype = DTYPES[request.reduce_dtype or "fp32"]
-    mixed = MixedPrecisionPolicy()
-    if request.precision != "fp32":
-        mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
-    return {
-        "mp_policy": mixed,
-        "gradient_policy": GradientPolicy(wire_dtype=DTYPES.get(request.wire_dtype)),
-        "zero_stage": request.stage if request.stage == "hfsdp" else int(request.stage),
-    }
+from shardgrad.programs.train.sharding import precision_policy, shard_in_order
 
 
 def shard_plan_model(plan_model: PlanModel, request: Request, mesh: DeviceMesh) -> None:
     """Gives the model its memory and shards it, as the training program does."""
     module, mode = plan_model.module, request.activation_checkpointing
-    weights = torch.bfloat16 if request.precision == "bf16" else None
+    wire_dtype = torch.bfloat16 if request.wire_dtype == "bf16" else None
     shard_in_order(
         module,
         module.get_submodule(plan_model.blocks) if plan_model.blocks else nn.ModuleList(),
         plan_model.ends,
-        fill=lambda part: _materialise(part, weights),
+        fill=_materialise,
         wrap=lambda block: checkpointed(block, mode),
-        arguments={"mesh": mesh, **policies_of(request)},
+        arguments={
+            "mesh": mesh,
+            "mp_policy": precision_policy(request.precision),
+            "gradient_policy": GradientPolicy(wire_dtype=wire_dtype),
+            "zero_stage": request.stage if request.stage == "hfsdp" else int(request.stage),
+        },
     )
 
 
-def _materialise(module: nn.Module, dtype: torch.dtype | None) -> None:
+def _materialise(module: nn.Module) -> None:
     """Replaces meta tensors by fake ones on the CPU; shared parameters stay shared."""
     made: dict[int, nn.Parameter] = {}
     for part in module.modules():
@@ -54,7 +42,7 @@ def _materialise(module: nn.Module, dtype: torch.dtype | None) -> None:
             if param is None or param.device.type != "meta":
                 continue
             if id(param) not in made:
-                fake = torch.empty(param.shape, dtype=dtype or param.dtype, device="cpu")
+                fake = torch.empty(param.shape, dtype=param.dtype, device="cpu")
                 made[id(param)] = nn.Parameter(fake, requires_grad=param.requires_grad)
             part._parameters[name] = made[id(param)]
         for name, buffer in part._buffers.items():
