@@ -251,7 +251,8 @@ class Watchdog:
                 if answered >= number:
                     answers[rank] = status
                     heard_s = time.monotonic()
-            self._is_closing.wait(self.period_s / 10)
+            if self._is_closing.wait(self.period_s / 10):
+                return
 
     def _tell(self, key: str, what: object) -> None:
         store: Any = self._store
