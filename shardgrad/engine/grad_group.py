@@ -749,6 +749,9 @@ def _collect(owner: weakref.ref[GradGroup], unsharded: torch.Tensor) -> None:
     grads, grad = owner(), unsharded.grad
     if grads is None or grad is None or grads.scheduler is None:
         return
+    # Where it is frozen, autograd has added nothing: what is there has been set by the program.
+    if not unsharded.requires_grad:
+        return
     scheduler = grads.scheduler
     # The scheduler has to know of the first gradient, with which a backward begins, and of the last
     # of each group; the calls for all others would cost more than what they do.

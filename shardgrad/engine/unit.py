@@ -423,6 +423,8 @@ class Unit:
             call.begun_in = task
             self.open += 1
             for grads in self.grad_groups:
+                # Of what was frozen since the forward, autograd then adds nothing to what waits.
+                grads.group.carry_requires_grad()
                 if grads.params:
                     scheduler.expect(grads)
         # The program has said that backward needs no parameters of this unit, or that it unshards

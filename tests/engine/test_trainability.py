@@ -16,7 +16,9 @@ from tests.support.parity import (
     SHARDGRAD,
     Engine,
     Tensors,
+    as_unsharded,
     close_to_unsharded,
+    hsdp_mesh,
     same_bits_as_fsdp2,
     stack,
     train_squares,
@@ -135,3 +137,70 @@ def test_what_is_said_last_of_requires_grad_counts_on_either_parameter(
 ) -> None:
     last = [words[-1][0]] * 2
     assert two_ranks.run(says_so_at_every_turn, list(words)) == [[last, last]] * 2
+
+
+@pytest.mark.parametrize("waits", ["set by hand", "a sum on this rank", "a sum of some ranks"])
+@pytest.mark.parametrize("after_forward", [False, True])
+@on_ranks(2)
+@as_unsharded
+def test_gradients_that_wait_outlive_what_is_frozen_and_thawed(
+    engine: Engine, waits: str, *, after_forward: bool
+) -> Tensors:
+    """As in plain torch, where neither says anything about the gradients that are there."""
+    mesh = {"mesh": hsdp_mesh(2, 1)} if waits == "a sum of some ranks" else {}
+    model = engine.shard_stack(stack(5, 7, 3), **mesh)
+
+    def loss(number: int) -> Tensor:
+        return model(engine.inputs(number, 5, dtype=torch.float64)).square().mean()
+
+    def wait(flag: bool) -> None:
+        if waits == "a sum on this rank":
+            engine.sync(model, not flag)
+        elif not engine.whole_batch:
+            model.set_requires_all_reduce(not flag)
+
+    weight, bias = model[0].weight, model[2].bias.requires_grad_(False)
+    loss(0).backward()
+    model.zero_grad()
+    if waits == "set by hand":
+        if not engine.whole_batch:
+            model[0].unshard()
+        model[0].weight.grad = torch.ones(7, 5)
+    else:
+        wait(True)
+        loss(1).backward()
+    later = loss(2) if after_forward else None
+    (weight if after_forward else model[0].weight).requires_grad_(False)
+    bias.requires_grad_(True)
+    later = loss(2) if later is None else later
+    wait(False)
+    later.backward()
+    return engine.snapshot(model)
+
+
+class Turns(nn.Module):
+    """Trains one of its layers in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
+        self.trained = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        for place, layer in enumerate(self.layers):
+            layer.requires_grad_(place == self.trained)
+            x = torch.tanh(layer(x))
+        return x
+
+
+@on_ranks(2)
+@as_unsharded
+def test_a_forward_may_freeze_and_thaw_what_it_is_about_to_call(engine: Engine) -> Tensors:
+    torch.manual_seed(0)
+    model = Turns()
+    for layer in model.layers:
+        engine.fully_shard(layer)
+    engine.fully_shard(model)
+    for step, model.trained in enumerate((0, 1, 1, 0)):
+        model(engine.inputs(step, 5, dtype=torch.float64)).square().mean().backward()
+    return engine.snapshot(model)
