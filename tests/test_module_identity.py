@@ -110,6 +110,21 @@ def test_a_parameter_replaced_by_hand_is_taken_over() -> None:
 
 
 @on_ranks(2)
+def test_a_tied_parameter_may_be_loaded_into_each_of_its_places() -> None:
+    model, plain = stack(WIDTH, WIDTH, WIDTH), stack(WIDTH, WIDTH, WIDTH)
+    for each in (model, plain):
+        each[2].weight = each[0].weight
+    SHARDGRAD.fully_shard(model)
+    model.load_state_dict({name: p * 2 for name, p in model.state_dict().items()}, assign=True)
+    plain.load_state_dict({name: p * 2 for name, p in plain.state_dict().items()})
+    for step in range(2):
+        x = SHARDGRAD.inputs(step, WIDTH)
+        assert torch.equal(model(x), plain(x))
+        model.reshard()
+        assert model[0].weight is model[2].weight
+
+
+@on_ranks(2)
 def test_an_optimizer_built_right_after_a_parameter_was_replaced_trains_the_new_one() -> None:
     x = torch.linspace(-1, 1, 3 * WIDTH).view(3, WIDTH)
     for make in (shardgrad.optim.AdamW, torch.optim.AdamW):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -275,6 +276,14 @@ def test_a_file_of_another_size_or_kind_is_refused(saved: Path, name: str, chang
         assert same(checkpoint.load(state(1), saved), state())
         return
     refused(saved, "damaged|no complete")
+
+
+@pytest.mark.parametrize("name", [DATA, METADATA])
+def test_a_file_that_the_manifest_does_not_list_is_refused(saved: Path, name: str) -> None:
+    content = json.loads((saved / MANIFEST).read_text())
+    del content["files"][name]
+    (saved / MANIFEST).write_text(json.dumps(content))
+    refused(saved, "damaged")
 
 
 def test_what_does_not_fit_is_named_all_of_it(saved: Path) -> None:
