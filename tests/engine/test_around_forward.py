@@ -63,6 +63,38 @@ def test_a_part_may_call_the_model_that_it_is_of(
     return engine.snapshot(model)
 
 
+class Attention(nn.Module):
+    """Attention whose projection is a unit: it reads the weight and does not call it."""
+
+    def __init__(self, *, is_unit: bool, engine: Engine) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 1, batch_first=True)
+        engine.fully_shard(self.attention.out_proj)
+        if is_unit:
+            engine.fully_shard(self.attention)
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x + self.attention(x, x, x, need_weights=False)[0])
+
+
+@pytest.mark.parametrize("is_unit", [False, True])
+@on_ranks(2)
+@as_unsharded
+def test_multihead_attention_may_have_its_projection_sharded(
+    engine: Engine, is_unit: bool
+) -> Tensors:
+    torch.manual_seed(0)
+    model = engine.fully_shard(Attention(is_unit=is_unit, engine=engine))
+    for step in range(3):
+        x = engine.inputs(step, 5, WIDTH, dtype=torch.get_default_dtype())
+        model(x).square().mean().backward()
+        with torch.no_grad():
+            model.eval()(x)
+        model.train()
+    return engine.snapshot(model)
+
+
 # -- what is right without help
 
 
