@@ -169,6 +169,7 @@ if in_stage 1 && ((nodes == 1)); then
     part test-random 60 "${test[@]}" tests/gpu/test_gpu_random_programs.py
     part test-captures 60 "${test[@]}" tests/gpu/test_gpu_refusals.py tests/gpu/test_gpu_graphed_step.py tests/gpu/test_gpu_captures_in_turn.py
     part test-nccl 40 "${test[@]}" tests/gpu/test_gpu_nccl_alone.py
+    part test-upstream 40 "${test[@]}" tests/gpu/test_gpu_upstream_bugs.py
     part test-loops 60 "${test[@]}" tests/gpu/test_gpu_loops.py
     part test-sleep 60 "${test[@]}" tests/gpu/test_gpu_sleep.py
     part test-compile 100 "${test[@]}" tests/gpu/test_gpu_compile.py

@@ -56,7 +56,7 @@ class Hazard:
         begin: the first shared byte, counted from the begin of the memory block.
         end: the byte after the last.
         address: of the first shared byte.
-        labels: names of these bytes, if they have any.
+        labels: names that `name_range` gave to these bytes.
         count: how often the same two places met again.
     """
 
@@ -109,6 +109,11 @@ def checked(*, raises: bool = True) -> Iterator[list[Hazard]]:
         reset()
     if raises and found:
         raise errors.HazardError("\n".join([f"{len(found)} hazards:", *map(str, found)]))
+
+
+def name_range(tensor: torch.Tensor, label: str) -> None:
+    """Makes reports call the bytes of `tensor` by a name, until their memory is freed."""
+    native().label(tensor.data_ptr(), tensor.numel() * tensor.itemsize, label)
 
 
 def name_stream(stream: torch.Stream, name: str) -> None:
