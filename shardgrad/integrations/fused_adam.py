@@ -1,37 +1,45 @@
 """A torch optimizer over sharded parameters whose steps are taken by another project's FusedAdam.
 
-The subclasses, one for each project, know how its package is found, what it cannot do, and where it
-keeps state.
+[Note: Aliases]
+A kernel of another project takes addresses. A DTensor has none, and some releases of the kernels
+fail when a rank holds no row of a parameter. So the project's optimizer never sees our parameters.
+Each has an *alias*: a plain parameter over the same memory, whose gradient is a plain view of the
+gradient shard, set before each step. The alias of a parameter without elements on this rank is one
+unused element that never gets a gradient: kernels skip it, and step counts go on.
+
+The subclasses, one for each project, know how its package is found and where it keeps state.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
-from itertools import chain, islice
+from itertools import chain
 from types import SimpleNamespace
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, cast
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 from torch.torch_version import TorchVersion
 
+from shardgrad.engine.param import local_of, managed_by
+from shardgrad.engine.param_group import group_of
 from shardgrad.engine.replaced_params import adopt_given
-from shardgrad.engine.streams import is_capturing
 from shardgrad.errors import (
-    CaptureError,
     DeepcopyError,
     OptimizerParameterError,
     OptionError,
     PartnerUnavailableError,
     unsupported,
 )
-from shardgrad.integrations.aliases import Alias, bind_gradients
-from shardgrad.optim.state import copies_into, local_tensor, misfit
+from shardgrad.optim.selection import plain_gradient, select
+from shardgrad.optim.state import local_part, misfit
+from shardgrad.sharding.dtensor import dtensor_like
 
-__all__ = ["MOMENTS", "BoundOptimizer"]
+__all__ = ["MASTER", "MOMENTS", "Alias", "BoundOptimizer"]
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master_param"
@@ -39,6 +47,86 @@ MASTER = "master_param"
 # What broken or foreign packages raise when imported: missing libraries, version checks, Python 2
 # sources.
 _BROKEN = (ImportError, OSError, RuntimeError, AssertionError, AttributeError, SyntaxError)
+
+
+class Alias:
+    """The alias of one parameter. See [Note: Aliases].
+
+    Args:
+        param: a parameter that shardgrad shards, or a plain dense one.
+        name: name for error messages, if no unit knows the qualified name.
+
+    Attributes:
+        managed: the parameter, if a unit shards it.
+        attribute: attribute of the parameter that holds its gradient, "grad" or "decoupled_grad".
+        grad_dtype: dtype of the gradient.
+        local: plain parameter over the same memory.
+
+    Raises:
+        OptimizerParameterError: the parameter has no data yet, is not dense, or belongs to another
+            engine.
+    """
+
+    def __init__(self, param: nn.Parameter, name: str) -> None:
+        self.param = param
+        self.managed = managed = managed_by(param)
+        self.name = name if managed is None else managed.name
+        self.attribute, self.grad_dtype, why = "grad", param.dtype, ""
+        if param.device.type == "meta":
+            why = "it is on the meta device"
+        elif managed is not None:
+            group = group_of(managed)
+            self.attribute = group.gradient_policy.attribute
+            self.grad_dtype = group.gradient_dtype
+        elif isinstance(param, DTensor):
+            why = "another engine shards it, or it was replaced after fully_shard"
+        elif not param.is_contiguous():
+            why = "it is not contiguous in memory"
+        if why:
+            raise OptimizerParameterError(
+                f"an optimizer was given parameter {self.name}, and {why}",
+                expected="contiguous parameters with data, sharded by shardgrad.fully_shard or not "
+                "at all",
+                got=why,
+                fix="build the optimizer after fully_shard and model.to_empty(device=...)",
+            )
+        memory = self.memory.new_zeros(1) if self.is_empty else self.memory
+        self.local = nn.Parameter(memory, requires_grad=False)
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """What this rank holds of the parameter."""
+        return self.param.detach() if self.managed is None else local_of(self.param)
+
+    @property
+    def is_empty(self) -> bool:
+        """True if this rank holds no element of the parameter."""
+        return self.memory.numel() == 0
+
+    def wrap(self, local: torch.Tensor) -> torch.Tensor:
+        """Returns local optimizer state in the form of the parameter: a DTensor if the parameter is
+        one.
+        """
+        if self.is_empty:
+            local = local.new_empty(self.memory.shape)
+        return local if self.managed is None else dtensor_like(local, cast(DTensor, self.param))
+
+    def require_same_memory(self) -> None:
+        """Checks that the alias and the parameter have the same memory.
+
+        Raises:
+            OptimizerParameterError: the parameter was replaced or moved.
+        """
+        is_replaced = managed_by(self.param) is not self.managed
+        is_moved = self.memory.data_ptr() != self.local.data_ptr() and not self.is_empty
+        if is_replaced or is_moved:
+            raise OptimizerParameterError(
+                f"parameter {self.name} was replaced or moved after the optimizer was built",
+                expected="the parameter and the memory that the model trains",
+                got="others, which a step would not reach",
+                fix="build the optimizer after the last model.to(...) or "
+                "load_state_dict(assign=True)",
+            )
 
 
 class BoundOptimizer(Optimizer):
@@ -52,15 +140,9 @@ class BoundOptimizer(Optimizer):
     Args:
         params_or_model: a model, whose trainable parameters are used; or as for any torch
             optimizer.
-        lr: learning rate.
-        betas: decay rates of the two moments.
-        eps: number added to the root of the second moment.
-        weight_decay: weight decay, decoupled unless `adam_w_mode=False`.
-        bias_correction: correct the bias of the moments.
         capturable: for CUDA graphs: learning rate and step count are device tensors, and a step
             with non-finite gradients is skipped on the device.
-        master_weights: train float32 copies of 16-bit parameters.
-        **options: other options of the project's optimizer.
+        **options: of the project's optimizer.
 
     Attributes:
         partner: the project's optimizer, over aliases.
@@ -84,68 +166,56 @@ class BoundOptimizer(Optimizer):
         self,
         params_or_model: nn.Module | Iterable[Any],
         lr: float | torch.Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
         *,
-        bias_correction: bool = True,
         capturable: bool = False,
-        master_weights: bool = False,
         **options: Any,
     ) -> None:
-        self._is_built = False
-        factory, self._release = self.find()
-        self.name = f"{self.title} {self._release}".removesuffix(" 0")
+        factory, self.name = self.find()
         params: Any = params_or_model
         if isinstance(params_or_model, nn.Module):
             params = [param for param in params_or_model.parameters() if param.requires_grad]
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "betas": betas,
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "bias_correction": bias_correction,
-            },
-        )
-        for group in self.param_groups:
-            _require_in_range(group)
+        super().__init__(params, {"lr": lr})
         self.capturable = self._step_supports_amp_scaling = capturable
-        self._has_masters = master_weights
         adopt_given(param for group in self.param_groups for param in group["params"])
-        self._groups = [
+        aliases = [
             [Alias(p, f"{i} of group {g}") for i, p in enumerate(group["params"])]
             for g, group in enumerate(self.param_groups)
         ]
-        self._aliases = list(chain.from_iterable(self._groups))
+        self._aliases = list(chain.from_iterable(aliases))
         self._device = self._aliases[0].local.device
         for alias in self._aliases:
-            self._require_kernel(alias)
-        options = {**options, "capturable": capturable, "master_weights": master_weights}
-        self.check(options)
-        self.partner = self._build(factory, options)
+            self.check(alias, options)
+        groups = [
+            {**group, "params": [alias.local for alias in of_group]}
+            for group, of_group in zip(self.param_groups, aliases, strict=True)
+        ]
+        if capturable:
+            # One tensor per group, which schedulers fill, and a copy for the partner.
+            for group, theirs in zip(self.param_groups, groups, strict=True):
+                rate = torch.as_tensor(group["lr"], dtype=torch.float32, device=self._device)
+                group["lr"], theirs["lr"] = rate.clone(), rate.clone()
+        try:
+            self.partner = factory(groups, capturable=capturable, **options)
+        except (TypeError, RuntimeError) as error:
+            raise OptionError(
+                f"{self.name} cannot be built: {error}",
+                expected="options that this release takes together",
+                got=", ".join(f"{key}={value}" for key, value in options.items()),
+                fix="other options, a later release, or shardgrad.optim.AdamW",
+            ) from error
+        for group, theirs in zip(self.param_groups, self.partner.param_groups, strict=True):
+            for key in theirs.keys() - group.keys():
+                group[key] = theirs[key]
         is_decoupled = getattr(self.partner, "use_decoupled_grad", False)
         self._attribute = "decoupled_grad" if is_decoupled else "grad"
         for alias in self._aliases:
             self._require_attribute(alias)
-        # Masters are copies of the parameters, which may be loaded between now and the first step.
-        self._has_fresh_masters = False
-        with torch.no_grad():
-            for alias in self._aliases:
-                self.start(alias)
-                stored = {name: self.stored(alias, name) for name in self.state_names(alias)}
-                # A tensor of a class of the project's, such as FP8, cannot be a DTensor's.
-                self.state[alias.param] = {
-                    name: alias.wrap(t) for name, t in stored.items() if type(t) is torch.Tensor
-                }
-        self._is_built = True
 
     # -- what a project has to say
 
     @classmethod
-    def find(cls) -> tuple[Callable[..., Optimizer], TorchVersion]:
-        """Imports the project's package, and returns its optimizer and its version.
+    def find(cls) -> tuple[Callable[..., Optimizer], str]:
+        """Imports the project's package, and returns its optimizer, and its name and version.
 
         That a package can be found proves little: a native library may be missing or built for
         another torch, and the name may belong to another project (`apex` on PyPI is a web framework
@@ -157,11 +227,9 @@ class BoundOptimizer(Optimizer):
         try:
             package, module, *_ = map(import_module, cls.modules)
             factory: Callable[..., Optimizer] = module.FusedAdam
-            version = str(getattr(package, "__version__", ""))
-            # A version that is none counts as the oldest.
-            release = TorchVersion(version if version[:1].isdigit() else "0")
-            if release < cls.oldest:
-                raise ImportError(f"release {release} is older than {cls.oldest}")
+            version = str(getattr(package, "__version__", "0"))
+            if TorchVersion(version) < cls.oldest:
+                raise ImportError(f"release {version} is older than {cls.oldest}")
         except _BROKEN as error:
             why = " ".join(f"{type(error).__name__}: {error}".split())
             raise PartnerUnavailableError(
@@ -170,70 +238,47 @@ class BoundOptimizer(Optimizer):
                 got=why,
                 fix=f"{cls.install}; or shardgrad.optim.AdamW, which needs no other package",
             ) from error
-        return factory, release
+        return factory, f"{cls.title} {version}".removesuffix(" 0")
 
-    @abstractmethod
-    def check(self, options: dict[str, Any]) -> None:
-        """Checks what the project's optimizer would get wrong without saying so.
+    def check(self, alias: Alias, options: dict[str, Any]) -> None:
+        """Checks what the project's optimizer would get wrong without saying so, and sets options
+        that follow from the parameters.
 
         Raises:
-            OptionError, OptimizerParameterError: it would not train these parameters right.
+            OptimizerParameterError: it would not train this parameter right.
         """
-
-    @abstractmethod
-    def keeps_master(self, alias: Alias) -> bool:
-        """Returns whether the optimizer trains a master copy of the parameter."""
+        if alias.local.device.type not in self.device_types:
+            kinds = " or ".join(self.device_types)
+            self.refuse(alias, f"its kernels run on {kinds} only", "shardgrad.optim.AdamW")
 
     @abstractmethod
     def start(self, alias: Alias) -> None:
         """Creates the state of a parameter, as the first step would."""
 
-    def stored(self, alias: Alias, name: str) -> torch.Tensor:
-        """Returns a tensor of a parameter's state itself."""
-        tensors: Mapping[str, torch.Tensor] = self.partner.state[alias.local]
-        return tensors[name]
+    def names(self, alias: Alias) -> tuple[str, ...]:
+        """Returns the names of the tensors in a parameter's state that its steps read."""
+        return MOMENTS
 
     def value(self, alias: Alias, name: str) -> torch.Tensor:
         """Returns what a tensor of a parameter's state stands for, as it is saved."""
-        return self.stored(alias, name)
+        value: torch.Tensor = self.partner.state[alias.local][name]
+        return value
 
     def write(self, alias: Alias, name: str, value: torch.Tensor) -> None:
         """Copies a value into a parameter's state, in place."""
-        self.stored(alias, name).copy_(value)
+        self.value(alias, name).copy_(value)
 
     # -- what all of them cannot do
 
     def refuse(self, alias: Alias, why: str, fix: str) -> NoReturn:
         """Raises the error for a parameter that cannot be updated."""
-        local = alias.local
         raise OptimizerParameterError(
             f"{self.name} cannot update parameter {alias.name}: {why}",
             expected="parameters and gradients of the dtypes and devices it has kernels for",
-            got=f"{alias.memory.numel()} elements of {local.dtype} on {local.device}, with a "
-            f"gradient of {alias.grad_dtype}",
+            got=f"{alias.local.dtype} on {alias.local.device}, with a gradient of "
+            f"{alias.grad_dtype}",
             fix=fix,
         )
-
-    def _require_kernel(self, alias: Alias) -> None:
-        local = alias.local
-        if local.device.type not in self.device_types:
-            kinds = " or ".join(self.device_types)
-            fix = "shardgrad.optim.AdamW, which runs everywhere"
-            self.refuse(alias, f"its kernels run on {kinds} only", fix)
-        if local.device != self._device:
-            why = f"one launch takes all parameters of a group, and others are on {self._device}"
-            self.refuse(alias, why, "one optimizer for each device")
-        if local.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-            fix = "float32, bfloat16 or float16 parameters, or shardgrad.optim.AdamW"
-            self.refuse(alias, "it has no kernel for this dtype", fix)
-
-    def require_countable(self, alias: Alias) -> None:
-        """Refuses a shard of more elements than 32 bits can count, of which a kernel would update
-        some, or others.
-        """
-        if alias.memory.numel() > 2**31 - 1:
-            why = "its kernels count the elements of a tensor in 32 bits"
-            self.refuse(alias, why, "more ranks, a later release, or shardgrad.optim.AdamW")
 
     def _require_attribute(self, alias: Alias) -> None:
         # FusedAdam skips a parameter whose gradient is None, so it would train nothing.
@@ -248,27 +293,6 @@ class BoundOptimizer(Optimizer):
                 "or shardgrad.optim.AdamW",
             )
 
-    def _build(self, factory: Callable[..., Optimizer], options: dict[str, Any]) -> Optimizer:
-        if options.get("set_grad_none") is not None:
-            raise unsupported(f"set_grad_none of {self.name}", instead="zero_grad(set_to_none)")
-        groups = []
-        for group, aliases in zip(self.param_groups, self._groups, strict=True):
-            theirs = {key: group[key] for key in self.defaults}
-            if self.capturable:
-                # One tensor per group, which schedulers fill, and a copy for the partner.
-                rate = torch.as_tensor(group["lr"], dtype=torch.float32, device=self._device)
-                group["lr"], theirs["lr"] = rate.clone(), rate.clone()
-            groups.append({"params": [alias.local for alias in aliases], **theirs})
-        try:
-            return factory(groups, **options)
-        except (TypeError, RuntimeError) as error:
-            raise OptionError(
-                f"{self.name} cannot be built: {error}",
-                expected="options that this release takes together",
-                got=", ".join(f"{key}={value}" for key, value in options.items()),
-                fix="other options, a later release, or shardgrad.optim.AdamW",
-            ) from error
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group while the optimizer is built; not supported afterwards.
 
@@ -276,7 +300,7 @@ class BoundOptimizer(Optimizer):
             UnsupportedError: called after construction. A partner's state does not grow with its
                 groups.
         """
-        if self._is_built:
+        if hasattr(self, "partner"):
             raise unsupported(
                 f"add_param_group of {self.name}",
                 instead="build an optimizer with all groups; lr=0 keeps a group still",
@@ -294,17 +318,21 @@ class BoundOptimizer(Optimizer):
         Capture: safe with `capturable=True`, after one step outside of the capture.
 
         Raises:
-            OptimizerParameterError, ForeignParameterError, GradientError: before anything is
-                changed.
-            CaptureError: the first step is being captured.
+            OptimizerParameterError, ForeignParameterError: before anything is changed.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        nonfinite = bind_gradients(self._aliases, self._attribute)
-        self._hand_over_options()
-        self._refresh_masters()
+        nonfinite = self._bind_gradients()
+        self._start()
+        # Schedulers may have changed hyperparameters.
+        for group, theirs in zip(self.param_groups, self.partner.param_groups, strict=True):
+            for key in self.partner.defaults:
+                if isinstance(theirs[key], torch.Tensor):
+                    theirs[key].copy_(torch.as_tensor(group[key]))
+                else:
+                    theirs[key] = group[key]
         step: Any = self.partner.step
         step(**self._scaler(nonfinite))
         for alias in self._aliases:
@@ -312,31 +340,29 @@ class BoundOptimizer(Optimizer):
             setattr(alias.local, self._attribute, None)
         return loss
 
-    def _hand_over_options(self) -> None:
-        """Copies hyperparameters, which schedulers may have changed, into the partner's groups."""
-        for group, theirs in zip(self.param_groups, self.partner.param_groups, strict=True):
-            for key in self.defaults:
-                if isinstance(theirs[key], torch.Tensor):
-                    theirs[key].copy_(torch.as_tensor(group[key]))
-                else:
-                    theirs[key] = group[key]
-
-    def _refresh_masters(self) -> None:
-        if self._has_fresh_masters or not self._has_masters:
-            return
-        if is_capturing(self._device):
-            raise CaptureError(
-                f"the first step of {self.name} copies the parameters into its master "
-                "weights, and a graph would do so in every replay",
-                expected="one step before the capture",
-                got="a first step while a graph is being captured",
-                fix="optimizer.step() once, or more warm-up steps",
-            )
-        for alias in filter(self.keeps_master, self._aliases):
-            # A remainder of 16 bits is 0 for a parameter as it is.
-            if self.stored(alias, MASTER).dtype is not torch.int16:
-                self.write(alias, MASTER, alias.local.detach().float())
-        self._has_fresh_masters = True
+    def _bind_gradients(self) -> list[torch.Tensor]:
+        """Sets the gradient of every alias to that of its parameter. Returns device scalars, each
+        above zero if a non-finite value was found among some of these gradients.
+        """
+        for alias in self._aliases:
+            alias.require_same_memory()
+        managed = (alias.param for alias in self._aliases if alias.managed is not None)
+        selections = select(managed).selections
+        # Compared by identity, as every DTensor operator would be a dispatch.
+        views = {
+            id(chosen.shard.params[place]): chosen.shard.view(place)
+            for chosen in selections
+            for place in chosen.live
+        }
+        for alias in self._aliases:
+            grad = views.get(id(alias.param))
+            if alias.managed is None:
+                grad = plain_gradient(alias.param)
+            if grad is not None and self._attribute == "grad":
+                alias.local.grad_dtype = grad.dtype
+            setattr(alias.local, self._attribute, None if alias.is_empty else grad)
+        found = (chosen.shard.nonfinite for chosen in selections)
+        return [nonfinite for nonfinite in found if nonfinite is not None]
 
     def _scaler(self, nonfinite: list[torch.Tensor]) -> dict[str, Any]:
         """Returns the argument by which a capturable partner learns the scale of the gradients and
@@ -373,38 +399,46 @@ class BoundOptimizer(Optimizer):
 
     # -- state
 
-    def state_names(self, alias: Alias) -> tuple[str, ...]:
-        """Returns the names of a parameter's state tensors."""
-        return (*MOMENTS, MASTER) if self.keeps_master(alias) else MOMENTS
+    def _start(self) -> None:
+        """Creates all state when it is first needed: a master is a copy of the weights of then."""
+        if self.partner.state:
+            return
+        for theirs in self.partner.param_groups:
+            zero = torch.zeros(1, dtype=torch.int, device=self._device)
+            theirs["step"] = zero if self.capturable else 0
+        for alias in self._aliases:
+            self.start(alias)
+            stored = self.partner.state[alias.local]
+            # A tensor of a class of the project's, such as FP8, cannot be a DTensor's.
+            self.state[alias.param] = {
+                name: alias.wrap(stored[name])
+                for name in self.names(alias)
+                if type(stored[name]) is torch.Tensor
+            }
 
     def _values(self, alias: Alias) -> dict[str, torch.Tensor]:
-        names = self.state_names(alias)
-        return {name: alias.wrap(self.value(alias, name).detach()) for name in names}
+        return {name: alias.wrap(self.value(alias, name)) for name in self.names(alias)}
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """Returns state and groups in TransformerEngine's format: DTensors of float32 or int16
         remainders.
         """
+        self._start()
         saved = super().state_dict()
         saved["state"] = {number: self._values(alias) for number, alias in enumerate(self._aliases)}
         for group, theirs in zip(saved["param_groups"], self.partner.param_groups, strict=True):
-            group["step"] = theirs.get("step", 0)
+            group["step"] = theirs["step"]
         return saved
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state dict of this class, of TransformerEngine's FusedAdam or of torch's AdamW.
-
-        State is copied into the existing buffers, so a captured graph stays valid. If the saved
-        state lacks master weights, they are copied from the parameters at the next step.
+        """Loads a state dict of this class, or of TransformerEngine's FusedAdam, in place.
 
         Raises:
             OptimizerStateError: the state does not fit; nothing was changed.
         """
-        state_dict = state_dict.copy()
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = pre_hook(self, state_dict) or state_dict
+        self._start()
         saved_groups = state_dict["param_groups"]
         ours, theirs = ([len(g["params"]) for g in gs] for gs in (self.param_groups, saved_groups))
         if ours != theirs:
@@ -412,52 +446,31 @@ class BoundOptimizer(Optimizer):
                 "its groups are others", f"groups of {ours} parameters", f"groups of {theirs}"
             )
         keys = chain.from_iterable(group["params"] for group in saved_groups)
-        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        loaded, counts, has_masters = [], [], True
+        parts: list[dict[str, torch.Tensor]] = []
         for number, (key, alias) in enumerate(zip(keys, self._aliases, strict=True)):
             values, saved = self._values(alias), dict(state_dict["state"].get(key, {}))
-            counts.append(int(saved.pop("step", 0)))
             if MASTER not in values:
                 saved.pop(MASTER, None)  # TransformerEngine saves copies that nothing updates
-            elif MASTER not in saved:
-                has_masters = False
-            for name in values.keys() & saved.keys():
-                _require_alike(number, name, values[name], saved[name])
-            copies += copies_into(number, values, saved)
-            loaded.append(values)
-        # If one master is missing, all are copied from the parameters: a mixture would be
-        # inconsistent.
-        self._has_fresh_masters = has_masters
-        for into, value in copies:
-            into.copy_(value)
-        for alias, values in zip(self._aliases, loaded, strict=True):
-            for name, value in values.items() if not alias.is_empty else ():
-                self.write(alias, name, local_tensor(value))
-        taken = iter(counts)
+            kinds, found = ({n: _is_bits(t) for n, t in each.items()} for each in (values, saved))
+            if kinds != found:
+                raise misfit(
+                    f"parameter {number} has other state", f"{list(kinds)}", f"{list(found)}"
+                )
+            parts.append(
+                {
+                    name: local_part(into, saved[name], f"{name} of parameter {number}").to(into)
+                    for name, into in values.items()
+                }
+            )
+        for alias, part in zip(self._aliases, parts, strict=True):
+            for name, value in part.items() if not alias.is_empty else ():
+                self.write(alias, name, value)
         for group, inner, saved in zip(
             self.param_groups, self.partner.param_groups, saved_groups, strict=True
         ):
-            # torch counts steps in each parameter's state.
-            count = max(islice(taken, len(group["params"])), default=0)
-            self._load_group(group, inner, saved, int(saved.get("step", count)))
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
-
-    def _load_group(
-        self, group: dict[str, Any], theirs: dict[str, Any], saved: Mapping[str, Any], count: int
-    ) -> None:
-        for key in (group.keys() | {"initial_lr"}) & saved.keys() - {"params"}:
-            value = saved[key]
-            if isinstance(group.get(key), torch.Tensor):
-                group[key].fill_(float(value))
-            else:
-                group[key] = float(value) if isinstance(value, torch.Tensor) else value
-        if not self.capturable:
-            theirs["step"] = count
-        elif "step" in theirs:
-            theirs["step"].fill_(count)  # a graph reads it
-        else:
-            theirs["step"] = torch.tensor([count], dtype=torch.int, device=self._device)
+            for key in saved.keys() - {"params", "step"}:
+                _set(group, key, saved[key])
+            _set(inner, "step", saved["step"])
 
     def __getstate__(self) -> NoReturn:
         """Raises: an optimizer whose aliases are views of the model's buffers cannot be pickled or
@@ -471,18 +484,13 @@ class BoundOptimizer(Optimizer):
         )
 
 
-def _require_alike(number: int, name: str, ours: torch.Tensor, saved: Any) -> None:
-    """Refuses to take the bits of an int16 remainder for a number, or the other way round."""
-    theirs = getattr(saved, "dtype", ours.dtype)
-    if (ours.dtype is torch.int16) != (theirs is torch.int16):
-        what = f"{name} of parameter {number} is kept otherwise"
-        raise misfit(what, str(ours.dtype), str(theirs))
+def _is_bits(value: Any) -> bool:
+    """Returns whether state is the int16 remainder of a weight, and not a number."""
+    return getattr(value, "dtype", None) is torch.int16
 
 
-def _require_in_range(group: Mapping[str, Any]) -> None:
-    if not (float(group["lr"]) >= 0 and group["eps"] >= 0 and group["weight_decay"] >= 0):
-        raise OptionError(
-            "a hyperparameter is outside its range",
-            expected="lr, eps and weight_decay of at least 0",
-            got=f"lr={group['lr']}, eps={group['eps']}, weight_decay={group['weight_decay']}",
-        )
+def _set(group: dict[str, Any], key: str, value: Any) -> None:
+    if isinstance(group.get(key), torch.Tensor):
+        group[key].fill_(float(value))  # a graph reads it
+    else:
+        group[key] = value.item() if isinstance(value, torch.Tensor) else value

@@ -7,8 +7,6 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,11 +15,8 @@ from torch import nn
 
 import shardgrad
 from shardgrad import GradientPolicy
-from shardgrad.engine import streams
 from shardgrad.errors import (
-    CaptureError,
     DeepcopyError,
-    GradientError,
     OptimizerParameterError,
     OptimizerStateError,
     OptionError,
@@ -29,7 +24,6 @@ from shardgrad.errors import (
     UnsupportedError,
 )
 from shardgrad.integrations import apex, transformer_engine
-from shardgrad.integrations.fused_adam import BoundOptimizer
 from tests.support.parity import FSDP2, assert_same_bits
 from tests.support.partners import HYPER, Plane, descend, partner, plane, weights
 from tests.support.ranks import Ranks
@@ -82,10 +76,10 @@ def test_a_broken_transformer_engine_says_why(error: Exception) -> None:
     assert issubclass(PartnerUnavailableError, ImportError)
 
 
-@pytest.mark.parametrize("version", ["2.5.0", "2.6.0.dev0"])
-def test_a_release_before_2_6_is_refused(version: str) -> None:
+@pytest.mark.parametrize("version", ["2.5.0", "2.17.0.dev0"])
+def test_a_release_before_2_17_is_refused(version: str) -> None:
     with te_fused_adam.installed(version):
-        assert "older than 2.6" in why_unusable(transformer_engine)
+        assert "older than 2.17" in why_unusable(transformer_engine)
 
 
 def test_another_project_called_apex_is_refused_with_what_to_build() -> None:
@@ -98,12 +92,12 @@ def test_another_project_called_apex_is_refused_with_what_to_build() -> None:
             assert f"ModuleNotFoundError: import of {missing} halted" in words
             assert "build https://github.com/NVIDIA/apex" in words
     with apex_fused_adam.installed():
-        apex.FusedAdam.find()
+        assert apex.FusedAdam.find()[1] == "apex' FusedAdam"
 
 
 def test_a_usable_partner_has_its_version() -> None:
     with te_fused_adam.installed("2.18.0"):
-        assert transformer_engine.FusedAdam.find()[1] == "2.18.0"
+        assert transformer_engine.FusedAdam.find()[1] == "TransformerEngine's FusedAdam 2.18.0"
 
 
 # -- options and parameters
@@ -126,7 +120,7 @@ def _refuses(
 
 
 FLOAT32_GRADIENTS, DECOUPLED = GradientPolicy(dtype=FP32), GradientPolicy(decoupled=True)
-TE, TE_18 = "te 2.17.1", "te 2.18.0"
+TE = "te 2.17.1"
 MASTERS = {"capturable": True, "master_weights": True}
 REFUSED: list[tuple[str, dict[str, Any], list[torch.dtype], type[Exception], str]] = [
     (TE, {"use_decoupled_grad": True}, [FP32], OptionError, "would read param.decoupled_grad"),
@@ -141,25 +135,7 @@ REFUSED: list[tuple[str, dict[str, Any], list[torch.dtype], type[Exception], str
     (TE, {"amsgrad": True}, [FP32], OptionError, "AMSGrad"),
     (TE, {"nonsense": 1}, [FP32], OptionError, "nonsense"),
     ("apex", {"use_decoupled_grad": True}, [FP32], OptionError, "use_decoupled_grad"),
-    # The rest it would get wrong without a word, or in the middle of a step.
-    (TE, {"set_grad_none": True}, [FP32], UnsupportedError, "set_grad_none"),
-    (TE, {"store_param_remainders": True}, [BF16], OptionError, "without float32 master weights"),
-    (
-        TE_18,
-        {"capturable": True, "policy": FLOAT32_GRADIENTS},
-        [BF16],
-        OptimizerParameterError,
-        "before 2.20",
-    ),
-    (
-        "te 2.20.0.dev0",
-        {"capturable": True, "policy": FLOAT32_GRADIENTS},
-        [BF16],
-        OptimizerParameterError,
-        "before 2.20",
-    ),
-    (TE, {}, [FP16, BF16], OptimizerParameterError, "parameters of one dtype"),
-    (TE, {}, [torch.float64], OptimizerParameterError, "no kernel for this dtype"),
+    # The rest it would get wrong without a word.
     ("apex", {"policy": DECOUPLED}, [FP32], OptionError, "would read param.grad"),
     (
         "apex",
@@ -168,7 +144,7 @@ REFUSED: list[tuple[str, dict[str, Any], list[torch.dtype], type[Exception], str
         OptimizerParameterError,
         "read the parameter as if",
     ),
-    ("apex", MASTERS, [BF16], OptimizerParameterError, "without ever"),
+    ("apex", MASTERS, [FP16], OptimizerParameterError, "saves none"),
 ]
 
 
@@ -186,23 +162,6 @@ def test_refused_before_anything_is_built(
     words: str,
 ) -> None:
     one_rank.run(_refuses, name, kwargs, dtypes, error, words)
-
-
-def test_a_rate_below_zero_is_refused() -> None:
-    with partner(TE) as fused_adam, pytest.raises(OptionError, match="outside its range"):
-        fused_adam([nn.Parameter(torch.ones(1))], lr=-1.0)
-
-
-def _mixed_gradients() -> None:
-    first, second = plane(dtype=BF16), plane(dtype=BF16, gradient_policy=GradientPolicy(dtype=FP32))
-    with partner(TE) as fused_adam:
-        with pytest.raises(OptimizerParameterError, match="gradients of one dtype"):
-            fused_adam([*first.parameters(), *second.parameters()])
-        fused_adam([{"params": first.parameters()}, {"params": second.parameters()}])
-
-
-def test_gradients_of_two_dtypes_in_a_group_are_refused(one_rank: Ranks) -> None:
-    one_rank.run(_mixed_gradients)
 
 
 def _wrong_places() -> None:
@@ -249,13 +208,14 @@ def _later(name: str) -> None:
         with pytest.raises(OptimizerStateError, match="groups are others"):
             other.load_state_dict(saved)
         saved["state"][0] = {**saved["state"][0], "max_exp_avg_sq": torch.zeros(5, 3)}
-        with pytest.raises(OptimizerStateError, match="does not keep"):
+        with pytest.raises(OptimizerStateError, match="has other state"):
             optimizer.load_state_dict(saved)
-        saved["state"][0] = {"exp_avg": torch.zeros(5)}
+        saved["state"][0] = {"exp_avg": torch.zeros(5), "exp_avg_sq": torch.zeros(5)}
         with pytest.raises(OptimizerStateError, match="another shape"):
             optimizer.load_state_dict(saved)
-        saved["state"][0] = {"exp_avg": torch.zeros((5, 3), dtype=torch.int16)}
-        with pytest.raises(OptimizerStateError, match="kept otherwise"):
+        bits = torch.zeros((5, 3), dtype=torch.int16)
+        saved["state"][0] = {"exp_avg": bits, "exp_avg_sq": bits}
+        with pytest.raises(OptimizerStateError, match="has other state"):
             optimizer.load_state_dict(saved)
         assert_same_bits(weights(model), before)
 
@@ -271,9 +231,7 @@ def _replaced() -> None:
         optimizer = fused_adam(model, **HYPER)
         model.weights[0] = nn.Parameter(model.weights[0].detach())  # over the same memory
         model(1).backward()
-        with pytest.raises(
-            OptimizerParameterError, match=r"replaced or moved(.|\n)*all-gathers from"
-        ):
+        with pytest.raises(OptimizerParameterError, match="replaced or moved"):
             optimizer.step()
         model = plane()
         model.weights[0] = nn.Parameter(2 * model.weights[0].detach())
@@ -281,67 +239,14 @@ def _replaced() -> None:
         optimizer = fused_adam(model, **HYPER)
         model.to(torch.float64)
         model(1).backward()
-        with pytest.raises(
-            OptimizerParameterError,
-            match=r"replaced or moved(.|\n)*(all-gathers from|the memory it had)",
-        ):
+        with pytest.raises(OptimizerParameterError, match="replaced or moved"):
             optimizer.step()
         plain = nn.Parameter(torch.ones(3))
         optimizer = fused_adam([plain], **HYPER)
-        plain.grad_dtype = BF16
-        plain.grad = torch.ones(3, dtype=BF16)
-        with pytest.raises(GradientError, match="another dtype"):
-            optimizer.step()
-        plain.grad, plain.data = None, torch.ones(3)
+        plain.data = torch.ones(3)
         with pytest.raises(OptimizerParameterError, match="replaced or moved"):
             optimizer.step()
 
 
 def test_parameters_that_moved_are_noticed_at_the_step(one_rank: Ranks) -> None:
     one_rank.run(_replaced)
-
-
-def _first_step_in_a_graph() -> None:
-    from shardgrad.integrations import fused_adam
-
-    with partner(TE) as make:
-        model = plane(dtype=BF16)
-        optimizer = make(model, **HYPER, capturable=True, master_weights=True)
-        model(0).backward()
-        ask, fused_adam.is_capturing = fused_adam.is_capturing, lambda device: True
-        try:
-            with pytest.raises(CaptureError, match="master weights"):
-                optimizer.step()
-        finally:
-            fused_adam.is_capturing = ask
-        assert fused_adam.is_capturing is streams.is_capturing
-        optimizer.step()
-
-
-def test_a_first_step_with_masters_is_not_captured(one_rank: Ranks) -> None:
-    one_rank.run(_first_step_in_a_graph)
-
-
-@pytest.mark.parametrize(
-    ("device", "numel", "words"),
-    [("meta", 1, "cannot update parameter weight"), ("cpu", 2**31, "2147483648 elements")],
-)
-def test_parameters_that_a_launch_would_get_wrong_are_refused(
-    device: str, numel: int, words: str
-) -> None:
-    """They are on another device, or longer than 32 bits can count."""
-    local = torch.empty(1, device=device).expand(numel)
-    alias: Any = SimpleNamespace(name="weight", local=local, memory=local, grad_dtype=FP32)
-    kind: Any = SimpleNamespace(
-        name="apex", device_types=("cpu", "meta"), _device=torch.device("cpu")
-    )
-    kind.refuse = partial(BoundOptimizer.refuse, kind)
-
-    def check() -> None:
-        BoundOptimizer._require_kernel(kind, alias)
-        BoundOptimizer.require_countable(kind, alias)
-
-    with pytest.raises(OptimizerParameterError, match=words):
-        check()
-    alias.memory = alias.local = torch.empty(1)
-    check()
