@@ -25,7 +25,7 @@ PAGE = DOCS / "explanation" / "scaling.md"
 sys.path.insert(0, str(DOCS.parent))
 warnings.filterwarnings("ignore")
 
-from shardgrad.programs.plan.hardware import Machine, machine_of  # noqa: E402
+from shardgrad.programs.plan.hardware import Machine  # noqa: E402
 from shardgrad.programs.plan.planning import Plan, plan_of  # noqa: E402
 from shardgrad.programs.plan.rehearsal import Rehearsal, rehearse  # noqa: E402
 from shardgrad.programs.plan.request import Request  # noqa: E402
@@ -57,7 +57,7 @@ def rehearsal(name: str) -> Rehearsal:
 
 # -- weak scaling
 
-GRAPHED = machine_of("h100", graph=True)
+GRAPHED = Machine(graph=True)
 SHORT = "8b short"  # a sixteenth of the tokens: nothing to hide behind
 LONG = Request(preset="8b", batch_size=2, seq_len=8192, activation_checkpointing="full")
 
@@ -150,7 +150,7 @@ def _mpt(width: int, layers: int, heads: int) -> TransformerConfig:
     )
 
 
-H100, A100 = machine_of("h100"), machine_of("a100", network="ib200")
+H100, A100 = Machine(), Machine("a100", network="ib200")
 TITAN = Request(preset="8b", batch_size=2, seq_len=8192, activation_checkpointing="selective")
 OLDER = Request(
     preset="8b", ranks=64, batch_size=1, seq_len=8192, activation_checkpointing="selective"
@@ -288,11 +288,9 @@ def published_table() -> list[str]:
     ]
     ratios = {row.name: predicted(row.name).tokens_per_s / row.tokens_per_s for row in PUBLISHED}
     inside = [row for row in PUBLISHED if _is_inside(row)]
-    kinds = dict.fromkeys((_source(row), row.machine.device.name) for row in PUBLISHED)
+    kinds = dict.fromkeys((_source(row), row.machine.device) for row in PUBLISHED)
     for source, device in kinds:
-        rows = [
-            row for row in PUBLISHED if (_source(row), row.machine.device.name) == (source, device)
-        ]
+        rows = [row for row in PUBLISHED if (_source(row), row.machine.device) == (source, device)]
         of_kind = [ratios[row.name] for row in rows]
         lines.append(
             f"| {source} | {device.upper()} | {len(rows)} | {sum(row in inside for row in rows)} "
@@ -340,7 +338,7 @@ def _median_of_others(row: Published) -> float:
     others = [
         each
         for each in PUBLISHED
-        if each.machine.device is row.machine.device and not each.name.startswith(source)
+        if each.machine.device == row.machine.device and not each.name.startswith(source)
     ]
     return statistics.median(map(fitted, others))
 
@@ -354,8 +352,8 @@ def show_slowdowns() -> None:
     by_device: dict[str, list[float]] = {}
     for row in PUBLISHED:
         scale = fitted(row)
-        by_device.setdefault(row.machine.device.name, []).append(scale)
-        print(f"{scale:.3f}  {row.machine.device.name}  {row.name}", flush=True)
+        by_device.setdefault(row.machine.device, []).append(scale)
+        print(f"{scale:.3f}  {row.machine.device}  {row.name}", flush=True)
     for name, scales in by_device.items():
         print(f"{name}: {min(scales):.3f}, {statistics.median(scales):.3f}, {max(scales):.3f}")
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shardgrad.optim.ownership import Exchange, Matrix, buckets, owners
 from shardgrad.programs.plan.cost import CostModel
-from shardgrad.programs.plan.hardware import machine_of
+from shardgrad.programs.plan.hardware import Machine
 from shardgrad.programs.plan.recording import Kernel, Transfer
 
 shapes = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 30)), min_size=1, max_size=20)
@@ -113,7 +113,7 @@ def test_eight_billion_parameters_keep_all_ranks_busy(
     mean = sum(map(sum, loads)) / world_size
     slowest = sum(map(max, loads))
     assert 100 * (slowest / mean - 1) < waiting
-    cost = CostModel(machine_of("h100"), world_size)
+    cost = CostModel(Machine(), world_size)
     numel = 32 * sum(rows * columns for rows, columns in LLAMA_8B)
     sent = [2 * len(each) * numel // 32 // world_size for each in found]  # bytes of a rank, bf16
     exchanges = [Transfer("compute", "exchange", "shard", world_size, n, 0) for n in sent]

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from shardgrad.programs.cli.command import Command, given
-from shardgrad.programs.plan.hardware import MachineOptions, machine_of
+from shardgrad.programs.plan.hardware import Machine
 from shardgrad.programs.plan.request import Request, mesh_shape
 from shardgrad.programs.train.settings import Number, given_for, options_of
 
@@ -20,7 +20,7 @@ _EXAMPLES = [
 
 
 @click.command(cls=Command, examples=_EXAMPLES)
-@options_of(Request, MachineOptions)
+@options_of(Request, Machine)
 @click.option(
     "--mfu",
     type=Number(0, 1, min_open=True),
@@ -41,7 +41,7 @@ def plan(ctx: click.Context, /, mfu: float | None, **options: Any) -> None:
     if len(flags) > 1:
         raise click.UsageError(f"{' and '.join(flags)} name a model each: give one.", ctx)
     # Before PyTorch is imported, which takes seconds.
-    machine = machine_of(**given_for(MachineOptions, options))
+    machine = Machine(**given_for(Machine, options))
     asked = given_for(Request, options)
     asked.setdefault("ranks", math.prod(mesh_shape(options["mesh"]) or (8,)))
     request = Request(**asked)

@@ -24,7 +24,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from shardgrad.programs.plan.hardware import BANDWIDTH_SHARE, MATMUL_SHARE, Machine
+from shardgrad.programs.plan.hardware import BANDWIDTH_SHARE, MATMUL_SHARE, START_S, Machine
 from shardgrad.programs.plan.recording import Event, Kernel, Transfer
 
 # Of the bandwidth, by NCCL's protocols: LL sends a flag with every word, LL128 one with every 120
@@ -37,31 +37,12 @@ _POST_S = 1e-6
 _TREE_SHARE = 0.92
 
 
-@dataclass(frozen=True)
-class AxisLayout:
-    """The distribution of the ranks of one mesh axis over nodes.
-
-    Attributes:
-        ranks: number of ranks.
-        nodes: number of nodes.
+def nodes_of(axis: str, ranks: int, shards: int, devices_per_node: int) -> int:
+    """Returns on how many nodes the ranks of a mesh axis are: neighbouring ranks share a node,
+    replicas are `shards` ranks apart.
     """
-
-    ranks: int
-    nodes: int
-
-    @classmethod
-    def of(cls, axis: str, ranks: int, shards: int, devices_per_node: int) -> AxisLayout:
-        """Places an axis: neighbouring ranks share a node, replicas are `shards` ranks apart."""
-        stride = shards if axis == "replicate" else 1
-        per_node = max(
-            1, min(ranks, devices_per_node // stride if stride < devices_per_node else 1)
-        )
-        return cls(ranks, -(-ranks // per_node))
-
-    @property
-    def ranks_per_node(self) -> int:
-        """Ranks of this axis in one node."""
-        return -(-self.ranks // self.nodes)
+    stride = shards if axis == "replicate" else 1
+    return -(-ranks // max(1, min(ranks, devices_per_node // stride)))
 
 
 @dataclass(frozen=True)
@@ -80,76 +61,70 @@ class CostModel:
 
     def kernel_s(self, kernel: Kernel) -> float:
         """Returns the seconds of one kernel, without its launch."""
-        device = self.machine.device
-        rate = device.flops[kernel.dtype] * MATMUL_SHARE
-        bandwidth = device.bandwidth * BANDWIDTH_SHARE
+        gpu = self.machine.gpu
+        rate, bandwidth = gpu.flops[kernel.dtype] * MATMUL_SHARE, gpu.bandwidth * BANDWIDTH_SHARE
         seconds = max(kernel.flops / rate, kernel.nbytes / bandwidth)
-        return (
-            seconds
-            if kernel.is_engine or kernel.phase == "optimizer"
-            else seconds * self.compute_scale
-        )
+        return seconds * (self.compute_scale if kernel.is_of_model else 1.0)
 
     def transfer_s(self, transfer: Transfer) -> float:
         """Returns the seconds of one collective without other traffic on its links."""
         if transfer.ranks == 1:
             return 0.0
-        layout = self._layout_of(transfer)
         if transfer.kind == "exchange":
-            return self._exchange_s(transfer, layout)
-        options = [self._ring_s(transfer, layout, protocol) for protocol in range(3)]
+            return self._exchange_s(transfer)
+        options = [self._ring_s(transfer, protocol) for protocol in range(3)]
         if transfer.kind == "all-reduce":
-            options += [self._tree_s(transfer, layout, protocol) for protocol in range(3)]
+            options += [self._tree_s(transfer, protocol) for protocol in range(3)]
         return min(options)
 
     def links_of(self, transfer: Transfer) -> str:
         """Returns "network" if a collective leaves the node, else the name of the link inside."""
-        return self.machine.link.name if self._layout_of(transfer).nodes == 1 else "network"
+        return self.machine.gpu.link.name if self._layout_of(transfer)[0] == 1 else "network"
 
-    def _layout_of(self, transfer: Transfer) -> AxisLayout:
-        return AxisLayout.of(
-            transfer.axis, transfer.ranks, self.shards, self.machine.devices_per_node
-        )
+    def _layout_of(self, transfer: Transfer) -> tuple[int, int]:
+        """Returns the number of nodes of a collective, and of its ranks in one of them."""
+        nodes = nodes_of(transfer.axis, transfer.ranks, self.shards, self.machine.node)
+        return nodes, -(-transfer.ranks // nodes)
 
-    def _bandwidth(self, layout: AxisLayout, protocol: int) -> float:
-        inside, share = self.machine.link.bandwidth, _PROTOCOL_SHARES[protocol]
-        if layout.nodes == 1:
+    def _bandwidth(self, transfer: Transfer, protocol: int) -> float:
+        (nodes, per_node), inside = self._layout_of(transfer), self.machine.gpu.link.bandwidth
+        share = _PROTOCOL_SHARES[protocol]
+        if nodes == 1:
             return inside * share
-        outside = self.machine.network_bandwidth(layout.ranks_per_node)
-        whole = min(inside, outside) if layout.ranks_per_node > 1 else outside
+        outside = self.machine.network_bandwidth(per_node)
+        whole = min(inside, outside) if per_node > 1 else outside
         return min(whole * share, _LL_BETWEEN_NODES) if protocol == 0 else whole * share
 
-    def _ring_s(self, transfer: Transfer, layout: AxisLayout, protocol: int) -> float:
-        machine = self.machine
+    def _ring_s(self, transfer: Transfer, protocol: int) -> float:
+        (nodes, per_node), ranks = self._layout_of(transfer), transfer.ranks
+        link, card = self.machine.gpu.link, self.machine.card
         # With one rank in each node nothing hides a step of the network; NCCL then uses the tree's
         # latency.
-        far = machine.network.tree_hop_s if layout.ranks_per_node == 1 else machine.network.hop_s
+        far = (card.tree_hop_s if per_node == 1 else card.hop_s)[protocol]
+        near = max(link.hop_s[protocol], _POST_S if nodes > 1 else 0.0)
         rounds = 2 if transfer.kind == "all-reduce" else 1
-        near = machine.link.hop_s[protocol]
-        if layout.nodes > 1:
-            near = max(near, _POST_S)
-        steps = (layout.ranks - layout.nodes) * near + (layout.nodes - 1) * far[protocol]
-        bandwidth = self._bandwidth(layout, protocol)
-        moved = rounds * transfer.nbytes * (layout.ranks - 1) / layout.ranks
-        return machine.start_s[protocol] + rounds * steps + moved / bandwidth
+        steps = (ranks - nodes) * near + (nodes - 1) * far
+        moved = transfer.nbytes * (ranks - 1) / ranks / self._bandwidth(transfer, protocol)
+        return START_S[protocol] + rounds * (steps + moved)
 
-    def _exchange_s(self, transfer: Transfer, layout: AxisLayout) -> float:
-        machine, simple = self.machine, 2  # NCCL sends between two ranks with this protocol
-        each, near = transfer.nbytes / layout.ranks, layout.ranks_per_node - 1
-        far = layout.ranks - 1 - near
-        inside = machine.link.hop_s[simple] + near * each / machine.link.bandwidth
+    def _exchange_s(self, transfer: Transfer) -> float:
+        simple, link = 2, self.machine.gpu.link  # NCCL sends between two ranks with this protocol
+        _, per_node = self._layout_of(transfer)
+        each, near = transfer.nbytes / transfer.ranks, per_node - 1
+        far = transfer.ranks - 1 - near
+        inside = link.hop_s[simple] + near * each / link.bandwidth
         outside = 0.0
         if far:
-            of_rank = machine.network_bandwidth(layout.ranks_per_node) / layout.ranks_per_node
-            outside = machine.network.hop_s[simple] + far * (_POST_S + each / of_rank)
-        return machine.start_s[simple] + max(inside, outside)
+            of_rank = self.machine.network_bandwidth(per_node) / per_node
+            outside = self.machine.card.hop_s[simple] + far * (_POST_S + each / of_rank)
+        return START_S[simple] + max(inside, outside)
 
-    def _tree_s(self, transfer: Transfer, layout: AxisLayout, protocol: int) -> float:
-        machine = self.machine
-        inside = (layout.ranks_per_node - 1) * machine.link.tree_hop_s[protocol]
-        outside = math.log2(layout.nodes) * machine.network.tree_hop_s[protocol]
-        bandwidth = self._bandwidth(layout, protocol) * _TREE_SHARE
-        return machine.start_s[protocol] + 2 * (inside + outside) + 2 * transfer.nbytes / bandwidth
+    def _tree_s(self, transfer: Transfer, protocol: int) -> float:
+        nodes, per_node = self._layout_of(transfer)
+        inside = (per_node - 1) * self.machine.gpu.link.tree_hop_s[protocol]
+        outside = math.log2(nodes) * self.machine.card.tree_hop_s[protocol]
+        moved = transfer.nbytes / (self._bandwidth(transfer, protocol) * _TREE_SHARE)
+        return START_S[protocol] + 2 * (inside + outside + moved)
 
 
 def model_flops(events: Iterable[Event]) -> float:
@@ -165,7 +140,5 @@ def compute_s(events: Iterable[Event], cost: CostModel) -> float:
     """Returns the sum of the durations of the model's kernels in forward and backward, in
     seconds.
     """
-    own = (
-        e for e in events if isinstance(e, Kernel) and not e.is_engine and e.phase != "optimizer"
-    )
-    return sum(cost.kernel_s(kernel) for kernel in own)
+    own = (event for event in events if isinstance(event, Kernel) and event.is_of_model)
+    return sum(map(cost.kernel_s, own))

@@ -6,10 +6,8 @@ fractions that a well-tuned transformer reaches; `--mfu` replaces them by a meas
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import click
 
@@ -69,19 +67,13 @@ class Device:
     link: Link
     source: str
 
-    @property
-    def margin_nbytes(self) -> int:
-        """Memory to leave free: fragmentation of the allocator, and what NCCL and libraries take
-        later.
-        """
-        return int(_MARGIN * self.memory_nbytes)
-
 
 def _us(*values: float) -> tuple[float, float, float]:
     first, second, third = (value * 1e-6 for value in values)
     return first, second, third
 
 
+START_S = _us(6.6, 14.0, 8.4)  # until a collective sends its first byte, by NCCL's protocol
 _NCCL = "hops: NCCL 2.30 src/graph/tuning.cc (commit 5067397)"
 _NET_HOPS = _us(2.7, 4.0, 14.0), _us(5.0, 8.5, 14.0)
 
@@ -166,46 +158,7 @@ DEVICES: Mapping[str, Device] = {
 
 @dataclass(frozen=True)
 class Machine:
-    """A cluster: devices, links, and launch costs of the host.
-
-    Attributes:
-        device: specification of each device.
-        devices_per_node: number of devices in a node.
-        link: link between the devices of a node.
-        network: one network card.
-        cards_per_node: number of network cards in a node.
-        launch_s: host seconds per launched operation; 0 if a graph replays them.
-        start_s: seconds until a collective sends its first byte, by NCCL's protocol.
-    """
-
-    device: Device
-    devices_per_node: int
-    link: Link
-    network: Link
-    cards_per_node: int
-    launch_s: float
-    start_s: tuple[float, float, float] = _us(6.6, 14.0, 8.4)
-
-    def network_bandwidth(self, ranks_per_node: int) -> float:
-        """Returns the bandwidth into a node, in bytes per second, for a collective with these ranks
-        per node.
-
-        A collective that all devices of a node join uses all network cards, and its data enters
-        each node once. A collective with fewer ranks in a node runs at the same time as those of
-        the other devices, which use the other cards.
-        """
-        of_node = self.cards_per_node * self.network.bandwidth
-        return of_node * ranks_per_node / self.devices_per_node
-
-
-# An operation launched by eager PyTorch costs the host 5 to 10 microseconds in Python, dispatcher
-# and driver.
-EAGER_LAUNCH_S = 7e-6
-
-
-@dataclass(frozen=True)
-class MachineOptions:
-    """A machine as the command line describes it."""
+    """A cluster, as the command line describes it."""
 
     device: str = setting("h100", "Device type.", click.Choice(tuple(DEVICES)))
     memory_gib: float | None = setting(
@@ -227,23 +180,47 @@ class MachineOptions:
         "Assume that the step is one CUDA graph, without per-operation launches.",
     )
 
+    @property
+    def gpu(self) -> Device:
+        """What is known of its device type."""
+        return DEVICES[self.device]
 
-def machine_of(device: str = "h100", **options: Any) -> Machine:
-    """Returns the machine that the command line's options describe.
+    @property
+    def card(self) -> Link:
+        """One of its network cards."""
+        return NETWORKS[self.network]
 
-    Args:
-        device: a key of `DEVICES`.
-        **options: other fields of `MachineOptions`.
-    """
-    chosen = MachineOptions(device, **options)
-    kind = DEVICES[chosen.device]
-    if chosen.memory_gib is not None:
-        kind = dataclasses.replace(kind, memory_nbytes=int(chosen.memory_gib * GIB))
-    return Machine(
-        kind,
-        chosen.node,
-        kind.link,
-        NETWORKS[chosen.network],
-        chosen.cards or chosen.node,
-        launch_s=0.0 if chosen.graph else EAGER_LAUNCH_S,
-    )
+    @property
+    def cards_per_node(self) -> int:
+        """Number of network cards in a node."""
+        return self.cards or self.node
+
+    @property
+    def memory_nbytes(self) -> int:
+        """Memory of a device in bytes."""
+        given = self.memory_gib
+        return self.gpu.memory_nbytes if given is None else int(given * GIB)
+
+    @property
+    def margin_nbytes(self) -> int:
+        """Memory to leave free: fragmentation of the allocator, and what NCCL and libraries take
+        later.
+        """
+        return int(_MARGIN * self.memory_nbytes)
+
+    @property
+    def launch_s(self) -> float:
+        """Host seconds per launched operation: eager PyTorch takes 5 to 10 microseconds in Python,
+        dispatcher and driver.
+        """
+        return 0.0 if self.graph else 7e-6
+
+    def network_bandwidth(self, ranks_per_node: int) -> float:
+        """Returns the bandwidth into a node, in bytes per second, for a collective with these ranks
+        per node.
+
+        A collective that all devices of a node join uses all network cards, and its data enters
+        each node once. A collective with fewer ranks in a node runs at the same time as those of
+        the other devices, which use the other cards.
+        """
+        return self.cards_per_node * self.card.bandwidth * ranks_per_node / self.node

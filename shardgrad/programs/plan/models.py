@@ -1,10 +1,9 @@
-"""The model of a plan, built on the meta device."""
+"""The model of a plan, and how its step is computed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,15 +22,13 @@ class PlanModel:
     """A model and its loss.
 
     Attributes:
-        name: name in the plan.
-        module: the model, on the meta device.
+        module: the model.
         blocks: qualified name of the module list of blocks, each of which becomes a unit; "" if
             there is none.
         loss: function of batch size and sequence length that runs forward and returns a scalar.
         ends: names of the modules outside of the blocks that become units anyway.
     """
 
-    name: str
     module: nn.Module
     blocks: str
     loss: Loss
@@ -39,30 +36,15 @@ class PlanModel:
 
 
 def build_plan_model(request: Request) -> PlanModel:
-    """Builds the model of a request.
+    """Builds the model of a request, of fake tensors.
 
     Raises:
-        UsageError: there is no such model, or it cannot be built on the meta device.
+        UsageError: there is no such model, or it cannot be built of them.
     """
     if request.model is not None:
         return _user_model(request.model)
-    config = PRESETS[request.preset]
-    dense = _built(request.preset, lambda: Transformer(config))
-    return PlanModel(request.preset, dense, "layers", _loss_of(dense), dense.ends)
-
-
-def _built(name: str, build: Callable[[], Any]) -> Any:
-    try:
-        with torch.device("meta"):
-            return build()
-    except TrainingError:
-        raise
-    except Exception as error:
-        first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
-        raise UsageError(
-            f"{name} cannot be built on the meta device, where tensors have no values "
-            f"({type(error).__name__}: {first}): leave what reads values to a later step."
-        ) from error
+    dense = Transformer(PRESETS[request.preset])
+    return PlanModel(dense, "layers", _loss_of(dense), dense.ends)
 
 
 def _user_model(reference: str) -> PlanModel:
@@ -73,24 +55,27 @@ def _user_model(reference: str) -> PlanModel:
     scalar.
     """
     function = function_named(reference, flag="--model")
-    built = _built(reference, function)
+    try:
+        built = function()
+    except TrainingError:
+        raise
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+        raise UsageError(
+            f"{reference} cannot be built of fake tensors, which have no values "
+            f"({type(error).__name__}: {first}): leave what reads values to a later step."
+        ) from error
     module, loss = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
     if not isinstance(module, nn.Module):
         raise UsageError(f"{reference} returned {type(module).__name__}: return a torch.nn.Module.")
     if not any(param.requires_grad for param in module.parameters()):
         raise UsageError(f"{reference} returned a model without parameters to train: add some.")
-    if any(param.device.type != "meta" for param in module.parameters()):
-        raise UsageError(
-            f"{reference} creates parameters on a fixed device: leave out device= in the model, so "
-            "that it can be built on the meta device."
-        )
     if loss is None and not callable(getattr(module, "loss", None)):
         raise UsageError(
             f"{type(module).__name__} has no loss(tokens, targets): add one, or let {reference} "
             "return the model and a function of (model, batch_size, seq_len) that returns the loss."
         )
     return PlanModel(
-        reference,
         module,
         longest_module_list(module),
         _loss_of(module) if loss is None else lambda b, s: loss(module, b, s),
@@ -113,10 +98,8 @@ def _loss_of(module: nn.Module) -> Loss:
     """Returns the loss of a language model on tokens."""
 
     def loss(batch_size: int, seq_len: int) -> Tensor:
-        device = next(module.parameters()).device
-        tokens = torch.zeros(batch_size, seq_len, dtype=torch.int64, device=device)
-        targets = torch.zeros_like(tokens)
-        result: Tensor = module.loss(tokens, targets)  # type: ignore[operator]
+        tokens = torch.zeros(batch_size, seq_len, dtype=torch.int64)
+        result: Tensor = module.loss(tokens, torch.zeros_like(tokens))  # type: ignore[operator]
         return result
 
     return loss

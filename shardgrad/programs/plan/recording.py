@@ -53,6 +53,11 @@ class Kernel:
     dtype: str
     nbytes: int
 
+    @property
+    def is_of_model(self) -> bool:
+        """Whether it is the model's, in forward or backward."""
+        return not self.is_engine and self.phase != "optimizer"
+
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
@@ -117,7 +122,7 @@ class Recorder:
     """Collects events and changes of memory.
 
     Attributes:
-        phase: current phase of the step.
+        phase: current phase of the step; before the first, what is built.
         stream: name of the current stream.
         axes: name of the mesh axis of a process group, by the group's name.
         events: events of the step, in the host's order.
@@ -125,7 +130,7 @@ class Recorder:
         live: allocated bytes of every existing storage.
     """
 
-    phase: str = "construction"
+    phase: str = "model"
     stream: str = "compute"
     axes: dict[str, str] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)

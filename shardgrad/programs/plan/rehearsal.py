@@ -10,21 +10,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardgrad import clip_grad_norm_
 from shardgrad.engine.comm_context import CommContext
 from shardgrad.engine.lazy_init import lazy_init
-from shardgrad.engine.unit import unit_of
+from shardgrad.engine.unit import units_under
 from shardgrad.errors import ShardgradError
 from shardgrad.optim import AdamW
+from shardgrad.policies import GradientPolicy
 from shardgrad.programs.plan.models import PlanModel, build_plan_model
+from shardgrad.programs.plan.recompute import checkpointed
 from shardgrad.programs.plan.recording import Change, Event, Recorder, RecordingStreams
 from shardgrad.programs.plan.request import Request
-from shardgrad.programs.plan.stages import groups_of, shard_plan_model
 from shardgrad.programs.plan.world import fake_tensors, fake_world
 from shardgrad.programs.train.failure import TrainingError, UsageError
+from shardgrad.programs.train.sharding import precision_policy, shard_in_order
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,6 @@ class Rehearsal:
 
     Attributes:
         request: the request.
-        name: name of the model.
         parameters: number of elements of the model's parameters.
         units: number of calls of `fully_shard`.
         events: events of the step, in the host's order.
@@ -45,7 +47,6 @@ class Rehearsal:
     """
 
     request: Request
-    name: str
     parameters: int
     units: int
     events: tuple[Event, ...]
@@ -76,14 +77,14 @@ def rehearse(request: Request) -> Rehearsal:
 
 
 def _rehearse(request: Request) -> Rehearsal:
-    plan_model = build_plan_model(request)
-    parameters = sum(param.numel() for param in plan_model.module.parameters())
     recorder = Recorder()
     with fake_world(request.shape) as mesh:
         for axis, name in enumerate(mesh.mesh_dim_names or ()):
             recorder.axes[mesh.get_group(axis).group_name] = name
         try:
             with fake_tensors(recorder):
+                plan_model = build_plan_model(request)
+                parameters = sum(param.numel() for param in plan_model.module.parameters())
                 trainer = _Trainer(request, plan_model, mesh, recorder)
                 trainer.step()
                 for grads in trainer.context.grad_groups:
@@ -97,19 +98,18 @@ def _rehearse(request: Request) -> Rehearsal:
                 owners |= trainer.owners()  # and of what it made
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise TrainingError(
-                f"{plan_model.name} decides by values which operations to run ({error.func}), and "
+                f"{request.name} decides by values which operations to run ({error.func}), and "
                 "a plan has no values: plan a variant with fixed shapes."
             ) from error
         except ShardgradError as error:
-            raise UsageError(f"{plan_model.name} cannot be sharded like this: {error}") from error
+            raise UsageError(f"{request.name} cannot be sharded like this: {error}") from error
         resting: dict[str, int] = defaultdict(int)
         for storage, nbytes in recorder.live.items():
             resting[owners.get(storage, "other")] += nbytes
         return Rehearsal(
             request=request,
-            name=plan_model.name,
             parameters=parameters,
-            units=len({group.name for group in groups_of(plan_model.module)}),
+            units=len({group.name for group in trainer.groups}),
             events=tuple(recorder.events),
             changes=tuple(recorder.changes),
             resting=resting,
@@ -124,16 +124,29 @@ class _Trainer:
     def __init__(
         self, request: Request, plan_model: PlanModel, mesh: DeviceMesh, recorder: Recorder
     ) -> None:
-        self._request, self._plan_model, self._recorder = request, plan_model, recorder
-        self._model: Any = plan_model.module  # an `FSDPModule` from the next line on
-        shard_plan_model(plan_model, request, mesh)
-        for group in groups_of(self._model):
+        self._request, self._loss, self._recorder = request, plan_model.loss, recorder
+        self._model: Any = plan_model.module  # an `FSDPModule` from here on
+        recorder.phase = "construction"
+        wire_dtype = torch.bfloat16 if request.wire_dtype == "bf16" else None
+        shard_in_order(
+            self._model,
+            self._model.get_submodule(plan_model.blocks) if plan_model.blocks else nn.ModuleList(),
+            plan_model.ends,
+            fill=lambda _: None,
+            wrap=lambda block: checkpointed(block, request.activation_checkpointing),
+            arguments={
+                "mesh": mesh,
+                "mp_policy": precision_policy(request.precision),
+                "gradient_policy": GradientPolicy(wire_dtype=wire_dtype),
+                "zero_stage": request.stage if request.stage == "hfsdp" else int(request.stage),
+            },
+        )
+        self.groups = [group for unit in units_under(self._model) for group in unit.groups]
+        for group in self.groups:
             if group.mesh.levels is not None:
                 recorder.axes[group.mesh.shard_group.group_name] = "both"
         self._runtime = CommContext(torch.device("cpu"), RecordingStreams(recorder))
-        unit = unit_of(self._model)
-        if unit is None:
-            raise UsageError(f"{plan_model.name} has no parameters to shard.")
+        unit = units_under(self._model)[0]
         unit.partner = self._runtime
         self.context = lazy_init(unit)
         params = [param for param in self._model.parameters() if param.requires_grad]
@@ -147,7 +160,7 @@ class _Trainer:
             self._model.set_is_last_backward(is_last)
             self._model.set_requires_gradient_sync(is_last or not request.no_sync)
             recorder.phase = "forward"
-            loss = self._plan_model.loss(request.batch_size, request.seq_len)
+            loss = self._loss(request.batch_size, request.seq_len)
             recorder.phase = "backward"
             loss.backward()
             del loss

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 from rich.console import Console, Group, RenderableType
@@ -9,6 +10,7 @@ from rich.table import Table
 
 from shardgrad.programs.plan.hardware import BANDWIDTH_SHARE, MATMUL_SHARE, TAKEN_NBYTES
 from shardgrad.programs.plan.planning import Plan
+from shardgrad.programs.plan.recording import Transfer
 from shardgrad.programs.train.display import nice_nbytes
 
 
@@ -19,25 +21,25 @@ def show(plan: Plan, console: Console) -> None:
 
 
 def _heading(plan: Plan) -> str:
-    request, machine = plan.request, plan.machine
+    rehearsal, request = plan.rehearsal, plan.rehearsal.request
     mesh = f"{request.shards} shards"
     if request.replicas > 1:
         mesh = f"{request.replicas} replicas of {mesh}"
     return (
-        f"[bold]{plan.name}[/bold], {_numel(plan.parameters)} parameters in {plan.units} units, on "
-        f"{request.ranks} x {machine.device.name}: {mesh}, stage {request.stage}, "
-        f"{request.precision}, {request.accumulate} x {request.batch_size} x {request.seq_len} "
-        "tokens a rank"
+        f"[bold]{request.name}[/bold], {_numel(rehearsal.parameters)} parameters in "
+        f"{rehearsal.units} units, on {request.ranks} x {plan.cost.machine.device}: {mesh}, stage "
+        f"{request.stage}, {request.precision}, {request.accumulate} x {request.batch_size} x "
+        f"{request.seq_len} tokens a rank"
     )
 
 
 def _memory(plan: Plan) -> Table:
-    resting, memory, device = plan.resting, plan.memory, plan.machine.device
+    resting, memory, machine = plan.rehearsal.resting, plan.memory, plan.cost.machine
     peak = memory.at_peak
     owners = sorted(dict.fromkeys((*resting, *peak)), key=lambda owner: -peak.get(owner, 0))
     sizes = ((owner, resting.get(owner, 0), peak.get(owner, 0)) for owner in owners)
     verdict = "[green]fits" if plan.fits else "[red]does not fit"
-    room = f"{nice_nbytes(plan.needed_nbytes)} of {nice_nbytes(device.memory_nbytes)}"
+    room = f"{nice_nbytes(plan.needed_nbytes)} of {nice_nbytes(machine.memory_nbytes)}"
     return _table(
         ("memory of a rank", "between steps", "at the peak"),
         *(
@@ -52,25 +54,30 @@ def _memory(plan: Plan) -> Table:
         ),
         ("kept by the allocator, at least", "", nice_nbytes(memory.reserved_nbytes)),
         ("context, communicators, workspaces", "", nice_nbytes(TAKEN_NBYTES)),
-        ("margin: fragmentation, NCCL", "", nice_nbytes(device.margin_nbytes)),
+        ("margin: fragmentation, NCCL", "", nice_nbytes(machine.margin_nbytes)),
         (f"[bold]{verdict}", "", f"[bold]{room}"),
     )
 
 
 def _traffic(plan: Plan) -> RenderableType:
-    if not plan.traffic:
+    """Shows what a rank moves in a step, added up for each kind of collective over each axis."""
+    alike: dict[tuple[str, str, str], list[Transfer]] = defaultdict(list)
+    for event in plan.rehearsal.events:
+        if isinstance(event, Transfer) and event.ranks > 1:
+            alike[event.axis, event.kind, plan.cost.links_of(event)].append(event)
+    if not alike:
         return "No traffic: there is one rank."
     return _table(
         ("traffic of a rank in a step", "over", "count", "sent", "busy"),
         *(
             (
-                f"{row.kind}, axis {row.axis}",
-                row.link,
-                str(row.count),
-                nice_nbytes(row.sent_nbytes),
-                _ms(row.busy_s),
+                f"{kind}, axis {axis}",
+                link,
+                str(len(transfers)),
+                nice_nbytes(sum(transfer.sent_nbytes for transfer in transfers)),
+                _ms(sum(map(plan.cost.transfer_s, transfers))),
             )
-            for row in plan.traffic
+            for (axis, kind, link), transfers in sorted(alike.items())
         ),
     )
 
@@ -96,7 +103,7 @@ def _time(plan: Plan) -> Table:
         ("exposed communication", f"{_ms(timeline.exposed_s)} of {_ms(timeline.transfers_s)}"),
         ("host launches", _ms(timeline.host_s)),
         ("tokens/s, a rank", f"{plan.tokens_per_s:,.0f}"),
-        ("tokens/s, all ranks", f"{plan.tokens_per_s * plan.request.ranks:,.0f}"),
+        ("tokens/s, all ranks", f"{plan.tokens_per_s * plan.rehearsal.request.ranks:,.0f}"),
         ("MFU, as PaLM counts", f"{plan.mfu:.1%}"),
     )
 
@@ -109,12 +116,12 @@ def _table(columns: Sequence[str], *rows: Sequence[str]) -> Table:
 
 
 def _sources(plan: Plan) -> str:
-    machine = plan.machine
+    machine, gpu, scale = plan.cost.machine, plan.cost.machine.gpu, plan.cost.compute_scale
     lines = [
-        f"device: {machine.device.source}; {MATMUL_SHARE:.0%} of its products' peak, "
-        f"{BANDWIDTH_SHARE:.0%} of its bandwidth, durations times {plan.compute_scale:.2f}",
-        f"link {machine.link.name}: {machine.link.source}",
-        f"network {machine.network.name} x {machine.cards_per_node}: {machine.network.source}",
+        f"device: {gpu.source}; {MATMUL_SHARE:.0%} of its products' peak, "
+        f"{BANDWIDTH_SHARE:.0%} of its bandwidth, durations times {scale:.2f}",
+        f"link {gpu.link.name}: {gpu.link.source}",
+        f"network {machine.network} x {machine.cards_per_node}: {machine.card.source}",
     ]
     return "\n".join(f"[dim]{line}[/dim]" for line in lines)
 

@@ -74,6 +74,11 @@ class Request:
             )
 
     @property
+    def name(self) -> str:
+        """Name of the model."""
+        return self.model or self.preset
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the mesh: (shards,) or (replicas, shards)."""
         return mesh_shape(self.mesh) or (self.ranks,)

@@ -2,12 +2,12 @@
 processes.
 
 [Note: What is real in a fake world]
-Tensors made from constants in the program, such as `torch.tensor([...])`, and results computed from
-such tensors alone, are real. The engine's tables are of this kind, and it reads them for its
-checks. Other tensors are fake: shapes without values. Reading a fake value in forward raises an
-error, since the model would branch on it. In the engine's backward and in the optimizer it returns
-0, which means: no other rank touched a parameter that this rank did not touch, and every parameter
-has changed.
+Tensors that the engine makes from constants, such as `torch.tensor([...])`, and results computed
+from such tensors alone, are real. Its tables are of this kind, and it reads them for its checks.
+Other tensors are fake: shapes without values. Reading a fake value while the model is built, or in
+forward, raises an error, since the model would branch on it. In the engine's backward and in the
+optimizer it returns 0, which means: no other rank touched a parameter that this rank did not touch,
+and every parameter has changed.
 """
 
 from __future__ import annotations
@@ -141,7 +141,8 @@ class _Observer(TorchDispatchMode):
         if _is_view(func) and isinstance(args[0], FakeTensor):
             return _view(func, args, kwargs, args[0])
         inputs = list(_tensors((*args, *kwargs.values()) if kwargs else args))
-        if inputs and not any(isinstance(tensor, FakeTensor) for tensor in inputs):
+        is_real = not any(isinstance(tensor, FakeTensor) for tensor in inputs)
+        if inputs and is_real and self._recorder.phase != "model":
             if func is _aten.lift_fresh.default:
                 return args[0]
             with no_dispatch():
@@ -161,9 +162,9 @@ class _Observer(TorchDispatchMode):
         return result
 
     def _answer(self) -> int:
-        if self._recorder.phase == "forward":
+        if self._recorder.phase in ("model", "forward"):
             raise TrainingError(
-                "The model reads a tensor's value in forward (.item(), nonzero, a mask as an "
+                "The model reads a tensor's value (.item(), nonzero, a mask as an "
                 "index), which a plan has no values for: plan a variant that decides nothing by "
                 "values, for example with a fixed capacity per expert."
             )
