@@ -3,7 +3,7 @@
 | module | holds |
 |---|---|
 | `library.py` | the operator library, and the loader of `shardgrad/_C.so` |
-| `checks.py` | what every reference refuses |
+| `arithmetic.py` | in which dtype references compute |
 | `movement.py` | `pack`, `unpack`, `sum_chunks` |
 | `segments.py` | the table of the parameters that one launch updates |
 | `weights.py` | how exact values of half-width parameters are kept |

@@ -13,7 +13,8 @@ Dtypes: float32, bfloat16, float16, float64 for every data tensor. Arithmetic ru
 Autograd: none, and no version counter moves. Like FSDP2's, these buffers are views under living
     parameters, and autograd must not take their refilling for a modification by the user.
 
-Each op exists twice: the reference here, and the compiled kernel in `csrc/` (see `library.py`).
+Each op exists twice: the reference here, and the compiled kernel in `csrc/` (see `library.py`),
+which also refuses arguments that disagree.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardgrad.ops.checks import check_data, compute_dtype, divide_
+from shardgrad.ops.arithmetic import compute_dtype, divide_
 from shardgrad.ops.library import declare
 
 __all__ = [
@@ -48,39 +49,6 @@ class _Row(NamedTuple):
     span: int
     shard_offset: int
     unsharded_offset: int
-
-
-# The same checks as in csrc/checks.cpp, with fewer messages where torch's own errors are clear.
-
-
-def _rows(table: Tensor, world_size: int, chunk_numel: int) -> list[_Row]:
-    if table.device.type != "cpu":
-        raise RuntimeError("table must be on the CPU, whatever device the data is on")
-    if table.dtype != torch.int64 or table.dim() != 2 or table.shape[1] != 5:
-        raise RuntimeError("table must be int64 of shape [parameters, 5]")
-    rows = [_Row(*row) for row in table.tolist()]
-    for row in rows:
-        fits = row.shard_numel <= row.span and row.shard_offset + row.span <= chunk_numel
-        complete = row.numel <= row.shard_numel * world_size
-        if min(row) < 0 or not fits or not complete:
-            raise RuntimeError(
-                f"table does not fit {world_size} chunks of {chunk_numel} elements: {row}"
-            )
-    return rows
-
-
-def _count_chunks(name: str, whole: Tensor, chunk_numel: int) -> int:
-    count = whole.numel() // chunk_numel if chunk_numel > 0 else 0
-    if count * chunk_numel != whole.numel():
-        raise RuntimeError(
-            f"{name} has {whole.numel()} elements, not a multiple of chunk_numel {chunk_numel}"
-        )
-    return count
-
-
-def _check_equal_chunks(chunks: Sequence[Tensor]) -> None:
-    if len({(chunk.dtype, chunk.numel()) for chunk in chunks}) != 1:
-        raise RuntimeError("chunks must share one dtype and one number of elements")
 
 
 # `.data` has another version counter, so writing through it leaves the caller's as it is.
@@ -118,21 +86,10 @@ def pack_reference(
 
     Capture:
         Safe: allocates nothing and reads nothing back. The addresses of `grads` are recorded.
-
-    Raises:
-        RuntimeError: the arguments disagree.
     """
-    world_size = _count_chunks("slot", slot, chunk_numel)
-    check_data("slot", [slot], slot)
-    check_data("grads", grads, slot)
-    if len(grads) != len(table):
-        raise RuntimeError(f"table has {len(table)} rows for {len(grads)} gradients")
-    chunks = slot.data.view(world_size, chunk_numel)
-    for i, (row, grad) in enumerate(zip(_rows(table, world_size, chunk_numel), grads, strict=True)):
-        if grad.numel() not in (0, row.numel):
-            raise RuntimeError(
-                f"gradient {i} has {grad.numel()} elements, the table says {row.numel}"
-            )
+    chunks = slot.data.view(-1, max(chunk_numel, 1))
+    for values, grad in zip(table.tolist(), grads, strict=True):
+        row = _Row(*values)
         reserved = chunks.narrow(1, row.shard_offset, row.span)
         if grad.numel() > 0:
             _pack_one(grad.view(-1), reserved, row.shard_numel, divisor, accumulate)
@@ -181,20 +138,8 @@ def unpack_reference(gathered: Tensor, unsharded: Tensor, table: Tensor, chunk_n
 
     Capture:
         Safe: allocates nothing and reads nothing back. The address of `gathered` is recorded.
-
-    Raises:
-        RuntimeError: the arguments disagree.
     """
-    check_data("unsharded", [unsharded], unsharded)
-    check_data("gathered", [gathered], unsharded)
-    rows = _rows(table, _count_chunks("gathered", gathered, chunk_numel), chunk_numel)
-    for i, row in enumerate(rows):
-        if row.unsharded_offset + row.numel > unsharded.numel():
-            raise RuntimeError(
-                f"parameter {i} ends behind the {unsharded.numel()} elements of the unsharded "
-                "buffer"
-            )
-    unpack_rows(gathered, unsharded.data, rows, chunk_numel)
+    unpack_rows(gathered, unsharded.data, table.tolist(), chunk_numel)
 
 
 def unpack_rows(
@@ -241,15 +186,7 @@ def sum_chunks_reference(
     Capture:
         Safe: the compiled kernel allocates nothing; the reference allocates its float32 sum.
         Nothing is read back. The addresses of `chunks` are recorded.
-
-    Raises:
-        RuntimeError: the arguments disagree, or `chunks` is empty.
     """
-    _check_equal_chunks(chunks)
-    if out.numel() != chunks[0].numel():
-        raise RuntimeError(f"out has {out.numel()} elements, the chunks have {chunks[0].numel()}")
-    check_data("out", [out], out)
-    check_data("chunks", chunks, out)
     total = chunks[0].view(-1).to(compute_dtype(chunks[0], out), copy=True)
     for chunk in chunks[1:]:
         total.add_(chunk.view(-1))

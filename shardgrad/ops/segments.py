@@ -29,9 +29,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardgrad.ops.checks import check_data, check_memory
-
-__all__ = ["TILE_NUMEL", "Row", "check_segment", "live_rows", "segment_rows"]
+__all__ = ["TILE_NUMEL", "Row", "live_rows", "segment_rows"]
 
 TILE_NUMEL = 2048
 """Elements of a tile, the unit of work of a kernel; csrc/segment.h has the same number."""
@@ -64,44 +62,6 @@ def segment_rows(pieces: Sequence[tuple[int, int, int, int, int, int]]) -> tuple
         rows.append([*piece, tiles])
         tiles += -(-piece[3] // TILE_NUMEL)
     return torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, 7), tiles
-
-
-def check_segment(
-    touched: Tensor,
-    rows: Tensor,
-    tiles: int,
-    target: Tensor,
-    limits: dict[str, int],
-) -> None:
-    """Refuses a table, or `touched`, that the references could not use.
-
-    Args:
-        touched: see the module's docstring.
-        rows: the table.
-        tiles: their number.
-        target: a tensor on the device where everything must be.
-        limits: elements of the tensor that each offset points into, by the name of its column.
-
-    Raises:
-        RuntimeError: the arguments disagree.
-    """
-    check_data("touched", [touched], target)
-    check_memory("rows", rows, target)
-    if rows.dtype != torch.int64 or rows.dim() != 2 or rows.shape[1] != 7:
-        raise RuntimeError("rows must be int64 of shape [parameters, 7]")
-    total = 0
-    limits = limits | {"flag_index": touched.numel()}
-    for i, values in enumerate(rows.tolist()):
-        row = Row(*values)
-        reach = dict.fromkeys(("param_offset", "grad_offset", "state_offset"), row.numel)
-        fits = all(
-            0 <= getattr(row, name) <= limit - reach.get(name, 1) for name, limit in limits.items()
-        )
-        if row.numel < 0 or not fits or row.first_tile != total:
-            raise RuntimeError(f"row {i} does not fit the tensors of its segment: {row}")
-        total += -(-row.numel // TILE_NUMEL)
-    if total != tiles:
-        raise RuntimeError(f"rows have {total} tiles, but tiles says {tiles}")
 
 
 def live_rows(touched: Tensor, rows: Tensor) -> Iterator[Row]:

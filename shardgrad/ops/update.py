@@ -23,9 +23,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardgrad.ops.checks import check_data, check_memory, check_scalar, compute_dtype, divide_
+from shardgrad.ops.arithmetic import compute_dtype, divide_
 from shardgrad.ops.library import declare
-from shardgrad.ops.segments import Row, check_segment, live_rows
+from shardgrad.ops.segments import Row, live_rows
 from shardgrad.ops.weights import dither_key, load_weight, store_weight
 
 __all__ = ["adam_", "adam_reference", "sgd_", "sgd_reference"]
@@ -43,51 +43,6 @@ class _Update(NamedTuple):
     rows: Tensor
     scale: Tensor | None
     seed: int | None
-
-
-def _check_update(
-    update: _Update,
-    ticket: Tensor,
-    tiles: int,
-    hyper: Tensor,
-    hyper_numel: int,
-    found_inf: Tensor | None,
-) -> None:
-    param, states, master = update.param, update.states, update.master
-    check_data("param", [param], param)
-    check_data("grad", [update.grad], param)
-    check_data("states", states, param)
-    for name, tensor, dtype in (
-        ("steps", update.steps, torch.float32),
-        ("ticket", ticket, torch.int32),
-        ("hyper", hyper, torch.float64),
-    ):
-        if tensor.dtype != dtype:
-            raise RuntimeError(f"{name} must be {str(dtype).removeprefix('torch.')}")
-        check_memory(name, tensor, param)
-    if ticket.numel() != 1 or hyper.numel() != hyper_numel:
-        raise RuntimeError(f"ticket must have 1 element and hyper {hyper_numel}")
-    check_scalar("scale", update.scale, (torch.float32, torch.float64), param)
-    check_scalar("found_inf", found_inf, (torch.float32,), param)
-    if master is not None:
-        halves = {torch.float32: (torch.bfloat16, torch.float16), torch.int16: (torch.bfloat16,)}
-        if param.dtype not in halves.get(master.dtype, ()):
-            raise RuntimeError(
-                "master must be float32 for a bfloat16 or float16 param, or int16 for a bfloat16 "
-                "one"
-            )
-        check_memory("master", master, param)
-        states = (*states, master)
-    if len({state.numel() for state in states}) > 1:
-        raise RuntimeError("states and master must share one number of elements")
-    limits = {
-        "param_offset": param.numel(),
-        "grad_offset": update.grad.numel(),
-        "step_index": update.steps.numel(),
-    }
-    if states:
-        limits["state_offset"] = states[0].numel()
-    check_segment(update.touched, update.rows, tiles, param, limits)
 
 
 # `.data` has another version counter, so writing through it leaves the caller's as it is.
@@ -196,15 +151,11 @@ def adam_reference(
         Safe: the compiled kernel allocates nothing, and nothing is read back. (The reference does
         both.) The addresses are recorded, the numbers behind them are not.
 
-    Raises:
-        RuntimeError: the arguments disagree.
-
     Source: Kingma and Ba, "Adam", 2015; Loshchilov and Hutter, "Decoupled weight decay
     regularization", 2019.
     """
     noise = _seed(param, master, stochastic_rounding, seed)
     update = _Update(param, grad, (exp_avg, exp_avg_sq), master, steps, touched, rows, scale, noise)
-    _check_update(update, ticket, tiles, hyper, 5, found_inf)
     if _is_off(found_inf):
         return
     lr, beta1, beta2, eps, weight_decay = hyper.tolist()
@@ -269,14 +220,10 @@ def sgd_reference(
 
     Capture:
         Safe, as `adam_` is.
-
-    Raises:
-        RuntimeError: the arguments disagree.
     """
     noise = _seed(param, master, stochastic_rounding, seed)
     states = () if momentum_buffer is None else (momentum_buffer,)
     update = _Update(param, grad, states, master, steps, touched, rows, scale, noise)
-    _check_update(update, ticket, tiles, hyper, 4, found_inf)
     if _is_off(found_inf):
         return
     lr, momentum, dampening, weight_decay = hyper.tolist()

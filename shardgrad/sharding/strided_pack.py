@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shardgrad.ops.checks import compute_dtype, divide_
+from shardgrad.ops.arithmetic import compute_dtype, divide_
 from shardgrad.sharding.layout import Piece, ShardLayout
 
 __all__ = ["pack_strided", "unpack_strided"]

@@ -1,4 +1,5 @@
-"""What every operator promises torch, in both backends, and the arguments that it refuses."""
+"""What every operator promises torch, in both backends, and the arguments that the compiled
+kernels refuse."""
 
 from __future__ import annotations
 
@@ -145,9 +146,9 @@ def freed(numel: int = 8) -> Tensor:
     return tensor
 
 
-def require_refused(backend: str, name: str, change: dict[str, Any], message: str) -> None:
+def require_refused(name: str, change: dict[str, Any], message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
-        operator(backend, name)(*(example(name) | change).values())
+        operator("compiled", name)(*(example(name) | change).values())
 
 
 WIDE, WHOLE = torch.zeros(16)[::2], torch.zeros(8)
@@ -209,13 +210,13 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@needs_library
 @pytest.mark.parametrize(("names", "change", "message"), REFUSED)
 def test_arguments_that_would_leave_their_memory_are_refused(
-    backend: str, names: tuple[str, ...], change: dict[str, Any], message: str
+    names: tuple[str, ...], change: dict[str, Any], message: str
 ) -> None:
     for name in names:
-        require_refused(backend, name, change, message)
+        require_refused(name, change, message)
 
 
 # Where a row begins in the parameter, its gradient and its states, how long it is, where its count
@@ -228,11 +229,11 @@ OUTSIDE = [
 OF_NORMS = [row for row in OUTSIDE if not (row[0] or row[2] or row[4])]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@needs_library
 @pytest.mark.parametrize("name", [*UPDATES, "norm_"])
 def test_rows_that_would_leave_their_memory_are_refused_where_they_are_on_the_host(
-    backend: str, name: str
+    name: str,
 ) -> None:
     for row in OF_NORMS if name == "norm_" else OUTSIDE:
-        require_refused(backend, name, {"rows": torch.tensor([row])}, "row 0 does not fit")
-    require_refused(backend, name, {"tiles": 2}, "rows have 1 tiles, but tiles says 2")
+        require_refused(name, {"rows": torch.tensor([row])}, "row 0 does not fit")
+    require_refused(name, {"tiles": 2}, "rows have 1 tiles, but tiles says 2")

@@ -1,0 +1,23 @@
+"""The dtype of arithmetic in the references, and their division."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["compute_dtype", "divide_"]
+
+
+def compute_dtype(*tensors: Tensor) -> torch.dtype:
+    """Returns what arithmetic on `tensors` runs in: float64 if one of them is, else float32."""
+    return (
+        torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+    )
+
+
+def divide_(value: Tensor, divisor: float) -> None:
+    """Divides in place; a true division, rounded once."""
+    # By a tensor on the same device: given a number, CUDA multiplies by the reciprocal, which
+    # rounds twice.
+    if divisor != 1:
+        value.div_(torch.full((), divisor, dtype=value.dtype, device=value.device))
