@@ -13,6 +13,7 @@ from torch.optim.optimizer import Optimizer
 from shardgrad.checks.same_weights import of_each_rank
 from shardgrad.engine.param import managed_by
 from shardgrad.engine.param_group import group_of
+from shardgrad.engine.streams import wait_for_device
 from shardgrad.engine.unit import unit_of
 
 __all__ = ["ReplicaReport", "checksum", "replica_report"]
@@ -60,10 +61,12 @@ def replica_report(model: nn.Module, optimizer: Optimizer | None = None) -> Repl
     """
     unit = unit_of(model)
     group = None if unit is None else unit.mesh.replicate_group
-    if group is None or group.size() == 1:
+    if unit is None or group is None or group.size() == 1:
         return ReplicaReport((dist.get_rank(),) if dist.is_initialized() else (0,), {})
+    device = unit.mesh.device
+    wait_for_device(device)  # states may be on their way to the host
     contents = _contents(model, optimizer, group)
-    own = torch.stack([checksum(tensor) for tensor in contents.values()])
+    own = torch.stack([checksum(tensor).to(device) for tensor in contents.values()])
     of_ranks = of_each_rank(own, group, "checksums of the replicas")
     differing: dict[str, tuple[tuple[int, ...], ...]] = {}
     for number in (torch.stack([*of_ranks.values()]) != own).any(0).nonzero().flatten().tolist():

@@ -842,9 +842,9 @@ class RootContext:
         were added to becomes None. See [Note: States of a group's gradients] in `grad_group.py`.
         """
         is_backward = self.scheduler.backward_running
-        device = self.comm_ctx.device
-        if is_backward and device.type not in ("cpu", "meta") and not self.comm_ctx.is_captured:
-            wait_for_device(device)  # autograd joins the streams of a backward only at its end
+        if is_backward and not self.comm_ctx.is_captured:
+            # Autograd joins the streams of a backward only at its end.
+            wait_for_device(self.comm_ctx.device)
         self._abandon()
         if is_backward:
             lost = self.scheduler.abandon_backward(self.grad_groups)

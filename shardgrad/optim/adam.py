@@ -42,6 +42,7 @@ class Adam(FlatOptimizer):
         stochastic_rounding: of bf16 weights without a master.
         seed: of that.
         check_finite: see `FlatOptimizer`.
+        states_on_host: see `FlatOptimizer`.
 
     Raises:
         OptionError, OptimizerParameterError, UnsupportedError.
@@ -84,6 +85,7 @@ class Adam(FlatOptimizer):
         stochastic_rounding: bool = False,
         seed: int = 0,
         check_finite: bool = False,
+        states_on_host: bool = False,
     ) -> None:
         if differentiable:
             raise unsupported("differentiable=True", instead="torch.optim.AdamW")
@@ -97,7 +99,13 @@ class Adam(FlatOptimizer):
             "decoupled_weight_decay": decoupled_weight_decay,
         }
         precision = Precision(moment_dtype, master, stochastic_rounding, seed)
-        super().__init__(params, defaults, precision, check_finite=check_finite)
+        super().__init__(
+            params,
+            defaults,
+            precision,
+            check_finite=check_finite,
+            states_on_host=states_on_host,
+        )
 
     def validate_group(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
         """Refuses `amsgrad`, wherever it comes from: an argument, a group, or a state of
@@ -112,7 +120,7 @@ class Adam(FlatOptimizer):
 
     def update(self, update: Update) -> None:
         """See `ops.adam_`."""
-        launch, state = update.launch, update.segment.state
+        launch, state = update.launch, update.state
         ops.adam_(
             launch.param,
             launch.grad,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain
 from operator import attrgetter
 from typing import Any, ClassVar, NoReturn
@@ -16,7 +17,7 @@ from torch.optim.optimizer import Optimizer
 from shardgrad.engine.param import FSDPParam, is_replaced, managed_by
 from shardgrad.engine.param_group import ParamGroup, group_of
 from shardgrad.engine.replaced_params import adopt_given
-from shardgrad.engine.streams import is_capturing
+from shardgrad.engine.streams import is_capturing, streams_for, wait_for_device
 from shardgrad.errors import (
     AsleepError,
     CaptureError,
@@ -24,6 +25,7 @@ from shardgrad.errors import (
     OptimizerParameterError,
 )
 from shardgrad.optim.contents import Contents
+from shardgrad.optim.host_states import through_chunks
 from shardgrad.optim.hyper import Hyper, OptimGroup
 from shardgrad.optim.norms import find_nonfinite
 from shardgrad.optim.precision import Precision
@@ -42,7 +44,8 @@ class Update:
     """One segment of a step under way.
 
     Attributes:
-        segment: with its state and options.
+        segment: with its options.
+        state: its flat buffers by name, on the device.
         launch: where parameters and gradients are.
         hyper: the group's mirror on the device.
         scale: device scalar that gradients are multiplied by, or None.
@@ -50,6 +53,7 @@ class Update:
     """
 
     segment: Segment
+    state: Mapping[str, torch.Tensor]
     launch: Launch
     hyper: torch.Tensor
     scale: torch.Tensor | None
@@ -65,7 +69,7 @@ class Update:
             "rows": launch.rows,
             "tiles": launch.tiles,
             "hyper": self.hyper,
-            "master": precision.exact(segment.state),
+            "master": precision.exact(self.state),
             "scale": self.scale,
             "found_inf": self.skip,
             "decoupled": segment.options["decoupled_weight_decay"],
@@ -90,6 +94,8 @@ class FlatOptimizer(Optimizer):
         precision: what is kept of each parameter, and how exactly.
         check_finite: look at the gradients for infinities and NaNs before every step, if neither
             `clip_grad_norm_` nor a `GradScaler` has, and skip the step if there are any.
+        states_on_host: keep states in pinned memory of the host between steps; see [Note: States on
+            the host].
 
     Attributes:
         skipped_steps: float32 device scalar, steps that were skipped because gradients were not
@@ -112,7 +118,13 @@ class FlatOptimizer(Optimizer):
     _step_supports_amp_scaling = True
 
     def __init__(
-        self, params: Any, defaults: dict[str, Any], precision: Precision, *, check_finite: bool
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        precision: Precision,
+        *,
+        check_finite: bool,
+        states_on_host: bool,
     ) -> None:
         self._precision = precision
         self.keeps_small_steps = precision.keeps_small_steps
@@ -124,6 +136,8 @@ class FlatOptimizer(Optimizer):
         self._skipped: torch.Tensor | None = None
         self._check_finite = check_finite
         self._away: list[torch.Tensor] = []  # states whose memory is given back
+        # If states are on the host: the streams of their copies, which are this optimizer's own.
+        self._host_streams = cache(streams_for) if states_on_host else None
         self._contents = Contents([], {})
         super().__init__(params, defaults)
 
@@ -288,6 +302,7 @@ class FlatOptimizer(Optimizer):
 
     def _follow_state(self) -> None:
         """Takes over what a program has put into `state`, and zeroes what it has removed."""
+        self._wait_for_host_states()
         allocated = [
             param for segment in self._segments if segment.is_allocated for param in segment.params
         ]
@@ -325,7 +340,8 @@ class FlatOptimizer(Optimizer):
                 self._allocate(segment)
 
     def _allocate(self, segment: Segment) -> None:
-        segment.allocate(self.state_dtypes(segment, segment.options))
+        dtypes = self.state_dtypes(segment, segment.options)
+        segment.allocate(dtypes, on_host=self._host_streams is not None)
         pieces = {name: segment.local_views(flat) for name, flat in segment.state.items()}
         for i, param in enumerate(segment.params):
             entry = {
@@ -382,7 +398,7 @@ class FlatOptimizer(Optimizer):
         """Gives the states' memory back until `reload`; what was in it is kept on the host.
 
         Forward and backward run meanwhile; a step, a replay of one and a state dict raise. States
-        of parameters that no unit shards stay.
+        of parameters that no unit shards stay, and those that are on the host anyway.
 
         Streams: the host waits for the device. Capture: not safe.
 
@@ -391,7 +407,7 @@ class FlatOptimizer(Optimizer):
         """
         from shardgrad.ops.virtual_memory import give_back, require_virtual
 
-        if self._away:
+        if self._away or self._host_streams is not None:
             return
         states = [
             flat
@@ -415,17 +431,24 @@ class FlatOptimizer(Optimizer):
         bring_back(states)
 
     def state_dict(self) -> dict[str, Any]:
-        """See `torch.optim.Optimizer.state_dict`.
+        """See `torch.optim.Optimizer.state_dict`. The host waits for states that are on it.
 
         Raises:
             AsleepError: after `offload`.
         """
         self._require_here()
+        self._wait_for_host_states()
         return super().state_dict()
 
     def _require_here(self) -> None:
         if self._away:
             raise AsleepError.of(f"the optimizer {type(self).__name__}")
+
+    def _wait_for_host_states(self) -> None:
+        """Waits until no copy reads or writes states on the host any more."""
+        if self._host_streams is not None:
+            for device in {segment.device for segment in self._segments}:
+                wait_for_device(device)
 
     def __getstate__(self) -> NoReturn:
         """Refuses to be pickled or copied: state lives in buffers that belong to the model."""
@@ -464,7 +487,14 @@ class FlatOptimizer(Optimizer):
         skip, scale = self._skip(launches), self._inverse_of_loss_scale()
         self.update_all(
             [
-                Update(segment, launch, segment.options.on(segment.device), scale, skip)
+                Update(
+                    segment,
+                    segment.state,
+                    launch,
+                    segment.options.on(segment.device),
+                    scale,
+                    skip,
+                )
                 for segment, launch in launches
             ]
         )
@@ -488,8 +518,16 @@ class FlatOptimizer(Optimizer):
 
     def update_all(self, updates: Sequence[Update]) -> None:
         """Launches the kernels of a step; overridden where segments are not independent."""
-        for update in updates:
+        for update in self.with_states(updates):
             self.update(update)
+
+    def with_states(
+        self, updates: Sequence[Update], names: Collection[str] | None = None
+    ) -> Iterable[Update]:
+        """Yields updates, each once its states of these names, or all, are on the device."""
+        if self._host_streams is None:
+            return updates
+        return through_chunks(updates, names, self._host_streams)
 
     def _skip(self, launches: Sequence[tuple[Segment, Launch]]) -> torch.Tensor | None:
         """Returns a device scalar, above zero if the gradients are not finite; None if none were

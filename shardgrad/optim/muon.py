@@ -71,6 +71,7 @@ class Muon(FlatOptimizer):
         momentum_dtype: None for the dtype of the gradients.
         master: "float32" or "remainder" next to 16-bit weights. See [Note: Exact weights].
         check_finite: see `FlatOptimizer`.
+        states_on_host: see `FlatOptimizer`.
 
     Raises:
         OptionError, OptimizerParameterError, UnsupportedError.
@@ -110,6 +111,7 @@ class Muon(FlatOptimizer):
         momentum_dtype: torch.dtype | None = None,
         master: Master = None,
         check_finite: bool = False,
+        states_on_host: bool = False,
     ) -> None:
         if ns_dtype not in _ITERATION_DTYPES:
             raise OptionError(
@@ -133,7 +135,13 @@ class Muon(FlatOptimizer):
             "num_heads": num_heads,
         }
         precision = Precision(momentum_dtype, master)
-        super().__init__(params, defaults, precision, check_finite=check_finite)
+        super().__init__(
+            params,
+            defaults,
+            precision,
+            check_finite=check_finite,
+            states_on_host=states_on_host,
+        )
 
     def _validate_param(self, param: torch.Tensor, name: str, managed: FSDPParam | None) -> None:
         super()._validate_param(param, name, managed)
@@ -224,7 +232,7 @@ class Muon(FlatOptimizer):
         left = list(updates)
         self._is_in_graphs |= bool(updates) and is_capturing(updates[0].segment.device)
         for bucket in self._buckets(updates):
-            bucket.run(left[: len(bucket.segments)])
+            bucket.run(left[: len(bucket.segments)], self.with_states)
             del left[: len(bucket.segments)]
 
     def _buckets(self, updates: Sequence[Update]) -> list[Bucket]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -40,6 +40,8 @@ __all__ = ["EPS", "MOMENTUM", "Bucket", "matrices_of", "mesh_of"]
 # Indices into the group's device mirror, in the order of `Muon.hypers`.
 MOMENTUM, EPS = 1, 2
 
+# `FlatOptimizer.with_states`
+_WithStates = Callable[[Sequence[Update], Collection[str]], Iterable[Update]]
 _Piece = tuple[int, int, int, int, int, int]  # see `ops.segment_rows`
 
 
@@ -127,8 +129,12 @@ class Bucket:
                 [_table(update.segment, pieces, ratio) for ratio, pieces in into_weights.items()]
             )
 
-    def run(self, updates: Sequence[Update]) -> None:
+    def run(self, updates: Sequence[Update], with_states: _WithStates) -> None:
         """Updates all segments.
+
+        Args:
+            updates: of the step, one for each segment.
+            with_states: see `FlatOptimizer`.
 
         Streams: the current stream of the device; it waits for the exchanges.
         Capture: safe once the process group has been used; nothing is read back.
@@ -138,15 +144,15 @@ class Bucket:
                 bucket have not.
         """
         exchange = self._exchange
-        sent = self._step_momentum(updates)
+        sent = self._step_momentum(updates, with_states)
         received = self._all_to_all(sent, exchange.sent, exchange.received)
         self._orthogonalise(received, updates[0].hyper[EPS])
         orthogonal = self._all_to_all(received, exchange.received, exchange.sent)
-        self._step_weights(updates, orthogonal)
+        self._step_weights(with_states(updates, ("master", "remainder")), orthogonal)
 
     # -- arithmetic; see [Note: Two steps of SGD]
 
-    def _step_momentum(self, updates: Sequence[Update]) -> torch.Tensor:
+    def _step_momentum(self, updates: Sequence[Update], with_states: _WithStates) -> torch.Tensor:
         """Advances momentum and step counts; returns the direction, in the form of the messages."""
         first = updates[0]
         momentum = first.hyper[MOMENTUM]
@@ -155,12 +161,13 @@ class Bucket:
         if first.scale is not None:
             gain = gain * first.scale.view(())
         direction = torch.zeros(sum(self._exchange.sent), dtype=self._dtype, device=self._device)
-        for update, table in zip(updates, self._momentum, strict=True):
+        momenta = with_states(updates, ("momentum_buffer",))
+        for update, table in zip(momenta, self._momentum, strict=True):
             segment = update.segment
             ops.sgd_(
                 direction,
                 update.launch.grad,
-                segment.state["momentum_buffer"],
+                update.state["momentum_buffer"],
                 master=None,
                 steps=segment.steps,
                 ticket=segment.ticket,
@@ -174,7 +181,7 @@ class Bucket:
             )
         return direction
 
-    def _step_weights(self, updates: Sequence[Update], orthogonal: torch.Tensor) -> None:
+    def _step_weights(self, updates: Iterable[Update], orthogonal: torch.Tensor) -> None:
         """Applies weight decay and the orthogonal matrices."""
         for update, tables in zip(updates, self._weights, strict=True):
             for table in tables:
@@ -182,7 +189,7 @@ class Bucket:
                     update.launch.param,
                     orthogonal,
                     momentum_buffer=None,
-                    master=Precision.exact(update.segment.state),
+                    master=Precision.exact(update.state),
                     steps=self._uncounted,
                     ticket=update.segment.ticket,
                     touched=update.launch.touched,

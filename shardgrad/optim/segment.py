@@ -15,6 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from operator import is_
 from typing import cast
@@ -30,6 +31,7 @@ from shardgrad.engine.param_group import ParamGroup, group_of
 from shardgrad.engine.streams import is_capturing
 from shardgrad.errors import CaptureError, GradientError, OptimizerParameterError
 from shardgrad.ops.segments import Row
+from shardgrad.optim.host_states import host_zeros
 from shardgrad.optim.hyper import OptimGroup
 from shardgrad.optim.selection import gradients_of, plain_gradient
 from shardgrad.optim.state import local_tensor
@@ -104,7 +106,7 @@ class _Segment(ABC):
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """Device of parameters, gradients and state."""
+        """Device of parameters and gradients, where updates run."""
 
     @property
     def rows(self) -> torch.Tensor | None:
@@ -138,11 +140,12 @@ class _Segment(ABC):
         """Allocates a zeroed state buffer."""
         return torch.zeros(numel, dtype=dtype, device=self.device)
 
-    def allocate(self, dtypes: Mapping[str, torch.dtype]) -> None:
+    def allocate(self, dtypes: Mapping[str, torch.dtype], *, on_host: bool) -> None:
         """Allocates zeroed state buffers, at constant addresses from then on."""
+        zeros = partial(host_zeros, device=self.device) if on_host else self.zeros
         self.steps = torch.zeros(len(self.params), dtype=torch.float32, device=self.device)
         self.ticket = torch.zeros(1, dtype=torch.int32, device=self.device)
-        self.state = {name: self.zeros(self.numel, dtype) for name, dtype in dtypes.items()}
+        self.state = {name: zeros(self.numel, dtype) for name, dtype in dtypes.items()}
         self.is_allocated = True
 
 

@@ -44,6 +44,7 @@ class SGD(FlatOptimizer):
         stochastic_rounding: of bf16 weights without a master.
         seed: of that.
         check_finite: see `FlatOptimizer`.
+        states_on_host: see `FlatOptimizer`.
 
     Raises:
         OptionError, OptimizerParameterError, UnsupportedError.
@@ -81,6 +82,7 @@ class SGD(FlatOptimizer):
         stochastic_rounding: bool = False,
         seed: int = 0,
         check_finite: bool = False,
+        states_on_host: bool = False,
     ) -> None:
         if differentiable:
             raise unsupported("differentiable=True", instead="torch.optim.SGD")
@@ -94,7 +96,13 @@ class SGD(FlatOptimizer):
             "decoupled_weight_decay": decoupled_weight_decay,
         }
         precision = Precision(moment_dtype, master, stochastic_rounding, seed)
-        super().__init__(params, defaults, precision, check_finite=check_finite)
+        super().__init__(
+            params,
+            defaults,
+            precision,
+            check_finite=check_finite,
+            states_on_host=states_on_host,
+        )
 
     def validate_group(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
         """Refuses momentum where there is no buffer for it, and nesterov without plain momentum."""
@@ -120,11 +128,11 @@ class SGD(FlatOptimizer):
 
     def update(self, update: Update) -> None:
         """See `ops.sgd_`."""
-        segment, launch = update.segment, update.launch
+        launch = update.launch
         ops.sgd_(
             launch.param,
             launch.grad,
-            segment.state.get("momentum_buffer"),
+            update.state.get("momentum_buffer"),
             nesterov=update.segment.options["nesterov"],
             **update.arguments(self._precision),
         )

@@ -62,3 +62,66 @@ def test_a_device_trains_as_the_cpu_does(name: str) -> None:
     close = {"rtol": 1e-2, "atol": 5e-4} if name == "muon" else {"rtol": 1e-4, "atol": 1e-5}
     for ours, right in zip(weights(sharded), plain.parameters(), strict=True):
         torch.testing.assert_close(ours, right.detach(), **close)
+
+
+# -- states on the host
+
+
+WIDE = {"adamw": shardgrad.optim.AdamW, "muon": shardgrad.optim.Muon}
+
+
+def trained(name: str, *, on_host: bool, graphed: bool) -> tuple[list[torch.Tensor], list[int]]:
+    """Trains; returns losses, weights and states, and the most bytes that a step of the optimizer
+    has allocated for a while.
+    """
+    model = build()
+    optim: Any = WIDE[name](model.parameters(), lr=1e-2, states_on_host=on_host)
+    peaks = []
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        if not torch.cuda.is_current_stream_capturing():
+            torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        optim.step()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        optim.zero_grad()
+        return loss
+
+    run: Any = shardgrad.graphed_step(model, optim, warmup=2)(step) if graphed else step
+    found = [run(batch(number).to(DEVICE)).detach().clone() for number in range(6)]
+    states = optim.state_dict()["state"].values()
+    pieces = [value for state in states for value in state.values() if value.ndim]
+    assert {piece.device.type for piece in pieces} == {"cpu" if on_host else "cuda"}
+    if graphed:
+        assert (run.captures, run.replays) == (1, 4)
+    found = [*found, *(piece.to_local() for piece in pieces)]
+    return [*weights(model), *(one.cpu().clone() for one in found)], peaks[1:2]
+
+
+@pytest.mark.parametrize("graphed", [False, True])
+@pytest.mark.parametrize("name", WIDE)
+def test_states_on_the_host_train_alike_and_take_two_chunks_in_a_step(
+    name: str, graphed: bool
+) -> None:
+    ours, (peak,) = trained(name, on_host=True, graphed=graphed)
+    right, (right_peak,) = trained(name, on_host=False, graphed=False)
+    assert len(ours) == len(right)
+    for value, expected in zip(ours, right, strict=True):
+        assert torch.equal(value, expected)
+    of_a_layer = {"adamw": 2, "muon": 1}[name] * 4 * 64 * 64
+    assert peak <= right_peak + 2 * of_a_layer
+    assert name == "muon" or peak == right_peak + 2 * of_a_layer
+
+
+def test_no_state_is_on_the_device_between_steps() -> None:
+    def held(on_host: bool) -> int:
+        model = build()
+        before = torch.cuda.memory_allocated()
+        optim = shardgrad.optim.AdamW(model.parameters(), states_on_host=on_host)
+        assert len(list(optim.buffers())) > 1
+        return torch.cuda.memory_allocated() - before
+
+    on_host, on_device = held(True), held(False)
+    assert on_device - on_host == 3 * 2 * 4 * 64 * 64

@@ -41,6 +41,9 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "sgd": lambda p: shardgrad.optim.SGD(p, lr=1e-1),
     "sgd with momentum": lambda p: shardgrad.optim.SGD(p, lr=1e-1, momentum=0.9, nesterov=True),
     "muon": lambda p: shardgrad.optim.Muon(p, lr=1e-2),
+    "adam with states on the host": lambda p: shardgrad.optim.Adam(
+        p, lr=1e-2, master="float32", states_on_host=True
+    ),
 }
 BAD_STEP = 5
 

@@ -102,7 +102,8 @@ void copy_between(const at::Tensor& from, const at::Tensor& to, bool non_blockin
   append_accesses(to, true, accesses);
   simulator.touch(work, accesses);
   at::Tensor source = on_cpu(from), target = on_cpu(to);
-  target.copy_(source);
+  // What a capture writes to the device is undone at its end; nothing is for the host.
+  if (work.graph == nullptr || is_simulated(to)) target.copy_(source);
   if (work.graph != nullptr) {
     auto run = [source, target] { target.copy_(source); };
     simulator.append(*work.graph, {Item::Launch, work.stamp.lane, site, std::move(accesses), run, {}, 0});

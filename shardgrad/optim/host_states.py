@@ -1,0 +1,112 @@
+"""States that lie on the host between steps, and pass through two chunks of the device in one.
+
+[Note: States on the host]
+A step goes over its segments. While one is updated, the states of the next are copied to the
+device, and those of the one before back, each on a stream of its own. There are two chunks, as
+large as the states of the largest segment: the next states take the place of those before the
+current ones, once these have left. A step begins and ends on the current stream, so the chunks are
+memory of this stream for the length of a step, and a capture has all of it.
+
+The host does not wait. Before it reads or writes states itself (a state dict, an edit), it waits
+for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardgrad.engine.streams import Streams
+
+if TYPE_CHECKING:
+    from shardgrad.optim.flat import Update
+
+__all__ = ["host_zeros", "through_chunks"]
+
+_States = Mapping[str, torch.Tensor]
+
+
+def host_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Allocates a zeroed state buffer on the host, which a device copies from and to by itself."""
+    return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=device.type != "cpu")
+
+
+def through_chunks(
+    updates: Sequence[Update],
+    names: Collection[str] | None,
+    streams_of: Callable[[torch.device], Streams],
+) -> Iterator[Update]:
+    """Yields each update with its states on the device; they go back when the next is asked for.
+    See [Note: States on the host].
+
+    Args:
+        updates: of a step.
+        names: of the states that are read or written; None for all.
+        streams_of: returns a device's streams, which no other optimizer uses.
+
+    Streams: the current stream waits for the copies, and at the end for all of them.
+    Capture: safe.
+    """
+    for device, same in groupby(updates, lambda update: update.segment.device):
+        together, streams = list(same), streams_of(device)
+        states = [
+            {name: flat for name, flat in update.state.items() if names is None or name in names}
+            for update in together
+        ]
+        chunks = [_chunk_for(states, device) for _ in range(2)]
+        here = [
+            {name: chunks[i % 2][name][: flat.nbytes].view(flat.dtype) for name, flat in x.items()}
+            for i, x in enumerate(states)
+        ]
+        yield from _in_turn(together, states, here, streams)
+
+
+def _chunk_for(states: Sequence[_States], device: torch.device) -> _States:
+    """Allocates bytes for any one of these, by name."""
+    sizes: dict[str, int] = {}
+    for each in states:
+        for name, flat in each.items():
+            sizes[name] = max(flat.nbytes, sizes.get(name, 0))
+    return {
+        name: torch.empty(size, dtype=torch.uint8, device=device) for name, size in sizes.items()
+    }
+
+
+def _in_turn(
+    updates: Sequence[Update], states: Sequence[_States], here: Sequence[_States], streams: Streams
+) -> Iterator[Update]:
+    current, there, back = streams.current(), streams.gather, streams.reduce
+    arrived, updated, left = streams.event(), streams.event(), streams.event()
+
+    def bring(number: int) -> None:
+        with streams.on(there):
+            _copy(here[number], states[number])
+        arrived.record(there)
+
+    updated.record(current)
+    updated.wait(there)  # for whoever had the memory of the chunks
+    try:
+        bring(0)
+        for number, update in enumerate(updates):
+            arrived.wait(current)
+            if number + 1 < len(updates):
+                left.wait(there)
+                bring(number + 1)
+            yield replace(update, state=here[number])
+            updated.record(current)
+            updated.wait(back)
+            with streams.on(back):
+                _copy(states[number], here[number])
+            left.record(back)
+    finally:
+        arrived.wait(current)
+        left.wait(current)
+
+
+def _copy(into: _States, out: _States) -> None:
+    for name, flat in out.items():
+        into[name].copy_(flat, non_blocking=True)

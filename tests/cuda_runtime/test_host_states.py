@@ -1,0 +1,84 @@
+"""Each wait of a step whose states are on the host is needed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardgrad
+from shardgrad import ops
+from shardgrad.engine import streams
+from shardgrad.optim import host_states
+from tests.cuda_runtime import inspection
+from tests.gpu.conftest import one_rank
+from tests.support.parity import stack
+
+__all__ = ["one_rank"]
+
+
+def three_steps() -> None:
+    """Three segments of one size. Others write where the chunks of a step lie, before it and after
+    the last one, which fails at its first update.
+    """
+    layers, mesh = stack(64, 64, 64, 64).cuda(), init_device_mesh("cuda", (1,))
+    for layer in (layers[0], layers[2], layers[4], layers):
+        shardgrad.fully_shard(layer, mesh=mesh)
+    optim: Any = shardgrad.optim.AdamW(layers.parameters(), states_on_host=True)
+    nbytes = max(segment.numel for segment in optim._segments) * 8
+    layers(torch.ones(4, 64, device="cuda")).sum().backward()
+    for _ in range(2):
+        _write_and_free(nbytes)
+        optim.step()
+    with mock.patch.object(ops, "adam_", side_effect=RuntimeError), suppress(RuntimeError):
+        optim.step()
+    _write_and_free(nbytes)
+    torch.cuda.synchronize()
+
+
+def _write_and_free(nbytes: int) -> None:
+    chunks = [torch.empty(nbytes, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    for chunk in chunks:
+        chunk.fill_(1)
+
+
+@contextmanager
+def without(line: int | None) -> Iterator[set[int]]:
+    """Makes the wait of a line of `host_states.py` do nothing; yields the lines that wait."""
+    wait, seen = streams._DeviceEvent.wait, set[int]()
+
+    def wait_unless_removed(event: Any, stream: Any) -> None:
+        caller = sys._getframe(1)
+        if caller.f_code.co_filename == host_states.__file__:
+            seen.add(caller.f_lineno)
+            if caller.f_lineno == line:
+                return
+        wait(event, stream)
+
+    with mock.patch.object(streams._DeviceEvent, "wait", wait_unless_removed):
+        yield seen
+
+
+def conflicts_without(line: int | None) -> tuple[set[int], list[str]]:
+    inspection.trace(True)
+    try:
+        with without(line) as seen:
+            three_steps()
+        return seen, inspection.conflicts(inspection.log())
+    finally:
+        inspection.trace(False)
+        inspection.findings(forget=True)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_without_any_of_its_waits_a_step_is_out_of_order() -> None:
+    lines, conflicts = conflicts_without(None)
+    assert (len(lines), conflicts) == (6, [])
+    for line in lines:
+        assert conflicts_without(line)[1], f"line {line} of host_states.py is not missed"
