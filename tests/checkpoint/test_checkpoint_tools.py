@@ -20,43 +20,12 @@ from shardgrad.errors import (
     PartnerUnavailableError,
 )
 from shardgrad.programs.cli import main
-
-
-def state(value: float = 1.0) -> dict[str, Any]:
-    """Returns a small state with the structure of a model and its optimizer; the largest has two
-    blocks.
-    """
-    weight = torch.arange(1300 * 1000, dtype=torch.float32).reshape(1300, 1000) * value
-    return {
-        "model": {"layers.0.weight": weight, "bias": torch.full((7,), value, dtype=torch.bfloat16)},
-        "optim": {
-            "state": {"bias": {"step": torch.tensor(value), "exp_avg": torch.full((7,), -value)}},
-            "param_groups": [
-                {"params": ["layers.0.weight", "bias"], "lr": value, "nesterov": False}
-            ],
-        },
-    }
-
-
-def assert_same(ours: Any, theirs: Any) -> None:
-    assert type(ours) is type(theirs)
-    if isinstance(theirs, torch.Tensor):
-        assert ours.dtype == theirs.dtype
-        assert torch.equal(ours, theirs)
-    elif isinstance(theirs, dict):
-        assert ours.keys() == theirs.keys()
-        for key, value in theirs.items():
-            assert_same(ours[key], value)
-    elif isinstance(theirs, list):
-        for mine, other in zip(ours, theirs, strict=True):
-            assert_same(mine, other)
-    else:
-        assert ours == theirs
+from tests.checkpoint.test_checkpoint import LARGE, same, state
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    checkpoint.save(state(), tmp_path / "ours")
+    checkpoint.save(state(0, LARGE), tmp_path / "ours")
     return tmp_path / "ours"
 
 
@@ -79,7 +48,7 @@ def test_what_python_3_11_0_to_3_11_3_pickles_of_torch_is_read(
     monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", reduced)
     checkpoint.save(state(), tmp_path / "c")
     assert b"getattr" in (tmp_path / "c" / ".metadata").read_bytes()
-    assert_same(checkpoint.load(state(0.0), tmp_path / "c"), state())
+    assert same(checkpoint.load(state(1), tmp_path / "c"), state())
 
 
 def test_a_damaged_checkpoint_is_not_exported(saved: Path, tmp_path: Path) -> None:
@@ -99,17 +68,17 @@ def exported(tensors: dict[str, torch.Tensor], folder: Path, **options: Any) -> 
 
 def test_safetensors_files_hold_the_model_in_files_of_a_size(tmp_path: Path) -> None:
     load_file = pytest.importorskip("safetensors.torch").load_file
-    model = state()["model"] | {"tied": state()["model"]["bias"]}
-    model["also tied"] = model["tied"]
+    model = state(0, LARGE)["model"]
+    model["tied"] = model["also tied"] = model["a/b~c"]
     one = exported(model, tmp_path / "one")
     assert [path.name for path in one.iterdir()] == ["model.safetensors"]
-    assert_same(load_file(one / "model.safetensors"), model)
+    assert same(load_file(one / "model.safetensors"), model)
     many = exported(model, tmp_path / "many", file_nbytes=2**20)
     index = json.loads((many / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == set(model)
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in model.values())
     for name, file in index["weight_map"].items():
-        assert_same(load_file(many / file)[name], model[name])
+        assert same(load_file(many / file)[name], model[name])
     assert len(set(index["weight_map"].values())) == 2
     equal = {f"t{i}": torch.full((256,), float(i)) for i in range(5)}
     files = sorted(
@@ -136,7 +105,7 @@ def test_a_checkpoint_becomes_safetensors(saved: Path, tmp_path: Path) -> None:
     load_file = pytest.importorskip("safetensors.torch").load_file
     result = run("export", saved, tmp_path / "st", "--only", "model")
     assert result.exit_code == 0, result.output
-    assert_same(load_file(tmp_path / "st" / "model.safetensors"), state()["model"])
+    assert same(load_file(tmp_path / "st" / "model.safetensors"), state(0, LARGE)["model"])
     (tmp_path / "new").touch()  # with the umask's mode
     (made,) = (tmp_path / "st").iterdir()
     assert made.stat().st_mode == (tmp_path / "new").stat().st_mode
@@ -161,7 +130,7 @@ def test_verify_says_whether_every_byte_is_right(saved: Path) -> None:
     result = run("verify", saved)
     assert (result.exit_code, result.output) == (
         0,
-        f"{saved} is complete and undamaged: 2 files, 5 MiB.\n",
+        f"{saved} is complete and undamaged: 2 files, 6 MiB.\n",
     )
     flip_a_bit(saved, -1)
     result = run("verify", saved)

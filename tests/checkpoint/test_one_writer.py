@@ -23,12 +23,9 @@ import torch
 from shardgrad import checkpoint
 from shardgrad.errors import CheckpointError, CheckpointSaveError
 from shardgrad.programs.checkpoint import Series, lock
-from shardgrad.programs.checkpoint.folder import Publication
+from shardgrad.programs.checkpoint.folder import published
+from tests.checkpoint.test_checkpoint import small
 from tests.support.processes import FairClock
-
-
-def small(number: int) -> dict[str, Any]:
-    return {"x": torch.full((64,), float(number)), "n": number}
 
 
 def save(series: Series, step: int, *, number: int | None = None) -> None:
@@ -95,15 +92,16 @@ def test_a_process_that_stands_still_keeps_its_lock(tmp_path: Path) -> None:
 
 
 def test_of_two_that_save_under_one_name_the_first_gets_it_whole(tmp_path: Path) -> None:
-    publications = [Publication(tmp_path / "c") for _ in range(2)]
-    for number, publication in enumerate(publications):
-        (publication.aside / "mine").write_text(str(number))
-    publications[1].finish()
+    def save_late() -> None:
+        with published(tmp_path / "c") as late:
+            (late / "mine").write_text("late")
+            with published(tmp_path / "c") as first:
+                (first / "mine").write_text("first")
+
     with pytest.raises(OSError, match="not empty"):
-        publications[0].finish()
-    publications[0].abandon()
+        save_late()
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
-    assert (tmp_path / "c" / "mine").read_text() == "1"
+    assert (tmp_path / "c" / "mine").read_text() == "first"
 
 
 def test_a_process_may_take_its_lock_again_and_gives_it_back_for_all(tmp_path: Path) -> None:

@@ -96,8 +96,7 @@ def no_checkpoint() -> None:
 
 @mistake(
     typed="`checkpoint.load` of another model's checkpoint",
-    says="CheckpointError: the checkpoint does not fit, and nothing was loaded: the checkpoint "
-    "lacks entries",
+    says="CheckpointError: the checkpoint does not fit, and nothing was loaded",
     cure="build the model and the optimizer that were saved",
 )
 def a_checkpoint_of_another_model() -> None:

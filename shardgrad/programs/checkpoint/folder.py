@@ -10,6 +10,8 @@ import os
 import re
 import secrets
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from shardgrad.errors import CheckpointError, CheckpointSaveError, OptionError
@@ -24,52 +26,41 @@ _POINTER_NBYTES = 4096  # a path, at most
 _STEP = re.compile(r"step_([0-9]{6,18})")
 
 
-class Publication:
-    """The atomic creation of one folder, by the first rank. All ranks write into `aside`.
+@contextmanager
+def published(final: Path) -> Iterator[Path]:
+    """Makes one folder appear whole, at the end of the block, or not at all.
+
+    Yields:
+        A new folder next to the final one, to write into; the files in it are on the disk when the
+        block ends. Others that write under the same name have their own; the first that is finished
+        gets the name.
 
     Raises:
         CheckpointSaveError: the final path exists and is no empty folder, or another process writes
             into the folder that it is in.
-        OSError: the folder cannot be created.
-
-    Args:
-        final: the final path.
-
-    Attributes:
-        aside: a new folder, next to the final one. Others that write under the same name have their
-            own; the first that is finished gets the name.
+        OSError: the folder cannot be created, or given its name.
     """
-
-    def __init__(self, final: Path) -> None:
-        # abspath, not resolve, which would follow links; "." has no name that a suffix can be added
-        # to.
-        self._final = final = Path(os.path.abspath(final))
-        if final.exists() and not (final.is_dir() and not any(final.iterdir())):
-            raise CheckpointSaveError(
-                f"{printable(final)} exists already",
-                expected="a new name",
-                got="a checkpoint" if _is_complete(final) else "other files",
-                fix="choose another name, or remove what is there; if a run went back, "
-                "series.recover() removes the checkpoints after the one it goes on from",
-            )
-        make_folder(final.parent)
-        lock.require_no_other(final.parent)
-        self.aside = final.with_name(f"{final.name}.{secrets.token_hex(4)}{_ASIDE}")
-        self.aside.mkdir()
-
-    def finish(self) -> None:
-        """Renames the folder to its final name. The files in it are on the disk already.
-
-        Raises:
-            OSError: the folder still has the temporary name.
-        """
-        sync(self.aside)
-        self.aside.rename(self._final)
-        sync(self._final.parent)  # before anybody counts on it
-
-    def abandon(self) -> None:
-        """Removes the temporary folder; no effect after `finish`."""
-        shutil.rmtree(self.aside, ignore_errors=True)
+    # abspath, not resolve, which would follow links; "." has no name that a suffix can be added to.
+    final = Path(os.path.abspath(final))
+    if final.exists() and not (final.is_dir() and not any(final.iterdir())):
+        raise CheckpointSaveError(
+            f"{printable(final)} exists already",
+            expected="a new name",
+            got="a checkpoint" if _is_complete(final) else "other files",
+            fix="choose another name, or remove what is there; if a run went back, "
+            "series.recover() removes the checkpoints after the one it goes on from",
+        )
+    make_folder(final.parent)
+    lock.require_no_other(final.parent)
+    aside = final.with_name(f"{final.name}.{secrets.token_hex(4)}{_ASIDE}")
+    aside.mkdir()
+    try:
+        yield aside
+        sync(aside)
+        aside.rename(final)
+        sync(final.parent)  # before anybody counts on it
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 class Series:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import io
-import zipfile
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -16,11 +14,11 @@ from torch.autograd.graph import increment_version
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import ReadItem
 
 from shardgrad.errors import CheckpointError
 from shardgrad.programs.checkpoint import manifest
-from shardgrad.programs.checkpoint.files import damaged, open_plain
+from shardgrad.programs.checkpoint.files import damaged
 from shardgrad.programs.checkpoint.metadata import METADATA, read_metadata
 from shardgrad.programs.checkpoint.peers import Peers
 from shardgrad.programs.checkpoint.state import flatten, rebuild
@@ -41,7 +39,8 @@ def load(
     """Loads a checkpoint into the tensors of a state. A collective of all ranks of a group.
 
     Everything is checked before anything is changed: names, shapes, and with `verify` every byte of
-    the checkpoint. The number of ranks and the sharding may differ from those of the save.
+    a checkpoint that has checksums. Of one that another tool wrote, damage is found, if at all,
+    while it is read. The number of ranks and the sharding may differ from those of the save.
 
     Args:
         state: a state of the structure that was saved. Its tensors are filled in place and keep
@@ -50,8 +49,7 @@ def load(
         optional: shell patterns of names that may be missing on either side; `("*",)` loads the
             names that both sides have.
         verify: compare every file with its checksum before the first tensor is changed; each rank
-            reads its share of the files for that. Where another tool wrote the checkpoint, each
-            rank reads what it needs twice instead.
+            reads its share of the files for that.
         group: the ranks that load; None is the default group, or this process alone.
 
     Returns:
@@ -59,8 +57,7 @@ def load(
 
     Raises:
         CheckpointError: the checkpoint is incomplete, damaged, or does not fit; names the entries
-            that are missing, unexpected or of another shape. The same on every rank; nothing was
-            changed.
+            that are missing, unexpected or of another shape. The same on every rank.
 
     Streams: writes on the current stream. Host memory: a few times the largest part of a
     tensor that one rank wrote.
@@ -69,62 +66,54 @@ def load(
     peers = Peers(group, error=CheckpointError, where=folder)
     metadata, files = peers.broadcast("metadata", lambda: _open(folder))
     leaves: dict[str, Any] = {}
-    planner, reader = _Planner(), _Reader(str(folder))
-    parts: list[LoadPlan] = []
 
-    def plan() -> set[str]:
+    def fit() -> set[str]:
         """Returns the entries that this rank has no place for."""
         leaves.update(flatten(state))
-        _require_fit(folder, metadata, leaves, optional)
-        items = _planned(leaves, metadata, planner, reader).items
-        values = [item for item in items if item.type is LoadItemType.BYTE_IO]
-        tensors = [item for item in items if item.type is not LoadItemType.BYTE_IO]
-        parts.extend(map(LoadPlan, (values, tensors)))
-        stored = metadata.state_dict_metadata.keys()
-        return {name for name in stored - leaves.keys() if not _matches(name, optional)}
+        stored = metadata.state_dict_metadata
+        odd = [
+            f"{printable(name)} {words}"
+            for name, leaf in leaves.items()
+            if name in stored or not _matches(name, optional)
+            if (words := _oddity(stored.get(name), leaf))
+        ]
+        if odd:
+            raise _misfit(folder, odd)
+        return {name for name in stored.keys() - leaves.keys() if not _matches(name, optional)}
 
     def require_used(unused: list[set[str]]) -> None:
-        left = sorted(set.intersection(*unused))
+        left = set.intersection(*unused)
         if left:
-            what = "the checkpoint has unexpected entries"
-            raise _misfit(folder, what, "none", f"also {listed(left)}")
-
-    def read(part: LoadPlan) -> None:
-        with torch.no_grad():
-            reader.read_data(part, planner).wait()
+            raise _misfit(folder, [f"{printable(name)} is also there" for name in left])
 
     def check() -> None:
         manifest.check(folder, files, sorted(files)[peers.rank :: peers.count])
-        for part in parts if not files else ():
-            reader.check(part)  # torch's archives have checksums of their own
 
-    peers.together("plan", plan, require_used)
+    peers.together("plan", fit, require_used)
     if verify:
         peers.together("verification", check)
-    for part in parts:  # the values first: one that cannot be read leaves the tensors as they are
-        peers.together("reading", partial(read, part))
+    values: dict[str, Any] = {}
+    peers.together("reading", lambda: values.update(read(leaves, folder, metadata)))
     for leaf in leaves.values():
         if isinstance(leaf, torch.Tensor):
             # So that autograd and the engine notice the change: a DTensor and its local tensor
             # count separately.
             increment_version(leaf)
-    loaded: _State = rebuild(state, planner.values)
+    loaded: _State = rebuild(state, values)
     return loaded
 
 
-def read_tensors(tensors: dict[str, torch.Tensor], folder: Path, metadata: Metadata) -> None:
-    """Reads entries of a checkpoint into tensors of their shapes, in this process alone."""
+def read(leaves: dict[str, Any], folder: Path, metadata: Metadata) -> dict[str, Any]:
+    """Reads entries of a checkpoint into tensors of their shapes, by this process alone; returns
+    those that are no tensors.
+    """
     planner, reader = _Planner(), _Reader(str(folder))
-    reader.read_data(_planned(tensors, metadata, planner, reader), planner).wait()
-
-
-def _planned(
-    leaves: dict[str, Any], metadata: Metadata, planner: _Planner, reader: _Reader
-) -> LoadPlan:
     # Who coordinates matters to torch's global plan, which is not made.
     planner.set_up_planner(leaves, metadata, is_coordinator=False)
     reader.set_up_storage_reader(metadata, is_coordinator=False)
-    return planner.create_local_plan()
+    with torch.no_grad():
+        reader.read_data(planner.create_local_plan(), planner).wait()
+    return planner.values
 
 
 def _open(folder: Path) -> tuple[Metadata, manifest.Manifest]:
@@ -151,37 +140,18 @@ class _Reader(FileSystemReader):
     formats.
     """
 
-    def check(self, plan: LoadPlan) -> None:
-        """Reads archives as a load does, with their own checksums, which torch does not compare.
-
-        Raises:
-            CheckpointError: one is damaged.
-        """
-        for info in (self.storage_data[item.storage_index] for item in plan.items):
-            with open_plain(Path(self.path) / info.relative_path) as file:
-                archive = io.BytesIO(self._slice_file(file, info).read())
-            bad = zipfile.ZipFile(archive).testzip()
-            if bad is not None:
-                raise _bad_entry(info.relative_path, f"a wrong CRC-32 of {printable(bad)}")
-            archive.seek(0)
-            torch.load(archive, map_location="cpu", weights_only=True)  # reads more headers
-
     def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
         view = super()._slice_file(file, sinfo)
         if view.read(len(_ZIP)) != _ZIP:
-            raise _bad_entry(sinfo.relative_path, "something else")
+            raise CheckpointError(
+                "an entry of the checkpoint is damaged, or not a zip archive",
+                expected="what torch.save writes",
+                got="something else",
+                where=printable(sinfo.relative_path),
+                fix="another checkpoint",
+            )
         view.seek(0)
         return view
-
-
-def _bad_entry(file: str, got: str) -> CheckpointError:
-    return CheckpointError(
-        "an entry of the checkpoint is damaged, or not a zip archive",
-        expected="what torch.save writes",
-        got=got,
-        where=printable(file),
-        fix="another checkpoint",
-    )
 
 
 class _Planner(DefaultLoadPlanner):
@@ -200,57 +170,31 @@ class _Planner(DefaultLoadPlanner):
         self.values[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 
 
-def _require_fit(
-    folder: Path, metadata: Metadata, leaves: Mapping[str, Any], optional: Sequence[str]
-) -> None:
-    """Compares names, shapes and kinds of dtypes."""
-    stored = metadata.state_dict_metadata
-    missing = [name for name in leaves if name not in stored and not _matches(name, optional)]
-    if missing:
-        raise _misfit(
-            folder, "the checkpoint lacks entries", f"entries for {listed(missing)}", "nothing"
-        )
-    odd = [
-        f"{printable(name)} {words}"
-        for name, leaf in leaves.items()
-        if name in stored and (words := _oddity(stored[name], leaf)) is not None
-    ]
-    if odd:
-        raise _misfit(
-            folder, "entries are of another shape or kind", "those of the state", listed(odd)
-        )
-
-
-def _oddity(stored: Any, leaf: Any) -> str | None:
-    """Returns why an entry of the checkpoint does not fit; None if it does."""
+def _oddity(stored: Any, leaf: Any) -> str:
+    """Returns why an entry of the checkpoint does not fit; nothing if it does."""
+    if stored is None:
+        return "is missing"
     if not isinstance(stored, TensorStorageMetadata):
-        return "is a value, not a tensor" if isinstance(leaf, torch.Tensor) else None
+        return "is a value, not a tensor" if isinstance(leaf, torch.Tensor) else ""
     if not isinstance(leaf, torch.Tensor):
         return "is a tensor, not a value"
+    dtype = stored.properties.dtype
     if stored.size != leaf.shape:
         return f"has shape {tuple(stored.size)} for {tuple(leaf.shape)}"
-    if _kind(stored.properties.dtype) != _kind(leaf.dtype):
-        return f"has {stored.properties.dtype} for {leaf.dtype}"
-    return None
-
-
-def _kind(dtype: torch.dtype) -> str:
-    if dtype.is_complex:
-        return "complex"
-    if dtype.is_floating_point:
-        return "floating-point"
-    return "bool" if dtype is torch.bool else "integer"
+    if (dtype.is_floating_point, dtype.is_complex) != (leaf.is_floating_point(), leaf.is_complex()):
+        return f"has {dtype} for {leaf.dtype}"
+    return ""
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _misfit(folder: Path, what: str, expected: str, got: str) -> CheckpointError:
+def _misfit(folder: Path, odd: list[str]) -> CheckpointError:
     return CheckpointError(
-        f"the checkpoint does not fit, and nothing was loaded: {what}",
-        expected=expected,
-        got=got,
+        "the checkpoint does not fit, and nothing was loaded",
+        expected="its entries, shapes and kinds of dtypes in the state",
+        got=listed(odd),
         where=printable(folder),
         fix="build the model and the optimizer that were saved; or, where a difference is meant, "
         "name it in `optional`",

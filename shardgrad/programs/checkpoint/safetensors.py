@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from shardgrad.errors import CheckpointError, CheckpointSaveError
 from shardgrad.extras import require
 from shardgrad.programs.checkpoint.files import sync, write_synced
-from shardgrad.programs.checkpoint.folder import Publication
-from shardgrad.programs.checkpoint.loading import read_tensors
+from shardgrad.programs.checkpoint.folder import published
+from shardgrad.programs.checkpoint.loading import read
 from shardgrad.programs.checkpoint.manifest import verify
 from shardgrad.programs.checkpoint.metadata import read_metadata
 from shardgrad.programs.text import listed, printable
@@ -59,14 +59,12 @@ def export_checkpoint(
             where=printable(checkpoint),
             fix="choose one of these names",
         )
-    publication = Publication(folder)
     try:
-        _write(checkpoint, metadata, prefix, stored, publication.aside, file_nbytes)
-        publication.finish()
-    except BaseException as error:
-        publication.abandon()
-        if isinstance(error, CheckpointError) or not isinstance(error, Exception):
-            raise
+        with published(folder) as aside:
+            _write(checkpoint, metadata, prefix, stored, aside, file_nbytes)
+    except (CheckpointError, CheckpointSaveError):
+        raise
+    except Exception as error:
         raise CheckpointSaveError(
             "the weights could not be written",
             expected="no error",
@@ -95,7 +93,7 @@ def _write(
             name: torch.empty(stored[name].size, dtype=stored[name].properties.dtype)
             for name in names
         }
-        read_tensors({prefix + name: content[name] for name in names}, checkpoint, metadata)
+        read({prefix + name: content[name] for name in names}, checkpoint, metadata)
         path = folder / file
         save_file(content, path, metadata={"format": "pt"})
         # The package makes a file that only its owner reads; the folder has the umask's mode.

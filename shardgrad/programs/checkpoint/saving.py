@@ -11,11 +11,12 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from shardgrad.programs.checkpoint import manifest
-from shardgrad.programs.checkpoint.folder import Publication
+from shardgrad.programs.checkpoint.folder import published
 from shardgrad.programs.checkpoint.metadata import require_whole
 from shardgrad.programs.checkpoint.peers import Peers
 from shardgrad.programs.checkpoint.state import flatten
@@ -49,62 +50,47 @@ def save(
 
     Streams: reads tensors on the current stream, and waits for it.
     """
-    folder = Path(folder)
-    peers = Peers(group, where=folder)
-    with ExitStack() as at_end:
-        write = _Write(folder, then, at_end)
-        part = peers.scatter("plan", lambda: write.local_plan(state, peers.rank), write.begin)
-        peers.together("writing", lambda: write.write(*part), write.publish)
+    # torch's `save` sends the metadata of all ranks to every rank. So its planner and its writer
+    # are called here, as that function calls them.
+    folder = Path(os.path.abspath(folder))
+    peers, planner = Peers(group, where=folder), DefaultSavePlanner()
+    metadata: Metadata  # on the first rank
 
-
-class _Write:
-    """One save on this rank.
-
-    torch's `save` sends the metadata of all ranks to every rank. So its planner and its writer are
-    called here, as that function calls them.
-    """
-
-    _publication: Publication  # of the first rank
-
-    def __init__(self, folder: Path, then: Callable[[], None] | None, at_end: ExitStack) -> None:
-        self._folder = Path(os.path.abspath(folder))
-        self._then = then
-        self._at_end = at_end
-        self._planner = DefaultSavePlanner()
-
-    def local_plan(self, state: Mapping[Any, Any], rank: int) -> SavePlan:
+    def plan() -> SavePlan:
         """Returns what this rank could write."""
         flatten(state)  # refuses what is not data
-        self._planner.set_up_planner(dict(state), is_coordinator=rank == 0)
-        return self._planner.create_local_plan()
+        planner.set_up_planner(dict(state), is_coordinator=peers.rank == 0)
+        return planner.create_local_plan()
 
-    def begin(self, plans: list[SavePlan]) -> list[tuple[SavePlan, str]]:
+    def begin(plans: list[SavePlan]) -> list[tuple[SavePlan, str]]:
         """Decides, on the first rank, which rank writes what, and the name of the folder."""
-        plans, self._metadata = self._planner.create_global_plan(plans)
-        require_whole(self._metadata)
-        self._publication = Publication(self._folder)
-        self._at_end.callback(self._publication.abandon)
-        aside = self._publication.aside
+        nonlocal metadata
+        plans, metadata = planner.create_global_plan(plans)
+        require_whole(metadata)
+        aside = publication.enter_context(published(folder))
         return [(plan, aside.name) for plan in FileSystemWriter(aside).prepare_global_plan(plans)]
 
-    def write(self, plan: SavePlan, aside: str) -> tuple[list[WriteResult], manifest.Manifest]:
+    def write() -> tuple[list[WriteResult], manifest.Manifest]:
         """Writes what this rank was told to."""
-        self._planner.finish_plan(plan)
-        writer, files = _writer(self._folder.with_name(aside))
-        return writer.write_data(plan, self._planner).wait(), files.sums
-
-    def publish(self, written: list[tuple[list[WriteResult], manifest.Manifest]]) -> None:
-        """Completes the checkpoint, on the first rank."""
-        aside = self._publication.aside
+        planner.finish_plan(part)
         writer, files = _writer(aside)
-        writer.finish(self._metadata, [results for results, _ in written])
-        sums = dict(files.sums)  # that of the metadata
+        return writer.write_data(part, planner).wait(), files.sums
+
+    def publish(written: list[tuple[list[WriteResult], manifest.Manifest]]) -> None:
+        """Completes the checkpoint, on the first rank."""
+        writer, files = _writer(aside)
+        writer.finish(metadata, [results for results, _ in written])
         for _, others in written:
-            sums.update(others)
-        manifest.write(aside, sums)
-        self._publication.finish()
-        if self._then is not None:
-            self._then()
+            files.sums.update(others)  # to that of the metadata
+        manifest.write(aside, files.sums)
+        publication.close()
+        if then is not None:
+            then()
+
+    with ExitStack() as publication:
+        part, name = peers.scatter("plan", plan, begin)
+        aside = folder.with_name(name)
+        peers.together("writing", write, publish)
 
 
 def _writer(folder: Path) -> tuple[FileSystemWriter, manifest.SummingFiles]:
