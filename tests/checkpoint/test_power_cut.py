@@ -17,11 +17,9 @@ import torch
 from shardgrad import checkpoint
 from shardgrad.programs.checkpoint import Series
 from shardgrad.programs.train.config import TrainConfig, read_settings
-from shardgrad.programs.train.parallel import World
 from shardgrad.programs.train.record import RunRecord
 from tests.support.power_cut import PowerCut
 
-WORLD = World(0, 1, torch.device("cpu"), None)  # type: ignore[arg-type]  # one rank
 Scenario = Callable[[Path, "Promises"], None]
 
 
@@ -143,9 +141,7 @@ def recorded(root: Path, promises: Promises) -> None:
     for number in (1, 2):
         promises.saving(number)
         record = RunRecord(root / "runs" / "one")
-        record.begin(
-            TrainConfig(steps=number, ranks=1), WORLD, step=number, facts={"digest": "abc"}
-        )
+        record.begin(TrainConfig(steps=number, ranks=1), step=number)
         promises.saved(number)
         # Those that were kept; not yet the start of this time.
         promises.events = len(record.events()) - 1
@@ -164,7 +160,7 @@ def check_recorded(folder: Path, promises: Promises) -> None:
     record = RunRecord(run)
     assert len(record.events()) >= promises.events
     if number:
-        record.begin(TrainConfig(ranks=1), WORLD, step=5, facts={})
+        record.begin(TrainConfig(ranks=1), step=5)
         assert record.events()[-1]["event"] == "start"
 
 

@@ -117,7 +117,7 @@ def test_doctor_says_that_there_is_no_gpu_where_torch_is_built_for_one(
 
 
 def test_a_switch_takes_no_value_and_another_option_does() -> None:
-    assert "does not take a value" in CliRunner().invoke(main, ["train", "--no-plot=1"]).output
+    assert "does not take a value" in CliRunner().invoke(main, ["train", "--no-graph=1"]).output
     words = " ".join(CliRunner().invoke(main, ["train", "--help"]).output.split())
     assert "Timeout of collectives, in seconds. [default: 120.0]" in words
     assert "[default: None]" not in words

@@ -82,11 +82,11 @@ def new_run(folder: Path, ranks: int, *options: str) -> list[str]:
     settings: dict[str, Any] = {
         "--steps": STEPS, "--checkpoint-every": EVERY, "--keep": 2, "--seq-len": 16,
         "--batch-size": SEQUENCES // ranks, "--log-every": 1, "--sample-bytes": 0,
-        "--warmup-steps": 2, "--timeout": TIMEOUT_S,
+        "--timeout": TIMEOUT_S,
         "--data": argparse.__file__, "--run-dir": folder, "--ranks": ranks,
     }  # fmt: skip
     words = [str(word) for pair in settings.items() for word in pair]
-    return ["train", "--device", "cpu", "--no-plot", *words, *options]
+    return ["train", "--device", "cpu", *words, *options]
 
 
 def run(arguments: Sequence[str], folder: Path, plan: Plan | None = None) -> Ending:

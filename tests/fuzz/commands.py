@@ -23,11 +23,10 @@ from shardgrad.programs.function_named import function_named
 from shardgrad.programs.plan.planning import make_plan
 from shardgrad.programs.plan.request import Request
 from shardgrad.programs.train.config import TrainConfig
-from shardgrad.programs.train.corpus import load_corpus
+from shardgrad.programs.train.corpus import load_text
 from shardgrad.programs.train.failure import TrainingError, explain
 from shardgrad.programs.train.presets import PRESETS
-from shardgrad.programs.train.rank import Job
-from shardgrad.programs.train.texts import find_text
+from shardgrad.programs.train.texts import find_files
 from tests.fuzz.checkpoints import samples
 from tests.fuzz.inputs import (
     EDITS,
@@ -175,14 +174,12 @@ def _workplace() -> Path:
     return folder
 
 
-def _read_as_ranks_do(job: Job, ranks: int = 1) -> int:
+def _read_as_ranks_do(config: TrainConfig, **_: bool) -> int:
     """Reads what a rank reads before its first step, in this process; returns its exit status."""
-    config = job.config
     try:
-        Series(job.folder / "checkpoints").latest()
+        Series(config.folder / "checkpoints").latest()
         if config.data is not None:
-            limit_nbytes = config.data_limit_mib * 2**20
-            load_corpus(find_text(config.data, limit_nbytes=limit_nbytes, seq_len=config.seq_len))
+            load_text(find_files(config.data, seq_len=config.seq_len))
     except TrainingError as error:
         return error.exit_status
     except OSError as error:

@@ -18,9 +18,9 @@ from shardgrad.graphs import preflight
 from shardgrad.programs.checkpoint import lock
 from shardgrad.programs.plan.request import mesh_shape
 from shardgrad.programs.train.config import TrainConfig, read_settings, resumed
-from shardgrad.programs.train.corpus import load_corpus
+from shardgrad.programs.train.corpus import load_text
 from shardgrad.programs.train.failure import TrainingError
-from shardgrad.programs.train.texts import find_text
+from shardgrad.programs.train.texts import find_files
 from tests.fuzz.inputs import (
     CHANGES,
     ODD,
@@ -196,10 +196,10 @@ def feed_text(case: tuple[list[str], str, int, int]) -> str:
         _make_entry(kind, folder / f"{kind}-{number}")
     path = str(folder if name == "folder" else folder / name)
     try:
-        corpus = load_corpus(find_text(path, limit_nbytes=limit_nbytes, seq_len=seq_len))
+        text = load_text(find_files(path, limit_nbytes=limit_nbytes, seq_len=seq_len))
     except TrainingError:
         return "refused"
-    assert len(corpus.text) <= limit_nbytes
+    assert len(text) <= limit_nbytes
     return "read"
 
 

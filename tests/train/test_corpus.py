@@ -11,25 +11,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardgrad.programs.train.corpus import Corpus, Sampler, load_corpus
+from shardgrad.programs.train.corpus import Sampler, load_text, unigram_entropy
 from shardgrad.programs.train.failure import UsageError
-from shardgrad.programs.train.texts import find_text
+from shardgrad.programs.train.texts import find_files
 
 
-def corpus_of(path: Path | None, *, limit_nbytes: int = 2**20) -> Corpus:
-    text = None if path is None else str(path)
-    return load_corpus(find_text(text, limit_nbytes=limit_nbytes, seq_len=4))
-
-
-def whole(corpus: Corpus) -> bytes:
-    return bytes(corpus.text.tolist())
+def read(path: Path | None, **limit: int) -> bytes:
+    files = find_files(None if path is None else str(path), seq_len=4, **limit)
+    return bytes(load_text(files).tolist())
 
 
 def test_the_standard_library_is_read_alike_each_time_and_no_further_than_the_limit() -> None:
-    first, second = corpus_of(None, limit_nbytes=200_000), corpus_of(None, limit_nbytes=200_000)
-    assert len(first.text) == 200_000
-    assert torch.equal(first.text, second.text)
-    assert whole(first).startswith(Path(abc_file()).read_bytes()[:1000])
+    first, second = read(None, limit_nbytes=200_000), read(None, limit_nbytes=200_000)
+    assert len(first) == 200_000
+    assert first == second
+    assert first.startswith(Path(abc_file()).read_bytes()[:1000])
 
 
 def abc_file() -> str:
@@ -44,8 +40,7 @@ def test_a_folder_is_read_in_the_order_of_paths_without_hidden_files(tmp_path: P
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(f"<{name}>" * 30)
-    text = whole(corpus_of(tmp_path)).decode()
-    assert text == "<a>" * 30 + "<c>" * 30 + "<b/1>" * 30 + "<b/2>" * 30
+    assert read(tmp_path).decode() == "<a>" * 30 + "<c>" * 30 + "<b/1>" * 30 + "<b/2>" * 30
 
 
 @pytest.mark.parametrize(
@@ -58,18 +53,14 @@ def test_a_folder_is_read_in_the_order_of_paths_without_hidden_files(tmp_path: P
 def test_a_path_without_text_is_refused_in_words(tmp_path: Path, name: str, words: str) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UsageError, match=words):
-        corpus_of(tmp_path / name)
+        read(tmp_path / name)
 
 
 @pytest.mark.parametrize(
     ("text", "entropy"), [(bytes(range(256)), math.log(256)), (b"ab" * 128, math.log(2))]
 )
-def test_the_unigram_entropy_is_that_of_the_frequencies(
-    tmp_path: Path, text: bytes, entropy: float
-) -> None:
-    file = tmp_path / "text"
-    file.write_bytes(text)
-    assert corpus_of(file).unigram_entropy() == pytest.approx(entropy)
+def test_the_unigram_entropy_is_that_of_the_frequencies(text: bytes, entropy: float) -> None:
+    assert unigram_entropy(torch.tensor(list(text))) == pytest.approx(entropy)
 
 
 @given(first=st.integers(0, 10**12), count=st.integers(1, 6), seed=st.integers(0, 2**40))

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +14,7 @@ from shardgrad.programs.train.generate import continued, shown
 from shardgrad.programs.train.model import Transformer, materialise
 from shardgrad.programs.train.presets import PRESETS
 from shardgrad.programs.train.record import RunRecord
-from tests.support.processes import run
 
-ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 SMALL = {"width": 16, "layers": 1, "hidden": 32, "heads": 2, "kv_heads": 2}
 
@@ -64,39 +59,3 @@ def test_tensorboard_reads_what_a_run_has_written(tmp_path: Path) -> None:
     read = events.EventAccumulator(str(tmp_path / "tensorboard"))
     read.Reload()
     assert [(scalar.step, scalar.value) for scalar in read.Scalars("step/loss")] == [(3, 2.5)]
-
-
-@pytest.mark.long
-def test_a_compiled_run_has_the_losses_of_an_eager_one(tmp_path: Path) -> None:
-    """And a compiled block that is recomputed is one graph, in which the recomputation is."""
-    losses = {}
-    for compiled in (False, True):
-        folder = tmp_path / f"compiled {compiled}"
-        settings = {
-            **{
-                "ranks": 1,
-                "steps": 3,
-                "log_every": 1,
-                "batch_size": 2,
-                "seq_len": 16,
-            },
-            **{"sample_bytes": 4, "data": __file__},
-            "run_dir": str(folder),
-        }
-        options = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
-        switches = ["--no-plot", "--activation-checkpointing", *(["--compile"] if compiled else [])]
-        command = [
-            sys.executable,
-            "-m",
-            "shardgrad",
-            "train",
-            *options,
-            *switches,
-        ]
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-        done = run(command, cwd=tmp_path, env=environment, timeout_s=300)
-        assert done.returncode == 0, done.stderr
-        rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-        losses[compiled] = [row["loss"] for row in rows if "loss" in row]
-    # Inductor's sums have another order.
-    assert losses[True] == pytest.approx(losses[False], rel=1e-5)

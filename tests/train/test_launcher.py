@@ -11,8 +11,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from shardgrad.programs.train.failure import UsageError
-from shardgrad.programs.train.launch import prepare, start
-from shardgrad.programs.train.launcher import _status_of
+from shardgrad.programs.train.launch import _status_of, prepare
 from tests.support.processes import run
 
 ROOT = Path(__file__).parents[2]
@@ -24,23 +23,22 @@ def test_a_run_that_a_launcher_starts_several_times_is_refused(
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UsageError, match="as by torchrun, and this program starts its own ranks"):
-        prepare({"run_dir": "nowhere"}, resume=None, debug=False)
+        prepare({"run_dir": "nowhere"}, resume=None)
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs a file system that takes no files")
 def test_a_run_folder_that_cannot_be_written_is_refused_before_ranks_start() -> None:
     for folder in ("/proc", "/proc/run", "/proc/self/run/first"):
-        job = prepare({"run_dir": folder}, resume=None, debug=False)
         with pytest.raises(
             UsageError, match=f"{folder} cannot be written .*, or choose another --run-dir"
         ):
-            start(job)
+            prepare({"run_dir": folder}, resume=None)
 
 
 def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UsageError, match="already holds a run"):
-        prepare({"run_dir": str(tmp_path)}, resume=None, debug=False)
+        prepare({"run_dir": str(tmp_path)}, resume=None)
 
 
 def stopped_after_60_steps(folder: Path) -> None:
@@ -58,7 +56,7 @@ def test_a_run_is_resumed_without_pytorch_in_the_process_that_starts_its_ranks(
 import sys
 from pathlib import Path
 from shardgrad.programs.train.launch import prepare
-print(prepare({}, resume=Path(sys.argv[1]), debug=False).config.ranks, "torch" in sys.modules)
+print(prepare({}, resume=Path(sys.argv[1])).ranks, "torch" in sys.modules)
 """
     done = run(
         [sys.executable, "-c", code, tmp_path],

@@ -6,27 +6,22 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 
 from shardgrad.programs.train.config import TrainConfig
-from shardgrad.programs.train.parallel import World
 from shardgrad.programs.train.record import RunRecord
-
-WORLD = World(0, 1, torch.device("cpu"), None)  # type: ignore[arg-type]  # it has nobody to talk to
-FACTS = {"digest": "abc"}
 
 
 def begun(folder: Path) -> RunRecord:
     """A record with a step and a checkpoint."""
     record = RunRecord(folder)
-    record.begin(TrainConfig(ranks=1), WORLD, step=0, facts=FACTS)
+    record.begin(TrainConfig(ranks=1), step=0)
     record.write("step", step=1, loss=2.5, grad_norm=float("nan"))
     record.write("checkpoint", step=1, path="somewhere")
     return record
 
 
 def resume(record: RunRecord, *, step: int = 1) -> None:
-    record.begin(TrainConfig(ranks=1), WORLD, step=step, facts=FACTS)
+    record.begin(TrainConfig(ranks=1), step=step)
 
 
 def kinds(record: RunRecord) -> list[str]:

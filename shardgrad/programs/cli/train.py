@@ -49,8 +49,8 @@ def train(
     Starts its own ranks (--ranks), on one machine.
     Ctrl-C finishes the current step and saves a checkpoint; a second Ctrl-C stops at once.
     """
-    from shardgrad.programs.train.launch import newest_run, prepare, start
+    from shardgrad.programs.train.launch import launch_ranks, newest_run, prepare
 
-    given = given_for(TrainConfig, flags)
     folder = None if resume is None else newest_run() if resume == _NEWEST else Path(resume)
-    sys.exit(start(prepare(given, resume=folder, debug=is_debug(ctx))))
+    config = prepare(given_for(TrainConfig, flags), resume=folder)
+    sys.exit(launch_ranks(config, resume=folder is not None, debug=is_debug(ctx)))

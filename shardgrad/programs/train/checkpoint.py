@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,7 +10,6 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.optim.lr_scheduler import LambdaLR
 
 from shardgrad.errors import CheckpointError, CheckpointSaveError
 from shardgrad.programs.checkpoint import Series, load, save
@@ -32,7 +29,6 @@ class TrainState:
     Args:
         model: the model, sharded or not.
         optimizer: optimizer over the model's parameters.
-        schedule: schedule of the optimizer's learning rate.
         step: number of optimizer steps done.
         samples: number of sequences consumed by all ranks together, which is the position in the
             data.
@@ -40,15 +36,13 @@ class TrainState:
 
     model: Transformer
     optimizer: torch.optim.Optimizer
-    schedule: LambdaLR
     step: int = 0
     samples: int = 0
 
 
-@contextmanager
-def one_writer(series: Series, world: World) -> Iterator[None]:
-    """Locks the folder of a run's checkpoints in the block, so that only this run writes there. A
-    collective.
+def lock(series: Series, world: World) -> None:
+    """Locks the folder of a run's checkpoints until this process ends, so that only this run writes
+    there. A collective.
 
     Raises:
         UsageError: another process writes there; on every rank.
@@ -59,10 +53,6 @@ def one_writer(series: Series, world: World) -> Iterator[None]:
         if error.__cause__ is not None and not isinstance(error.__cause__, CheckpointSaveError):
             raise
         raise UsageError(f"{error.what} ({error.got}): {error.fix}.") from error
-    try:
-        yield
-    finally:
-        series.release()
 
 
 def save_state(series: Series, state: TrainState, world: World) -> Path:
@@ -109,7 +99,6 @@ def load_state(series: Series, state: TrainState, world: World) -> None:
         model_state_dict=loaded["model"],
         optim_state_dict=loaded["optimizer"],
     )
-    state.schedule.load_state_dict(loaded["schedule"])
     state.step, state.samples = loaded["progress"]["step"], loaded["progress"]["samples"]
     generators = loaded[f"rng_{world.rank}"]
     torch.set_rng_state(generators["cpu"])
@@ -128,7 +117,6 @@ def _gather_state(state: TrainState, world: World) -> dict[str, Any]:
     return {
         "model": model,
         "optimizer": optimizer,
-        "schedule": state.schedule.state_dict(),
         "progress": {"step": state.step, "samples": state.samples},
         f"rng_{world.rank}": generators,  # one entry per rank: generators are not sharded
     }

@@ -28,7 +28,6 @@ class TrainConfig:
     data: str | None = setting(
         None, "File or folder to train on, read as bytes.  [default: Python's standard library]"
     )
-    data_limit_mib: int = setting(16, "Read at most this many MiB of the data.", Whole(1))
     seed: int = setting(0, "Seed of the initial weights and of the order of the data.", Whole(0))
 
     ranks: int | None = setting(
@@ -55,12 +54,8 @@ class TrainConfig:
     activation_checkpointing: bool = setting(
         False, "Recompute the activations of each block in backward instead of keeping them."
     )
-    compile: bool = setting(False, "Compile each block with torch.compile.")
-    graph: str = setting(
-        "auto",
-        "Capture each step as one CUDA graph, with the same results; auto does so on devices that "
-        "have graphs.",
-        click.Choice(("auto", "on", "off")),
+    graph: bool = setting(
+        True, "Do not capture each step as one CUDA graph, where the device has graphs."
     )
     timeout: float = setting(120.0, "Timeout of collectives, in seconds.", Number(1, 1e8))
 
@@ -71,19 +66,7 @@ class TrainConfig:
     )
     seq_len: int = setting(128, "Length of a sequence in bytes.", Whole(2))
 
-    optimizer: str = setting(
-        "adamw",
-        "Optimizer that updates the weights; sgd has momentum.",
-        click.Choice(("adamw", "sgd")),
-    )
     lr: float = setting(3e-3, "Peak learning rate.", Number(0))
-    warmup_steps: int = setting(
-        40, "Steps over which the learning rate increases linearly to its peak.", Whole(0)
-    )
-    weight_decay: float = setting(
-        0.1, "Decoupled weight decay of matrices; norm weights do not decay.", Number(0)
-    )
-    clip: float = setting(1.0, "Maximum gradient norm; 0 disables clipping.", Number(0))
 
     log_every: int = setting(10, "Steps between two lines of metrics.", Whole(1))
     tensorboard: bool = setting(
@@ -94,7 +77,6 @@ class TrainConfig:
         "Length of the text that the trained model writes at the end; 0 for none.",
         Whole(0, 2**20),
     )
-    plot: bool = setting(True, "Do not draw the loss curve.")
 
     run_dir: str | None = setting(
         None,
@@ -104,6 +86,11 @@ class TrainConfig:
         100, "Steps between two checkpoints; the last step is always saved.", Whole(1)
     )
     keep: int = setting(2, "Number of checkpoints to keep.", Whole(1))
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the run, once it is chosen."""
+        return Path(self.run_dir or "")
 
     def global_batch(self, world_size: int) -> int:
         """Returns the number of sequences that one step consumes on all ranks together."""
@@ -128,7 +115,8 @@ def read_settings(path: Path) -> dict[str, Any]:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(
-            f"{path} cannot be read ({reason_of(error)}): correct it there."
+            f"{path} cannot be read ({reason_of(error)}): correct it, or the folder given to "
+            "--resume."
         ) from error
     if not isinstance(settings, dict):
         raise UsageError(f'{path} contains no settings: write {{"name": value}} for each.')

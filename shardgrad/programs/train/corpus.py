@@ -3,53 +3,42 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from shardgrad.programs.train.failure import UsageError
-from shardgrad.programs.train.texts import Text
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """A text in memory.
+def load_text(files: Iterable[tuple[Path, int]]) -> Tensor:
+    """Reads a text, the same bytes in the same order on every rank, as uint8 `[bytes]`.
 
     Args:
-        text: uint8 `[bytes]`.
-        source: description of where the text was read from.
-        file_count: number of files.
-    """
-
-    text: Tensor
-    source: str
-    file_count: int
-
-    def unigram_entropy(self) -> float:
-        """Returns the entropy of the byte frequencies in nats per byte: the loss without any
-        context.
-        """
-        counts = torch.bincount(self.text)
-        shares = counts[counts > 0].double() / counts.sum()
-        return float(-(shares * shares.log()).sum())
-
-
-def load_corpus(text: Text) -> Corpus:
-    """Reads a text, the same bytes in the same order on every rank.
+        files: its files, and how many bytes of each are read.
 
     Raises:
         UsageError: a file cannot be read.
     """
     content = bytearray()
-    for file, nbytes in text.parts:
+    for file, nbytes in files:
         try:
             with file.open("rb") as stream:
                 content += stream.read(nbytes)
         except OSError as error:
             raise UsageError(f"{file} cannot be read ({error}): correct --data.") from error
-    whole = torch.frombuffer(content, dtype=torch.uint8)
-    return Corpus(whole, text.source, len(text.parts))
+    return torch.frombuffer(content, dtype=torch.uint8)
+
+
+def unigram_entropy(text: Tensor) -> float:
+    """Returns the entropy of the byte frequencies in nats per byte: the loss without any
+    context.
+    """
+    counts = torch.bincount(text)
+    shares = counts[counts > 0].double() / counts.sum()
+    return float(-(shares * shares.log()).sum())
 
 
 @dataclass(frozen=True)

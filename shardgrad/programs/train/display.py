@@ -6,9 +6,6 @@ from __future__ import annotations
 
 import errno
 import os
-from contextlib import nullcontext, suppress
-from types import TracebackType
-from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -28,7 +25,7 @@ class RunConsole(Console):
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
-class Display:
+class Display(Progress):
     """What a rank prints of a run.
 
     Args:
@@ -41,36 +38,20 @@ class Display:
     def __init__(
         self, steps: int, title: str, *, leads: bool = True, console: Console | None = None
     ) -> None:
-        self._steps = steps
-        self._console = console or RunConsole(quiet=not leads)
-        self._bar = Progress(
+        console = console or RunConsole(quiet=not leads)
+        super().__init__(
             TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
-            console=self._console,
-            disable=not leads or not self._console.is_terminal or self._console.is_dumb_terminal,
+            console=console,
+            disable=not leads or not console.is_terminal or console.is_dumb_terminal,
         )
-        self._task = self._bar.add_task(escaped(title), total=steps)
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._bar.live.transient = kind is not None  # what comes next would leave half of the bar
-        # What cannot be written then has been said already.
-        with suppress(OSError) if kind is not None else nullcontext():
-            self._bar.stop()
+        self._bar = self.add_task(escaped(title), total=steps)
 
     def note(self, text: str) -> None:
         """Prints a line, above the bar."""
         try:
-            self._console.print(
+            self.console.print(
                 escaped(text), markup=False, emoji=False, highlight=False, soft_wrap=True
             )
         except OSError as error:
@@ -79,23 +60,7 @@ class Display:
 
     def stepped(self, step: int) -> None:
         """Moves the bar, without waiting for the step's results."""
-        self._bar.update(self._task, completed=step)
-
-    def progress(
-        self,
-        step: int,
-        *,
-        loss: float,
-        lr: float,
-        grad_norm: float,
-        tokens_per_s: float,
-        remaining_s: float,
-    ) -> None:
-        """Prints the metrics of a step on one line; times in seconds."""
-        self.note(
-            f"step {step}/{self._steps}  loss {loss:.4f}  lr {lr:.2e}  grad norm {grad_norm:.3f}  "
-            f"tokens/s {tokens_per_s:,.0f}  ETA {nice_seconds(remaining_s)}"
-        )
+        self.update(self._bar, completed=step)
 
 
 def nice_nbytes(count: float) -> str:

@@ -1,73 +1,75 @@
-"""Starts a run, new or resumed, in ranks on this machine.
+"""Starts a run, new or resumed, in ranks on this machine: torchrun's agent, in this process.
 
-This module does not import PyTorch, so that usage errors are reported at once.
+Only :func:`launch_ranks` imports PyTorch, so that usage errors are reported at once.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
+import os
+import signal
 import tempfile
 import time
 from collections.abc import Mapping
+from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardgrad.extras import require
 from shardgrad.programs.train.config import TrainConfig, read_settings, resumed
-from shardgrad.programs.train.failure import UsageError, reason_of
-from shardgrad.programs.train.launcher import launch_ranks, require_no_launcher, require_room
-from shardgrad.programs.train.rank import Job
-from shardgrad.programs.train.texts import text_of
+from shardgrad.programs.train.failure import Interrupted, TrainingError, UsageError, reason_of
+from shardgrad.programs.train.rank import resume_hint, run_rank, tell
+from shardgrad.programs.train.texts import find_files
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 RUNS = Path("runs")
+_RANKS_PER_CORE = 16  # more only wait for each other
+_WHY: dict[int, str] = {
+    signal.SIGKILL: ", as the system does when memory runs out",
+    signal.SIGABRT: ", as gloo does to a rank that is sent more than it expects",
+}
 
 
-def prepare(given: Mapping[str, Any], *, resume: Path | None, debug: bool) -> Job:
-    """Checks the settings of a run, and returns what is to be run. Nothing is started or written.
+def prepare(given: Mapping[str, Any], *, resume: Path | None) -> TrainConfig:
+    """Checks the settings of a run, and makes its folder.
 
     Args:
         given: the settings given by the user; others have their defaults, or the saved values.
         resume: folder of the run to resume; None for a new run.
-        debug: print tracebacks.
 
     Raises:
         UsageError: the settings are invalid.
         PartnerUnavailableError: a setting needs a package that is not installed.
     """
-    require_no_launcher()
-    if resume is None:
-        config, folder = _new_run(given)
-    else:
-        config, folder = _old_run(given, resume), resume
-    _check_inputs(config)
-    require_room(config.ranks or 1)
-    config = dataclasses.replace(config, run_dir=str(folder))
-    return Job(config, folder, resume is not None, debug)
-
-
-def start(job: Job) -> int:
-    """Trains, and returns the exit status."""
-    _make_writable(job.folder)
-    ranks = job.config.ranks
-    if ranks is None:
-        from shardgrad.programs.train.parallel import default_ranks  # imports PyTorch
-
-        ranks = default_ranks(job.config)
-    config = dataclasses.replace(job.config, ranks=ranks)
-    return launch_ranks(dataclasses.replace(job, config=config), ranks)
-
-
-def _make_writable(folder: Path) -> None:
-    """Makes a run folder; refuses one that cannot be made, or written."""
+    if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        raise UsageError(
+            "RANK and WORLD_SIZE are set, as by torchrun, and this program starts its own ranks: "
+            "leave the launcher out, or unset them; for several machines, copy "
+            "examples/multi_node/train.py."
+        )
+    config = _new_run(given) if resume is None else _old_run(given, resume)
+    if config.tensorboard:
+        require("tensorboard", feature="--tensorboard")
+    find_files(config.data, seq_len=config.seq_len)
+    most = _RANKS_PER_CORE * available_cores()
+    if config.ranks is not None and config.ranks > most:
+        raise UsageError(
+            f"{config.ranks} ranks are to start on this machine, which has {available_cores()} "
+            f"cores: start at most {most} with --ranks."
+        )
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
+        config.folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=config.folder):
             pass
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"{folder} cannot be written ({reason_of(error)}): make it writable, or choose another "
-            "--run-dir."
+            f"{config.folder} cannot be written ({reason_of(error)}): make it writable, or choose "
+            "another --run-dir."
         ) from error
+    return config
 
 
 def newest_run() -> Path:
@@ -80,41 +82,106 @@ def newest_run() -> Path:
     return configs[-1].parent
 
 
-def _new_run(given: Mapping[str, Any]) -> tuple[TrainConfig, Path]:
+def _new_run(given: Mapping[str, Any]) -> TrainConfig:
     config = TrainConfig(**given)
-    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{config.preset}"
-    folder = Path(config.run_dir) if config.run_dir is not None else RUNS / name
-    if (folder / "config.json").exists():
+    if config.run_dir is None:
+        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{config.preset}"
+        config = dataclasses.replace(config, run_dir=str(RUNS / name))
+    if (config.folder / "config.json").exists():
         raise UsageError(
-            f"{folder} already holds a run: resume it with --resume {folder}, or choose another "
-            "--run-dir."
+            f"{config.folder} already holds a run: resume it with --resume {config.folder}, or "
+            "choose another --run-dir."
         )
-    return config, folder
+    return config
 
 
 def _old_run(given: Mapping[str, Any], folder: Path) -> TrainConfig:
-    saved = _saved_config(folder)
-    if given.get("run_dir") is not None and Path(given["run_dir"]).absolute() != folder.absolute():
-        raise UsageError(
-            f"--resume {folder} goes on in that folder: leave out --run-dir {given['run_dir']}."
-        )
-    return resumed(saved, given)
-
-
-def _check_inputs(config: TrainConfig) -> None:
-    if config.tensorboard:
-        require("tensorboard", feature="--tensorboard")
-    text_of(config)
-
-
-def _saved_config(folder: Path) -> TrainConfig:
-    if not (folder / "config.json").exists():
-        raise UsageError(
-            f"There is no run in {folder} (no config.json): correct the folder given to --resume."
-        )
-    config = TrainConfig(**read_settings(folder / "config.json"))
+    if "run_dir" in given:
+        raise UsageError(f"--resume {folder} goes on in that folder: leave out --run-dir.")
+    saved = TrainConfig(**read_settings(folder / "config.json"))
     if not any(folder.glob("checkpoints/*")):
         raise UsageError(
             f"{folder} has no checkpoint yet: start the run again, with another --run-dir."
         )
-    return config
+    return resumed(saved, {**given, "run_dir": str(folder)})
+
+
+def available_cores() -> int:
+    """Returns the number of cores this process may use; in a container, fewer than the machine
+    has.
+    """
+    return len(os.sched_getaffinity(0))
+
+
+def launch_ranks(config: TrainConfig, *, resume: bool, debug: bool) -> int:
+    """Trains in processes that torchrun's agent starts on this machine.
+
+    Ctrl-C reaches the ranks themselves; SIGTERM is forwarded to them.
+    When a rank fails, the others are asked to stop, and killed after 30 seconds.
+
+    Args:
+        config: settings, as `prepare` returns them.
+        resume: start from the newest checkpoint in the folder.
+        debug: print tracebacks.
+
+    Returns:
+        The exit status. The ranks have said what happened; what a rank could not say, this has.
+    """
+    # How long ranks that were asked to stop may take to save, before the agent kills them.
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "3600")
+
+    import torch
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    if config.ranks is None:
+        ranks = min(2, available_cores())
+        if config.device != "cpu" and torch.accelerator.is_available():
+            ranks = torch.accelerator.device_count()
+        config = dataclasses.replace(config, ranks=ranks)
+    if not debug:
+        logging.disable()  # the agent reports each end of a rank with a traceback
+    # A new interpreter is started with -c, which puts the working directory first on sys.path: a
+    # threading.py there would be imported for the standard library's.
+    os.environ["PYTHONSAFEPATH"] = "1"
+    # Held back here and in new processes, which inherit that: no rank is interrupted before it has
+    # its handlers. The start of multiprocessing's tracker of resources changes the mask.
+    resource_tracker.ensure_running()
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    signal.signal(signal.SIGINT, lambda *_: None)
+    launch = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=config.ranks or 1,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
+        signals_to_handle="SIGTERM",
+    )
+    try:
+        elastic_launch(launch, run_rank)(config, resume, debug)
+    except SignalException:
+        return Interrupted.exit_status
+    except ChildFailedError as error:
+        return _status_of(*error.get_first_failure(), config.folder)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the report is still to be printed
+    return 0
+
+
+def _status_of(rank: int, failure: ProcessFailure, folder: Path) -> int:
+    """Returns the exit status of a run of which a rank failed, and says how, if the rank could
+    not.
+    """
+    status = failure.exitcode
+    if status in (TrainingError.exit_status, UsageError.exit_status, Interrupted.exit_status):
+        return status
+    if status < 0:
+        what = f"was ended by {failure.signal_name()}{_WHY.get(-status, '')}"
+    else:
+        what = f"ended with status {status} without a report"
+    tell(f"Rank {rank} {what}. {resume_hint(folder)}")
+    return max(status, TrainingError.exit_status)

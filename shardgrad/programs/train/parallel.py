@@ -13,7 +13,6 @@ import torch.distributed as dist
 from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.programs.train.config import TrainConfig
 from shardgrad.programs.train.failure import UsageError
-from shardgrad.programs.train.launcher import available_cores
 
 _Thing = TypeVar("_Thing")
 
@@ -40,6 +39,14 @@ class World:
         """Whether this rank writes files and prints, which is rank 0."""
         return self.rank == 0
 
+    @property
+    def device_name(self) -> str:
+        """What the device is called."""
+        kind, name = self.device.type, "cpu"
+        if kind != "cpu":
+            name = torch.get_device_module(kind).get_device_name(self.device)
+        return name
+
     def gather(self, thing: _Thing) -> list[_Thing]:
         """Returns every rank's object, in the order of ranks. A collective."""
         things: list[Any] = [None] * self.world_size
@@ -65,7 +72,7 @@ def join(config: TrainConfig) -> World:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = _choose_device(config.device, rank)
     if device.type == "cpu":
-        torch.set_num_threads(max(1, available_cores() // world_size))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world_size))
         backend = "gloo"
     else:
         torch.accelerator.set_device_index(device.index)
@@ -78,13 +85,6 @@ def join(config: TrainConfig) -> World:
         device_id=None if device.type == "cpu" else device,
     )
     return World(rank, world_size, device, dist.new_group(backend="gloo", timeout=limit))
-
-
-def default_ranks(config: TrainConfig) -> int:
-    """Returns the default number of ranks: one per accelerator, else two if there are two cores."""
-    if config.device != "cpu" and torch.accelerator.is_available():
-        return torch.accelerator.device_count()
-    return min(2, available_cores())
 
 
 def _choose_device(wish: str, rank: int) -> torch.device:

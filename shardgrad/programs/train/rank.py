@@ -9,7 +9,6 @@ import contextlib
 import os
 import sys
 import traceback
-from dataclasses import dataclass
 from pathlib import Path
 
 from shardgrad.diagnosis.flight_recorder import recorder
@@ -25,64 +24,45 @@ from shardgrad.programs.train.failure import (
     explain,
 )
 from shardgrad.programs.train.stop import StopRequest
-from shardgrad.programs.train.texts import text_of
 
 _PATIENCE_S = 5.0  # for the launcher
 _TELLERS = (0, 1)  # of the ranks that wait for another: if one of these is lost, the other tells it
 
 
-@dataclass(frozen=True)
-class Job:
-    """What the ranks are to run.
-
-    Args:
-        config: resolved settings, with a run folder.
-        folder: the run folder.
-        resume: resume from the folder's newest checkpoint.
-        debug: print tracebacks.
-    """
-
-    config: TrainConfig
-    folder: Path
-    resume: bool
-    debug: bool
-
-
-def run_rank(job: Job) -> None:
+def run_rank(config: TrainConfig, resume: bool, debug: bool) -> None:
     """Trains as the rank given by the environment (`RANK`, `WORLD_SIZE`, ...).
 
     A failure ends the process, with the exit status of the error, after this rank or another has
     said what happened.
 
     Args:
-        job: what to run, the same on every rank.
+        config: resolved settings, the same on every rank.
+        resume: start from the newest checkpoint in the folder.
+        debug: print tracebacks.
     """
     stop = StopRequest().install()
-    folder = job.folder
-    rank = int(os.environ["RANK"])
     has_joined = False
     try:
         import torch.distributed as dist
 
-        from shardgrad.programs.train.corpus import load_corpus
         from shardgrad.programs.train.loop import train
         from shardgrad.programs.train.parallel import join
 
-        world = join(job.config)
+        world = join(config)
         has_joined = True
-        corpus = load_corpus(text_of(job.config))
-        train(job.config, world, folder, corpus, stop, resume=job.resume)
+        train(config, world, stop, resume=resume)
         dist.destroy_process_group()
     except BaseException as error:  # CheckpointException of torch is not an Exception
         failure = explain(error)
         # A launcher that has seen another rank end says how, and terminates this one.
         is_told = isinstance(failure, PeerLost) and stop.terminated_within(_PATIENCE_S)
         stop.close()
-        if job.debug:
+        if debug:
             traceback.print_exc()
         try:
             if not is_told:
-                tell(_report(error, failure, rank, folder, has_joined=has_joined))
+                rank = int(os.environ["RANK"])
+                tell(_report(error, failure, rank, config.folder, has_joined=has_joined))
         finally:
             # Not sys.exit: the backends' threads may wait for ranks that have ended.
             os._exit(failure.exit_status)

@@ -7,6 +7,7 @@ import platform
 import time
 from contextlib import suppress
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,11 @@ from shardgrad.programs.checkpoint.files import (
     replace_synced,
 )
 from shardgrad.programs.train.config import TrainConfig
-from shardgrad.programs.train.parallel import World
 from shardgrad.version import described
 
 
 class RunRecord:
-    """Writes the run folder; exists on rank 0 only.
+    """Writes the run folder.
 
     - `config.json`: every setting, resolved; `--resume` reads it.
     - `metrics.jsonl`: one JSON object per line; its `event` is start, step or checkpoint. A start
@@ -32,35 +32,39 @@ class RunRecord:
 
     Args:
         folder: the run folder, created if it is missing.
+        leads: whether this rank writes.
         tensorboard: write the numbers of the events into `tensorboard/` too.
     """
 
-    def __init__(self, folder: Path, *, tensorboard: bool = False) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, *, leads: bool = True, tensorboard: bool = False) -> None:
+        self._folder, self._leads = folder, leads
+        self._metrics = folder / "metrics.jsonl"
         self._board: Any = None
-        if tensorboard:
+        if leads and tensorboard:
             board = import_module("torch.utils.tensorboard")  # needs an optional package
             self._board = board.SummaryWriter(str(folder / "tensorboard"))
-        self._metrics = folder / "metrics.jsonl"
 
-    def begin(self, config: TrainConfig, world: World, *, step: int, facts: dict[str, Any]) -> None:
+    def begin(self, config: TrainConfig, *, step: int, **facts: Any) -> None:
         """Writes the settings, and removes the metrics of steps that will be repeated.
 
         Args:
             config: resolved settings.
-            world: this rank.
             step: number of steps already done; 0 for a new run.
-            facts: values about the corpus and the model, for the `start` event.
+            **facts: values about the ranks, the text and the model, for the `start` event.
         """
+        if not self._leads:
+            return
         make_folder(self._folder)
         replace_synced(self._folder / "config.json", config.to_json())
         kept = (json.dumps(event) for event in self.events() if event["step"] <= step)
         replace_synced(self._metrics, "".join(line + "\n" for line in kept))
-        now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        self.write("start", step=step, time=now, **_surroundings(world), **facts)
+        facts |= {"shardgrad": described(), "torch": torch.__version__, "host": platform.node()}
+        self.write("start", step=step, time=time.strftime("%Y-%m-%dT%H:%M:%S%z"), **facts)
 
     def write(self, event: str, **values: Any) -> None:
         """Appends an event to `metrics.jsonl`."""
+        if not self._leads:
+            return
         with named_in_errors(self._metrics), self._metrics.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps({"event": event, **values}) + "\n")
         if self._board is not None:
@@ -79,12 +83,12 @@ class RunRecord:
                     events.append(json.loads(line))
         return events
 
-    def draw(self, *, unigram_entropy: float) -> Path | None:
-        """Draws the loss curve and returns its file; None if matplotlib is not installed."""
-        try:
-            from matplotlib.figure import Figure
-        except ImportError:
-            return None
+    def draw(self, *, unigram_entropy: float) -> None:
+        """Draws the loss curve, if matplotlib is installed."""
+        if not self._leads or find_spec("matplotlib") is None:
+            return
+        from matplotlib.figure import Figure
+
         figure = Figure(figsize=(8, 4.5), layout="constrained")
         axes = figure.add_subplot(xlabel="step", ylabel="loss (nats per byte)")
         steps = [event for event in self.events() if event["event"] == "step"]
@@ -93,18 +97,4 @@ class RunRecord:
         )
         axes.axhline(unigram_entropy, linestyle="--", color="grey", label="byte-unigram entropy")
         axes.legend()
-        path = self._folder / "loss.png"
-        figure.savefig(path, dpi=120)
-        return path
-
-
-def _surroundings(world: World) -> dict[str, Any]:
-    kind = world.device.type
-    name = "cpu" if kind == "cpu" else torch.get_device_module(kind).get_device_name(world.device)
-    return {
-        "shardgrad": described(),
-        "torch": torch.__version__,
-        "host": platform.node(),
-        "world_size": world.world_size,
-        "device": name,
-    }
+        figure.savefig(self._folder / "loss.png", dpi=120)

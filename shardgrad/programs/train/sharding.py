@@ -37,11 +37,7 @@ def build_model(config: TrainConfig, mesh: DeviceMesh, device: torch.device) -> 
         materialise(model, part, device=device, seed=config.seed)
 
     def wrap(block: nn.Module) -> nn.Module:
-        if config.activation_checkpointing:
-            block = checkpoint_wrapper(block)
-        if config.compile:
-            block.compile()
-        return block
+        return checkpoint_wrapper(block) if config.activation_checkpointing else block
 
     shard_in_order(model, model.layers, model.ends, fill=fill, wrap=wrap, arguments=arguments)
     return model

@@ -7,71 +7,54 @@ from __future__ import annotations
 import os
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-from shardgrad.programs.train.config import TrainConfig
 from shardgrad.programs.train.failure import UsageError, reason_of
 
+LIMIT_NBYTES = 16 * 2**20  # more of a text is not read
+_LIBRARY = sysconfig.get_paths()["stdlib"]
 # Folders of third-party packages, caches and tests.
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
 
-@dataclass(frozen=True)
-class Text:
-    """A text in files.
-
-    Args:
-        source: what it is called.
-        parts: its files in their order, and how many bytes of each are read.
-    """
-
-    source: str
-    parts: list[tuple[Path, int]]
-
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes that are read."""
-        return sum(nbytes for _, nbytes in self.parts)
+def name_of(path: str | None) -> str:
+    """Returns what a text is called; see :func:`find_files`."""
+    return f"Python's standard library ({_LIBRARY})" if path is None else path
 
 
-def text_of(config: TrainConfig) -> Text:
-    """Returns the text that a run trains on; see :func:`find_text`."""
-    limit_nbytes = config.data_limit_mib * 2**20
-    return find_text(config.data, limit_nbytes=limit_nbytes, seq_len=config.seq_len)
-
-
-def find_text(path: str | None, *, limit_nbytes: int, seq_len: int) -> Text:
+def find_files(
+    path: str | None, *, seq_len: int, limit_nbytes: int = LIMIT_NBYTES
+) -> list[tuple[Path, int]]:
     """Finds a text, the same one on every rank.
 
     Args:
         path: a file, or a folder whose visible files are read in the order of their relative paths;
             None for the `*.py` files of Python's standard library.
-        limit_nbytes: largest number of bytes to read.
         seq_len: bytes per sequence. The text must hold one sequence and the byte after it.
+        limit_nbytes: largest number of bytes to read.
+
+    Returns:
+        Its files in their order, and how many bytes of each are read.
 
     Raises:
         UsageError: there is no text at `path`, or not enough.
     """
-    library = sysconfig.get_paths()["stdlib"]
-    source = f"Python's standard library ({library})" if path is None else path
+    found, nbytes = [], 0
     try:
-        files = _files_of(Path(library if path is None else path), ".py" if path is None else "")
-        parts, left = [], limit_nbytes
-        for file in files:
-            if not left:
+        for file in _files_of(Path(path or _LIBRARY), "" if path else ".py"):
+            part = min(limit_nbytes - nbytes, file.stat().st_size)
+            found.append((file, part))
+            nbytes += part
+            if nbytes == limit_nbytes:
                 break
-            parts.append((file, min(left, file.stat().st_size)))
-            left -= parts[-1][1]
     except (OSError, ValueError) as error:  # ValueError: a path that no file can have
         raise UsageError(f"{path} cannot be read ({reason_of(error)}): correct --data.") from error
-    text = Text(source, parts)
-    if text.nbytes <= seq_len:
+    if nbytes <= seq_len:
         raise UsageError(
-            f"{source} holds {text.nbytes} bytes, too few for sequences of {seq_len}: give more "
+            f"{name_of(path)} holds {nbytes} bytes, too few for sequences of {seq_len}: give more "
             "text with --data, or lower --seq-len."
         )
-    return text
+    return found
 
 
 def _files_of(root: Path, suffix: str) -> Iterator[Path]:
