@@ -51,9 +51,7 @@ def function_named(target: str, *, flag: str) -> Callable[[], Any]:
         known = [each for each in functions if not each.startswith("_")]
         raise OptionError(
             f"module {module_name} has no function {name}",
-            got="nothing of that name"
-            if function is None
-            else f"of type {type(function).__name__}",
+            got=f"of type {type(function).__name__}",
             where=str(getattr(module, "__file__", module_name)),
             fix=f"one of {', '.join(known[:8])}" if known else "define it",
         )

@@ -16,7 +16,6 @@ import click
 from click.testing import CliRunner
 from hypothesis import strategies as st
 
-from shardgrad.programs.audit.audit import _Failed
 from shardgrad.programs.checkpoint import Series
 from shardgrad.programs.cli import main
 from shardgrad.programs.function_named import function_named
@@ -25,7 +24,6 @@ from shardgrad.programs.plan.request import Request
 from shardgrad.programs.train.config import TrainConfig
 from shardgrad.programs.train.corpus import load_text
 from shardgrad.programs.train.failure import TrainingError, explain
-from shardgrad.programs.train.presets import PRESETS
 from shardgrad.programs.train.texts import find_files
 from tests.fuzz.checkpoints import samples
 from tests.fuzz.inputs import (
@@ -72,10 +70,6 @@ TEXTS = {
     "--mesh": MESHES,
     "--model": FUNCTIONS,
     "--only": st.one_of(st.sampled_from(["model", "w", "groups", "/", "."]), WORDS),
-    **dict.fromkeys(("--cp", "--ep", "--float8", "--pp", "--tp"), st.one_of(NUMBERS, WORDS)),
-    "--preset": st.one_of(st.sampled_from(list(PRESETS)), WORDS),
-    "--wire-dtype": st.one_of(st.just("bf16"), WORDS),
-    "--prompt": WORDS,
     "--resume": PATHS,
     "--run-dir": PATHS,
 }
@@ -193,9 +187,6 @@ def _made_sense(request: Request, *_: Any, **__: Any) -> None:
     raise TrainingError("made sense")
 
 
-_LEFT_OUT = _Failed(0.0, "build()", "left out")
-
-
 def call(words: list[str], variables: dict[str, str]) -> str:
     """Calls a command line in the workplace, where what takes seconds or starts processes is left
     out.
@@ -206,7 +197,7 @@ def call(words: list[str], variables: dict[str, str]) -> str:
             mock.patch("shardgrad.programs.train.launch.launch_ranks", _read_as_ranks_do)
         )
         stack.enter_context(
-            mock.patch("shardgrad.programs.audit.audit._run", return_value=[_LEFT_OUT])
+            mock.patch("shardgrad.programs.audit.audit._run", return_value=([], "left out"))
         )
         stack.enter_context(mock.patch("shardgrad.programs.plan.planning.make_plan", _made_sense))
         stack.enter_context(warnings.catch_warnings())
@@ -238,8 +229,6 @@ def _kept() -> frozenset[str]:
 READING = st.sampled_from(
     [
         ("verify",),
-        ("inspect",),
-        ("inspect", "--all"),
         ("export",),
         ("export", "--only", "w"),
     ]

@@ -11,19 +11,15 @@ Every rank is a new process; the default process group is made before the functi
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
+import sys
 import tempfile
-import time
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
-from multiprocessing.connection import wait
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,13 +27,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.spawn import ProcessException, spawn
 
 from shardgrad.errors import OptionError
 from shardgrad.programs.audit.without_engine import remove_engines
 from shardgrad.programs.function_named import function_named
 
 _WRAPPERS = re.compile(r"\b(module|_fsdp_wrapped_module)\.")
-_TIMEOUT_S = 60.0  # of a collective, and of what the other ranks may take once one has ended
+_TIMEOUT_S = 60.0  # of a collective
 
 _Values = dict[str, torch.Tensor]  # what a program returned, whole and on the host, by name
 
@@ -86,21 +83,27 @@ def audit(target: str, *, ranks: int = 2) -> Audit:
             engine.
     """
     function_named(target, flag="--audit")
-    runs, reference = _run(target, ranks), _run(target, ranks, engine=False)[0]
-    if isinstance(reference, _Failed):
+    runs, failure = _run(target, ranks)
+    references, why = _run(target, ranks, engine=False)
+    if why:
         raise OptionError(
             "the program fails without its engine, so there is nothing to compare with",
             expected=f"{target} to run without its engine",
-            got=reference.message,
-            where=reference.where,
-            fix=reference.fix or "use what plain tensors and modules have as well",
+            got=why,
+            where=f"{target.rpartition(':')[2]}()",
+            fix="use what plain tensors and modules have as well",
         )
-    failed = [(rank, run) for rank, run in enumerate(runs) if isinstance(run, _Failed)]
-    if failed:
-        rank, first = min(failed, key=lambda each: each[1].time_s)
-        failure = f"rank {rank}, {first.where}: {first.message}"
+    reference = references[0]
+    if isinstance(reference, str):
+        raise OptionError(
+            f"{target} returned {reference}",
+            expected="the model that was trained, or a dict of tensors and numbers",
+            where=target,
+            fix="return model",
+        )
+    if failure:
         return Audit(ranks, len(reference), failure=failure)
-    ended = [run for run in runs if not isinstance(run, _Failed)]
+    ended = [{} if isinstance(run, str) else run for run in runs]
     return Audit(ranks, len(reference), _difference(reference, ended))
 
 
@@ -135,17 +138,19 @@ def _how(expected: torch.Tensor | None, held: Sequence[torch.Tensor | None]) -> 
     shapes = {tuple(tensor.shape) for tensor in tensors}
     if shapes != {tuple(expected.shape)}:
         return f"it has shape {shapes} instead of {tuple(expected.shape)}"
-    if all(_close(tensor, expected) for tensor in tensors):
+    off = max(_off(tensor, expected) for tensor in tensors)
+    if not off:
         return ""
-    values = expected.double()
-    off = max(float((tensor.double() - values).norm() / values.norm()) for tensor in tensors)
-    if any(not _close(tensor, tensors[0]) for tensor in tensors):
+    if any(_off(tensor, tensors[0]) for tensor in tensors):
         how = "and ranks have different values, as where gradients are not averaged"
         return f"it is off by {off:.2%}, {how}"
     return f"it is off by {off:.2%}, on all ranks alike"
 
 
-def _close(values: torch.Tensor, expected: torch.Tensor) -> bool:
+def _off(values: torch.Tensor, expected: torch.Tensor) -> float:
+    """Returns by how much of its norm a value is off; 0 if that is within the precision, and where
+    neither is finite.
+    """
     dtypes = [
         each.dtype for each in (values, expected) if each.is_floating_point() or each.is_complex()
     ]
@@ -153,98 +158,54 @@ def _close(values: torch.Tensor, expected: torch.Tensor) -> bool:
     ours, theirs = values.to(torch.complex128), expected.to(torch.complex128)
     both_broken = (~ours.isfinite()) & (~theirs.isfinite())
     off = (ours - theirs).masked_fill(both_broken, 0).norm()
-    return bool(off <= precision * theirs.masked_fill(both_broken, 0).norm())
+    norm = theirs.masked_fill(both_broken, 0).norm()
+    return 0.0 if off <= precision * norm else float(off / norm)
 
 
 # -- processes
 
 
-@dataclass(frozen=True)
-class _Failed:
-    """A rank that did not end: at which moment, doing what, why."""
+def _run(target: str, world: int, *, engine: bool = True) -> tuple[list[_Values | str], str]:
+    """Runs the program in `world` new processes.
 
-    time_s: float
-    where: str
-    message: str
-    fix: str = ""
-
-
-_processes: Any = multiprocessing.get_context("spawn")
-
-
-def _run(target: str, world: int, *, engine: bool = True) -> list[_Values | _Failed]:
-    """Runs the program in `world` new processes; returns what each left."""
+    Returns:
+        What each returned, or its type if that cannot be compared; and why the first failed that
+        did.
+    """
     with tempfile.TemporaryDirectory(prefix="shardgrad-audit-") as folder:
-        processes = [
-            _processes.Process(
-                target=_rank, args=(target, rank, world, folder, engine), daemon=True
-            )
-            for rank in range(world)
-        ]
-        for process in processes:
-            process.start()
-        wait([process.sentinel for process in processes])  # for the first
-        end_s = time.monotonic() + _TIMEOUT_S
-        for process in processes:
-            process.join(max(0.0, end_s - time.monotonic()))
-        late = [process.is_alive() for process in processes]
-        for process in processes:
-            process.kill()
-            process.join()
-        return [
-            _left(Path(folder), rank, None if late[rank] else process.exitcode)
-            for rank, process in enumerate(processes)
-        ]
+        try:
+            spawn(_rank, (target, world, folder, engine), nprocs=world, daemon=True)
+        except ProcessException as error:
+            print(error.msg, file=sys.stderr)
+            # A traceback ends with the error; what an error says more is indented, too.
+            last = error.msg.rpartition("Traceback (most recent call last):")[2].splitlines()
+            first = next(line for line in last if line and not line[0].isspace())
+            return [], f"rank {error.error_index}, {target.rpartition(':')[2]}(): {first}"
+        # Our own processes wrote these.
+        return [torch.load(f"{folder}/{rank}", weights_only=False) for rank in range(world)], ""
 
 
-def _left(folder: Path, rank: int, status: int | None) -> _Values | _Failed:
-    path = folder / f"{rank}.pt"
-    if path.exists():
-        left: _Values | _Failed = torch.load(path, weights_only=False)  # our own process wrote it
-        return left
-    message = f"the process ended with status {status}"
-    if status is None:
-        message = f"it still waited {_TIMEOUT_S:.0f} s after another rank had ended"
-    return _Failed(time.monotonic(), "at an unknown place", message)
-
-
-def _rank(target: str, rank: int, world: int, folder: str, engine: bool) -> None:
+def _rank(rank: int, target: str, world: int, folder: str, engine: bool) -> None:
     for kind in ("", "LOCAL_"):
         os.environ |= {f"{kind}RANK": str(rank), f"{kind}WORLD_SIZE": str(world)}
-    where = f"{target.rpartition(':')[2]}()"
-    try:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world))
-        store = dist.FileStore(f"{folder}/store", world)  # type: ignore[attr-defined]
-        dist.init_process_group(
-            _backend(rank, world),
-            store=store,
-            rank=rank,
-            world_size=world,
-            timeout=timedelta(seconds=_TIMEOUT_S),
-        )
-        for name in ("init_process_group", "destroy_process_group"):
-            setattr(dist, name, _done)  # a script's own calls: the group is there until the end
-        if not engine:
-            remove_engines()
-        torch.manual_seed(0)
-        result: object = function_named(target, flag="--audit")()
-        where = "what the program returned"
-        if not isinstance(result, nn.Module | Mapping):
-            raise OptionError(
-                f"{target} returned {type(result).__name__}",
-                expected="the model that was trained, or a dict of tensors and numbers",
-                where=target,
-                fix="return model",
-            )
-        left: _Values | _Failed = dict(_returned(result))
-    except BaseException as error:
-        if not isinstance(error, OptionError):  # which says itself what to type
-            traceback.print_exc()
-        message = f"{type(error).__name__}: {getattr(error, 'what', error)}".strip()
-        left = _Failed(time.monotonic(), where, message, getattr(error, "fix", None) or "")
-    torch.save(left, f"{folder}/{rank}.tmp")
-    os.replace(f"{folder}/{rank}.tmp", f"{folder}/{rank}.pt")
-    os._exit(isinstance(left, _Failed))  # backends' threads may wait for ranks that have ended
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world))
+    store = dist.FileStore(f"{folder}/store", world)  # type: ignore[attr-defined]
+    dist.init_process_group(
+        _backend(rank, world),
+        store=store,
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=_TIMEOUT_S),
+    )
+    for name in ("init_process_group", "destroy_process_group"):
+        setattr(dist, name, _done)  # a script's own calls: the group is there until the end
+    if not engine:
+        remove_engines()
+    torch.manual_seed(0)
+    result: object = function_named(target, flag="--audit")()
+    is_known = isinstance(result, nn.Module | Mapping)
+    torch.save(dict(_returned(result)) if is_known else type(result).__name__, f"{folder}/{rank}")
+    os._exit(0)  # backends' threads may wait for ranks that have ended
 
 
 def _done(*_: Any, **__: Any) -> None:

@@ -46,23 +46,16 @@ def doctor(ctx: click.Context, /, audit: str | None, ranks: int) -> None:
         _audit(audit, ranks)
     if given(ctx, "ranks"):
         raise click.UsageError("--ranks is for --audit: leave it out.", ctx)
-    from rich.console import Console
-    from rich.table import Table
-
     from shardgrad.graphs.preflight import environment_issues
 
-    console = Console(soft_wrap=True, highlight=False)
     device = _device()
-    table = Table.grid(padding=(0, 2))
     for name, value in _facts(device):
-        table.add_row(f"[bold]{name}[/bold]", value)
-    console.print(table)
+        click.echo(f"{click.style(f'{name:13}', bold=True)}  {value}")
     issues = environment_issues(device, [])
     for issue in issues:
-        console.print("\n[red]issue[/red]: ", end="")
-        console.print(str(issue), markup=False)
+        click.echo(f"\n{click.style('issue', fg='red')}: {issue}")
     count = f"{len(issues) or 'No'} issue{'' if len(issues) == 1 else 's'}"
-    console.print(f"\n{count} for a graph in this environment.")
+    click.echo(f"\n{count} for a graph in this environment.")
     sys.exit(1 if issues else 0)
 
 
