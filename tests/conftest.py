@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.support.ranks import Ranks
 from tests.support.time_limits import pytest_timeout_set_timer
@@ -40,3 +41,12 @@ def two_ranks(worlds: dict[int, Ranks]) -> Ranks:
 def four_ranks(worlds: dict[int, Ranks]) -> Ranks:
     """A world of four ranks."""
     return worlds[4].renewed()
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone; what is on a GPU goes over NCCL."""
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

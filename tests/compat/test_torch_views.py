@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -14,10 +11,8 @@ import shardgrad
 
 
 @pytest.fixture
-def model() -> Iterator[nn.Module]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield shardgrad.fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (1,)))
-    dist.destroy_process_group()
+def model(one_rank: None) -> nn.Module:
+    return shardgrad.fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (1,)))
 
 
 def test_a_group_is_gathered_and_given_back_by_hand(model: nn.Module) -> None:

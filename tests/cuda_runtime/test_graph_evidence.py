@@ -12,13 +12,14 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import shardgrad
 from tests.cuda_runtime import inspection
 from tests.cuda_runtime.evidence import Evidence, evidence, without_edges
+from tests.support.graphed import on_one_gpu, step_of
 from tests.support.ranks import Ranks
 
 UNITS = 3
@@ -42,21 +43,12 @@ def captured(options: Options) -> tuple[Evidence, list[list[str]]]:
     collective.
     """
     torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
-    model = nn.Sequential(
-        *(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(UNITS))
-    ).cuda()
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(UNITS)]
+    model = nn.Sequential(*layers).cuda()
     for unit in (*model, model):
         shardgrad.fully_shard(unit, **options())
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
-
-    @shardgrad.graphed_step(model, optimizer)
-    def step(x: Tensor) -> Tensor:
-        loss = model(x).float().square().mean()
-        loss.backward()
-        shardgrad.clip_grad_norm_(model, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
+    step = shardgrad.graphed_step(model, optimizer)(step_of(model, optimizer, 1.0))
 
     x = torch.randn(4, 64, device="cuda")
     for _ in range(6):
@@ -104,14 +96,7 @@ def captured_on_two_communicators() -> tuple[str, list[str], list[str]]:
         group = dist.new_group([0, 1])
         shardgrad.fully_shard(unit, mesh=DeviceMesh.from_group(group, "cuda"))
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
-
-    @shardgrad.graphed_step(model, optimizer)
-    def step(x: Tensor) -> Tensor:
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
+    step = shardgrad.graphed_step(model, optimizer)(step_of(model, optimizer))
 
     x = torch.randn(4, 64, device="cuda")
     for _ in range(3):
@@ -142,29 +127,13 @@ def test_collectives_of_two_communicators_need_an_order_and_have_it(ranks: Ranks
         assert any("are of two communicators and have no order" in each for each in without)
 
 
-@pytest.fixture
-def alone() -> Iterator[None]:
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("library", [shardgrad.optim, torch.optim], ids=["ours", "torch"])
-def test_no_kernel_is_launched_for_the_first_time_in_a_capture(alone: None, library: Any) -> None:
-    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(UNITS))).cuda()
-    for unit in (*model, model):
-        shardgrad.fully_shard(unit)
+@pytest.mark.usefixtures("one_rank")
+def test_no_kernel_is_launched_for_the_first_time_in_a_capture(library: Any) -> None:
+    model = on_one_gpu(nn.Sequential(*(nn.Linear(8, 8) for _ in range(UNITS))))
     options = {} if library is shardgrad.optim else {"capturable": True}
     optimizer = library.AdamW(model.parameters(), lr=1e-2, **options)
-
-    @shardgrad.graphed_step(model, optimizer)
-    def step(x: Tensor) -> Tensor:
-        loss = model(x).square().mean()
-        loss.backward()
-        shardgrad.clip_grad_norm_(model, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
+    step = shardgrad.graphed_step(model, optimizer)(step_of(model, optimizer, 1.0))
 
     x = torch.ones(2, 8, device="cuda")
     inspection.trace(True)

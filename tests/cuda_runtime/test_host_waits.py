@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import shardgrad
@@ -39,6 +38,7 @@ def the_learning_rate(device: str) -> float | torch.Tensor:
     return 1e-2 if device == "number" else torch.tensor(1e-2, device=device)
 
 
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("lr", ["number", "cpu", "cuda"])
 @pytest.mark.parametrize(
     ("layer", "in_backward"),
@@ -48,7 +48,6 @@ def the_learning_rate(device: str) -> float | torch.Tensor:
 def test_a_steady_eager_step_waits_for_flags_of_missed_parameters_alone(
     layer: Callable[[], nn.Module], in_backward: dict[str, int], lr: str
 ) -> None:
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     model = nn.Sequential(*(layer() for _ in range(UNITS))).cuda()
     for child in model:
         shardgrad.fully_shard(child)
@@ -66,4 +65,3 @@ def test_a_steady_eager_step_waits_for_flags_of_missed_parameters_alone(
         if number == 3:
             assert backward == in_backward
             assert not rest
-    dist.destroy_process_group()

@@ -10,13 +10,14 @@ import os
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import shardgrad
+from tests.support.graphed import step_of
 from tests.support.processes import run
 from tests.support.under_patch import skip_without
 
@@ -112,15 +113,8 @@ def losses(*, compiled: bool, graphed: bool) -> torch.Tensor:
     shardgrad.fully_shard(model)
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
 
-    def step(inputs: torch.Tensor) -> torch.Tensor:
-        loss = model(inputs).square().mean()
-        loss.backward()
-        shardgrad.clip_grad_norm_(model, 0.1)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    taken = shardgrad.graphed_step(model, optimizer)(step) if graphed else step
+    step = step_of(model, optimizer, 0.1)
+    taken: Any = shardgrad.graphed_step(model, optimizer)(step) if graphed else step
     found = [
         taken(torch.full((4, 8), 0.1 * number, device="cuda")).clone() for number in range(1, 7)
     ]
@@ -130,13 +124,10 @@ def losses(*, compiled: bool, graphed: bool) -> torch.Tensor:
     return torch.stack(found).cpu()
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_blocks_that_are_compiled_are_captured_and_train_alike() -> None:
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        plain = losses(compiled=False, graphed=False)
-        compiled = losses(compiled=True, graphed=False)
-        assert plain[-1] < plain.max()
-        torch.testing.assert_close(compiled, plain)
-        assert torch.equal(losses(compiled=True, graphed=True), compiled)
-    finally:
-        dist.destroy_process_group()
+    plain = losses(compiled=False, graphed=False)
+    compiled = losses(compiled=True, graphed=False)
+    assert plain[-1] < plain.max()
+    torch.testing.assert_close(compiled, plain)
+    assert torch.equal(losses(compiled=True, graphed=True), compiled)

@@ -5,15 +5,14 @@ alone.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import shardgrad
+from tests.support.graphed import Step, on_one_gpu, step_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,27 +20,12 @@ pytestmark = [
     pytest.mark.usefixtures("one_rank"),
 ]
 
-Step = Callable[[Tensor], Tensor]
 
-
-def build(options: dict | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
+def build() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))).cuda()
-    mesh = init_device_mesh("cuda", (1,))
-    for layer in (*model, model):
-        shardgrad.fully_shard(layer, mesh=mesh, **(options or {}))
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)]
+    model = on_one_gpu(nn.Sequential(*layers))
     return model, shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-def step_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
-    def step(x: Tensor) -> Tensor:
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
 
 
 def batch(number: int, rows: int = 4) -> Tensor:

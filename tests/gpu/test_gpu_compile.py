@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import shardgrad
+from tests.support.graphed import on_one_gpu, step_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,22 +35,13 @@ class Block(nn.Module):
 def trained(*, graphed: bool) -> tuple[list[Tensor], Any]:
     """Returns losses and weights of a few steps, and the step."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(Block() for _ in range(3))).cuda()
-    mesh = init_device_mesh("cuda", (1,))
+    model = nn.Sequential(*(Block() for _ in range(3)))
     for block in model:
         block.compile(fullgraph=True)
-        shardgrad.fully_shard(block, mesh=mesh)
-    shardgrad.fully_shard(model, mesh=mesh)
+    on_one_gpu(model)
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
 
-    def step(x: Tensor) -> Tensor:
-        loss = (model(x) - x.flip(0)).square().mean()
-        loss.backward()
-        shardgrad.clip_grad_norm_(model, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
+    step: Any = step_of(model, optimizer, 1.0)
     if graphed:
         step = shardgrad.graphed_step(model, optimizer, warmup=WARMUP)(step)
     generator = torch.Generator().manual_seed(1)

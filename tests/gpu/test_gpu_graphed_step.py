@@ -22,12 +22,12 @@ from torch.utils.checkpoint import checkpoint
 import shardgrad
 from shardgrad.errors import ReplayMismatchError
 from shardgrad.graphs import GraphedStep, inputs
+from tests.support.graphed import on_one_gpu, step_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 WIDTH = 64
 STEPS, WARMUP = 20, 3
 Values = list[Any]
-Program = Callable[..., Values]
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def device(one_rank: None) -> torch.device:
 
 
 class Block(nn.Module):
-    """Two layers, and a third one that only some programs use."""
+    """Two layers, and a third one that nothing uses."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -47,13 +47,9 @@ class Block(nn.Module):
         return x + self.dropout(self.second(torch.tanh(self.first(x))))
 
 
-def build(device: torch.device, *, dropout: float = 0.0, reshard: bool = True) -> nn.Sequential:
+def build(*, dropout: float = 0.0) -> nn.Sequential:
     torch.manual_seed(0)  # also of what dropout draws
-    model = nn.Sequential(*(Block(dropout) for _ in range(3))).to(device)
-    mesh = init_device_mesh(device.type, (1,))
-    for unit in (*model, model):
-        shardgrad.fully_shard(unit, mesh=mesh, reshard_after_forward=reshard)
-    return model
+    return on_one_gpu(nn.Sequential(*(Block(dropout) for _ in range(3))))
 
 
 def batch(number: int, where: torch.device) -> Tensor:
@@ -73,14 +69,6 @@ def plain(*capturables: Any, **settings: Any) -> Callable[[Any], Any]:
     return lambda function: function
 
 
-def both(program: Program, device: torch.device, *args: Any) -> None:
-    """Asserts that a program gives the same values, bit for bit, with and without graphs."""
-    right, ours = (program(graphed, device, *args) for graphed in (plain, shardgrad.graphed_step))
-    for number, (expected, got) in enumerate(zip(right, ours, strict=True)):
-        same = torch.equal(expected, got) if isinstance(expected, Tensor) else expected == got
-        assert same, f"value {number}: {expected} and {got}"
-
-
 def require_replays(step: Any) -> None:
     """Asserts that all calls of a graphed step but the warm-up were replays of one graph."""
     if isinstance(step, GraphedStep):
@@ -90,43 +78,11 @@ def require_replays(step: Any) -> None:
 # -- programs
 
 
-def training(graphed: Any, device: torch.device, reshard: bool, host: bool) -> Values:
-    """Accumulation over three micro-batches, clipping, a schedule; data on the host or on the
-    device.
-    """
-    model = build(device, reshard=reshard)
-    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-
-    @graphed(model, optimizer, warmup=WARMUP)
-    def step(micro_batches: list[Tensor]) -> tuple[Tensor, Tensor]:
-        total = torch.zeros((), device=device)
-        for number, x in enumerate(micro_batches, start=1):
-            model.set_requires_gradient_sync(number == len(micro_batches))
-            loss = loss_of(model, x.to(device)) / len(micro_batches)
-            loss.backward()
-            total = total + loss.detach()
-        norm = shardgrad.clip_grad_norm_(model, 0.1)
-        optimizer.step()
-        optimizer.zero_grad()
-        return total, norm
-
-    seen: Values = []
-    where = torch.device("cpu") if host else device
-    for number in range(STEPS):
-        outputs = step([batch(3 * number + i, where) for i in range(3)])
-        schedule.step()
-        if number % 5 == 4:  # between these nothing makes the host wait
-            seen += [value.item() for value in outputs]
-    require_replays(step)
-    return seen + weights(model)
-
-
 def recomputed_and_logged(graphed: Any, device: torch.device) -> Values:
     """Layers with dropout are computed again in backward, one inside of another region, and all of
     them twice for the second loss. The host reads the first loss before its backward.
     """
-    model = build(device, dropout=0.5)
+    model = build(dropout=0.5)
     first, second, last = model
     for block, reentrant in ((first, False), (last, True)):
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=reentrant)
@@ -166,25 +122,16 @@ def _with_another_region(block: Any) -> Callable[[Tensor], Tensor]:
 # -- tests
 
 
-@pytest.mark.parametrize(
-    ("reshard", "host"),
-    [(True, False), (False, True)],
-    ids=["resharded, data on the device", "kept whole, data on the host"],
-)
-def test_twenty_graphed_steps_train_bit_for_bit_like_eager_ones(
-    device: torch.device, reshard: bool, host: bool
-) -> None:
-    both(training, device, reshard, host)
-
-
 def test_dropout_of_recomputed_layers_is_that_of_eager(device: torch.device) -> None:
-    both(recomputed_and_logged, device)
+    eager, ours = (recomputed_and_logged(each, device) for each in (plain, shardgrad.graphed_step))
+    for expected, got in zip(eager, ours, strict=True):
+        assert torch.equal(torch.as_tensor(expected), torch.as_tensor(got))
 
 
 def test_a_recomputed_region_that_would_draw_other_numbers_raises_in_the_first_replay(
     device: torch.device,
 ) -> None:
-    model = build(device)
+    model = build()
 
     @shardgrad.graphed_step(model, warmup=1)
     def step(x: Tensor) -> Tensor:
@@ -231,16 +178,7 @@ def test_a_pinned_batch_is_sent_from_where_it_is(device: torch.device, pinned: b
 
 def graphed_training(model: nn.Module) -> GraphedStep[[Tensor], Tensor]:
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
-
-    @shardgrad.graphed_step(model, optimizer, warmup=WARMUP)
-    def step(x: Tensor) -> Tensor:
-        loss = loss_of(model, x)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return step
+    return shardgrad.graphed_step(model, optimizer, warmup=WARMUP)(step_of(model, optimizer))
 
 
 def test_a_second_capture_and_the_comparison_take_no_more_memory(device: torch.device) -> None:
@@ -263,7 +201,7 @@ def test_a_replayed_step_returns_before_the_device_is_done(device: torch.device)
     """With the device busy, calls go on: neither input copies nor the status word make the host
     wait.
     """
-    step = graphed_training(build(device))
+    step = graphed_training(build())
 
     for number in range(WARMUP + 2):
         step(batch(number, device))

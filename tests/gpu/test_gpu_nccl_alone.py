@@ -12,11 +12,11 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import shardgrad
 from shardgrad.engine import comm_context
 from shardgrad.engine.transports import StreamTransport
+from tests.support.graphed import on_one_gpu, step_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,29 +32,20 @@ LOW_PRECISION = shardgrad.MixedPrecisionPolicy(
 
 def train(*, graphed: bool, **options: Any) -> list[Tensor]:
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4))).cuda()
-    mesh = init_device_mesh("cuda", (1,))
-    for layer in (*model, model):
-        shardgrad.fully_shard(layer, mesh=mesh, **options)
+    layers = [nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4)]
+    model = on_one_gpu(nn.Sequential(*layers), **options)
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
-
-    def step(x: Tensor) -> tuple[Tensor, Tensor]:
-        loss = model(x).float().square().mean()
-        loss.backward()
-        norm = shardgrad.clip_grad_norm_(model, 0.1)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach(), norm
-
-    taken = shardgrad.graphed_step(model, optimizer)(step) if graphed else step
+    step: Any = step_of(model, optimizer, 0.1)
+    if graphed:
+        step = shardgrad.graphed_step(model, optimizer)(step)
     seen = []
     for number in range(STEPS):
         x = torch.randn(4, 32, generator=torch.Generator().manual_seed(number)).cuda()
-        seen += [value.clone() for value in taken(x)]
+        seen.append(step(x).clone())
     seen += [p.to_local().detach() for p in model.parameters()]
     if graphed:
-        assert taken.captures == 1
-        taken.close()
+        assert step.captures == 1
+        step.close()
     return seen
 
 

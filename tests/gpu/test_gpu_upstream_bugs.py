@@ -7,14 +7,12 @@ Without a GPU only the engine's part runs, on the CPU, without streams.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardgrad.engine import comm_context
@@ -71,15 +69,6 @@ def test_each_bug_gives_right_numbers_with_the_wait_that_was_missing(kind: type[
     assert _late_steps(kind, fixed=True) == [True] * 5
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
-def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    chosen = torch.device(request.param)
-    backend = "nccl" if chosen.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    yield chosen
-    dist.destroy_process_group()
-
-
 def _weights(kind: type[Bug], device: torch.device, *, sharded: bool) -> list[torch.Tensor]:
     mesh = init_device_mesh(device.type, (1,)) if sharded else None
     # One rank has nothing to send. Over NCCL it is made to all the same, so that slots are waited
@@ -94,11 +83,13 @@ def _weights(kind: type[Bug], device: torch.device, *, sharded: bool) -> list[to
     return training.weights()
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
 @pytest.mark.parametrize("kind", BUGS)
-def test_the_engine_does_the_same_work_right_bit_for_bit(
-    kind: type[Bug], device: torch.device
-) -> None:
-    ours, plain = (_weights(kind, device, sharded=sharded) for sharded in (True, False))
+@pytest.mark.usefixtures("one_rank")
+def test_the_engine_does_the_same_work_right_bit_for_bit(kind: type[Bug], device: str) -> None:
+    ours, plain = (
+        _weights(kind, torch.device(device), sharded=sharded) for sharded in (True, False)
+    )
     for sharded, whole in zip(ours, plain, strict=True):
         assert torch.equal(sharded, whole)
 
@@ -117,15 +108,12 @@ PRODUCERS = [(GradGroup, "wait_for_producers")]
         ]
     ],
 )
+@pytest.mark.usefixtures("one_rank")
 def test_the_engine_without_its_waits_has_the_bug(
     kind: type[Bug], waits: list[tuple[Any, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        plain = _weights(kind, torch.device("cuda"), sharded=False)
-        for owner, method in waits:
-            monkeypatch.setattr(owner, method, lambda *args, **kwargs: None)
-        ours = _weights(kind, torch.device("cuda"), sharded=True)
-    finally:
-        dist.destroy_process_group()
+    plain = _weights(kind, torch.device("cuda"), sharded=False)
+    for owner, method in waits:
+        monkeypatch.setattr(owner, method, lambda *args, **kwargs: None)
+    ours = _weights(kind, torch.device("cuda"), sharded=True)
     assert not all(torch.equal(sharded, whole) for sharded, whole in zip(ours, plain, strict=True))

@@ -7,7 +7,6 @@ import re
 import socket
 import sys
 import weakref
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -22,10 +21,8 @@ from shardgrad.sharding.mesh import DataParallelMesh, default_mesh
 
 
 @pytest.fixture
-def square() -> Iterator[DeviceMesh]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
-    dist.destroy_process_group()
+def square(one_rank: None) -> DeviceMesh:
+    return init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
 
 
 @pytest.mark.parametrize(("replicate", "shard"), [(1, 0), (None, 0), (None, 1)])
@@ -89,15 +86,12 @@ def test_units_share_one_mesh_over_all_ranks_and_each_world_has_another() -> Non
     assert meshes[0] is not meshes[1]
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_the_mesh_over_all_ranks_does_not_outlive_its_units() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        model = fully_shard(nn.Sequential(fully_shard(nn.Linear(4, 4)), nn.Linear(4, 4)))
-        meshes = {param.device_mesh for param in model.parameters() if isinstance(param, DTensor)}
-        (mesh,) = map(weakref.ref, meshes)
-        meshes.clear()
-        del model
-        gc.collect()
-        assert mesh() is None
-    finally:
-        dist.destroy_process_group()
+    model = fully_shard(nn.Sequential(fully_shard(nn.Linear(4, 4)), nn.Linear(4, 4)))
+    meshes = {param.device_mesh for param in model.parameters() if isinstance(param, DTensor)}
+    (mesh,) = map(weakref.ref, meshes)
+    meshes.clear()
+    del model
+    gc.collect()
+    assert mesh() is None
