@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
@@ -25,13 +25,12 @@ from tests.support.parity import (
     as_under_fsdp2,
     assert_same_bits,
     make_optimizer,
-    same_bits_as_fsdp2,
     stack,
     token_loss,
     tower,
     train,
 )
-from tests.support.ranks import Ranks, on_ranks
+from tests.support.ranks import on_ranks
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -145,14 +144,6 @@ def test_unsharding_many_units_ahead_waits_for_no_other_rank() -> None:
         handle.wait()
 
 
-def backward_wrong(model: Tower) -> None:
-    model.layers[0].set_modules_to_backward_prefetch([model.layers[2], model.layers[1]])
-
-
-def keep_whole_in_backward(model: Tower) -> None:
-    model.embedding.set_unshard_in_backward(False)
-
-
 def keep_whole_between(model: Tower) -> None:
     model.set_reshard_after_backward(False)
 
@@ -162,38 +153,21 @@ def never_reshard(model: Tower) -> None:
     model.set_reshard_after_backward(False, recurse=False)
 
 
-def forced_sum(model: Tower) -> None:
-    model.set_force_sum_reduction_for_comms(True)
-
-
-def other_divisor(model: Tower) -> None:
-    # Gloo cannot scale, and torch then refuses.
-    model.layers[1].set_force_sum_reduction_for_comms(True)
-    model.layers[1].set_gradient_divide_factor(4.0)
-
-
-SETTINGS = [
-    backward_wrong,
-    keep_whole_in_backward,
-    other_divisor,
-    forced_sum,
-]
-
-
-def train_set(engine: Engine, setting: Any, **options: Any) -> Tensors:
-    model = engine.shard_tower(tower())
+def train_set(setting: Callable[[Tower], None]) -> Tensors:
+    model = SHARDGRAD.shard_tower(tower())
     setting(model)
-    return train(engine, model, **options)
+    return train(SHARDGRAD, model, micro_batches=2)
 
 
 @pytest.mark.parametrize("setting", [keep_whole_between, never_reshard])
 @on_ranks(2)
-def test_parameters_kept_whole_across_an_optimizer_step_are_gathered_again(setting: Any) -> None:
+def test_parameters_kept_whole_across_an_optimizer_step_are_gathered_again(
+    setting: Callable[[Tower], None],
+) -> None:
     """FSDP2 goes on with the weights of before the step, so the oracle is the engine without the
     setting.
     """
-    ours = train_set(SHARDGRAD, setting, micro_batches=2)
-    assert_same_bits(ours, train_set(SHARDGRAD, lambda model: None, micro_batches=2))
+    assert_same_bits(train_set(setting), train_set(lambda model: None))
 
 
 @pytest.mark.parametrize(("reshard_after_forward", "whole"), [(True, False), (False, True)])
@@ -257,23 +231,6 @@ def test_a_penalty_of_sharded_weights_after_the_forward_trains_like_fsdp2(
     return engine.snapshot(model)
 
 
-@on_ranks(2)
-@as_under_fsdp2
-def test_optimizers_that_step_in_hooks_train_bit_for_bit_like_fsdp2(engine: Engine) -> Tensors:
-    model = engine.shard_tower(tower())
-    optims = {param: torch.optim.AdamW([param], lr=1e-2) for param in model.parameters()}
-
-    def step(param: torch.Tensor) -> None:
-        optims[param].step()
-        optims[param].zero_grad()
-
-    for param in model.parameters():
-        param.register_post_accumulate_grad_hook(step)
-    for i in range(3):
-        token_loss(model, engine.tokens(i)).backward()
-    return engine.snapshot(model)
-
-
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
 @on_ranks(2)
 @as_under_fsdp2
@@ -293,8 +250,3 @@ def test_clipping_the_norm_of_gradients_is_bit_for_bit_like_fsdp2(
         optim.step()
         optim.zero_grad()
     return found | engine.snapshot(model)
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_settings_train_bit_for_bit_like_fsdp2(two_ranks: Ranks, setting: object) -> None:
-    two_ranks.run(same_bits_as_fsdp2, train_set, setting, micro_batches=2)

@@ -22,20 +22,6 @@ def backward(model: nn.Module) -> None:
 
 
 @on_ranks(2)
-def test_a_program_that_loses_nothing_is_not_refused() -> None:
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model.unshard()
-    model.reshard()
-    for index in range(4):
-        model.set_requires_gradient_sync(index % 2 == 1)
-        backward(model)
-        if index % 2:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-@on_ranks(2)
 def test_a_step_before_the_reduction_is_refused() -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardgrad import fully_shard
 from shardgrad.errors import UnownedParameterError
 from tests.support.parity import SHARDGRAD, Engine, Tensors, as_unsharded
-from tests.support.ranks import Ranks, on_ranks
+from tests.support.ranks import on_ranks
 
 WIDTH = 6
 
@@ -127,7 +126,8 @@ class Agent(nn.Module):
         return self.head(self.model(x))
 
 
-def frozen_around_units() -> None:
+@on_ranks(2)
+def test_a_head_around_the_units_is_refused_when_it_begins_to_train() -> None:
     agent = Agent(blocks(SHARDGRAD), nn.Linear(WIDTH, 1).requires_grad_(False))
     for step in range(2):
         loss_of(SHARDGRAD, agent, step).backward()
@@ -136,21 +136,9 @@ def frozen_around_units() -> None:
         loss_of(SHARDGRAD, agent)
 
 
-def replicated_around_units() -> None:
+@on_ranks(2)
+def test_replicas_of_ddp_around_the_units_are_left_to_the_program() -> None:
     loss_of(
         SHARDGRAD, Agent(blocks(SHARDGRAD), DistributedDataParallel(nn.Linear(WIDTH, 1)))
     ).backward()
     loss_of(SHARDGRAD, replicate(Agent(blocks(SHARDGRAD), nn.Linear(WIDTH, 1)))).backward()
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
-        frozen_around_units,
-        replicated_around_units,
-    ],
-)
-def test_parameters_of_modules_around_the_units_are_looked_at(
-    two_ranks: Ranks, program: Callable[[], None]
-) -> None:
-    two_ranks.run(program)

@@ -4,7 +4,6 @@ not.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardgrad import MixedPrecisionPolicy, fully_shard
 from shardgrad.errors import RankDisagreementError
-from tests.support.ranks import Ranks, on_ranks
+from tests.support.ranks import on_ranks
 
 WIDTH = 6
 
@@ -31,20 +30,8 @@ def sharded(model: nn.Sequential, **options: Any) -> nn.Sequential:
     return fully_shard(model, **options)
 
 
-def trains(model: nn.Module, dtype: torch.dtype = torch.float32) -> bool:
+def trains(model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
     model(torch.ones(2, WIDTH, dtype=dtype)).sum().backward()
-    return True
-
-
-def one_value_apart(which: Callable[[nn.Sequential], torch.Tensor], dtype: torch.dtype) -> str:
-    model = blocks(0).to(dtype)
-    with torch.no_grad():
-        if dist.get_rank() == 1:
-            which(model).view(-1)[-1] += 1
-    sharded(model)
-    with pytest.raises(RankDisagreementError) as caught:
-        trains(model, dtype)
-    return str(caught.value)
 
 
 @on_ranks(2)
@@ -57,88 +44,71 @@ def test_values_that_all_differ_alike_are_told() -> None:
         trains(sharded(model))
 
 
-def last_bias(model: nn.Sequential) -> torch.Tensor:
-    return model[2].bias
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", ["0.weight", "2.bias"])
+@on_ranks(2)
+def test_one_value_that_differs_is_told_on_every_rank(name: str, dtype: torch.dtype) -> None:
+    model = blocks(0).to(dtype)
+    with torch.no_grad():
+        if dist.get_rank() == 1:
+            model.get_parameter(name).view(-1)[-1] += 1
+    sharded(model)
+    with pytest.raises(RankDisagreementError) as caught:
+        trains(model, dtype)
+    text = str(caught.value)
+    assert f"had different weights when fully_shard cut them: {name}\n" in text
+    assert "2 different ones, on ranks 0 / 1" in text
+    assert f"where:    rank {dist.get_rank()}, parameter {name}" in text
 
 
-def first_weight(model: nn.Sequential) -> torch.Tensor:
-    return model[0].weight
-
-
-def drifted_replicas() -> str:
+@on_ranks(4)
+def test_replicas_that_differ_are_told_on_every_rank() -> None:
     """Ranks 0 and 1 hold one replica, ranks 2 and 3 the other."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = sharded(blocks(dist.get_rank() // 2), mesh=mesh)
-    with pytest.raises(RankDisagreementError) as caught:
+    told = "had different weights when fully_shard cut them: 2.weight and 3 more"
+    with pytest.raises(RankDisagreementError, match=told):
         trains(model)
-    return str(caught.value)
 
 
 # -- what is not compared
 
 
-def from_meta() -> bool:
+@on_ranks(2)
+def test_shards_that_each_rank_initialises_may_differ() -> None:
     with torch.device("meta"):
         model = blocks(0)
     sharded(model).to_empty(device="cpu")
     torch.manual_seed(dist.get_rank())  # as every rank initialises its shards
     for module in model:
         module.reset_parameters()
-    return trains(model)
+    trains(model)
 
 
-def loaded_from_rank_0() -> bool:
+@on_ranks(2)
+def test_weights_that_are_loaded_after_sharding_are_not_compared() -> None:
     model = sharded(blocks(dist.get_rank()))
     full = blocks(7).state_dict() if dist.get_rank() == 0 else {}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, full, options=options)
     trains(model)
     expected = blocks(7).state_dict()
-    return all(torch.equal(p.full_tensor(), expected[name]) for name, p in model.named_parameters())
+    assert all(torch.equal(p.full_tensor(), expected[name]) for name, p in model.named_parameters())
 
 
-def initialised_on_one_rank_after_sharding() -> bool:
+@on_ranks(2)
+def test_weights_that_one_rank_initialises_after_sharding_are_not_compared() -> None:
     model = sharded(blocks(dist.get_rank()))
     with torch.no_grad():
         for param in model.parameters() if dist.get_rank() else ():
             param.to_local().fill_(0.5)
-    return trains(model)
+    trains(model)
 
 
-def broadcast_before_sharding() -> bool:
+@on_ranks(2)
+def test_weights_that_were_broadcast_are_alike() -> None:
     """What the error says to type."""
     model = blocks(dist.get_rank())
     for tensor in model.state_dict().values():
         torch.distributed.broadcast(tensor, 0)
-    return trains(sharded(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize(("which", "name"), [(first_weight, "0.weight"), (last_bias, "2.bias")])
-def test_one_value_that_differs_is_told_on_every_rank(
-    two_ranks: Ranks, which: Callable[..., Any], name: str, dtype: torch.dtype
-) -> None:
-    for rank, text in enumerate(two_ranks.run(one_value_apart, which, dtype)):
-        assert f"had different weights when fully_shard cut them: {name}\n" in text
-        assert "2 different ones, on ranks 0 / 1" in text
-        assert f"where:    rank {rank}, parameter {name}" in text
-
-
-def test_replicas_that_differ_are_told_on_every_rank(four_ranks: Ranks) -> None:
-    for text in four_ranks.run(drifted_replicas):
-        assert "had different weights when fully_shard cut them: 2.weight and 3 more" in text
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
-        from_meta,
-        loaded_from_rank_0,
-        initialised_on_one_rank_after_sharding,
-        broadcast_before_sharding,
-    ],
-)
-def test_weights_that_were_loaded_or_initialised_since_train(
-    two_ranks: Ranks, program: Callable[[], bool]
-) -> None:
-    assert all(two_ranks.run(program))
+    trains(sharded(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)))

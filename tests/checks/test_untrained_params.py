@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 import shardgrad
 from shardgrad import UntrainedParameterWarning
 from shardgrad.policies import GradientPolicy
-from tests.support.parity import SHARDGRAD, stack
+from tests.support.parity import SHARDGRAD, Half, stack
 from tests.support.ranks import Ranks
 
 
@@ -41,7 +41,7 @@ def the_wrong_attribute() -> None:
 
 
 def gradients_of_a_closure_only_where_they_are_missing() -> None:
-    model = SHARDGRAD.fully_shard(_Half())
+    model = SHARDGRAD.fully_shard(Half())
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
     (text,) = said(lambda: optim.step(lambda: backward(model)))
     assert "have none: unused.weight, unused.bias. " in text
@@ -62,21 +62,12 @@ def steps_that_vanish() -> None:
 
 
 def gradients_that_are_missing() -> None:
-    model = SHARDGRAD.fully_shard(_Half())
+    model = SHARDGRAD.fully_shard(Half())
     optim = shardgrad.optim.SGD(model.parameters(), lr=0.1)
     backward(model)
     (text,) = said(optim.step)
     assert "unused.weight" in text
     assert "used.weight, used.bias" not in text
-
-
-class _Half(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = nn.Linear(5, 3), nn.Linear(5, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.used(x)
 
 
 def silence_when_all_is_well() -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib.abc import Loader, MetaPathFinder
@@ -32,6 +32,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from tests.clients.programs import shard, train
+from tests.support import tiny_models
 from tests.support.parity import Tensors
 from tests.support.under_patch import shared_folder, whole
 
@@ -107,28 +108,6 @@ def absent(*packages: str) -> Iterator[None]:
                 del sys.modules[name]
 
 
-def trained(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    clip: Callable[..., Any] = torch.nn.utils.clip_grad_norm_,
-    *,
-    first: int = 0,
-    steps: int = 2,
-) -> Tensors:
-    from tests.support import tiny_models
-
-    notes: Tensors = {}
-    for step in range(first, first + steps):
-        loss = model(**tiny_models.batch(model, step)).loss
-        loss.backward()
-        norm = clip(model.parameters(), 1.0)
-        notes[f"norm {step}"] = whole(norm) if isinstance(norm, Tensor) else torch.tensor(norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        notes[f"loss {step}"] = loss.detach()
-    return notes
-
-
 def of_the_next_token(model: nn.Module, generator: torch.Generator) -> Tensor:
     """The loss of a model that returns logits."""
     tokens = torch.randint(3, 64, (3, 7), generator=generator)
@@ -152,8 +131,6 @@ def cuda_is_the_cpu() -> Iterator[None]:
 
 
 def llama_and_its_state() -> tuple[nn.Module, dict[str, Tensor]]:
-    from tests.support import tiny_models
-
     model = tiny_models.llama()
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     return model, state if dist.get_rank() == 0 else {}
@@ -176,18 +153,20 @@ def with_verl() -> tuple[nn.Module, Tensors]:
         verl.apply_fsdp2(model, options, {"forward_prefetch": True})
         verl.fsdp2_load_full_state_dict(model, state, mesh, None)
         optimizer = adamw(model)
-        notes = trained(model, optimizer, verl.fsdp2_clip_grad_norm_)
+        notes = tiny_models.train(model, optimizer, verl.fsdp2_clip_grad_norm_)
         verl.offload_fsdp2_model_to_cpu(model)
         verl.offload_fsdp_optimizer(optimizer)
         verl.load_fsdp2_model_to_gpu(model)
         verl.load_fsdp_optimizer(optimizer, "cpu")
         verl.set_reshard_after_forward(model, False)
-        notes |= trained(model, optimizer, verl.fsdp2_clip_grad_norm_, first=2)
+        notes |= tiny_models.train(model, optimizer, verl.fsdp2_clip_grad_norm_, first=2)
         kept, spec = verl.fsdp2_sharded_save_to_cpu(model)
         kept = {name: (tensor.clone(), its) for name, (tensor, its) in kept.items()}
-        notes |= trained(model, optimizer, verl.fsdp2_clip_grad_norm_, first=4)
+        notes |= tiny_models.train(model, optimizer, verl.fsdp2_clip_grad_norm_, first=4)
         verl.fsdp2_sharded_load_from_cpu(model, kept, spec)
-        return model, notes | trained(model, optimizer, verl.fsdp2_clip_grad_norm_, first=6)
+        return model, notes | tiny_models.train(
+            model, optimizer, verl.fsdp2_clip_grad_norm_, first=6
+        )
 
 
 def with_skyrl() -> tuple[nn.Module, Tensors]:
@@ -201,12 +180,12 @@ def with_skyrl() -> tuple[nn.Module, Tensors]:
     with cuda_is_the_cpu(), mock.patch.object(skyrl, "_sync_non_persistent_buffers"):
         skyrl.fsdp2_load_full_state_dict(model, state)
         optimizer = adamw(model)
-        notes = trained(model, optimizer, skyrl.fsdp2_clip_grad_norm_)
+        notes = tiny_models.train(model, optimizer, skyrl.fsdp2_clip_grad_norm_)
         skyrl.offload_fsdp2_model_to_cpu(model)
         skyrl.offload_fsdp_optimizer(optimizer)
         skyrl.load_fsdp2_model_to_gpu(model)
         skyrl.load_fsdp_optimizer(optimizer, "cpu")
-        notes |= trained(model, optimizer, skyrl.fsdp2_clip_grad_norm_, first=2)
+        notes |= tiny_models.train(model, optimizer, skyrl.fsdp2_clip_grad_norm_, first=2)
     full = skyrl.fsdp2_get_full_state_dict(model)
     return model, notes | {f"in the state: {name}": tensor for name, tensor in full.items()}
 
@@ -232,7 +211,7 @@ def with_areal() -> tuple[nn.Module, Tensors]:
         found: float = grad.fsdp2_clip_grad_norm([*params], max_norm, mesh.get_group())
         return found
 
-    return model, trained(model, optimizer, clip, steps=3)
+    return model, tiny_models.train(model, optimizer, clip, steps=3)
 
 
 def with_prime_rl() -> tuple[nn.Module, Tensors]:
@@ -252,7 +231,7 @@ def with_prime_rl() -> tuple[nn.Module, Tensors]:
     )
     dims = SimpleNamespace(ep_enabled=False, dp_replicate_enabled=True, get_mesh=lambda _: mesh)
     prime.setup_fsdp(model, config, dims)
-    return model, trained(model, adamw(model), steps=3)
+    return model, tiny_models.train(model, adamw(model), steps=3)
 
 
 # -- fine-tuning and pretraining
@@ -275,12 +254,12 @@ def with_llama_factory() -> tuple[nn.Module, Tensors]:
         engine = factory.FSDP2Engine({"reshard_after_forward": True}, bf16=True)
         model = engine.shard_model(model)
     optimizer = adamw(model)
-    notes = trained(model, optimizer)
+    notes = tiny_models.train(model, optimizer)
     with shared_folder() as folder:
         factory.save_checkpoint(model, optimizer, folder)
-        trained(model, optimizer, first=5)
+        tiny_models.train(model, optimizer, first=5)
         factory.load_checkpoint(model, optimizer, folder)
-    return model, notes | trained(model, optimizer, first=2)
+    return model, notes | tiny_models.train(model, optimizer, first=2)
 
 
 def with_nemo_automodel() -> tuple[nn.Module, Tensors]:
@@ -290,12 +269,10 @@ def with_nemo_automodel() -> tuple[nn.Module, Tensors]:
     mesh = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=names)
     model = nemo.fsdp2_strategy_parallelize(model, mesh)
     optimizer = adamw(model)
-    notes = trained(model, optimizer)
+    notes = tiny_models.train(model, optimizer)
     with nemo.unshard_fsdp2_model(model), torch.no_grad():
-        from tests.support import tiny_models
-
         notes["evaluated"] = model(**tiny_models.batch(model, 9)).loss
-    return model, notes | trained(model, optimizer, first=2)
+    return model, notes | tiny_models.train(model, optimizer, first=2)
 
 
 def with_axolotl() -> tuple[nn.Module, Tensors]:
@@ -303,7 +280,6 @@ def with_axolotl() -> tuple[nn.Module, Tensors]:
     import accelerate
 
     from tests.support import accelerated as with_accelerate
-    from tests.support.tiny_models import llama
 
     axolotl = importlib.import_module("axolotl.monkeypatch.accelerate.fsdp2")
     with (
@@ -312,7 +288,7 @@ def with_axolotl() -> tuple[nn.Module, Tensors]:
         ),
         with_accelerate.cpus_as_accelerators(),
     ):
-        accelerator, model, *others = with_accelerate.accelerated(llama())
+        accelerator, model, *others = with_accelerate.accelerated(tiny_models.llama())
         notes = with_accelerate.train(accelerator, model, *others)
         notes |= accelerator.get_state_dict(model)
     return model, notes
@@ -321,13 +297,12 @@ def with_axolotl() -> tuple[nn.Module, Tensors]:
 def with_trl() -> tuple[nn.Module, Tensors]:
     """A policy and the reference that it prepares, and a preference loss between them."""
     from tests.support.accelerated import accelerated, cpus_as_accelerators
-    from tests.support.tiny_models import llama
 
     utils = importlib.import_module("trl.models.utils")
     notes: Tensors = {}
     with cpus_as_accelerators():
-        reference = llama()
-        accelerator, model, optimizer, batches = accelerated(llama())
+        reference = tiny_models.llama()
+        accelerator, model, optimizer, batches = accelerated(tiny_models.llama())
         reference = utils.prepare_fsdp(reference, accelerator)
         for i, inputs in enumerate(batches):
             with torch.no_grad():
@@ -384,7 +359,7 @@ def with_composer() -> tuple[nn.Module, Tensors]:
     config = parallelism.FSDP2Config(device_mesh=init_device_mesh("cpu", (2,)))
     policy = CustomPolicy(lambda module: module in units)
     fsdp2.prepare_fully_shard(model, config, precision.Precision.AMP_BF16, policy)
-    return model, trained(model, adamw(model), steps=3)
+    return model, tiny_models.train(model, adamw(model), steps=3)
 
 
 def with_veomni() -> tuple[nn.Module, Tensors]:
@@ -398,13 +373,13 @@ def with_veomni() -> tuple[nn.Module, Tensors]:
     )
     with mock.patch.object(veomni, "get_parallel_state", return_value=state):
         veomni.parallelize_model_fsdp2(model, init_device="meta")
-    return model, trained(model, adamw(model), lambda _, norm: model.clip_grad_norm_(norm), steps=3)
+    return model, tiny_models.train(
+        model, adamw(model), lambda _, norm: model.clip_grad_norm_(norm), steps=3
+    )
 
 
 def with_dion(name: str, **options: Any) -> tuple[nn.Module, Tensors]:
     """An optimizer of dion for the matrices of a Llama, and its AdamW for everything else."""
-    from tests.support import tiny_models
-
     dion = importlib.import_module("dion")
     model = tiny_models.llama()
     mesh = init_device_mesh("cpu", (2,))
@@ -414,4 +389,4 @@ def with_dion(name: str, **options: Any) -> tuple[nn.Module, Tensors]:
     groups = [{"params": matrices}, {"params": others, "algorithm": "adamw"}]
     its_mesh = "outer_shard_mesh" if name == "Dion" else "distributed_mesh"
     optimizer = getattr(dion, name)(groups, lr=1e-2, **{its_mesh: mesh}, **options)
-    return model, trained(model, optimizer, steps=3)
+    return model, tiny_models.train(model, optimizer, steps=3)

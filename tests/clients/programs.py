@@ -82,8 +82,7 @@ def language_model(name: str, **options: Any) -> tuple[nn.Module, Tensors]:
     config = hf.AutoConfig.for_model(name, **sizes)
     model = hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     model.train()
-    shard(model, tiny_models.blocks(model))
-    return model, tiny_models.train(model)
+    return tiny_models.sharded(model), tiny_models.train(model)
 
 
 def encoder(name: str) -> tuple[nn.Module, Tensors]:
@@ -201,18 +200,12 @@ def optimizer_of(package: str, name: str, **options: Any) -> tuple[nn.Module, Te
     """A Llama of Transformers with a package's optimizer."""
     from tests.support import tiny_models
 
-    model = tiny_models.llama()
-    shard(model, tiny_models.blocks(model))
+    model = tiny_models.sharded(tiny_models.llama())
     kind = getattr(importlib.import_module(package), name)
     optimizer = kind(model.parameters(), **{"lr": 1e-2, **options})
     if hasattr(optimizer, "train"):
         optimizer.train()
-
-    def loss_of(generator: torch.Generator) -> Tensor:
-        tokens = torch.randint(3, 64, (3, 7), generator=generator)
-        return model(input_ids=tokens, labels=tokens).loss
-
-    return model, train(model, optimizer, loss_of)
+    return model, tiny_models.train(model, optimizer, steps=3)
 
 
 # -- loops
@@ -223,8 +216,7 @@ def ignite_engine() -> tuple[nn.Module, Tensors]:
 
     from tests.support import tiny_models
 
-    model = tiny_models.llama()
-    shard(model, tiny_models.blocks(model))
+    model = tiny_models.sharded(tiny_models.llama())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
     def step(engine: Any, batch: dict[str, Tensor]) -> Tensor:
@@ -249,8 +241,7 @@ def dcp_in_between() -> tuple[nn.Module, Tensors]:
     from tests.support import tiny_models
 
     def built() -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = tiny_models.llama()
-        shard(model, tiny_models.blocks(model))
+        model = tiny_models.sharded(tiny_models.llama())
         return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
     model, optimizer = built()

@@ -23,19 +23,16 @@ NAMES = ("llama", "qwen", "gpt2", "mixtral", "vit", "t5")
 
 def sharded_by_hand(name: str, *, bf16: bool = False) -> tuple[nn.Module, Tensors]:
     """Each block a unit, and the rest."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    from tests.support.tiny_models import MODELS, blocks, train
+    from tests.support.tiny_models import MODELS, sharded, train
 
-    model = MODELS[name]()
     options: dict[str, Any] = {}
     if bf16:
         options["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32
         )
-    for block in blocks(model):
-        fully_shard(block, **options)
-    fully_shard(model, **options)
+    model = sharded(MODELS[name](), **options)
     return model, train(model)
 
 
@@ -57,29 +54,22 @@ def sharded_while_it_is_loaded() -> tuple[nn.Module, Tensors]:
 
 
 def checkpointed_activations() -> tuple[nn.Module, Tensors]:
-    from torch.distributed.fsdp import fully_shard
-
-    from tests.support.tiny_models import blocks, llama, train
+    from tests.support.tiny_models import llama, sharded, train
 
     model = llama()
     model.gradient_checkpointing_enable()
-    for block in blocks(model):
-        fully_shard(block)
-    return fully_shard(model), train(model)
+    return sharded(model), train(model)
 
 
 def generates_between_steps() -> tuple[nn.Module, Tensors]:
     """As a loop of reinforcement learning does: `generate` is not forward, and calls it many
     times.
     """
-    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+    from torch.distributed.fsdp import register_fsdp_forward_method
 
-    from tests.support.tiny_models import batch, blocks, llama, train
+    from tests.support.tiny_models import batch, llama, sharded, train
 
-    model = llama()
-    for block in blocks(model):
-        fully_shard(block)
-    fully_shard(model)
+    model = sharded(llama())
     register_fsdp_forward_method(model, "generate")
     notes = train(model, steps=1)
     prompt = batch(model, 7)["input_ids"]

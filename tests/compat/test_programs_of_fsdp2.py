@@ -28,19 +28,23 @@ from tests.support.parity import (
     float64,
     hsdp_mesh,
     make_optimizer,
-    same_bits_as_fsdp2,
     stack,
     token_loss,
     tower,
     train,
     train_squares,
 )
-from tests.support.ranks import Ranks, on_ranks
+from tests.support.ranks import on_ranks
 
 # -- meshes
 
 
-def train_on_a_mesh_of_groups(engine: Engine, replicas: int) -> Tensors:
+@pytest.mark.parametrize("replicas", [1, 2])
+@on_ranks(2)
+@as_under_fsdp2
+def test_a_mesh_made_of_process_groups_works_like_a_sliced_one(
+    engine: Engine, replicas: int
+) -> Tensors:
     if replicas == 1:
         mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
     else:
@@ -50,14 +54,6 @@ def train_on_a_mesh_of_groups(engine: Engine, replicas: int) -> Tensors:
             groups, "cpu", mesh=sliced.mesh, mesh_dim_names=("replicate", "shard")
         )
     return train(engine, engine.shard_tower(tower(), mesh=mesh))
-
-
-def test_a_mesh_made_of_process_groups_works_like_a_sliced_one(two_ranks: Ranks) -> None:
-    two_ranks.run(same_bits_as_fsdp2, train_on_a_mesh_of_groups, 1)
-
-
-def test_a_two_dimensional_mesh_of_process_groups_works_too(two_ranks: Ranks) -> None:
-    two_ranks.run(same_bits_as_fsdp2, train_on_a_mesh_of_groups, 2)
 
 
 # -- construction and calls

@@ -122,8 +122,15 @@ def assert_same_state(ours: Any, theirs: Any, where: str = "") -> None:
         assert ours == theirs, where
 
 
-def options_agree(options: StateDictOptions) -> None:
-    """The same state dicts as FSDP2's, with torch's optimizer under both, and both load them."""
+@pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flattened"])
+@pytest.mark.parametrize("cpu", [False, True], ids=["in place", "on the CPU"])
+@pytest.mark.parametrize("full", [False, True], ids=["sharded", "full"])
+@on_ranks(2)
+def test_state_dicts_are_fsdp2s_with_every_option(full: bool, cpu: bool, flatten: bool) -> None:
+    """With torch's optimizer under both, and both load them."""
+    options = StateDictOptions(
+        full_state_dict=full, cpu_offload=cpu, flatten_optimizer_state_dict=flatten
+    )
     states = []
     for engine in (SHARDGRAD, FSDP2):
         model = engine.shard_tower(tower())
@@ -144,18 +151,6 @@ def options_agree(options: StateDictOptions) -> None:
                 {n: p.to_local() for n, p in model.named_parameters()},
             )
     assert_same_state(*states)
-
-
-@pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flattened"])
-@pytest.mark.parametrize("cpu", [False, True], ids=["in place", "on the CPU"])
-@pytest.mark.parametrize("full", [False, True], ids=["sharded", "full"])
-def test_state_dicts_are_fsdp2s_with_every_option(
-    two_ranks: Ranks, full: bool, cpu: bool, flatten: bool
-) -> None:
-    options = StateDictOptions(
-        full_state_dict=full, cpu_offload=cpu, flatten_optimizer_state_dict=flatten
-    )
-    two_ranks.run(options_agree, options)
 
 
 def full_state_goes_everywhere(source: str, target: str, from_rank_0: bool, replicas: int) -> None:

@@ -17,10 +17,7 @@ from shardgrad import ops
 from shardgrad.engine import streams
 from shardgrad.optim import host_states
 from tests.cuda_runtime import inspection
-from tests.gpu.conftest import one_rank
 from tests.support.parity import stack
-
-__all__ = ["one_rank"]
 
 
 def three_steps() -> None:

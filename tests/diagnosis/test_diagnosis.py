@@ -16,7 +16,7 @@ from shardgrad.checks.replica_report import checksum
 from shardgrad.diagnosis.flight_recorder import Entry, recorder
 from shardgrad.diagnosis.watchdog import Watchdog
 from tests.support.parity import SHARDGRAD, make_optimizer, token_loss, tower
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 UNIT = "layers.1"
 
@@ -98,13 +98,10 @@ def test_a_checksum_changes_with_every_bit(dtype: torch.dtype) -> None:
     assert int(checksum(tensor[:0])) == 0
 
 
-def test_a_lookout_leaves_no_thread(two_ranks: Ranks) -> None:
-    assert two_ranks.run(threads_after_a_lookout) == [True, True]
-
-
-def threads_after_a_lookout() -> bool:
+@on_ranks(2)
+def test_a_lookout_leaves_no_thread() -> None:
     store = dist.distributed_c10d._get_default_store()
     before = threading.active_count()
     watchdog = Watchdog(store, dist.get_rank(), 2).start()
     watchdog.close()
-    return threading.active_count() == before
+    assert threading.active_count() == before

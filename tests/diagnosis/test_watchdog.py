@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -20,7 +21,7 @@ from shardgrad.diagnosis import watchdog as module
 from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.diagnosis.watchdog import Watchdog
 from tests.support.parity import SHARDGRAD, token_loss, tower
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 LONG_S = 60.0
 
@@ -176,21 +177,15 @@ def ends(error: BaseException | None) -> tuple[str | None, bool, bool]:
     return status.error, status.has_ended, watchdog.closed
 
 
-def ends_well() -> object:
-    return ends(None)
-
-
-def ends_with_an_error_of_its_own() -> object:
-    return ends(RuntimeError("no room on the disk"))
-
-
-def test_a_rank_that_ends_says_so_without_a_new_thread(two_ranks: Ranks) -> None:
-    assert two_ranks.run(with_a_watch, ends_well, LONG_S) == [((None, True, True), [])] * 2
-
-
-def test_a_rank_that_an_error_of_its_own_ends_says_so(two_ranks: Ranks) -> None:
-    told = ("RuntimeError: no room on the disk", True, True)
-    assert two_ranks.run(with_a_watch, ends_with_an_error_of_its_own, LONG_S) == [(told, [])] * 2
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(None, None), (RuntimeError("no room on the disk"), "RuntimeError: no room on the disk")],
+)
+def test_a_rank_that_ends_says_so_without_a_new_thread(
+    two_ranks: Ranks, error: Exception | None, told: str | None
+) -> None:
+    found = two_ranks.run(with_a_watch, partial(ends, error), LONG_S)
+    assert found == [((told, True, True), [])] * 2
 
 
 def what_is_known_of_a_wait() -> tuple[str, str]:
@@ -222,7 +217,8 @@ def test_a_rank_that_waits_inside_of_torch_is_known_by_what_the_program_called(
     assert other[0] != "collective"
 
 
-def a_refusal_is_taken_back() -> bool:
+@on_ranks(2)
+def test_what_a_rank_refused_no_longer_counts_once_it_goes_on() -> None:
     model = SHARDGRAD.shard_tower(tower())
     token_loss(model, SHARDGRAD.tokens(0)).backward()
     model.scale = torch.nn.Parameter(torch.ones(1))
@@ -231,8 +227,4 @@ def a_refusal_is_taken_back() -> bool:
     assert recorder.reported is not None
     del model.scale
     token_loss(model, SHARDGRAD.tokens(0)).backward()
-    return recorder.reported is None
-
-
-def test_what_a_rank_refused_no_longer_counts_once_it_goes_on(two_ranks: Ranks) -> None:
-    assert all(two_ranks.run(a_refusal_is_taken_back))
+    assert recorder.reported is None

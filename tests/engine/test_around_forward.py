@@ -6,9 +6,6 @@ evaluations; those of `tests/silent/cases` call other methods, and use weights w
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,10 +18,9 @@ from tests.support.parity import (
     Tensors,
     Tower,
     as_unsharded,
-    close_to_unsharded,
     stack,
 )
-from tests.support.ranks import Ranks, on_ranks
+from tests.support.ranks import on_ranks
 
 
 class WithALoss(Tower):
@@ -98,7 +94,9 @@ def test_multihead_attention_may_have_its_projection_sharded(
 # -- what is right without help
 
 
-def through_a_registered_method(engine: Engine) -> Tensors:
+@on_ranks(2)
+@as_unsharded
+def test_a_registered_method_may_be_what_the_loss_comes_from(engine: Engine) -> Tensors:
     torch.manual_seed(0)
     model = engine.shard_tower(WithALoss())
     if not engine.whole_batch:
@@ -115,7 +113,9 @@ def two_units_under_a_root_that_owns_nothing(engine: Engine) -> nn.Sequential:
     return model
 
 
-def forward_of_a_root_that_owns_nothing(engine: Engine) -> Tensors:
+@on_ranks(2)
+@as_unsharded
+def test_forward_of_a_root_that_owns_nothing_may_be_called_by_its_name(engine: Engine) -> Tensors:
     model = two_units_under_a_root_that_owns_nothing(engine)
     for step in range(3):
         x = engine.inputs(step, 5, dtype=torch.get_default_dtype())
@@ -123,7 +123,9 @@ def forward_of_a_root_that_owns_nothing(engine: Engine) -> Tensors:
     return engine.snapshot(model)
 
 
-def a_unit_that_trained_long_before_its_root(engine: Engine) -> Tensors:
+@on_ranks(2)
+@as_unsharded
+def test_a_unit_may_train_long_before_its_root(engine: Engine) -> Tensors:
     model = two_units_under_a_root_that_owns_nothing(engine)
     optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(6):
@@ -133,17 +135,3 @@ def a_unit_that_trained_long_before_its_root(engine: Engine) -> Tensors:
         optim.step()
         optim.zero_grad()
     return engine.snapshot(model)
-
-
-RIGHT = [
-    through_a_registered_method,
-    forward_of_a_root_that_owns_nothing,
-    a_unit_that_trained_long_before_its_root,
-]
-
-
-@pytest.mark.parametrize("program", RIGHT)
-def test_gradients_are_averaged_whatever_path_the_loss_took(
-    two_ranks: Ranks, program: Callable[..., Any]
-) -> None:
-    two_ranks.run(close_to_unsharded, program)

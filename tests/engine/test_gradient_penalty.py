@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tests.support.parity import Engine, Tensors, as_unsharded, close_to_unsharded
-from tests.support.ranks import Ranks, on_ranks
+from tests.support.parity import Engine, Tensors, as_unsharded
+from tests.support.ranks import on_ranks
 
 WIDTH = 6
 
@@ -115,10 +115,14 @@ PENALTIES = [
 ]
 
 
-def trained(
-    engine: Engine, penalty: Callable[[nn.Module, Tensor], None], **options: Any
+@pytest.mark.parametrize("reshards", [None, True, False])
+@pytest.mark.parametrize("penalty", PENALTIES)
+@on_ranks(2)
+@as_unsharded
+def test_a_gradient_penalty_trains_like_the_unsharded_model(
+    engine: Engine, penalty: Callable[[nn.Module, Tensor], None], reshards: bool | None
 ) -> Tensors:
-    model = pre_norm(engine, **options)
+    model = pre_norm(engine, reshard_after_forward=reshards)
     optim = torch.optim.SGD(model.parameters(), lr=1e-3)
     for step in range(3):
         optim.zero_grad()
@@ -127,14 +131,6 @@ def trained(
             assert all(isinstance(p, DTensor) for p in model.parameters())  # nothing stays whole
         optim.step()
     return engine.snapshot(model)
-
-
-@pytest.mark.parametrize("reshards", [None, True, False])
-@pytest.mark.parametrize("penalty", PENALTIES)
-def test_a_gradient_penalty_trains_like_the_unsharded_model(
-    two_ranks: Ranks, penalty: Callable[[nn.Module, Tensor], None], reshards: bool | None
-) -> None:
-    two_ranks.run(close_to_unsharded, trained, penalty, reshard_after_forward=reshards)
 
 
 @on_ranks(2)

@@ -16,19 +16,11 @@ from torch.distributed.tensor import DTensor
 
 import shardgrad
 from shardgrad.errors import ForeignParameterError
+from tests.support.parity import sharded_mlp
 from tests.support.ranks import on_ranks
 
 SIZE = 6
 Hold = Callable[[Any], Any]
-
-
-def sharded(**options: Any) -> nn.Sequential:
-    torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Linear(SIZE, SIZE) for _ in range(3)]).double()
-    for layer in list(model)[:-1]:
-        shardgrad.fully_shard(layer, **options)
-    shardgrad.fully_shard(model, **options)
-    return model
 
 
 def backward(model: nn.Module, number: int) -> None:
@@ -74,7 +66,7 @@ def what_is_held_stays(hold: Hold, clips: bool, ranks: int) -> None:
         if ranks > 1
         else {"mesh": init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))["b"]}
     )
-    model = sharded(**options)
+    model = sharded_mlp(**options)
     backward(model, 0)
     tasks = []
     for number in range(1, 4):
@@ -103,7 +95,7 @@ def test_what_a_program_keeps_of_a_gradient_outlives_the_next_ones(
 
 @on_ranks(2)
 def test_what_is_added_to_a_gradient_is_seen_in_it_as_in_plain_torch() -> None:
-    model = sharded()
+    model = sharded_mlp()
     backward(model, 0)
     held = model[0].weight.grad
     first = value(held)
@@ -116,7 +108,7 @@ def test_what_is_added_to_a_gradient_is_seen_in_it_as_in_plain_torch() -> None:
 
 @on_ranks(2)
 def test_a_kept_gradient_can_be_put_back_and_is_what_the_optimizer_sees() -> None:
-    model = sharded()
+    model = sharded_mlp()
     weight: Any = model[0].weight
     backward(model, 0)
     held = weight.grad
@@ -134,7 +126,7 @@ def test_a_kept_gradient_can_be_put_back_and_is_what_the_optimizer_sees() -> Non
 
 @on_ranks(2)
 def test_one_gradient_is_kept_and_others_accumulate() -> None:
-    model = sharded()
+    model = sharded_mlp()
     weight, bias = model[0].weight, model[0].bias
     backward(model, 0)
     held, then = weight.grad, value(weight.grad)
@@ -149,7 +141,7 @@ def test_one_gradient_is_kept_and_others_accumulate() -> None:
 
 @on_ranks(2)
 def test_a_step_that_keeps_nothing_has_the_same_gradient_objects_every_time() -> None:
-    model = sharded()
+    model = sharded_mlp()
     optimizer = torch.optim.AdamW(model.parameters())
     ids = None
     for number in range(3):
@@ -167,8 +159,8 @@ def test_a_step_that_keeps_nothing_has_the_same_gradient_objects_every_time() ->
 
 @on_ranks(2)
 def test_a_persistent_gradient_has_one_address_and_the_values_of_one_that_is_not() -> None:
-    model = sharded(gradient_policy=shardgrad.GradientPolicy(persistent=True))
-    plain = sharded()
+    model = sharded_mlp(gradient_policy=shardgrad.GradientPolicy(persistent=True))
+    plain = sharded_mlp()
     params = list(model.parameters())
     found = []
     for number in range(3):
@@ -195,7 +187,7 @@ def test_a_persistent_gradient_has_one_address_and_the_values_of_one_that_is_not
 
 @on_ranks(2)
 def test_a_graph_over_a_gradient_goes_backward_after_the_next_one() -> None:
-    model = sharded()
+    model = sharded_mlp()
     backward(model, 0)
     grads: Any = [layer.weight.grad.to_local() for layer in model]  # type: ignore[union-attr]
     scale = torch.ones_like(grads[0]).requires_grad_()
@@ -215,7 +207,7 @@ def test_a_graph_over_a_gradient_goes_backward_after_the_next_one() -> None:
 
 @on_ranks(2)
 def test_copies_of_what_was_kept_go_with_it() -> None:
-    model = sharded()
+    model = sharded_mlp()
     backward(model, 0)
     gc.collect()
     before = sum(issubclass(type(each), Tensor) for each in gc.get_objects())

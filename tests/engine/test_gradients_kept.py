@@ -19,17 +19,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import shardgrad
-from tests.support.parity import Route
-from tests.support.ranks import Ranks, on_ranks
+from tests.support.parity import Route, mlp
+from tests.support.ranks import on_ranks
 
 SIZE = 6
 Shard = Callable[[nn.Module], nn.Module]
 Program = Callable[[Shard], nn.Module]
-
-
-def mlp() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*[nn.Linear(SIZE, SIZE) for _ in range(4)]).double()
 
 
 def batch(number: int = 0) -> Tensor:
@@ -76,17 +71,6 @@ def gathered(model: nn.Module) -> dict[str, Tensor | None]:
             param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad
         )
     return gradients
-
-
-def gradients_are_plain_torch(program: Program, **options: Any) -> None:
-    expected = averaged(program(lambda module: module))
-    got = gathered(program(lambda module: shardgrad.fully_shard(module, **options)))
-    assert got.keys() == expected.keys()
-    for name, gradient in expected.items():
-        ours = got[name]
-        assert (ours is None) == (gradient is None), f"{name}: {ours} instead of {gradient}"
-        if gradient is not None and ours is not None:
-            assert torch.allclose(ours, gradient, rtol=1e-12, atol=1e-14), name
 
 
 # -- a forward that does not come to its end
@@ -185,10 +169,19 @@ PROGRAMS = [
 
 @pytest.mark.parametrize("reshard_after_forward", [None, False])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+@on_ranks(2)
 def test_a_program_has_the_gradients_of_plain_torch(
-    two_ranks: Ranks, program: Program, reshard_after_forward: bool | None
+    program: Program, reshard_after_forward: bool | None
 ) -> None:
-    two_ranks.run(gradients_are_plain_torch, program, reshard_after_forward=reshard_after_forward)
+    options = {"reshard_after_forward": reshard_after_forward}
+    expected = averaged(program(lambda module: module))
+    got = gathered(program(lambda module: shardgrad.fully_shard(module, **options)))
+    assert got.keys() == expected.keys()
+    for name, gradient in expected.items():
+        ours = got[name]
+        assert (ours is None) == (gradient is None), f"{name}: {ours} instead of {gradient}"
+        if gradient is not None and ours is not None:
+            assert torch.allclose(ours, gradient, rtol=1e-12, atol=1e-14), name
 
 
 # -- a backward that does not come to its end

@@ -16,10 +16,10 @@ from tests.support.parity import (
     SHARDGRAD,
     Engine,
     Tensors,
+    as_under_fsdp2,
     as_unsharded,
     close_to_unsharded,
     hsdp_mesh,
-    same_bits_as_fsdp2,
     stack,
     train_squares,
     watching_collectives,
@@ -40,7 +40,9 @@ class LoraLinear(nn.Module):
         return self.base(x) + x @ self.down.T @ self.up.T
 
 
-def train_lora(engine: Engine) -> Tensors:
+@on_ranks(2)
+@as_under_fsdp2
+def test_adapters_beside_frozen_layers_train_bit_for_bit_like_fsdp2(engine: Engine) -> Tensors:
     torch.manual_seed(0)
     model = nn.Sequential(LoraLinear(5, 7), nn.Tanh(), LoraLinear(7, 3))
     engine.fully_shard(model[0])
@@ -49,7 +51,9 @@ def train_lora(engine: Engine) -> Tensors:
     return train_squares(engine, model, 5)
 
 
-def ignored_gradients(engine: Engine) -> Tensors:
+@on_ranks(2)
+@as_under_fsdp2
+def test_ignored_parameters_have_the_gradients_of_fsdp2(engine: Engine) -> Tensors:
     model = stack(5, 7, 3)
     ignored = set(model[0].parameters())
     engine.fully_shard(model, ignored_params=ignored)
@@ -101,13 +105,6 @@ def test_only_trainable_elements_of_a_unit_are_reduced(when: str) -> None:
     # Of two ranks each sends the half that is the other's: here without, under FSDP2 with its own,
     # which stays. Beside gradients travel flags, a label and padding to 128 bytes.
     assert trains / 2 <= ours <= trains / 2 + 3 * 32
-
-
-@pytest.mark.parametrize("program", [train_lora, ignored_gradients])
-def test_frozen_and_ignored_parameters_train_bit_for_bit_like_fsdp2(
-    two_ranks: Ranks, program: object
-) -> None:
-    two_ranks.run(same_bits_as_fsdp2, program)
 
 
 def test_several_dtypes_in_one_unit_equal_an_unsharded_run(two_ranks: Ranks) -> None:

@@ -13,24 +13,9 @@ from torch.distributed.tensor import DTensor
 
 import shardgrad
 from shardgrad.errors import UnsupportedError
+from tests.support.parity import mlp, sharded_mlp
 from tests.support.ranks import on_ranks
-
-
-def mlp() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))).double()
-
-
-def sharded(model: nn.Sequential) -> nn.Sequential:
-    for layer in (*list(model)[:-1], model):
-        shardgrad.fully_shard(layer)
-    return model
-
-
-def full(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
+from tests.support.under_patch import whole
 
 X = torch.ones(4, 6).double()
 
@@ -65,7 +50,7 @@ def clipped_step(model: nn.Module, program: Callable[[nn.Module], None]) -> list
     for param in model.parameters():
         param.grad = None
     assert all(param.grad is None for param in params)
-    return [full(norm), *map(full, params)]
+    return [whole(norm), *map(whole, params)]
 
 
 @pytest.mark.parametrize(
@@ -75,12 +60,12 @@ def clipped_step(model: nn.Module, program: Callable[[nn.Module], None]) -> list
 )
 @on_ranks(2)
 def test_torchs_clipping_finds_every_gradient(program: Callable[[nn.Module], None]) -> None:
-    torch.testing.assert_close(clipped_step(sharded(mlp()), program), clipped_step(mlp(), program))
+    torch.testing.assert_close(clipped_step(sharded_mlp(), program), clipped_step(mlp(), program))
 
 
 @on_ranks(2)
 def test_before_backward_the_root_alone_shows_unsharded_parameters() -> None:
-    model = sharded(mlp())
+    model = sharded_mlp()
     for _ in range(2):
         loss = model(X).square().mean()
         shown = [isinstance(layer.weight, DTensor) for layer in model]
@@ -110,7 +95,7 @@ def test_parameters_changed_after_an_evaluation_are_those_of_the_next_forward(
     asks_again: bool,
 ) -> None:
     torch.testing.assert_close(
-        changed_after_evaluations(sharded(mlp()), asks_again=asks_again),
+        changed_after_evaluations(sharded_mlp(), asks_again=asks_again),
         changed_after_evaluations(mlp(), asks_again=asks_again),
     )
 
@@ -162,4 +147,4 @@ def test_a_unit_that_returns_a_view_of_its_parameter_is_refused_in_forward() -> 
     kept = Queries()
     shardgrad.fully_shard(kept, reshard_after_forward=False)
     kept().sum().backward()
-    torch.testing.assert_close(full(kept.queries.grad), torch.ones(3, 6).double())
+    torch.testing.assert_close(whole(kept.queries.grad), torch.ones(3, 6).double())

@@ -147,12 +147,14 @@ def separate(model: Tower) -> None:
     model.layers[0].set_separate_reduce_scatter_group(False)
 
 
-def one_buffer(model: Tower) -> None:
-    model.set_reduce_scatter_max_input_buffers(1)
+def prefetched_in_another_order(model: Tower) -> None:
+    model.layers[0].set_modules_to_backward_prefetch([model.layers[2], model.layers[1]])
 
 
-def many_buffers(model: Tower) -> None:
-    model.layers[0].set_reduce_scatter_max_input_buffers(5, recurse=False)
+def other_divisor(model: Tower) -> None:
+    # Gloo cannot scale, and torch then refuses.
+    model.layers[1].set_force_sum_reduction_for_comms(True)
+    model.layers[1].set_gradient_divide_factor(4.0)
 
 
 def from_process_group(model: Tower) -> None:
@@ -161,7 +163,9 @@ def from_process_group(model: Tower) -> None:
     model.layers[1].set_allocate_memory_from_process_group_for_comm(False)
 
 
-@pytest.mark.parametrize("setting", [separate, one_buffer, many_buffers, from_process_group])
+@pytest.mark.parametrize(
+    "setting", [separate, prefetched_in_another_order, other_divisor, from_process_group]
+)
 @on_ranks(2)
 @as_under_fsdp2
 def test_settings_of_collectives_train_bit_for_bit_like_fsdp2(

@@ -23,6 +23,7 @@ from tests.support.parity import (
     SHARDGRAD,
     Engine,
     Tensors,
+    as_under_fsdp2,
     assert_close,
     hsdp_mesh,
     same_bits_as_fsdp2,
@@ -96,7 +97,10 @@ def test_the_unsharded_tensor_is_one_object_without_memory_between_uses() -> Non
     assert seen[0] is seen[1] is seen[2]
 
 
-def from_meta(engine: Engine, **options: Any) -> Tensors:
+@pytest.mark.parametrize("options", [{}, {"mp_policy": BF16}], ids=["", "bf16_policy"])
+@on_ranks(2)
+@as_under_fsdp2
+def test_extensions_come_from_the_meta_device(engine: Engine, options: dict[str, Any]) -> Tensors:
     model = extended(Narrowed, 5, 7, on_meta=True)
     engine.fully_shard(model, **options)
     model.to_empty(device="cpu")
@@ -106,11 +110,6 @@ def from_meta(engine: Engine, **options: Any) -> Tensors:
             (local._data if isinstance(local, Narrowed) else local).fill_(0.25 + i)
     model(engine.inputs(0, 5)).float().square().mean().backward()
     return values(engine, model)
-
-
-@pytest.mark.parametrize("options", [{}, {"mp_policy": BF16}], ids=["", "bf16_policy"])
-def test_extensions_come_from_the_meta_device(two_ranks: Ranks, options: dict[str, Any]) -> None:
-    two_ranks.run(same_bits_as_fsdp2, from_meta, **options)
 
 
 def train_on_replicas(engine: Engine) -> Tensors:
@@ -151,9 +150,25 @@ def put_methods_on(weight: Any) -> None:
     local.fsdp_post_all_gather = MethodType(post_on_the_way, local)
 
 
-def train_with_methods_put_there_later(
-    engine: Engine, *, settings: bool = False, optimizer_first: bool = False, **options: Any
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"reshard_after_forward": False},
+        {"mp_policy": BF16},
+        {"settings": True},
+        {"optimizer_first": True},
+    ],
+    ids=["", "kept", "bf16_policy", "settings_before", "optimizer_before"],
+)
+@on_ranks(2)
+@as_under_fsdp2
+def test_methods_put_on_local_tensors_later_train_bit_for_bit_like_fsdp2(
+    engine: Engine, options: dict[str, Any]
 ) -> Tensors:
+    options = dict(options)
+    settings = options.pop("settings", False)
+    optimizer_first = options.pop("optimizer_first", False)
     model = stack(6, 8, 4).to("meta")
     for layer in model:
         if isinstance(layer, nn.Linear):
@@ -184,23 +199,6 @@ def train_with_methods_put_there_later(
             found |= values(engine, model)
         optim.zero_grad()
     return found
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"reshard_after_forward": False},
-        {"mp_policy": BF16},
-        {"settings": True},
-        {"optimizer_first": True},
-    ],
-    ids=["", "kept", "bf16_policy", "settings_before", "optimizer_before"],
-)
-def test_methods_put_on_local_tensors_later_train_bit_for_bit_like_fsdp2(
-    two_ranks: Ranks, options: dict[str, Any]
-) -> None:
-    two_ranks.run(same_bits_as_fsdp2, train_with_methods_put_there_later, **options)
 
 
 @on_ranks(2)

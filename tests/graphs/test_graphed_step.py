@@ -20,12 +20,12 @@ from shardgrad.graphs.step import _modes
 from tests.support.ranks import on_ranks
 
 
-def training(**settings: Any) -> tuple[nn.Module, Any]:
+def training() -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
 
-    @shardgrad.graphed_step(model, optimizer, **settings)
+    @shardgrad.graphed_step(model, optimizer)
     def step(x: Tensor) -> dict[str, Tensor]:
         loss = model(x).square().mean()
         loss.backward()
@@ -183,14 +183,6 @@ def test_a_step_may_be_evaluated_before_it_trains() -> None:
         x = torch.full((3, 2), float(number))
         with mode():
             assert torch.equal(step(x), model(x).sum())
-
-
-def test_settings_reach_the_step() -> None:
-    _, step = training(clone_outputs=True)
-    first = step(torch.ones(3, 4))["loss"]
-    before = first.clone()
-    step(torch.zeros(3, 4))
-    assert torch.equal(first, before)
 
 
 def test_a_status_is_there_without_a_device() -> None:

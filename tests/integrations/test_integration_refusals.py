@@ -26,15 +26,10 @@ from shardgrad.errors import (
 from shardgrad.integrations import apex, transformer_engine
 from tests.support.parity import FSDP2, assert_same_bits
 from tests.support.partners import HYPER, Plane, descend, partner, plane, weights
-from tests.support.ranks import Ranks
+from tests.support.ranks import on_ranks
 from tests.support.stand_ins import apex_fused_adam, te_fused_adam
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-
-
-@pytest.fixture
-def one_rank(worlds: dict[int, Ranks]) -> Ranks:
-    return worlds[1]
 
 
 # -- there, or not
@@ -103,22 +98,6 @@ def test_a_usable_partner_has_its_version() -> None:
 # -- options and parameters
 
 
-def _refuses(
-    name: str, kwargs: dict[str, Any], dtypes: list[torch.dtype], error: type[Exception], words: str
-) -> None:
-    policy = kwargs.pop("policy", None)
-    options = {} if policy is None else {"gradient_policy": policy}
-    models = [plane((4,), dtype=dtype, **options) for dtype in dtypes]
-    params = [param for model in models for param in model.parameters()]
-    before = [p.detach().to_local().clone() for p in params]
-    with partner(name) as fused_adam, pytest.raises(error, match=words) as raised:
-        fused_adam(params, **HYPER, **kwargs)
-    if issubclass(error, shardgrad.ShardgradError):
-        assert raised.value.expected
-        assert raised.value.got
-    assert all(torch.equal(p.detach().to_local(), b) for p, b in zip(params, before, strict=True))
-
-
 FLOAT32_GRADIENTS, DECOUPLED = GradientPolicy(dtype=FP32), GradientPolicy(decoupled=True)
 TE = "te 2.17.1"
 MASTERS = {"capturable": True, "master_weights": True}
@@ -153,18 +132,25 @@ REFUSED: list[tuple[str, dict[str, Any], list[torch.dtype], type[Exception], str
     REFUSED,
     ids=[f"{r[0]}: {r[4]}" for r in REFUSED],
 )
+@on_ranks(1)
 def test_refused_before_anything_is_built(
-    one_rank: Ranks,
-    name: str,
-    kwargs: dict[str, Any],
-    dtypes: list[torch.dtype],
-    error: type[Exception],
-    words: str,
+    name: str, kwargs: dict[str, Any], dtypes: list[torch.dtype], error: type[Exception], words: str
 ) -> None:
-    one_rank.run(_refuses, name, kwargs, dtypes, error, words)
+    policy = kwargs.pop("policy", None)
+    options = {} if policy is None else {"gradient_policy": policy}
+    models = [plane((4,), dtype=dtype, **options) for dtype in dtypes]
+    params = [param for model in models for param in model.parameters()]
+    before = [p.detach().to_local().clone() for p in params]
+    with partner(name) as fused_adam, pytest.raises(error, match=words) as raised:
+        fused_adam(params, **HYPER, **kwargs)
+    if issubclass(error, shardgrad.ShardgradError):
+        assert raised.value.expected
+        assert raised.value.got
+    assert all(torch.equal(p.detach().to_local(), b) for p, b in zip(params, before, strict=True))
 
 
-def _wrong_places() -> None:
+@on_ranks(1)
+def test_parameters_it_cannot_reach_are_refused() -> None:
     with partner(TE) as fused_adam:
         with pytest.raises(OptimizerParameterError, match="meta device"):
             fused_adam([nn.Parameter(torch.empty(3, device="meta"))])
@@ -185,14 +171,12 @@ def _wrong_places() -> None:
         apex.FusedAdam(model)
 
 
-def test_parameters_it_cannot_reach_are_refused(one_rank: Ranks) -> None:
-    one_rank.run(_wrong_places)
-
-
 # -- later
 
 
-def _later(name: str) -> None:
+@pytest.mark.parametrize("name", ["te 2.17.1", "apex"])
+@on_ranks(1)
+def test_what_comes_later_and_does_not_fit_is_refused(name: str) -> None:
     with partner(name) as fused_adam:
         model = plane()
         optimizer = fused_adam(model, **HYPER)
@@ -220,12 +204,8 @@ def _later(name: str) -> None:
         assert_same_bits(weights(model), before)
 
 
-@pytest.mark.parametrize("name", ["te 2.17.1", "apex"])
-def test_what_comes_later_and_does_not_fit_is_refused(one_rank: Ranks, name: str) -> None:
-    one_rank.run(_later, name)
-
-
-def _replaced() -> None:
+@on_ranks(1)
+def test_parameters_that_moved_are_noticed_at_the_step() -> None:
     with partner(TE) as fused_adam:
         model = plane()
         optimizer = fused_adam(model, **HYPER)
@@ -246,7 +226,3 @@ def _replaced() -> None:
         plain.data = torch.ones(3)
         with pytest.raises(OptimizerParameterError, match="replaced or moved"):
             optimizer.step()
-
-
-def test_parameters_that_moved_are_noticed_at_the_step(one_rank: Ranks) -> None:
-    one_rank.run(_replaced)

@@ -47,11 +47,6 @@ PARTNERS = ["te 2.17.1", "te 2.18.0", "te 2.20.0", "apex"]
 BOTH = ["te 2.17.1", "apex"]
 
 
-@pytest.fixture
-def one_rank(worlds: dict[int, Ranks]) -> Ranks:
-    return worlds[1]
-
-
 # -- the same numbers
 
 
@@ -86,24 +81,6 @@ def test_a_partner_trains_as_transformer_engine_does_under_fsdp2(
         assert_same_bits(_train(SHARDGRAD, *args, **options), _train(FSDP2, *args, **options))
 
 
-def _agrees_with_our_adamw(name: str) -> None:
-    for capturable in (False, True):
-        ours, theirs = plane(), plane()
-        descend(ours, shardgrad.optim.AdamW(ours.parameters(), **HYPER))
-        with partner(name) as fused_adam:
-            descend(theirs, fused_adam(theirs, **HYPER, capturable=capturable))
-        assert_rounded_alike(weights(ours), weights(theirs))
-        assert not torch.equal(weights(ours)["weights.0"], Plane().weights[0])
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("name", BOTH)
-def test_a_partner_agrees_with_our_adamw(
-    worlds: dict[int, Ranks], world_size: int, name: str
-) -> None:
-    worlds[world_size].run(_agrees_with_our_adamw, name)
-
-
 @pytest.mark.parametrize(
     ("name", "dtype", "capturable"),
     [
@@ -134,16 +111,6 @@ def test_master_weights_are_those_of_our_adamw(
 def test_a_group_that_ends_with_an_empty_shard_is_trained(name: str) -> None:
     model = plane()
     assert (model.weights[3].to_local().numel() == 0) == (dist.get_rank() == 1)
-    if (
-        dist.get_rank() == 1 and name == "te 2.17.1"
-    ):  # what the release does when it is left to itself
-        locals_ = [nn.Parameter(p.detach().to_local().clone()) for p in model.weights]
-        before = [p.detach().clone() for p in locals_]
-        alone = fused_adam_of((2, 17))(locals_, **HYPER)
-        for param in locals_:
-            param.grad = torch.ones_like(param)
-        alone.step()
-        assert all(torch.equal(p, b) for p, b in zip(locals_, before, strict=True))
     rows = [p.detach().to_local().clone() for p in model.weights]
     with partner(name) as fused_adam:
         optimizer = fused_adam(model, **HYPER)
@@ -152,7 +119,10 @@ def test_a_group_that_ends_with_an_empty_shard_is_trained(name: str) -> None:
         assert (param.detach().to_local() != before_step).all()  # on every rank, every element
 
 
-def _a_group_without_elements_counts(name: str, capturable: bool) -> list[int]:
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize("name", BOTH)
+@on_ranks(2)
+def test_a_group_without_elements_on_a_rank_counts_steps_there(name: str, capturable: bool) -> None:
     model = plane()
     with partner(name) as fused_adam:
         groups = [{"params": list(model.weights[:3])}, {"params": [model.weights[3]], "lr": 1e-3}]
@@ -161,15 +131,7 @@ def _a_group_without_elements_counts(name: str, capturable: bool) -> list[int]:
         saved = optimizer.state_dict()
     assert [len(g["params"]) for g in saved["param_groups"]] == [3, 1]
     assert set(saved["state"][3]) == {"exp_avg", "exp_avg_sq"}
-    return [int(group["step"]) for group in saved["param_groups"]]
-
-
-@pytest.mark.parametrize("capturable", [False, True])
-@pytest.mark.parametrize("name", BOTH)
-def test_a_group_without_elements_on_a_rank_counts_steps_there(
-    two_ranks: Ranks, name: str, capturable: bool
-) -> None:
-    assert two_ranks.run(_a_group_without_elements_counts, name, capturable) == [[3, 3], [3, 3]]
+    assert [int(group["step"]) for group in saved["param_groups"]] == [3, 3]
 
 
 @pytest.mark.parametrize("name", BOTH)
@@ -216,7 +178,9 @@ class _Mixed(nn.Module):
         return self.inner(step) + (self.outer * torch.arange(1.0, 4.0)).sum()
 
 
-def _plain_parameters_are_trained_too(decoupled: bool) -> None:
+@pytest.mark.parametrize("decoupled", [False, True])
+@on_ranks(1)
+def test_a_parameter_that_no_unit_shards_is_trained_beside_the_others(decoupled: bool) -> None:
     model = _Mixed(gradient_policy=GradientPolicy(decoupled=decoupled))
     with partner("te 2.17.1") as fused_adam:
         optimizer = fused_adam(model, **HYPER)
@@ -226,13 +190,6 @@ def _plain_parameters_are_trained_too(decoupled: bool) -> None:
         assert model.outer.grad is None
         assert type(optimizer.state_dict()["state"][0]["exp_avg"]) is Tensor
     assert all(not torch.equal(t, before[key]) for key, t in weights(model).items())
-
-
-@pytest.mark.parametrize("decoupled", [False, True])
-def test_a_parameter_that_no_unit_shards_is_trained_beside_the_others(
-    one_rank: Ranks, decoupled: bool
-) -> None:
-    one_rank.run(_plain_parameters_are_trained_too, decoupled)
 
 
 # -- gradients: where they are, and their scale
@@ -281,7 +238,14 @@ def test_a_clipping_factor_is_paid_before_a_kernel_reads_the_address(
     assert_same_bits(_clipped(name, True, capturable), _clipped(name, False, capturable))
 
 
-def _skips_together(name: str, scaler_kind: str) -> None:
+def _slope(step: int, rank: int) -> Tensor:
+    return torch.randn((5, 3), generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+@pytest.mark.parametrize("scaler_kind", ["none", "torch", "ours"])
+@pytest.mark.parametrize("name", BOTH)
+@on_ranks(2)
+def test_an_infinity_on_one_rank_makes_all_ranks_skip(name: str, scaler_kind: str) -> None:
     model = plane()
     scaler: Any = None
     if scaler_kind == "torch":
@@ -316,18 +280,6 @@ def _skips_together(name: str, scaler_kind: str) -> None:
     torch.testing.assert_close(
         moments["0.exp_avg"], 0.1 * slope, rtol=4 * 2.0**-24, atol=4 * 2.0**-26
     )
-
-
-def _slope(step: int, rank: int) -> Tensor:
-    return torch.randn((5, 3), generator=torch.Generator().manual_seed(10 * step + rank))
-
-
-@pytest.mark.parametrize("scaler", ["none", "torch", "ours"])
-@pytest.mark.parametrize("name", BOTH)
-def test_an_infinity_on_one_rank_makes_all_ranks_skip(
-    two_ranks: Ranks, name: str, scaler: str
-) -> None:
-    two_ranks.run(_skips_together, name, scaler)
 
 
 # -- state
@@ -414,7 +366,8 @@ def test_distributed_checkpoints_hold_the_state(name: str) -> None:
         assert loading.state_dict()["param_groups"] == saving.state_dict()["param_groups"]
 
 
-def _masters_follow_loaded_weights() -> None:
+@on_ranks(1)
+def test_weights_loaded_after_the_optimizer_was_built_are_not_undone() -> None:
     model = plane(dtype=torch.bfloat16)
     with partner("te 2.17.1") as fused_adam:
         optimizer = fused_adam(model, **HYPER, master_weights=True, capturable=True)
@@ -425,11 +378,8 @@ def _masters_follow_loaded_weights() -> None:
     assert all((w.float() - 7).abs().max() < 0.1 for w in weights(model).values())
 
 
-def test_weights_loaded_after_the_optimizer_was_built_are_not_undone(one_rank: Ranks) -> None:
-    one_rank.run(_masters_follow_loaded_weights)
-
-
-def _useless_masters_are_not_saved() -> None:
+@on_ranks(1)
+def test_master_copies_that_nothing_updates_are_not_saved() -> None:
     with partner("te 2.17.1") as fused_adam:
         model = plane()
         optimizer = fused_adam(model, **HYPER, master_weights=True)
@@ -439,23 +389,19 @@ def _useless_masters_are_not_saved() -> None:
         )
 
 
-def test_master_copies_that_nothing_updates_are_not_saved(one_rank: Ranks) -> None:
-    one_rank.run(_useless_masters_are_not_saved)
-
-
 # -- the real ones
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["transformer_engine", "apex"])
-def test_the_installed_package_agrees_with_our_adamw(one_rank: Ranks, name: str) -> None:
+def test_the_installed_package_agrees_with_our_adamw(worlds: dict[int, Ranks], name: str) -> None:
     try:
         package(name).FusedAdam.find()
     except PartnerUnavailableError as error:
         pytest.skip(str(error))
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
-    one_rank.run(_installed_package, name)
+    worlds[1].run(_installed_package, name)
 
 
 def package(name: str) -> Any:

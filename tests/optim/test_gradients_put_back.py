@@ -8,28 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 import shardgrad
+from tests.support.parity import mlp, sharded_mlp
 from tests.support.ranks import on_ranks
+from tests.support.under_patch import whole
 
 LR = 0.1
-
-
-def mlp() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))).double()
-
-
-def sharded() -> nn.Sequential:
-    model = mlp()
-    for layer in (*list(model)[:-1], model):
-        shardgrad.fully_shard(layer)
-    return model
-
-
-def full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def backward(model: nn.Module, fill: float = 1.0) -> None:
@@ -51,7 +36,7 @@ def exchanged(one: nn.Module, other: nn.Module, optim: Any, *, again: bool) -> l
         backward(other)
     params = list(chain(one.parameters(), other.parameters()))
     optim(params, lr=LR).step()
-    return [full(param.detach()) for param in params]
+    return [whole(param) for param in params]
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["step", "backward_and_step"])
@@ -61,5 +46,5 @@ def test_gradients_exchanged_between_models_and_around_layers_are_all_read_first
 ) -> None:
     right = exchanged(mlp(), mlp(), torch.optim.SGD, again=again)
     for optim in (torch.optim.SGD, shardgrad.optim.SGD):
-        found = exchanged(sharded(), sharded(), optim, again=again)
+        found = exchanged(sharded_mlp(), sharded_mlp(), optim, again=again)
         torch.testing.assert_close(found, right)

@@ -268,20 +268,6 @@ def test_zero_grad_zeroes_or_forgets_decoupled_gradients_too() -> None:
     assert p.decoupled_grad is None  # type: ignore[attr-defined]
 
 
-def test_a_scaler_and_a_clip_work_on_plain_parameters() -> None:
-    p, q = (nn.Parameter(torch.ones(4)) for _ in range(2))
-    for param, optim, scaler, clip in (
-        (p, SGD([p], lr=1.0), shardgrad.GradScaler(), shardgrad.clip_grad_norm_),
-        (q, torch.optim.SGD([q], lr=1.0), torch.amp.GradScaler("cpu"), nn.utils.clip_grad_norm_),
-    ):
-        scaler.scale((param * torch.arange(4.0)).sum()).backward()
-        scaler.unscale_(optim)
-        clip([param], 1.0)
-        scaler.step(optim)
-        scaler.update()
-    torch.testing.assert_close(p, q)
-
-
 def test_gradients_beside_the_parameter_are_clipped_and_unscaled_too() -> None:
     p = nn.Parameter(torch.ones(4))
     optim, scaler = SGD([p], lr=1.0), shardgrad.GradScaler(init_scale=8.0)

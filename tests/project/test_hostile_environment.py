@@ -4,35 +4,16 @@ from __future__ import annotations
 
 import io
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 
-import shardgrad
 from shardgrad.errors import DeviceError
 from shardgrad.ops import library
 from shardgrad.programs.train.display import Display
 
 EVIL = "runs/\x1b]0;boo\x07[red]\u202ex[/red]"
-
-
-def test_the_compiled_library_comes_from_the_package_wherever_one_is_called(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for place in (tmp_path, tmp_path / "shardgrad"):
-        place.mkdir(exist_ok=True)
-        (place / "_C.so").write_bytes(b"evil")
-    monkeypatch.chdir(tmp_path)
-    for name in ("LD_LIBRARY_PATH", "PYTHONPATH", "SHARDGRAD_LIBRARY"):
-        monkeypatch.setenv(name, str(tmp_path))
-    loaded: list[Path] = []
-    monkeypatch.setattr(torch.ops, "load_library", loaded.append)
-    monkeypatch.setattr(Path, "is_file", lambda path: True)
-    library.load_compiled()
-    assert loaded == [Path(shardgrad.__file__).parent / "_C.so"]
-    assert loaded[0].is_absolute()
 
 
 def test_a_gpu_without_kernels_is_told_once_with_what_to_type(

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from shardgrad.errors import UnsupportedParameterError
 from tests.support.parity import BYTE_DTYPES, FSDP2, SHARDGRAD, Engine, Tensors, assert_same_bits
-from tests.support.ranks import Ranks, on_ranks
+from tests.support.ranks import on_ranks
 
 
 class Quantised(nn.Module):
@@ -66,11 +66,12 @@ def test_parameters_of_other_dtypes_train_bit_for_bit_like_fsdp2(dtype: torch.dt
         )
 
 
-def from_meta(dtype: torch.dtype) -> None:
+@on_ranks(2)
+def test_a_meta_model_with_other_dtypes_can_be_filled() -> None:
     torch.manual_seed(0)
-    whole = Quantised(dtype)
+    whole = Quantised(torch.int8)
     with torch.device("meta"):
-        model = Quantised(dtype)
+        model = Quantised(torch.int8)
     SHARDGRAD.fully_shard(model).to_empty(device="cpu")
     with torch.no_grad():
         for name, param in model.named_parameters():
@@ -95,7 +96,3 @@ def test_float8_that_would_train_or_be_cast_is_refused() -> None:
     with pytest.raises(UnsupportedParameterError, match="is gathered as it is and not cast"):
         SHARDGRAD.fully_shard(trains, mp_policy=policy)
     SHARDGRAD.fully_shard(trains)
-
-
-def test_a_meta_model_with_other_dtypes_can_be_filled(two_ranks: Ranks) -> None:
-    two_ranks.run(from_meta, torch.int8)

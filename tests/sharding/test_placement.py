@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import DTensor, Shard
 
@@ -23,15 +22,13 @@ from tests.support.parity import (
     SHARDGRAD,
     Engine,
     Tensors,
+    as_under_fsdp2,
     assert_close,
     float64,
-    same_bits_as_fsdp2,
     stack,
     train_squares,
 )
-from tests.support.ranks import Ranks, on_ranks
-
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+from tests.support.ranks import on_ranks
 
 
 def largest_dim(param: nn.Parameter) -> Shard:
@@ -59,23 +56,6 @@ class Cube(nn.Module):
         return self.out(torch.einsum("bi,kji->bj", x, self.cube).tanh())
 
 
-def train(
-    engine: Engine,
-    build: Callable[[], nn.Module],
-    micro_batches: int = 1,
-    sync: bool = True,
-    **options: Any,
-) -> Tensors:
-    """Trains a model of stacked children, each a unit, for two steps."""
-    model = build()
-    for child in model.children():
-        if isinstance(child, nn.Linear | nn.TransformerEncoderLayer):
-            engine.fully_shard(child, **options)
-    engine.fully_shard(model, **options)
-    width = next(p.shape[-1] for p in model.parameters() if p.ndim > 1)
-    return train_squares(engine, model, width, steps=2, micro_batches=micro_batches, sync_each=sync)
-
-
 def wide() -> nn.Module:
     return stack(8, 16, 8, 4)
 
@@ -93,16 +73,22 @@ def transformer() -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(8, 4))
 
 
-BUILDS = pytest.mark.parametrize("build", [wide, cube, transformer])
-CHOICES = pytest.mark.parametrize("choose", [largest_dim, last_dim, sometimes])
-
-
-@BUILDS
-@CHOICES
+@pytest.mark.parametrize("build", [wide, cube, transformer])
+@pytest.mark.parametrize("choose", [largest_dim, last_dim, sometimes])
+@on_ranks(2)
+@as_under_fsdp2
 def test_any_dim_trains_bit_for_bit_like_fsdp2(
-    two_ranks: Ranks, build: Callable[[], nn.Module], choose: Callable[[nn.Parameter], Shard | None]
-) -> None:
-    two_ranks.run(same_bits_as_fsdp2, train, build, shard_placement_fn=choose)
+    engine: Engine,
+    build: Callable[[], nn.Module],
+    choose: Callable[[nn.Parameter], Shard | None],
+) -> Tensors:
+    model = build()
+    for child in model.children():
+        if isinstance(child, nn.Linear | nn.TransformerEncoderLayer):
+            engine.fully_shard(child, shard_placement_fn=choose)
+    engine.fully_shard(model, shard_placement_fn=choose)
+    width = next(p.shape[-1] for p in model.parameters() if p.ndim > 1)
+    return train_squares(engine, model, width, steps=2)
 
 
 def faces_of(engine: Engine) -> dict[str, Any]:
@@ -180,7 +166,7 @@ class Mixture(nn.Module):
         return self.expert(F.gelu(self.dense(x)))
 
 
-def train_mixture(engine: Engine, *, alone: bool = False) -> Tensors:
+def train_mixture(engine: Engine, *, alone: bool) -> Tensors:
     torch.manual_seed(0)
     model = nn.Sequential(Mixture(), Mixture())
     with torch.no_grad():
@@ -214,14 +200,10 @@ def train_mixture(engine: Engine, *, alone: bool = False) -> Tensors:
     return found
 
 
-def mixtures_agree(**options: Any) -> None:
+@pytest.mark.parametrize("alone", [False, True], ids=["nested", "one_unit"])
+@on_ranks(4)
+def test_experts_on_a_mesh_of_their_own_train_like_under_fsdp2(*, alone: bool) -> None:
     """In float64: gloo adds up four ranks in another order than we do."""
     with float64():
-        assert_close(train_mixture(SHARDGRAD, **options), train_mixture(FSDP2, **options))
-
-
-@pytest.mark.parametrize("options", [{}, {"alone": True}], ids=["nested", "one_unit"])
-def test_experts_on_a_mesh_of_their_own_train_like_under_fsdp2(
-    four_ranks: Ranks, options: dict[str, Any]
-) -> None:
-    four_ranks.run(mixtures_agree, **options)
+        ours, theirs = (train_mixture(engine, alone=alone) for engine in (SHARDGRAD, FSDP2))
+        assert_close(ours, theirs)

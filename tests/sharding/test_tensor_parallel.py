@@ -13,6 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import fsdp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
@@ -25,6 +31,7 @@ from tests.support.parity import (
     Engine,
     Tensors,
     assert_close,
+    assert_same_bits,
     float64,
     same_bits_as_fsdp2,
 )
@@ -39,6 +46,7 @@ from tests.support.tensor_parallel import (
     parallelize,
     train,
 )
+from tests.support.two_engines import whole
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -52,8 +60,10 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
         {"reshard_after_forward": False, "micro_batches": 2},
         {"micro_batches": 2, "sync": False},
         {"max_norm": 0.1},
+        {"recomputed": True},
+        {"from_meta": True},
     ],
-    ids=["default", "uneven", "bf16", "kept", "sync_last", "clipped"],
+    ids=["default", "uneven", "bf16", "kept", "sync_last", "clipped", "recomputed", "from_meta"],
 )
 def test_two_by_two_ranks_train_bit_for_bit_like_fsdp2(
     four_ranks: Ranks, options: dict[str, Any]
@@ -113,7 +123,16 @@ def describe(engine: Engine, shape: tuple[int, ...], **options: Any) -> dict[str
     return faces
 
 
-def faces_agree(shape: tuple[int, ...], **options: Any) -> None:
+@pytest.mark.parametrize("shape", [(2, 2), (2, 1, 2)], ids=["2d", "3d"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"shard_placement_fn": along_columns}, {"shard_placement_fn": left_free}],
+    ids=["rows", "columns", "the dim left free"],
+)
+@on_ranks(4)
+def test_placements_meshes_and_state_are_those_of_fsdp2(
+    shape: tuple[int, ...], options: dict[str, Any]
+) -> None:
     ours, theirs = describe(SHARDGRAD, shape, **options), describe(FSDP2, shape, **options)
     assert ours.keys() == theirs.keys()
     for name, right in theirs.items():
@@ -126,16 +145,30 @@ def faces_agree(shape: tuple[int, ...], **options: Any) -> None:
             assert same, f"{name}: {ours_is} is not {theirs_is}"
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (2, 1, 2)], ids=["2d", "3d"])
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"shard_placement_fn": along_columns}, {"shard_placement_fn": left_free}],
-    ids=["rows", "columns", "the dim left free"],
-)
-def test_placements_meshes_and_state_are_those_of_fsdp2(
-    four_ranks: Ranks, shape: tuple[int, ...], options: dict[str, Any]
-) -> None:
-    four_ranks.run(faces_agree, shape, **options)
+@on_ranks(4)
+def test_a_full_state_on_rank_0_reaches_both_axes() -> None:
+    """What rank 0 holds whole, as a checkpoint of a plain run is, goes to all ranks of both
+    axes.
+    """
+
+    def trained(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = build(SHARDGRAD, (2, 2), seed=seed)
+        optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model(inputs(seed, grid(2, 2))).square().mean().backward()
+        optim.step()
+        for module in (model, *model):
+            module.reshard()
+        return model, optim
+
+    model, optim = trained(0)
+    full = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    saved = get_state_dict(model, optim, options=full)
+    assert bool(saved[0]) is bool(saved[1]) is (torch.distributed.get_rank() == 0)
+    other, other_optim = trained(1)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(other, saved[0], options=options)
+    set_optimizer_state_dict(other, other_optim, saved[1], options=options)
+    assert_same_bits(whole(other, other_optim), whole(model, optim))
 
 
 # -- our own optimizers and clipping

@@ -4,7 +4,7 @@ rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -22,7 +22,7 @@ from tests.support.parity import (
     stack,
     watching_collectives,
 )
-from tests.support.ranks import Ranks, on_ranks
+from tests.support.ranks import on_ranks
 
 SIZES = (64, 128, 64)
 
@@ -74,17 +74,19 @@ def test_gradients_that_share_memory_are_only_read(engine: Engine) -> Tensors:
 # -- messages
 
 
-def messages_of_a_step(change: Callable[[nn.Module], None] | None = None) -> list[tuple[str, int]]:
+@on_ranks(2)
+def test_a_programs_own_all_gather_gets_everything_in_one_message() -> None:
     with weights_direct():
         model = sharded_stack(SHARDGRAD)
-        if change is not None:
-            change(model)
+        gather_by_itself(model)
         x = SHARDGRAD.inputs(0, SIZES[0])
         model(x).sum().backward()
         seen: list[tuple[str, int]] = []
         with watching_collectives(lambda name, tensor: seen.append((name, tensor.numel()))):
             model(x).sum().backward()
-        return seen
+    gathers = [numel for name, numel in seen if name.startswith("all_gather")]
+    assert gathers
+    assert min(gathers) > WEIGHT // 2
 
 
 WEIGHT = SIZES[0] * SIZES[1]
@@ -104,14 +106,8 @@ def gather_by_itself(model: nn.Module) -> None:
         layer.set_custom_all_gather(Gather())
 
 
-def test_a_programs_own_all_gather_gets_everything_in_one_message(two_ranks: Ranks) -> None:
-    seen = two_ranks.run(messages_of_a_step, gather_by_itself)[0]
-    gathers = [numel for name, numel in seen if name.startswith("all_gather")]
-    assert gathers
-    assert min(gathers) > WEIGHT // 2
-
-
-def whole_bytes_after_a_dropped_gather() -> tuple[int, int]:
+@on_ranks(2)
+def test_a_dropped_all_gather_gives_the_whole_parameters_back() -> None:
     with weights_direct():
         model = sharded_stack(SHARDGRAD)
         model(SHARDGRAD.inputs(0, SIZES[0])).sum().backward()
@@ -125,13 +121,7 @@ def whole_bytes_after_a_dropped_gather() -> tuple[int, int]:
             )
 
         handle = model[0].unshard(async_op=True)
-        on_the_way = whole()
+        assert whole() >= WEIGHT * 4  # on the way
         model[0].reshard()
         del handle
-        return on_the_way, whole()
-
-
-def test_a_dropped_all_gather_gives_the_whole_parameters_back(two_ranks: Ranks) -> None:
-    on_the_way, afterwards = two_ranks.run(whole_bytes_after_a_dropped_gather)[0]
-    assert on_the_way >= WEIGHT * 4
-    assert afterwards == 0
+        assert whole() == 0

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardgrad
 from tests.simulated.accelerator import device
-from tests.simulated.accelerator.virtual_ranks import VirtualRanks
+from tests.simulated.accelerator.virtual_ranks import VirtualRanks, on_virtual_ranks
 from tests.simulated.programs.audit import edges, is_noticed
 from tests.simulated.programs.edges import (
     ENDS_OF_ONE_RANK,
@@ -91,7 +91,8 @@ def test_one_rank_writes_after_the_backward_before_wherever_that_ended(
     assert {each.kind for each in hazards} == hazard, hazards
 
 
-def _updates_that_no_side_stream_waits_for() -> None:
+@on_virtual_ranks(1, checks=True)
+def test_one_rank_reads_a_parameter_after_the_outermost_forward_began_in_any_stream() -> None:
     x = torch.ones(2, 4, device=device.NAME)
     model = _Fan(2, follow_the_caller=False).to(device.NAME)
     for module in (*model.units, model):
@@ -103,9 +104,3 @@ def _updates_that_no_side_stream_waits_for() -> None:
         model(x, places).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)  # None would free memory, which streams wait for
-
-
-def test_one_rank_reads_a_parameter_after_the_outermost_forward_began_in_any_stream() -> None:
-    with device.checked(raises=False) as hazards:
-        VirtualRanks(1).run(_updates_that_no_side_stream_waits_for)
-    assert hazards == []

@@ -15,7 +15,7 @@ import torch
 
 from shardgrad.engine.streams import AcceleratorStreams
 from tests.simulated.accelerator.device import NAME, checked
-from tests.simulated.accelerator.virtual_ranks import VirtualRanks
+from tests.simulated.accelerator.virtual_ranks import VirtualRanks, on_virtual_ranks
 from tests.simulated.programs.towers import batch, sharded_tower
 from tests.support.parity import token_loss
 from tests.support.traps import Trap, TrapInBackward
@@ -77,7 +77,8 @@ def test_gradients_that_a_failed_backward_has_bound_are_taken_back() -> None:
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def _steps_with_hooks_on_a_side_stream() -> None:
+@on_virtual_ranks(2, checks=True)
+def test_hooks_on_their_own_stream_come_after_reductions_and_before_gradients() -> None:
     model, side = sharded_tower(), torch.Stream(NAME)
     for layer in model.layers:
         layer.set_all_reduce_hook(lambda chunk: chunk.mul_(3.0), stream=side)
@@ -85,12 +86,8 @@ def _steps_with_hooks_on_a_side_stream() -> None:
         token_loss(model, batch(step)).backward()
 
 
-def test_hooks_on_their_own_stream_come_after_reductions_and_before_gradients() -> None:
-    with checked():
-        VirtualRanks(2).run(_steps_with_hooks_on_a_side_stream)
-
-
-def _writes_in_forward() -> None:
+@on_virtual_ranks(2, checks=True)
+def test_gathers_wait_for_what_a_forward_has_written() -> None:
     """Weights are halved in forward; what backward gathers, and the next step, must come after."""
     model = sharded_tower(reshard_after_forward=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -107,8 +104,3 @@ def _writes_in_forward() -> None:
         token_loss(model, data).backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-def test_gathers_wait_for_what_a_forward_has_written() -> None:
-    with checked():
-        VirtualRanks(2).run(_writes_in_forward)

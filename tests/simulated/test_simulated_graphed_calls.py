@@ -187,16 +187,12 @@ def capture_fails_on_rank_1(policy: str) -> str:
     model = build(Setup())
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
 
-    @shardgrad.graphed_step(model, optimizer, on_uncapturable=policy)
-    def step(x: Tensor) -> Tensor:
-        loss = loss_of(model, x)
-        if dist.get_rank() == 1 and is_capturing(x.device):
+    def fail(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        if dist.get_rank() == 1 and is_capturing(args[0].device):
             raise OnPurposeError
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
 
+    model.register_forward_pre_hook(fail)
+    step = training_step(shardgrad.graphed_step, model, optimizer, on_uncapturable=policy)
     for number in range(3):
         step(batch(number))
     before = weights(model)
@@ -223,7 +219,7 @@ others_have_ended = threading.Event()
 def test_a_capture_that_fails_on_one_rank_ends_on_all_in_time_and_names_it(policy: str) -> None:
     others_have_ended.clear()
     found = VirtualRanks(2, COLLECTIVE_TIMEOUT_S).run(capture_fails_on_rank_1, policy)
-    name = "capture_fails_on_rank_1.<locals>.step"
+    name = "training_step.<locals>.step"
     apart = (
         f"CaptureError: ranks did not capture {name} together. On rank 1: {name} could not be "
         "captured: OnPurposeError"
@@ -383,15 +379,12 @@ def test_gradients_that_are_kept_so_that_no_graph_is_replayed_are_warned_of() ->
         VirtualRanks(1).run(gradients_of_before)
 
 
-def generators_of_another_device() -> None:
+@on_virtual_ranks(1)
+def test_a_generator_is_refused_where_graphs_have_none_of_their_own() -> None:
     step = shardgrad.graphed_step(torch.Generator(), warmup=1)(lambda x: x * 2)
     step(torch.ones(2, device=NAME))
     with pytest.raises(CaptureError, match="support the device's default generator only"):
         step(torch.ones(2, device=NAME))
-
-
-def test_a_generator_is_refused_where_graphs_have_none_of_their_own() -> None:
-    VirtualRanks(1).run(generators_of_another_device)
 
 
 class Watched(shardgrad.graphs.Capturable):
@@ -426,7 +419,8 @@ def test_a_graph_begins_and_ends_with_nothing_in_flight() -> None:
     assert waits.called, "a graph was destroyed while it may be running"
 
 
-def graphs_go_first() -> bool:
+@on_virtual_ranks(1)
+def test_graphs_are_destroyed_before_the_process_group() -> None:
     @shardgrad.graphed_step(warmup=1)
     def step(x: Tensor) -> Tensor:
         dist.all_reduce(x)
@@ -439,29 +433,18 @@ def graphs_go_first() -> bool:
     with pytest.raises(CaptureError, match="closed"):
         step(torch.ones(2, device=NAME))
     dist.init_process_group("simulated", store=dist.HashStore(), rank=0, world_size=1)
-    return True
 
 
-def test_graphs_are_destroyed_before_the_process_group() -> None:
-    VirtualRanks(1).run(graphs_go_first)
-
-
-def replaced_functions() -> list[bool]:
-    """Returns whether torch's functions are its own at some moments."""
+@on_virtual_ranks(1)
+def test_torchs_functions_are_replaced_only_while_there_are_graphs() -> None:
     model = build(Setup(recomputes=True))
-    functions = (
-        dist.destroy_process_group,
-        distributed_c10d.destroy_process_group,
-        checkpoint.get_device_states,
-    )
 
-    def are_torchs() -> bool:
-        now = (
-            dist.destroy_process_group,
-            distributed_c10d.destroy_process_group,
-            checkpoint.get_device_states,
-        )
-        return all(one is other for one, other in zip(now, functions, strict=True))
+    def functions() -> tuple[Any, ...]:
+        modules = dist, distributed_c10d
+        ends = tuple(module.destroy_process_group for module in modules)
+        return *ends, checkpoint.get_device_states
+
+    torchs = functions()
 
     @shardgrad.graphed_step(model, warmup=1)
     def step(x: Tensor) -> Tensor:
@@ -469,25 +452,19 @@ def replaced_functions() -> list[bool]:
         loss.backward()
         return loss
 
-    moments = [are_torchs()]
     for number in range(3):
         step(batch(number))
     assert step.captures == 1
-    assert checkpoint.get_device_states is functions[2], "replaced for the length of a capture"
-    moments.append(are_torchs())
+    assert checkpoint.get_device_states is torchs[2], "replaced for the length of a capture"
+    assert functions() != torchs
     step.reset()
-    moments.append(are_torchs())
+    assert functions() == torchs
     for number in range(3):
         step(batch(number))
-    moments.append(are_torchs())
+    assert functions() != torchs
     del step
     gc.collect()
-    moments.append(are_torchs())
-    return moments
-
-
-def test_torchs_functions_are_replaced_only_while_there_are_graphs() -> None:
-    assert VirtualRanks(1).run(replaced_functions) == [[True, False, True, False, True]]
+    assert functions() == torchs
 
 
 # -- what is found before a capture
@@ -725,15 +702,10 @@ def test_a_status_is_not_made_of_what_another_step_of_the_pool_left() -> None:
     other.close()
 
 
+@on_virtual_ranks(1)
 def test_the_pool_knows_what_its_graphs_hold() -> None:
-    def run() -> None:
-        @shardgrad.graphed_step(warmup=1)
-        def step(x: Tensor) -> Tensor:
-            return (x * 2).sum()
-
-        for _ in range(3):
-            step(torch.ones(1 << 20, device=NAME))
-        assert step.pool.nbytes >= 4 << 20
-        step.close()
-
-    VirtualRanks(1).run(run)
+    step = shardgrad.graphed_step(warmup=1)(lambda x: (x * 2).sum())
+    for _ in range(3):
+        step(torch.ones(1 << 20, device=NAME))
+    assert step.pool.nbytes >= 4 << 20
+    step.close()

@@ -184,20 +184,6 @@ def test_a_number_of_torchs_optimizer_that_changes_is_another_graph(
     return seen + weights(model)
 
 
-@same_bits_as_eager(1)
-def test_an_option_that_a_launch_has_as_an_argument_is_another_graph(graphed: Graphed) -> Values:
-    model = build(Setup(depth=1))
-    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
-
-    step = training_step(graphed, model, optimizer)
-    seen = []
-    for number in range(12):
-        optimizer.param_groups[0]["maximize"] = number >= 6
-        seen.append(step(batch(number)).item())
-    require_replays(step, 2, 3 + 5)
-    return seen + weights(model)
-
-
 @same_bits_as_eager(2)
 def test_a_graph_is_cut_around_an_optimizer_that_it_cannot_hold(
     graphed: Graphed,

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 import shardgrad
 from shardgrad.errors import CaptureError, ForeignParameterError
 from tests.simulated.accelerator.device import NAME, checked
-from tests.simulated.accelerator.virtual_ranks import VirtualRanks
+from tests.simulated.accelerator.virtual_ranks import VirtualRanks, on_virtual_ranks
 from tests.simulated.programs.towers import batch, sharded_tower
 from tests.support.parity import token_loss
 
@@ -104,20 +104,12 @@ def test_no_shard_gradient_or_state_is_left_on_the_device() -> None:
     assert VirtualRanks(2).run(_device_memory, CPUOffloadPolicy()) == [0, 0]
 
 
-def _ask_for_a_graph() -> None:
+@on_virtual_ranks(2)
+def test_what_the_policy_excludes_is_refused() -> None:
     model = sharded_tower(on_host=True, offload_policy=CPUOffloadPolicy())
     with pytest.raises(CaptureError, match="CPUOffloadPolicy and graphed_step exclude each other"):
         shardgrad.graphed_step(model)(lambda: None)
-
-
-def _move_to_the_device() -> None:
-    model = sharded_tower(on_host=True, offload_policy=CPUOffloadPolicy())
     with pytest.raises(
         ForeignParameterError, match="materialized on CPU when enabling CPU offloading"
     ):
         model.to(NAME)
-
-
-@pytest.mark.parametrize("ask", [_ask_for_a_graph, _move_to_the_device])
-def test_what_the_policy_excludes_is_refused(ask: Any) -> None:
-    VirtualRanks(2).run(ask)

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache, partial, wraps
+from functools import cache, wraps
 from itertools import pairwise
 from typing import Any
 
@@ -22,7 +22,6 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 import shardgrad
 from shardgrad.engine import transports
@@ -111,13 +110,6 @@ def many_small() -> ManySmall:
     return ManySmall()
 
 
-def recompute(model: Tower) -> Tower:
-    """Makes backward run the layers' forwards again, inside whatever is put around them."""
-    for layer in model.layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-    return model
-
-
 def stack(*sizes: int, seed: int = 0) -> nn.Sequential:
     """Returns linear layers with a tanh between them."""
     torch.manual_seed(seed)
@@ -125,6 +117,31 @@ def stack(*sizes: int, seed: int = 0) -> nn.Sequential:
     for inner, outer in pairwise(sizes):
         layers += [nn.Linear(inner, outer), nn.Tanh()]
     return nn.Sequential(*layers[:-1])
+
+
+def mlp() -> nn.Sequential:
+    """Returns four layers of one size, in float64."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))).double()
+
+
+def sharded_mlp(**options: Any) -> nn.Sequential:
+    """Returns an `mlp` whose last layer is the root's; the others are units."""
+    model = mlp()
+    for layer in (*list(model)[:-1], model):
+        shardgrad.fully_shard(layer, **options)
+    return model
+
+
+class Half(nn.Module):
+    """Uses one of its two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(5, 3), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
 
 
 # -- engines

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.utils.checkpoint import checkpoint
 
 from tests.support.parity import (
     Engine,
@@ -48,9 +49,9 @@ class Mlp(nn.Module):
         return self.down(F.gelu(self.up(self.norm(x))))
 
 
-def mlps(hidden: int = 10, depth: int = 2) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(Mlp(hidden=hidden) for _ in range(depth)))
+def mlps(hidden: int = 10, seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(*(Mlp(hidden=hidden) for _ in range(2)))
 
 
 def parallelize(model: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:
@@ -86,10 +87,10 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def build(
-    engine: Engine, shape: tuple[int, ...], hidden: int = 10, **options: Any
+    engine: Engine, shape: tuple[int, ...], hidden: int = 10, seed: int = 0, **options: Any
 ) -> nn.Sequential:
     mesh = grid(*shape)
-    model = parallelize(mlps(hidden), mesh["tp"])
+    model = parallelize(mlps(hidden, seed), mesh["tp"])
     for mlp in model:
         engine.fully_shard(mlp, mesh=data_mesh(mesh), **options)
     return engine.fully_shard(model, mesh=data_mesh(mesh), **options)
@@ -103,9 +104,20 @@ def train(
     micro_batches: int = 1,
     sync: bool = True,
     max_norm: float | None = None,
+    recomputed: bool = False,
+    from_meta: bool = False,
     **options: Any,
 ) -> Tensors:
-    model = build(engine, shape, hidden, **options)
+    with torch.device("meta" if from_meta else "cpu"):
+        model = build(engine, shape, hidden, **options)
+    if from_meta:
+        model.to_empty(device="cpu")
+        with torch.no_grad():
+            values = build(engine, shape, hidden, **options).parameters()
+            for param, value in zip(model.parameters(), values, strict=True):
+                param.copy_(value)
+    for mlp in model if recomputed else ():
+        mlp.forward = partial(checkpoint, mlp.forward, use_reentrant=False)
     optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
     found: Tensors = {}
     for step in range(2):

@@ -127,15 +127,32 @@ class Sentences(torch.utils.data.Dataset[dict[str, Tensor]]):
         return {"input_ids": tokens, "labels": tokens}
 
 
-def train(model: nn.Module, steps: int = 2) -> Tensors:
+def sharded(model: nn.Module, **options: Any) -> nn.Module:
+    """Shards each block, and the rest, with what is torch's `fully_shard` at this moment."""
+    from torch.distributed.fsdp import fully_shard
+
+    for block in blocks(model):
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    clip: Callable[..., Any] = torch.nn.utils.clip_grad_norm_,
+    *,
+    first: int = 0,
+    steps: int = 2,
+) -> Tensors:
     """The loop of a tutorial; returns its losses and gradient norms."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
     notes: Tensors = {}
-    for step in range(steps):
+    for step in range(first, first + steps):
         loss = model(**batch(model, step)).loss
         loss.backward()
+        norm = clip(model.parameters(), 1.0)
         notes[f"norm of step {step}"] = whole(
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            norm if isinstance(norm, Tensor) else torch.tensor(norm)
         )
         optimizer.step()
         optimizer.zero_grad()

@@ -154,9 +154,6 @@ class Op:
         words = [part.split(" ", 2) for part in (self.how or PLAIN_STEP).split("; ")]
         return tuple(Op(do, *map(int, rest[:1]), *rest[1:]) for do, *rest in words)
 
-    def __str__(self) -> str:
-        return f"{self.do}({self.n}{f', {self.how!r}' if self.how else ''})"
-
 
 @dataclass(frozen=True)
 class Program:
@@ -201,11 +198,7 @@ class Program:
         }
         return Program(**{**data, **made})
 
-    def __str__(self) -> str:
-        """Returns it in a few lines, for people."""
-        lines = [f"world {self.world}, seed {self.seed}"]
-        lines += [f"{name}: {_brief(self)[name]}" for name in ("model", "sharding", "optimizer")]
-        return "\n".join([*lines, *(f"  {i}: {op}" for i, op in enumerate(self.ops))])
+    __str__ = to_json
 
 
 def _block(data: dict[str, Any]) -> Block:

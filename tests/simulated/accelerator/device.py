@@ -153,17 +153,8 @@ class Launch:
 
 
 def restart_schedule(*, keep_launches: bool = False) -> None:
-    """Begins a new schedule on every device: what `schedule_digest` and `launches` speak of."""
+    """Begins a new schedule on every device: what `launches` speaks of."""
     native().restart_schedules(keep_launches)
-
-
-def schedule_digest(devices: int = 1) -> tuple[int, ...]:
-    """Returns a number for each of the first devices that stands for the launches of the schedule.
-
-    Two schedules with the same launches on the same streams, up to which stream is which, in the
-    same order and with the same waits between them, have the same.
-    """
-    return tuple(native().schedule_digest(index) for index in range(devices))
 
 
 def launches(index: int = 0) -> list[Launch]:
