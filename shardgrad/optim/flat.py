@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from operator import attrgetter
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -39,8 +38,7 @@ __all__ = ["FlatOptimizer", "Update"]
 _GUARDS = attrgetter("options.number", "is_allocated")
 
 
-@dataclass(frozen=True)
-class Update:
+class Update(NamedTuple):
     """One segment of a step under way.
 
     Attributes:

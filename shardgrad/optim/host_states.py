@@ -14,7 +14,6 @@ for the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -96,7 +95,7 @@ def _in_turn(
             if number + 1 < len(updates):
                 left.wait(there)
                 bring(number + 1)
-            yield replace(update, state=here[number])
+            yield update._replace(state=here[number])
             updated.record(current)
             updated.wait(back)
             with streams.on(back):

@@ -146,9 +146,8 @@ class OptimGroup(dict[str, Any]):
             mirror = self._mirrors[device] = torch.tensor(
                 self._numbers(), dtype=torch.float64, device=device
             )
-        capturing = is_capturing(device)
         for name, value in self._tensors():
-            if capturing and value.device != device:
+            if value.device != device and is_capturing(device):
                 raise CaptureError(
                     f"the optimizer's {name} is a tensor on {value.device}",
                     expected=f"a number, or a tensor on {device}",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import chain, groupby
+from operator import itemgetter
 from typing import Any, ClassVar
 
 import torch
@@ -121,7 +122,7 @@ class Muon(FlatOptimizer):
                 fix="ns_dtype=torch.bfloat16",
             )
         self._ns_dtype = ns_dtype
-        self._plans: dict[tuple[tuple[int, str | None, int], ...], list[Bucket]] = {}
+        self._plans: dict[Hashable, list[Bucket]] = {}
         self._is_in_graphs = False
         defaults = {
             "lr": lr,
@@ -237,8 +238,8 @@ class Muon(FlatOptimizer):
 
     def _buckets(self, updates: Sequence[Update]) -> list[Bucket]:
         # A table's identity stands for everything it was made from; buckets keep it alive.
-        options = [(id(update.launch.rows), update.segment.options) for update in updates]
-        key = tuple((rows, each["adjust_lr_fn"], each["num_heads"]) for rows, each in options)
+        read = itemgetter("adjust_lr_fn", "num_heads")
+        key = tuple([(id(each.launch.rows), read(each.segment.options)) for each in updates])
         known = self._plans.get(key)
         if known is not None:
             return known

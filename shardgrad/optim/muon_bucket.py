@@ -106,6 +106,7 @@ class Bucket:
         # A step of rate -1; the momentum comes from the group's mirror.
         rates = torch.tensor([-1.0, 0.0, 0.0, 0.0], dtype=torch.float64, device="cpu")
         self._rates = segments[0].on_device(rates)
+        self._momentum_rate = self._rates[MOMENTUM]
         # The first of the two counts steps.
         self._uncounted = segments[0].on_device(torch.zeros(1, dtype=torch.float32, device="cpu"))
         self._momentum: list[_Table] = []
@@ -156,7 +157,7 @@ class Bucket:
         """Advances momentum and step counts; returns the direction, in the form of the messages."""
         first = updates[0]
         momentum = first.hyper[MOMENTUM]
-        self._rates[MOMENTUM].copy_(momentum)
+        self._momentum_rate.copy_(momentum)
         gain = 1 - momentum
         if first.scale is not None:
             gain = gain * first.scale.view(())
@@ -184,12 +185,13 @@ class Bucket:
     def _step_weights(self, updates: Iterable[Update], orthogonal: torch.Tensor) -> None:
         """Applies weight decay and the orthogonal matrices."""
         for update, tables in zip(updates, self._weights, strict=True):
+            master = Precision.exact(update.state)
             for table in tables:
                 ops.sgd_(
                     update.launch.param,
                     orthogonal,
                     momentum_buffer=None,
-                    master=Precision.exact(update.state),
+                    master=master,
                     steps=self._uncounted,
                     ticket=update.segment.ticket,
                     touched=update.launch.touched,

@@ -32,7 +32,7 @@ def newton_schulz_(
     Args:
         matrices: [count, rows, columns], in the dtype of the iteration; bfloat16 has the range of
             float32, which float16 lacks.
-        eps: the least norm a matrix is divided by; a scalar on the device.
+        eps: the least norm a matrix is divided by; a scalar on the device, rounded as the norm is.
         coefficients: a, b and c.
         steps: how often the polynomial is applied.
 
@@ -54,7 +54,7 @@ def newton_schulz_(
     x, other = matrices, torch.empty_like(matrices)
     if steps % 2:
         x, other = other, x
-    torch.div(matrices, norm.clamp(min=eps.to(norm.dtype)), out=x)
+    torch.div(matrices, norm.clamp(min=eps), out=x)
     for _ in range(steps):
         gram = torch.bmm(x.mT, x) if is_tall else torch.bmm(x, x.mT)
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)

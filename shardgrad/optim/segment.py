@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from operator import is_
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
@@ -41,8 +41,7 @@ from shardgrad.sharding.layout import Piece
 __all__ = ["Launch", "PlainSegment", "Segment", "ShardedSegment"]
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
     """The tensors of one launch that are not the optimizer's own.
 
     Attributes:
