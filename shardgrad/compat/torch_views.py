@@ -51,10 +51,6 @@ class _ParamView:
     def _unsharded_param(self) -> nn.Parameter:
         return self._managed.require_unsharded()
 
-    @property
-    def _param_fqn(self) -> str:
-        return self._managed.name
-
 
 class _GroupView:
     """What torch calls an `FSDPParamGroup`."""
@@ -67,11 +63,6 @@ class _GroupView:
     def fsdp_params(self) -> list[_ParamView]:
         """One for each parameter."""
         return [_ParamView(managed) for managed in self._group.params]
-
-    @property
-    def is_unsharded(self) -> bool:
-        """True if the parameters are unsharded."""
-        return self._unit.is_unsharded
 
     @property
     def mesh_info(self) -> FSDPMeshInfo:
@@ -115,17 +106,6 @@ class _GroupView:
     def post_backward(self, function: Callable[..., None]) -> None:
         self._unit.post_backward = function
 
-    def unshard(self, async_op: bool = False) -> None:
-        """Starts the group's all-gather, and waits for it unless `async_op`."""
-        context = lazy_init(self._unit)
-        self._group.unshard(context.comm_ctx)
-        if not async_op:
-            self._group.wait_for_unshard()
-
-    def reshard(self) -> None:
-        """Registers the sharded parameters."""
-        self._group.reshard()
-
 
 class _ContextView:
     """What torch calls an `FSDPStateContext`."""
@@ -138,11 +118,6 @@ class _ContextView:
         """One for each unit, the root first."""
         views = (state_of(unit.modules[0]) for unit in self._context.units)
         return [view for view in views if view is not None]
-
-    @property
-    def is_last_backward(self) -> bool:
-        """See `set_is_last_backward`."""
-        return self._context.scheduler.is_last_backward
 
 
 class StateView:
@@ -176,10 +151,6 @@ class StateView:
     def _fsdp_param_group(self) -> _GroupView | None:
         groups = self._fsdp_param_groups
         return groups[0] if groups else None
-
-    @property
-    def _is_root(self) -> bool:
-        return self._unit.is_root
 
     @property
     def _modules(self) -> tuple[nn.Module, ...]:
