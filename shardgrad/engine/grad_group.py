@@ -257,9 +257,8 @@ class GradGroup:
 
     def _leave_shard(self) -> None:
         """Leaves the gradient shard to the gradients that are bound."""
-        if self._shard is not None and self._shard.has_memory and self.scheduler is not None:
+        if self._shard is not None and self._shard.has_memory:
             keep_for_current_stream(self._shard.flat)
-            self.scheduler.left.append(self._shard)
         self._shard = None
 
     def hook(self) -> None:
@@ -795,7 +794,6 @@ class ReductionScheduler:
         self._queue: list[GradGroup] = []  # the last is reduced first
         self.in_flight: list[Reduction] = []  # of backwards that are complete
         self._launched: list[tuple[GradGroup, Reduction]] = []  # by the backward that is running
-        self.left: list[GradShard] = []  # that groups have left for others
         self.enrolment: Enrolment | None = None  # None: a backward reduces the groups that entered
 
     def enter(self, grads: GradGroup) -> None:

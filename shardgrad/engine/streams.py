@@ -22,7 +22,6 @@ from shardgrad.engine.spans import NOTHING
 
 __all__ = [
     "AcceleratorStreams",
-    "EagerEvent",
     "NoStreams",
     "Stream",
     "StreamEvent",
@@ -121,15 +120,15 @@ class NoStreams:
 
 
 class _DeviceEvent:
-    """An event that is recorded again and again."""
+    """An event that is recorded again and again; `era` is that of its last record."""
 
     __slots__ = ("_era", "_event", "_stream", "_streams")
 
-    def __init__(self, device: torch.device, streams: AcceleratorStreams) -> None:
-        self._event = torch.Event(device)
+    def __init__(self, event: torch.Event, streams: AcceleratorStreams, era: int = -1) -> None:
+        self._event = event
         self._streams = streams
         self._stream: Stream = None
-        self._era = -1
+        self._era = era
 
     def record(self, stream: Stream) -> None:
         _require(stream)
@@ -139,7 +138,9 @@ class _DeviceEvent:
 
     def wait(self, stream: Stream) -> None:
         # Work of one stream is in order already; a wait there would only lengthen a captured graph.
-        if self._era == self._streams.era and self._stream != stream:
+        # That of a program's event is not known; to torch no stream differs from None.
+        is_elsewhere = self._stream is None or self._stream != stream
+        if self._era == self._streams.era and is_elsewhere:
             _require(stream)
             self._event.wait(stream)
 
@@ -157,31 +158,6 @@ def _require(stream: Stream) -> torch.Stream:
             "expected a torch.Stream of the event's device, got None (the CPU has no streams)"
         )
     return stream
-
-
-class EagerEvent:
-    """An event of the program, or around a graph: it is recorded before it is waited for, and no
-    capture lies in between.
-    """
-
-    def __init__(self, event: torch.Event) -> None:
-        self._event = event
-
-    def record(self, stream: Stream) -> None:
-        """Moves the event to the end of what `stream` has been given so far."""
-        self._event.record(stream)
-
-    def wait(self, stream: Stream) -> None:
-        """Makes later work of `stream` start after the event."""
-        self._event.wait(stream)
-
-    def wait_on_host(self) -> None:
-        """Blocks the host until the device has reached the event."""
-        self._event.synchronize()
-
-    def is_done(self) -> bool:
-        """Returns whether the device has reached the event, without waiting."""
-        return bool(self._event.query())
 
 
 class AcceleratorStreams:
@@ -204,11 +180,11 @@ class AcceleratorStreams:
 
     def event(self) -> StreamEvent:
         """Returns an event kept by one `torch.Event`."""
-        return _DeviceEvent(self._device, self)
+        return _DeviceEvent(torch.Event(self._device), self)
 
     def event_of(self, event: torch.Event) -> StreamEvent:
         """Returns the program's event."""
-        return EagerEvent(event)
+        return _DeviceEvent(event, self, self.era)
 
     def on(self, stream: Stream) -> AbstractContextManager[object]:
         """Returns a context that makes `stream` current (a `torch.Stream` is one)."""

@@ -644,6 +644,9 @@ class RootContext:
             self.quiesce()
         if is_cut_short:
             self.recover()
+        # Here, since nobody is told of `zero_grad()`: it sets attributes to None. Before parameters
+        # that begin or cease to train get other places.
+        self.free_gradients()
         # Between iterations a program may load weights, freeze layers, or step an optimizer: all of
         # it is looked for once, here, and not by each unit.
         for each in self.units:
@@ -658,8 +661,6 @@ class RootContext:
         self.forward_root, self._position = unit, 0
         if not self._order_frozen:
             self._order.clear()
-        # Here, since nobody is told of `zero_grad()`: it sets attributes to None.
-        self.free_gradients()
         # FSDP2's `set_post_optim_event`: all-gathers need not wait for what else the current stream
         # has been given. Values that were adopted since were copied there, so then they wait for
         # both.
@@ -703,17 +704,17 @@ class RootContext:
         Streams: those that it was allocated on wait for the current one, and for the optimizer's.
         Capture: safe; memory that is there is kept at its address, and none is freed.
         """
-        left, free = self.scheduler.left, []
-        for shard in (*map(_GRAD_SHARD, self.grad_groups), *left):
+        free = []
+        for shard in map(_GRAD_SHARD, self.grad_groups):
             is_held = shard is not None and shard.memory is GradMemory.HELD
             if is_held and shard.are_absent():
                 free.append(shard)
-        if not (free or left) or self.scheduler.in_flight:
+        if not free or self.scheduler.in_flight:
             return
         streams, event = self.comm_ctx.streams, self.post_optim_event
         reader = streams.current()
         # Memory on the host has no stream.
-        for stream in {shard.stream for shard in (*free, *left)} - {None}:
+        for stream in {shard.stream for shard in free} - {None}:
             if event is not None:
                 streams.event_of(event).wait(stream)
             if stream != reader:
@@ -721,7 +722,6 @@ class RootContext:
                 self._read.wait(stream)
         for shard in free:
             shard.free(reader)
-        left.clear()  # gradients that are bound keep their memory
 
     def parameters_written(self, event: torch.Event | None = None) -> None:
         """Makes later all-gathers start after `event`, or else after the current stream."""

@@ -245,14 +245,13 @@ class ModuleState(Capturable):
         with torch._C.DisableTorchFunctionSubclass():  # DTensors answer three times as fast
             before, self._trains = self._trains, tuple(map(_REQUIRES_GRAD, self._trainable))
         self._is_placed = self._trains == before
+        self._join_post_optim_events()
+        for context in self._contexts if GradMemory.HELD in map(_MEMORY, self._shards()) else ():
+            context.free_gradients()  # an eager call has been before this
         if not self._is_placed:
             for grads in self._grad_groups:
                 grads.refresh_trainable()
-        self._join_post_optim_events()
-        if GradMemory.HELD in map(_MEMORY, self._shards()):  # an eager call has been before this
-            for context in self._contexts:
-                context.free_gradients()
-            self.at_eager_border()  # of gradients that are there, a capture will know the addresses
+        self.at_eager_border()  # of gradients that are there, a capture will know the addresses
 
     def at_eager_border(self) -> None:
         """See `Capturable`."""

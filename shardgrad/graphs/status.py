@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from shardgrad.engine.streams import EagerEvent
 from shardgrad.graphs.capturable import Capturable
 from shardgrad.graphs.outputs import scalars
 from shardgrad.graphs.pool import GraphPool
@@ -80,12 +79,10 @@ class StatusReader:
         with torch.no_grad():
             scalar = [value.detach().reshape(()).to(torch.float64) for value in named.values()]
             host.copy_(torch.stack(scalar), non_blocking=True)
-            arrived = None if stream is None else EagerEvent(torch.Event(self._pool.device))
-            if arrived is not None:
-                arrived.record(stream)
+            arrived = None if stream is None else stream.record_event()
 
         def read() -> StepStatus | None:
-            if arrived is not None and not arrived.is_done():
+            if arrived is not None and not arrived.query():
                 return None
             values = dict(zip(names, host.tolist(), strict=True))
             return StepStatus(step, values, all(math.isfinite(values[name]) for name in of_outputs))

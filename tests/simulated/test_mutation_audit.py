@@ -18,6 +18,7 @@ from tests.simulated.programs.edges import (
     ENDS_OF_ONE_RANK,
     NOT_IN_THE_MATRIX,
     SUMS_OF_ONE_RANK,
+    UPDATES_TOLD_OF,
     Edge,
     watched,
 )
@@ -104,3 +105,31 @@ def test_one_rank_reads_a_parameter_after_the_outermost_forward_began_in_any_str
         model(x, places).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)  # None would free memory, which streams wait for
+
+
+def _replaces_a_parameter_while_others_are_updated() -> None:
+    mesh = init_device_mesh(device.NAME, (1,))
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(2))).to(device.NAME)
+    for module in (*model, model):
+        shardgrad.fully_shard(module, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    side = torch.Stream(device.NAME)
+    for step in range(4):
+        model(torch.ones(2, 4, device=device.NAME)).square().mean().backward()
+        side.wait_stream(torch.accelerator.current_stream())
+        with side:
+            optimizer.step()
+            # None would free memory, which streams wait for.
+            optimizer.zero_grad(set_to_none=False)
+        model.set_post_optim_event(side.record_event())
+        if step % 2:
+            model[1].weight = nn.Parameter(torch.ones_like(model[1].weight))
+    torch.accelerator.current_stream().wait_stream(side)
+
+
+@pytest.mark.parametrize("removed", [None, UPDATES_TOLD_OF])
+def test_a_parameter_may_be_replaced_while_others_are_updated(removed: Edge | None) -> None:
+    with watched(removed), device.checked(raises=False) as hazards:
+        VirtualRanks(1).run(_replaces_a_parameter_while_others_are_updated)
+    kinds = {hazard.kind for hazard in hazards}
+    assert kinds == ({"read-after-write", "write-after-write"} if removed else set()), hazards

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from shardgrad.engine.streams import AcceleratorStreams
+from shardgrad.engine.unit import units_under
 from tests.simulated.accelerator.device import NAME, checked
 from tests.simulated.accelerator.virtual_ranks import VirtualRanks, on_virtual_ranks
 from tests.simulated.programs.towers import batch, sharded_tower
@@ -104,3 +105,27 @@ def test_gathers_wait_for_what_a_forward_has_written() -> None:
         token_loss(model, data).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def _steps_over_a_shard_that_is_being_gathered(steps: int) -> int:
+    """Before each step the program gathers a layer that nothing runs; returns how much staging
+    there is.
+    """
+    model = sharded_tower()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        token_loss(model, batch(step)).backward()
+        model.layers[0].unshard(async_op=True)
+        optimizer.step()
+        optimizer.zero_grad()
+    context = units_under(model)[0].context
+    assert context is not None
+    return len(context.comm_ctx.gather_ring.slots)
+
+
+def test_a_step_waits_for_a_gather_that_nothing_uses_and_takes_its_staging_back() -> None:
+    with checked():
+        few, many = (
+            VirtualRanks(2).run(_steps_over_a_shard_that_is_being_gathered, n) for n in (2, 5)
+        )
+    assert few == many

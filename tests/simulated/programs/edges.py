@@ -61,7 +61,10 @@ AFTER_A_COLLECTIVE = Edge("process group:launch", "process group:wait")
 ENDS_OF_ONE_RANK = Edge("reduction.py:Reduction._finish", "grad_group.py:GradGroup.launch")
 # The same where a sum that was packed is begun again.
 SUMS_OF_ONE_RANK = Edge("grad_group.py:GradGroup.pack", "grad_group.py:GradGroup.add_up")
-NOT_IN_THE_MATRIX = (ENDS_OF_ONE_RANK, SUMS_OF_ONE_RANK)
+_OUTSIDE = "outside of the engine"
+# Parameters that are replaced after an update that the program has told of.
+UPDATES_TOLD_OF = Edge(_OUTSIDE, "unit.py:RootContext.enter_forward")
+NOT_IN_THE_MATRIX = (ENDS_OF_ONE_RANK, SUMS_OF_ONE_RANK, UPDATES_TOLD_OF)
 
 
 def _place(frame: FrameType | None) -> str:
@@ -78,7 +81,7 @@ def _place(frame: FrameType | None) -> str:
         else:
             return f"{path.name}:{name}" + (f" by {through}" if through else "")
         frame = frame.f_back
-    return "outside of the engine"
+    return _OUTSIDE
 
 
 class _Watch:
@@ -95,10 +98,14 @@ class _Watch:
 
 
 class _WatchedMark(_MarkOfAnEvent):  # type: ignore[misc]
-    """A mark that knows who recorded it."""
+    """A mark that knows who recorded it; a program records its own."""
 
     __slots__ = ("_place",)
     watch: _Watch
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._place = _OUTSIDE
 
     def record(self, stream: Any) -> None:
         self._place = _place(sys._getframe(1))
