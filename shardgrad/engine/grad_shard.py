@@ -64,6 +64,7 @@ from shardgrad.engine.streams import Stream, StreamEvent, Streams, keep_for_curr
 from shardgrad.errors import ForeignParameterError
 from shardgrad.sharding.dtensor import dtensor_like, in_own_storage, storages_of
 from shardgrad.sharding.layout import Piece, ShardLayout
+from shardgrad.sharding.param_sharding import groups_cut_over
 
 __all__ = ["GradMemory", "GradShard", "HostState"]
 
@@ -470,6 +471,13 @@ class GradShard:
     def piece(self, place: int) -> Piece:
         """Returns where a gradient lies in `flat`."""
         return self._layout.pieces[place]
+
+    def groups(self, place: int) -> tuple[dist.ProcessGroup, ...]:
+        """Returns the groups of ranks that a gradient is cut over. Torch takes equal meshes for
+        one, so what a program has put in a parameter's place may name a mesh of before.
+        """
+        sharding = self._managed[place].sharding
+        return groups_cut_over(sharding.mesh, sharding.placements)
 
     def view(self, place: int) -> torch.Tensor:
         """Returns a parameter's part of `flat`, in the local shape."""

@@ -22,7 +22,6 @@ from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.transports import reaches
 from shardgrad.errors import GradientError, OptionError
 from shardgrad.optim.selection import Gradients, Selection, select
-from shardgrad.sharding.mesh import DataParallelMesh
 from shardgrad.sharding.param_sharding import groups_cut_over
 
 __all__ = ["find_nonfinite", "is_judged", "norm_of"]
@@ -167,28 +166,12 @@ def _tables_of(shard: GradShard, places: tuple[int, ...]) -> list[_Table]:
     if places not in known:
         by_groups: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
         for place in places:
-            groups = _own_groups(shard.mesh, groups_cut_over(shard.own[place]))
+            groups = shard.groups(place)
             by_groups.setdefault(groups, []).append(place)
         known[places] = [
             (groups, *_table(shard, together)) for groups, together in by_groups.items()
         ]
     return known[places]
-
-
-def _own_groups(
-    mesh: DataParallelMesh, groups: tuple[dist.ProcessGroup, ...]
-) -> tuple[dist.ProcessGroup, ...]:
-    """Returns the mesh's own groups of the same ranks, where it has them.
-
-    Torch keeps what an operation makes of a DTensor, and equal meshes are one to it: a gradient may
-    name a mesh of before, whose groups are others. Parts of the same ranks would then travel in two
-    messages.
-    """
-    levels = () if mesh.levels is None else (mesh.levels.inner, mesh.levels.outer)
-    own = {
-        tuple(dist.get_process_group_ranks(group)): group for group in (mesh.shard_group, *levels)
-    }
-    return tuple(own.get(tuple(dist.get_process_group_ranks(group)), group) for group in groups)
 
 
 def _table(shard: GradShard, places: Sequence[int]) -> tuple[torch.Tensor, int]:
@@ -242,7 +225,7 @@ def _sharding_groups(grad: DTensor) -> tuple[dist.ProcessGroup, ...]:
             got=f"placements {grad.placements}",
             fix="grad.redistribute(...) before clipping",
         )
-    return groups_cut_over(grad)
+    return groups_cut_over(grad.device_mesh, grad.placements)
 
 
 def _over_ranks(parts: Sequence[_Part], norm_type: float) -> torch.Tensor:

@@ -146,14 +146,15 @@ class ParamSharding:
         return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
-def groups_cut_over(tensor: DTensor) -> tuple[dist.ProcessGroup, ...]:
-    """Returns the groups of more than one rank over which a DTensor is sharded, in the order of its
-    axes.
+def groups_cut_over(
+    mesh: DeviceMesh, placements: Sequence[Placement]
+) -> tuple[dist.ProcessGroup, ...]:
+    """Returns the groups of more than one rank over which a DTensor is sharded, in the order of the
+    mesh's axes.
     """
-    mesh = tensor.device_mesh
     return tuple(
         mesh.get_group(axis)
-        for axis, placement in enumerate(tensor.placements)
+        for axis, placement in enumerate(placements)
         if isinstance(placement, Shard | _StridedShard) and mesh.size(axis) > 1
     )
 
