@@ -31,7 +31,7 @@ __all__ = ["Cut", "Message", "WeightPlan", "plan_weights", "receive_weights", "s
 # Of messages in flight from or to a rank, unless a single one is larger.
 BATCH_NBYTES = 1 << 26
 
-Box = tuple[tuple[int, int], ...]  # a half-open range of each dim
+_Places = tuple[int, ...]  # one for each dim
 
 
 class Cut(NamedTuple):
@@ -54,8 +54,9 @@ class Message(NamedTuple):
 
     Attributes:
         sender, receiver: ranks.
-        name, sent: of the parameter, and which part of the sender's rows.
-        target, placed: of the receiver's tensor, and where in it.
+        name, sent: of the parameter, and where the box begins in the sender's rows.
+        target, placed: of the receiver's tensor, and where the box begins in it.
+        shape: of the box.
         dtype: on the wire.
         batch: number of those that are in flight together.
     """
@@ -63,16 +64,17 @@ class Message(NamedTuple):
     sender: int
     receiver: int
     name: str
-    sent: Box
+    sent: _Places
     target: str
-    placed: Box
+    placed: _Places
+    shape: _Places
     dtype: torch.dtype
     batch: int = 0
 
     @property
     def nbytes(self) -> int:
         """On the wire."""
-        return prod(end - begin for begin, end in self.sent) * self.dtype.itemsize
+        return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -136,15 +138,22 @@ def plan_weights(
         for cut in (Cut(*each) for each in cuts):
             row = _row_of(table, cut)
             for place, receiver in enumerate(receivers):
-                wanted = _wanted(row, cut, place, len(receivers))
-                for sender, overlap, begin in _holders(row, wanted, place):
-                    sent = _moved(overlap, row.dim, -begin)
-                    placed = _moved(_relative(overlap, wanted), 0, offset)
-                    which = (sender, receiver, cut.name, sent, target, placed)
+                begin, shape = _wanted(row, cut, place, len(receivers))
+                for (low, high), ranks in row.holders.items():
+                    first = max(low, begin[row.dim])
+                    last = min(high, begin[row.dim] + shape[row.dim])
+                    if first >= last or not prod(shape):
+                        continue
+                    sent = _replaced(begin, row.dim, first - low)
+                    inside = _replaced([0] * len(begin), row.dim, first - begin[row.dim])
+                    placed = _replaced(inside, 0, inside[0] + offset)
+                    box = _replaced(shape, row.dim, last - first)
+                    # Where several have the same rows, the receivers are spread over them.
+                    sender = ranks[place % len(ranks)]
+                    which = (sender, receiver, cut.name, sent, target, placed, box)
                     messages.append(Message(*which, dtype or row.dtype))
-            sizes = [end - begin for begin, end in wanted]
-            offset += sizes[0]
-            widths.add(tuple(sizes[1:]))
+            offset += shape[0]
+            widths.add(tuple(shape[1:]))
         if len(widths) != 1:
             raise OptionError(
                 f"what lies in {target} differs in more than its first dim",
@@ -209,10 +218,10 @@ def send_weights(
         )
     rank = dist.get_rank()
     mine = [message for message in plan.messages if message.sender == rank]
-    transfer = partial(_transfer, group, timeout_s, "send_weights", "receive_weights")
+    transfer = partial(_transfer, group, timeout_s)
     device = next((row.local.device for row in table.values()), torch.device("cpu"))
     for batch in _batches(mine):
-        parts = (_part(table[message.name].local, message.sent) for message in batch)
+        parts = (_part(table[each.name].local, each.sent, each.shape) for each in batch)
         # Neither copies what has the dtype and lies in one range already.
         ready = [
             part.to(message.dtype).contiguous() for part, message in zip(parts, batch, strict=True)
@@ -262,9 +271,9 @@ def receive_weights(
                 fix="a plan whose layout and number of receivers are those of this rank's model",
             )
     mine = [message for message in plan.messages if message.receiver == dist.get_rank()]
-    transfer = partial(_transfer, group, timeout_s, "receive_weights", "send_weights")
+    transfer = partial(_transfer, group, timeout_s)
     for batch in _batches(mine):
-        places = [_part(tensors[message.target], message.placed) for message in batch]
+        places = [_part(tensors[each.target], each.placed, each.shape) for each in batch]
         arriving = [
             place
             if place.is_contiguous() and place.dtype is message.dtype
@@ -295,9 +304,12 @@ def _row_of(table: Mapping[str, ExportedParameter], cut: Cut) -> ExportedParamet
     return row
 
 
-def _wanted(row: ExportedParameter, cut: Cut, place: int, receivers: int) -> Box:
-    """Returns what the receiver at a place wants of a parameter."""
-    box = [(0, size) for size in row.shape or (1,)]
+def _wanted(
+    row: ExportedParameter, cut: Cut, place: int, receivers: int
+) -> tuple[list[int], list[int]]:
+    """Returns what the receiver at a place wants of a parameter: where it begins, and its shape."""
+    shape = list(row.shape or (1,))
+    begin = [0] * len(shape)
     if cut.dim is not None:
         pieces, size = cut.pieces or receivers, row.shape[cut.dim]
         if size % pieces or receivers % pieces:
@@ -307,38 +319,20 @@ def _wanted(row: ExportedParameter, cut: Cut, place: int, receivers: int) -> Box
                 got=f"{pieces} pieces of shape {row.shape}",
                 fix="a number of pieces that divides both, or dim=None",
             )
-        step, number = size // pieces, place * pieces // receivers
-        box[cut.dim] = (number * step, (number + 1) * step)
-    return tuple(box)
+        shape[cut.dim] = size // pieces
+        begin[cut.dim] = place * pieces // receivers * shape[cut.dim]
+    return begin, shape
 
 
-def _holders(row: ExportedParameter, box: Box, place: int) -> Iterator[tuple[int, Box, int]]:
-    """Yields who sends which part of a box, and with which row the sender's own begin.
-
-    Where several ranks have the same rows, the receivers are spread over them.
-    """
-    for (begin, end), ranks in row.holders.items():
-        first, last = max(begin, box[row.dim][0]), min(end, box[row.dim][1])
-        if first < last and all(low < high for low, high in box):
-            part = (*box[: row.dim], (first, last), *box[row.dim + 1 :])
-            yield ranks[place % len(ranks)], part, begin
+def _replaced(places: Sequence[int], dim: int, place: int) -> _Places:
+    return (*places[:dim], place, *places[dim + 1 :])
 
 
-def _moved(box: Box, dim: int, by: int) -> Box:
-    begin, end = box[dim]
-    return (*box[:dim], (begin + by, end + by), *box[dim + 1 :])
-
-
-def _relative(box: Box, to: Box) -> Box:
-    both = zip(box, to, strict=True)
-    return tuple((begin - origin, end - origin) for (begin, end), (origin, _) in both)
-
-
-def _part(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+def _part(tensor: torch.Tensor, begin: _Places, shape: _Places) -> torch.Tensor:
     """Returns a box of a tensor as a view."""
     part = tensor if tensor.ndim else tensor.view(1)
-    for dim, (begin, end) in enumerate(box):
-        part = part.narrow(dim, begin, end - begin)
+    for dim, first in enumerate(begin):
+        part = part.narrow(dim, first, shape[dim])
     return part
 
 
@@ -362,8 +356,6 @@ def _receipt(device: torch.device) -> torch.Tensor:
 def _transfer(
     group: dist.ProcessGroup | None,
     timeout_s: float,
-    call: str,
-    call_there: str,
     operation: Callable[..., object],
     tensors: Sequence[torch.Tensor],
     peers: Sequence[int],
@@ -373,8 +365,6 @@ def _transfer(
     Args:
         group: that trainers and receivers are in.
         timeout_s: how long it may take.
-        call: of this rank, for errors.
-        call_there: of its peers.
         operation: `dist.isend` or `dist.irecv`.
         tensors: to send or to receive into.
         peers: one for each tensor.
@@ -393,8 +383,9 @@ def _transfer(
     except RuntimeError as error:
         late = ", ".join(map(str, waited_for))
         raise CollectiveError(
-            f"{call}() failed: rank {late} is late or gone",
-            expected=f"rank {late} to call {call_there}() within {timeout_s:g} s",
+            f"weights were not transferred: rank {late} is late or gone",
+            expected=f"send_weights() on trainers and receive_weights() on receivers, within "
+            f"{timeout_s:g} s of each other",
             got=str(error).splitlines()[0],
             where=f"rank {dist.get_rank()}",
             fix="make a process group and a plan for the ranks that are left",
