@@ -253,17 +253,14 @@ BOTH = (True, False)
 COMBINATIONS = [Case(*settings) for settings in itertools.product(BOTH, BOTH, BOTH, (None, 0.5))]
 
 
+@pytest.mark.parametrize(
+    "cases", [[Case(), EVERYTHING], pytest.param(COMBINATIONS, marks=pytest.mark.long)], ids=len
+)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_schedule_trains_the_unsharded_model(four_ranks: Ranks, schedule: str) -> None:
-    four_ranks.run(all_train_the_model, schedule, [Case(), EVERYTHING])
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_schedule_trains_the_unsharded_model_with_all_settings(
-    four_ranks: Ranks, schedule: str
+def test_a_schedule_trains_the_unsharded_model(
+    four_ranks: Ranks, schedule: str, cases: list[Case]
 ) -> None:
-    four_ranks.run(all_train_the_model, schedule, COMBINATIONS, timeout_s=300)
+    four_ranks.run(all_train_the_model, schedule, cases, timeout_s=300)
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])

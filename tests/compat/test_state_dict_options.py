@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_flatten_with_path
 
 from tests.support.parity import (
     FSDP2,
@@ -90,36 +91,20 @@ def test_a_checkpoint_of_one_engine_loads_in_the_other_in_another_world(
 # -- options
 
 
-def plain(state: Any) -> Any:
-    """Returns a nested state with DTensors replaced by what they are: placements and this rank's
-    part.
-    """
-    if isinstance(state, DTensor):
-        return (str(state.placements), tuple(state.shape), state.to_local())
-    if isinstance(state, dict):
-        return {key: plain(value) for key, value in state.items()}
-    return [plain(value) for value in state] if isinstance(state, list) else state
-
-
-def assert_same_state(ours: Any, theirs: Any, where: str = "") -> None:
-    """Requires the same structure, devices and bits."""
-    if isinstance(theirs, torch.Tensor):
-        assert (ours.dtype, ours.device, ours.shape) == (
-            theirs.dtype,
-            theirs.device,
-            theirs.shape,
-        ), where
-        assert torch.equal(ours, theirs), where
-    elif isinstance(theirs, dict):
-        assert list(ours) == list(theirs), where
-        for key, value in theirs.items():
-            assert_same_state(ours[key], value, f"{where}.{key}")
-    elif isinstance(theirs, list | tuple):
-        assert len(ours) == len(theirs), where
-        for i, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
-            assert_same_state(mine, other, f"{where}[{i}]")
-    else:
-        assert ours == theirs, where
+def assert_same_state(ours: Any, theirs: Any) -> None:
+    """Requires the same structure, placements, devices and bits."""
+    (mine, shape), (others, other_shape) = map(tree_flatten_with_path, (ours, theirs))
+    assert shape == other_shape
+    for (where, value), (_, other) in zip(mine, others, strict=True):
+        assert type(value) is type(other), where
+        if isinstance(value, DTensor):
+            assert (value.placements, value.shape) == (other.placements, other.shape), where
+            value, other = value.to_local(), other.to_local()
+        if isinstance(value, torch.Tensor):
+            assert (value.dtype, value.device) == (other.dtype, other.device), where
+            assert torch.equal(value, other), where
+        else:
+            assert value == other, where
 
 
 @pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flattened"])
@@ -139,7 +124,7 @@ def test_state_dicts_are_fsdp2s_with_every_option(full: bool, cpu: bool, flatten
         optim.step()
         model_state = get_model_state_dict(model, options=options)
         optim_state = get_optimizer_state_dict(model, optim, options=options)
-        states.append({"model": plain(model_state), "optim": plain(optim_state)})
+        states.append({"model": model_state, "optim": optim_state})
         if options.full_state_dict and options.cpu_offload and dist.get_rank():
             assert (model_state, optim_state) == ({}, {})
             continue

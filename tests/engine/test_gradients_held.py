@@ -20,7 +20,6 @@ from tests.support.parity import sharded_mlp
 from tests.support.ranks import on_ranks
 
 SIZE = 6
-Hold = Callable[[Any], Any]
 
 
 def backward(model: nn.Module, number: int) -> None:
@@ -44,7 +43,7 @@ def without_grad(grad: Any) -> Any:
         return grad.to_local()
 
 
-HOLDS: dict[str, Hold] = {
+HOLDS: dict[str, Callable[[Any], Any]] = {
     "the gradient": lambda grad: grad,
     "the gradient, detached": lambda grad: grad.detach(),
     "its local tensor": lambda grad: grad.to_local(),
@@ -60,7 +59,13 @@ HOLDS: dict[str, Hold] = {
 }
 
 
-def what_is_held_stays(hold: Hold, clips: bool, ranks: int) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("clips", [False, True], ids=["", "clipped"])
+@pytest.mark.parametrize("name", HOLDS)
+@on_ranks(2)
+def test_what_a_program_keeps_of_a_gradient_outlives_the_next_ones(
+    name: str, clips: bool, ranks: int
+) -> None:
     options = (
         {}
         if ranks > 1
@@ -74,23 +79,13 @@ def what_is_held_stays(hold: Hold, clips: bool, ranks: int) -> None:
         backward(model, number)
         if clips:
             shardgrad.clip_grad_norm_(model.parameters(), 0.01)
-        held = hold(model[1].weight.grad)
+        held = HOLDS[name](model[1].weight.grad)
         tasks.append((held, value(held)))
     forget(model)
     backward(model, 4)
     for held, then in tasks:
         assert torch.equal(value(held), then)
     assert len({tuple(then.flatten().tolist()) for _, then in tasks}) == 3
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("clips", [False, True], ids=["", "clipped"])
-@pytest.mark.parametrize("held", HOLDS)
-@on_ranks(2)
-def test_what_a_program_keeps_of_a_gradient_outlives_the_next_ones(
-    held: str, clips: bool, ranks: int
-) -> None:
-    what_is_held_stays(HOLDS[held], clips, ranks)
 
 
 @on_ranks(2)

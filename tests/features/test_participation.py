@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from copy import deepcopy
 from itertools import product
@@ -15,12 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import shardgrad
-from shardgrad.errors import CollectiveError, ParticipationError
+from shardgrad.errors import ParticipationError
 from tests.support.parity import SHARDGRAD, Route
-from tests.support.processes import FairClock
-from tests.support.ranks import Ranks, on_ranks
-
-TIMEOUT_S = 3.0
+from tests.support.ranks import on_ranks
 
 
 def layers() -> Route:
@@ -320,40 +316,3 @@ def test_misuse_of_participate_is_refused() -> None:
 
     with pytest.raises(ParticipationError, match="second backward"):
         two_backwards()
-
-
-def a_missing_rank_is_an_error_in_time(missing: str) -> float:
-    """Lets rank 1 leave out a unit, or a batch; returns how long it took until this rank raised."""
-    model = sharded_routed()
-    both = ["left", "right"]
-    model(batch_of(dist.get_rank()), both).backward()
-
-    def go_on() -> None:
-        if dist.get_rank() == 0 or missing == "unit":
-            model(batch_of(dist.get_rank()), both if dist.get_rank() == 0 else ["left"]).backward()
-        # A rank without a batch goes on to whatever it does after the step.
-        model(batch_of(dist.get_rank()), ["right"]).backward()
-
-    clock = FairClock()
-    with pytest.raises(CollectiveError) as caught:
-        go_on()
-    text = str(caught.value)
-    assert "participate" in text, text
-    assert "where:" in text, text
-    return clock.elapsed_s()
-
-
-@pytest.fixture
-def impatient_ranks() -> Iterator[Ranks]:
-    """Two ranks whose collectives time out soon; the test breaks them."""
-    ranks = Ranks(2, collective_timeout_s=TIMEOUT_S)
-    yield ranks
-    ranks.stop()
-
-
-@pytest.mark.parametrize("missing", ["unit", "batch"])
-def test_a_rank_that_leaves_something_out_is_an_error_on_every_rank_in_time(
-    impatient_ranks: Ranks, missing: str
-) -> None:
-    for elapsed in impatient_ranks.run(a_missing_rank_is_an_error_in_time, missing, timeout_s=40.0):
-        assert elapsed < 4 * TIMEOUT_S

@@ -14,24 +14,19 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from shardgrad import ops
-from shardgrad.ops import movement, norm, update
-from tests.support.segments import ADAM, BACKENDS, SGD, assert_same_bits, hyper, needs_library
+from tests.support.segments import (
+    ADAM,
+    BACKENDS,
+    REFERENCES,
+    SGD,
+    assert_same_bits,
+    hyper,
+    needs_library,
+    operator,
+)
 
-REFERENCES: dict[str, Callable[..., None]] = {
-    "pack": movement.pack_reference,
-    "unpack": movement.unpack_reference,
-    "sum_chunks": movement.sum_chunks_reference,
-    "norm_": norm.norm_reference,
-    "adam_": update.adam_reference,
-    "sgd_": update.sgd_reference,
-}
 UPDATES = ("adam_", "sgd_")
 EACH = pytest.mark.parametrize("name", REFERENCES)
-
-
-def operator(backend: str, name: str) -> Callable[..., None]:
-    compiled: Callable[..., None] = getattr(torch.ops.shardgrad, name).default
-    return REFERENCES[name] if backend == "reference" else compiled
 
 
 def example(name: str, sizes: Sequence[int] = (8,)) -> dict[str, Any]:

@@ -6,38 +6,24 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from shardgrad.ops import movement
-from tests.support.segments import BACKENDS, DTYPES, UNTOUCHED, assert_same_bits
+from tests.support.segments import BACKENDS, DTYPES, UNTOUCHED, Op, assert_same_bits, operator
 
+Backend = Callable[[str], Op]  # gives its operators by their names
 WORLD_SIZES = (1, 2, 3, 4, 7)
 
 # Even, uneven, fewer rows than ranks, one row, nothing at all.
 SHAPES = ((8, 3), (7, 5), (2, 3), (1,), (0, 4), (13,))
 
 
-@dataclass(frozen=True)
-class Backend:
-    pack: Callable[..., None]
-    unpack: Callable[..., None]
-    sum_chunks: Callable[..., None]
-
-
-REFERENCE = Backend(
-    movement.pack_reference, movement.unpack_reference, movement.sum_chunks_reference
-)
-COMPILED = Backend(
-    torch.ops.shardgrad.pack, torch.ops.shardgrad.unpack, torch.ops.shardgrad.sum_chunks
-)
-
-
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> Backend:
-    return {"reference": REFERENCE, "compiled": COMPILED}[request.param]
+    return partial(operator, request.param)
 
 
 @dataclass(frozen=True)
@@ -136,7 +122,7 @@ def test_pack_puts_every_piece_where_torch_chunk_cuts_it(
             grads[1] = torch.empty(0)
         slot = group.slot(slot_dtype)
         expected = expected_pack(group, grads, slot, divisor, accumulate)
-        backend.pack(grads, slot, group.table, group.chunk_numel, divisor, accumulate)
+        backend("pack")(grads, slot, group.table, group.chunk_numel, divisor, accumulate)
         assert_same_bits(slot, expected)
 
 
@@ -156,7 +142,7 @@ def test_unpack_puts_the_pieces_of_all_ranks_back_together(
                 chunk[offset : offset + piece.numel()] = piece
             expected[unsharded_offset : unsharded_offset + numel] = whole.flatten()
         unsharded = torch.full_like(expected, UNTOUCHED)
-        backend.unpack(gathered, unsharded, group.table, group.chunk_numel)
+        backend("unpack")(gathered, unsharded, group.table, group.chunk_numel)
         assert_same_bits(unsharded, expected)
 
 
@@ -175,7 +161,7 @@ def test_sum_chunks_adds_from_left_to_right_and_rounds_once(
             total = total + chunk.to(compute)
         total = total / divisor
         expected = (out.to(compute) + total if accumulate else total).to(out_dtype)
-        backend.sum_chunks(chunks, out, divisor, accumulate)
+        backend("sum_chunks")(chunks, out, divisor, accumulate)
         assert_same_bits(out, expected)
 
 
@@ -186,7 +172,7 @@ def test_the_mean_of_two_float32_chunks_is_torchs_bit_for_bit(backend: Backend) 
     a, b = bits.to(torch.int32).view(torch.float32)
     a[0], b[0] = -0.0, -0.0
     out = torch.empty_like(a)
-    backend.sum_chunks([a, b], out, 2.0, False)
+    backend("sum_chunks")([a, b], out, 2.0, False)
     assert_same_bits(out, (a + b) / 2)
 
 
@@ -194,7 +180,7 @@ def test_the_mean_of_two_float32_chunks_is_torchs_bit_for_bit(backend: Backend) 
 def test_sum_chunks_may_write_over_one_of_its_chunks(backend: Backend, which: int) -> None:
     chunks = gradients([(5000,)] * 3, torch.float32)
     expected = (chunks[0] + chunks[1] + chunks[2]) / 3.0
-    backend.sum_chunks(chunks, chunks[which], 3.0, False)
+    backend("sum_chunks")(chunks, chunks[which], 3.0, False)
     assert_same_bits(chunks[which], expected)
 
 
@@ -202,7 +188,7 @@ def test_sum_chunks_may_write_over_one_of_its_chunks(backend: Backend, which: in
 def test_every_half_width_value_is_read_exactly(backend: Backend, half: torch.dtype) -> None:
     values = torch.arange(-(2**15), 2**15).to(torch.int16).view(half)
     out = torch.empty(2**16)
-    backend.sum_chunks([values], out, 1.0, False)
+    backend("sum_chunks")([values], out, 1.0, False)
     assert_same_bits(out, values.float())
 
 
@@ -222,7 +208,7 @@ def test_rounding_to_half_width_is_torchs(backend: Backend, half: torch.dtype) -
     )
     source = torch.cat([ties, ties.nextafter(ties + 1), ties.nextafter(ties - 1), anything, limits])
     out = torch.empty(source.shape, dtype=half)
-    backend.sum_chunks([source], out, 1.0, False)
+    backend("sum_chunks")([source], out, 1.0, False)
     assert_same_bits(out, source.to(half))
 
 
@@ -231,6 +217,6 @@ def test_groups_without_parameters_or_elements_do_nothing(backend: Backend) -> N
         group = Group(shapes, 2, lead=0, pad=0, gap=0, tail=0)
         grads = gradients(shapes, torch.float32)
         assert group.chunk_numel == 0
-        backend.pack(grads, torch.empty(0), group.table, 0, 2.0, False)
-        backend.unpack(torch.empty(0), torch.empty(0), group.table, 0)
-        backend.sum_chunks([torch.empty(0)], torch.empty(0), 2.0, False)
+        backend("pack")(grads, torch.empty(0), group.table, 0, 2.0, False)
+        backend("unpack")(torch.empty(0), torch.empty(0), group.table, 0)
+        backend("sum_chunks")([torch.empty(0)], torch.empty(0), 2.0, False)

@@ -27,7 +27,7 @@ from tests.support.parity import (
     token_loss,
     tower,
 )
-from tests.support.ranks import Ranks, on_ranks
+from tests.support.ranks import on_ranks
 
 
 def adamw(engine: Engine, model: nn.Module, **options: Any) -> torch.optim.Optimizer:
@@ -57,7 +57,9 @@ def whole_state(model: nn.Module, optim: torch.optim.Optimizer) -> Tensors:
     return found
 
 
-def hands_over(source: Engine, target: Engine) -> None:
+@pytest.mark.parametrize(("source", "target"), [(FSDP2, SHARDGRAD), (SHARDGRAD, FSDP2)])
+@on_ranks(2)
+def test_a_state_goes_between_us_and_torch_under_fsdp2(source: Engine, target: Engine) -> None:
     """Two steps under `source`, two under `target`, equal four steps of the unsharded oracle."""
     with float64():
         model, optim = build(source)
@@ -73,14 +75,6 @@ def hands_over(source: Engine, target: Engine) -> None:
         whole = {name: param.full_tensor() for name, param in other.named_parameters()}
         assert_close(whole, dict(oracle.named_parameters()))
         assert_close(whole_state(other, other_optim), whole_state(oracle, oracle_optim))
-
-
-def test_a_state_saved_by_torch_under_fsdp2_loads_here(two_ranks: Ranks) -> None:
-    two_ranks.run(hands_over, FSDP2, SHARDGRAD)
-
-
-def test_a_state_saved_here_loads_into_torch_under_fsdp2(two_ranks: Ranks) -> None:
-    two_ranks.run(hands_over, SHARDGRAD, FSDP2)
 
 
 @on_ranks(2)

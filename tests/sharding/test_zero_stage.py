@@ -213,6 +213,3 @@ def test_sharding_over_both_axes_trains_bit_for_bit_like_hsdp(
         dist.all_reduce(share)
         assert share.item() == pytest.approx(copies)
     assert_same_bits(ours, theirs)
-
-
-# -- tests

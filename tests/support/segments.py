@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardgrad import ops
-from shardgrad.ops import norm, update
+from shardgrad.ops import movement, norm, update
 
 needs_library = pytest.mark.skipif(
     ops.backend() != "compiled", reason="shardgrad/_C.so was not built"
@@ -29,16 +29,19 @@ SIZES = (5, 0, 1, ops.TILE_NUMEL, 3 * ops.TILE_NUMEL + 7, 0, 1000)
 Op = Callable[..., None]
 
 
-def adam_of(backend: str) -> Op:
-    return update.adam_reference if backend == "reference" else torch.ops.shardgrad.adam_.default
+REFERENCES: dict[str, Op] = {
+    "pack": movement.pack_reference,
+    "unpack": movement.unpack_reference,
+    "sum_chunks": movement.sum_chunks_reference,
+    "norm_": norm.norm_reference,
+    "adam_": update.adam_reference,
+    "sgd_": update.sgd_reference,
+}
 
 
-def sgd_of(backend: str) -> Op:
-    return update.sgd_reference if backend == "reference" else torch.ops.shardgrad.sgd_.default
-
-
-def norm_of(backend: str) -> Op:
-    return norm.norm_reference if backend == "reference" else torch.ops.shardgrad.norm_.default
+def operator(backend: str, name: str) -> Op:
+    compiled: Op = getattr(torch.ops.shardgrad, name).default
+    return REFERENCES[name] if backend == "reference" else compiled
 
 
 @dataclass(frozen=True)
@@ -180,7 +183,7 @@ def run_adam(
     stochastic_rounding: bool = False,
     seed: int = 0,
 ) -> None:
-    adam_of(backend)(
+    operator(backend, "adam_")(
         s.param, s.grad, s.first, s.second, s.master, s.steps, s.ticket, s.touched, s.rows, s.tiles,
         hyper(*values, device=s.param.device), scale, found_inf, decoupled, maximize,
         stochastic_rounding,
@@ -203,7 +206,7 @@ def run_sgd(
     seed: int = 0,
 ) -> None:
     buffer = s.first if momentum else None
-    sgd_of(backend)(
+    operator(backend, "sgd_")(
         s.param, s.grad, buffer, s.master, s.steps, s.ticket, s.touched, s.rows, s.tiles,
         hyper(*values, device=s.param.device), scale, found_inf, nesterov, decoupled, maximize,
         stochastic_rounding, seed,
@@ -214,7 +217,7 @@ def run_norm(backend: str, s: Segment, norm_type: float = 2.0) -> tuple[float, f
     out = torch.full((2,), math.nan, dtype=torch.float64, device=s.grad.device)
     scratch = torch.zeros(ops.NORM_SCRATCH_NUMEL, dtype=torch.float64, device=s.grad.device)
     for _ in range(2):  # which takes the scratch as the first one leaves it
-        norm_of(backend)(out, scratch, s.grad, s.touched, s.rows, s.tiles, norm_type)
+        operator(backend, "norm_")(out, scratch, s.grad, s.touched, s.rows, s.tiles, norm_type)
     assert scratch[-1] == 0, "the ticket was not given back"
     value, not_finite = out.tolist()
     return value, not_finite
