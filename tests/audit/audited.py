@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -111,6 +112,12 @@ def another_model_on_rank_1() -> nn.Module:
 
 def _is_sharded() -> bool:
     return shardgrad.fully_shard.__module__ == "shardgrad.fully_shard"
+
+
+def rank_1_stays() -> nn.Module:
+    if dist.get_rank() == 1:
+        time.sleep(1000)
+    return net()
 
 
 def returns_a_tuple() -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from shardgrad.programs.audit import audit
 from shardgrad.programs.audit.audit import _difference, _run
 from tests.support.programs import run
 
@@ -92,6 +93,15 @@ def test_what_is_not_such_a_program_is_refused(target: str, words: list[str]) ->
         assert word in done.stderr
     assert ("Traceback" in done.stderr) == target.endswith("broken"), "only of the program's errors"
     assert done.returncode == 2
+
+
+def test_a_rank_that_does_not_end_after_another_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(audit, "_TIMEOUT_S", 3.0)
+    left, failure = _run(f"{PROGRAMS}:rank_1_stays", 2)
+    assert not left
+    assert failure.endswith("rank_1_stays(): 1 of 2 ranks still waited when the rest ended")
 
 
 # -- what the numbers say

@@ -27,14 +27,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.spawn import ProcessException, spawn
+from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from shardgrad.errors import OptionError
 from shardgrad.programs.audit.without_engine import remove_engines
 from shardgrad.programs.function_named import function_named
 
 _WRAPPERS = re.compile(r"\b(module|_fsdp_wrapped_module)\.")
-_TIMEOUT_S = 60.0  # of a collective
+_START = "spawn"  # how processes are started
+_TIMEOUT_S = 60.0  # of a collective, and of what other ranks may take once one has ended
 
 _Values = dict[str, torch.Tensor]  # what a program returned, whole and on the host, by name
 
@@ -172,15 +173,32 @@ def _run(target: str, world: int, *, engine: bool = True) -> tuple[list[_Values 
         What each returned, or its type if that cannot be compared; and why the first failed that
         did.
     """
+    name = f"{target.rpartition(':')[2]}()"
     with tempfile.TemporaryDirectory(prefix="shardgrad-audit-") as folder:
+        ranks = start_processes(
+            _rank,
+            (target, world, folder, engine),
+            world,
+            join=False,
+            daemon=True,
+            start_method=_START,
+        )
         try:
-            spawn(_rank, (target, world, folder, engine), nprocs=world, daemon=True)
+            left, limit_s = world, None
+            while not ranks.join(limit_s):
+                if len(ranks.sentinels) == left:
+                    where = f"at an unknown place of {name}"
+                    return [], f"{where}: {left} of {world} ranks still waited when the rest ended"
+                left, limit_s = len(ranks.sentinels), _TIMEOUT_S
         except ProcessException as error:
             print(error.msg, file=sys.stderr)
             # A traceback ends with the error; what an error says more is indented, too.
             last = error.msg.rpartition("Traceback (most recent call last):")[2].splitlines()
             first = next(line for line in last if line and not line[0].isspace())
-            return [], f"rank {error.error_index}, {target.rpartition(':')[2]}(): {first}"
+            return [], f"rank {error.error_index}, {name}: {first}"
+        finally:
+            for process in ranks.processes:
+                process.kill()
         # Our own processes wrote these.
         return [torch.load(f"{folder}/{rank}", weights_only=False) for rank in range(world)], ""
 
