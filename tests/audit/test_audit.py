@@ -57,6 +57,7 @@ def test_a_program_that_cannot_do_without_its_engine_says_so() -> None:
     status, said = audited("needs_its_engine")
     assert "the program fails without its engine" in said
     assert "has no attribute 'to_local'" in said
+    assert "Terminating process" not in said
     assert status == 2
 
 

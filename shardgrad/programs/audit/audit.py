@@ -11,6 +11,7 @@ Every rank is a new process; the default process group is made before the functi
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
@@ -174,6 +175,7 @@ def _run(target: str, world: int, *, engine: bool = True) -> tuple[list[_Values 
         did.
     """
     name = f"{target.rpartition(':')[2]}()"
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # says whom it ends
     with tempfile.TemporaryDirectory(prefix="shardgrad-audit-") as folder:
         ranks = start_processes(
             _rank,
