@@ -84,7 +84,6 @@ def audit(target: str, *, ranks: int = 2) -> Audit:
         OptionError: the target cannot be loaded, returns something else, or fails without its
             engine.
     """
-    function_named(target, flag="--audit")
     runs, failure = _run(target, ranks)
     references, why = _run(target, ranks, engine=False)
     if why:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
 from shardgrad.programs.cli.reporting import reported
 
@@ -45,16 +44,6 @@ class Command(click.Command):
 def is_debug(ctx: click.Context) -> bool:
     """Returns whether `--debug` was given."""
     return bool(ctx.meta.get(_DEBUG))
-
-
-def given(ctx: click.Context, *names: str) -> list[str]:
-    """Returns the flags of those of some parameters that were on the command line."""
-    flags = {param.name: param.opts[0] for param in ctx.command.params}
-    return [
-        flags[name]
-        for name in names
-        if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
-    ]
 
 
 def _keep_debug(ctx: click.Context, _: click.Parameter, value: bool) -> None:

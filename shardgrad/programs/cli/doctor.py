@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from shardgrad.programs.cli.command import Command, given
+from shardgrad.programs.cli.command import Command
 from shardgrad.programs.text import escaped
 
 if TYPE_CHECKING:
@@ -31,11 +31,10 @@ if TYPE_CHECKING:
 @click.option(
     "--ranks",
     type=click.IntRange(min=2),
-    default=2,
     help="Ranks of the program audited.  [default: 2]",
 )
 @click.pass_context
-def doctor(ctx: click.Context, /, audit: str | None, ranks: int) -> None:
+def doctor(ctx: click.Context, /, audit: str | None, ranks: int | None) -> None:
     """Print versions and devices, and what of this machine prevents a training step from being
     captured as one graph.
 
@@ -43,8 +42,8 @@ def doctor(ctx: click.Context, /, audit: str | None, ranks: int) -> None:
     captured, its first calls under graphed_step say.
     """
     if audit is not None:
-        _audit(audit, ranks)
-    if given(ctx, "ranks"):
+        _audit(audit, ranks or 2)
+    if ranks is not None:
         raise click.UsageError("--ranks is for --audit: leave it out.", ctx)
     from shardgrad.graphs.preflight import environment_issues
 

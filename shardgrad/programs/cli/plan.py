@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from shardgrad.programs.cli.command import Command, given
+from shardgrad.programs.cli.command import Command
 from shardgrad.programs.plan.hardware import Machine
 from shardgrad.programs.plan.request import Request, mesh_shape
 from shardgrad.programs.train.settings import Number, given_for, options_of
@@ -37,12 +37,11 @@ def plan(ctx: click.Context, /, mfu: float | None, **options: Any) -> None:
     as any other rank. Without a measurement (--mfu), times are a range: that of published runs on
     the same kind of GPU.
     """
-    flags = given(ctx, "preset", "model")
-    if len(flags) > 1:
-        raise click.UsageError(f"{' and '.join(flags)} name a model each: give one.", ctx)
+    asked = given_for(Request, options)
+    if {"preset", "model"} <= asked.keys():
+        raise click.UsageError("--preset and --model name a model each: give one.", ctx)
     # Before PyTorch is imported, which takes seconds.
     machine = Machine(**given_for(Machine, options))
-    asked = given_for(Request, options)
     asked.setdefault("ranks", math.prod(mesh_shape(options["mesh"]) or (8,)))
     request = Request(**asked)
     if request.model is not None:

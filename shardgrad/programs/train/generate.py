@@ -40,11 +40,8 @@ def continued(
     text = bytearray(prompt)
     model.eval()
     for _ in range(count):
-        # Always of the same length, so that a compiled model is not compiled again: attention is
-        # causal, and what follows the last byte has no effect on it.
-        seen = list(text[-window:])
-        tokens = torch.tensor([seen + [0] * (window - len(seen))], device=device)
-        logits: Tensor = model(tokens)[0, len(seen) - 1, :BYTE_VALUES].double().cpu()
+        tokens = torch.tensor([list(text[-window:])], device=device)
+        logits: Tensor = model(tokens)[0, -1, :BYTE_VALUES].double().cpu()
         if not logits.isfinite().all():
             raise TrainingError("The model's logits are not finite: take an earlier checkpoint.")
         shares = torch.softmax(logits / _TEMPERATURE, dim=-1)
