@@ -95,7 +95,6 @@ def test_the_first_step_that_is_not_finite_is_remembered(loss: float, norm: floa
         state=SimpleNamespace(step=0),
         _loss_sum=torch.zeros(()),
         _bad_steps=torch.full((2,), loop._NEVER),
-        _unreported_steps=0,
     )
     for step, numbers in enumerate([(1.0, 1.0), (loss, norm), (math.nan, math.nan), (1.0, 1.0)]):
         if step == 1:

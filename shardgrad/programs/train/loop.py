@@ -101,10 +101,9 @@ class Run:
         # a loss waits for the device, so steps do not read it: `_require_finite` does.
         self._bad_steps = torch.full((2,), _NEVER, device=world.device)
         self._step = TrainStep(state, Sampler(text, config.seq_len, config.seed), config, world)
-        self._first_step = state.step
+        self._first_step = self._reported_step = state.step
         self._loss = float("nan")  # as reported last
         self._began_s = self._reported_s = time.perf_counter()
-        self._unreported_steps = 0
         self._record = RunRecord(config.folder, leads=world.leads, tensorboard=config.tensorboard)
         self._record.begin(
             config,
@@ -141,31 +140,25 @@ class Run:
         """
         recorder.enter("metrics")
         self._require_finite()
-        mean = float(self._loss_sum) / self._unreported_steps
+        state, config, world = self.state, self.config, self.world
+        steps, now_s = state.step - self._reported_step, time.perf_counter()
+        means = world.gather(float(self._loss_sum) / steps)
         self._loss_sum.zero_()
-        means = self.world.gather(mean)
-        now_s = time.perf_counter()
-        state, config = self.state, self.config
-        tokens = (
-            self._unreported_steps * config.global_batch(self.world.world_size) * config.seq_len
-        )
-        elapsed_s = now_s - self._began_s
-        a_step_s = elapsed_s / (state.step - self._first_step)
         self._loss = sum(means) / len(means)
+        step_s = (now_s - self._reported_s) / steps
+        self._reported_step, self._reported_s = state.step, now_s
         metrics: dict[str, Any] = {
             "step": state.step,
             "loss": self._loss,  # since the last report
             "lr": state.optimizer.param_groups[0]["lr"],
             "grad_norm": float(grad_norm),
-            "tokens_per_s": tokens / (now_s - self._reported_s),
-            "elapsed_s": elapsed_s,
-            "remaining_s": a_step_s * (config.steps - state.step),
+            "tokens_per_s": config.global_batch(world.world_size) * config.seq_len / step_s,
         }
-        self._reported_s, self._unreported_steps = now_s, 0
+        left = nice_seconds(step_s * (config.steps - state.step))
         self._display.note(
             "step {step}/{steps}  loss {loss:.4f}  lr {lr:.2e}  grad norm {grad_norm:.3f}  "
             "tokens/s {tokens_per_s:,.0f}  ETA {left}".format(
-                steps=config.steps, left=nice_seconds(metrics["remaining_s"]), **metrics
+                steps=config.steps, left=left, **metrics
             )
         )
         self._record.write("step", **metrics)
@@ -176,7 +169,6 @@ class Run:
         first = self._bad_steps.clamp(max=self.state.step)
         self._bad_steps = torch.where(is_finite, self._bad_steps, first)
         self._loss_sum += loss
-        self._unreported_steps += 1
 
     def _require_finite(self) -> None:
         """Ends the run if a loss or a gradient was not finite, so that none is saved. A

@@ -64,15 +64,10 @@ def _files_of(root: Path, suffix: str) -> Iterator[Path]:
     if root.is_file():
         yield root
         return
-    if not root.exists():
+    if not root.is_dir():  # nothing, or a pipe or a device, which cannot be read on every rank
         raise UsageError(
             f"There is no file or folder at {root}: correct --data, or leave it out of a new run "
             "to train on the source of Python's standard library."
-        )
-    if not root.is_dir():
-        raise UsageError(
-            f"{root} is a pipe or a device, which cannot be read on every rank: save the text to a "
-            "file, and give that to --data."
         )
     for folder, subfolders, names in os.walk(root):
         # Assigned in place: os.walk visits the folders of this list, in its order.
