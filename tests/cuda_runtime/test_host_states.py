@@ -1,4 +1,4 @@
-"""Each wait of a step whose states are on the host is needed."""
+"""Each wait of a step whose states are on the host is needed, and so is the host's own."""
 
 from __future__ import annotations
 
@@ -20,16 +20,21 @@ from tests.cuda_runtime import inspection
 from tests.support.parity import stack
 
 
-def three_steps() -> None:
-    """Three segments of one size. Others write where the chunks of a step lie, before it and after
-    the last one, which fails at its first update.
-    """
+def with_gradients() -> Any:
+    """Returns an optimizer of three segments of one size."""
     layers, mesh = stack(64, 64, 64, 64).cuda(), init_device_mesh("cuda", (1,))
     for layer in (layers[0], layers[2], layers[4], layers):
         shardgrad.fully_shard(layer, mesh=mesh)
-    optim: Any = shardgrad.optim.AdamW(layers.parameters(), states_on_host=True)
-    nbytes = max(segment.numel for segment in optim._segments) * 8
     layers(torch.ones(4, 64, device="cuda")).sum().backward()
+    return shardgrad.optim.AdamW(layers.parameters(), states_on_host=True)
+
+
+def three_steps() -> None:
+    """Others write where the chunks of a step lie, before it and after the last one, which fails at
+    its first update.
+    """
+    optim = with_gradients()
+    nbytes = max(segment.numel for segment in optim._segments) * 8
     for _ in range(2):
         _write_and_free(nbytes)
         optim.step()
@@ -79,3 +84,19 @@ def test_without_any_of_its_waits_a_step_is_out_of_order() -> None:
     assert (len(lines), conflicts) == (6, [])
     for line in lines:
         assert conflicts_without(line)[1], f"line {line} of host_states.py is not missed"
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_state_dict_waits_for_the_copies_of_the_step_before() -> None:
+    optim = with_gradients()
+    optim.step()  # the host looks at what a first one has done
+    before = moments(optim)
+    with inspection.order("late"):
+        optim.step()
+        after = moments(optim)
+    assert all((now != then).all() for now, then in zip(after, before, strict=True))
+
+
+def moments(optim: Any) -> list[torch.Tensor]:
+    entries = optim.state_dict()["state"].values()
+    return [value.to_local().clone() for each in entries for value in each.values() if value.ndim]
