@@ -42,6 +42,7 @@ class GradScaler:
         scaler.update()
 
     Args:
+        device: as torch's; the scale is on the device of what it multiplies, whatever this says.
         init_scale: the first scale.
         growth_factor: what the scale is multiplied by after `growth_interval` good steps in a row.
         backoff_factor: what it is multiplied by after a step that was skipped.
@@ -54,6 +55,7 @@ class GradScaler:
 
     def __init__(
         self,
+        device: str = "cuda",
         init_scale: float = 2.0**16,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,

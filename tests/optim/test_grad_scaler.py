@@ -64,7 +64,7 @@ def test_the_scale_moves_as_torchs_whichever_of_two_optimizers_finds_an_infinity
 
 @on_ranks(2)
 def test_two_optimizers_over_one_unit_take_the_scale_out_once() -> None:
-    model, scaler = build(), shardgrad.GradScaler(init_scale=1024.0)
+    model, scaler = build(), shardgrad.GradScaler("cpu", 1024.0)  # as torch.amp.GradScaler
     halves = [shardgrad.optim.SGD(model[i].parameters(), lr=0.1) for i in (0, 2)]
     right = build()
     right(SHARDGRAD.inputs(0, 5)).square().mean().backward()
