@@ -154,7 +154,8 @@ class BuildOps(build_ext):
         # As system headers: their warnings are not ours.
         ext.extra_compile_args += ["-isystem", str(root / "include")]
         ext.library_dirs.append(str(root / "lib"))
-        ext.libraries.append("torch_cpu")
+        # Before glibc 2.34, what torch's headers and CUDA's runtime call is not all in libc.
+        ext.libraries += ["torch_cpu", "rt", "pthread", "dl"]
         # pip's and build's temporary environments have this in their names.
         nvcc = find_nvcc(torch.version.cuda, is_isolated="build-env-" in torch.__file__)
         if nvcc is not None:
@@ -176,7 +177,6 @@ class BuildOps(build_ext):
         else:
             # The library then depends on the driver alone, not on one runtime's file name.
             ext.extra_objects.append(static_cuda_runtime(nvcc))
-        ext.libraries += ["rt", "pthread", "dl"]
 
 
 class BuildPython(build_py):

