@@ -4,6 +4,8 @@ mistakes.
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -119,9 +121,12 @@ def test_rounding_is_not_a_difference() -> None:
     assert said(WEIGHT * (1 + 1e-3), WEIGHT) != ""
 
 
-def test_a_value_that_is_not_finite_in_either_run_is_no_difference() -> None:
-    broken = WEIGHT / torch.zeros(())
-    assert said(broken, broken, expected=broken) == ""
+def test_only_what_is_not_finite_in_either_run_is_no_difference() -> None:
+    for broken in (WEIGHT / 0, WEIGHT.masked_fill(WEIGHT == 2, math.nan)):
+        assert said(broken, broken, expected=broken) == ""
+        assert said(WEIGHT, WEIGHT, expected=broken) != ""
+        for ranks in ((WEIGHT, broken), (broken, WEIGHT), (broken, broken)):
+            assert said(*ranks).startswith("end of w: it is off by inf%")
 
 
 def test_the_first_value_that_differs_is_told_with_how_far_and_where() -> None:

@@ -12,6 +12,7 @@ Every rank is a new process; the default process group is made before the functi
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import sys
@@ -149,17 +150,18 @@ def _how(expected: torch.Tensor | None, held: Sequence[torch.Tensor | None]) -> 
 
 
 def _off(values: torch.Tensor, expected: torch.Tensor) -> float:
-    """Returns by how much of its norm a value is off; 0 if that is within the precision, and where
-    neither is finite.
+    """Returns by how much of its norm a value is off; 0 if that is within the precision, infinity
+    if other elements are finite. Those that are not are not compared.
     """
     dtypes = [
         each.dtype for each in (values, expected) if each.is_floating_point() or each.is_complex()
     ]
     precision = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0) ** 0.5
     ours, theirs = values.to(torch.complex128), expected.to(torch.complex128)
-    both_broken = (~ours.isfinite()) & (~theirs.isfinite())
-    off = (ours - theirs).masked_fill(both_broken, 0).norm()
-    norm = theirs.masked_fill(both_broken, 0).norm()
+    is_finite = theirs.isfinite()
+    if not torch.equal(ours.isfinite(), is_finite):
+        return math.inf
+    off, norm = (ours - theirs)[is_finite].norm(), theirs[is_finite].norm()
     return 0.0 if off <= precision * norm else float(off / norm)
 
 
