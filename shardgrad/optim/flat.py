@@ -574,7 +574,7 @@ class FlatOptimizer(Optimizer):
         segments = tuple(map(_GUARDS, self._segments))
         groups: list[OptimGroup] = self.param_groups  # type: ignore[assignment]
         constants = tuple([group.constants() for group in groups])
-        return segments, constants, self._check_finite
+        return segments, constants
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the memory in which state lives, with names."""

@@ -44,6 +44,10 @@ KINDS: dict[str, tuple[torch.dtype, Callable[..., Any]]] = {
         torch.bfloat16,
         lambda p, **o: shardgrad.optim.Muon(p, master="float32", **o),
     ),
+    "muon with a remainder": (
+        torch.bfloat16,
+        lambda p, **o: shardgrad.optim.Muon(p, master="remainder", **o),
+    ),
 }
 
 
