@@ -197,7 +197,12 @@ def test_retention_keeps_the_newest_and_the_one_named_latest(tmp_path: Path) -> 
     series = checkpoint.Series(tmp_path, keep=2)
     for step in (5, 10, 999_999, 1_000_000):
         path = series.path_of(step)
-        checkpoint.save(small(step), path, then=lambda path=path: series.publish(path))
+
+        def publish(path: Path = path) -> None:
+            assert path in series.complete()
+            series.publish(path)
+
+        checkpoint.save(small(step), path, then=publish)
     assert [path.name for path in series.complete()] == ["step_999999", "step_1000000"]
     assert newest(series) == 1_000_000
     for name in ("step_999999\n", "step_999999/", "checkpoints/step_999999"):
