@@ -52,7 +52,7 @@ def published(final: Path) -> Iterator[Path]:
         )
     make_folder(final.parent)
     lock.require_no_other(final.parent)
-    aside = final.with_name(f"{final.name}.{secrets.token_hex(4)}{_ASIDE}")
+    aside = _aside(final)
     aside.mkdir()
     try:
         yield aside
@@ -186,12 +186,16 @@ def _step_of(path: Path) -> int:
     return int(found[1])
 
 
+def _aside(path: Path) -> Path:
+    """Returns a temporary name, which nothing has."""
+    return path.with_name(f"{path.name}.{secrets.token_hex(4)}{_ASIDE}")
+
+
 def _discard(checkpoint: Path) -> None:
     """Removes a checkpoint; it is renamed first, so that an interruption leaves no incomplete
     checkpoint.
     """
-    aside = checkpoint.with_name(checkpoint.name + _ASIDE)
-    shutil.rmtree(aside, ignore_errors=True)
+    aside = _aside(checkpoint)
     checkpoint.rename(aside)
     sync(aside.parent)  # before anything is removed of what had the name
     shutil.rmtree(aside, ignore_errors=True)
