@@ -58,6 +58,29 @@ def scaler_updated_in_the_next_call(graphed: Graphed) -> Values:
     return seen + weights(model)
 
 
+def optimizer_after_clips_in_parts(graphed: Graphed) -> Values:
+    """Only the optimizer's step is a graph; each unit's gradients are clipped in two parts."""
+    model = build(Setup())
+    optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
+    params = list(model.parameters())
+
+    @graphed(model, optimizer)
+    def step(x: Tensor) -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for number in range(9):
+        x = batch(number)
+        if number % 3 == 2:
+            x[0, 0] = torch.inf
+        loss_of(model, x).backward()
+        for part in (params[::2], params[1::2]):
+            shardgrad.clip_grad_norm_(part, 0.1)
+        step(x)
+    require_replays(step, 1, 6)
+    return [optimizer.skipped_steps.item(), *weights(model)]
+
+
 def event_of_the_optimizer(graphed: Graphed) -> Values:
     """FSDP2's `set_post_optim_event`, called in the step that the event is recorded in."""
     model = build(Setup())
@@ -115,6 +138,7 @@ def _record_post_optim_event(model: nn.Module, device: torch.device) -> None:
     "program",
     [
         scaler_updated_in_the_next_call,
+        optimizer_after_clips_in_parts,
         event_of_the_optimizer,
         write_after_an_error,
     ],
