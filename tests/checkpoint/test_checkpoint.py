@@ -107,11 +107,20 @@ def test_every_dtype_comes_back_to_the_bit(dtype: torch.dtype, tmp_path: Path) -
         )
 
 
-def test_a_state_may_be_loaded_into_another_precision(saved: Path) -> None:
-    ours = state(1)
-    ours["model"]["weight"] = ours["model"]["weight"].bfloat16()
-    checkpoint.load(ours, saved)
-    assert torch.equal(ours["model"]["weight"], state()["model"]["weight"].bfloat16())
+@pytest.mark.parametrize("saved", [torch.float32, torch.int64, torch.complex128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.complex64])
+def test_numbers_may_be_loaded_into_another_precision_and_into_no_other_kind(
+    saved: torch.dtype, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    values, ours = torch.arange(5).to(saved), {"x": torch.zeros(5, dtype=dtype)}
+    checkpoint.save({"x": values}, tmp_path / "c")
+    if (saved.is_floating_point, saved.is_complex) == (dtype.is_floating_point, dtype.is_complex):
+        checkpoint.load(ours, tmp_path / "c")
+        assert torch.equal(ours["x"], values.to(dtype))
+    else:
+        with pytest.raises(CheckpointError, match=f"x has {saved} for {dtype}"):
+            checkpoint.load(ours, tmp_path / "c")
+        assert not ours["x"].any()
 
 
 def test_parts_are_loaded_only_when_they_are_named_optional(saved: Path) -> None:
