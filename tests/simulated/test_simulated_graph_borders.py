@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import shardgrad
+from tests.simulated.accelerator.device import NAME
 from tests.simulated.programs.graphed import (
     Graphed,
     Setup,
@@ -100,6 +101,56 @@ def event_of_the_optimizer(graphed: Graphed) -> Values:
     return seen + weights(model)
 
 
+def write_on_another_stream(graphed: Graphed) -> Values:
+    """The program takes the optimizer's steps on a stream of its own, and says so by an event."""
+    model, other = build(Setup()), torch.Stream(NAME)
+    optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
+
+    @graphed(model)
+    def step(x: Tensor) -> Tensor:
+        loss = loss_of(model, x)
+        loss.backward()
+        return loss
+
+    for number in range(8):
+        step(batch(number))
+        other.wait_stream(torch.accelerator.current_stream())
+        with other:
+            optimizer.step()
+            optimizer.zero_grad()
+            _record_post_optim_event(model, other.device)
+    require_replays(step, 1, 5)
+    torch.accelerator.current_stream().wait_stream(other)
+    return weights(model)
+
+
+def modes_that_the_step_sets(graphed: Graphed) -> Values:
+    """What a step has set on the host is set after a replay, too."""
+    model = build(Setup())
+    optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
+
+    @graphed(model, optimizer)
+    def step(x: Tensor) -> Tensor:
+        loss = loss_of(model, x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.eval()
+        model.set_requires_gradient_sync(False)
+        return loss
+
+    seen = []
+    for number in range(7):
+        model.train()
+        model.set_requires_gradient_sync(True)
+        seen.append(step(batch(number)).item())
+        seen += [float(module.training) for module in model.modules()]
+    require_replays(step, 1, 4)
+    loss_of(model, batch(7)).backward()
+    seen += [float(param.grad is None) for param in model.parameters()]
+    return seen + weights(model)
+
+
 def write_after_an_error(graphed: Graphed) -> Values:
     """The program goes on at once on its own stream, with parameters that the step was still
     reading.
@@ -140,6 +191,8 @@ def _record_post_optim_event(model: nn.Module, device: torch.device) -> None:
         scaler_updated_in_the_next_call,
         optimizer_after_clips_in_parts,
         event_of_the_optimizer,
+        write_on_another_stream,
+        modes_that_the_step_sets,
         write_after_an_error,
     ],
     ids=lambda program: program.__name__.replace("_", " "),
