@@ -282,6 +282,23 @@ def test_an_infinity_on_one_rank_makes_all_ranks_skip(name: str, scaler_kind: st
     )
 
 
+@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.parametrize("name", BOTH)
+@on_ranks(1)
+def test_units_that_are_clipped_one_by_one_are_skipped_together(name: str, bad: int) -> None:
+    units = nn.ModuleList([plane(), plane()])
+    with partner(name) as fused_adam:
+        optimizer = fused_adam(units.parameters(), **HYPER, capturable=True)
+        before = weights(units)
+        for number, unit in enumerate(units):
+            unit(0).backward()
+            if number == bad:
+                unit.weights[0].grad.to_local()[0] = float("inf")
+            shardgrad.clip_grad_norm_(unit, 1.0)
+        optimizer.step()
+    assert_same_bits(weights(units), before)
+
+
 # -- state
 
 
