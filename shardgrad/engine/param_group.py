@@ -68,6 +68,8 @@ __all__ = [
     "UnshardedParams",
     "ZeroCopyGather",
     "group_of",
+    "versions_of",
+    "warn_of_lost_writes",
 ]
 
 _VERSION, _LOCAL = attrgetter("_version"), attrgetter("_local_tensor")
@@ -697,7 +699,7 @@ class ParamGroup:
                 # autograd refuses a backward that saved it before.
                 unsharded = list(map(_UNSHARDED_PARAM, self.params))
                 increment_version(unsharded)
-                self._unsharded_versions = _versions(unsharded)
+                self._unsharded_versions = versions_of(unsharded)
             self._in_flight = self._launch(comm_ctx, version)
             self._gathered_version = version
         self.state = UNSHARDING
@@ -839,7 +841,7 @@ class ParamGroup:
         """
         if self.state is not UNSHARDED:
             return
-        versions = _versions(map(_UNSHARDED_PARAM, self.params))
+        versions = versions_of(map(_UNSHARDED_PARAM, self.params))
         # Every in-place operation moves a tensor's version, whoever makes it: in the module's
         # forward, or between `unshard()` and `reshard()`.
         before, self._unsharded_versions = self._unsharded_versions, versions
@@ -852,14 +854,7 @@ class ParamGroup:
         # The shard may have taken an earlier write, as of a forward that is recomputed in backward.
         is_current = self._version() in (self._gathered_version, self._taken_version)
         if not (takes and is_current):
-            names = listed([p.name for p, _ in written])
-            warnings.warn(
-                f"shardgrad: {names} was written while unsharded, which is lost when it is "
-                "resharded. Try: write the sharded parameter, between steps: with torch.no_grad(): "
-                "param.copy_(...)",
-                LostWorkWarning,
-                stacklevel=2,
-            )
+            warn_of_lost_writes([p for p, _ in written])
             return
         self.wait_until_read()
         for p, piece in written:
@@ -903,7 +898,19 @@ class ParamGroup:
             return self.generation, self.steps_taken + sum(map(_VERSION, self._written))
 
 
-def _versions(params: Iterable[torch.Tensor]) -> tuple[int, ...]:
+def warn_of_lost_writes(params: Iterable[FSDPParam]) -> None:
+    """Says that what the program wrote between unsharding and resharding is lost."""
+    warnings.warn(
+        f"shardgrad: {listed([p.name for p in params])} was written while unsharded, which is lost "
+        "when it is resharded. Try: write the sharded parameter, between steps: with "
+        "torch.no_grad(): param.copy_(...)",
+        LostWorkWarning,
+        stacklevel=3,
+    )
+
+
+def versions_of(params: Iterable[torch.Tensor]) -> tuple[int, ...]:
+    """Returns the number of in-place operations that torch has counted on each tensor."""
     with DisableTorchFunctionSubclass():  # DTensors answer three times as fast
         return tuple(map(_VERSION, params))
 

@@ -8,11 +8,19 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from shardgrad.engine.buffers import RecurringMemory
 from shardgrad.engine.comm_context import CollectiveConfig, CommContext
 from shardgrad.engine.param import FSDPParam, mark_post_forward
-from shardgrad.engine.param_group import AllGather, GroupSpec, ParamGroup, ParamState
+from shardgrad.engine.param_group import (
+    AllGather,
+    GroupSpec,
+    ParamGroup,
+    ParamState,
+    versions_of,
+    warn_of_lost_writes,
+)
 from shardgrad.engine.transports import MessageTag
 from shardgrad.sharding.layout import ShardLayout
 from shardgrad.sharding.mesh import DataParallelMesh
@@ -57,6 +65,7 @@ class PostForwardGather(AllGather):
             self._views = layout.local_views(self.chunk, mesh.shard_rank)
         # When modules began to register the parameters over this chunk.
         self._trained = [False] * len(params)
+        self._versions: tuple[int, ...] = ()
         for p in params:
             p.post_forward = None
 
@@ -88,6 +97,17 @@ class PostForwardGather(AllGather):
                 p.post_forward.requires_grad_(p.sharded.requires_grad)
             p.register(p.post_forward)
         self._trained = [p.sharded.requires_grad for p in self._params]
+        self._versions = versions_of(self._registered())
+
+    def _registered(self) -> list[nn.Parameter]:
+        return [p.post_forward for p in self._params if p.post_forward is not None]
+
+    def written(self) -> list[FSDPParam]:
+        """Returns the parameters of which the program has written the part over this chunk since
+        modules register it.
+        """
+        versions = zip(self._params, versions_of(self._registered()), self._versions, strict=True)
+        return [p for p, now, then in versions if now != then]
 
     def follow(self) -> None:
         """Has the sharded parameters require grad as the program has set it on those over this
@@ -160,6 +180,8 @@ class PostForwardGroup(ParamGroup):
         super().reshard(drop_kept=drop_kept)
         if self._smaller is not None and self._is_over_fewer:
             self._is_over_fewer = False
+            if written := self._smaller.written():
+                warn_of_lost_writes(written)
             self._smaller.follow()
             self._smaller.free()
             for p in self.params:
@@ -195,5 +217,8 @@ class PostForwardGroup(ParamGroup):
     def _fill(self, gathered: torch.Tensor, gather: AllGather) -> None:
         super()._fill(gathered, gather)
         if isinstance(gather, PostForwardGather):
+            # Now they have what the program wrote to fewer ranks' rows, which `take_writes` brings
+            # into the shard.
+            increment_version([p.require_unsharded() for p in gather.written()])
             gather.free()
             self._is_over_fewer = False

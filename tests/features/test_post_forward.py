@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
 from shardgrad.engine.unit import units_under
+from shardgrad.errors import LostWorkWarning
 from tests.support.parity import GATHERED, UNSHARDED, Engine, Tensors, assert_close, float64, stack
 from tests.support.ranks import on_ranks
 
@@ -50,3 +52,41 @@ def test_a_program_that_reshards_to_two_of_four_ranks_is_the_plain_one() -> None
     whens = ["between", "between", "before", "between", "alone", "alone", "before"]
     with float64():
         assert_close(*(frozen_and_thawed(engine, whens) for engine in (GATHERED, UNSHARDED)))
+
+
+def written_after_evaluations(engine: Engine) -> Tensors:
+    """Changes weights by hand where an evaluation has left them, and trains on."""
+    model = stack(5, 6, 7, 3)
+    for layer in (model[0], model[2], model):
+        engine.fully_shard(layer, reshard_after_forward=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = {}
+    for step in range(3):
+        with torch.no_grad():
+            model(engine.inputs(9, 5, dtype=torch.float64))
+            model[0].weight.mul_(1.5)
+            model[2].bias.add_(0.1)
+        for part in range(2):
+            model(engine.inputs(2 * step + part, 5, dtype=torch.float64)).square().mean().backward()
+        found |= {f"{name} in step {step}": x for name, x in engine.snapshot(model).items()}
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+@on_ranks(4)
+def test_what_is_written_to_two_of_four_ranks_shards_stays() -> None:
+    with float64():
+        assert_close(*(written_after_evaluations(engine) for engine in (GATHERED, UNSHARDED)))
+
+
+@on_ranks(4)
+def test_what_is_written_to_two_of_four_ranks_shards_and_dropped_is_told() -> None:
+    model = stack(5, 6, 7, 3)
+    for layer in (model[0], model[2], model):
+        GATHERED.fully_shard(layer, reshard_after_forward=2)
+    with torch.no_grad():
+        model(torch.ones(2, 5))
+        model[0].weight.mul_(1.5)
+    with pytest.warns(LostWorkWarning, match=r"weight was written while unsharded"):
+        model[0].reshard()
