@@ -8,6 +8,7 @@ this kind (`ops/virtual_memory.py`).
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, NoReturn, Protocol
 from weakref import WeakKeyDictionary
@@ -91,10 +92,12 @@ def sleep(
             got="some that the optimizer has not been cleared of",
             fix="optimizer.zero_grad() before shardgrad.sleep(model, optimizer, level=2)",
         )
-    if optimizer is not None:
-        optimizer.offload()
-    if level > 1 and pool is not None:
-        pool.offload()
+    with ExitStack() as undo:  # a refusal changes nothing
+        for sleeper in (optimizer, pool if level > 1 else None):
+            if sleeper is not None:
+                sleeper.offload()
+                undo.callback(sleeper.reload)
+        undo.pop_all()
     if level > 1:
         context.quiesce()
         memory = [tensor for tensor in shards if is_virtual(tensor)]

@@ -266,3 +266,15 @@ def test_what_cannot_sleep_is_refused() -> None:
         with pytest.raises(RootError, match=r"(?s)needs the root.*Block"):
             use(model.layers[0])
     optimizer.step()
+
+
+@on_ranks(2)
+def test_a_sleep_that_is_refused_for_its_graphs_leaves_the_optimizer_awake() -> None:
+    model, optimizer = built()
+    token_loss(model, SHARDGRAD.tokens(0)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(OptionError, match="pool's memory cannot"):
+        shardgrad.sleep(model, optimizer, shardgrad.GraphPool(), level=2)
+    token_loss(model, SHARDGRAD.tokens(1)).backward()
+    optimizer.step()
