@@ -71,6 +71,13 @@ def test_shards_and_states_between_steps_are_what_the_shapes_come_to() -> None:
     assert resting["optimizer state"] == pytest.approx(2 * pieces, rel=0.05)
 
 
+def test_gradients_stay_in_their_memory_for_all_of_a_step_as_in_a_graph() -> None:
+    rehearsal = rehearsal_of()
+    memory = {number for number, owner in rehearsal.owners.items() if owner == "gradients"}
+    assert memory
+    assert memory.isdisjoint(change.storage for change in rehearsal.changes)
+
+
 def test_a_peak_is_the_largest_sum_of_what_came_and_went() -> None:
     rehearsal = rehearsal_of()
     now = peak = start = sum(rehearsal.start_nbytes_by_stream.values())

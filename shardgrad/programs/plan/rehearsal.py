@@ -87,10 +87,6 @@ def _rehearse(request: Request) -> Rehearsal:
                 parameters = sum(param.numel() for param in plan_model.module.parameters())
                 trainer = _Trainer(request, plan_model, mesh, recorder)
                 trainer.step()
-                for grads in trainer.context.grad_groups:
-                    if grads.shard is not None:
-                        # As in a graph; an eager step frees them before forward and needs less.
-                        grads.shard.fix()
                 recorder.start_over()
                 start_nbytes_by_stream = recorder.nbytes_by_stream()
                 owners = trainer.owners()  # of what the step may free
