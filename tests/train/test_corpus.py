@@ -56,6 +56,14 @@ def test_a_path_without_text_is_refused_in_words(tmp_path: Path, name: str, word
         read(tmp_path / name)
 
 
+def test_a_text_holds_a_sequence_and_the_byte_after_it(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(b"12345")
+    assert read(tmp_path).decode() == "12345"
+    (tmp_path / "text").write_bytes(b"1234")
+    with pytest.raises(UsageError, match="holds 4 bytes, too few for sequences of 4"):
+        read(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("text", "entropy"), [(bytes(range(256)), math.log(256)), (b"ab" * 128, math.log(2))]
 )
