@@ -11,6 +11,7 @@ import torch
 from torch.distributed import fsdp
 
 import shardgrad
+from shardgrad.engine.unit import units_under
 from shardgrad.errors import BackwardFinalizationError, RootError
 from tests.support.parity import (
     SHARDGRAD,
@@ -141,12 +142,14 @@ def test_manual_finalization_supersedes_the_last_backward() -> None:
     model: Any = SHARDGRAD.shard_tower(tower())
     model.set_manual_backward_finalization(True)
     model.set_is_last_backward(False)
-    context = model._get_fsdp_state()._state_ctx
-    assert not context.is_last_backward
+    context = units_under(model)[0].context
+    assert context is not None
+    scheduler = context.scheduler
+    assert not scheduler.is_last_backward
     model.set_is_last_backward(True)
-    assert not context.is_last_backward  # superseded
+    assert not scheduler.is_last_backward  # superseded
     model.set_manual_backward_finalization(False)
-    assert context.is_last_backward
+    assert scheduler.is_last_backward
 
 
 @on_ranks(2)
