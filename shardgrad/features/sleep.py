@@ -93,7 +93,7 @@ def sleep(
             fix="optimizer.zero_grad() before shardgrad.sleep(model, optimizer, level=2)",
         )
     with ExitStack() as undo:  # a refusal changes nothing
-        for sleeper in (optimizer, pool if level > 1 else None):
+        for sleeper in (pool if level > 1 else None, optimizer):
             if sleeper is not None:
                 sleeper.offload()
                 undo.callback(sleeper.reload)

@@ -7,7 +7,7 @@ apex has had one version number, 0.1, for years, so nothing here depends on the 
 * It reads `param.grad` only. A decoupled gradient raises.
 * Kernels assume that the parameter has the gradient's dtype, without a check. Other dtypes raise.
 * Its master weights are those of the moment when it was built, and are not saved. They raise.
-* Kernels count elements in 32 bits: of a longer shard they update a part.
+* Kernels count elements in 32 bits, and of a longer shard would update a part. It raises.
 * A launch does nothing if its last tensor is empty. Empty shards are not passed.
 * With `capturable`, gradients are divided by the scale of a loss scaler in place.
 
@@ -39,6 +39,9 @@ class FusedAdam(BoundOptimizer):
         if alias.grad_dtype is not alias.local.dtype:
             why = "its kernels would read the parameter as if it had the gradient's dtype"
             self.refuse(alias, why, "GradientPolicy(dtype=None), or shardgrad.optim.AdamW")
+        if alias.local.numel() > 2**31 - 1:
+            why = "its kernels count the elements of a tensor in 32 bits, and would update a part"
+            self.refuse(alias, why, "more ranks, or shardgrad.optim.AdamW")
         if options.get("master_weights"):
             why = "it copies master weights when it is built, and saves none"
             fix = 'shardgrad.optim.AdamW(master="float32"), or TransformerEngine'

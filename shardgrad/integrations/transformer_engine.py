@@ -13,7 +13,7 @@ constructor, its steps and its kernels refuse is refused in their words.
   [Note: Aliases].
 * A parameter whose gradient is None is skipped silently, also if the gradient is in the other
   attribute. That raises here.
-* `store_param_remainders` has no effect without float32 masters.
+* `store_param_remainders` has no effect without float32 masters. That raises here.
 * Float32 parameters get a master copy that nothing updates. It is not saved.
 * With `capturable`, the step count follows the found_inf of the step before, and gradients are
   divided by the scale of a loss scaler in place.
@@ -51,6 +51,12 @@ class FusedAdam(BoundOptimizer):
         super().check(alias, options)
         if alias.attribute == "decoupled_grad":
             options.setdefault("use_decoupled_grad", True)
+        is_float32 = options.get("master_weight_dtype", torch.float32) is torch.float32
+        if options.get("store_param_remainders") and not (
+            options.get("master_weights") and is_float32
+        ):
+            why = "it would ignore store_param_remainders without float32 master weights"
+            self.refuse(alias, why, "master_weights=True")
 
     def names(self, alias: Alias) -> tuple[str, ...]:
         """See `BoundOptimizer.names`. Float32 parameters get a master too, which no kernel

@@ -269,7 +269,7 @@ def test_what_cannot_sleep_is_refused() -> None:
 
 
 @on_ranks(2)
-def test_a_sleep_that_is_refused_for_its_graphs_leaves_the_optimizer_awake() -> None:
+def test_a_sleep_that_is_refused_for_its_graphs_leaves_the_optimizer_as_it_was() -> None:
     model, optimizer = built()
     token_loss(model, SHARDGRAD.tokens(0)).backward()
     optimizer.step()
@@ -278,3 +278,9 @@ def test_a_sleep_that_is_refused_for_its_graphs_leaves_the_optimizer_awake() -> 
         shardgrad.sleep(model, optimizer, shardgrad.GraphPool(), level=2)
     token_loss(model, SHARDGRAD.tokens(1)).backward()
     optimizer.step()
+    optimizer.zero_grad()
+    shardgrad.sleep(model, optimizer)
+    with pytest.raises(OptionError, match="pool's memory cannot"):
+        shardgrad.sleep(model, optimizer, shardgrad.GraphPool(), level=2)
+    with pytest.raises(AsleepError):
+        optimizer.state_dict()

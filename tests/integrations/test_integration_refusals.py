@@ -124,6 +124,7 @@ REFUSED: list[tuple[str, dict[str, Any], list[torch.dtype], type[Exception], str
         "read the parameter as if",
     ),
     ("apex", MASTERS, [FP16], OptimizerParameterError, "saves none"),
+    (TE, {"store_param_remainders": True}, [BF16], OptimizerParameterError, "would ignore"),
 ]
 
 
@@ -158,6 +159,8 @@ def test_parameters_it_cannot_reach_are_refused() -> None:
             fused_adam(FSDP2.fully_shard(Plane()).parameters())
         with pytest.raises(OptimizerParameterError, match="not contiguous"):
             fused_adam([nn.Parameter(torch.zeros(3, 4).t())])
+    with partner("apex") as fused_adam, pytest.raises(OptimizerParameterError, match="32 bits"):
+        fused_adam([nn.Parameter(torch.empty(2**31, dtype=BF16))])  # memory that nothing touches
     model = plane()
     with (
         te_fused_adam.installed(),
