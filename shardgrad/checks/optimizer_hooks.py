@@ -3,9 +3,10 @@
 An engine has to know when an optimizer steps, and version counters do not tell: fused and foreach
 optimizers write the local tensors of DTensors below the level at which autograd counts versions.
 torch has hooks for the steps of one optimizer, whose instance a model never sees, and for the steps
-of all optimizers of the process. So one hook of the second kind before steps and one after them are
-registered while a sharded model is alive, and removed with the last one. Both return at once for an
-optimizer without parameters of a sharded model.
+of all optimizers of the process. So the first sharded model registers one hook of the second kind
+before steps and one after them. Both return at once for an optimizer without parameters of a
+sharded model. They stay: torch iterates over its hooks during a step, in which a model may be
+garbage collected.
 
 What they do:
 
@@ -30,13 +31,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils.hooks import RemovableHandle
 
 from shardgrad.checks.lost_work import refuse_replaced_data, refuse_unreduced, require_own_state
 from shardgrad.checks.unowned_params import warn_of_unowned
@@ -78,37 +77,26 @@ class _Watched:
 
 
 class OptimizerHooks:
-    """One hook before and one after the steps of all optimizers, while a sharded model is alive."""
+    """One hook before and one after the steps of all optimizers."""
 
     def __init__(self) -> None:
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._changes = 0  # models sharded, or cast to another dtype
-        self._handles: list[RemovableHandle] = []
         self._watched: weakref.WeakKeyDictionary[Optimizer, _Watched] = weakref.WeakKeyDictionary()
 
     def add(self, model: nn.Module) -> None:
-        """Keeps the hooks registered for as long as `model` is alive."""
+        """Has the steps of `model`'s optimizers watched."""
+        if not self._changes:
+            register_optimizer_step_pre_hook(self._before)
+            register_optimizer_step_post_hook(self._after)
         self._models.add(model)
         self._changes += 1
-        weakref.finalize(model, self._remove_if_unused).atexit = False
-        if not self._handles:
-            self._handles = [
-                register_optimizer_step_pre_hook(self._before),
-                register_optimizer_step_post_hook(self._after),
-            ]
 
     def note_cast(self) -> None:
         """Has every optimizer looked at again before its next step: parameters of a sharded model
         have got another dtype.
         """
         self._changes += 1
-
-    def _remove_if_unused(self) -> None:
-        # torch iterates over its hooks during a step, and a model may be garbage collected there.
-        # Then the hooks stay, without anything to do, until another model dies.
-        if next(iter(self._models), None) is None and not _is_any_step_running():
-            while self._handles:
-                self._handles.pop().remove()
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         watched = self._look_up(optimizer)
@@ -175,18 +163,6 @@ class OptimizerHooks:
         cast.
         """
         return sum(len(group["params"]) for group in optimizer.param_groups), self._changes
-
-
-def _is_any_step_running() -> bool:
-    """Returns whether a thread is inside torch's wrapper of `Optimizer.step`, or may be, unseen."""
-    from shardgrad.diagnosis.thread_stacks import LIMIT, thread_stacks
-
-    stacks = thread_stacks()
-    if LIMIT in (len(stacks), *map(len, stacks.values())):
-        return True
-    return any(
-        call.filename == torch_optimizer.__file__ for calls in stacks.values() for call in calls
-    )
 
 
 hooks = OptimizerHooks()

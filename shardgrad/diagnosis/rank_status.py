@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 from shardgrad.diagnosis.flight_recorder import Entry, FlightRecorder
-from shardgrad.diagnosis.thread_stacks import calls_of, program_call, thread_stacks
+from shardgrad.diagnosis.thread_stacks import calls_of, calls_of_thread, program_call
 
 __all__ = ["Diagnosis", "RankStatus", "describe_location", "diagnose", "rank_status"]
 
@@ -98,7 +98,7 @@ def rank_status(
     """
     said, fix = recorder.reported or (None, "")
     if error is None:
-        calls = thread_stacks().get(thread, ())
+        calls = calls_of_thread(thread)
     else:
         calls, fix = calls_of(error), str(getattr(error, "fix", None) or "")
         lines = str(error).strip().splitlines()

@@ -1,35 +1,22 @@
-"""The stacks of all threads as text: to look at a thread changes nothing about it.
+"""The calls that a thread is in, of a rank that stands still, as tracebacks name them.
 
-`sys._current_frames()` creates frame objects, which is wrong here for two reasons. A frame that a
-thread refers to outlives its call and keeps its local variables alive, so gradients would seem to
-be kept by the program ([Note: Kept gradients] in `grad_shard.py`). And CPython 3.11 before
-3.11.9 may collect garbage while it holds the lock of its list of threads, where a finalizer that
-needs this lock waits for ever (https://github.com/python/cpython/issues/106883). faulthandler reads
-the frames and creates no object. It reads the list of threads without the list's lock, though:
-a C++ thread that enters Python for the first time at that very instant ends the process, because
-CPython 3.11 lists a thread before it has a frame. A thread that looked without a pause at a rank
-that trains has shown this. So looks are rare: at a rank that stands still, and once when the last
-sharded model is gone.
+Frames are asked of CPython, which holds the lock of its list of threads meanwhile. faulthandler
+reads the list without this lock: a C++ thread that enters Python for the first time at that instant
+ends the process, because CPython 3.11 lists a thread before it has a frame.
 """
 
 from __future__ import annotations
 
-import faulthandler
-import os
-import re
+import gc
 import sys
 from collections.abc import Iterable
 from itertools import takewhile
 from pathlib import Path
-from traceback import walk_tb
+from traceback import walk_stack, walk_tb
 from typing import NamedTuple
 
-__all__ = ["LIMIT", "Call", "calls_of", "passes_collective", "program_call", "thread_stacks"]
+__all__ = ["Call", "calls_of", "calls_of_thread", "passes_collective", "program_call"]
 
-LIMIT = 100  # of faulthandler: threads, the newest first, and calls of each, the innermost first
-
-_HEADING = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
-_CALL = re.compile(r'  File "(.*)", line (\d+|\?+) in (.*)')
 _OURS = str(Path(__file__).parents[1]) + "/"
 # Functions that decorators and `nn.Module.__call__` put around what the program has called.
 _WRAPPERS = {
@@ -46,26 +33,24 @@ class Call(NamedTuple):
     name: str
 
 
-def thread_stacks() -> dict[int, tuple[Call, ...]]:
-    """Returns the stack of each thread, innermost call first, by the thread's identifier; see
-    `LIMIT`.
+def calls_of_thread(thread: int) -> tuple[Call, ...]:
+    """Returns the calls that the thread of this identifier is in, innermost first; none if it has
+    ended. A call that ends during the look keeps its local variables alive until the look ends.
     """
-    file = os.memfd_create("stacks")
+    # Until 3.11.9, CPython may collect garbage while it holds the lock, and a finalizer that needs
+    # the lock waits for ever (https://github.com/python/cpython/issues/106883).
+    collects = gc.isenabled()
+    gc.disable()
     try:
-        faulthandler.dump_traceback(file, all_threads=True)
-        # Characters beyond ASCII are escaped as in Python.
-        text = os.pread(file, os.fstat(file).st_size, 0).decode("unicode_escape", "replace")
+        frame = sys._current_frames().get(thread)
     finally:
-        os.close(file)
-    stacks: dict[int, list[Call]] = {}
-    calls: list[Call] = []
-    for line in text.splitlines():
-        if heading := _HEADING.match(line):
-            calls = stacks.setdefault(int(heading[1], 16), [])
-        elif call := _CALL.fullmatch(line):
-            filename, number, name = call.groups()
-            calls.append(Call(filename, int(number) if number.isdigit() else 0, name))
-    return {thread: tuple(calls) for thread, calls in stacks.items()}
+        if collects:
+            gc.enable()
+    if frame is None:
+        return ()
+    return tuple(
+        Call(each.f_code.co_filename, line, each.f_code.co_name) for each, line in walk_stack(frame)
+    )
 
 
 def calls_of(error: BaseException) -> tuple[Call, ...]:

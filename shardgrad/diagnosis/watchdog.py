@@ -38,7 +38,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.diagnosis.rank_status import Diagnosis, RankStatus, diagnose, rank_status
-from shardgrad.diagnosis.thread_stacks import Call, calls_of, passes_collective, thread_stacks
+from shardgrad.diagnosis.thread_stacks import Call, calls_of, calls_of_thread, passes_collective
 from shardgrad.errors import CollectiveError
 
 __all__ = ["WaitingRanksWarning", "Watchdog", "watch_ranks"]
@@ -201,7 +201,7 @@ class Watchdog:
         return self._own(waits)
 
     def _calls(self) -> tuple[Call, ...]:
-        return thread_stacks().get(self._training_thread, ())
+        return calls_of_thread(self._training_thread)
 
     def _is_device_busy(self, calls: tuple[Call, ...]) -> bool:
         # While a graph is captured, a query of a stream would fail, and could end the capture.

@@ -57,7 +57,7 @@ def test_until_a_collective_is_old_nothing_is_sent_and_no_stack_is_read(
 ) -> None:
     store, stacks = mock.MagicMock(), mock.MagicMock()
     monkeypatch.setattr(module, "PrefixStore", lambda *_: store)
-    monkeypatch.setattr(module, "thread_stacks", stacks)
+    monkeypatch.setattr(module, "calls_of_thread", stacks)
     monkeypatch.setattr(module, "PERIOD_S", 0.05)
     monkeypatch.setattr(module, "_process", module._Process())
     recorder.enter("forward")

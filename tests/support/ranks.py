@@ -76,6 +76,7 @@ def _serve(
     path: list[str],
 ) -> None:
     sys.path[:] = path
+    faulthandler.enable(file=stacks)  # type: ignore[arg-type]
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)  # type: ignore[arg-type]
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size)
@@ -192,7 +193,10 @@ class Ranks:
                 try:
                     results[rank] = pipe.recv()  # type: ignore[union-attr]
                 except (EOFError, OSError):
-                    results[rank] = (False, "the process died", 0)
+                    self._processes[rank].join(GRACE_S)
+                    code = self._processes[rank].exitcode  # of a signal, its negative number
+                    died = f"the process died, exit code {code}:\n{self._where(rank)}"
+                    results[rank] = (False, died, 0)
                 if not results[rank][0]:
                     limit_s = min(limit_s, clock.elapsed_s() + GRACE_S)
             if waiting and clock.elapsed_s() > limit_s:
@@ -214,10 +218,10 @@ class Ranks:
         return [results[rank][1] for rank in range(self.world_size)]
 
     def _where(self, rank: int) -> str:
-        """Returns the Python stacks of all threads of a rank that hangs, as the rank itself writes
-        them.
+        """Returns the Python stacks of all threads of a rank that hangs or has died of a signal, as
+        the rank itself writes them.
         """
-        with contextlib.suppress(ProcessLookupError):  # it died meanwhile
+        with contextlib.suppress(ProcessLookupError):  # it has died
             os.kill(self._processes[rank].pid, signal.SIGUSR1)
         said = b""
         while wait([self._stacks[rank]], QUIET_S):

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d as c10d
 
-from shardgrad.diagnosis.thread_stacks import thread_stacks
+from shardgrad.diagnosis.thread_stacks import calls_of_thread
 from shardgrad.sharding import mesh
 from tests.simulated.accelerator import collectives, device
 from tests.support.processes import FairClock
@@ -139,8 +139,7 @@ class _Run:
                 thread.join(0.2)
         late = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
         if late:
-            stacks = thread_stacks()
-            where = {rank: stacks.get(threads[rank].ident or 0, ()) for rank in late}
+            where = {rank: calls_of_thread(threads[rank].ident or 0) for rank in late}
             collectives.abort(f"ranks {late} did not finish within {timeout_s:.0f} s")
             for thread in threads:
                 thread.join(2.0)
