@@ -176,7 +176,7 @@ class AcceleratorStreams:
 
     def current(self) -> Stream:
         """Returns the calling thread's current stream on this device."""
-        return torch.accelerator.current_stream(self._device)
+        return torch.accelerator.current_stream(self._device.index)
 
     def event(self) -> StreamEvent:
         """Returns an event kept by one `torch.Event`."""
