@@ -5,12 +5,14 @@ Pure: nothing here communicates. `watchdog.py` collects the statuses.
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
 from shardgrad.diagnosis.flight_recorder import Entry, FlightRecorder
 from shardgrad.diagnosis.thread_stacks import calls_of, calls_of_thread, program_call
+from shardgrad.errors import listed
 
 __all__ = ["Diagnosis", "RankStatus", "describe_location", "diagnose", "rank_status"]
 
@@ -24,8 +26,7 @@ class RankStatus:
     Attributes:
         rank: global rank.
         step: see `FlightRecorder`.
-        phase: see `FlightRecorder`.
-        unit: see `FlightRecorder`.
+        location: where the rank is, for example "step 3, backward of layers.1".
         error: what failed on this rank; None if nothing did, or only because another rank failed.
         fix: what to do about the error; may be empty.
         has_ended: the program on this rank has ended.
@@ -40,8 +41,7 @@ class RankStatus:
 
     rank: int
     step: int
-    phase: str
-    unit: str
+    location: str
     error: str | None
     fix: str
     has_ended: bool
@@ -50,11 +50,6 @@ class RankStatus:
     waiting_for: Entry | None
     call: str
     collectives: dict[str, tuple[tuple[int, ...], tuple[Entry, ...]]]
-
-    @property
-    def location(self) -> str:
-        """Where the rank is, for example "step 3, backward of layers.1"."""
-        return describe_location(self.step, self.phase, self.unit)
 
     @property
     def place(self) -> str:
@@ -66,14 +61,14 @@ class RankStatus:
             last = max(map(itemgetter(1), self.collectives.values()), key=_last, default=())
             after = f", after the {last[-1].name}, number {last[-1].seq_id}" if last else ""
             return where + after * (self.waits == "device")
-        if self.step:
-            where = describe_location(self.step, self.phase, "")
         return f"the {self.waiting_for.name}, {where}"
 
 
-def describe_location(step: int, phase: str, unit: str) -> str:
+def describe_location(recorder: FlightRecorder) -> str:
     """Returns "step 3, backward of layers.1", or as much of it as is known."""
-    where = " of ".join(filter(None, (phase, unit if phase in ("", "forward", "backward") else "")))
+    step, phase = recorder.step, recorder.phase
+    unit = recorder.unit if phase in ("", "forward", "backward") else ""
+    where = " of ".join(filter(None, (phase, unit)))
     return ", ".join(filter(None, (f"step {step}" if step else "", where))) or "an unknown location"
 
 
@@ -107,8 +102,7 @@ def rank_status(
     return RankStatus(
         rank=rank,
         step=recorder.step,
-        phase=recorder.phase,
-        unit=recorder.unit,
+        location=describe_location(recorder),
         error=said,
         fix=fix,
         has_ended=has_ended,
@@ -143,27 +137,13 @@ class Diagnosis:
         return f"{self.what} {self.waits}".rstrip()
 
 
-# What to type, by the function that the program calls.
+# What to type, by the function that the program calls; other functions of a library in which a rank
+# waits for the others are collectives by themselves.
 _FIXES = {
-    "full_tensor": "full_tensor() is a collective: call it on every rank, and use the result on "
-    "one",
-    "get_model_state_dict": "get_model_state_dict is a collective: call it on every rank; with "
-    "StateDictOptions(full_state_dict=True, cpu_offload=True) only rank 0 keeps the tensors",
-    "save": "save is a collective, in which every rank writes its part: call it on every rank",
-    "clip_grad_norm_": "the norm is over all ranks: call clip_grad_norm_ on every rank",
-    "item": "item() of a DTensor is a collective: call it on every rank",
     "backward": "backward reduces gradients over all ranks: call it on every rank, also for a "
     "batch that is to be left out, or with shardgrad.participate(model): for ranks that have none",
     "forward": "a forward gathers parameters from all ranks: call the model on every rank, also to "
     "evaluate; with shardgrad.participate(model): for ranks that have no batch",
-    "barrier": "every rank has to come to the barrier: take it out of `if rank == 0:`",
-    **{
-        name: f"{name} is a collective: call it on every rank"
-        for name in (
-            *("get_optimizer_state_dict", "get_state_dict", "set_model_state_dict", "load"),
-            *("redistribute", "distribute_tensor"),
-        )
-    },
 }
 _ENDED = (
     "every rank has to take as many steps: end the loop on all of them at once, or with "
@@ -209,12 +189,12 @@ def _failed(statuses: Mapping[int, RankStatus]) -> Diagnosis | None:
     first, culprits = failed[0], tuple(t.rank for t in failed)
     where = f"at {first.location}" if first.step or not first.call else f"in {first.call}"
     what = "has ended its program" if first.error is None else f"failed {where} ({first.error})"
-    calls = [t.call for t in statuses.values() if t.waits and t.rank not in culprits]
+    waiting = [t for t in statuses.values() if t.waits and t.rank not in culprits]
     return Diagnosis(
         culprits,
         f"Rank {first.rank} {what}.",
         _waiting_ranks(statuses, culprits),
-        first.fix or _fix(calls, _ENDED if first.error is None else _OTHERWISE),
+        first.fix or _fix(waiting, _ENDED if first.error is None else _OTHERWISE),
     )
 
 
@@ -238,40 +218,44 @@ def _apart(statuses: Mapping[int, RankStatus], world_size: int) -> Diagnosis | N
         (),
         f"Ranks wait for each other in different collectives: {places}.",
         waits="",
-        fix=_fix([t.call for t in apart]),
+        fix=_fix(apart),
     )
 
 
-def _fix(calls: Sequence[str], otherwise: str = _OTHERWISE) -> str:
-    names = dict.fromkeys(call.partition("(")[0] for call in calls)
-    return "; ".join(_FIXES[name] for name in names if name in _FIXES) or otherwise
+def _fix(statuses: Iterable[RankStatus], otherwise: str = _OTHERWISE) -> str:
+    """Returns what to do about the functions in which ranks wait."""
+    fixes: dict[str, None] = {}
+    for t in statuses:
+        name, is_function, _ = t.call.partition("()")
+        if is_function and t.waits == "collective":
+            known = _FIXES.get(name, f"{name} is a collective: call it on every rank")
+            fixes[known] = None
+    return "; ".join(fixes) or otherwise
 
 
 def _desynchronized(statuses: Mapping[int, RankStatus]) -> Diagnosis | None:
     """Finds the first collective of a process group that its ranks called differently."""
     for group in dict.fromkeys(name for t in statuses.values() for name in t.collectives):
-        members = [t for _, t in sorted(statuses.items()) if group in t.collectives]
-        calls: dict[int, dict[str, list[RankStatus]]] = {}  # by number, and by what was called
-        for t in members:
-            for entry in t.collectives[group][1]:
-                what = f"{entry.name} ({entry.numel} x {entry.dtype})"
-                calls.setdefault(entry.seq_id, {}).setdefault(what, []).append(t)
-        seq_id = min((n for n, made in calls.items() if len(made) > 1), default=None)
+        made: dict[int, dict[int, str]] = defaultdict(dict)  # what, by number and rank
+        for rank, t in sorted(statuses.items()):
+            for entry in t.collectives[group][1] if group in t.collectives else ():
+                made[entry.seq_id][rank] = f"{entry.name} ({entry.numel} x {entry.dtype})"
+        seq_id = min((n for n, what in made.items() if len(set(what.values())) > 1), default=None)
         if seq_id is None:
             continue
-        made = calls[seq_id]
         # The majority is taken to be right; of equally many, those with the lowest rank.
-        right = max(made, key=lambda what: (len(made[what]), -made[what][0].rank))
-        wrong = next(what for what in made if what != right)
-        odd, ranks = made[wrong][0], tuple(t.rank for t in made[wrong])
-        where = f"in {odd.call}" if odd.call and not odd.step else f"at step {odd.step}"
+        (right, _), (wrong, _), *_ = Counter(made[seq_id].values()).most_common()
+        agreeing, odd = (
+            [rank for rank, what in made[seq_id].items() if what == one] for one in (right, wrong)
+        )
+        first = statuses[odd[0]]
+        where = f"in {first.call}" if first.call and not first.step else f"at step {first.step}"
         return Diagnosis(
-            ranks,
-            f"{_ranks(ranks)} left the common order {where}: the {wrong} where "
-            f"{_ranks(tuple(t.rank for t in made[right]), small=True)} made the {right} (number "
-            f"{seq_id} of their group).",
+            tuple(odd),
+            f"{_ranks(odd)} left the common order {where}: the {wrong} where "
+            f"{_ranks(agreeing).lower()} made the {right} (number {seq_id} of their group).",
             waits="",
-            fix=_fix([t.call for t in members]),
+            fix=_fix(statuses.values()),
         )
     return None
 
@@ -291,8 +275,8 @@ def _last(entries: Sequence[Entry]) -> int:
     return entries[-1].seq_id if entries else 0
 
 
-def _waiting_ranks(statuses: Mapping[int, RankStatus], culprits: tuple[int, ...]) -> str:
-    """Returns "Ranks 0 and 2 were waiting for it in the reduce-scatter of layers.1, step 3." or
+def _waiting_ranks(statuses: Mapping[int, RankStatus], culprits: Sequence[int]) -> str:
+    """Returns "Ranks 0, 2 were waiting for it in the reduce-scatter of layers.1, step 3." or
     nothing.
     """
     at: dict[str, list[int]] = {}
@@ -301,15 +285,11 @@ def _waiting_ranks(statuses: Mapping[int, RankStatus], culprits: tuple[int, ...]
         if rank not in culprits:
             at.setdefault(f"{waiting if t.waits else 'at'} {t.place}", []).append(rank)
     return " ".join(
-        f"{_ranks(tuple(ranks))} {'was' if len(ranks) == 1 else 'were'} {where}."
+        f"{_ranks(ranks)} {'was' if len(ranks) == 1 else 'were'} {where}."
         for where, ranks in at.items()
     )
 
 
-def _ranks(ranks: tuple[int, ...], *, small: bool = False) -> str:
-    """Returns "Rank 1", "Ranks 0 and 2", "Ranks 0, 1, 2, 3, 4, 5, 6, 7 and 997 more"."""
-    word = "rank" if len(ranks) == 1 else "ranks"
-    more = [f"{len(ranks) - _NAMED} more"] if len(ranks) > _NAMED else []
-    *first, last = [*map(str, ranks[:_NAMED]), *more]
-    text = f"{', '.join(first)} and {last}" if first else last
-    return f"{word if small else word.capitalize()} {text}"
+def _ranks(ranks: Sequence[int]) -> str:
+    """Returns "Rank 1", "Ranks 0, 2", or "Ranks 0, 1, 2, 3, 4, 5, 6, 7 and 997 more"."""
+    return f"Rank{'s' * (len(ranks) > 1)} {listed(ranks, _NAMED)}"

@@ -51,7 +51,7 @@ def test_a_rank_that_has_never_sharded_is_named_with_who_waits_for_it_and_where(
     assert finding is not None
     assert finding.culprits == (1,)
     assert finding.sentence == (
-        "Rank 1 has not called fully_shard. Ranks 0 and 2 were waiting for it in the "
+        "Rank 1 has not called fully_shard. Ranks 0, 2 were waiting for it in the "
         "reduce-scatter of layers.1, step 412, forward."
     )
 

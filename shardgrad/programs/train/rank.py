@@ -101,7 +101,7 @@ def _report(
     elif isinstance(failure, PeerLost) and rank not in _TELLERS:
         text = ""
     else:
-        where = describe_location(recorder.step, recorder.phase, recorder.unit)
+        where = describe_location(recorder)
         text = f"Rank {rank} failed at {where}: {failure}"
     if not text or isinstance(failure, UsageError | CheckpointUnusable):
         return text
