@@ -72,13 +72,13 @@ def test_a_rank_has_the_environment_of_a_launcher() -> None:
 @pytest.mark.parametrize(
     ("target", "words"),
     [
-        ("nothing", ["--audit nothing is not module:function", "try:      --audit train:build"]),
-        ("no.such.module:build", ["importing no.such.module failed", "ModuleNotFoundError"]),
-        (f"{PROGRAMS}:absent", ["has no function absent", "got:      of type NoneType"]),
-        (f"{PROGRAMS}:a_number", ["has no function a_number", "got:      of type int"]),
+        ("nothing", ["--audit nothing is no function", "try:      --audit train:build"]),
+        ("no.such.module:build", ["is no function that can be called", "ModuleNotFoundError"]),
+        (f"{PROGRAMS}:absent", ["has no attribute 'absent'"]),
+        (f"{PROGRAMS}:a_number", ["got:      TypeError: 7 is not a callable object"]),
         (
             f"{PROGRAMS}:batch",
-            ["batch: the function is called without arguments", "got:      batch(index: 'int'"],
+            ["expected: module:function", "missing a required argument: 'index'"],
         ),
         (
             f"{PROGRAMS}:returns_a_tuple",

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from shardgrad.programs.checkpoint.files import named_in_errors
-from shardgrad.programs.train.display import Display, RunConsole, nice_seconds
+from shardgrad.programs.train.display import Display, RunConsole
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
@@ -25,7 +25,6 @@ def test_a_note_is_a_line_and_a_terminal_has_a_bar_below_it(is_terminal: bool) -
     (at,) = (i for i, line in enumerate(lines) if "a line" in line)
     bars = [line for line in lines[at + 1 :] if "tiny" in line and "3/9" in line]
     assert bool(bars) == is_terminal
-    assert [nice_seconds(s) for s in (3723.4, 63.0)] == ["1:02:03", "1:03"]
 
 
 def test_only_the_first_rank_prints(capsys: pytest.CaptureFixture[str]) -> None:

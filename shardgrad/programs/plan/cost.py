@@ -78,8 +78,8 @@ class CostModel:
         return min(options)
 
     def links_of(self, transfer: Transfer) -> str:
-        """Returns "network" if a collective leaves the node, else the name of the link inside."""
-        return self.machine.gpu.link.name if self._layout_of(transfer)[0] == 1 else "network"
+        """Returns what a collective goes over."""
+        return "NVLink" if self._layout_of(transfer)[0] == 1 else "network"
 
     def _layout_of(self, transfer: Transfer) -> tuple[int, int]:
         """Returns the number of nodes of a collective, and of its ranks in one of them."""

@@ -1,4 +1,4 @@
-"""Specifications of devices, links and networks, with the source of each number.
+"""Specifications of devices, links and networks, with the source of each number beside it.
 
 Peaks are the manufacturers', dense, without sparsity. `MATMUL_SHARE` and `BANDWIDTH_SHARE` are the
 fractions that a well-tuned transformer reaches; `--mfu` replaces them by a measurement.
@@ -28,19 +28,15 @@ class Link:
     """A link between devices or nodes, used by one collective at a time.
 
     Attributes:
-        name: name on the command line.
         bandwidth: bytes per second; per device inside a node, per network card between nodes (see
             `Machine.network_bandwidth`).
         hop_s: seconds for a step of a ring, by NCCL's protocol (LL, LL128, Simple).
         tree_hop_s: seconds for a step of a tree, by NCCL's protocol.
-        source: source of the numbers.
     """
 
-    name: str
     bandwidth: float
     hop_s: tuple[float, float, float]
     tree_hop_s: tuple[float, float, float]
-    source: str
 
 
 @dataclass(frozen=True)
@@ -48,7 +44,6 @@ class Device:
     """One accelerator.
 
     Attributes:
-        name: name on the command line.
         memory_nbytes: memory of the device in bytes.
         flops: dense peak FLOP/s in "fp32", and in "bf16" or another dtype of 16 bits.
         bandwidth: memory bandwidth in bytes per second.
@@ -56,16 +51,13 @@ class Device:
             fastest, the likely and the slowest program: quantiles of published runs
             (docs/explanation/scaling.md).
         link: the link inside a node.
-        source: source of the numbers.
     """
 
-    name: str
     memory_nbytes: int
     flops: Mapping[str, float]
     bandwidth: float
     slowdowns: tuple[float, float, float]
     link: Link
-    source: str
 
 
 def _us(*values: float) -> tuple[float, float, float]:
@@ -73,86 +65,42 @@ def _us(*values: float) -> tuple[float, float, float]:
     return first, second, third
 
 
+# NCCL 2.30, src/graph/tuning.cc (commit 5067397).
 START_S = _us(6.6, 14.0, 8.4)  # until a collective sends its first byte, by NCCL's protocol
-_NCCL = "hops: NCCL 2.30 src/graph/tuning.cc (commit 5067397)"
+_NVLINK_HOPS = _us(0.6, 1.9, 3.4), _us(0.6, 1.25, 4.0)
 _NET_HOPS = _us(2.7, 4.0, 14.0), _us(5.0, 8.5, 14.0)
 
-
-def _nvlink(name: str, bandwidth: float, source: str) -> Link:
-    hops = _us(0.6, 1.9, 3.4), _us(0.6, 1.25, 4.0)
-    return Link(name, bandwidth, *hops, f"{source}; {_NCCL}")
-
-
-_NVLINK3 = _nvlink("nvlink3", 240 * GB, "12 links x 20 GB/s: nccl src/graph/topo.h")
-_NVLINK4 = _nvlink("nvlink4", 370 * GB, "18 links x 20.6 GB/s, as measured: nccl-tests#212")
-_NVLINK5 = _nvlink("nvlink5", 722 * GB, "18 links x 40.1 GB/s: nccl src/graph/topo.h")
+_NVLINK3 = Link(240 * GB, *_NVLINK_HOPS)  # 12 links x 20 GB/s: nccl src/graph/topo.h
+_NVLINK4 = Link(370 * GB, *_NVLINK_HOPS)  # 18 links x 20.6 GB/s, as measured: nccl-tests#212
+_NVLINK5 = Link(722 * GB, *_NVLINK_HOPS)  # 18 links x 40.1 GB/s: nccl src/graph/topo.h
 
 # Of 8 cards of 400 Gbit/s, 400 GB/s, collectives over 2 to 4 nodes reach 320 to 330 (nccl#1221):
 # 0.8. NCCL itself counts 12 GB/s for 100 Gbit/s (src/graph/topo.h), 0.96, before contention.
 _LINE_SHARE = 0.8
 
 
-def _card(name: str, gbit: float, kind: str) -> Link:
-    return Link(
-        name, gbit / 8 * GB * _LINE_SHARE, *_NET_HOPS, f"{kind}, 0.8 of the line rate; {_NCCL}"
-    )
+def _card(gbit: float) -> Link:
+    return Link(gbit / 8 * GB * _LINE_SHARE, *_NET_HOPS)
 
 
 NETWORKS: Mapping[str, Link] = {
-    link.name: link
-    for link in (
-        _card("ib800", 800, "InfiniBand XDR"),
-        _card("ib400", 400, "InfiniBand NDR"),
-        _card("ib200", 200, "InfiniBand HDR"),
-        _card("eth400", 400, "Ethernet with RoCE"),
-        _card("eth100", 100, "Ethernet with RoCE"),
-    )
+    "ib800": _card(800),  # InfiniBand XDR
+    "ib400": _card(400),  # InfiniBand NDR
+    "ib200": _card(200),  # InfiniBand HDR
+    "eth400": _card(400),  # Ethernet with RoCE
+    "eth100": _card(100),
 }
 
 # Fastest, median and slowest of published runs: `python docs/scaling.py --slowdowns`. H100 stand
 # for what came after them, of which too little is published.
 _AMPERE, _HOPPER = (0.86, 0.99, 1.25), (0.97, 1.22, 1.50)
 
+# NVIDIA's datasheets: A100 SXM of 80 GB, H100 SXM, H200 SXM, DGX B200.
 DEVICES: Mapping[str, Device] = {
-    device.name: device
-    for device in (
-        Device(
-            "a100",
-            80 * GIB,
-            {"fp32": 19.5e12, "bf16": 312e12},
-            2039 * GB,
-            _AMPERE,
-            _NVLINK3,
-            "NVIDIA A100 datasheet, SXM 80 GB",
-        ),
-        Device(
-            "h100",
-            80 * GIB,
-            {"fp32": 67e12, "bf16": 989e12},
-            3350 * GB,
-            _HOPPER,
-            _NVLINK4,
-            "NVIDIA H100 datasheet, SXM",
-        ),
-        Device(
-            "h200",
-            141 * 10**9,
-            {"fp32": 67e12, "bf16": 989e12},
-            4800 * GB,
-            _HOPPER,
-            _NVLINK4,
-            "NVIDIA H200 datasheet, SXM",
-        ),
-        Device(
-            "b200",
-            180 * 10**9,
-            {"fp32": 75e12, "bf16": 2250e12},
-            7700 * GB,
-            _HOPPER,
-            _NVLINK5,
-            "NVIDIA DGX B200 datasheet",
-        ),
-    )
+    "a100": Device(80 * GIB, {"fp32": 19.5e12, "bf16": 312e12}, 2039 * GB, _AMPERE, _NVLINK3),
+    "h100": Device(80 * GIB, {"fp32": 67e12, "bf16": 989e12}, 3350 * GB, _HOPPER, _NVLINK4),
+    "h200": Device(141 * 10**9, {"fp32": 67e12, "bf16": 989e12}, 4800 * GB, _HOPPER, _NVLINK4),
+    "b200": Device(180 * 10**9, {"fp32": 75e12, "bf16": 2250e12}, 7700 * GB, _HOPPER, _NVLINK5),
 }
 
 

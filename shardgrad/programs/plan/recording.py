@@ -35,7 +35,6 @@ class Kernel:
 
     Attributes:
         stream: "compute", "gather", "reduce" or "second".
-        name: name of the operator.
         phase: "forward", "backward" or "optimizer".
         is_engine: True for the engine's operations, False for the model's.
         flops: multiplications and additions of matrix products and convolutions.
@@ -45,7 +44,6 @@ class Kernel:
     """
 
     stream: str
-    name: str
     phase: str
     is_engine: bool
     flops: float
@@ -70,7 +68,6 @@ class Transfer:
         ranks: number of ranks.
         nbytes: size of the unsharded message: the result of an all-gather, or the input of a
             reduction.
-        sent_nbytes: number of bytes that this rank sends.
     """
 
     stream: str
@@ -78,7 +75,12 @@ class Transfer:
     axis: str
     ranks: int
     nbytes: int
-    sent_nbytes: int
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Number of bytes that this rank sends."""
+        rounds = 2 if self.kind == "all-reduce" else 1
+        return rounds * (self.nbytes * (self.ranks - 1) // self.ranks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
-from shardgrad.programs.plan.hardware import BANDWIDTH_SHARE, MATMUL_SHARE, TAKEN_NBYTES
+from shardgrad.programs.plan.hardware import TAKEN_NBYTES
 from shardgrad.programs.plan.planning import Plan
 from shardgrad.programs.plan.recording import Transfer
 from shardgrad.programs.train.display import nice_nbytes
@@ -16,8 +16,7 @@ from shardgrad.programs.train.display import nice_nbytes
 
 def show(plan: Plan, console: Console) -> None:
     """Prints a plan."""
-    tables = _memory(plan), "", _traffic(plan), "", _time(plan)
-    console.print(Group(_heading(plan), "", *tables, "", _sources(plan)))
+    console.print(Group(_heading(plan), "", _memory(plan), "", _traffic(plan), "", _time(plan)))
 
 
 def _heading(plan: Plan) -> str:
@@ -113,17 +112,6 @@ def _table(columns: Sequence[str], *rows: Sequence[str]) -> Table:
     for row in rows:
         table.add_row(*row)
     return table
-
-
-def _sources(plan: Plan) -> str:
-    machine, gpu, scale = plan.cost.machine, plan.cost.machine.gpu, plan.cost.compute_scale
-    lines = [
-        f"device: {gpu.source}; {MATMUL_SHARE:.0%} of its products' peak, "
-        f"{BANDWIDTH_SHARE:.0%} of its bandwidth, durations times {scale:.2f}",
-        f"link {gpu.link.name}: {gpu.link.source}",
-        f"network {machine.network} x {machine.cards_per_node}: {machine.card.source}",
-    ]
-    return "\n".join(f"[dim]{line}[/dim]" for line in lines)
 
 
 def _numel(count: int) -> str:

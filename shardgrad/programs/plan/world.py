@@ -187,7 +187,6 @@ class _Observer(TorchDispatchMode):
         flops, palm_flops = _flops(func, args, kwargs, result)
         return Kernel(
             recorder.stream,
-            name,
             recorder.phase,
             func.namespace == "shardgrad" or recorder.stream != "compute",
             flops,
@@ -198,25 +197,16 @@ class _Observer(TorchDispatchMode):
 
     def _transfer(self, func: OpOverload, args: tuple[Any, ...]) -> None:
         recorder = self._recorder
-        name = func._overloadpacket.__name__
-        kind = _KINDS.get(name)
+        kind = _KINDS.get(func._overloadpacket.__name__)
         if kind is None:
             return
         group = next(
             dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject)
         )
-        ranks = group.size()
         # The size of the larger one of input and output, which is the unsharded message.
-        nbytes = max(sum(map(_nbytes, _tensors((arg,)))) for arg in args[:2] if not _is_group(arg))
-        sent = nbytes * (ranks - 1) // ranks
-        if kind == "all-reduce":
-            sent *= 2
+        nbytes = max(sum(map(_nbytes, _tensors((arg,)))) for arg in args[:2])
         axis = recorder.axes[group.group_name]
-        recorder.events.append(Transfer(recorder.stream, kind, axis, ranks, nbytes, sent))
-
-
-def _is_group(arg: Any) -> bool:
-    return isinstance(arg, torch.ScriptObject)
+        recorder.events.append(Transfer(recorder.stream, kind, axis, group.size(), nbytes))
 
 
 def _tensors(args: Iterable[Any]) -> Iterator[torch.Tensor]:

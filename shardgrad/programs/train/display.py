@@ -70,10 +70,3 @@ def nice_nbytes(count: float) -> str:
             return f"{count:.0f} {unit}"
         count /= 1024
     return f"{count:.2f} GiB"
-
-
-def nice_seconds(seconds: float) -> str:
-    """Formats seconds as `1:02:03`, or as `2:03` if less than an hour."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

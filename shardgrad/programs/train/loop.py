@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from shardgrad.programs.checkpoint.peers import Peers
 from shardgrad.programs.train.checkpoint import TrainState, load_state, lock, save_state
 from shardgrad.programs.train.config import TrainConfig
 from shardgrad.programs.train.corpus import Sampler, load_text, unigram_entropy
-from shardgrad.programs.train.display import Display, nice_seconds
+from shardgrad.programs.train.display import Display
 from shardgrad.programs.train.failure import Interrupted, TrainingError, UsageError
 from shardgrad.programs.train.generate import continued, shown
 from shardgrad.programs.train.model import count_parameters
@@ -154,7 +155,7 @@ class Run:
             "grad_norm": float(grad_norm),
             "tokens_per_s": config.global_batch(world.world_size) * config.seq_len / step_s,
         }
-        left = nice_seconds(step_s * (config.steps - state.step))
+        left = timedelta(seconds=round(step_s * (config.steps - state.step)))
         self._display.note(
             "step {step}/{steps}  loss {loss:.4f}  lr {lr:.2e}  grad norm {grad_norm:.3f}  "
             "tokens/s {tokens_per_s:,.0f}  ETA {left}".format(
@@ -210,11 +211,11 @@ class Run:
             note("The model writes:")
             for line in shown(sample).split("\n"):
                 note(f"  {line}")
-        elapsed_s = time.perf_counter() - self._began_s
+        elapsed = timedelta(seconds=round(time.perf_counter() - self._began_s))
         entropy = unigram_entropy(self._text)
         self._record.draw(unigram_entropy=entropy)
         note(
             f"Done: {config.steps} steps, the last {config.steps - self._first_step} "
-            f"in {nice_seconds(elapsed_s)}. Loss {self._loss:.4f} nats per byte; byte-unigram "
+            f"in {elapsed}. Loss {self._loss:.4f} nats per byte; byte-unigram "
             f"entropy {entropy:.4f}. Everything is in {config.folder}"
         )
