@@ -129,11 +129,12 @@ def graphed_step(
     once and is captured at its next occurrence. A tensor that the function closes over is read
     where it is; another one in its place is another graph, once it has stayed there for a call.
 
-    What a capture cannot hold raises at its line. What it would freeze, such as a number that
-    changes from call to call, is found at the first call after the capture: the step is captured
-    again, and both graphs run from the same state and have to give the same bits. The call counts
-    as one step. On a device without graphs, such as the CPU, every call runs eagerly, with the same
-    rules for inputs and outputs.
+    What a capture cannot hold raises at its line; an exception of the function that is no
+    RuntimeError passes through a capture as itself, and the call can be repeated. What a capture
+    would freeze, such as a number that changes from call to call, is found at the first call after
+    it: the step is captured again, and both graphs run from the same state and have to give the
+    same bits. The call counts as one step. On a device without graphs, such as the CPU, every call
+    runs eagerly, with the same rules for inputs and outputs.
 
     For example:
 
@@ -464,7 +465,9 @@ class GraphedStep(Generic[_P, _R]):
             raise  # another rank did not join, and would not join an eager step either
         except CaptureAgain as again:
             return None, str(again)  # all ranks have found the same
-        except Exception as error:
+        # As which torch, the device and this package refuse what no graph can hold. Any other
+        # exception is the program's, and passes through as in an eager call.
+        except RuntimeError as error:
             self._refuse_capture(kind, error)
             return None, ""
         self._places = {**self._places, **captured.reads.places}

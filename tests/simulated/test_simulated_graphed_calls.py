@@ -231,22 +231,30 @@ def test_a_capture_that_fails_on_one_rank_ends_on_all_in_time_and_names_it(polic
         assert found[1].startswith(apart)
 
 
-def exception_in_the_step(graphed: Graphed, setup: Setup, half_way: bool) -> Values:
+def exception_in_the_step(
+    graphed: Graphed, setup: Setup, half_way: bool, kind: type[Exception]
+) -> Values:
     """The function raises while it is captured, once; the call is repeated and trains as if nothing
-    was.
+    was. Its own exceptions pass through, but for what torch raises as well.
     """
     model = build(setup)
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
     raises = False
 
+    def fail(grad: Tensor) -> Tensor:
+        raise kind("bad batch")
+
+    def fail_in_backward(module: nn.Module, args: Any, out: Tensor) -> None:
+        out.register_hook(fail)
+
     @graphed(model, optimizer)
     def step(x: Tensor) -> Tensor:
-        hook = model[0].register_forward_hook(_raises_in_backward) if raises and half_way else None
+        hook = model[0].register_forward_hook(fail_in_backward) if raises and half_way else None
         loss = loss_of(model, x)
         if hook is not None:
             hook.remove()
         elif raises:
-            loss.register_hook(_raise)
+            loss.register_hook(fail)
             event = torch.Event(x.device)
             event.record()
             model.set_post_optim_event(event)
@@ -256,13 +264,15 @@ def exception_in_the_step(graphed: Graphed, setup: Setup, half_way: bool) -> Val
         return loss
 
     seen = []
+    passes = kind is not RuntimeError
     for number in range(8):
         if number == 3 and graphed is not eager:
             raises = True
-            with pytest.raises(CaptureError, match="OnPurpose"):
+            with pytest.raises(kind if passes else CaptureError, match="bad batch"):
                 step(batch(number))
             raises = False
         seen.append(step(batch(number)).item())
+    require_replays(step, captures=int(passes), replays=5 * passes)
     return seen + weights(model)
 
 
@@ -270,17 +280,12 @@ class OnPurposeError(RuntimeError):
     """Raised by a test."""
 
 
-def _raise(grad: Tensor) -> Tensor:
-    raise OnPurposeError
-
-
-def _raises_in_backward(module: nn.Module, args: Any, out: Tensor) -> None:
-    out.register_hook(_raise)
-
-
+@pytest.mark.parametrize("kind", [ValueError, RuntimeError])
 @pytest.mark.parametrize("half_way", [False, True])
-def test_an_exception_inside_a_capture_leaves_the_step_to_be_repeated(half_way: bool) -> None:
-    same_on(2, exception_in_the_step, Setup(), half_way)
+def test_an_exception_inside_a_capture_leaves_the_step_to_be_repeated(
+    half_way: bool, kind: type[Exception]
+) -> None:
+    same_on(2, exception_in_the_step, Setup(), half_way, kind)
 
 
 # -- tensors that a step closes over
