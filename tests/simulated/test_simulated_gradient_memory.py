@@ -23,6 +23,7 @@ from shardgrad.engine.grad_shard import GradMemory, GradShard
 from shardgrad.engine.param import managed_by
 from shardgrad.engine.param_group import group_of
 from shardgrad.engine.unit import units_under
+from shardgrad.policies import GradientPolicy
 from shardgrad.sharding import zero_copy
 from tests.simulated.accelerator.device import NAME, Graph, checked
 from tests.simulated.accelerator.virtual_ranks import VirtualRanks, on_virtual_ranks, one_at_a_time
@@ -205,6 +206,27 @@ def test_what_is_kept_has_what_the_optimizers_stream_writes() -> None:
         model(batch(1))
     torch.accelerator.current_stream().wait_event(event)
     assert torch.equal(kept.to_local(), right)
+
+
+@pytest.mark.parametrize("stays", [False, True], ids=["freed", "left"])
+def test_memory_that_is_let_go_comes_after_its_readers_on_another_stream(stays: bool) -> None:
+    """Memory that stays from step to step is left when parameters get other places."""
+
+    def reads_on_another_stream() -> None:
+        model = build(Setup(options={"gradient_policy": GradientPolicy(persistent=stays)}))
+        x = batch(0)  # a copy to the device, for which the host waits
+        with on_a_side_stream() as first:
+            loss_of(model, x).backward()
+        with on_a_side_stream() as second:
+            second.wait_stream(first)
+            for _ in range(2):  # the first copies tables
+                shardgrad.clip_grad_norm_(model, 0.1)
+            model.zero_grad()
+            model[0].first.requires_grad_(not stays)
+            model(x)
+        torch.accelerator.current_stream().wait_stream(second)
+
+    run_checked(1, reads_on_another_stream)
 
 
 @on_virtual_ranks(1)
