@@ -89,9 +89,8 @@ def _rehearse(request: Request) -> Rehearsal:
                 trainer.step()
                 recorder.start_over()
                 start_nbytes_by_stream = recorder.nbytes_by_stream()
-                owners = trainer.owners()  # of what the step may free
                 trainer.step()
-                owners |= trainer.owners()  # and of what it made
+                owners = trainer.owners()
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise TrainingError(
                 f"{request.name} decides by values which operations to run ({error.func}), and "
