@@ -257,6 +257,7 @@ class FlatOptimizer(Optimizer):
             CaptureError, OptimizerParameterError, OptimizerStateError, OptionError: nothing was
             changed.
         """
+        self._allocate_new()  # the model may have been on meta
         same_groups = self._contents.same_groups(self.param_groups)
         if same_groups and self._contents.same_state(self.state):
             return
@@ -379,8 +380,6 @@ class FlatOptimizer(Optimizer):
         for segment in self._segments:
             if not segment.is_allocated:
                 self._require_data(segment)
-        self._allocate_new()
-        self._follow_state()
         load_state(
             self.param_groups,  # type: ignore[arg-type]
             self.state,
@@ -506,12 +505,9 @@ class FlatOptimizer(Optimizer):
         self._follow_program()
         settled = [(segment, segment.settle()) for segment in self._segments]
         launches = [(segment, launch) for segment, launch in settled if launch is not None]
-        late = [segment for segment, _ in launches if not segment.is_allocated]
-        for segment in late:
-            self._require_data(segment)
-            self._allocate(segment)
-        if late:
-            self._follow_state()
+        for segment, _ in launches:
+            if not segment.is_allocated:
+                self._require_data(segment)
         return launches
 
     def update_all(self, updates: Sequence[Update]) -> None:
