@@ -5,7 +5,6 @@ all.
 from __future__ import annotations
 
 import os
-from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import shardgrad
 from shardgrad import checkpoint
@@ -89,34 +88,6 @@ def test_a_checkpoint_loads_on_other_ranks_meshes_and_engines(
         len(right) * writers // write_replicas
     )
     worlds[readers].run(load, target, folder, read_replicas, right)
-
-
-@cache
-def grid() -> Any:
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-
-
-def any_cut_goes_into_any_other(folder: str) -> None:
-    full = torch.arange(7 * 5 * 3, dtype=torch.float32).reshape(7, 5, 3)
-    cuts = [
-        (Shard(0), Replicate()),
-        (Shard(0), Shard(1)),
-        (Shard(2), Shard(0)),
-        (Shard(0), Shard(0)),
-        (Replicate(), Shard(1)),
-        (Replicate(), Replicate()),
-    ]
-    for number, written in enumerate(cuts):
-        path = f"{folder}/{number}"
-        checkpoint.save({"x": distribute_tensor(full, grid(), written)}, path)
-        for read in cuts:
-            ours = distribute_tensor(torch.zeros_like(full), grid(), read)
-            checkpoint.load({"x": ours}, path)
-            assert torch.equal(ours.full_tensor(), full), (written, read)
-
-
-def test_any_cut_of_a_tensor_loads_into_any_other(four_ranks: Ranks, tmp_path: Path) -> None:
-    four_ranks.run(any_cut_goes_into_any_other, str(tmp_path))
 
 
 def all_ranks_refuse_alike(folder: str) -> list[str]:

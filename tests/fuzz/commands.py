@@ -124,26 +124,9 @@ def lines_of(words: tuple[str, ...]) -> st.SearchStrategy[list[str]]:
     """
     command = dict(commands(main))[words]
     options = [words_of(param) for param in command.params if isinstance(param, click.Option)]
-    arguments = [param for param in command.params if isinstance(param, click.Argument)]
-    parts = st.lists(
-        st.one_of(*options, WORDS.map(lambda text: [text]))
-        if options
-        else WORDS.map(lambda t: [t]),
-        max_size=4,
-    )
-    required = [
-        words_of(param) for param in command.params if param.required and param not in arguments
-    ]
-    parts = st.one_of(parts, st.tuples(parts, *required).map(lambda all_: [*all_[0], *all_[1:]]))
-    given = st.tuples(
-        *(
-            st.one_of(st.sampled_from(list(argument.type.choices)), WORDS)
-            if isinstance(argument.type, click.Choice)
-            else PATHS
-            for argument in arguments
-        )
-    )
-    return st.tuples(given, parts).map(
+    arguments = [PATHS for param in command.params if isinstance(param, click.Argument)]
+    parts = st.lists(st.one_of(*options, WORDS.map(lambda text: [text])), max_size=4)
+    return st.tuples(st.tuples(*arguments), parts).map(
         lambda both: [*words, *both[0], *(w for part in both[1] for w in part)]
     )
 

@@ -1,6 +1,4 @@
-"""What a run reads apart from checkpoints: its folder, its settings, its text, and the
-environment.
-"""
+"""What a run reads apart from checkpoints: its settings, its text, and the environment."""
 
 from __future__ import annotations
 
@@ -15,8 +13,6 @@ import torch
 from hypothesis import strategies as st
 
 from shardgrad.graphs import preflight
-from shardgrad.programs.checkpoint import lock
-from shardgrad.programs.plan.request import mesh_shape
 from shardgrad.programs.train.config import TrainConfig, read_settings, resumed
 from shardgrad.programs.train.corpus import load_text
 from shardgrad.programs.train.failure import TrainingError
@@ -24,31 +20,11 @@ from shardgrad.programs.train.texts import find_files
 from tests.fuzz.inputs import (
     CHANGES,
     ODD,
-    ODD_TEXTS,
     PLAUSIBLE,
     Target,
     changed,
     scratch,
 )
-
-# -- a run folder
-
-LOCKS = st.one_of(
-    st.binary(max_size=100),
-    st.fixed_dictionaries({"host": ODD, "process": ODD, "since": ODD}).map(
-        lambda x: json.dumps(x).encode()
-    ),
-)
-
-
-def feed_lock(text: bytes) -> str:
-    """What an owner that has ended, on this host, may have left in its lock."""
-    path = scratch() / ".lock"
-    path.write_bytes(text)
-    lock.acquire(path.parent)
-    lock.release(path.parent)
-    return "taken over"
-
 
 # -- the environment
 
@@ -127,14 +103,6 @@ SETTINGS_FILES = st.one_of(
 )
 
 
-def feed_mesh(text: str) -> str:
-    try:
-        mesh_shape(text)
-    except TrainingError:
-        return "refused"
-    return "taken"
-
-
 # -- a text to train on
 
 ENTRIES = st.lists(
@@ -198,10 +166,8 @@ def feed_text(case: tuple[list[str], str, int, int]) -> str:
 
 
 TARGETS = {
-    "lock": Target(LOCKS, feed_lock),
     "environment": Target(VARIABLES, feed_environment),
     "saved settings": Target(CHANGES, feed_saved_settings),
     "file of settings": Target(SETTINGS_FILES, feed_settings_file),
-    "mesh": Target(st.one_of(ODD_TEXTS, st.from_regex(r"[0-9x²]{1,8}")), feed_mesh),
     "text to train on": Target(TEXTS, feed_text),
 }

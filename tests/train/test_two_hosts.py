@@ -1,15 +1,13 @@
 """Two machines train together, one is lost and comes back, and the weights are those of a run on
 one process.
 
-A machine is a network namespace of its own at one end of a veth pair, where that is allowed; else a
-second torchrun on this one. They share the files, as machines of a cluster do.
+A machine is a torchrun of its own on this one. They share the files, as machines of a cluster do.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -32,9 +30,8 @@ PATIENCE_S = 180.0  # of which the time is left out in which a core is waited fo
 
 @dataclass
 class Host:
-    """A machine: how to run something on it, and what runs."""
+    """A machine: its environment, and what runs on it."""
 
-    prefix: list[str]
     log: Path
     environment: dict[str, str]
     process: subprocess.Popen[bytes] | None = None
@@ -43,7 +40,7 @@ class Host:
         """Runs `launch.sh`, as its documentation says to."""
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [*self.prefix, "bash", str(EXAMPLE / "launch.sh"), "--steps", "100000"],
+                ["bash", str(EXAMPLE / "launch.sh"), "--steps", "100000"],
                 env=self.environment,
                 stdout=log,
                 stderr=log,
@@ -72,60 +69,27 @@ def _descendants(pid: int) -> list[int]:
 
 
 @contextmanager
-def network() -> Iterator[list[tuple[list[str], str, str]]]:
-    """Yields, for each machine, the prefix of its commands, its address, and its interface."""
-    names = [f"sg{os.getpid() % 10_000}{side}" for side in "ab"]
-    made = _run("ip", "netns", "add", names[0]) and _run("ip", "netns", "add", names[1])
-    made = made and _run("ip", "link", "add", names[0], "type", "veth", "peer", "name", names[1])
-    if not made:
-        for name in names:
-            _run("ip", "netns", "del", name)
-        yield [([], "127.0.0.1", "lo")] * 2
-        return
-    places = []
-    try:
-        for i, name in enumerate(names):
-            address = f"10.77.{os.getpid() % 250}.{i + 1}"
-            assert _run("ip", "link", "set", name, "netns", name)
-            assert _run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", name)
-            assert _run("ip", "-n", name, "link", "set", name, "up")
-            assert _run("ip", "-n", name, "link", "set", "lo", "up")
-            places.append((["ip", "netns", "exec", name], address, name))
-        yield places
-    finally:
-        for name in names:
-            _run("ip", "netns", "del", name)
-
-
-def _run(*command: str) -> bool:
-    if shutil.which(command[0]) is None:
-        return False
-    return subprocess.run(command, capture_output=True, check=False).returncode == 0
-
-
-@contextmanager
 def two_hosts(folder: Path) -> Iterator[list[Host]]:
-    with network() as places:
-        hosts = []
-        for i, (prefix, _, interface) in enumerate(places):
-            environment = {
-                **os.environ,
-                "PYTHON": sys.executable,
-                "PYTHONPATH": os.pathsep.join([str(EXAMPLE.parents[1]), *sys.path]),
-                "OMP_NUM_THREADS": "1",
-                "GLOO_SOCKET_IFNAME": interface,
-                "HEAD": places[0][1],
-                "PORT": str(29_400 + os.getpid() % 500),
-                "FOLDER": str(folder),
-            }
-            if interface == "lo":
-                environment |= {"IS_HOST": str(int(i == 0)), "ADDRESS": "127.0.0.1"}
-            hosts.append(Host(prefix, folder / f"host{i}.log", environment))
-        try:
-            yield hosts
-        finally:
-            for host in hosts:
-                host.lose()
+    environment = {
+        **os.environ,
+        "PYTHON": sys.executable,
+        "PYTHONPATH": os.pathsep.join([str(EXAMPLE.parents[1]), *sys.path]),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "HEAD": "127.0.0.1",
+        "ADDRESS": "127.0.0.1",
+        "PORT": str(29_400 + os.getpid() % 500),
+        "FOLDER": str(folder),
+    }
+    hosts = [
+        Host(folder / f"host{i}.log", {**environment, "IS_HOST": str(int(i == 0))})
+        for i in range(2)
+    ]
+    try:
+        yield hosts
+    finally:
+        for host in hosts:
+            host.lose()
 
 
 def lines(host: Host) -> list[str]:
