@@ -50,7 +50,7 @@ test-torch: $(OTHER)/installed
 	$(OTHER)/bin/python -m pytest $(or $(ARGS),tests/compat tests/engine/test_training_parity.py)
 
 drills: .venv/installed
-	.venv/bin/python -m tests.drills $(ARGS)
+	.venv/bin/python -m pytest -m long tests/drills $(ARGS)
 
 mutants: .venv/installed
 	.venv/bin/python -m tests.mutants $(ARGS)
