@@ -73,6 +73,18 @@ def load(folder: Path, *, has_checksums: bool) -> str:
     return "loaded"
 
 
+def load_damaged(kind: str, contents: dict[str, bytes]) -> str:
+    """Loads a checkpoint in which some files have other contents."""
+    folder = samples() / f"{kind}-damaged"
+    try:
+        for name, content in contents.items():
+            (folder / name).write_bytes(content)
+        return load(folder, has_checksums=kind == "ours")
+    finally:
+        for name in contents:
+            shutil.copy(samples() / kind / name, folder / name)
+
+
 def feed_manifest(changes: list[tuple[list[int], str, Any]]) -> str:
     """A manifest that is JSON and says something else. What it says may be believed, if it is
     possible: one of another name's files leaves the bytes as they are.
@@ -82,27 +94,15 @@ def feed_manifest(changes: list[tuple[list[int], str, Any]]) -> str:
 
 
 def feed_manifest_text(text: bytes) -> str:
-    folder = samples() / "ours-damaged"
-    (folder / "manifest.json").write_bytes(text)
-    try:
-        return load(folder, has_checksums=True)
-    finally:
-        shutil.copy(samples() / "ours" / "manifest.json", folder / "manifest.json")
+    return load_damaged("ours", {"manifest.json": text})
 
 
 def feed_file(kind: str, case: tuple[int, list[tuple[int, str, bytes]]]) -> str:
     """Damage to one file of a checkpoint, without anybody's correcting a checksum."""
     number, edits = case
-    right = samples() / kind
-    files = sorted(path.name for path in right.iterdir())
-    name, folder = files[number % len(files)], samples() / f"{kind}-damaged"
-    before = (right / name).read_bytes()
-    after = edited(before, edits)
-    (folder / name).write_bytes(after)
-    try:
-        return load(folder, has_checksums=kind == "ours")
-    finally:
-        (folder / name).write_bytes(before)
+    files = sorted((samples() / kind).iterdir())
+    path = files[number % len(files)]
+    return load_damaged(kind, {path.name: edited(path.read_bytes(), edits)})
 
 
 def feed_pointer(text: bytes) -> str:
@@ -161,34 +161,21 @@ PROGRAMS = st.tuples(
 
 def feed_list_of_contents(program: bytes) -> str:
     """A program of opcodes as torch's list of contents."""
-    folder = samples() / "torch-damaged"
-    before = (folder / ".metadata").read_bytes()
-    (folder / ".metadata").write_bytes(program)
-    try:
-        return load(folder, has_checksums=False)
-    finally:
-        (folder / ".metadata").write_bytes(before)
+    return load_damaged("torch", {".metadata": program})
+
+
+def metadata_of_torch() -> Any:
+    return pickle.loads((samples() / "torch" / ".metadata").read_bytes())
 
 
 def feed_attributes(case: tuple[str, str, Any]) -> str:
     """A list of contents of torch's of which one attribute is another plain object."""
     part, name, value = case
-    folder = samples() / "torch-damaged"
-    before = (folder / ".metadata").read_bytes()
-    metadata = pickle.loads(before)
-    if part == "storage":
-        for info in metadata.storage_data.values():
-            object.__setattr__(info, name, value)
-    elif part == "tensor":
-        for stored in metadata.state_dict_metadata.values():
-            object.__setattr__(stored, name, value)
-    else:
-        setattr(metadata, name, value)
-    try:
-        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-        return load(folder, has_checksums=False)
-    finally:
-        (folder / ".metadata").write_bytes(before)
+    metadata = metadata_of_torch()
+    parts = {"storage": metadata.storage_data, "tensor": metadata.state_dict_metadata}
+    for each in parts[part].values() if part in parts else [metadata]:
+        object.__setattr__(each, name, value)
+    return load_damaged("torch", {".metadata": pickle.dumps(metadata)})
 
 
 ATTRIBUTES = st.tuples(
@@ -222,25 +209,17 @@ def nested(levels: int) -> Any:
 
 def feed_archive(program: bytes) -> str:
     """A program of opcodes in the archive of a value, with right checksums."""
-    folder = samples() / "torch-damaged"
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w") as archive:
         for name, content in (("data.pkl", program), ("version", b"3\n"), ("byteorder", b"little")):
             archive.writestr(f"archive/{name}", content)
-    metadata_before = (folder / ".metadata").read_bytes()
-    (data,) = folder.glob("*.distcp")
-    data_before = data.read_bytes()
-    metadata = pickle.loads(metadata_before)
+    (data,) = (samples() / "torch").glob("*.distcp")
+    before, metadata = data.read_bytes(), metadata_of_torch()
     info = next(info for index, info in metadata.storage_data.items() if index.offset is None)
-    object.__setattr__(info, "offset", len(data_before))
+    object.__setattr__(info, "offset", len(before))
     object.__setattr__(info, "length", len(stream.getvalue()))
-    try:
-        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-        data.write_bytes(data_before + stream.getvalue())
-        return load(folder, has_checksums=False)
-    finally:
-        (folder / ".metadata").write_bytes(metadata_before)
-        data.write_bytes(data_before)
+    contents = {".metadata": pickle.dumps(metadata), data.name: before + stream.getvalue()}
+    return load_damaged("torch", contents)
 
 
 FILES = st.tuples(st.integers(0, 2), EDITS)
