@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,20 @@ def test_what_a_run_writes_is_what_a_resume_reads(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(config.to_json())
     assert TrainConfig(**read_settings(path)) == config
+
+
+def test_settings_are_read_from_a_file_of_some_size_only(tmp_path: Path) -> None:
+    pipe, large = tmp_path / "pipe", tmp_path / "large"
+    os.mkfifo(pipe)
+    large.touch()
+    os.truncate(large, 2**20 + 1)
+    for path, why in (
+        (pipe, "at most 1 MiB"),
+        (large, "at most 1 MiB"),
+        (tmp_path / "x", "No such"),
+    ):
+        with pytest.raises(UsageError, match=f"{path.name} cannot be read .*{why}"):
+            read_settings(path)
 
 
 def test_for_a_misspelt_name_another_is_proposed(tmp_path: Path) -> None:

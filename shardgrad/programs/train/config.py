@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ import click
 from shardgrad.programs.train.failure import UsageError, reason_of
 from shardgrad.programs.train.presets import PRESETS, suggestion
 from shardgrad.programs.train.settings import Number, Whole, converted, setting
+
+_MOST_NBYTES = 2**20  # of a file of settings
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,9 @@ def read_settings(path: Path) -> dict[str, Any]:
             sense.
     """
     try:
+        found = path.stat()  # before it is opened: a pipe would be waited for
+        if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_NBYTES:
+            raise ValueError("not a file of at most 1 MiB")
         settings = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(
