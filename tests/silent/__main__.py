@@ -94,9 +94,9 @@ def audited(engine: str, at_once: int, started: dict[str, Any]) -> dict[str, Any
 
     def told(name: str) -> dict[str, Any]:
         target = f"tests.silent.audited:{engine.replace('-', '_')}__{name}"
-        found = audit.audit(target, ranks=RANKS)
-        click.echo(f"{engine}: {name}: {verdicts[name]['verdict']}: {found}")
-        said = {"passed": found.passed, "said": str(found)}
+        passed, sentence = audit.audit(target, ranks=RANKS)
+        click.echo(f"{engine}: {name}: {verdicts[name]['verdict']}: {sentence}")
+        said = {"passed": passed, "said": sentence}
         return {"is_right": verdicts[name]["verdict"] == "right"} | said
 
     with ThreadPoolExecutor(at_once) as pool:

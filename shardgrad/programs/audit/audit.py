@@ -19,7 +19,6 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
 from typing import Any
@@ -42,37 +41,7 @@ _TIMEOUT_S = 60.0  # of a collective, and of what other ranks may take once one 
 _Values = dict[str, torch.Tensor]  # what a program returned, whole and on the host, by name
 
 
-@dataclass(frozen=True)
-class Audit:
-    """What an audit found.
-
-    Attributes:
-        ranks: number of ranks.
-        values: number of values that the program returned, which are compared.
-        difference: the first, in words; empty if there is none, or ranks failed.
-        failure: what a rank raised, or that none of them made progress; empty if all ended.
-    """
-
-    ranks: int
-    values: int
-    difference: str = ""
-    failure: str = ""
-
-    @property
-    def passed(self) -> bool:
-        """Whether the runs agree."""
-        return not self.difference and not self.failure
-
-    def __str__(self) -> str:
-        if self.failure:
-            return f"The program runs without its engine, and fails with it: {self.failure}"
-        if self.difference:
-            what = "do not end as they do without an engine"
-            return f"{self.ranks} ranks {what}. First in {self.difference}."
-        return f"{self.ranks} ranks end as they do without an engine: {self.values} values agree."
-
-
-def audit(target: str, *, ranks: int = 2) -> Audit:
+def audit(target: str, *, ranks: int = 2) -> tuple[bool, str]:
     """Runs a program on `ranks` ranks, with its engine and without, and compares.
 
     Args:
@@ -80,6 +49,9 @@ def audit(target: str, *, ranks: int = 2) -> Audit:
             directory too.
         ranks: number of processes on this machine, joined by gloo, or by the accelerator's backend
             if there is a device for each.
+
+    Returns:
+        Whether the runs agree, and a sentence.
 
     Raises:
         OptionError: the target cannot be loaded, returns something else, or fails without its
@@ -104,9 +76,12 @@ def audit(target: str, *, ranks: int = 2) -> Audit:
             fix="return model",
         )
     if failure:
-        return Audit(ranks, len(reference), failure=failure)
-    ended = [{} if isinstance(run, str) else run for run in runs]
-    return Audit(ranks, len(reference), _difference(reference, ended))
+        return False, f"The program runs without its engine, and fails with it: {failure}"
+    difference = _difference(reference, [{} if isinstance(run, str) else run for run in runs])
+    if difference:
+        what = "do not end as they do without an engine"
+        return False, f"{ranks} ranks {what}. First in {difference}."
+    return True, f"{ranks} ranks end as they do without an engine: {len(reference)} values agree."
 
 
 # -- comparing

@@ -65,9 +65,9 @@ def _audit(target: str, ranks: int) -> NoReturn:
     function_named(target, flag="--audit")  # before PyTorch is imported, which takes seconds
     from shardgrad.programs.audit.audit import audit
 
-    found = audit(target, ranks=ranks)
-    click.echo(escaped(found))
-    sys.exit(0 if found.passed else 1)
+    passed, sentence = audit(target, ranks=ranks)
+    click.echo(escaped(sentence))
+    sys.exit(0 if passed else 1)
 
 
 def _device() -> torch.device:
