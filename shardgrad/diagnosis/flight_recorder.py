@@ -202,15 +202,6 @@ class FlightRecorder:
             log.host_waits = dist.Work if dist.get_backend(group) == "gloo" else None
         return log
 
-    def waiting_for(self) -> tuple[str | None, Entry | None]:
-        """Returns (group name, collective) that the host waits for; (None, None) if it does not
-        wait.
-        """
-        if self.waits_in is None:
-            return None, None
-        log, entry = self.waits_in
-        return log.name, entry
-
     def group_logs(self) -> list[GroupLog]:
         """Returns the logs of all process groups that are alive."""
         return list(self._logs.values())

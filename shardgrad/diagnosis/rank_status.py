@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 
 from shardgrad.diagnosis.flight_recorder import Entry, FlightRecorder
 from shardgrad.diagnosis.thread_stacks import calls_of, calls_of_thread, program_call
@@ -32,11 +31,10 @@ class RankStatus:
         has_ended: the program on this rank has ended.
         waits: "collective" if the host waits in one, of the engine or of torch; "device" if it
             waits for a device whose stream is not done; "" if neither is known.
-        group: name of the process group whose recorded collective the host waits for, if any.
-        waiting_for: that collective.
+        waiting_for: the recorded collective that the host waits for, if any.
+        awaited: the ranks that have to join it.
         call: what the program has called, and where: "full_tensor() at train.py:12".
-        collectives: by process group, its ranks and the last collectives started there, oldest
-            first.
+        collectives: the last that were started, oldest first, by the name of the process group.
     """
 
     rank: int
@@ -46,10 +44,10 @@ class RankStatus:
     fix: str
     has_ended: bool
     waits: str
-    group: str | None
     waiting_for: Entry | None
+    awaited: tuple[int, ...]
     call: str
-    collectives: dict[str, tuple[tuple[int, ...], tuple[Entry, ...]]]
+    collectives: dict[str, tuple[Entry, ...]]
 
     @property
     def place(self) -> str:
@@ -58,7 +56,7 @@ class RankStatus:
         """
         where = self.location if self.step or not self.call else self.call
         if self.waiting_for is None:
-            last = max(map(itemgetter(1), self.collectives.values()), key=_last, default=())
+            last = max(self.collectives.values(), key=_last, default=())
             after = f", after the {last[-1].name}, number {last[-1].seq_id}" if last else ""
             return where + after * (self.waits == "device")
         return f"the {self.waiting_for.name}, {where}"
@@ -98,7 +96,7 @@ def rank_status(
         calls, fix = calls_of(error), str(getattr(error, "fix", None) or "")
         lines = str(error).strip().splitlines()
         said = ": ".join((type(error).__name__, *lines[:1]))
-    group, waiting_for = recorder.waiting_for()
+    log, entry = recorder.waits_in or (None, None)
     return RankStatus(
         rank=rank,
         step=recorder.step,
@@ -106,11 +104,11 @@ def rank_status(
         error=said,
         fix=fix,
         has_ended=has_ended,
-        waits=waits if waiting_for is None else "collective",
-        group=group,
-        waiting_for=waiting_for,
+        waits=waits if entry is None else "collective",
+        waiting_for=entry,
+        awaited=() if log is None else log.ranks,
         call=program_call(calls),
-        collectives={log.name: (log.ranks, tuple(log.recent)) for log in recorder.group_logs()},
+        collectives={log.name: tuple(log.recent) for log in recorder.group_logs()},
     )
 
 
@@ -178,7 +176,8 @@ def diagnose(
 
 
 def _failed(statuses: Mapping[int, RankStatus]) -> Diagnosis | None:
-    awaited = {rank for t in statuses.values() if t.waits for rank in _members(t, statuses)}
+    # Who waits in a collective that is not recorded may wait for all.
+    awaited = {rank for t in statuses.values() if t.waits for rank in t.awaited or statuses}
     failed = [
         t
         for _, t in sorted(statuses.items())
@@ -196,11 +195,6 @@ def _failed(statuses: Mapping[int, RankStatus]) -> Diagnosis | None:
         _waiting_ranks(statuses, culprits),
         first.fix or _fix(waiting, _ENDED if first.error is None else _OTHERWISE),
     )
-
-
-def _members(t: RankStatus, statuses: Mapping[int, RankStatus]) -> Iterable[int]:
-    """Returns the ranks that a rank may wait for: all, if its collective is not recorded."""
-    return statuses if t.group is None else t.collectives[t.group][0]
 
 
 def _apart(statuses: Mapping[int, RankStatus], world_size: int) -> Diagnosis | None:
@@ -238,7 +232,7 @@ def _desynchronized(statuses: Mapping[int, RankStatus]) -> Diagnosis | None:
     for group in dict.fromkeys(name for t in statuses.values() for name in t.collectives):
         made: dict[int, dict[int, str]] = defaultdict(dict)  # what, by number and rank
         for rank, t in sorted(statuses.items()):
-            for entry in t.collectives[group][1] if group in t.collectives else ():
+            for entry in t.collectives.get(group, ()):
                 made[entry.seq_id][rank] = f"{entry.name} ({entry.numel} x {entry.dtype})"
         seq_id = min((n for n, what in made.items() if len(set(what.values())) > 1), default=None)
         if seq_id is None:

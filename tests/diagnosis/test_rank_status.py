@@ -94,7 +94,7 @@ IN_FORWARD = waiting(1, "forward() at train.py:30", whats=UNITS[:1], waits="engi
 
 def test_nothing_is_said_while_a_rank_may_still_come() -> None:
     assert diagnose({0: IN_FULL, 1: IN_FORWARD}, 3) is None
-    assert diagnose({0: IN_FULL, 1: replace(IN_FORWARD, waits="", group=None)}, 2) is None
+    assert diagnose({0: IN_FULL, 1: replace(IN_FORWARD, waits="")}, 2) is None
     assert diagnose({0: replace(IN_FORWARD, rank=0), 1: IN_FORWARD}, 2) is None
 
 
@@ -120,5 +120,5 @@ def test_a_rank_that_has_ended_ends_the_wait_of_those_that_need_it() -> None:
     assert found is not None
     assert found.what == "Rank 0 has ended its program."
     assert "shardgrad.participate(model)" in found.fix
-    at_rest = replace(IN_FORWARD, waits="", group=None, waiting_for=None)
+    at_rest = replace(IN_FORWARD, waits="", waiting_for=None)
     assert diagnose({0: ended, 1: at_rest}, 2) is None
