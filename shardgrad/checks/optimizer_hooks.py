@@ -46,6 +46,7 @@ from shardgrad.checks.untrained_params import (
     refuse_state_of_other_dtype,
 )
 from shardgrad.engine.grad_group import grads_of
+from shardgrad.engine.outside_graphs import outside_graphs
 from shardgrad.engine.param import managed_by
 from shardgrad.engine.param_group import ParamGroup, group_of
 from shardgrad.engine.streams import is_capturing
@@ -98,6 +99,7 @@ class OptimizerHooks:
         """
         self._changes += 1
 
+    @outside_graphs
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         watched = self._look_up(optimizer)
         groups = [group for each in watched.groups if (group := each()) is not None]
@@ -121,6 +123,7 @@ class OptimizerHooks:
         if watched.first_step is not None:
             watched.first_step.before(optimizer, is_captured=is_captured)
 
+    @outside_graphs
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         watched = self._look_up(optimizer)
         for reference in watched.groups:

@@ -51,6 +51,7 @@ from shardgrad import ops
 from shardgrad.engine.buffers import Chunks
 from shardgrad.engine.comm_context import CommContext
 from shardgrad.engine.grad_shard import GradShard
+from shardgrad.engine.outside_graphs import outside_graphs
 from shardgrad.engine.param import FSDPParam
 from shardgrad.engine.param_group import ParamGroup
 from shardgrad.engine.reduction import PartialSum, ReduceRoute, Reduction, reduce_route
@@ -740,6 +741,7 @@ class GradGroup:
         self.state = state
 
 
+@outside_graphs
 def _collect(owner: weakref.ref[GradGroup], unsharded: torch.Tensor) -> None:
     """Takes a gradient from autograd, on the stream of the parameter's AccumulateGrad node.
 

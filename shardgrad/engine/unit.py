@@ -29,16 +29,10 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
-from torch._C._dynamo.eval_frame import (
-    _FrameAction,
-    _FrameExecStrategy,
-    get_eval_frame_callback,
-    set_code_exec_strategy,
-)
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -49,6 +43,7 @@ from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.engine.comm_context import CommContext
 from shardgrad.engine.grad_group import GradGroup, ReductionScheduler
 from shardgrad.engine.grad_shard import GradMemory
+from shardgrad.engine.outside_graphs import outside_graphs
 from shardgrad.engine.param_group import ParamGroup, ParamState
 from shardgrad.engine.spans import NOTHING, span
 from shardgrad.engine.streams import is_capturing, wait_for_device
@@ -59,7 +54,6 @@ __all__ = [
     "UNIT",
     "RootContext",
     "Unit",
-    "outside_graphs",
     "unit_of",
     "units_under",
 ]
@@ -67,8 +61,6 @@ __all__ = [
 # Where a module keeps its unit.
 UNIT = "_shardgrad_unit"
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 _GRAD_SHARD = attrgetter("shard")
@@ -90,33 +82,6 @@ def _inside(tensor: torch.Tensor) -> torch.Tensor:
     while is_functorch_wrapped_tensor(tensor):
         tensor = get_unwrapped(tensor)
     return tensor
-
-
-def outside_graphs(hook: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Makes `torch.compile` break its graph at `hook` and run it, and what it calls, as plain
-    Python.
-
-    `torch.compiler.disable` imports Dynamo (over a second and some 100 MB) and costs each hook more
-    than its own decisions, so it is only used where Dynamo is watching the calling thread.
-    """
-    # Made at most once: `torch.compiler.disable` returns a new wrapper each time.
-    disabled: Callable[_P, _R] | None = None
-
-    @functools.wraps(hook)
-    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        nonlocal disabled
-        if get_eval_frame_callback() is None:
-            return hook(*args, **kwargs)
-        if disabled is None:
-            disabled = torch.compiler.disable(hook, recursive=True)
-        return disabled(*args, **kwargs)
-
-    # For a graph that would inline it.
-    call._torchdynamo_disable = True  # type: ignore[attr-defined]
-    # And where a compiled module runs it as a separate frame: what it calls decides for itself.
-    code = call.__code__  # type: ignore[attr-defined]
-    set_code_exec_strategy(code, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
-    return call
 
 
 @dataclass(slots=True)
@@ -446,6 +411,7 @@ class Unit:
         if call.begun_in != _graph_task():
             self.pre_backward(call, grad)
 
+    @outside_graphs
     def _post_backward(self, *, counted: bool = False) -> None:
         """All gradients of one call's inputs are there: nothing below needs this unit's
         parameters.
@@ -817,6 +783,7 @@ class RootContext:
 
     # -- backward
 
+    @outside_graphs
     def end_backward(self, *, wait: bool = True) -> None:
         """Ends a backward: frees what is still unsharded, reduces what is left, waits for the
         gradients.

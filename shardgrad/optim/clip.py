@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from shardgrad.engine.outside_graphs import outside_graphs
 from shardgrad.errors import GradientError, OptionError
 from shardgrad.optim.norms import norm_of
 from shardgrad.optim.selection import select
@@ -15,6 +16,7 @@ __all__ = ["clip_grad_norm_"]
 
 
 @torch.no_grad()
+@outside_graphs
 def clip_grad_norm_(
     parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor],
     max_norm: float,

@@ -13,6 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
+from shardgrad.engine.outside_graphs import outside_graphs
 from shardgrad.engine.param import FSDPParam, is_replaced, managed_by
 from shardgrad.engine.param_group import ParamGroup, group_of
 from shardgrad.engine.replaced_params import adopt_given
@@ -465,6 +466,7 @@ class FlatOptimizer(Optimizer):
         raise NotImplementedError
 
     @torch.no_grad()
+    @outside_graphs
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates every parameter that has a gradient.
 
@@ -550,6 +552,7 @@ class FlatOptimizer(Optimizer):
             self._skipped = torch.zeros((), dtype=torch.float32, device=device)
         return self._skipped
 
+    @outside_graphs
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Sets gradients, decoupled ones included, to None, or to zero.
 

@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
+from shardgrad.engine.outside_graphs import outside_graphs
 from shardgrad.engine.streams import is_capturing
 from shardgrad.errors import CaptureError, OptionError
 from shardgrad.optim.flat import FlatOptimizer
@@ -104,6 +105,7 @@ class GradScaler:
         return tree_map(scaled, outputs)
 
     @torch.no_grad()
+    @outside_graphs
     def unscale_(self, optimizer: Optimizer) -> None:
         """Takes the scale out of the gradients of an optimizer's parameters; once between two
         updates.
@@ -127,6 +129,7 @@ class GradScaler:
         gradients.multiply(self._on(_params(optimizer)[0].device).reciprocal())
         self._found[optimizer] = None
 
+    @outside_graphs
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Takes a step, or skips it on every rank if a gradient of any rank is not finite.
 
@@ -187,6 +190,7 @@ class GradScaler:
         return self._verdicts[optimizer].copy_(found)
 
     @torch.no_grad()
+    @outside_graphs
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Ends an iteration: the scale shrinks after a skipped step and grows after many good ones.
 

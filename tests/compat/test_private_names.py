@@ -27,7 +27,6 @@ WHY = {
     "torch._C._dynamo.eval_frame._FrameAction": "hooks run as plain Python, without an import of "
     "Dynamo in programs that compile nothing",
     "torch._C._dynamo.eval_frame._FrameExecStrategy": "the same",
-    "torch._C._dynamo.eval_frame.get_eval_frame_callback": "the same",
     "torch._C._dynamo.eval_frame.set_code_exec_strategy": "the same",
     "torch._C._construct_storage_from_data_pointer": "a tensor over memory of our own",
     "torch._C._functorch.get_unwrapped": "what a transform of torch.func has wrapped",

@@ -11,7 +11,9 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
+from torch.distributed.tensor import DTensor
 
+import shardgrad
 from tests.support.parity import (
     FSDP2,
     SHARDGRAD,
@@ -123,3 +125,42 @@ def test_a_model_compiled_as_a_whole_falls_apart_at_the_hooks_and_stays_right(
     for found in two_ranks.run(compiled_once_and_equal, whole_model, timeout_s=250):
         assert found["graphs"] > 1
         assert found["breaks"] > 0
+
+
+def steps_compiled(optimizer_kind: str, *, compiles: bool) -> Tensors:
+    """Trains by a function that has the whole step in it."""
+    torch._dynamo.reset()
+    model = SHARDGRAD.shard_tower(tower(depth=1))
+    params = list(model.parameters())
+    if optimizer_kind == "torch":
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(params, lr=0.1, foreach=False)
+    else:
+        optimizer = shardgrad.optim.SGD(params, lr=0.1)
+    clip = nn.utils.clip_grad_norm_ if optimizer_kind == "torch" else shardgrad.clip_grad_norm_
+
+    def step(tokens: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        loss = token_loss(model, (tokens, targets))
+        loss.backward()
+        norm = clip(params, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach(), norm
+
+    run = torch.compile(step, backend="eager") if compiles else step
+    seen = [value for number in range(3) for value in run(*SHARDGRAD.tokens(number))]
+    figures = [v.full_tensor() if isinstance(v, DTensor) else v for v in seen]
+    return {"losses and norms": torch.stack(figures), **SHARDGRAD.snapshot(model)}
+
+
+def same_bits_if_the_step_is_compiled(optimizer_kind: str) -> None:
+    compiled = steps_compiled(optimizer_kind, compiles=True)
+    assert_same_bits(compiled, steps_compiled(optimizer_kind, compiles=False))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("optimizer_kind", ["torch", "shardgrad"])
+def test_a_program_that_compiles_its_whole_step_trains_as_it_does_without(
+    two_ranks: Ranks, optimizer_kind: str
+) -> None:
+    """Dynamo watches the thread through backward and step, where it cannot trace the engine."""
+    two_ranks.run(same_bits_if_the_step_is_compiled, optimizer_kind, timeout_s=250)
