@@ -126,14 +126,16 @@ def test_only_what_is_not_finite_in_either_run_is_no_difference() -> None:
         assert said(broken, broken, expected=broken) == ""
         assert said(WEIGHT, WEIGHT, expected=broken) != ""
         for ranks in ((WEIGHT, broken), (broken, WEIGHT), (broken, broken)):
-            assert said(*ranks).startswith("end of w: it is missing, not finite or of another")
+            assert said(*ranks).startswith("end of w: it is missing, not finite, of another")
 
 
 def test_the_first_value_that_differs_is_told_with_how_far_and_where() -> None:
     alike = "end of w: it is off by 100.00%, on all ranks alike"
     assert said(2 * WEIGHT, 2 * WEIGHT) == alike
     assert said(2 * WEIGHT, WEIGHT).startswith("end of w: it is off by 100.00%, and ranks have")
-    gone = "end of w: it is missing, not finite or of another shape, on all ranks alike"
+    gone = "end of w: it is missing, not finite, of another shape or zero in one of the runs"
+    gone += ", on all ranks alike"
+    assert said(WEIGHT, WEIGHT, expected=0 * WEIGHT) == gone
     assert said(WEIGHT[:2], WEIGHT[:2]) == gone
     more = {"v": WEIGHT, "w": WEIGHT, "x": WEIGHT}
     other = {"v": WEIGHT, "w": 2 * WEIGHT, "x": 2 * WEIGHT}

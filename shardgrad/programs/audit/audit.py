@@ -102,7 +102,7 @@ def _difference(expected: _Values, ranks: Sequence[_Values]) -> str:
     name, each = next(iter(differing.items()))
     more = f", and {len(differing) - 1} more" if len(differing) > 1 else ""
     if max(each) == math.inf:
-        how = "missing, not finite or of another shape"
+        how = "missing, not finite, of another shape or zero in one of the runs"
     else:
         how = f"off by {max(each):.2%}"
     if len({f"{one:.2%}" for one in each}) == 1:
@@ -114,8 +114,8 @@ def _difference(expected: _Values, ranks: Sequence[_Values]) -> str:
 
 def _off(values: torch.Tensor | None, expected: torch.Tensor | None) -> float:
     """Returns by how much of its norm a value is off; 0 if that is within the precision, infinity
-    if there is no such value, of such a shape, with such elements that are finite. Elements that
-    are not are not compared.
+    if there is no such value, of such a shape, with such elements that are finite, or only one is
+    zero. Elements that are not finite are not compared.
     """
     if values is None or expected is None or values.shape != expected.shape:
         return math.inf
