@@ -201,7 +201,6 @@ class OptimizerState(Capturable):
             ]
         )
         values = list(chain.from_iterable(map(dict.values, self._optimizer.state.values())))
-        values += self._rates.values()
         if len(values) != len(self._values) or not all(map(is_, values, self._values)):
             self._values = values
             self._locals = [local_tensor(one) for one in values if isinstance(one, torch.Tensor)]

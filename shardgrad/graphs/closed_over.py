@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter, itemgetter
 from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,6 @@ from shardgrad.graphs.program_line import is_of_the_program
 
 __all__ = ["Place", "Reads", "closed_over"]
 
-_DEPTH = 8
 _MOST_PARTS = 1_000  # of one object
 _MOST_OBJECTS = 20_000
 _NUMBERS = (bool, int, float, complex, str)
@@ -102,8 +101,10 @@ class Reads(TorchDispatchMode):
             the beginning of the block.
         numbers: what the function closes over besides tensors, by the names of their places.
         groups: process groups in which operations of the block move tensors of a device.
-        not_given: names of modules whose sharded parameters operations use, and which are not
-            among `modules`.
+
+    Raises:
+        CaptureError: in the block, at an operation that uses a sharded module that is not among
+            `modules`, or that writes on a stream that is not captured.
     """
 
     def __init__(
@@ -117,8 +118,8 @@ class Reads(TorchDispatchMode):
         self.places: dict[Place, Hashable] = {}
         self.numbers: dict[str, Any] = {}
         self.groups: set[dist.ProcessGroup] = set()
-        self.not_given: set[str] = set()
-        self._others: dict[int, str] = {}  # modules, by the addresses of their parameters
+        # Sharded modules that were not given, by the addresses of their parameters.
+        self._others: dict[int, str] = {}
         self._made: set[int] = set()  # storages of the block's own
         self._written: dict[int, tuple[str, StorageWeakRef, torch.device]] = {}
         self._candidates: dict[int, Place] = {}
@@ -158,8 +159,8 @@ class Reads(TorchDispatchMode):
         for tensor in _plain(leaves):
             identity = _identity(tensor)
             given.add(identity)
-            if self._others and identity and tensor.data_ptr() in self._others:
-                self.not_given.add(self._others[tensor.data_ptr()])
+            if self._others and identity and (name := self._others.get(tensor.data_ptr())):
+                _refuse_not_given(name)
             if identity in self._made:
                 continue
             if (place := self._candidates.get(identity)) is not None:
@@ -187,14 +188,19 @@ class Reads(TorchDispatchMode):
                 "work, and torch.cuda.current_stream().wait_stream(side) after it",
             )
 
-    def kept(self, buffers: Iterable[torch.Tensor]) -> list[str]:
-        """Returns the names of places that were read, and where memory of `buffers` is now."""
+    def refuse_kept(self, buffers: Iterable[torch.Tensor]) -> None:
+        """Refuses a graph of a step that keeps an argument and reads it in the next call, where
+        `buffers` has the next argument.
+        """
         memory = set(map(_identity, buffers))
-        return [
-            place.name
-            for place in self.places
-            if memory.intersection(map(_identity, _plain([place.found()])))
-        ]
+        for place in self.places:
+            if memory.intersection(map(_identity, _plain([place.found()]))):
+                raise CaptureError(
+                    f"it keeps an argument in {place.name}, and reads it in the next call",
+                    expected="memory of the program's for what the next call reads",
+                    got="the graph's input, which the next call writes over",
+                    fix=f"{place.name}.copy_(...), or pass it as an argument",
+                )
 
     def written(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the memory, as bytes, that was there before the block, was written in it, and is
@@ -210,6 +216,15 @@ class Reads(TorchDispatchMode):
             if storage is not None and storage.nbytes() and storage.resizable():
                 empty = torch.empty(0, dtype=torch.uint8, device=device)
                 yield name, empty.set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def _refuse_not_given(name: str) -> NoReturn:
+    raise CaptureError(
+        f"it uses {name}, a sharded module that graphed_step was not given",
+        expected="every sharded module that the step uses",
+        got="one whose state a graph can neither guard nor put back",
+        fix=f"graphed_step(..., {name})",
+    )
 
 
 def _groups(leaves: Sequence[Any]) -> Iterator[dist.ProcessGroup]:
@@ -269,12 +284,12 @@ def closed_over(
     # not.
     first = "" if isinstance(function, FunctionType | MethodType) else "self"
     roots = [(first, function), *((type(module).__name__, module) for module in modules)]
-    waiting = deque((Place(name, root), root, 0) for name, root in roots)
+    waiting = deque((Place(name, root), root) for name, root in roots)
     seen: set[int] = set()
     for _ in range(_MOST_OBJECTS):
         if not waiting:
             return
-        place, value, depth = waiting.popleft()
+        place, value = waiting.popleft()
         if isinstance(value, _NUMBERS):
             yield place, value
             continue
@@ -286,7 +301,7 @@ def closed_over(
         )
         if is_leaf or isinstance(value, nn.Module):
             yield place, value
-        if is_leaf or depth == _DEPTH:
+        if is_leaf:
             continue
         root, way = (value, ()) if isinstance(value, nn.Module) else (place.root, place.way)
         for name, on in islice(_parts(value), _MOST_PARTS):
@@ -295,7 +310,7 @@ def closed_over(
                 if not isinstance(part, _LEAVES):
                     is_behind = name.startswith((".", "["))
                     full = place.name + name if is_behind else name or place.name
-                    waiting.append((Place(full, root, (*way, *on)), part, depth + 1))
+                    waiting.append((Place(full, root, (*way, *on)), part))
 
 
 def _end_of(way: _Way, root: Any) -> Any:

@@ -14,7 +14,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -24,19 +24,14 @@ from shardgrad.graphs.torch_patches import Patch, Replacement
 __all__ = ["has_graphs", "has_no_graphs"]
 
 
-class _Closable(Protocol):
-    def close(self) -> None:
-        """Destroys graphs."""
-
-
 # Of each step that has graphs, its default process group, of which a process may have several, one
 # for each thread; and what ends its need of torch's function being replaced.
-_steps: weakref.WeakKeyDictionary[_Closable, tuple[Any, Callable[[], object]]]
+_steps: weakref.WeakKeyDictionary[Any, tuple[Any, Callable[[], object]]]
 _steps = weakref.WeakKeyDictionary()
 _patch = Patch()
 
 
-def has_graphs(step: _Closable) -> None:
+def has_graphs(step: Any) -> None:
     """Has `step` closed before its default process group is destroyed, or at the interpreter's
     exit.
     """
@@ -48,7 +43,7 @@ def has_graphs(step: _Closable) -> None:
         _steps[step] = dist.group.WORLD, end
 
 
-def has_no_graphs(step: _Closable) -> None:
+def has_no_graphs(step: Any) -> None:
     """Says that `step` has no graphs any more."""
     if step in _steps:
         _, end = _steps.pop(step)

@@ -11,8 +11,8 @@ from torch.utils._pytree import (
     keystr,
     tree_flatten_with_path,
     tree_leaves,
-    tree_map,
-    tree_unflatten,
+    tree_map_only,
+    tree_map_with_path,
 )
 
 from shardgrad.errors import StepOutputError
@@ -40,8 +40,7 @@ def detached(outputs: Any) -> Any:
             "step",
         )
 
-    leaves, spec = tree_flatten_with_path(outputs)
-    return tree_unflatten([check(path, leaf) for path, leaf in leaves], spec)
+    return tree_map_with_path(check, outputs)
 
 
 def apart_from(state: Iterable[torch.Tensor], outputs: Any) -> Any:
@@ -59,13 +58,11 @@ def apart_from(state: Iterable[torch.Tensor], outputs: Any) -> Any:
         for tensor in map(local_tensor, state)
     ]
 
-    def copied(leaf: torch.Tensor | None) -> torch.Tensor | None:
-        if leaf is None:
-            return None
+    def copied(leaf: torch.Tensor) -> torch.Tensor:
         address = local_tensor(leaf).data_ptr()
         return leaf.clone() if any(begin <= address < end for begin, end in places) else leaf
 
-    return tree_map(copied, outputs)
+    return tree_map_only(torch.Tensor, copied, outputs)
 
 
 def clones(outputs: Any) -> Any:
@@ -73,7 +70,7 @@ def clones(outputs: Any) -> Any:
 
     Streams: the current one.
     """
-    return tree_map(lambda leaf: None if leaf is None else leaf.clone(), outputs)
+    return tree_map_only(torch.Tensor, torch.Tensor.clone, outputs)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -101,10 +98,10 @@ def named(outputs: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield keystr(path), leaf
 
 
-def scalars(outputs: Any) -> dict[str, torch.Tensor]:
-    """Returns the outputs that have one element, by their path in the tree, without brackets."""
-    return {
-        path.strip("[]'") or "output": leaf
+def scalars(outputs: Any) -> list[tuple[str, torch.Tensor]]:
+    """Returns the outputs that have one element, with their path in the tree, without brackets."""
+    return [
+        (path.strip("[]'") or "output", leaf)
         for path, leaf in named(outputs)
         if leaf.numel() == 1 and not leaf.is_complex()
-    }
+    ]

@@ -13,7 +13,7 @@ import gc
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -24,17 +24,8 @@ from shardgrad.policies import SleepPolicy
 
 __all__ = ["DeviceGraph", "GraphPool"]
 
+DeviceGraph = Any  # a torch.cuda.CUDAGraph, or a torch.accelerator.Graph
 _STREAM_NON_BLOCKING = 1  # cudaStreamNonBlocking: the legacy stream does not wait for it
-
-
-class DeviceGraph(Protocol):
-    """What `torch.cuda.CUDAGraph` and `torch.accelerator.Graph` have in common."""
-
-    def replay(self) -> None:
-        """Launches the recorded work on the current stream."""
-
-    def reset(self) -> None:
-        """Frees the recorded work and its memory."""
 
 
 class GraphPool:
@@ -197,8 +188,8 @@ class GraphPool:
         if not self._graphs:
             self._handle = self._memory = None
 
-    def _begin(self, generators: Sequence[torch.Generator]) -> Any:
-        graph: Any
+    def _begin(self, generators: Sequence[torch.Generator]) -> DeviceGraph:
+        graph: DeviceGraph
         if self.device.type == "cuda":
             graph = torch.cuda.CUDAGraph()
             for generator in generators:

@@ -26,9 +26,7 @@ __all__ = [
     "environment_issues",
     "explain",
     "refuse_harmful_settings",
-    "require_given",
     "require_launch_order",
-    "require_not_kept",
 ]
 
 _BLOCKING = {
@@ -166,37 +164,6 @@ def refuse_harmful_settings() -> None:
     """
     for issue in _of_allocator():
         raise issue
-
-
-def require_given(names: Iterable[str]) -> None:
-    """Refuses a graph that uses sharded modules whose state it could neither guard nor put back.
-
-    Raises:
-        CaptureError: there are such modules.
-    """
-    for name in sorted(names):
-        raise CaptureError(
-            f"it uses {name}, a sharded module that graphed_step was not given",
-            expected="every sharded module that the step uses",
-            got="one whose state a graph can neither guard nor put back",
-            fix=f"graphed_step(..., {name})",
-        )
-
-
-def require_not_kept(names: Iterable[str]) -> None:
-    """Refuses a graph of a step that keeps an argument and reads it in the next call, where the
-    graph's input is the next argument.
-
-    Raises:
-        CaptureError: there are places in which it does.
-    """
-    for name in names:
-        raise CaptureError(
-            f"it keeps an argument in {name}, and reads it in the next call",
-            expected="memory of the program's for what the next call reads",
-            got="the graph's input, which the next call writes over",
-            fix=f"{name}.copy_(...), or pass it as an argument",
-        )
 
 
 def require_launch_order(groups: Iterable[dist.ProcessGroup]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -65,26 +66,26 @@ class StatusReader:
         return self._last
 
     def _start(self, step: int, outputs: Any) -> Callable[[], StepStatus | None] | None:
-        named = scalars(outputs)
-        of_outputs = list(named)
-        for each in self._capturables:
-            for name, value in each.reports().items():
-                named[name] = named[name] + value if name in named else value
+        of_outputs = scalars(outputs)
+        reports = chain.from_iterable(each.reports().items() for each in self._capturables)
+        named = [*of_outputs, *reports]
         if not named:
             return None
-        names, stream = list(named), self._pool.follow()
+        names, stream = [name for name, _ in named], self._pool.follow()
         host = torch.empty(
             len(names), dtype=torch.float64, pin_memory=self._pool.device.type == "cuda"
         )
         with torch.no_grad():
-            scalar = [value.detach().reshape(()).to(torch.float64) for value in named.values()]
-            host.copy_(torch.stack(scalar), non_blocking=True)
+            numbers = [value.detach().reshape(()).to(torch.float64) for _, value in named]
+            host.copy_(torch.stack(numbers), non_blocking=True)
             arrived = None if stream is None else stream.record_event()
 
         def read() -> StepStatus | None:
             if arrived is not None and not arrived.query():
                 return None
-            values = dict(zip(names, host.tolist(), strict=True))
-            return StepStatus(step, values, all(math.isfinite(values[name]) for name in of_outputs))
+            found, values = host.tolist(), dict.fromkeys(names, 0.0)
+            for name, value in zip(names, found, strict=True):
+                values[name] += value
+            return StepStatus(step, values, all(map(math.isfinite, found[: len(of_outputs)])))
 
         return read

@@ -44,9 +44,7 @@ from shardgrad.graphs.preflight import (
     environment_issues,
     explain,
     refuse_harmful_settings,
-    require_given,
     require_launch_order,
-    require_not_kept,
 )
 from shardgrad.graphs.program_line import line_that_raised
 from shardgrad.graphs.recomputation import Redraws
@@ -89,20 +87,16 @@ class StepSettings:
     on_uncapturable: Literal["raise", "eager"] = "raise"
 
     def __post_init__(self) -> None:
-        for name in ("warmup", "max_graphs"):
-            value = getattr(self, name)
-            if value < 1:
+        for name, expected, fits in (
+            ("warmup", "at least 1", self.warmup >= 1),
+            ("max_graphs", "at least 1", self.max_graphs >= 1),
+            ("on_uncapturable", "'raise' or 'eager'", self.on_uncapturable in ("raise", "eager")),
+        ):
+            if not fits:
+                got = repr(getattr(self, name))
                 raise OptionError(
-                    f"graphed_step was given {name}={value!r}",
-                    expected="at least 1",
-                    got=repr(value),
+                    f"graphed_step was given {name}={got}", expected=expected, got=got
                 )
-        if self.on_uncapturable not in ("raise", "eager"):
-            raise OptionError(
-                f"graphed_step was given on_uncapturable={self.on_uncapturable!r}",
-                expected="'raise' or 'eager'",
-                got=repr(self.on_uncapturable),
-            )
 
 
 def graphed_step(
@@ -518,8 +512,7 @@ class GraphedStep(Generic[_P, _R]):
         try:
             with _stale_streams_overridden(), captured.captured(), reads:
                 outputs = detached(self._function(*args, **kwargs))
-                require_given(reads.not_given)
-                require_not_kept(reads.kept(kind.buffers.buffers))
+                reads.refuse_kept(kind.buffers.buffers)
                 if self.pool.device.type == "cuda":
                     require_launch_order(reads.groups)
                 # Of now: gradients may have got memory inside.
