@@ -119,6 +119,6 @@ $(OTHER)/installed: Makefile tests/support/nvidia_stubs.py | .venv/installed
 	"$(PYTHON)" -m venv $(OTHER)
 	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps torch==$(OTHER_TORCH)
 	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check filelock typing-extensions sympy networkx \
-		jinja2 fsspec numpy 'setuptools>=77' pytest pytest-timeout hypothesis
+		jinja2 fsspec numpy 'setuptools>=77' pytest pytest-timeout hypothesis click rich
 	$(OTHER)/bin/python -m tests.support.nvidia_stubs
 	touch $@
