@@ -85,9 +85,7 @@ ADAMW_NBYTES = 28  # weight, two moments and the gradient are read, all but the 
 
 
 def kernel_s(cost: CostModel, *, flops: float = 0.0, nbytes: float = 0.0) -> float:
-    return cost.kernel_s(
-        Kernel("compute", "", "optimizer", True, flops, 0.0, "bf16", round(nbytes))
-    )
+    return cost.kernel_s(Kernel("compute", "optimizer", True, flops, 0.0, "bf16", round(nbytes)))
 
 
 @pytest.mark.parametrize(
@@ -116,7 +114,7 @@ def test_eight_billion_parameters_keep_all_ranks_busy(
     cost = CostModel(Machine(), world_size)
     numel = 32 * sum(rows * columns for rows, columns in LLAMA_8B)
     sent = [2 * len(each) * numel // 32 // world_size for each in found]  # bytes of a rank, bf16
-    exchanges = [Transfer("compute", "exchange", "shard", world_size, n, 0) for n in sent]
+    exchanges = [Transfer("compute", "exchange", "shard", world_size, n) for n in sent]
     seconds = (
         kernel_s(cost, flops=2 * 5 * slowest),  # five steps, two operations a multiplication
         kernel_s(cost, nbytes=PASSED_NBYTES * numel / world_size),
