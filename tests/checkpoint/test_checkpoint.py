@@ -24,6 +24,16 @@ from shardgrad.programs.text import listed, printable
 
 ROWS, LARGE = 15, 1500  # of the first tensor; a large one has several blocks
 DATA, METADATA, MANIFEST = "__0_0.distcp", ".metadata", "manifest.json"
+DTYPES = sorted(
+    {
+        dtype
+        for dtype in vars(torch).values()
+        if isinstance(dtype, torch.dtype) and not str(dtype).startswith("torch.q")
+    }
+    - {getattr(torch, name, None) for name in ("bits16", "bits1x8", "bits2x4", "bits4x2", "bits8")}
+    - {getattr(torch, f"{sign}int{n}", None) for sign in ("", "u") for n in range(1, 8)},
+    key=str,
+)
 
 
 def state(seed: int = 0, rows: int = ROWS) -> dict[str, Any]:
@@ -82,6 +92,19 @@ def test_what_was_saved_is_loaded_in_place(tmp_path: Path, rows: int) -> None:
     assert same(checkpoint.load(ours, tmp_path / "saved"), state(0, rows))
     assert same(ours["model"], state(0, rows)["model"])
     assert [ours["model"][name].data_ptr() for name in ours["model"]] == addresses
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_comes_back_to_the_bit(dtype: torch.dtype, tmp_path: Path) -> None:
+    numbers = torch.arange(64, dtype=torch.uint8)
+    values = numbers > 30 if dtype is torch.bool else numbers.view(dtype)
+    checkpoint.save({"x": values, "scalar": values[1]}, tmp_path / "c")
+    ours = {"x": torch.zeros_like(values), "scalar": torch.zeros_like(values[1])}
+    checkpoint.load(ours, tmp_path / "c")
+    for name, right in (("x", values), ("scalar", values[1])):
+        assert torch.equal(
+            ours[name].reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8)
+        )
 
 
 @pytest.mark.parametrize("saved", [torch.float32, torch.int64, torch.complex128])

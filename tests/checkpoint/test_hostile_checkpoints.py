@@ -92,6 +92,12 @@ def test_the_stand_in_for_getattr_reaches_members_of_one_enum_only(tmp_path: Pat
             checkpoint.read_metadata(tmp_path)
 
 
+def test_metadata_of_a_large_model_is_read(tmp_path: Path) -> None:
+    model = {f"model.layers.{i}.attention.projection.weight": torch.ones(2) for i in range(2_000)}
+    checkpoint.save({"model": model, "names": ["x" * 200] * 1_000}, tmp_path / "c")
+    assert len(checkpoint.read_metadata(tmp_path / "c").state_dict_metadata) == 2_001
+
+
 # -- archives
 
 
