@@ -40,7 +40,9 @@ def declare(schema: str, reference: Callable[..., None]) -> Callable[..., None]:
 
     Args:
         schema: name and arguments; says truly which tensors are written.
-        reference: the implementation in plain torch ops, whose docstring is the op's.
+        reference: the implementation in plain torch ops, whose docstring is the op's. It has the
+            schema's default values, too: the dispatcher leaves out arguments that are equal to
+            them.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(f"{schema} -> ()")

@@ -25,7 +25,7 @@ def norm_reference(
     touched: Tensor,
     rows: Tensor,
     tiles: int,
-    norm_type: float,
+    norm_type: float = 2.0,
 ) -> None:
     """Accumulates what a norm is made of over the live rows of a segment: `sum(|g| ** norm_type)`.
 

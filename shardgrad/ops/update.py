@@ -113,12 +113,12 @@ def adam_reference(
     rows: Tensor,
     tiles: int,
     hyper: Tensor,
-    scale: Tensor | None,
-    found_inf: Tensor | None,
-    decoupled: bool,
-    maximize: bool,
-    stochastic_rounding: bool,
-    seed: int,
+    scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    decoupled: bool = True,
+    maximize: bool = False,
+    stochastic_rounding: bool = False,
+    seed: int = 0,
 ) -> None:
     """Updates the live rows of a segment by Adam, or AdamW if `decoupled`.
 
@@ -186,13 +186,13 @@ def sgd_reference(
     rows: Tensor,
     tiles: int,
     hyper: Tensor,
-    scale: Tensor | None,
-    found_inf: Tensor | None,
-    nesterov: bool,
-    decoupled: bool,
-    maximize: bool,
-    stochastic_rounding: bool,
-    seed: int,
+    scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    nesterov: bool = False,
+    decoupled: bool = False,
+    maximize: bool = False,
+    stochastic_rounding: bool = False,
+    seed: int = 0,
 ) -> None:
     """Updates the live rows of a segment by stochastic gradient descent, as `torch.optim.SGD` does.
 

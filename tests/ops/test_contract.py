@@ -3,6 +3,7 @@ kernels refuse."""
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -83,6 +84,16 @@ def example(name: str, sizes: Sequence[int] = (8,)) -> dict[str, Any]:
 
 def tensors(arguments: dict[str, Any]) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+
+
+@EACH
+def test_a_reference_has_the_default_values_of_its_schema(name: str) -> None:
+    """The dispatcher leaves out trailing arguments that are equal to them."""
+    declared = getattr(torch.ops.shardgrad, name).default._schema.arguments
+    taken = inspect.signature(REFERENCES[name]).parameters.values()
+    for argument, parameter in zip(declared, taken, strict=True):
+        assert argument.has_default_value() == (parameter.default is not parameter.empty)
+        assert not argument.has_default_value() or argument.default_value == parameter.default
 
 
 @EACH
