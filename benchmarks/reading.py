@@ -148,7 +148,7 @@ def watched(engine: str, function: Callable[[], Any]) -> tuple[Any, dict[str, An
     """Calls a function; returns its result, and what of the engine it called."""
     folder = str(_folder(_PACKAGES[engine]))
     # FSDP2 calls torch there, which is not counted either: kernels, events of streams, and spans.
-    aside = tuple(f"{folder}/{part}" for part in ("ops/", "engine/streams.py", "engine/spans.py"))
+    aside = tuple(f"{folder}/{part}" for part in ("ops/", "engine/streams.py", "engine/tracing.py"))
     calls: list[CodeType] = []
 
     def note(frame: FrameType, event: str, _: object) -> None:

@@ -19,7 +19,7 @@ from shardgrad.compat.torch_views import StateView, state_of
 from shardgrad.engine.calls import like_forward
 from shardgrad.engine.comm_context import CommContext
 from shardgrad.engine.lazy_init import lazy_init
-from shardgrad.engine.outside_graphs import outside_graphs
+from shardgrad.engine.tracing import outside_graphs
 from shardgrad.engine.unit import UNIT, Unit, units_under
 from shardgrad.errors import (
     DeepcopyError,

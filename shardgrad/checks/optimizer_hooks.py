@@ -46,10 +46,10 @@ from shardgrad.checks.untrained_params import (
     refuse_state_of_other_dtype,
 )
 from shardgrad.engine.grad_group import grads_of
-from shardgrad.engine.outside_graphs import outside_graphs
 from shardgrad.engine.param import managed_by
 from shardgrad.engine.param_group import ParamGroup, group_of
 from shardgrad.engine.streams import is_capturing
+from shardgrad.engine.tracing import outside_graphs
 
 __all__ = ["hooks"]
 

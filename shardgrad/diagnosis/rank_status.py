@@ -138,6 +138,14 @@ class Diagnosis:
 # What to type, by the function that the program calls; other functions of a library in which a rank
 # waits for the others are collectives by themselves.
 _FIXES = {
+    "full_tensor": "full_tensor() is a collective: call it on every rank, and use the result on "
+    "one",
+    "get_model_state_dict": "get_model_state_dict is a collective: call it on every rank; with "
+    "StateDictOptions(full_state_dict=True, cpu_offload=True) only rank 0 keeps the tensors",
+    "save": "save is a collective, in which every rank writes its part: call it on every rank",
+    "clip_grad_norm_": "the norm is over all ranks: call clip_grad_norm_ on every rank",
+    "item": "item() of a DTensor is a collective: call it on every rank",
+    "barrier": "every rank has to come to the barrier: take it out of `if rank == 0:`",
     "backward": "backward reduces gradients over all ranks: call it on every rank, also for a "
     "batch that is to be left out, or with shardgrad.participate(model): for ranks that have none",
     "forward": "a forward gathers parameters from all ranks: call the model on every rank, also to "

@@ -51,12 +51,11 @@ from shardgrad import ops
 from shardgrad.engine.buffers import Chunks
 from shardgrad.engine.comm_context import CommContext
 from shardgrad.engine.grad_shard import GradShard
-from shardgrad.engine.outside_graphs import outside_graphs
 from shardgrad.engine.param import FSDPParam
 from shardgrad.engine.param_group import ParamGroup
 from shardgrad.engine.reduction import PartialSum, ReduceRoute, Reduction, reduce_route
-from shardgrad.engine.spans import NOTHING, span
 from shardgrad.engine.streams import Stream, StreamEvent, Streams, keep_for_current_stream
+from shardgrad.engine.tracing import NOTHING, outside_graphs, span
 from shardgrad.errors import CaptureError, GradientError, listed
 from shardgrad.policies import REDUCES_IN_GRAD_DTYPE
 from shardgrad.sharding.layout import Piece, ShardLayout

@@ -44,8 +44,8 @@ from shardgrad import ops
 from shardgrad.engine.buffers import Chunks, PieceSize, RecurringMemory
 from shardgrad.engine.comm_context import CollectiveConfig, CommContext, SecondStep
 from shardgrad.engine.param import FSDPParam, local_of, mark_sharded, mark_unsharded
-from shardgrad.engine.spans import NOTHING, span
 from shardgrad.engine.streams import Stream, StreamEvent, Streams, keep_for_current_stream
+from shardgrad.engine.tracing import NOTHING, span
 from shardgrad.engine.transports import MessageTag, Work
 from shardgrad.errors import LostWorkWarning, listed
 from shardgrad.ops.movement import unpack_rows

@@ -18,7 +18,7 @@ from typing import Protocol
 
 import torch
 
-from shardgrad.engine.spans import NOTHING
+from shardgrad.engine.tracing import NOTHING
 
 __all__ = [
     "AcceleratorStreams",

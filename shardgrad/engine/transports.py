@@ -30,7 +30,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 
 from shardgrad.diagnosis.flight_recorder import FIX, Entry, GroupLog, recorder
 from shardgrad.engine.buffers import Chunks
-from shardgrad.engine.spans import NOTHING
+from shardgrad.engine.tracing import NOTHING
 from shardgrad.errors import DesyncError, unsupported
 from shardgrad.sharding.layout import TAG_NUMEL
 

@@ -43,10 +43,9 @@ from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.engine.comm_context import CommContext
 from shardgrad.engine.grad_group import GradGroup, ReductionScheduler
 from shardgrad.engine.grad_shard import GradMemory
-from shardgrad.engine.outside_graphs import outside_graphs
 from shardgrad.engine.param_group import ParamGroup, ParamState
-from shardgrad.engine.spans import NOTHING, span
 from shardgrad.engine.streams import is_capturing, wait_for_device
+from shardgrad.engine.tracing import NOTHING, outside_graphs, span
 from shardgrad.errors import AsleepError, CollectiveError, UnsupportedError
 from shardgrad.sharding.mesh import DataParallelMesh
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from shardgrad.engine.outside_graphs import outside_graphs
+from shardgrad.engine.tracing import outside_graphs
 from shardgrad.errors import GradientError, OptionError
 from shardgrad.optim.norms import norm_of
 from shardgrad.optim.selection import select

@@ -13,11 +13,11 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from shardgrad.engine.outside_graphs import outside_graphs
 from shardgrad.engine.param import FSDPParam, is_replaced, managed_by
 from shardgrad.engine.param_group import ParamGroup, group_of
 from shardgrad.engine.replaced_params import adopt_given
 from shardgrad.engine.streams import is_capturing, streams_for, wait_for_device
+from shardgrad.engine.tracing import outside_graphs
 from shardgrad.errors import (
     AsleepError,
     CaptureError,

@@ -10,8 +10,8 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from shardgrad.engine.outside_graphs import outside_graphs
 from shardgrad.engine.streams import is_capturing
+from shardgrad.engine.tracing import outside_graphs
 from shardgrad.errors import CaptureError, OptionError
 from shardgrad.optim.flat import FlatOptimizer
 from shardgrad.optim.norms import find_nonfinite, is_judged

@@ -126,18 +126,20 @@ def test_only_what_is_not_finite_in_either_run_is_no_difference() -> None:
         assert said(broken, broken, expected=broken) == ""
         assert said(WEIGHT, WEIGHT, expected=broken) != ""
         for ranks in ((WEIGHT, broken), (broken, WEIGHT), (broken, broken)):
-            assert said(*ranks).startswith("end of w: it is missing, not finite, of another")
+            assert said(*ranks).startswith("end of w: it is zero or not finite in one of the runs")
 
 
 def test_the_first_value_that_differs_is_told_with_how_far_and_where() -> None:
     alike = "end of w: it is off by 100.00%, on all ranks alike"
     assert said(2 * WEIGHT, 2 * WEIGHT) == alike
     assert said(2 * WEIGHT, WEIGHT).startswith("end of w: it is off by 100.00%, and ranks have")
-    gone = "end of w: it is missing, not finite, of another shape or zero in one of the runs"
-    gone += ", on all ranks alike"
-    assert said(WEIGHT, WEIGHT, expected=0 * WEIGHT) == gone
-    assert said(WEIGHT[:2], WEIGHT[:2]) == gone
+    # As far off as the other, on the other side.
+    assert said(2 * WEIGHT, 0 * WEIGHT).startswith("end of w: it is off by 100.00%, and ranks have")
+    zero = "end of w: it is zero or not finite in one of the runs, on all ranks alike"
+    assert said(WEIGHT, WEIGHT, expected=0 * WEIGHT) == zero
+    assert said(WEIGHT[:2], WEIGHT[:2]) == "end of w: it has shape {(2, 2)} instead of (3, 2)"
     more = {"v": WEIGHT, "w": WEIGHT, "x": WEIGHT}
     other = {"v": WEIGHT, "w": 2 * WEIGHT, "x": 2 * WEIGHT}
     assert _difference(more, [other]) == alike.replace("of w", "of w, and 1 more")
-    assert _difference({}, [{"w": WEIGHT}]) == _difference({"w": WEIGHT}, [{}]) == gone
+    for expected, found in (({}, more), (more, {})):
+        assert _difference(expected, [found]).endswith("not every rank has it in both runs")

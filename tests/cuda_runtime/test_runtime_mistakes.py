@@ -98,7 +98,7 @@ def test_of_a_rank_that_is_merely_late_over_nccl_nothing_is_said() -> None:
             a_loss_on_one_rank,
             "Ranks wait for each other in different collectives: rank 0 in evaluate at "
             "test_runtime",
-            "barrier is a collective: call it on every rank",
+            "every rank has to come to the barrier: take it out of `if rank == 0:`",
         ),
         (
             more_steps_on_one_rank,

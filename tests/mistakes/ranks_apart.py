@@ -28,7 +28,7 @@ def first() -> bool:
 @mistake(
     typed="`if rank == 0: p.full_tensor()`, then a barrier",
     says=f"{APART}rank 0 in full_tensor() at",
-    cure="full_tensor is a collective: call it on every rank",
+    cure="full_tensor() is a collective: call it on every rank, and use the result on one",
 )
 def a_full_tensor_on_one_rank() -> None:
     model = sharded()
@@ -40,7 +40,7 @@ def a_full_tensor_on_one_rank() -> None:
 @mistake(
     typed="`if rank == 0: p.full_tensor()`, then a step",
     says=f"{APART}rank 0 in full_tensor() at",
-    cure="full_tensor is a collective: call it on every rank",
+    cure="full_tensor() is a collective: call it on every rank, and use the result on one",
 )
 def a_full_tensor_before_a_step() -> None:
     model = sharded()
@@ -68,7 +68,7 @@ def a_full_state_dict_on_one_rank() -> None:
 @mistake(
     typed="`if rank == 0: dcp.save(...)`",
     says=f"{APART}rank 0 in save() at",
-    cure="save is a collective: call it on every rank",
+    cure="save is a collective, in which every rank writes its part: call it on every rank",
 )
 def a_torch_checkpoint_on_one_rank() -> None:
     model = sharded()
@@ -80,7 +80,7 @@ def a_torch_checkpoint_on_one_rank() -> None:
 @mistake(
     typed="`if rank == 0: checkpoint.save(...)`",
     says=f"{APART}rank 0 in the plan of the checkpoint, save() at",
-    cure="save is a collective: call it on every rank",
+    cure="save is a collective, in which every rank writes its part: call it on every rank",
 )
 def a_checkpoint_on_one_rank() -> None:
     model = sharded()
@@ -120,7 +120,7 @@ def a_backward_on_one_rank() -> None:
 @mistake(
     typed="`if rank == 0: clip_grad_norm_(...)`",
     says=f"{APART}rank 0 in clip_grad_norm_() at",
-    cure="clip_grad_norm_ is a collective: call it on every rank",
+    cure="the norm is over all ranks: call clip_grad_norm_ on every rank",
 )
 def clipping_on_one_rank() -> None:
     model = sharded()
@@ -133,7 +133,7 @@ def clipping_on_one_rank() -> None:
 @mistake(
     typed="`if rank == 0: dist.barrier()`",
     says=f"{APART}rank 0 in barrier() at",
-    cure="barrier is a collective: call it on every rank",
+    cure="every rank has to come to the barrier: take it out of `if rank == 0:`",
 )
 def a_barrier_on_one_rank() -> None:
     model = sharded()
@@ -242,7 +242,7 @@ def another_path_on_one_rank() -> None:
 @mistake(
     typed="`print(model.head.weight.norm())` on one rank",
     says=f"{APART}rank 0 in full_tensor() at",
-    cure="full_tensor is a collective: call it on every rank",
+    cure="full_tensor() is a collective: call it on every rank, and use the result on one",
 )
 def a_norm_on_one_rank() -> None:
     model = sharded()

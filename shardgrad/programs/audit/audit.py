@@ -95,30 +95,39 @@ def _difference(expected: _Values, ranks: Sequence[_Values]) -> str:
     another order, and optimizers amplify.
     """
     names = dict.fromkeys(name for values in (expected, *ranks) for name in values)
-    off = {name: [_off(each.get(name), expected.get(name)) for each in ranks] for name in names}
-    differing = {name: each for name, each in off.items() if any(each)}
+    differing = {
+        name: words
+        for name in names
+        if (words := _how(expected.get(name), [values.get(name) for values in ranks]))
+    }
     if not differing:
         return ""
-    name, each = next(iter(differing.items()))
+    name, words = next(iter(differing.items()))
     more = f", and {len(differing) - 1} more" if len(differing) > 1 else ""
-    if max(each) == math.inf:
-        how = "missing, not finite, of another shape or zero in one of the runs"
-    else:
-        how = f"off by {max(each):.2%}"
-    if len({f"{one:.2%}" for one in each}) == 1:
-        where = "on all ranks alike"
-    else:
-        where = "and ranks have different values, as where gradients are not averaged"
-    return f"end of {name}{more}: it is {how}, {where}"
+    return f"end of {name}{more}: {words}"
 
 
-def _off(values: torch.Tensor | None, expected: torch.Tensor | None) -> float:
+def _how(expected: torch.Tensor | None, held: Sequence[torch.Tensor | None]) -> str:
+    """Returns how what ranks have of a value differs from what is expected, if it does."""
+    tensors = [tensor for tensor in held if tensor is not None]
+    if expected is None or len(tensors) < len(held):
+        return "not every rank has it in both runs"
+    shapes = {tuple(tensor.shape) for tensor in tensors}
+    if shapes != {tuple(expected.shape)}:
+        return f"it has shape {shapes} instead of {tuple(expected.shape)}"
+    off = max(_off(tensor, expected) for tensor in tensors)
+    if not off:
+        return ""
+    how = f"off by {off:.2%}" if off < math.inf else "zero or not finite in one of the runs"
+    if any(_off(tensor, tensors[0]) for tensor in tensors):
+        return f"it is {how}, and ranks have different values, as where gradients are not averaged"
+    return f"it is {how}, on all ranks alike"
+
+
+def _off(values: torch.Tensor, expected: torch.Tensor) -> float:
     """Returns by how much of its norm a value is off; 0 if that is within the precision, infinity
-    if there is no such value, of such a shape, with such elements that are finite, or only one is
-    zero. Elements that are not finite are not compared.
+    if other elements are finite, or only one is zero. Those that are not finite are not compared.
     """
-    if values is None or expected is None or values.shape != expected.shape:
-        return math.inf
     dtypes = [
         each.dtype for each in (values, expected) if each.is_floating_point() or each.is_complex()
     ]

@@ -1,19 +1,33 @@
-"""What `torch.compile` leaves as it is."""
+"""What torch's tools that trace a program see of the engine: names in profiles, and nothing in the
+graphs of `torch.compile`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
+import torch
 from torch._C._dynamo.eval_frame import (
     _FrameAction,
     _FrameExecStrategy,
     set_code_exec_strategy,
 )
+from torch.autograd import profiler
 
-__all__ = ["outside_graphs"]
+__all__ = ["NOTHING", "outside_graphs", "span"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+
+NOTHING: AbstractContextManager[None] = nullcontext()  # a context that changes nothing
+
+
+def span(what: str, unit: str) -> AbstractContextManager[object]:
+    """Returns a context that shows up as `FSDP::what (unit)` in a profile, if one is made."""
+    if not profiler._is_profiler_enabled:
+        return NOTHING
+    return torch.profiler.record_function(f"FSDP::{what} ({unit})")
 
 
 def outside_graphs(function: _Function) -> _Function:
