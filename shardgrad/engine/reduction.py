@@ -320,7 +320,7 @@ class Reduction:
         with it.
         """
         # What it has added to gradients or to a partial sum cannot be taken out again.
-        is_written = self.is_complete or self._has_started_second
+        is_written = self._has_started_second
         if is_written:
             self.partial.is_live = False
         if self.is_complete:

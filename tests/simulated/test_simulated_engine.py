@@ -115,6 +115,22 @@ def test_a_failed_backward_has_left_its_streams_when_parameters_are_freed() -> N
 
 
 @on_virtual_ranks(2, checks=True)
+def test_a_rank_without_a_batch_gathers_what_its_optimizer_has_written() -> None:
+    """The first unit is the one that no earlier gather has ordered."""
+    torch.manual_seed(0)
+    model = nn.Linear(6, 6).to(NAME)
+    shardgrad.fully_shard(model, mesh=init_device_mesh(NAME, (2,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.ones(2, 6, device=NAME)
+    for has_batch in (True, torch.distributed.get_rank() == 0):
+        with shardgrad.participate(model):
+            if has_batch:
+                model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@on_virtual_ranks(2, checks=True)
 def test_hooks_on_their_own_stream_come_after_reductions_and_before_gradients() -> None:
     model, side = sharded_tower(), torch.Stream(NAME)
     for layer in model.layers:
