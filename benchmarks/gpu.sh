@@ -193,9 +193,9 @@ if in_stage 2; then
         # One rank: what an engine costs where nothing is sent, and what a graph takes away. An engine takes ten
         # seconds to start, thirty with a billion parameters, and all are there at once: parts have few.
         part steps-gpt2 150 "${alone[@]}" "${bf16[@]}" --preset gpt2 --batch-size 1 --seq-len 1024 --rounds 20 \
-            --steps 5 --limit-s 130 "${graphs[@]}" --engine compute --out "$out/steps-gpt2"
-        part steps-compiled 120 "${alone[@]}" "${bf16[@]}" --preset gpt2 --batch-size 1 --seq-len 1024 --rounds 12 \
-            --steps 5 --limit-s 100 --engine shardgrad-compiled --engine fsdp2-compiled --out "$out/steps-compiled"
+            --steps 8 --limit-s 130 "${graphs[@]}" --out "$out/steps-gpt2"
+        part steps-compiled 120 "${alone[@]}" "${bf16[@]}" --preset gpt2 --batch-size 1 --seq-len 1024 --rounds 20 \
+            --steps 8 --limit-s 100 --engine shardgrad-compiled --engine fsdp2-compiled --out "$out/steps-compiled"
         part steps-1b 110 "${alone[@]}" "${bf16[@]}" "${long[@]}" --limit-s 100 --engine shardgrad \
             --engine shardgrad-graphed --out "$out/steps-1b"
         part steps-1b-floors 140 "${alone[@]}" "${bf16[@]}" "${long[@]}" --limit-s 130 --engine shardgrad-graphed \
@@ -203,8 +203,8 @@ if in_stage 2; then
         part steps-1b-256 110 "${alone[@]}" "${bf16[@]}" --preset 1b --batch-size 1 --seq-len 256 --rounds 8 --steps 3 \
             --limit-s 100 --engine shardgrad --engine shardgrad-graphed --out "$out/steps-1b-256"
         # In micro-batches, as what fits; fewer engines, since a step takes a second.
-        part steps-1b-65536 130 "${alone[@]}" "${bf16[@]}" "${long[@]}" --accumulate 8 --rounds 4 --steps 1 --warmup 5 \
-            --limit-s 120 --engine shardgrad --engine shardgrad-graphed --out "$out/steps-1b-65536"
+        part steps-1b-65536 160 "${alone[@]}" "${bf16[@]}" "${long[@]}" --accumulate 8 --rounds 3 --steps 1 --warmup 5 \
+            --limit-s 150 --engine shardgrad --engine shardgrad-graphed --out "$out/steps-1b-65536"
     fi
 fi
 if in_stage 3 && ((nodes == 1)); then

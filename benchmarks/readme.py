@@ -1,5 +1,5 @@
-"""Tables of measured figures, made from the records in `results/figures/` and of GPUs in
-`results/gpu_*/`, so that they say nothing else.
+"""Tables of measured figures, made from the records in `results/figures/` and of one GPU, so that
+they say nothing else.
 
     make figures                           measure the former again, at one commit, and write them
     bash benchmarks/gpu.sh                 measure the latter, on a machine with GPUs
@@ -22,7 +22,8 @@ from benchmarks.noise import verdict
 from benchmarks.records import RESULTS, ROOT, Record, is_result, read
 from benchmarks.tables import markdown, table_of, title
 
-FIGURES = RESULTS / "figures", *sorted(RESULTS.glob("gpu_*/*/"))
+# Of the GPUs on record, the one that was measured at the commit of the other figures.
+FIGURES = RESULTS / "figures", *sorted(RESULTS.glob("gpu_h200_202611/*/"))
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 _FRONT = ("", "shardgrad / FSDP2", "graphed / FSDP2", "floor / FSDP2")
 _ENGINES = ("shardgrad", "shardgrad-graphed")
@@ -99,15 +100,14 @@ def replaced(text: str, table: str) -> str:
 
 def _where(records: Sequence[Record]) -> str:
     """In a sentence, at which commits and on which machines they were measured."""
-    commits: dict[str, list[str]] = {}
+    machines: dict[str, dict[str, None]] = {}  # of each commit, in their order
     for record in records:
         environment = record["environment"]
-        machine = f"{environment['cores']} cores of {environment['cpu']}"
-        known = commits.setdefault(environment.get("device_name") or machine, [])
-        if environment["git"][:10] not in known:
-            known.append(environment["git"][:10])
-    places = [f"{', '.join(known)} on {machine}" for machine, known in commits.items()]
-    return f"Measured at commit {' and '.join(places)}."
+        cores = f"{environment['cores']} cores of {environment['cpu']}"
+        known = machines.setdefault(environment["git"][:10], {})
+        known[f"on {environment.get('device_name') or cores}"] = None
+    places = [f"{commit} {' and '.join(known)}" for commit, known in machines.items()]
+    return f"Measured at commit {', at '.join(places)}."
 
 
 def _completed(records: Sequence[Record]) -> list[Record]:
