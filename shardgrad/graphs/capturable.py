@@ -72,11 +72,11 @@ class Capturable:
         it.
         """
 
-    def before_replays(self) -> Callable[[], bool]:
+    def before_replays(self) -> Callable[[], bool] | None:
         """Called before a capture. Returns a function that is called before each of its replays,
-        and returns False if there must be none.
+        and returns False if there must be none; None if there always may.
         """
-        return _ready
+        return None
 
     def abort_capture(self) -> None:
         """Drops what a failed capture left on the host. Called before snapshots are restored."""
@@ -114,10 +114,6 @@ class Capturable:
 
 def nothing() -> None:
     """Restores nothing."""
-
-
-def _ready() -> bool:
-    return True
 
 
 def capturable(value: Any) -> Capturable:

@@ -63,7 +63,7 @@ class CapturedStep:
         self._parts: list[Callable[[], object]] = []  # what a replay calls
         self._graph: DeviceGraph  # whose capture is under way
         self._capture = ExitStack()
-        self._before_replays = [each.before_replays() for each in capturables]
+        self._before_replays = list(filter(None, [each.before_replays() for each in capturables]))
         self._snapshots: list[Callable[[], None]] = []  # of the host after the capture
         self._kept: list[Any] = []
 

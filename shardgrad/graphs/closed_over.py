@@ -121,8 +121,8 @@ class Reads(TorchDispatchMode):
         # Sharded modules that were not given, by the addresses of their parameters.
         self._others: dict[int, str] = {}
         self._made: set[int] = set()  # storages of the block's own
-        self._written: dict[int, tuple[str, StorageWeakRef, torch.device]] = {}
-        self._candidates: dict[int, Place] = {}
+        self._written: dict[int, tuple[str, StorageWeakRef]] = {}
+        self._candidates: dict[int, tuple[Place, Hashable]] = {}  # by storages, with their keys
         given = frozenset(id(param) for module in modules for param in module.parameters())
         for place, value in closed_over(function, modules, given):
             if isinstance(value, nn.Module):
@@ -130,11 +130,11 @@ class Reads(TorchDispatchMode):
                     if id(param) not in given and fsdp_param_of(param) is not None:
                         self._others.setdefault(local_tensor(param).data_ptr(), place.name)
             elif isinstance(value, torch.Tensor | list | tuple | dict):
+                found = place, place.key()
                 for tensor in _plain(_elements(value)):
-                    self._candidates.setdefault(_identity(tensor), place)
+                    self._candidates.setdefault(_identity(tensor), found)
             else:
                 self.numbers.setdefault(place.name, value)
-        self._keys = {place: place.key() for place in set(self._candidates.values())}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -163,14 +163,14 @@ class Reads(TorchDispatchMode):
                 _refuse_not_given(name)
             if identity in self._made:
                 continue
-            if (place := self._candidates.get(identity)) is not None:
-                self.places[place] = self._keys[place]
+            name = ""
+            if identity in self._candidates:
+                place, key = self._candidates[identity]
+                self.places[place], name = key, place.name
             if writes and tensor.device.type not in ("cpu", "meta"):
                 self._require_captured(tensor.device)
             if writes and identity and identity not in self._written:
-                reference = StorageWeakRef(tensor.untyped_storage())
-                name = "" if place is None else place.name
-                self._written[identity] = name, reference, tensor.device
+                self._written[identity] = name, StorageWeakRef(tensor.untyped_storage())
         self._made.update({_identity(t) for t in _plain(tree_leaves(result))} - given)
         return result
 
@@ -206,15 +206,13 @@ class Reads(TorchDispatchMode):
         """Yields the memory, as bytes, that was there before the block, was written in it, and is
         there now; with the name of its place, "" where the function closes over none.
         """
-        for name, reference, device in self._written.values():
-            if reference.expired():
-                continue
+        for name, reference in self._written.values():
             storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
             # One that cannot be resized is a part of other memory, as a gradient's of its shard. It
             # does not tell whether that is still there, and what keeps it would be taken for the
             # program.
             if storage is not None and storage.nbytes() and storage.resizable():
-                empty = torch.empty(0, dtype=torch.uint8, device=device)
+                empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
                 yield name, empty.set_(storage, 0, (storage.nbytes(),), (1,))
 
 

@@ -65,19 +65,20 @@ def _key(value: Any, tensors: list[torch.Tensor], numbers: Iterator[int]) -> Has
         tensors: to append to.
         numbers: of the next leaves, for errors.
     """
+    if isinstance(value, torch.Tensor):
+        index = next(numbers)
+        if _is_static(value):
+            return value.data_ptr(), value.shape, value.stride(), value.dtype
+        _require_plain(value, index)
+        tensors.append(value)
+        return value.shape, value.stride(), value.dtype, value.device.type
     node = _opened(value)
     if node is not None:
         kind, parts, _ = node
         return kind, *[_key(part, tensors, numbers) for part in parts]
     index = next(numbers)
-    if not isinstance(value, torch.Tensor):
-        # The type too, since 1, 1.0 and True are equal, and another program each.
-        return f"input {index}", type(value).__name__, _comparable(value, index)
-    if _is_static(value):
-        return value.data_ptr(), value.shape, value.stride(), value.dtype
-    _require_plain(value, index)
-    tensors.append(value)
-    return value.shape, value.stride(), value.dtype, value.device.type
+    # The type too, since 1, 1.0 and True are equal, and another program each.
+    return f"input {index}", type(value).__name__, _comparable(value, index)
 
 
 def _is_static(tensor: torch.Tensor) -> bool:

@@ -115,7 +115,7 @@ class GraphPool:
             raise AsleepError.of("the pool of graphs")
         if self.stream is None:
             return None
-        before, self._latest = self._latest, torch.accelerator.current_stream(self.device)
+        before, self._latest = self._latest, torch.accelerator.current_stream(self.device.index)
         if before is not None:
             wait_for_stream(self._latest, before)
         return self._latest
@@ -157,18 +157,19 @@ class GraphPool:
             torch.get_device_module(self.device).empty_cache()
             reserved = self._reserved()
             graph = self._begin(generators)
+            self._graphs += 1
             collecting = gc.isenabled()
             gc.disable()
             try:
-                yield graph
-            except BaseException:
-                self._discard(graph, generators)
-                raise
-            finally:
-                if collecting:
-                    gc.enable()
-            self._graphs += 1
-            try:
+                try:
+                    yield graph
+                except BaseException:
+                    with suppress(Exception):  # the cause is what ended the block
+                        self._end(graph, generators)
+                    raise
+                finally:
+                    if collecting:
+                        gc.enable()
                 self._end(graph, generators)
             except BaseException:
                 self.destroy(graph)
@@ -215,13 +216,6 @@ class GraphPool:
             return torch.cuda.graph_pool_handle()
         self._memory = VirtualPool()
         return self._memory.id
-
-    def _discard(self, graph: Any, generators: Sequence[torch.Generator]) -> None:
-        """Ends a failed capture and destroys its graph."""
-        self._graphs += 1
-        with suppress(Exception):  # the cause is the exception that ended the block
-            self._end(graph, generators)
-        self.destroy(graph)
 
     def _end(self, graph: Any, generators: Sequence[torch.Generator]) -> None:
         try:
@@ -301,12 +295,7 @@ def _alone(device: torch.device) -> Iterator[None]:
 
 
 def _resolved(device: torch.device | str | None) -> torch.device:
-    found = (
-        torch.device(device)
-        if device is not None
-        else torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    )
-    index: int | None = found.index
-    if index is None and found.type not in ("cpu", "meta"):
-        return torch.device(found.type, torch.accelerator.current_device_index())
-    return found
+    """Returns a device as tensors name it, with an index."""
+    if device is None:
+        device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+    return torch.empty(0, device=device).device

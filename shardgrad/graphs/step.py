@@ -79,12 +79,12 @@ class UncapturableStepWarning(UserWarning):
 class StepSettings:
     """The arguments of `graphed_step`; see there."""
 
-    warmup: int = 3
-    pool: GraphPool | None = None
-    max_graphs: int = 8
-    clone_outputs: bool = False
-    bucket: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]] | None = None
-    on_uncapturable: Literal["raise", "eager"] = "raise"
+    warmup: int
+    pool: GraphPool | None
+    max_graphs: int
+    clone_outputs: bool
+    bucket: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]] | None
+    on_uncapturable: Literal["raise", "eager"]
 
     def __post_init__(self) -> None:
         for name, expected, fits in (
@@ -165,14 +165,7 @@ def graphed_step(
     Raises:
         OptionError: a setting is outside its range, or an object is no capturable.
     """
-    settings = StepSettings(
-        warmup,
-        pool,
-        max_graphs,
-        clone_outputs,
-        bucket,
-        on_uncapturable,
-    )
+    settings = StepSettings(warmup, pool, max_graphs, clone_outputs, bucket, on_uncapturable)
     for each in capturables:
         capturable(each)  # refuses here already, before there is a function
     return lambda function: GraphedStep(function, capturables, settings)
@@ -673,11 +666,8 @@ def _stale_streams_overridden() -> Iterator[None]:
     """Autograd nodes of other streams, kept by the program, must not join the capture with their
     stream.
     """
-    # From torch 2.13 on.
-    override = getattr(torch.autograd.graph, "set_override_stale_capture_stream", None)
-    if override is None:
-        yield
-        return
+    name = "set_override_stale_capture_stream"  # of torch from 2.13 on
+    override: Callable[[bool], None] = getattr(torch.autograd.graph, name, lambda _: None)
     override(True)
     try:
         yield

@@ -336,7 +336,7 @@ class FlatOptimizer(Optimizer):
     def _allocate_new(self) -> None:
         """Makes the state of segments that have none, but for parameters on the meta device."""
         for segment in self._segments:
-            if segment.has_data and not segment.is_allocated:
+            if not segment.is_allocated and segment.has_data:
                 self._allocate(segment)
 
     def _allocate(self, segment: Segment) -> None:
