@@ -76,10 +76,8 @@ class ModuleState(Capturable):
         self._groups = [group for unit in self._units for group in unit.groups]
         _refuse_uncapturable_groups(self._groups)
         self._grad_groups = [grads for unit in self._units for grads in unit.grad_groups]
-        contexts = map(_CONTEXT, self._units)
-        self._contexts: list[RootContext] = list(
-            dict.fromkeys(c for c in contexts if c is not None)
-        )
+        contexts: Iterable[RootContext] = filter(None, map(_CONTEXT, self._units))
+        self._contexts = list(dict.fromkeys(contexts))
         params = [p for group in self._groups for p in group.params]
         sharded = [p.sharded for p in params]
         self._plain = [p for p in self._module.parameters() if fsdp_param_of(p) is None]

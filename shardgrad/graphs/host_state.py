@@ -15,7 +15,7 @@ __all__ = ["host_snapshot"]
 def host_snapshot(
     capturables: Sequence[Capturable],
     device: torch.device,
-    generators: Sequence[torch.Generator] = (),
+    generators: Sequence[torch.Generator],
 ) -> Callable[[], None]:
     """Returns a function that makes the host what it is now; memory of the device is not touched.
 

@@ -72,12 +72,10 @@ class StatusReader:
         if not named:
             return None
         names, stream = [name for name, _ in named], self._pool.follow()
-        host = torch.empty(
-            len(names), dtype=torch.float64, pin_memory=self._pool.device.type == "cuda"
-        )
         with torch.no_grad():
-            numbers = [value.detach().reshape(()).to(torch.float64) for _, value in named]
-            host.copy_(torch.stack(numbers), non_blocking=True)
+            numbers = torch.stack([value.detach().reshape(()).double() for _, value in named])
+            host = torch.empty_like(numbers, device="cpu", pin_memory=numbers.is_cuda)
+            host.copy_(numbers, non_blocking=True)
             arrived = None if stream is None else stream.record_event()
 
         def read() -> StepStatus | None:

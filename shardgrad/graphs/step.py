@@ -445,8 +445,7 @@ class GraphedStep(Generic[_P, _R]):
         and why this call does, if later ones may be captured.
         """
         try:
-            if self.pool.device.type == "cuda":
-                refuse_harmful_settings()
+            refuse_harmful_settings()
             captured = self._capture(kind, key, redraws)
         except CollectiveError:
             raise  # another rank did not join, and would not join an eager step either
