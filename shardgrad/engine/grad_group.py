@@ -938,10 +938,9 @@ class ReductionScheduler:
         for grads in groups:
             # Gradients that came without the unit entering forward, for example through unshard()
             # by hand, that the program has written, and what earlier backwards have left.
-            is_partial = grads.partial.is_live and not grads.is_reduced
-            waits = grads.is_due or (is_partial and grads.requires_all_reduce)
+            waits = grads.is_due or (grads.partial.is_live and not grads.is_reduced)
             grads.collect_written(self.comm_ctx.streams)
-            if grads.count or (waits and self._reduces_now(grads)):
+            if grads.count or waits:
                 if self.enrolment is not None:
                     self.enrolment.refuse_late(grads)
                 self._reduce(grads)

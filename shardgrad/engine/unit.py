@@ -572,7 +572,6 @@ class RootContext:
         self.post_optim_event: torch.Event | None = None
         self._generations: list[int] = []  # of the groups, when a forward had an event last
         self._written = comm_ctx.parameters_ready
-        self._read = comm_ctx.streams.event()  # gradients
         self.forward_root: Unit | None = None
         self._order: list[Unit] = []
         self._order_frozen = False
@@ -683,8 +682,9 @@ class RootContext:
             if event is not None:
                 streams.event_of(event).wait(stream)
             if stream != reader:
-                self._read.record(reader)
-                self._read.wait(stream)
+                read = streams.event()
+                read.record(reader)
+                read.wait(stream)
         for shard in free:
             shard.free(reader)
 
@@ -709,7 +709,6 @@ class RootContext:
             # staging and one order of collectives.
             self.comm_ctx = self.scheduler.comm_ctx = lead.for_another_root()
             self._written = self.comm_ctx.parameters_ready
-            self._read = lead.streams.event()
 
     def upcoming(self, unit: Unit) -> Sequence[Unit]:
         """Returns the units to prefetch while `unit` runs: what the program has set, or the one
