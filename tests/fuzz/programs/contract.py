@@ -13,7 +13,7 @@ from dataclasses import replace
 from tests.fuzz.programs.program import Block, Op, Program
 
 # Ends the state in which a failed backward is not cleared yet.
-_FORWARDS = ("train", "evaluate", "forward")
+_FORWARDS = ("train", "evaluate", "forward", "participate")
 _SETTINGS = ("sync", "sync_unit", "all_reduce", "last", "keep", "whole")
 _GRAPHED = ("train", "evaluate", "sync", "all_reduce", "last", "clip", "scaled", "step", "zero")
 MOST_GRAPHS = 2
@@ -64,7 +64,7 @@ class State:
     @property
     def _is_quiet(self) -> bool:
         """Between two steps, with nothing open."""
-        return not (self._graphs or self._failed or self._in_flight)
+        return not (self._graphs or self._in_flight)
 
     @property
     def _is_reduced(self) -> bool:
@@ -92,7 +92,7 @@ class State:
         if do == "backward":
             return op.n < self._graphs
         if do == "partial":
-            if not (self._is_quiet and self._ran and op.n < len(model.blocks)):
+            if not (self._is_quiet and op.n < len(model.blocks)):
                 return False
             # What it shares with others belongs to the root.
             is_shared = any(op.n in tie for tie in model.ties)
