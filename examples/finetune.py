@@ -101,6 +101,8 @@ def main() -> None:
     model.train()
     torch.manual_seed(options.seed + dist.get_rank())  # for dropout
 
+    # In a capture, Transformers makes a mask for attention where eagerly it needs none. For long
+    # texts see "Transformers" in docs/how_to/migrate_to_graphed_step.md.
     @shardgrad.graphed_step(model, optimizer)  # 3: on a GPU the step becomes one CUDA graph
     def step(ids: Tensor) -> Tensor:
         loss = model(input_ids=ids, labels=ids).loss

@@ -10,12 +10,15 @@ import tempfile
 import textwrap
 import warnings
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
@@ -35,7 +38,7 @@ SHARDED = (
 )
 WHOLE = (
     *("audit_a_program", "differences", "multi_node", "plan_a_run", "reinforcement_learning"),
-    *("tied_weights", "use_muon", "use_a_framework"),
+    *("tied_weights", "transformers", "use_muon", "use_a_framework"),
 )
 PAGES = {*UNSHARDED, *SHARDED, *WHOLE}
 TUTORIAL = "first_graphed_step"
@@ -48,8 +51,14 @@ SECTIONS = {
     "pipelines": ("other_parallelism", "Pipelines"),
     "tensor_parallelism": ("other_parallelism", "Tensor parallelism"),
     "tied_weights": ("other_parallelism", "Tied weights"),
+    "transformers": ("migrate_to_graphed_step", "Transformers"),
     "use_muon": ("optimize_and_clip", "Muon"),
 }
+
+
+NEEDS_TRANSFORMERS = pytest.mark.skipif(
+    find_spec("transformers") is None, reason="transformers is not installed"
+)
 
 
 def blocks(page: str) -> list[str]:
@@ -129,6 +138,12 @@ def surroundings(page: str, folder: str) -> dict[str, Any]:
         names["loss"].backward()
         names["mesh"] = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
         names |= {"params": list(model.parameters()), "max_norm": 1e-3}
+    if page == "transformers":
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        sizes = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 32}
+        layers = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+        names["model"] = LlamaForCausalLM(LlamaConfig(**sizes, **layers))
     if page == "multi_node":
         os.environ["LOCAL_WORLD_SIZE"] = "2"
     if page == "use_a_framework":
@@ -150,6 +165,12 @@ def after(page: str, number: int, names: dict[str, Any]) -> None:
     elif page == "pipelines":
         norm = torch.nn.utils.get_total_norm([param.grad for param in names["params"]])
         assert norm.full_tensor() <= names["max_norm"]
+    elif page == "transformers":
+        attention = functional.scaled_dot_product_attention
+        captures = patch.object(torch.cuda, "is_current_stream_capturing", return_value=True)
+        with captures, patch.object(functional, attention.__name__, side_effect=attention) as calls:
+            names["model"](tokens(), use_cache=False)
+        assert [call.kwargs["attn_mask"] for call in calls.call_args_list] == [None]
     elif page in UNSHARDED:
         if page == "another_dim":
             shardgrad.fully_shard(names["model"])
@@ -171,7 +192,11 @@ def test_no_example_of_a_page_is_left_out() -> None:
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param("compile", marks=pytest.mark.long), *sorted(PAGES - {"compile"})],
+    [
+        pytest.param("compile", marks=pytest.mark.long),
+        pytest.param("transformers", marks=NEEDS_TRANSFORMERS),
+        *sorted(PAGES - {"compile", "transformers"}),
+    ],
 )
 @on_ranks(2)
 def test_the_examples_of_a_page_run(page: str) -> None:
