@@ -52,7 +52,7 @@ class Copies(TorchDispatchMode):
             self.written[GATHER_IN] += sum(map(nbytes, args[0]))
         elif name == "fsdp::split_with_sizes_copy":
             self.written[GATHER_OUT] += nbytes(args[0])
-        elif name == "fsdp::chunk_cat":
+        elif name.startswith("fsdp::chunk_cat"):  # from torch 2.15 on with a suffix
             self.written[REDUCE_IN] += nbytes(kwargs["out"] if "out" in kwargs else args[-1])
         return func(*args, **kwargs)
 

@@ -24,6 +24,7 @@ from shardgrad.errors import (
     RankDisagreementError,
 )
 from shardgrad.features.wire_dtype import ReplicaExchange, refuse_too_many_ranks
+from shardgrad.policies import REDUCES_IN_GRAD_DTYPE
 from shardgrad.sharding.layout import ALIGNMENT_NBYTES
 from tests.support.parity import (
     SHARDGRAD,
@@ -79,6 +80,9 @@ def grads_of_every_rank(micro: int, dtype: torch.dtype) -> list[Tensors]:
     found = []
     for batch in zip(tokens.chunk(ranks), targets.chunk(ranks), strict=True):
         model = tower().to(dtype)
+        if REDUCES_IN_GRAD_DTYPE:  # what autograd gives, which may be wider than the parameter
+            for param in model.parameters():
+                param.grad_dtype = None
         token_loss(model, batch).backward()
         found.append(grads_of(model))
     return found

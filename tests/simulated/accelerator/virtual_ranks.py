@@ -174,6 +174,7 @@ class _World:
         self.pg_coalesce_state: dict[Any, list[Any]] = {}
         self.comms: list[Any] = []
         self.pg_config_info: list[dict[str, Any]] = []
+        self.pg_flight_recorder_hooks: dict[Any, Any] = {}  # from torch 2.15 on
 
 
 class _Worlds:
