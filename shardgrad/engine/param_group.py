@@ -887,8 +887,10 @@ class ParamGroup:
         """Reshards if an optimizer step or in-place operation wrote the shard since it was
         gathered.
         """
-        # What is kept of it anywhere is older than the optimizer step that the shard has had since.
-        if self._version() != self._gathered_version:
+        # What is kept is older than the optimizer step that the shards have had since. In a steady
+        # step nothing is, and what there would be to drop is not asked for.
+        is_kept = self.is_filled or self.state is UNSHARDING or not self.registers_sharded
+        if is_kept and self._version() != self._gathered_version:
             self.reshard(drop_kept=True)
 
     def _version(self) -> tuple[int, int]:

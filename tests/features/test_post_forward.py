@@ -54,6 +54,27 @@ def test_a_program_that_reshards_to_two_of_four_ranks_is_the_plain_one() -> None
         assert_close(*(frozen_and_thawed(engine, whens) for engine in (GATHERED, UNSHARDED)))
 
 
+def stepped_after_a_loss_that_was_dropped(engine: Engine) -> Tensors:
+    """Steps while a forward has left its shards over two ranks, and trains on."""
+    model = stack(5, 6, 7, 3)
+    for layer in (model[0], model[2], model):
+        engine.fully_shard(layer, reshard_after_forward=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs = engine.inputs(0, 5, dtype=torch.float64)
+    model(inputs).square().mean().backward()
+    model(inputs)
+    optimizer.step()
+    optimizer.zero_grad()
+    model(inputs).square().mean().backward()
+    return engine.snapshot(model)
+
+
+@on_ranks(4)
+def test_a_step_is_seen_by_a_forward_whose_shards_lay_over_two_of_four_ranks() -> None:
+    with float64():
+        assert_close(*map(stepped_after_a_loss_that_was_dropped, (GATHERED, UNSHARDED)))
+
+
 def written_after_evaluations(engine: Engine) -> Tensors:
     """Changes weights by hand where an evaluation has left them, and trains on."""
     model = stack(5, 6, 7, 3)
