@@ -46,7 +46,7 @@ from shardgrad.engine.grad_shard import GradMemory
 from shardgrad.engine.param_group import ParamGroup, ParamState
 from shardgrad.engine.streams import is_capturing, wait_for_device
 from shardgrad.engine.tracing import NOTHING, outside_graphs, span
-from shardgrad.errors import AsleepError, CollectiveError, UnsupportedError
+from shardgrad.errors import AsleepError, UnsupportedError
 from shardgrad.sharding.mesh import DataParallelMesh
 
 __all__ = [
@@ -346,8 +346,9 @@ class Unit:
         """Abandons forwards that have raised: all but the first `running` of those that ran."""
         del self.running[running:]
         if self.context is not None and self.context.forward_root is self and not self.running:
-            # Collectives that are dropped now may fail as well; the first error is the one to tell.
-            with suppress(CollectiveError):
+            # What is dropped now may fail as well, such as a collective, or all of a capture that
+            # has ended; the first error is the one to tell.
+            with suppress(RuntimeError):
                 self.context.recover()
 
     def _refuse_outputs_in_parameters(self, output: Any) -> None:
