@@ -240,6 +240,9 @@ class ModuleState(Capturable):
         for context in self._contexts:
             context.require_awake()
         self._follow()
+        for group in self._groups:
+            if group.state is not SHARDED:
+                group.carry_requires_grad()  # what was set on unsharded parameters
         with torch._C.DisableTorchFunctionSubclass():  # DTensors answer three times as fast
             before, self._trains = self._trains, tuple(map(_REQUIRES_GRAD, self._trainable))
         self._is_placed = self._trains == before

@@ -537,6 +537,35 @@ def test_a_model_is_frozen_and_trained_in_one_graphed_step(ranks: int) -> None:
     same_on(ranks, adversarial)
 
 
+@same_bits_as_eager(2)
+def test_a_model_that_is_thawed_while_it_is_unsharded_is_the_same_step_again(
+    graphed: Graphed,
+) -> Values:
+    """Nothing that it has computed while it was frozen has a backward, so it stays unsharded."""
+    model, judge = build(Setup()), build(Setup(depth=2))
+    for block in (*model, *judge):
+        block.uses_spare = True
+    optimizer = shardgrad.optim.AdamW([*model.parameters(), *judge.parameters()], lr=1e-2)
+
+    @graphed(model, judge, optimizer)
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, x) + loss_of(judge, x)
+        loss.backward()
+        optimizer.step()
+        judge.requires_grad_(False)
+        judged = judge(x).square().mean()
+        judge.requires_grad_(True)
+        return loss + judged
+
+    seen = [step(batch(number)).item() for number in range(8)]
+    require_replays(step, 1, 5)
+    judge.reshard()
+    for block in judge:
+        block.reshard()
+    return seen + weights(model, judge)
+
+
 @on_virtual_ranks(1)
 def test_a_model_that_is_frozen_without_gradients_is_refused_by_name_and_trains_eagerly() -> None:
     with pytest.raises(CaptureError, match="requires_grad changed inside a graphed step") as caught:
