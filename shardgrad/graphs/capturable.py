@@ -23,7 +23,7 @@ import torch
 from torch.optim import Optimizer
 
 from shardgrad.errors import OptionError
-from shardgrad.graphs.outputs import local_tensor
+from shardgrad.graphs.outputs import host_value, local_tensor
 
 __all__ = [
     "Capturable",
@@ -176,7 +176,7 @@ class OptimizerState(Capturable):
         if not isinstance(self._optimizer, torch.optim.Adam | torch.optim.AdamW):
             return
         for number, group in enumerate(self._optimizer.param_groups):
-            rate, device = group["lr"], group["params"][0].device if group["params"] else None
+            rate, device = group["lr"], _device(group)
             if not group.get("capturable") or device is None or rate is self._rates.get(number):
                 continue
             # A number, of the program's or a checkpoint's; a tensor may be elsewhere than needed.
@@ -190,8 +190,8 @@ class OptimizerState(Capturable):
         params = tuple([tuple(map(id, group["params"])) for group in groups])
         numbers = tuple(
             [
-                (key, value if type(value) in _NUMBERS else _constant(value))
-                for group in groups
+                (key, value if type(value) in _NUMBERS else _constant(value, device))
+                for group, device in zip(groups, map(_device, groups), strict=True)
                 for key, value in group.items()
                 if key != "params"
             ]
@@ -214,9 +214,20 @@ class OptimizerState(Capturable):
             yield f"learning rate of group {number} of {type(self._optimizer).__name__}", rate
 
 
-def _constant(value: Any) -> Hashable:
-    """Returns what a graph keeps of a hyperparameter that is no number: where a tensor is."""
-    return value.data_ptr() if isinstance(value, torch.Tensor) else repr(value)
+def _device(group: dict[str, Any]) -> torch.device | None:
+    return group["params"][0].device if group["params"] else None
+
+
+def _constant(value: Any, device: torch.device | None) -> Hashable:
+    """Returns what a graph keeps of a hyperparameter that is no number: where a tensor is, and what
+    it holds if it is not where the parameters are.
+    """
+    if isinstance(value, list | tuple):
+        return tuple([_constant(each, device) for each in value])
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    is_read = value.device == device
+    return local_tensor(value).data_ptr(), b"" if is_read else host_value(value)
 
 
 @adapt.register

@@ -6,10 +6,14 @@ old one, and nothing raises. So a capture notes which of these tensors its opera
 graph is replayed only while they lie where they lay.
 
 Followed from a function of the program are its closure, its default values and the globals that it
-names, and from these the attributes of objects and modules, the elements of lists, tuples and
-dictionaries, and other functions of the program. Not followed are optimizers, what an iterator has
-yet to give, objects of torch but for modules, and parameters and buffers, which belong to a step's
-participants.
+names, and from these the attributes of objects and modules, and of their classes, the elements of
+lists, tuples and dictionaries, hooks of modules, and other functions of the program, such as
+methods. So are objects among the step's arguments. Not followed are optimizers, what an iterator
+has yet to give, objects of torch but for modules, and parameters and buffers, which belong to a
+step's participants.
+
+A tensor of the host reaches the device as a number, so its value is as much a part of the graph as
+where it lies, wherever the program keeps it.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from operator import attrgetter, itemgetter
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NoReturn
@@ -35,7 +39,7 @@ from torch.utils._pytree import tree_leaves
 from shardgrad.engine.param import fsdp_param_of
 from shardgrad.engine.streams import Stream, is_capturing
 from shardgrad.errors import CaptureError
-from shardgrad.graphs.outputs import local_tensor
+from shardgrad.graphs.outputs import host_value, local_tensor
 from shardgrad.graphs.program_line import is_of_the_program
 
 __all__ = ["Place", "Reads", "closed_over"]
@@ -45,6 +49,7 @@ _MOST_OBJECTS = 20_000
 _NUMBERS = (bool, int, float, complex, str)
 _LEAVES = (bytes, torch.dtype, torch.device, type(None), Optimizer)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_CODE = (FunctionType, staticmethod, classmethod, property, functools.cached_property)
 
 _Way = tuple[Callable[[Any], Any], ...]  # each step gives a part of what the one before gave
 
@@ -75,7 +80,7 @@ class Place:
         except _GONE:
             return None
 
-    def key(self) -> Hashable:
+    def address(self) -> Hashable:
         """Returns where the tensor that is there now lies, and how; which ones a list has; None if
         there is neither.
         """
@@ -87,13 +92,23 @@ class Place:
         local = local_tensor(found)
         return local.data_ptr(), local.shape, local.stride(), local.dtype
 
+    def value(self) -> bytes:
+        """Returns what a graph has frozen of the tensor that is there now; see `host_value`."""
+        found = self.found()
+        return host_value(found) if isinstance(found, torch.Tensor) else b""
+
+    def key(self) -> Hashable:
+        """Returns what has to be as it was for a replay to read what is there now."""
+        return self.address(), self.value()
+
 
 class Reads(TorchDispatchMode):
     """Notes what operations inside the block read and write without being given it.
 
     Args:
         function: of the step.
-        modules: that the step uses.
+        modules: that the step was given.
+        objects: among the arguments of the step.
         stream: on which the block runs.
 
     Attributes:
@@ -110,7 +125,8 @@ class Reads(TorchDispatchMode):
     def __init__(
         self,
         function: Callable[..., Any],
-        modules: Iterable[nn.Module],
+        modules: Sequence[nn.Module],
+        objects: Iterable[Any] = (),
         stream: Stream = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -122,17 +138,18 @@ class Reads(TorchDispatchMode):
         self._others: dict[int, str] = {}
         self._made: set[int] = set()  # storages of the block's own
         self._written: dict[int, tuple[str, StorageWeakRef]] = {}
-        self._candidates: dict[int, tuple[Place, Hashable]] = {}  # by storages, with their keys
+        # By storages; with addresses of the beginning, since the block may replace what is there.
+        self._candidates: dict[int, list[tuple[Place, Hashable]]] = {}
         given = frozenset(id(param) for module in modules for param in module.parameters())
-        for place, value in closed_over(function, modules, given):
+        for place, value in closed_over(function, [*modules, *objects], given):
             if isinstance(value, nn.Module):
                 for param in value.parameters():
                     if id(param) not in given and fsdp_param_of(param) is not None:
                         self._others.setdefault(local_tensor(param).data_ptr(), place.name)
             elif isinstance(value, torch.Tensor | list | tuple | dict):
-                found = place, place.key()
+                found = place, place.address()
                 for tensor in _plain(_elements(value)):
-                    self._candidates.setdefault(_identity(tensor), found)
+                    self._candidates.setdefault(_identity(tensor), []).append(found)
             else:
                 self.numbers.setdefault(place.name, value)
 
@@ -150,27 +167,38 @@ class Reads(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         leaves = tree_leaves((args, kwargs))
-        result = func(*args, **kwargs)
-        # Collectives do not declare what they write.
-        writes = func._schema.is_mutable or func.namespace == "c10d"
-        given = set()
+        tensors = list(_plain(leaves))
+        written = set(map(id, _written(func, args, kwargs)))
+        is_captured = self._stream is not None and is_capturing(self._stream.device)
+        runs_on_host = is_captured and all(map(_is_of_host, tensors))
         if "c10d" in func.namespace:
             self.groups.update(_groups(leaves))
-        for tensor in _plain(leaves):
+        for tensor in tensors:
             identity = _identity(tensor)
-            given.add(identity)
             if self._others and identity and (name := self._others.get(tensor.data_ptr())):
                 _refuse_not_given(name)
             if identity in self._made:
                 continue
-            name = ""
-            if identity in self._candidates:
-                place, key = self._candidates[identity]
-                self.places[place], name = key, place.name
-            if writes and tensor.device.type not in ("cpu", "meta"):
-                self._require_captured(tensor.device)
-            if writes and identity and identity not in self._written:
-                self._written[identity] = name, StorageWeakRef(tensor.untyped_storage())
+            found = self._candidates.get(identity, [])
+            if _is_of_host(tensor) and self._stream is not None:
+                if not is_captured:  # the host does it at each replay again
+                    continue
+                if runs_on_host and id(tensor) in written:
+                    _refuse_write_on_host(found[0][0].name if found else "a tensor")
+                if not found and (runs_on_host or tensor.ndim == 0):
+                    place = Place("a tensor of the host", tensor)
+                    found = self._candidates[identity] = [(place, place.address())]
+            for place, address in found:
+                if place not in self.places:
+                    self.places[place] = address, place.value()
+            if id(tensor) in written:
+                if tensor.device.type not in ("cpu", "meta"):
+                    self._require_captured(tensor.device)
+                if identity and identity not in self._written:
+                    name = found[0][0].name if found else ""
+                    self._written[identity] = name, StorageWeakRef(tensor.untyped_storage())
+        result = func(*args, **kwargs)
+        given = set(map(_identity, tensors))
         self._made.update({_identity(t) for t in _plain(tree_leaves(result))} - given)
         return result
 
@@ -216,6 +244,16 @@ class Reads(TorchDispatchMode):
                 yield name, empty.set_(storage, 0, (storage.nbytes(),), (1,))
 
 
+def _refuse_write_on_host(name: str) -> NoReturn:
+    raise CaptureError(
+        f"it writes {name} on the host, which a replay would not",
+        expected="writes to memory of the device",
+        got="an operation of the host",
+        where=name,
+        fix="keep it on the device, or write it after the call, or in shardgrad.graphs.outside",
+    )
+
+
 def _refuse_not_given(name: str) -> NoReturn:
     raise CaptureError(
         f"it uses {name}, a sharded module that graphed_step was not given",
@@ -246,6 +284,21 @@ def _elements(value: Any) -> Iterable[Any]:
     return [value] if isinstance(value, torch.Tensor) else value
 
 
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """Yields what an operation writes; collectives do not declare it."""
+    declared = func._schema.arguments
+    given = dict(zip([each.name for each in declared], args, strict=False)) | kwargs
+    for each in declared:
+        is_write = each.alias_info is not None and each.alias_info.is_write
+        if is_write or func.namespace == "c10d":
+            yield from _plain(tree_leaves(given.get(each.name)))
+
+
+def _is_of_host(tensor: torch.Tensor) -> bool:
+    """Returns whether the device gets what it holds as numbers; it reads pinned memory."""
+    return tensor.device.type == "cpu" and not tensor.is_pinned()
+
+
 def _plain(leaves: Iterable[Any]) -> Iterator[torch.Tensor]:
     """Yields the tensors among leaves; of wrapper subclasses, the inner ones."""
     for leaf in leaves:
@@ -265,15 +318,16 @@ def _identity(tensor: torch.Tensor) -> int:
 
 def closed_over(
     function: Callable[..., Any],
-    modules: Iterable[nn.Module],
+    objects: Iterable[Any],
     given: frozenset[int] = frozenset(),
 ) -> Iterator[tuple[Place, Any]]:
     """Yields tensors, modules, numbers, strings, and lists, tuples and dictionaries of none but
     given parameters, with their places, those with the shortest way first.
+    A tensor may have several.
 
     Args:
         function: to begin with.
-        modules: to begin with.
+        objects: to begin with, such as modules.
         given: identities of the given parameters.
 
     Capture: safe. Nothing on the device is read.
@@ -281,9 +335,9 @@ def closed_over(
     # A function's variables have names of their own; the attributes of another callable object do
     # not.
     first = "" if isinstance(function, FunctionType | MethodType) else "self"
-    roots = [(first, function), *((type(module).__name__, module) for module in modules)]
+    roots = [(first, function), *((type(each).__name__, each) for each in objects)]
     waiting = deque((Place(name, root), root) for name, root in roots)
-    seen: set[int] = set()
+    seen: dict[int, Any] = {}  # a method is an object that lives no longer than it is held
     for _ in range(_MOST_OBJECTS):
         if not waiting:
             return
@@ -291,9 +345,9 @@ def closed_over(
         if isinstance(value, _NUMBERS):
             yield place, value
             continue
-        if id(value) in seen:
+        if id(value) in seen and not isinstance(value, torch.Tensor):
             continue
-        seen.add(id(value))
+        seen[id(value)] = value
         is_leaf = isinstance(value, torch.Tensor) or (
             isinstance(value, list | tuple | dict) and given.issuperset(map(id, _elements(value)))
         )
@@ -322,23 +376,49 @@ def _parts(value: Any) -> Iterator[tuple[str, _Way]]:
     if isinstance(value, FunctionType):
         if is_of_the_program(value.__code__.co_filename):
             yield from _variables(value)
-            yield from _attributes(("__defaults__", "__kwdefaults__"))
+        yield from _attributes(("__defaults__", "__kwdefaults__", "__wrapped__"))
     elif isinstance(value, MethodType):
         yield "self", (attrgetter("__self__"),)
         yield "", (attrgetter("__func__"),)
     elif isinstance(value, functools.partial):
         yield from _attributes(("func", "args", "keywords"))
-    elif isinstance(value, list | tuple | dict):
-        for key in list(value) if isinstance(value, dict) else range(len(value)):
+    elif isinstance(value, property):
+        yield from _attributes(("fget",))
+    elif isinstance(value, list | tuple | dict | deque):
+        for key in list(value) if isinstance(value, dict) else range(len(value) - 1):
             yield f"[{key!r}]", (itemgetter(key),)
+        if not isinstance(value, dict) and value:  # another one, once something is appended
+            yield f"[{len(value) - 1}]", (itemgetter(-1),)
+    elif isinstance(value, type):
+        yield from _attributes(_of_classes(value))
     elif isinstance(value, nn.Module):
-        yield from _attributes([name for name in vars(value) if name not in _OF_EVERY_MODULE])
+        own = vars(value)
+        yield from _attributes([name for name in own if name not in _OF_EVERY_MODULE])
+        yield from _attributes([name for name in own if name.endswith("_hooks") and own[name]])
         yield from _attributes(list(value._modules))
-        yield "", (attrgetter("__class__.forward"),)
-    elif not isinstance(value, type | ModuleType) and not _is_torchs_or_ours(type(value)):
+        yield from _of_its_class(value)
+    elif not isinstance(value, ModuleType) and not _is_torchs_or_ours(type(value)):
         yield from _attributes(list(getattr(value, "__dict__", ())))
-        if callable(value):
-            yield "", (attrgetter("__class__.__call__"),)
+        yield from _of_its_class(value)
+
+
+def _of_classes(kind: type) -> dict[str, Any]:
+    """Returns what a class has from classes of the program: code, and values."""
+    own = [vars(each) for each in reversed(kind.__mro__) if not _is_torchs_or_ours(each)]
+    return {
+        name: part
+        for name, part in chain.from_iterable(map(dict.items, map(dict, own)))
+        if isinstance(part, _CODE) or not name.startswith("__")
+    }
+
+
+def _of_its_class(value: Any) -> Iterator[tuple[str, _Way]]:
+    """Yields what an object finds in its class: slots and values, as attributes of the object,
+    which may have one of its own later; and the class, with its code.
+    """
+    defined = _of_classes(type(value)).items()
+    yield from _attributes([name for name, part in defined if not isinstance(part, _CODE)])
+    yield "", (attrgetter("__class__"),)
 
 
 def _attributes(names: Iterable[str]) -> Iterator[tuple[str, _Way]]:

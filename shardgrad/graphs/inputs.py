@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ from shardgrad.engine.streams import Stream, wait_for_stream
 from shardgrad.errors import StepInputError
 from shardgrad.graphs.pool import GraphPool
 
-__all__ = ["InputBuffers", "Inputs", "flatten_inputs"]
+__all__ = ["InputBuffers", "Inputs", "flatten_inputs", "objects_in"]
 
 _LEAVES = (torch.Tensor, bool, int, float, str, type(None))  # what most arguments end in
 _STATIC = (nn.Parameter, nn.Buffer)
@@ -79,6 +79,15 @@ def _key(value: Any, tensors: list[torch.Tensor], numbers: Iterator[int]) -> Has
     index = next(numbers)
     # The type too, since 1, 1.0 and True are equal, and another program each.
     return f"input {index}", type(value).__name__, _comparable(value, index)
+
+
+def objects_in(value: Any) -> Iterator[Any]:
+    """Yields the leaves of arguments that are neither tensors nor numbers."""
+    node = _opened(value)
+    if node is not None:
+        yield from chain.from_iterable(map(objects_in, node[1]))
+    elif not isinstance(value, _LEAVES):
+        yield value
 
 
 def _is_static(tensor: torch.Tensor) -> bool:

@@ -17,7 +17,16 @@ from torch.utils._pytree import (
 
 from shardgrad.errors import StepOutputError
 
-__all__ = ["apart_from", "clones", "detached", "local_tensor", "named", "scalars", "used_on"]
+__all__ = [
+    "apart_from",
+    "clones",
+    "detached",
+    "host_value",
+    "local_tensor",
+    "named",
+    "scalars",
+    "used_on",
+]
 
 
 def detached(outputs: Any) -> Any:
@@ -76,6 +85,18 @@ def clones(outputs: Any) -> Any:
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the memory of a DTensor on this rank, and any other tensor as it is."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def host_value(tensor: torch.Tensor) -> bytes:
+    """Returns what a tensor of the host holds, which reaches the device as a number and not as an
+    address; nothing of others, and of pinned memory, which the device reads.
+    """
+    local = local_tensor(tensor)
+    if local.device.type != "cpu" or local.is_pinned():
+        return b""
+    # A copy, since a storage that numpy has seen cannot be resized any more.
+    copy = local.detach().clone(memory_format=torch.contiguous_format)
+    return bytes(copy.view(-1).view(torch.uint8).numpy())
 
 
 def used_on(outputs: Any, stream: torch.Stream | None) -> Any:

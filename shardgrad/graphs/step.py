@@ -34,7 +34,7 @@ from shardgrad.graphs.closed_over import Place, Reads
 from shardgrad.graphs.comparison import Comparison
 from shardgrad.graphs.eager_regions import handle_eager_calls
 from shardgrad.graphs.host_state import host_snapshot
-from shardgrad.graphs.inputs import InputBuffers, Inputs, flatten_inputs
+from shardgrad.graphs.inputs import InputBuffers, Inputs, flatten_inputs, objects_in
 from shardgrad.graphs.lifetime import has_graphs, has_no_graphs
 from shardgrad.graphs.other_ranks import announce, announced
 from shardgrad.graphs.outputs import apart_from, clones, detached, used_on
@@ -336,7 +336,7 @@ class GraphedStep(Generic[_P, _R]):
         if moved:
             return (
                 f"the tensor in {listed(sorted(moved))}, which it reads and is not given. Pass it "
-                "as an argument, or write into the tensor that is there"
+                "as an argument, or write into the tensor that is there, on the device"
             )
         return ""
 
@@ -499,8 +499,9 @@ class GraphedStep(Generic[_P, _R]):
             each.quiesce()
         captured = CapturedStep(key, self.pool, self._capturables, self._generators, redraws)
         restore = host_snapshot(self._capturables, self.pool.device, self._generators)
-        captured.reads = reads = Reads(self._function, self._modules, self.pool.stream)
         args, kwargs = kind.buffers.arguments(copied=False)
+        reads = Reads(self._function, self._modules, objects_in((args, kwargs)), self.pool.stream)
+        captured.reads = reads
         try:
             with _stale_streams_overridden(), captured.captured(), reads:
                 outputs = detached(self._function(*args, **kwargs))

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import shardgrad
 from shardgrad.errors import ReplayMismatchError
 from shardgrad.graphs import GraphedStep, inputs
+from shardgrad.graphs.capturable import OptimizerState
 from tests.support.graphed import on_one_gpu, step_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -249,3 +250,59 @@ def python_calls_of_a_replay(layers: int, device: torch.device) -> int:
 def test_a_replay_runs_no_python_for_each_parameter(device: torch.device) -> None:
     """Neither of a plain model, nor of an optimizer's states, nor of a list that is clipped."""
     assert python_calls_of_a_replay(2, device) == python_calls_of_a_replay(20, device)
+
+
+class Tempered(nn.Module):
+    """A module that nobody shards, with a number in a buffer of the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.tensor(1.0))
+
+
+def of_the_host(graphed: Any, device: torch.device, where: str) -> Values:
+    """A number in a tensor of the host changes in place long after it was captured."""
+    model, tempered, rate = build(), Tempered(), torch.tensor(0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    number = {"closure": torch.tensor(1.0), "buffer": tempered.scale, "learning rate": rate}[where]
+    factor = tempered.scale if where == "buffer" else torch.tensor(1.0)
+    factor = number if where == "closure" else factor
+
+    @graphed(model, tempered, optimizer)
+    def step(x: Tensor) -> Tensor:
+        loss = loss_of(model, x) * factor
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    losses = []
+    for call in range(STEPS):
+        if call in (8, 14):
+            number.mul_(0.5)
+        losses.append(step(batch(call, device)).item())
+    if isinstance(step, GraphedStep):
+        assert (step.captures, step.replays) == (3, STEPS - WARMUP - 2)
+    return losses + weights(model)
+
+
+@pytest.mark.parametrize("where", ["closure", "buffer", "learning rate"])
+def test_a_number_that_changes_in_a_tensor_of_the_host_is_another_graph(
+    where: str, device: torch.device
+) -> None:
+    eager, ours = (of_the_host(each, device, where) for each in (plain, shardgrad.graphed_step))
+    for expected, got in zip(eager, ours, strict=True):
+        assert torch.equal(torch.as_tensor(expected), torch.as_tensor(got))
+
+
+def test_the_numbers_of_an_optimizer_are_not_read_on_the_device(device: torch.device) -> None:
+    model = build()
+    betas = torch.tensor(0.9, device=device), torch.tensor(0.99)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=betas, capturable=True, foreach=False)
+    state = OptimizerState(optimizer)
+    with patch.object(Tensor, "__repr__", side_effect=AssertionError("it was printed")):
+        before = state.guards()
+        betas[0].fill_(0.5)
+        assert state.guards() == before  # a replay reads it
+        betas[1].fill_(0.9)
+        assert state.guards() != before

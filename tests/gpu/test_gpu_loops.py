@@ -490,6 +490,44 @@ def batch_of_before(graphed: Any, device: torch.device) -> Values:
     return [train_step(torch.ones(ROWS, device=device)) for _ in range(STEPS)]
 
 
+class Averaged(nn.Module):
+    """A cumulative average of its inputs; torch divides by a count that it reads on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH, momentum=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.as_tensor(self.norm(self.layer(x)))
+
+
+def cumulative_average(graphed: Any, device: torch.device) -> Values:
+    model = nn.Sequential(*(Averaged() for _ in range(3)))
+    model = sharded(model, device, model)  # the next unit is gathered already
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+
+    @graphed(model, optimizer)
+    def train_step(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return [train_step(torch.ones(ROWS, WIDTH, device=device)) for _ in range(STEPS)]
+
+
+def count_on_the_host(graphed: Any, device: torch.device) -> Values:
+    seen = torch.zeros(())
+
+    @graphed(warmup=1)
+    def train_step(batch: Tensor) -> Tensor:
+        seen.add_(1)
+        return batch.square().sum()
+
+    return [train_step(torch.ones(ROWS, device=device)) for _ in range(STEPS)]
+
+
 # As some write them: the loop, and what the error says.
 REFUSED = {
     "a scaler of torch's": (
@@ -524,6 +562,15 @@ REFUSED = {
         batch_of_before,
         r"keeps an argument in held\.last, and reads it in the next call[\s\S]*"
         r"\n  try:      held\.last\.copy_\(\.\.\.\), or pass it",
+    ),
+    "a module that counts on the host": (
+        cumulative_average,
+        r"a call reads on the host[\s\S]*module 0\.norm, [\s\S]* in forward: return torch\.as_",
+    ),
+    "a count on the host": (
+        count_on_the_host,
+        r"it writes seen on the host, which a replay would not[\s\S]*"
+        r"in train_step: seen\.add_\(1\)\n  try:      keep it on the device",
     ),
     "a schedule in the step": (
         partial(transformers, schedule_inside=True),
