@@ -97,6 +97,19 @@ def test_a_state_dict_waits_for_the_copies_of_the_step_before() -> None:
     assert all((now != then).all() for now, then in zip(after, before, strict=True))
 
 
+@pytest.mark.usefixtures("one_rank")
+def test_a_state_that_is_replaced_waits_for_the_copies_of_the_step_before() -> None:
+    """Step counts, which are on the device, stay: to write one would make the host wait."""
+    optim = with_gradients()
+    optim.step()
+    with inspection.order("late"):
+        optim.step()
+        for entry in optim.state.values():
+            entry |= {key: torch.zeros_like(value) for key, value in entry.items() if value.ndim}
+        optim.zero_grad()  # takes over what the program has put there
+    assert not any(value.any() for value in moments(optim))
+
+
 def moments(optim: Any) -> list[torch.Tensor]:
     entries = optim.state_dict()["state"].values()
     return [value.to_local().clone() for each in entries for value in each.values() if value.ndim]
