@@ -856,7 +856,6 @@ class ParamGroup:
         if not (takes and is_current):
             warn_of_lost_writes([p for p, _ in written])
             return
-        self.wait_until_read()
         for p, piece in written:
             unsharded = p.require_unsharded()
             values = local_of(unsharded) if p.sharding.came_as_dtensor else unsharded

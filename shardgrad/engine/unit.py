@@ -506,7 +506,6 @@ class Unit:
         self.outstanding = self.open = 0
         self.next_backward = None
         self.waiting_modules.clear()
-        self.running.clear()
         self.reshard(drop_kept=True)
 
 
@@ -759,7 +758,6 @@ class RootContext:
                 self._stays = self._order[-1]
         for each in self.units:
             each.waiting_modules.clear()
-            each.running.clear()
             for group in each.groups:
                 # Left behind by a branch that was skipped, or prefetched for a unit that did not
                 # run.

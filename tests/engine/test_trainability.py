@@ -5,6 +5,7 @@ dtype.
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -176,27 +177,37 @@ def test_gradients_that_wait_outlive_what_is_frozen_and_thawed(
 
 
 class Turns(nn.Module):
-    """Trains one of its layers in each forward."""
+    """Trains one of its layers in each forward; says so before it calls it, or as the call
+    begins.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, *, by_hook: bool) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
         self.trained = 0
+        self.by_hook = by_hook
+
+    def say(self, layer: nn.Module, *_: Any) -> None:
+        layer.requires_grad_(layer is self.layers[self.trained])
 
     def forward(self, x: Tensor) -> Tensor:
-        for place, layer in enumerate(self.layers):
-            layer.requires_grad_(place == self.trained)
+        for layer in self.layers:
+            if not self.by_hook:
+                self.say(layer)
             x = torch.tanh(layer(x))
         return x
 
 
+@pytest.mark.parametrize("by_hook", [False, True])
 @on_ranks(2)
 @as_unsharded
-def test_a_forward_may_freeze_and_thaw_what_it_is_about_to_call(engine: Engine) -> Tensors:
+def test_a_forward_may_freeze_and_thaw_what_it_calls(engine: Engine, *, by_hook: bool) -> Tensors:
     torch.manual_seed(0)
-    model = Turns()
+    model = Turns(by_hook=by_hook)
     for layer in model.layers:
         engine.fully_shard(layer)
+        if by_hook:
+            layer.register_forward_pre_hook(model.say)
     engine.fully_shard(model)
     for step, model.trained in enumerate((0, 1, 1, 0)):
         model(engine.inputs(step, 5, dtype=torch.float64)).square().mean().backward()
