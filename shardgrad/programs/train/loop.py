@@ -193,7 +193,6 @@ class Run:
         path = save_state(self._series, self.state, self.world)
         seconds = time.perf_counter() - began_s
         self._record.write("checkpoint", step=self.state.step, path=str(path), seconds=seconds)
-        self._reported_s += seconds
 
     def _close(self) -> None:
         """Prints a sample and the result of the run, and draws the loss curve."""
