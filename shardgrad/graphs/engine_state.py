@@ -247,13 +247,13 @@ class ModuleState(Capturable):
             before, self._trains = self._trains, tuple(map(_REQUIRES_GRAD, self._trainable))
         self._is_placed = self._trains == before
         self._join_post_optim_events()
-        is_held = GradMemory.HELD in map(_MEMORY, self._shards())  # by an eager call before this
-        for context in self._contexts if is_held else ():
-            context.free_gradients()
-        for grads in () if self._is_placed else self._grad_groups:
-            grads.refresh_trainable()  # which may reduce gradients that waited
-        if is_held or not self._is_placed:
+        if GradMemory.HELD in map(_MEMORY, self._shards()):  # an eager call has been before this
+            for context in self._contexts:
+                context.free_gradients()
             self.at_eager_border()  # a capture will know the addresses of those that are there
+        if not self._is_placed:
+            for grads in self._grad_groups:
+                grads.refresh_trainable()
 
     def at_eager_border(self) -> None:
         """See `Capturable`."""

@@ -22,6 +22,7 @@ from tests.simulated.programs.graphed import (
     loss_of,
     require_replays,
     same_on,
+    training_step,
     weights,
 )
 
@@ -179,6 +180,19 @@ def write_after_an_error(graphed: Graphed) -> Values:
     return weights(model)
 
 
+def gradients_of_before_the_call(graphed: Graphed) -> Values:
+    """The program's own backward before each call leaves gradients, which the step adds to."""
+    model = build(Setup())
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=0.01)
+    step = training_step(graphed, model, optimizer)
+    losses = []
+    for number in range(8):
+        loss_of(model, batch(number)).backward()
+        losses.append(step(batch(-1 - number)).cpu())
+    require_replays(step, captures=1, replays=5)
+    return [*losses, *weights(model)]
+
+
 def _record_post_optim_event(model: nn.Module, device: torch.device) -> None:
     event = torch.Event(device)
     event.record(torch.accelerator.current_stream())
@@ -194,6 +208,7 @@ def _record_post_optim_event(model: nn.Module, device: torch.device) -> None:
         write_on_another_stream,
         modes_that_the_step_sets,
         write_after_an_error,
+        gradients_of_before_the_call,
     ],
     ids=lambda program: program.__name__.replace("_", " "),
 )
