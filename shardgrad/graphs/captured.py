@@ -118,8 +118,10 @@ class CapturedStep:
 
     def is_of(self, key: Hashable) -> bool:
         """Returns whether a replay is the step with this key, from the memory that is there now."""
-        return self.key == key and all(
-            place.key() == found for place, found in self.reads.places.items()
+        return (
+            self.key == key
+            and not self.reads.is_gone
+            and all(place.key() == found for place, found in self.reads.places.items())
         )
 
     def prepare(self) -> bool:

@@ -49,6 +49,7 @@ _MOST_OBJECTS = 20_000
 _NUMBERS = (bool, int, float, complex, str)
 _LEAVES = (bytes, torch.dtype, torch.device, type(None), Optimizer)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_EXPIRED: Any = torch.UntypedStorage._expired
 _CODE = (FunctionType, staticmethod, classmethod, property, functools.cached_property)
 
 _Way = tuple[Callable[[Any], Any], ...]  # each step gives a part of what the one before gave
@@ -110,6 +111,7 @@ class Reads(TorchDispatchMode):
         modules: that the step was given.
         objects: among the arguments of the step.
         stream: on which the block runs.
+        state: memory of the step's participants, who know themselves when it is another.
 
     Attributes:
         places: of tensors that the function closes over and operations read, with `Place.key` at
@@ -128,6 +130,7 @@ class Reads(TorchDispatchMode):
         modules: Sequence[nn.Module],
         objects: Iterable[Any] = (),
         stream: Stream = None,
+        state: Iterable[torch.Tensor] = (),
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._stream = stream
@@ -137,7 +140,12 @@ class Reads(TorchDispatchMode):
         # Sharded modules that were not given, by the addresses of their parameters.
         self._others: dict[int, str] = {}
         self._made: set[int] = set()  # storages of the block's own
-        self._written: dict[int, tuple[str, StorageWeakRef]] = {}
+        self._state = set(map(_identity, map(local_tensor, state)))
+        # By storages, memory that was there before the block, while the program keeps it; what that
+        # is on a device; and of what was written in the block, the names of places.
+        self._memory: dict[int, StorageWeakRef] = {}
+        self._on_device: dict[int, str] = {}
+        self._written: dict[int, str] = {}
         # By storages; with addresses of the beginning, since the block may replace what is there.
         self._candidates: dict[int, list[tuple[Place, Hashable]]] = {}
         given = frozenset(id(param) for module in modules for param in module.parameters())
@@ -191,12 +199,20 @@ class Reads(TorchDispatchMode):
             for place, address in found:
                 if place not in self.places:
                     self.places[place] = address, place.value()
+            is_on_device = tensor.device.type not in ("cpu", "meta")
+            name = found[0][0].name if found else ""
+            # Storage that cannot be resized is a part of other memory, as a gradient's of its
+            # shard. It does not tell whether that is still there, and what keeps it would be taken
+            # for the program.
+            if identity not in self._memory and identity and tensor.untyped_storage().resizable():
+                memory = self._memory[identity] = StorageWeakRef(tensor.untyped_storage())
+                if is_on_device and identity not in self._state:
+                    what = f"a tensor of shape {tuple(tensor.shape)} that {func} reads"
+                    self._on_device[memory.cdata] = name or what
             if id(tensor) in written:
-                if tensor.device.type not in ("cpu", "meta"):
+                if is_on_device:
                     self._require_captured(tensor.device)
-                if identity and identity not in self._written:
-                    name = found[0][0].name if found else ""
-                    self._written[identity] = name, StorageWeakRef(tensor.untyped_storage())
+                self._written.setdefault(identity, name)
         result = func(*args, **kwargs)
         given = set(map(_identity, tensors))
         self._made.update({_identity(t) for t in _plain(tree_leaves(result))} - given)
@@ -234,14 +250,24 @@ class Reads(TorchDispatchMode):
         """Yields the memory, as bytes, that was there before the block, was written in it, and is
         there now; with the name of its place, "" where the function closes over none.
         """
-        for name, reference in self._written.values():
-            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
-            # One that cannot be resized is a part of other memory, as a gradient's of its shard. It
-            # does not tell whether that is still there, and what keeps it would be taken for the
-            # program.
-            if storage is not None and storage.nbytes() and storage.resizable():
+        for identity, name in self._written.items():
+            if identity not in self._memory:
+                continue
+            storage = torch.UntypedStorage._new_with_weak_ptr(self._memory[identity].cdata)
+            if storage is not None and storage.nbytes():
                 empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
                 yield name, empty.set_(storage, 0, (storage.nbytes(),), (1,))
+
+    @property
+    def is_gone(self) -> bool:
+        """True if the program has let go of memory of a device that the block used and was not
+        given, wherever it had it: what a replay would find there is something else.
+        """
+        return any(map(_EXPIRED, self._on_device))
+
+    def gone(self) -> list[str]:
+        """Returns what that memory was."""
+        return [what for memory, what in self._on_device.items() if _EXPIRED(memory)]
 
 
 def _refuse_write_on_host(name: str) -> NoReturn:

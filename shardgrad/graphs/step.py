@@ -18,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
 import torch
@@ -59,6 +60,7 @@ _KEPT = (
     "gradients of an earlier call, which the program keeps and a replay would write over. Clone "
     "what is kept"
 )
+_LOST = 3  # graphs in a row that could not be compared in the next call
 _IN_A_ROW = 7  # calls with news, after which they are a habit that the program should know of
 
 
@@ -446,6 +448,7 @@ class GraphedStep(Generic[_P, _R]):
         """
         try:
             refuse_harmful_settings()
+            self._refuse_memory_of_one_call(key)
             captured = self._capture(kind, key, redraws)
         except CollectiveError:
             raise  # another rank did not join, and would not join an eager step either
@@ -500,8 +503,13 @@ class GraphedStep(Generic[_P, _R]):
         captured = CapturedStep(key, self.pool, self._capturables, self._generators, redraws)
         restore = host_snapshot(self._capturables, self.pool.device, self._generators)
         args, kwargs = kind.buffers.arguments(copied=False)
-        reads = Reads(self._function, self._modules, objects_in((args, kwargs)), self.pool.stream)
-        captured.reads = reads
+        captured.reads = reads = Reads(
+            self._function,
+            self._modules,
+            objects_in((args, kwargs)),
+            self.pool.stream,
+            chain(self._state(), kind.buffers.buffers),
+        )
         try:
             with _stale_streams_overridden(), captured.captured(), reads:
                 outputs = detached(self._function(*args, **kwargs))
@@ -517,6 +525,18 @@ class GraphedStep(Generic[_P, _R]):
             raise
         has_graphs(self)
         return captured
+
+    def _refuse_memory_of_one_call(self, key: Key) -> None:
+        """Refuses a graph if the last ones could not be compared in the call after, since what they
+        had read was gone.
+        """
+        lost = [each.reads for each in self._graphs if each.key == key and not each.is_compared]
+        if len(lost) == _LOST:
+            raise CaptureError(
+                f"it reads memory that is gone in the next call, {_LOST} times in a row",
+                where=listed(lost[-1].gone()),
+                fix="pass the tensor as an argument, or write into one that stays",
+            )
 
     def _state(self) -> Iterator[torch.Tensor]:
         """Yields the memory in which the step's state lives."""

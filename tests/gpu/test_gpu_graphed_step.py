@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import shardgrad
-from shardgrad.errors import ReplayMismatchError
+from shardgrad.errors import CaptureError, ReplayMismatchError
 from shardgrad.graphs import GraphedStep, inputs
 from shardgrad.graphs.capturable import OptimizerState
 from tests.support.graphed import on_one_gpu, step_of
@@ -306,3 +306,41 @@ def test_the_numbers_of_an_optimizer_are_not_read_on_the_device(device: torch.de
         assert state.guards() == before  # a replay reads it
         betas[1].fill_(0.9)
         assert state.guards() != before
+
+
+def of_a_distribution(graphed: Any, device: torch.device, every: int) -> Values:
+    """Reads a tensor that lies where no place is followed, an object of torch's."""
+    held, model = {}, build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, capturable=True)
+
+    @graphed(model, optimizer)
+    def step(x: Tensor) -> Tensor:
+        loss = (loss_of(model, x) - held["prior"].loc).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    losses = []
+    for call in range(STEPS):
+        if call % every == 0:
+            where = torch.full((2,), float(call), device=device)
+            held["prior"] = torch.distributions.Normal(where, where + 1, validate_args=False)
+        losses.append(step(batch(call, device)).item())
+    if isinstance(step, GraphedStep):
+        assert step.captures == -(-STEPS // every)
+    return losses + weights(model)
+
+
+def test_memory_that_the_program_has_let_go_of_is_in_no_replay(device: torch.device) -> None:
+    eager, ours = (of_a_distribution(each, device, 8) for each in (plain, shardgrad.graphed_step))
+    for expected, got in zip(eager, ours, strict=True):
+        assert torch.equal(torch.as_tensor(expected), torch.as_tensor(got))
+
+
+def test_memory_that_each_call_makes_anew_before_the_step_is_refused(device: torch.device) -> None:
+    says = (
+        r"it reads memory that is gone in the next call, 3 times in a row[\s\S]*shape \(2,\) that"
+    )
+    with pytest.raises(CaptureError, match=says):
+        of_a_distribution(shardgrad.graphed_step, device, 1)
