@@ -1,5 +1,5 @@
 """In an eager step the host waits for nothing, but once a backward is launched, for flags it has to
-know.
+know; and for gradients that come to it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 import shardgrad
 from tests.cuda_runtime import inspection
@@ -65,3 +66,24 @@ def test_a_steady_eager_step_waits_for_flags_of_missed_parameters_alone(
         if number == 3:
             assert backward == in_backward
             assert not rest
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("by_hook", [False, True])
+def test_gradients_on_the_host_have_arrived_where_they_are_read(by_hook: bool) -> None:
+    model = shardgrad.fully_shard(nn.Linear(8, 8), offload_policy=CPUOffloadPolicy())
+    inputs, seen = torch.ones(4, 8, device="cuda"), []
+
+    def read(param: torch.Tensor) -> None:
+        seen.append(param.grad.to_local().clone())
+
+    model(inputs).sum().backward()
+    model.zero_grad()
+    if by_hook:
+        model.weight.register_post_accumulate_grad_hook(read)
+    with inspection.order("late"):
+        model(2 * inputs).sum().backward()
+        if not by_hook:
+            read(model.weight)
+    assert len(seen) == 1
+    assert (seen[0] == 8).all()
