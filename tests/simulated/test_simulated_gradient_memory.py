@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -397,6 +397,49 @@ def captured_by_torch(captured: bool, what: str) -> list[Any]:
 @on_virtual_ranks(2, checks=True)
 def test_a_graph_of_the_programs_own_finds_gradients_where_they_were(what: str) -> None:
     assert all(map(torch.equal, captured_by_torch(False, what), captured_by_torch(True, what)))
+
+
+class Used(nn.Linear):
+    """A layer that may be passed by."""
+
+    is_used = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.is_used else x * 1.0
+
+
+def used_by_one_rank(captured: bool) -> list[Tensor]:
+    """Each rank uses a layer of its own in two backwards, and all had used them until then."""
+    with one_at_a_time():
+        torch.manual_seed(0)
+        layers = [Used(4, 4) for _ in range(3)]
+        model = nn.Sequential(nn.Linear(4, 4), *layers).to(NAME)
+    for layer in (*layers, model):
+        shardgrad.fully_shard(layer, mesh=init_device_mesh(NAME, (2,)))
+    optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
+    x, graph = torch.ones(2, 4, device=NAME), Graph()
+
+    def step() -> None:
+        for _ in range(2):
+            model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with on_a_side_stream() as side:
+        for uses in ({0, 1}, {dist.get_rank()}):
+            for place, layer in enumerate(layers):
+                layer.is_used = place in uses
+            with graph.capture(side) if captured and len(uses) == 1 else nullcontext():
+                step()
+        if captured:
+            graph.replay()
+        return weights(model)
+
+
+@on_virtual_ranks(2, checks=True)
+def test_a_graph_adds_to_what_another_rank_alone_has_used_in_it() -> None:
+    """No eager step has told this rank: the flags on the device do, at each replay."""
+    assert all(map(torch.equal, used_by_one_rank(False), used_by_one_rank(True)))
 
 
 # -- gradients on their way
