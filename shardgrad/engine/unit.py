@@ -493,7 +493,6 @@ class Unit:
     def finish_backward(self, *, is_read_again: bool) -> None:
         """Frees, at the end of a backward, unsharded parameters that are not to be kept."""
         self.outstanding = self.open = 0
-        self.next_backward = None
         if self.reshard_after_backward:
             self.show_sharded() if is_read_again else self.reshard()
 
@@ -504,7 +503,6 @@ class Unit:
         # A loss of a forward before it may still go backward: a unit that has several calls in that
         # is reduced as often.
         self.outstanding = self.open = 0
-        self.next_backward = None
         self.waiting_modules.clear()
         self.reshard(drop_kept=True)
 
