@@ -49,6 +49,7 @@ _MOST_OBJECTS = 20_000
 _NUMBERS = (bool, int, float, complex, str)
 _LEAVES = (bytes, torch.dtype, torch.device, type(None), Optimizer)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_CDATA = attrgetter("_cdata")  # what several objects of Python may stand for
 _EXPIRED: Any = torch.UntypedStorage._expired
 _CODE = (FunctionType, staticmethod, classmethod, property, functools.cached_property)
 
@@ -112,6 +113,7 @@ class Reads(TorchDispatchMode):
         objects: among the arguments of the step.
         stream: on which the block runs.
         state: memory of the step's participants, who know themselves when it is another.
+        generators: that the step was given.
 
     Attributes:
         places: of tensors that the function closes over and operations read, with `Place.key` at
@@ -121,7 +123,7 @@ class Reads(TorchDispatchMode):
 
     Raises:
         CaptureError: in the block, at an operation that uses a sharded module that is not among
-            `modules`, or that writes on a stream that is not captured.
+            `modules`, or another generator, or that writes on a stream that is not captured.
     """
 
     def __init__(
@@ -131,6 +133,7 @@ class Reads(TorchDispatchMode):
         objects: Iterable[Any] = (),
         stream: Stream = None,
         state: Iterable[torch.Tensor] = (),
+        generators: Sequence[torch.Generator] = (),
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._stream = stream
@@ -141,6 +144,7 @@ class Reads(TorchDispatchMode):
         self._others: dict[int, str] = {}
         self._made: set[int] = set()  # storages of the block's own
         self._state = set(map(_identity, map(local_tensor, state)))
+        self._generators = generators
         # By storages, memory that was there before the block, while the program keeps it; what that
         # is on a device; and of what was written in the block, the names of places.
         self._memory: dict[int, StorageWeakRef] = {}
@@ -181,6 +185,8 @@ class Reads(TorchDispatchMode):
         runs_on_host = is_captured and all(map(_is_of_host, tensors))
         if "c10d" in func.namespace:
             self.groups.update(_groups(leaves))
+        if is_captured:
+            self._require_given(leaves)
         for tensor in tensors:
             identity = _identity(tensor)
             if self._others and identity and (name := self._others.get(tensor.data_ptr())):
@@ -217,6 +223,17 @@ class Reads(TorchDispatchMode):
         given = set(map(_identity, tensors))
         self._made.update({_identity(t) for t in _plain(tree_leaves(result))} - given)
         return result
+
+    def _require_given(self, leaves: Iterable[Any]) -> None:
+        """Refuses a generator that is not put back before each replay. Torch says so up to 2.14."""
+        for leaf in leaves:
+            if isinstance(leaf, torch.Generator) and leaf.device.type != "cpu":
+                own = torch.get_device_module(leaf.device).default_generators
+                if _CDATA(leaf) not in map(_CDATA, (*self._generators, *own)):
+                    raise CaptureError(
+                        "it draws from a torch.Generator that graphed_step was not given",
+                        fix="graphed_step(..., generator)",
+                    )
 
     def _require_captured(self, device: torch.device) -> None:
         """Refuses a write on a stream that is no part of the capture, which takes place during it.

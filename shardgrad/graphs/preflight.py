@@ -71,20 +71,13 @@ _CUDA_ERRORS: dict[int | None, CaptureError] = {
         fix="work on torch.cuda.current_stream(), or on a torch.cuda.Stream() of the program's",
     ),
 }
-_GENERATOR = CaptureError(
-    "it draws from a torch.Generator that graphed_step was not given",
-    fix="graphed_step(..., generator)",
-)
 _COPY = CaptureError(
     "a call copies a tensor or a number from the host",
     fix="make it before the step and pass it as an argument; or torch.full, torch.arange with "
     "device=, and fill_ for an element",
 )
 # What torch says before the device would.
-_MESSAGES = {
-    "generator not in capture mode": _GENERATOR,
-    "Cannot copy between CPU and CUDA tensors": _COPY,
-}
+_MESSAGES = {"Cannot copy between CPU and CUDA tensors": _COPY}
 # Functions of torch in which an error has one cause.
 _RAISING = {
     checkpoint.get_device_states.__code__: _SAVED_STATE,

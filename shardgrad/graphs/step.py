@@ -509,6 +509,7 @@ class GraphedStep(Generic[_P, _R]):
             objects_in((args, kwargs)),
             self.pool.stream,
             chain(self._state(), kind.buffers.buffers),
+            self._generators,
         )
         try:
             with _stale_streams_overridden(), captured.captured(), reads:
