@@ -73,7 +73,7 @@ def participate(model: nn.Module) -> Iterator[None]:
             got="a second one inside the first",
             fix="leave the first one before entering the next",
         )
-    if context.forward_root is not None or context.scheduler.backward_running:
+    if context.scheduler.backward_running:
         # here, on every rank: one without a batch has no forward that would do it
         context.recover()
     gathers = context.gather_through = _GathersInOrder(context)
@@ -176,7 +176,6 @@ def _join_rest(
     context: RootContext, gathers: _GathersInOrder, enrolment: _Enrolment | None
 ) -> None:
     """Joins what this rank has not run: the rest of the all-gathers, then the reductions."""
-    context.forward_root = None
     if gathers.count == 0:
         context.require_awake()
         for unit in context.units:
