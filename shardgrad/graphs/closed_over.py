@@ -82,26 +82,25 @@ class Place:
         except _GONE:
             return None
 
-    def address(self) -> Hashable:
-        """Returns where the tensor that is there now lies, and how; which ones a list has; None if
-        there is neither.
-        """
-        found = self.found()
-        if isinstance(found, list | tuple | dict):
-            return tuple(map(id, _elements(found)))
-        if not isinstance(found, torch.Tensor):
-            return None
-        local = local_tensor(found)
-        return local.data_ptr(), local.shape, local.stride(), local.dtype
-
-    def value(self) -> bytes:
-        """Returns what a graph has frozen of the tensor that is there now; see `host_value`."""
-        found = self.found()
-        return host_value(found) if isinstance(found, torch.Tensor) else b""
-
     def key(self) -> Hashable:
         """Returns what has to be as it was for a replay to read what is there now."""
-        return self.address(), self.value()
+        found = self.found()
+        return _address(found), _value(found)
+
+
+def _address(found: Any) -> Hashable:
+    """Returns where a tensor lies, and how; which ones a list has; None of anything else."""
+    if isinstance(found, list | tuple | dict):
+        return tuple(map(id, _elements(found)))
+    if not isinstance(found, torch.Tensor):
+        return None
+    local = local_tensor(found)
+    return local.data_ptr(), local.shape, local.stride(), local.dtype
+
+
+def _value(found: Any) -> bytes:
+    """Returns what a graph has frozen of a tensor; see `host_value`."""
+    return host_value(found) if isinstance(found, torch.Tensor) else b""
 
 
 class Reads(TorchDispatchMode):
@@ -159,7 +158,7 @@ class Reads(TorchDispatchMode):
                     if id(param) not in given and fsdp_param_of(param) is not None:
                         self._others.setdefault(local_tensor(param).data_ptr(), place.name)
             elif isinstance(value, torch.Tensor | list | tuple | dict):
-                found = place, place.address()
+                found = place, _address(value)
                 for tensor in _plain(_elements(value)):
                     self._candidates.setdefault(_identity(tensor), []).append(found)
             else:
@@ -201,10 +200,10 @@ class Reads(TorchDispatchMode):
                     _refuse_write_on_host(found[0][0].name if found else "a tensor")
                 if not found and (runs_on_host or tensor.ndim == 0):
                     place = Place("a tensor of the host", tensor)
-                    found = self._candidates[identity] = [(place, place.address())]
+                    found = self._candidates[identity] = [(place, _address(tensor))]
             for place, address in found:
                 if place not in self.places:
-                    self.places[place] = address, place.value()
+                    self.places[place] = address, _value(place.found())
             is_on_device = tensor.device.type not in ("cpu", "meta")
             name = found[0][0].name if found else ""
             # Storage that cannot be resized is a part of other memory, as a gradient's of its
