@@ -9,8 +9,8 @@ Followed from a function of the program are its closure, its default values and 
 names, and from these the attributes of objects and modules, and of their classes, the elements of
 lists, tuples and dictionaries, hooks of modules, and other functions of the program, such as
 methods. So are objects among the step's arguments. Not followed are optimizers, what an iterator
-has yet to give, objects of torch but for modules, and parameters and buffers, which belong to a
-step's participants.
+has yet to give, objects of torch but for modules, and parameters and buffers of modules that the
+step was given.
 
 A tensor of the host reaches the device as a number, so its value is as much a part of the graph as
 where it lies, wherever the program keeps it.
@@ -151,7 +151,8 @@ class Reads(TorchDispatchMode):
         self._written: dict[int, str] = {}
         # By storages; with addresses of the beginning, since the block may replace what is there.
         self._candidates: dict[int, list[tuple[Place, Hashable]]] = {}
-        given = frozenset(id(param) for module in modules for param in module.parameters())
+        registered = (chain(each.parameters(), each.buffers()) for each in modules)
+        given = frozenset(map(id, chain.from_iterable(registered)))
         for place, value in closed_over(function, [*modules, *objects], given):
             if isinstance(value, nn.Module):
                 for param in value.parameters():
@@ -370,7 +371,7 @@ def closed_over(
     Args:
         function: to begin with.
         objects: to begin with, such as modules.
-        given: identities of the given parameters.
+        given: identities of the given parameters and buffers.
 
     Capture: safe. Nothing on the device is read.
     """
@@ -398,7 +399,7 @@ def closed_over(
         if is_leaf:
             continue
         root, way = (value, ()) if isinstance(value, nn.Module) else (place.root, place.way)
-        for name, on in islice(_parts(value), _MOST_PARTS):
+        for name, on in islice(_parts(value, given), _MOST_PARTS):
             with suppress(*_GONE):  # such as a variable that is not assigned yet
                 part = _end_of(on, value)
                 if not isinstance(part, _LEAVES):
@@ -413,7 +414,7 @@ def _end_of(way: _Way, root: Any) -> Any:
     return root
 
 
-def _parts(value: Any) -> Iterator[tuple[str, _Way]]:
+def _parts(value: Any, given: frozenset[int]) -> Iterator[tuple[str, _Way]]:
     """Yields parts: the name, or what to write behind the object's, and the way to it."""
     if isinstance(value, FunctionType):
         if is_of_the_program(value.__code__.co_filename):
@@ -428,7 +429,8 @@ def _parts(value: Any) -> Iterator[tuple[str, _Way]]:
         yield from _attributes(("fget",))
     elif isinstance(value, list | tuple | dict | deque):
         for key in list(value) if isinstance(value, dict) else range(len(value) - 1):
-            yield f"[{key!r}]", (itemgetter(key),)
+            name = repr(key) if isinstance(key, _NUMBERS) else type(key).__name__
+            yield f"[{name}]", (itemgetter(key),)
         if not isinstance(value, dict) and value:  # another one, once something is appended
             yield f"[{len(value) - 1}]", (itemgetter(-1),)
     elif isinstance(value, type):
@@ -437,6 +439,8 @@ def _parts(value: Any) -> Iterator[tuple[str, _Way]]:
         own = vars(value)
         yield from _attributes([name for name in own if name not in _OF_EVERY_MODULE])
         yield from _attributes([name for name in own if name.endswith("_hooks") and own[name]])
+        tensors = (value._parameters | value._buffers).items()
+        yield from _attributes([name for name, tensor in tensors if id(tensor) not in given])
         yield from _attributes(list(value._modules))
         yield from _of_its_class(value)
     elif not isinstance(value, ModuleType) and not _is_torchs_or_ours(type(value)):

@@ -12,8 +12,8 @@ writes to host memory later.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
 from functools import partial
 from itertools import chain, count
 from typing import Any, NamedTuple
@@ -147,12 +147,11 @@ def _opened(value: Any) -> tuple[Hashable, Iterable[Any], Callable[[list[Any]], 
     parts, spec = tree_flatten(value, is_leaf=lambda part: part is not value)
     if not spec.is_leaf():
         return spec, parts, spec.unflatten
-    if isinstance(value, BlockMask):
-        names = tuple(vars(value))
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = tuple(field.name for field in dataclasses.fields(value))
-    else:
+    if not (isinstance(value, BlockMask) or is_dataclass(kind)):
         return None
+    # Fields may be in slots; what `__post_init__` or a cached property has added is no field.
+    named = [field.name for field in fields(kind)] if is_dataclass(kind) else []
+    names = tuple(dict.fromkeys((*named, *getattr(value, "__dict__", ()))))
     return (kind, names), [getattr(value, name) for name in names], partial(_instance, kind, names)
 
 

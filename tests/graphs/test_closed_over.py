@@ -201,6 +201,25 @@ def in_a_hook() -> tuple[str, Callable[[], Any], Callable[[], Any]]:
     return "steering", lambda: model(torch.ones(2)), replace
 
 
+def in_a_module_that_was_not_given() -> tuple[str, Callable[[], Any], Callable[[], Any]]:
+    norm = nn.LayerNorm(2, bias=False)
+
+    def replace() -> None:
+        norm.weight = nn.Parameter(torch.ones(2))
+
+    return "norm.weight", lambda: norm.weight * 2, replace
+
+
+def by_a_key_that_is_no_number() -> tuple[str, Callable[[], Any], Callable[[], Any]]:
+    param = nn.Parameter(torch.ones(2))
+    averages = {param: torch.ones(2)}
+
+    def replace() -> None:
+        averages[param] = torch.ones(2)
+
+    return "averages[Parameter]", lambda: averages[param] * 2, replace
+
+
 def in_the_second_of_two_variables() -> tuple[str, Callable[[], Any], Callable[[], Any]]:
     held = SimpleNamespace()
     held.best = held.latest = torch.ones(2)
@@ -235,6 +254,8 @@ def read(step: Callable[[], Any]) -> Reads:
         in_a_function_that_torch_wraps,
         in_a_function_of_autograd,
         in_a_hook,
+        in_a_module_that_was_not_given,
+        by_a_key_that_is_no_number,
         in_the_second_of_two_variables,
     ],
 )

@@ -5,6 +5,7 @@ miss.
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -166,6 +167,35 @@ def test_a_block_mask_is_taken_apart_and_put_together() -> None:
     for rule in (causal, causal, sliding):
         mask = create_block_mask(rule, None, None, 256, 256, device="cpu")
         assert step(torch.ones(2), mask).item() == 2 + mask.kv_num_blocks.sum().item()
+
+
+@dataclass
+class Packed:
+    """A batch that computes an attribute which is no field."""
+
+    x: Tensor
+
+    def __post_init__(self) -> None:
+        self.doubled = self.x * 2
+
+
+@dataclass(slots=True)
+class Masked(Packed):
+    """A batch with a field in a slot beside what its class has in a dictionary."""
+
+    mask: Tensor
+
+    def __post_init__(self) -> None:
+        self.doubled = self.x * self.mask
+
+
+def test_a_dataclass_has_all_its_attributes_in_the_step() -> None:
+    @shardgrad.graphed_step(warmup=1)
+    def step(batch: Any) -> Tensor:
+        return torch.as_tensor((batch.x * batch.doubled).sum())
+
+    assert step(Packed(torch.full((2,), 3.0))).item() == 36
+    assert step(Masked(torch.full((2,), 3.0), torch.tensor([1.0, 0.0]))).item() == 9
 
 
 def test_an_input_has_the_layout_that_the_program_gave_it() -> None:
