@@ -162,30 +162,36 @@ def test_staging_of_an_all_gather_in_flight_outlives_another_roots_backward() ->
         loss_of(second, batch(number)).backward()
 
 
-def kept_beside_another_stream() -> None:
-    """The next forward runs on another stream, and frees; the first one goes on beside it, and
-    allocates.
+def kept_beside_another_stream(drops: bool) -> None:
+    """The next forward runs on another stream, and frees; the program reads there, and may drop
+    what it has kept; the first one goes on beside it, and allocates.
     """
     model = build(Setup(depth=1))
     with on_a_side_stream() as first:
         loss_of(model, batch(0)).backward()
         kept = model[0].first.weight.grad
-        right = kept.to_local().clone()
+        right = kept.to_local() * 2
         model.zero_grad()
     with on_a_side_stream() as second, torch.no_grad():
         second.wait_stream(first)
         model(batch(1))
+        seen = kept.to_local() * 2
+        kept = None if drops else kept
     with first:
         for shard in shards(model):  # where the freed memory was
             torch.full((shard.numel,), 7.0, device=NAME)
     torch.accelerator.current_stream().wait_stream(first)
     torch.accelerator.current_stream().wait_stream(second)
-    assert torch.equal(kept.to_local(), right)
+    assert torch.equal(seen, right)
+    assert drops or torch.equal(kept.to_local() * 2, right)
 
 
+@pytest.mark.parametrize("drops", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_what_is_kept_stays_when_another_stream_frees_and_the_first_allocates(ranks: int) -> None:
-    run_checked(ranks, kept_beside_another_stream)
+def test_what_is_kept_stays_when_another_stream_frees_and_the_first_allocates(
+    ranks: int, drops: bool
+) -> None:
+    run_checked(ranks, kept_beside_another_stream, drops)
 
 
 @on_virtual_ranks(2, checks=True)
