@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -9,6 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from tests.support.parity import (
     SHARDGRAD,
+    hsdp_mesh,
+    stack,
     tower,
     train,
 )
@@ -34,6 +38,27 @@ def test_the_root_owns_a_parameter_that_two_of_its_units_share() -> None:
     assert "embedding.weight" not in names
     train(SHARDGRAD, model, steps=1)
     assert model.embedding.weight is model.head.weight
+
+
+@on_ranks(2)
+def test_a_unit_of_which_an_outer_one_takes_a_parameter_keeps_its_settings() -> None:
+    """The first backward leaves a sum for the second, whose sum is divided by three."""
+    model, mesh = stack(6, 6, 6), hsdp_mesh(2, 1)
+    model[2].weight = model[0].weight
+    whole, x = deepcopy(model), torch.ones(2, 6)
+    first = SHARDGRAD.fully_shard(model[0], mesh=mesh)
+    first.set_requires_all_reduce(False)
+    first.set_gradient_divide_factor(3.0)
+    SHARDGRAD.fully_shard(model[2], mesh=mesh)
+    SHARDGRAD.fully_shard(model, mesh=mesh)
+    for is_last in (False, True):
+        whole(x).sum().backward()
+        if is_last:
+            first.set_requires_all_reduce(True)
+        model(x).sum().backward()
+        assert (first.bias.grad is not None) == is_last
+    right = whole[0].bias.grad * dist.get_world_size() / 3
+    torch.testing.assert_close(first.bias.grad.full_tensor(), right)
 
 
 class TwiceTied(nn.Module):
