@@ -145,9 +145,10 @@ class Reads(TorchDispatchMode):
         self._state = set(map(_identity, map(local_tensor, state)))
         self._generators = generators
         # By storages, memory that was there before the block, while the program keeps it; what that
-        # is on a device; and of what was written in the block, the names of places.
+        # is on a device, and its address; and of what was written in the block, the names of
+        # places.
         self._memory: dict[int, StorageWeakRef] = {}
-        self._on_device: dict[int, str] = {}
+        self._on_device: dict[int, tuple[str, int]] = {}
         self._written: dict[int, str] = {}
         # By storages; with addresses of the beginning, since the block may replace what is there.
         self._candidates: dict[int, list[tuple[Place, Hashable]]] = {}
@@ -214,7 +215,8 @@ class Reads(TorchDispatchMode):
                 memory = self._memory[identity] = StorageWeakRef(tensor.untyped_storage())
                 if is_on_device and identity not in self._state:
                     what = f"a tensor of shape {tuple(tensor.shape)} that {func} reads"
-                    self._on_device[memory.cdata] = name or what
+                    address = tensor.untyped_storage().data_ptr()
+                    self._on_device[memory.cdata] = name or what, address
             if id(tensor) in written:
                 if is_on_device:
                     self._require_captured(tensor.device)
@@ -284,7 +286,18 @@ class Reads(TorchDispatchMode):
 
     def gone(self) -> list[str]:
         """Returns what that memory was."""
-        return [what for memory, what in self._on_device.items() if _EXPIRED(memory)]
+        return [what for memory, (what, _) in self._on_device.items() if _EXPIRED(memory)]
+
+    def leave_out(self, segments: Iterable[tuple[int, int]]) -> None:
+        """Forgets memory between these addresses, which is the graph's: inductor allocates without
+        an operation, so it was taken for the program's.
+        """
+        for begin, end in segments:
+            self._on_device = {
+                memory: (what, address)
+                for memory, (what, address) in self._on_device.items()
+                if not begin <= address < end
+            }
 
 
 def _refuse_write_on_host(name: str) -> NoReturn:

@@ -177,6 +177,14 @@ class GraphPool:
             self._handle = graph.pool()
             self.nbytes += max(0, self._reserved() - reserved)
 
+    def segments(self) -> Iterator[tuple[int, int]]:
+        """Yields the first address of each segment of the graphs' memory, and the first behind it;
+        none where the allocator does not say.
+        """
+        if self._handle is not None and self.device.type == "cuda":
+            for segment in torch.cuda.memory_snapshot(self._handle):
+                yield segment["address"], segment["address"] + segment["total_size"]
+
     def destroy(self, graph: DeviceGraph) -> None:
         """Destroys a graph that `capture` has yielded.
 

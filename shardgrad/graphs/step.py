@@ -524,6 +524,7 @@ class GraphedStep(Generic[_P, _R]):
                 each.abort_capture()
             restore()
             raise
+        reads.leave_out(self.pool.segments())
         has_graphs(self)
         return captured
 

@@ -311,7 +311,8 @@ def test_the_numbers_of_an_optimizer_are_not_read_on_the_device(device: torch.de
 def of_a_distribution(graphed: Any, device: torch.device, every: int) -> Values:
     """Reads a tensor that lies where no place is followed, an object of torch's."""
     held, model = {}, build()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, capturable=True)
+    # A rate that float32 has: torch divides a number by a tensor in another way than a tensor.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2**-7, capturable=True)
 
     @graphed(model, optimizer)
     def step(x: Tensor) -> Tensor:
@@ -344,3 +345,18 @@ def test_memory_that_each_call_makes_anew_before_the_step_is_refused(device: tor
     )
     with pytest.raises(CaptureError, match=says):
         of_a_distribution(shardgrad.graphed_step, device, 1)
+
+
+def test_memory_that_inductor_allocates_in_a_capture_is_the_graphs(device: torch.device) -> None:
+    """It allocates without an operation, so a capture does not see where memory comes from."""
+    allocate = torch._C._dynamo.guards._empty_strided_cuda
+
+    @shardgrad.graphed_step(warmup=1)
+    def step(x: Tensor) -> Tensor:
+        doubled = allocate((2,), (1,), torch.float32)
+        torch.mul(x, 2, out=doubled)
+        return doubled + 1
+
+    for call in range(6):
+        assert step(torch.full((2,), float(call), device=device)).tolist() == [2.0 * call + 1] * 2
+    assert (step.captures, step.replays) == (1, 5)
