@@ -17,9 +17,9 @@ import torch
 
 from shardgrad.engine.streams import wait_for_device
 from shardgrad.graphs.capturable import Capturable
-from shardgrad.graphs.closed_over import Reads
 from shardgrad.graphs.eager_regions import handle_eager_calls
 from shardgrad.graphs.pool import DeviceGraph, GraphPool
+from shardgrad.graphs.reads import Reads
 from shardgrad.graphs.recomputation import Redraws
 
 __all__ = ["CapturedStep", "Key"]

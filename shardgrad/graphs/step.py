@@ -31,7 +31,7 @@ from shardgrad.errors import CaptureError, CollectiveError, OptionError, listed
 from shardgrad.graphs.capturable import CaptureAgain, capturable
 from shardgrad.graphs.captured import CapturedStep, Key
 from shardgrad.graphs.changes import difference
-from shardgrad.graphs.closed_over import Place, Reads
+from shardgrad.graphs.closed_over import Place
 from shardgrad.graphs.comparison import Comparison
 from shardgrad.graphs.eager_regions import handle_eager_calls
 from shardgrad.graphs.host_state import host_snapshot
@@ -48,6 +48,7 @@ from shardgrad.graphs.preflight import (
     require_launch_order,
 )
 from shardgrad.graphs.program_line import line_that_raised
+from shardgrad.graphs.reads import Reads
 from shardgrad.graphs.recomputation import Redraws
 from shardgrad.graphs.status import StatusReader, StepStatus
 
@@ -532,7 +533,8 @@ class GraphedStep(Generic[_P, _R]):
         """Refuses a graph if the last ones could not be compared in the call after, since what they
         had read was gone.
         """
-        lost = [each.reads for each in self._graphs if each.key == key and not each.is_compared]
+        uncompared = [each for each in self._graphs if each.key == key and not each.is_compared]
+        lost = [each.reads for each in uncompared if each.reads.is_gone]
         if len(lost) == _LOST:
             raise CaptureError(
                 f"it reads memory that is gone in the next call, {_LOST} times in a row",

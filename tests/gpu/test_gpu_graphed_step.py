@@ -347,6 +347,19 @@ def test_memory_that_each_call_makes_anew_before_the_step_is_refused(device: tor
         of_a_distribution(shardgrad.graphed_step, device, 1)
 
 
+def test_tensors_that_take_turns_and_are_kept_refuse_no_graph(device: torch.device) -> None:
+    kept = [torch.full((2,), float(number), device=device) for number in range(6)]
+    held = {"bias": kept[0]}
+
+    @shardgrad.graphed_step(warmup=1)
+    def step(x: Tensor) -> Tensor:
+        return x + held["bias"]
+
+    for call in range(12):
+        held["bias"] = kept[call // 2]
+        assert step(torch.ones(2, device=device)).tolist() == [1.0 + call // 2] * 2
+
+
 def test_memory_that_inductor_allocates_in_a_capture_is_the_graphs(device: torch.device) -> None:
     """It allocates without an operation, so a capture does not see where memory comes from."""
     allocate = torch._C._dynamo.guards._empty_strided_cuda

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from shardgrad.graphs.closed_over import Reads
 from shardgrad.graphs.host_state import host_snapshot
+from shardgrad.graphs.reads import Reads
 
 CPU = torch.device("cpu")
 
