@@ -23,7 +23,7 @@ import torch
 from torch.optim import Optimizer
 
 from shardgrad.errors import OptionError
-from shardgrad.graphs.outputs import host_value, local_tensor
+from shardgrad.graphs.outputs import host_value, plain_tensors
 
 __all__ = [
     "Capturable",
@@ -104,7 +104,9 @@ class Capturable:
         """Called after a replay, which has changed the memory that `tensors` yields."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields (name, tensor) for the memory in which state lives from step to step."""
+        """Yields (name, tensor) for the memory in which state lives from step to step; a tensor
+        may be a DTensor or another wrapper subclass.
+        """
         return iter(())
 
     def reports(self) -> dict[str, torch.Tensor]:
@@ -169,7 +171,7 @@ class OptimizerState(Capturable):
         self._rates: dict[int, torch.Tensor] = {}  # by the number of the group
         # What the state held at the last look, and the memory of its tensors.
         self._values: list[Any] = []
-        self._locals: list[torch.Tensor] = []
+        self._memory: list[torch.Tensor] = []
 
     def begin_call(self) -> None:
         """See `Capturable`."""
@@ -199,8 +201,8 @@ class OptimizerState(Capturable):
         values = list(chain.from_iterable(map(dict.values, self._optimizer.state.values())))
         if len(values) != len(self._values) or not all(map(is_, values, self._values)):
             self._values = values
-            self._locals = [local_tensor(one) for one in values if isinstance(one, torch.Tensor)]
-        addresses = tuple(map(torch.Tensor.data_ptr, self._locals))
+            self._memory = list(plain_tensors(values))
+        addresses = tuple(map(torch.Tensor.data_ptr, self._memory))
         return numbers, ("parameters", params), ("addresses of its state", addresses)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -209,7 +211,7 @@ class OptimizerState(Capturable):
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
                     name = f"{key} of parameter {number} of {type(self._optimizer).__name__}"
-                    yield name, local_tensor(value)
+                    yield name, value
         for number, rate in self._rates.items():
             yield f"learning rate of group {number} of {type(self._optimizer).__name__}", rate
 
@@ -227,7 +229,8 @@ def _constant(value: Any, device: torch.device | None) -> Hashable:
     if not isinstance(value, torch.Tensor):
         return repr(value)
     is_read = value.device == device
-    return local_tensor(value).data_ptr(), b"" if is_read else host_value(value)
+    addresses = tuple(map(torch.Tensor.data_ptr, plain_tensors([value])))
+    return addresses, b"" if is_read else host_value(value)
 
 
 @adapt.register

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardgrad.graphs.outputs import host_value, local_tensor
+from shardgrad.graphs.outputs import host_value, plain_tensors
 from shardgrad.graphs.program_line import is_of_the_program
 
 __all__ = ["Place", "address_of", "closed_over", "elements", "value_of"]
@@ -82,8 +82,7 @@ def address_of(found: Any) -> Hashable:
         return tuple(map(id, elements(found)))
     if not isinstance(found, torch.Tensor):
         return None
-    local = local_tensor(found)
-    return local.data_ptr(), local.shape, local.stride(), local.dtype
+    return tuple((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in plain_tensors([found]))
 
 
 def value_of(found: Any) -> bytes:

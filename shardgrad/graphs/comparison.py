@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from shardgrad.graphs.capturable import Capturable
 from shardgrad.graphs.host_state import host_snapshot
-from shardgrad.graphs.outputs import local_tensor, named
+from shardgrad.graphs.outputs import named, plain_tensors
 from shardgrad.ops.library import has_kernels
 from shardgrad.ops.virtual_memory import virtual_zeros
 
@@ -64,7 +64,7 @@ class Comparison:
         for number, each in enumerate(self._capturables):
             suffix = f" (capturable {number})" if len(self._capturables) > 1 else ""
             for name, tensor in each.tensors():
-                yield name + suffix, local_tensor(tensor)
+                yield from _inner(name + suffix, tensor)
         yield from ((name, tensor) for name, tensor in self._others if name)
 
     def restore(self) -> None:
@@ -121,8 +121,8 @@ class Comparison:
 
     def _note(self, outputs: Any, seen: dict[str, set[Hashable]]) -> None:
         """Adds the bits that a replay has left, by the names of outputs and memory."""
-        of_outputs = ((f"output{path}", leaf) for path, leaf in named(outputs))
-        for name, tensor in chain(of_outputs, self._state()):
+        of_outputs = (_inner(f"output{path}", leaf) for path, leaf in named(outputs))
+        for name, tensor in chain(chain.from_iterable(of_outputs), self._state()):
             seen.setdefault(name, set()).add(_digest(tensor))
 
     def _copy_memory(self) -> None:
@@ -131,6 +131,12 @@ class Comparison:
         scratch = [tensor for name, tensor in self._others if not name]
         memory = [*scratch, *(tensor for _, tensor in self._state())]
         self._copies = list(zip(memory, _copies(memory, self._device), strict=True))
+
+
+def _inner(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields what a tensor consists of, each by a name of its own."""
+    for number, each in enumerate(plain_tensors([tensor])):
+        yield f"{name}, inner tensor {number}" if number else name, each
 
 
 def _on_any_rank(found: bool, groups: Iterable[dist.ProcessGroup], device: torch.device) -> bool:
@@ -176,7 +182,7 @@ def _digest(tensor: torch.Tensor) -> Hashable:
     chance, once in some 2**60. A copy to compare with would be as large as the state; here a
     piece is in memory at a time.
     """
-    whole = local_tensor(tensor).detach().contiguous().view(-1).view(torch.uint8)
+    whole = tensor.detach().contiguous().view(-1).view(torch.uint8)
     total = torch.zeros((), dtype=torch.int64, device=whole.device)
     factors = _odd_numbers(min(len(whole), _PIECE_NBYTES) // 8 + 1, whole.device)
     for piece in whole.split(_PIECE_NBYTES):

@@ -22,10 +22,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardgrad.engine.grad_group import SWITCHES
 from shardgrad.engine.grad_shard import GradMemory, GradShard
-from shardgrad.engine.param import fsdp_param_of
+from shardgrad.engine.param import fsdp_param_of, local_of
 from shardgrad.engine.param_group import SHARDED, ParamGroup, Registration
 from shardgrad.engine.replaced_params import adopt
 from shardgrad.engine.streams import is_capturing
@@ -330,7 +331,10 @@ class ModuleState(Capturable):
         yield from self._module.named_buffers()
         for group, grads in zip(self._groups, self._grad_groups, strict=True):
             unit = f"unit {group.name or 'root'!r}"
-            yield f"shard of {unit}", group.shard
+            if group.is_flat:
+                yield f"shard of {unit}", group.shard
+            else:
+                yield from ((f"shard of {p.name}", local_of(p.sharded)) for p in group.params)
             shard = grads.shard
             if shard is not None and shard.has_memory:
                 yield f"gradient shard of {unit}", shard.flat
@@ -366,15 +370,22 @@ def _refuse_uncapturable_groups(groups: Iterable[ParamGroup]) -> None:
                 where=where,
                 fix="offload_policy=OffloadPolicy(), or call the step without graphed_step",
             )
-        if not group.is_flat:
-            raise CaptureError(
-                "a parameter with fsdp_pre_all_gather cannot be in a graphed step: a graph repeats "
-                "neither what its methods decide in Python nor what they do with their memory",
-                expected="parameters without all-gather extensions",
-                got=", ".join(param.name for param in group.params),
-                where=where,
-                fix="call the step without graphed_step",
-            )
+        for p in group.params:
+            if not _has_known_memory(local_of(p.sharded)):
+                raise CaptureError(
+                    f"{p.name} is a tensor whose memory is not known, so it cannot be compared or "
+                    "put back after a capture",
+                    expected="__tensor_flatten__ and __tensor_unflatten__, which name the tensors "
+                    "that a wrapper subclass consists of",
+                    got=type(local_of(p.sharded)).__name__,
+                    where=where,
+                    fix="add both methods to the class, or call the step without graphed_step",
+                )
+
+
+def _has_known_memory(tensor: torch.Tensor) -> bool:
+    is_wrapper = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    return not is_wrapper or is_traceable_wrapper_subclass(tensor)
 
 
 class OptimState(Capturable):

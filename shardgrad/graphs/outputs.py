@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import (
     keystr,
     tree_flatten_with_path,
@@ -22,8 +22,8 @@ __all__ = [
     "clones",
     "detached",
     "host_value",
-    "local_tensor",
     "named",
+    "plain_tensors",
     "scalars",
     "used_on",
 ]
@@ -63,13 +63,13 @@ def apart_from(state: Iterable[torch.Tensor], outputs: Any) -> Any:
     Capture: safe.
     """
     places = [
-        (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
-        for tensor in map(local_tensor, state)
+        (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in plain_tensors(state)
     ]
 
     def copied(leaf: torch.Tensor) -> torch.Tensor:
-        address = local_tensor(leaf).data_ptr()
-        return leaf.clone() if any(begin <= address < end for begin, end in places) else leaf
+        addresses = [tensor.data_ptr() for tensor in plain_tensors([leaf])]
+        is_state = any(begin <= each < end for begin, end in places for each in addresses)
+        return leaf.clone() if is_state else leaf
 
     return tree_map_only(torch.Tensor, copied, outputs)
 
@@ -82,21 +82,29 @@ def clones(outputs: Any) -> Any:
     return tree_map_only(torch.Tensor, torch.Tensor.clone, outputs)
 
 
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the memory of a DTensor on this rank, and any other tensor as it is."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+def plain_tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yields the tensors among values; of a DTensor and other wrapper subclasses, the inner ones,
+    which have the memory.
+    """
+    for value in values:
+        if is_traceable_wrapper_subclass(value):
+            names, _ = value.__tensor_flatten__()
+            yield from plain_tensors(getattr(value, name) for name in names)
+        elif isinstance(value, torch.Tensor):
+            yield value
 
 
 def host_value(tensor: torch.Tensor) -> bytes:
     """Returns what a tensor of the host holds, which reaches the device as a number and not as an
     address; nothing of others, and of pinned memory, which the device reads.
     """
-    local = local_tensor(tensor)
-    if local.device.type != "cpu" or local.is_pinned():
-        return b""
-    # A copy, since a storage that numpy has seen cannot be resized any more.
-    copy = local.detach().clone(memory_format=torch.contiguous_format)
-    return bytes(copy.view(-1).view(torch.uint8).numpy())
+    value = b""
+    for each in plain_tensors([tensor]):
+        if each.device.type == "cpu" and not each.is_pinned():
+            # A copy, since a storage that numpy has seen cannot be resized any more.
+            copy = each.detach().clone(memory_format=torch.contiguous_format)
+            value += bytes(copy.view(-1).view(torch.uint8).numpy())
+    return value
 
 
 def used_on(outputs: Any, stream: torch.Stream | None) -> Any:
@@ -106,9 +114,8 @@ def used_on(outputs: Any, stream: torch.Stream | None) -> Any:
     graph.
     """
     if stream is not None:
-        for leaf in tree_leaves(outputs):
-            if isinstance(leaf, torch.Tensor):
-                local_tensor(leaf).record_stream(stream)
+        for tensor in plain_tensors(tree_leaves(outputs)):
+            tensor.record_stream(stream)
     return outputs
 
 

@@ -21,14 +21,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardgrad.engine.param import fsdp_param_of
 from shardgrad.engine.streams import Stream, is_capturing
 from shardgrad.errors import CaptureError
 from shardgrad.graphs.closed_over import Place, address_of, closed_over, elements, value_of
-from shardgrad.graphs.outputs import local_tensor
+from shardgrad.graphs.outputs import plain_tensors
 
 __all__ = ["Reads"]
 
@@ -75,7 +75,7 @@ class Reads(TorchDispatchMode):
         # Sharded modules that were not given, by the addresses of their parameters.
         self._others: dict[int, str] = {}
         self._made: set[int] = set()  # storages of the block's own
-        self._state = set(map(_identity, map(local_tensor, state)))
+        self._state = set(map(_identity, plain_tensors(state)))
         self._generators = generators
         # By storages, memory that was there before the block, while the program keeps it; what that
         # is on a device, and its address; and of what was written in the block, the names of
@@ -91,10 +91,11 @@ class Reads(TorchDispatchMode):
             if isinstance(value, nn.Module):
                 for param in value.parameters():
                     if id(param) not in given and fsdp_param_of(param) is not None:
-                        self._others.setdefault(local_tensor(param).data_ptr(), place.name)
+                        for tensor in plain_tensors([param]):
+                            self._others.setdefault(tensor.data_ptr(), place.name)
             elif isinstance(value, torch.Tensor | list | tuple | dict):
                 found = place, address_of(value)
-                for tensor in _plain(elements(value)):
+                for tensor in plain_tensors(elements(value)):
                     self._candidates.setdefault(_identity(tensor), []).append(found)
             else:
                 self.numbers.setdefault(place.name, value)
@@ -113,7 +114,7 @@ class Reads(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         leaves = tree_leaves((args, kwargs))
-        tensors = list(_plain(leaves))
+        tensors = list(plain_tensors(leaves))
         written = set(map(id, _written(func, args, kwargs)))
         is_captured = self._stream is not None and is_capturing(self._stream.device)
         runs_on_host = is_captured and all(map(_is_of_host, tensors))
@@ -156,7 +157,7 @@ class Reads(TorchDispatchMode):
                 self._written.setdefault(identity, name)
         result = func(*args, **kwargs)
         given = set(map(_identity, tensors))
-        self._made.update({_identity(t) for t in _plain(tree_leaves(result))} - given)
+        self._made.update({_identity(t) for t in plain_tensors(tree_leaves(result))} - given)
         return result
 
     def _require_given(self, leaves: Iterable[Any]) -> None:
@@ -190,7 +191,7 @@ class Reads(TorchDispatchMode):
         """
         memory = set(map(_identity, buffers))
         for place in self.places:
-            if memory.intersection(map(_identity, _plain([place.found()]))):
+            if memory.intersection(map(_identity, plain_tensors([place.found()]))):
                 raise CaptureError(
                     f"it keeps an argument in {place.name}, and reads it in the next call",
                     expected="memory of the program's for what the next call reads",
@@ -273,21 +274,12 @@ def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator
     for each in declared:
         is_write = each.alias_info is not None and each.alias_info.is_write
         if is_write or func.namespace == "c10d":
-            yield from _plain(tree_leaves(given.get(each.name)))
+            yield from plain_tensors(tree_leaves(given.get(each.name)))
 
 
 def _is_of_host(tensor: torch.Tensor) -> bool:
     """Returns whether the device gets what it holds as numbers; it reads pinned memory."""
     return tensor.device.type == "cpu" and not tensor.is_pinned()
-
-
-def _plain(leaves: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Yields the tensors among leaves; of wrapper subclasses, the inner ones."""
-    for leaf in leaves:
-        if is_traceable_wrapper_subclass(leaf):
-            yield from _plain(getattr(leaf, name) for name in leaf.__tensor_flatten__()[0])
-        elif isinstance(leaf, torch.Tensor):
-            yield leaf
 
 
 def _identity(tensor: torch.Tensor) -> int:

@@ -7,6 +7,7 @@ does with more ranks is shown by tests/simulated.
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +24,9 @@ import shardgrad
 from shardgrad.errors import CaptureError, ReplayMismatchError
 from shardgrad.graphs import GraphedStep, inputs
 from shardgrad.graphs.capturable import OptimizerState
+from shardgrad.graphs.outputs import plain_tensors
 from tests.support.graphed import on_one_gpu, step_of
+from tests.support.tensor_extensions import Narrowed, Quantized, extended
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 WIDTH = 64
@@ -114,6 +117,20 @@ def recomputed_and_logged(graphed: Any, device: torch.device) -> Values:
     return log + weights(model)
 
 
+def with_extensions(
+    graphed: Any, device: torch.device, kind: type[Narrowed], **options: Any
+) -> Values:
+    """Weights that send another dtype, and that have scales of their own for each step."""
+    torch.manual_seed(0)
+    model = on_one_gpu(extended(kind, WIDTH, 96, WIDTH), **options)
+    rate = torch.tensor(1e-2, device=device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, capturable=True)
+    step = graphed(model, optimizer, warmup=WARMUP)(step_of(model, optimizer, 1.0))
+    losses = [step(batch(number, device)).item() for number in range(STEPS)]
+    require_replays(step)
+    return losses + list(plain_tensors(p.to_local().detach().cpu() for p in model.parameters()))
+
+
 def _with_another_region(block: Any) -> Callable[[Tensor], Tensor]:
     """Returns a block's forward as a region of which a part is one, too."""
     inner = functools.partial(checkpoint, block.forward, use_reentrant=False)
@@ -127,6 +144,34 @@ def test_dropout_of_recomputed_layers_is_that_of_eager(device: torch.device) -> 
     eager, ours = (recomputed_and_logged(each, device) for each in (plain, shardgrad.graphed_step))
     for expected, got in zip(eager, ours, strict=True):
         assert torch.equal(torch.as_tensor(expected), torch.as_tensor(got))
+
+
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=["", "kept"])
+@pytest.mark.parametrize("kind", [Narrowed, Quantized])
+def test_weights_with_all_gather_extensions_are_captured(
+    device: torch.device, kind: type[Narrowed], options: dict[str, Any]
+) -> None:
+    """As torchao's float8 weights, whose scales are tensors, too."""
+    eager, ours = (
+        with_extensions(each, device, kind, **options) for each in (plain, shardgrad.graphed_step)
+    )
+    for expected, got in zip(eager, ours, strict=True):
+        assert torch.equal(torch.as_tensor(expected), torch.as_tensor(got))
+
+
+def test_what_a_capture_froze_in_such_weights_is_named(device: torch.device) -> None:
+    model = on_one_gpu(extended(Narrowed, WIDTH, WIDTH))
+    calls = itertools.count(1)
+
+    @shardgrad.graphed_step(model, warmup=1)
+    def step(x: Tensor) -> Tensor:
+        loss = loss_of(model, x)
+        with torch.no_grad():
+            next(model.parameters()).mul_(1 / next(calls))
+        return loss
+
+    with pytest.raises(CaptureError, match=r"it gives other bits of shard of 0\.weight"):
+        list(map(step, (batch(number, device) for number in range(WARMUP + 2))))
 
 
 def test_a_recomputed_region_that_would_draw_other_numbers_raises_in_the_first_replay(
