@@ -7,6 +7,7 @@ Without a GPU only the engine's part runs, on the CPU, without streams.
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -59,6 +60,10 @@ def _late_steps(kind: type[Bug], *, fixed: bool) -> list[bool]:
     return found
 
 
+@pytest.mark.skipif(
+    os.environ.get("HOSTCUDA_ORDER", "host") != "host",
+    reason="where a wait is missing, another legal order may be the right one",
+)
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=NEEDS_CUDA) for kind in BUGS])
 def test_each_bug_gives_wrong_numbers_every_time(kind: type[Bug]) -> None:
     assert _late_steps(kind, fixed=False) == [False] * 5

@@ -350,8 +350,10 @@ ncclResult_t add(Op op) {
   return depth ? ncclSuccess : flush();
 }
 
+// The end of a key tells what was split from one communicator.
 std::string named(const char* what, ncclComm* comm) {
-  return std::string("nccl") + what + " " + comm->key.substr(0, 6) + " #" + std::to_string(++comm->named);
+  const std::string name = comm->key.substr(0, 6) + comm->key.substr(std::min<size_t>(16, comm->key.size()));
+  return std::string("nccl") + what + " " + name + " #" + std::to_string(++comm->named);
 }
 
 }  // namespace
