@@ -22,9 +22,8 @@ from shardgrad.programs.function_named import function_named
 from shardgrad.programs.plan.planning import make_plan
 from shardgrad.programs.plan.request import Request
 from shardgrad.programs.train.config import TrainConfig
-from shardgrad.programs.train.corpus import load_text
 from shardgrad.programs.train.failure import TrainingError, explain
-from shardgrad.programs.train.texts import find_files
+from shardgrad.programs.train.texts import read_text
 from tests.fuzz.checkpoints import samples
 from tests.fuzz.inputs import (
     EDITS,
@@ -156,7 +155,7 @@ def _read_as_ranks_do(config: TrainConfig, **_: bool) -> int:
     try:
         Series(config.folder / "checkpoints").latest()
         if config.data is not None:
-            load_text(find_files(config.data, seq_len=config.seq_len))
+            read_text(config.data, seq_len=config.seq_len)
     except TrainingError as error:
         return error.exit_status
     except OSError as error:

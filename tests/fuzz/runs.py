@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from shardgrad.graphs import preflight
 from shardgrad.programs.train.config import TrainConfig, read_settings, resumed
-from shardgrad.programs.train.corpus import load_text
 from shardgrad.programs.train.failure import TrainingError
-from shardgrad.programs.train.texts import find_files
+from shardgrad.programs.train.texts import read_text
 from tests.fuzz.inputs import (
     CHANGES,
     ODD,
@@ -158,7 +157,7 @@ def feed_text(case: tuple[list[str], str, int, int]) -> str:
         _make_entry(kind, folder / f"{kind}-{number}")
     path = str(folder if name == "folder" else folder / name)
     try:
-        text = load_text(find_files(path, limit_nbytes=limit_nbytes, seq_len=seq_len))
+        text, _ = read_text(path, limit_nbytes=limit_nbytes, seq_len=seq_len)
     except TrainingError:
         return "refused"
     assert len(text) <= limit_nbytes

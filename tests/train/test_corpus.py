@@ -11,14 +11,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardgrad.programs.train.corpus import Sampler, load_text, unigram_entropy
+from shardgrad.programs.train.corpus import Sampler, unigram_entropy
 from shardgrad.programs.train.failure import UsageError
-from shardgrad.programs.train.texts import find_files
+from shardgrad.programs.train.texts import read_text
 
 
 def read(path: Path | None, **limit: int) -> bytes:
-    files = find_files(None if path is None else str(path), seq_len=4, **limit)
-    return bytes(load_text(files).tolist())
+    text, _ = read_text(None if path is None else str(path), seq_len=4, **limit)
+    return bytes(text)
 
 
 def test_the_standard_library_is_read_alike_each_time_and_no_further_than_the_limit() -> None:

@@ -88,21 +88,15 @@ def test_micro_batches_together_are_the_whole_batch() -> None:
     ("loss", "norm"),
     [(float("nan"), 1.0), (float("inf"), 1.0), (1.0, float("nan")), (1.0, float("inf"))],
 )
-def test_the_first_step_that_is_not_finite_is_remembered(loss: float, norm: float) -> None:
+def test_the_first_step_that_is_not_finite_is_named(loss: float, norm: float) -> None:
     run = object.__new__(loop.Run)
-    run.__dict__.update(
-        world=alone(),
-        state=SimpleNamespace(step=0),
-        _loss_sum=torch.zeros(()),
-        _bad_steps=torch.full((2,), loop._NEVER),
-    )
-    for step, numbers in enumerate([(1.0, 1.0), (loss, norm), (math.nan, math.nan), (1.0, 1.0)]):
-        if step == 1:
-            run._require_finite()
-        run.state.step = step + 1
-        run._watch(*map(torch.tensor, numbers))
-    with pytest.raises(TrainingError, match="finite at step 2") as caught:
-        run._require_finite()
+    run.__dict__.update(world=alone(), state=SimpleNamespace(step=7), _results=[])
+    run._results.append(torch.tensor([3.0, 1.0]))
+    assert run._gather_results().tolist() == [[[3.0, 1.0]]]
+    run.state.step = 10
+    run._results += map(torch.tensor, [[loss, norm], [math.nan, math.nan], [1.0, 1.0]])
+    with pytest.raises(TrainingError, match="finite at step 8") as caught:
+        run._gather_results()
     where = "the norm of the gradients" if math.isfinite(loss) else "the loss of rank 0"
     assert where in str(caught.value)
 
@@ -110,7 +104,7 @@ def test_the_first_step_that_is_not_finite_is_remembered(loss: float, norm: floa
 class Alone(World):
     """A place whose only rank answers itself."""
 
-    def gather(self, values: list[float]) -> list[list[float]]:
+    def gather(self, values: list[list[float]]) -> list[list[list[float]]]:
         return [values]
 
 

@@ -1,35 +1,12 @@
-"""The training data: text as bytes, and the mapping from sample numbers to sequences."""
+"""The training data: the mapping from sample numbers to sequences of a text."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
-
-from shardgrad.programs.train.failure import UsageError
-
-
-def load_text(files: Iterable[tuple[Path, int]]) -> Tensor:
-    """Reads a text, the same bytes in the same order on every rank, as uint8 `[bytes]`.
-
-    Args:
-        files: its files, and how many bytes of each are read.
-
-    Raises:
-        UsageError: a file cannot be read.
-    """
-    content = bytearray()
-    for file, nbytes in files:
-        try:
-            with file.open("rb") as stream:
-                content += stream.read(nbytes)
-        except OSError as error:
-            raise UsageError(f"{file} cannot be read ({error}): correct --data.") from error
-    return torch.frombuffer(content, dtype=torch.uint8)
 
 
 def unigram_entropy(text: Tensor) -> float:

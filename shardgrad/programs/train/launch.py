@@ -20,7 +20,7 @@ from shardgrad.extras import require
 from shardgrad.programs.train.config import TrainConfig, read_settings, resumed
 from shardgrad.programs.train.failure import Interrupted, TrainingError, UsageError, reason_of
 from shardgrad.programs.train.rank import resume_hint, run_rank, tell
-from shardgrad.programs.train.texts import find_files
+from shardgrad.programs.train.texts import read_text
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -53,7 +53,7 @@ def prepare(given: Mapping[str, Any], *, resume: Path | None) -> TrainConfig:
     config = _new_run(given) if resume is None else _old_run(given, resume)
     if config.tensorboard:
         require("tensorboard", feature="--tensorboard")
-    find_files(config.data, seq_len=config.seq_len)
+    read_text(config.data, seq_len=config.seq_len)
     most = _RANKS_PER_CORE * available_cores()
     if config.ranks is not None and config.ranks > most:
         raise UsageError(

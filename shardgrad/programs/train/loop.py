@@ -15,7 +15,7 @@ from shardgrad.programs.checkpoint import Series
 from shardgrad.programs.checkpoint.peers import Peers
 from shardgrad.programs.train.checkpoint import TrainState, load_state, lock, save_state
 from shardgrad.programs.train.config import TrainConfig
-from shardgrad.programs.train.corpus import Sampler, load_text, unigram_entropy
+from shardgrad.programs.train.corpus import Sampler, unigram_entropy
 from shardgrad.programs.train.display import Display
 from shardgrad.programs.train.failure import Interrupted, TrainingError, UsageError
 from shardgrad.programs.train.generate import continued, shown
@@ -25,9 +25,8 @@ from shardgrad.programs.train.record import RunRecord
 from shardgrad.programs.train.sharding import build_model
 from shardgrad.programs.train.step import TrainStep, build_optimizer
 from shardgrad.programs.train.stop import StopRequest
-from shardgrad.programs.train.texts import find_files, name_of
+from shardgrad.programs.train.texts import name_of, read_text
 
-_NEVER = 2**62
 _PROMPT_BYTES = 40  # of the sample at the end
 
 
@@ -44,8 +43,8 @@ def train(config: TrainConfig, world: World, stop: StopRequest, *, resume: bool)
         Interrupted: `stop` was requested; the state is saved.
         TrainingError: the run cannot continue.
     """
-    files = find_files(config.data, seq_len=config.seq_len)
-    text = load_text(files)
+    content, files = read_text(config.data, seq_len=config.seq_len)
+    text = torch.frombuffer(content, dtype=torch.uint8)
     series = Series(config.folder / "checkpoints", keep=config.keep)
     lock(series, world)
     mesh = init_device_mesh(world.device.type, (world.world_size,))
@@ -67,7 +66,7 @@ def train(config: TrainConfig, world: World, stop: StopRequest, *, resume: bool)
         display.note(
             f"{count_parameters(model):,} parameters, {world.world_size} "
             f"rank{'s' * (world.world_size > 1)} on {world.device.type}; {len(text):,} bytes from "
-            f"{len(files)} files of {name_of(config.data)}; run folder {config.folder}"
+            f"{files} files of {name_of(config.data)}; run folder {config.folder}"
         )
         if state.step:
             display.note(f"Resumed after step {state.step}.")
@@ -97,12 +96,11 @@ class Run:
     ) -> None:
         self.config, self.world, self.state = config, world, state
         self._text, self._series, self._display = text, series, display
-        self._loss_sum = torch.zeros((), device=world.device)  # since the last report
-        # The first steps of this rank whose loss, and whose gradient norm, is not finite. Reading
-        # a loss waits for the device, so steps do not read it: `_require_finite` does.
-        self._bad_steps = torch.full((2,), _NEVER, device=world.device)
+        # Loss and gradient norm of each step since the last report, on the device: steps do not
+        # wait for it.
+        self._results: list[Tensor] = []
         self._step = TrainStep(state, Sampler(text, config.seq_len, config.seed), config, world)
-        self._first_step = self._reported_step = state.step
+        self._first_step = state.step
         self._loss = float("nan")  # as reported last
         self._began_s = self._reported_s = time.perf_counter()
         self._record = RunRecord(config.folder, leads=world.leads, tensorboard=config.tensorboard)
@@ -119,11 +117,10 @@ class Run:
         """Trains, reports, checks and saves until the last step or a request to stop."""
         config, state = self.config, self.state
         while state.step < config.steps:
-            loss, grad_norm = self._step()
-            self._watch(loss, grad_norm)
+            self._results.append(torch.stack(self._step()))
             self._display.stepped(state.step)
             if self._is_due(config.log_every):
-                self._report(grad_norm)
+                self._report()
             recorder.enter("vote whether to go on")
             is_stopping = self.world.any(stop.requested) and state.step < config.steps
             if is_stopping or self._is_due(config.checkpoint_every):
@@ -135,24 +132,20 @@ class Run:
     def _is_due(self, every: int) -> bool:
         return self.state.step % every == 0 or self.state.step == self.config.steps
 
-    def _report(self, grad_norm: Tensor) -> None:
-        """Gathers, writes and displays every rank's metrics; the only place where a step waits for
-        the device.
-        """
+    def _report(self) -> None:
+        """Writes and displays what all ranks have done since the last report."""
         recorder.enter("metrics")
-        self._require_finite()
         state, config, world = self.state, self.config, self.world
-        steps, now_s = state.step - self._reported_step, time.perf_counter()
-        means = world.gather(float(self._loss_sum) / steps)
-        self._loss_sum.zero_()
-        self._loss = sum(means) / len(means)
-        step_s = (now_s - self._reported_s) / steps
-        self._reported_step, self._reported_s = state.step, now_s
+        results, now_s = self._gather_results(), time.perf_counter()
+        self._loss = float(results[..., 0].mean())
+        step_s = (now_s - self._reported_s) / len(self._results)
+        self._results.clear()
+        self._reported_s = now_s
         metrics: dict[str, Any] = {
             "step": state.step,
             "loss": self._loss,  # since the last report
             "lr": state.optimizer.param_groups[0]["lr"],
-            "grad_norm": float(grad_norm),
+            "grad_norm": float(results[0, -1, 1]),
             "tokens_per_s": config.global_batch(world.world_size) * config.seq_len / step_s,
         }
         left = timedelta(seconds=round(step_s * (config.steps - state.step)))
@@ -164,32 +157,32 @@ class Run:
         )
         self._record.write("step", **metrics)
 
-    def _watch(self, loss: Tensor, grad_norm: Tensor) -> None:
-        """Adds up a step's loss and notes whether it is finite, without waiting for the device."""
-        is_finite = torch.stack((loss, grad_norm)).isfinite()
-        first = self._bad_steps.clamp(max=self.state.step)
-        self._bad_steps = torch.where(is_finite, self._bad_steps, first)
-        self._loss_sum += loss
+    def _gather_results(self) -> Tensor:
+        """Returns the loss and the gradient norm of each step since the last report, on the host,
+        `[rank, step, 2]`. A collective, and the only place that waits for the device.
 
-    def _require_finite(self) -> None:
-        """Ends the run if a loss or a gradient was not finite, so that none is saved. A
-        collective.
+        Raises:
+            TrainingError: one of them is not finite, so that no such step is saved.
         """
-        rows = self.world.gather(self._bad_steps.tolist())
-        first = min(map(min, rows))
-        if first > self.state.step:
-            return
-        ranks = [str(rank) for rank, (loss, _) in enumerate(rows) if loss == first]
+        own = torch.stack(self._results).tolist()
+        results = torch.tensor(self.world.gather(own), dtype=torch.float64)
+        bad = (~results.isfinite()).nonzero().tolist()
+        if not bad:
+            return results
+        first = min(step for _, step, _ in bad)
+        ranks = [str(rank) for rank, step, which in bad if (step, which) == (first, 0)]
         what = f"the loss of rank {', '.join(ranks)}" if ranks else "the norm of the gradients"
         raise TrainingError(
-            f"The loss or the gradients stopped being finite at step {first:.0f}: {what}. Lower "
-            "--lr, or use --precision fp32."
+            "The loss or the gradients stopped being finite at step "
+            f"{self.state.step - len(own) + 1 + first}: {what}. Lower --lr, or use --precision "
+            "fp32."
         )
 
     def _save(self) -> None:
         recorder.enter("checkpoint")
         began_s = time.perf_counter()
-        self._require_finite()
+        if self._results:
+            self._gather_results()
         path = save_state(self._series, self.state, self.world)
         seconds = time.perf_counter() - began_s
         self._record.write("checkpoint", step=self.state.step, path=str(path), seconds=seconds)

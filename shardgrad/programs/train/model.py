@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +14,7 @@ from torch.nn import functional
 
 from shardgrad.programs.train.presets import TransformerConfig
 
-
-class Projection(nn.Linear):
-    """A linear map without bias."""
-
-    def __init__(self, in_width: int, out_width: int) -> None:
-        super().__init__(in_width, out_width, bias=False)
+_projection = partial(nn.Linear, bias=False)
 
 
 class Attention(nn.Module):
@@ -28,10 +24,10 @@ class Attention(nn.Module):
         super().__init__()
         self.head_width = config.head_width
         kv_width = config.kv_heads * config.head_width
-        self.query = Projection(config.width, config.width)
-        self.key = Projection(config.width, kv_width)
-        self.value = Projection(config.width, kv_width)
-        self.output = Projection(config.width, config.width)
+        self.query = _projection(config.width, config.width)
+        self.key = _projection(config.width, kv_width)
+        self.value = _projection(config.width, kv_width)
+        self.output = _projection(config.width, config.width)
 
     def forward(self, inputs: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         """Maps `[batch, sequence, width]` to the same shape; the tables are `[sequence, head_width
@@ -57,9 +53,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.gate = Projection(config.width, config.hidden)
-        self.up = Projection(config.width, config.hidden)
-        self.down = Projection(config.hidden, config.width)
+        self.gate = _projection(config.width, config.hidden)
+        self.up = _projection(config.width, config.hidden)
+        self.down = _projection(config.hidden, config.width)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Maps `[..., width]` to the same shape."""
@@ -99,7 +95,7 @@ class Transformer(nn.Module):
         )  # of a tied model, the head too
         self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
-        self.head = None if config.tied else Projection(config.width, config.vocab_size)
+        self.head = None if config.tied else _projection(config.width, config.vocab_size)
 
     @property
     def ends(self) -> tuple[str, ...]:

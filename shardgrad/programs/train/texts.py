@@ -1,6 +1,4 @@
-"""The files of a text, and whether they are enough to train on. This module does not import
-PyTorch.
-"""
+"""The text to train on, as bytes. This module does not import PyTorch."""
 
 from __future__ import annotations
 
@@ -18,14 +16,14 @@ _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "te
 
 
 def name_of(path: str | None) -> str:
-    """Returns what a text is called; see :func:`find_files`."""
+    """Returns what a text is called; see :func:`read_text`."""
     return f"Python's standard library ({_LIBRARY})" if path is None else path
 
 
-def find_files(
+def read_text(
     path: str | None, *, seq_len: int, limit_nbytes: int = LIMIT_NBYTES
-) -> list[tuple[Path, int]]:
-    """Finds a text, the same one on every rank.
+) -> tuple[bytearray, int]:
+    """Reads a text, the same bytes in the same order on every rank.
 
     Args:
         path: a file, or a folder whose visible files are read in the order of their relative paths;
@@ -34,27 +32,28 @@ def find_files(
         limit_nbytes: largest number of bytes to read.
 
     Returns:
-        Its files in their order, and how many bytes of each are read.
+        The text, and the number of files that were read.
 
     Raises:
-        UsageError: there is no text at `path`, or not enough.
+        UsageError: there is no text at `path`, or not enough, or it cannot be read.
     """
-    found, nbytes = [], 0
+    text, count = bytearray(), 0
     try:
         for file in _files_of(Path(path or _LIBRARY), "" if path else ".py"):
-            part = min(limit_nbytes - nbytes, file.stat().st_size)
-            found.append((file, part))
-            nbytes += part
-            if nbytes == limit_nbytes:
+            with file.open("rb") as stream:
+                text += stream.read(limit_nbytes - len(text))
+            count += 1
+            if len(text) == limit_nbytes:
                 break
     except (OSError, ValueError) as error:  # ValueError: a path that no file can have
-        raise UsageError(f"{path} cannot be read ({reason_of(error)}): correct --data.") from error
-    if nbytes <= seq_len:
+        where = getattr(error, "filename", None) or path
+        raise UsageError(f"{where} cannot be read ({reason_of(error)}): correct --data.") from error
+    if len(text) <= seq_len:
         raise UsageError(
-            f"{name_of(path)} holds {nbytes} bytes, too few for sequences of {seq_len}: give more "
-            "text with --data, or lower --seq-len."
+            f"{name_of(path)} holds {len(text)} bytes, too few for sequences of {seq_len}: give "
+            "more text with --data, or lower --seq-len."
         )
-    return found
+    return text, count
 
 
 def _files_of(root: Path, suffix: str) -> Iterator[Path]:
