@@ -307,7 +307,7 @@ def published_table() -> list[str]:
         if row.after is not None
     ]
     memory = [
-        predicted(row.name).memory.reserved_nbytes / GIB / row.memory_gib
+        predicted(row.name).rehearsal.memory.reserved_nbytes / GIB / row.memory_gib
         for row in PUBLISHED
         if row.memory_gib is not None
     ]

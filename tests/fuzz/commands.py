@@ -267,7 +267,7 @@ def feed_request(fields: dict[str, Any]) -> str:
             made = make_plan(Request(**fields), Machine())
         except TrainingError:
             return "refused"
-    assert made.memory.peak_nbytes > 0
+    assert made.rehearsal.memory.peak_nbytes > 0
     assert 0 < made.step_range_s[0] <= made.timeline.step_s <= made.step_range_s[1]
     return "planned"
 

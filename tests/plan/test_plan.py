@@ -18,7 +18,7 @@ from shardgrad.programs.cli import main
 from shardgrad.programs.plan import world
 from shardgrad.programs.plan.cost import CostModel, compute_s, model_flops, nodes_of
 from shardgrad.programs.plan.hardware import TAKEN_NBYTES, Machine
-from shardgrad.programs.plan.memory import memory_of
+from shardgrad.programs.plan.memory import Memory
 from shardgrad.programs.plan.planning import Plan, make_plan, plan_of
 from shardgrad.programs.plan.recording import Event, Kernel, Marked, Transfer, Waited
 from shardgrad.programs.plan.rehearsal import Rehearsal, rehearse
@@ -64,39 +64,51 @@ def test_shards_and_states_between_steps_are_what_the_shapes_come_to() -> None:
     with torch.device("meta"):
         shapes = [tuple(param.shape) for param in Transformer(PRESETS["tiny"]).parameters()]
     pieces = sum(chunk_nbytes(shape, 16, 4) for shape in shapes)
-    resting = rehearsal_of().resting
+    resting = rehearsal_of().memory.resting
     tails = 3 * 64 * 4  # a unit's label, and 64 elements of alignment
     assert resting["parameters"] == pytest.approx(pieces + tails, abs=3 * 512)
     assert resting["gradients"] == pytest.approx(pieces + tails, abs=3 * 512)
     assert resting["optimizer state"] == pytest.approx(2 * pieces, rel=0.05)
 
 
-def test_gradients_stay_in_their_memory_for_all_of_a_step_as_in_a_graph() -> None:
-    rehearsal = rehearsal_of()
-    memory = {number for number, owner in rehearsal.owners.items() if owner == "gradients"}
-    assert memory
-    assert memory.isdisjoint(change.storage for change in rehearsal.changes)
+def changes_of_a_step() -> tuple[Memory, list[tuple[int, int]]]:
+    """Returns the memory over a step, and number and bytes of each storage that came or went."""
+    seen, original = [], Memory.change
+
+    def change(memory: Memory, storage: int, nbytes: int, **where: str) -> None:
+        seen.append((memory, storage, nbytes))
+        original(memory, storage, nbytes, **where)
+
+    with mock.patch.object(Memory, "change", change):
+        memory = rehearse(TINY).memory
+    return memory, [(storage, nbytes) for of, storage, nbytes in seen if of is memory]
 
 
 def test_a_peak_is_the_largest_sum_of_what_came_and_went() -> None:
-    rehearsal = rehearsal_of()
-    now = peak = start = sum(rehearsal.start_nbytes_by_stream.values())
-    for change in rehearsal.changes:
-        now += change.nbytes
+    memory, changes = changes_of_a_step()
+    gradients = {number for number, owner in memory._owners.items() if owner == "gradients"}
+    assert gradients
+    assert gradients.isdisjoint(storage for storage, _ in changes), "they stay, as in a graph"
+    now = peak = start = sum(memory.resting.values())
+    for _, nbytes in changes:
+        now += nbytes
         peak = max(peak, now)
-    assert memory_of(rehearsal).peak_nbytes == peak
+    assert memory.peak_nbytes == peak
     assert now == start, "a steady step ends with what it began with"
 
 
 def test_checkpointing_and_smaller_batches_take_less_memory() -> None:
-    plain = plan_for(batch_size=8).memory.peak_nbytes
-    assert plan_for(batch_size=8, activation_checkpointing="full").memory.peak_nbytes < plain
-    assert plan_for(batch_size=4, accumulate=2).memory.peak_nbytes < plain
+    plain = plan_for(batch_size=8).rehearsal.memory.peak_nbytes
+    assert (
+        plan_for(batch_size=8, activation_checkpointing="full").rehearsal.memory.peak_nbytes < plain
+    )
+    assert plan_for(batch_size=4, accumulate=2).rehearsal.memory.peak_nbytes < plain
 
 
 def test_whole_parameters_stay_in_stage_2() -> None:
     whole = {
-        stage: plan_for(stage=stage).memory.at_peak["unsharded parameters"] for stage in ("2", "3")
+        stage: rehearsal_of(stage=stage).memory.at_peak["unsharded parameters"]
+        for stage in ("2", "3")
     }
     with torch.device("meta"):
         numel = sum(param.numel() for param in Transformer(PRESETS["tiny"]).parameters())
@@ -110,8 +122,10 @@ def test_gradients_that_wait_for_the_last_micro_batch_are_whole() -> None:
     with torch.device("meta"):
         numel = sum(param.numel() for param in Transformer(PRESETS["tiny"]).parameters())
     for changes in ({"stage": "1"}, {"no_sync": True}):
-        assert rehearsal_of(accumulate=2, **changes).resting["unreduced gradients"] >= numel * 4
-    assert "unreduced gradients" not in rehearsal_of(accumulate=2, stage="2").resting
+        assert (
+            rehearsal_of(accumulate=2, **changes).memory.resting["unreduced gradients"] >= numel * 4
+        )
+    assert "unreduced gradients" not in rehearsal_of(accumulate=2, stage="2").memory.resting
 
 
 def test_gradients_in_a_wire_dtype_are_exchanged_in_it() -> None:
@@ -266,19 +280,18 @@ def test_an_embedding_and_a_head_of_their_own_need_not_be_gathered_together() ->
         with mock.patch.object(Transformer, "ends", ()):
             whole = rehearse(TINY)
     assert apart.units == whole.units + 2
-    assert memory_of(apart).peak_nbytes < memory_of(whole).peak_nbytes
+    assert apart.memory.peak_nbytes < whole.memory.peak_nbytes
 
 
 def test_each_byte_at_the_peak_has_the_owner_that_it_has_between_steps() -> None:
-    rehearsal = rehearsal_of()
-    memory = memory_of(rehearsal)
+    memory = rehearsal_of().memory
     for owner in ("parameters", "gradients", "optimizer state"):
-        assert memory.at_peak[owner] == rehearsal.resting[owner]
+        assert memory.at_peak[owner] == memory.resting[owner]
 
 
 def test_a_margin_is_left_for_fragmentation() -> None:
     plan = plan_for()
-    margin = plan.needed_nbytes - plan.memory.reserved_nbytes - TAKEN_NBYTES
+    margin = plan.needed_nbytes - plan.rehearsal.memory.reserved_nbytes - TAKEN_NBYTES
     assert margin == int(0.12 * H100.memory_nbytes)
     without = (plan.needed_nbytes - margin) / 2**30
     assert not plan_of(rehearsal_of(), Machine(memory_gib=without)).fits
@@ -293,7 +306,9 @@ def test_selective_recomputation_is_between_none_and_all() -> None:
         plan_for(graphed, batch_size=8, seq_len=512, activation_checkpointing=mode)
         for mode in ("none", "selective", "full")
     )
-    memories, timelines = zip(*((p.memory, p.timeline) for p in (none, some, full)), strict=True)
+    memories, timelines = zip(
+        *((p.rehearsal.memory, p.timeline) for p in (none, some, full)), strict=True
+    )
     peaks = [memory.peak_nbytes for memory in memories]
     assert peaks == sorted(peaks, reverse=True)
     assert [t.compute_s for t in timelines] == sorted(t.compute_s for t in timelines)

@@ -131,4 +131,4 @@ def test_the_rehearsed_collectives_are_those_that_real_ranks_make(
     ]
     for one in real:
         assert one["sent"] == written, f"rank {one['rank']}"
-    assert rehearsal.resting["optimizer state"] == real[0]["state"]
+    assert rehearsal.memory.resting["optimizer state"] == real[0]["state"]

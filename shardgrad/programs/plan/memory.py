@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
-
-from shardgrad.programs.plan.rehearsal import Rehearsal
+from collections.abc import Iterable, Mapping
 
 # The owner of storages that do not outlive the step is named after the phase of their allocation.
 _PASSING = {
@@ -16,42 +13,50 @@ _PASSING = {
 }
 
 
-@dataclass(frozen=True)
 class Memory:
-    """Memory of rank 0 in a steady step.
+    """Memory of rank 0, from one moment on. Allocators hand out memory in the host's order, so the
+    largest sum is the peak.
+
+    Args:
+        owners: of the storages that stay, by number.
+        live: number, bytes and stream of each storage that exists at this moment.
 
     Attributes:
-        at_peak: number of bytes by owner, when they are most together.
-        reserved_nbytes: memory that a caching allocator reserves: the sum of the peaks of the
-            streams, since it does not reuse memory of one stream on another.
+        resting: number of bytes by owner, at this moment.
+        at_peak: the same when they are most together.
     """
 
-    at_peak: Mapping[str, int]
-    reserved_nbytes: int
+    def __init__(self, owners: Mapping[int, str], live: Iterable[tuple[int, int, str]]) -> None:
+        self._owners, self._passing = owners, dict[int, str]()
+        self._now: dict[str, int] = defaultdict(int)
+        self._by_stream: dict[str, int] = defaultdict(int)
+        for storage, nbytes, stream in live:
+            self._now[owners.get(storage, "other")] += nbytes
+            self._by_stream[stream] += nbytes
+        self.resting = self.at_peak = dict(self._now)
+        self._peaks = dict(self._by_stream)
 
     @property
     def peak_nbytes(self) -> int:
         """Number of bytes at the peak."""
         return sum(self.at_peak.values())
 
+    @property
+    def reserved_nbytes(self) -> int:
+        """Memory that a caching allocator reserves: the sum of the peaks of the streams, since it
+        does not reuse memory of one stream on another.
+        """
+        return sum(self._peaks.values())
 
-def memory_of(rehearsal: Rehearsal) -> Memory:
-    """Returns the memory over a rehearsed step."""
-    now = defaultdict(int, rehearsal.resting)
-    by_stream = defaultdict(int, rehearsal.start_nbytes_by_stream)
-    peaks, at_peak = dict(by_stream), dict(now)
-    total = peak = sum(now.values())
-    passing: dict[int, str] = {}
-    for change in rehearsal.changes:
-        owner = rehearsal.owners.get(change.storage) or passing.setdefault(
-            change.storage, _PASSING.get(change.phase, "other")
+    def change(self, storage: int, nbytes: int, *, stream: str, phase: str) -> None:
+        """Takes note of an allocation, or of a release if the number of bytes is negative."""
+        owner = self._owners.get(storage) or self._passing.setdefault(
+            storage, _PASSING.get(phase, "other")
         )
-        if change.nbytes < 0:
-            passing.pop(change.storage, None)
-        now[owner] += change.nbytes
-        by_stream[change.stream] += change.nbytes
-        peaks[change.stream] = max(peaks.get(change.stream, 0), by_stream[change.stream])
-        total += change.nbytes
-        if total > peak:
-            peak, at_peak = total, dict(now)
-    return Memory(at_peak, sum(peaks.values()))
+        if nbytes < 0:
+            self._passing.pop(storage, None)
+        self._now[owner] += nbytes
+        self._by_stream[stream] += nbytes
+        self._peaks[stream] = max(self._peaks.get(stream, 0), self._by_stream[stream])
+        if sum(self._now.values()) > self.peak_nbytes:
+            self.at_peak = dict(self._now)

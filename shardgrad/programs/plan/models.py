@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from shardgrad.programs.function_named import function_named
 from shardgrad.programs.plan.request import Request
 from shardgrad.programs.train.failure import TrainingError, UsageError
-from shardgrad.programs.train.model import Transformer
+from shardgrad.programs.train.model import Transformer, count_parameters
 from shardgrad.programs.train.presets import PRESETS
 
 Loss = Callable[[int, int], Tensor]
@@ -23,16 +24,21 @@ class PlanModel:
 
     Attributes:
         module: the model.
-        blocks: qualified name of the module list of blocks, each of which becomes a unit; "" if
-            there is none.
         loss: function of batch size and sequence length that runs forward and returns a scalar.
         ends: names of the modules outside of the blocks that become units anyway.
     """
 
     module: nn.Module
-    blocks: str
     loss: Loss
     ends: tuple[str, ...] = ()
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """The module list with the most parameters, each of whose modules becomes a unit; an empty
+        one if there is none.
+        """
+        lists = [part for part in self.module.modules() if isinstance(part, nn.ModuleList)]
+        return max(lists, key=count_parameters, default=nn.ModuleList())
 
 
 def build_plan_model(request: Request) -> PlanModel:
@@ -44,7 +50,7 @@ def build_plan_model(request: Request) -> PlanModel:
     if request.model is not None:
         return _user_model(request.model)
     dense = Transformer(PRESETS[request.preset])
-    return PlanModel(dense, "layers", _loss_of(dense), dense.ends)
+    return PlanModel(dense, _loss_of(dense), dense.ends)
 
 
 def _user_model(reference: str) -> PlanModel:
@@ -75,23 +81,7 @@ def _user_model(reference: str) -> PlanModel:
             f"{type(module).__name__} has no loss(tokens, targets): add one, or let {reference} "
             "return the model and a function of (model, batch_size, seq_len) that returns the loss."
         )
-    return PlanModel(
-        module,
-        longest_module_list(module),
-        _loss_of(module) if loss is None else lambda b, s: loss(module, b, s),
-    )
-
-
-def longest_module_list(model: nn.Module) -> str:
-    """Returns the path of the module list with the most parameters, which holds the blocks; "" if
-    there is none.
-    """
-    sizes = {
-        name: sum(parameter.numel() for parameter in part.parameters())
-        for name, part in model.named_modules()
-        if isinstance(part, nn.ModuleList)
-    }
-    return max(sizes, key=lambda name: sizes[name], default="")
+    return PlanModel(module, _loss_of(module) if loss is None else partial(loss, module))
 
 
 def _loss_of(module: nn.Module) -> Loss:

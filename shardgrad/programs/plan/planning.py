@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from shardgrad.programs.plan.cost import CostModel, compute_s, model_flops
 from shardgrad.programs.plan.hardware import TAKEN_NBYTES, Machine
-from shardgrad.programs.plan.memory import Memory, memory_of
 from shardgrad.programs.plan.rehearsal import Rehearsal, rehearse
 from shardgrad.programs.plan.request import Request
 from shardgrad.programs.plan.timeline import Timeline, play
@@ -20,7 +19,6 @@ class Plan:
     Attributes:
         rehearsal: the step.
         cost: of kernels and collectives on the machine, if compute is as fast as is likely.
-        memory: over the step.
         timeline: of the step, with that cost.
         step_range_s: the step if compute is as fast, and as slow, as in runs that were published;
             both are that of the timeline if it was measured.
@@ -28,14 +26,15 @@ class Plan:
 
     rehearsal: Rehearsal
     cost: CostModel
-    memory: Memory
     timeline: Timeline
     step_range_s: tuple[float, float]
 
     @property
     def needed_nbytes(self) -> int:
         """Memory that a device must have: with its context and libraries, and a margin."""
-        return self.memory.reserved_nbytes + TAKEN_NBYTES + self.cost.machine.margin_nbytes
+        return (
+            self.rehearsal.memory.reserved_nbytes + TAKEN_NBYTES + self.cost.machine.margin_nbytes
+        )
 
     @property
     def fits(self) -> bool:
@@ -92,8 +91,7 @@ def plan_of(rehearsal: Rehearsal, machine: Machine, *, compute_scale: float | No
     scales = machine.gpu.slowdowns if compute_scale is None else (compute_scale,) * 3
     costs = [CostModel(machine, rehearsal.request.shards, scale) for scale in scales]
     fast, likely, slow = (play(rehearsal.events, cost) for cost in costs)
-    memory = memory_of(rehearsal)
-    return Plan(rehearsal, costs[1], memory, likely, (fast.step_s, slow.step_s))
+    return Plan(rehearsal, costs[1], likely, (fast.step_s, slow.step_s))
 
 
 def _peak_flops(request: Request, machine: Machine) -> float:

@@ -10,14 +10,13 @@ A `Recorder` collects four kinds of events while a step runs on fake tensors:
 | `Marked` | an event was recorded on a stream |
 | `Waited` | a stream waits for an event |
 
-and every allocation and release. Allocators hand out memory in the host's order too, so the largest
-sum is the peak.
+and every allocation and release (`memory.py`).
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +24,7 @@ from functools import partial
 import torch
 
 from shardgrad.engine.streams import Stream, StreamEvent
+from shardgrad.programs.plan.memory import Memory
 
 _BLOCK_NBYTES = 512  # what the CUDA caching allocator rounds up to
 
@@ -102,23 +102,6 @@ class Waited:
 Event = Kernel | Transfer | Marked | Waited
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """An allocation or release of memory.
-
-    Attributes:
-        storage: id of the storage, unique while the storage exists.
-        nbytes: number of bytes allocated; negative for a release.
-        stream: stream of the allocation.
-        phase: phase of the step.
-    """
-
-    storage: int
-    nbytes: int
-    stream: str
-    phase: str
-
-
 @dataclass
 class Recorder:
     """Collects events and changes of memory.
@@ -128,18 +111,17 @@ class Recorder:
         stream: name of the current stream.
         axes: name of the mesh axis of a process group, by the group's name.
         events: events of the step, in the host's order.
-        changes: allocations and releases, in the host's order.
-        live: allocated bytes of every existing storage.
+        memory: of the step.
     """
 
     phase: str = "model"
     stream: str = "compute"
     axes: dict[str, str] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
-    changes: list[Change] = field(default_factory=list)
-    live: dict[int, int] = field(default_factory=dict)
+    memory: Memory = field(default_factory=lambda: Memory({}, ()))
     _alive: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = field(default_factory=dict)
     _stream_of: dict[int, str] = field(default_factory=dict)
+    _nbytes: dict[int, int] = field(default_factory=dict)  # allocated, of every existing storage
     _marks: int = 0
     _storages: int = 0
 
@@ -159,19 +141,13 @@ class Recorder:
         finally:
             self.stream = former
 
-    def start_over(self) -> None:
-        """Clears the events and changes; existing storages are kept."""
+    def start_over(self, owners: Mapping[int, str]) -> None:
+        """Forgets the events, and begins with the memory that there is now, of these owners."""
         self.events.clear()
-        self.changes.clear()
+        live = ((key, nbytes, self._stream_of[key]) for key, nbytes in self._nbytes.items())
+        self.memory = Memory(owners, live)
 
     # -- memory
-
-    def nbytes_by_stream(self) -> dict[str, int]:
-        """Returns the number of allocated bytes by the stream of their allocation."""
-        sums: dict[str, int] = {}
-        for key, nbytes in self.live.items():
-            sums[self._stream_of[key]] = sums.get(self._stream_of[key], 0) + nbytes
-        return sums
 
     def saw(self, tensor: torch.Tensor) -> None:
         """Records the storage of a tensor, if it is new."""
@@ -193,7 +169,7 @@ class Recorder:
             self._set(key, storage.nbytes())
 
     def number_of(self, storage: torch.UntypedStorage) -> int | None:
-        """Returns the number of a storage in `live` and `changes`; None if it was not seen."""
+        """Returns the number of a storage; None if it was not seen."""
         return self._alive.get(storage._cdata, (None, None))[0]
 
     def _died(self, address: int, reference: object) -> None:
@@ -203,11 +179,11 @@ class Recorder:
 
     def _set(self, key: int, nbytes: int) -> None:
         rounded = -(-nbytes // _BLOCK_NBYTES) * _BLOCK_NBYTES
-        before = self.live.pop(key, 0)
+        before = self._nbytes.pop(key, 0)
         if rounded:
-            self.live[key] = rounded
+            self._nbytes[key] = rounded
         if rounded != before:
-            self.changes.append(Change(key, rounded - before, self._stream_of[key], self.phase))
+            self.memory.change(key, rounded - before, stream=self._stream_of[key], phase=self.phase)
 
 
 class _RecordingEvent:

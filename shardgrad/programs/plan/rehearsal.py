@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import gc
 import math
-from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -21,12 +18,14 @@ from shardgrad.engine.unit import units_under
 from shardgrad.errors import ShardgradError
 from shardgrad.optim import AdamW
 from shardgrad.policies import GradientPolicy
+from shardgrad.programs.plan.memory import Memory
 from shardgrad.programs.plan.models import PlanModel, build_plan_model
 from shardgrad.programs.plan.recompute import checkpointed
-from shardgrad.programs.plan.recording import Change, Event, Recorder, RecordingStreams
+from shardgrad.programs.plan.recording import Event, Recorder, RecordingStreams
 from shardgrad.programs.plan.request import Request
 from shardgrad.programs.plan.world import fake_tensors, fake_world
 from shardgrad.programs.train.failure import TrainingError, UsageError
+from shardgrad.programs.train.model import count_parameters
 from shardgrad.programs.train.sharding import precision_policy, shard_in_order
 
 
@@ -39,21 +38,14 @@ class Rehearsal:
         parameters: number of elements of the model's parameters.
         units: number of calls of `fully_shard`.
         events: events of the step, in the host's order.
-        changes: allocations and releases in the step.
-        resting: allocated bytes between steps, by owner.
-        owners: owner of every storage that outlives the step.
-        start_nbytes_by_stream: allocated bytes at the start of the step, by the stream of the
-            allocation.
+        memory: over the step.
     """
 
     request: Request
     parameters: int
     units: int
     events: tuple[Event, ...]
-    changes: tuple[Change, ...]
-    resting: Mapping[str, int]
-    owners: Mapping[int, str]
-    start_nbytes_by_stream: Mapping[str, int]
+    memory: Memory
 
 
 def rehearse(request: Request) -> Rehearsal:
@@ -84,13 +76,11 @@ def _rehearse(request: Request) -> Rehearsal:
         try:
             with fake_tensors(recorder):
                 plan_model = build_plan_model(request)
-                parameters = sum(param.numel() for param in plan_model.module.parameters())
+                parameters = count_parameters(plan_model.module)
                 trainer = _Trainer(request, plan_model, mesh, recorder)
                 trainer.step()
-                recorder.start_over()
-                start_nbytes_by_stream = recorder.nbytes_by_stream()
+                recorder.start_over(trainer.owners())
                 trainer.step()
-                owners = trainer.owners()
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise TrainingError(
                 f"{request.name} decides by values which operations to run ({error.func}), and "
@@ -98,18 +88,12 @@ def _rehearse(request: Request) -> Rehearsal:
             ) from error
         except ShardgradError as error:
             raise UsageError(f"{request.name} cannot be sharded like this: {error}") from error
-        resting: dict[str, int] = defaultdict(int)
-        for storage, nbytes in recorder.live.items():
-            resting[owners.get(storage, "other")] += nbytes
         return Rehearsal(
             request=request,
             parameters=parameters,
             units=len({group.name for group in trainer.groups}),
             events=tuple(recorder.events),
-            changes=tuple(recorder.changes),
-            resting=resting,
-            owners=owners,
-            start_nbytes_by_stream=start_nbytes_by_stream,
+            memory=recorder.memory,
         )
 
 
@@ -125,7 +109,7 @@ class _Trainer:
         wire_dtype = torch.bfloat16 if request.wire_dtype == "bf16" else None
         shard_in_order(
             self._model,
-            self._model.get_submodule(plan_model.blocks) if plan_model.blocks else nn.ModuleList(),
+            plan_model.blocks,
             plan_model.ends,
             fill=lambda _: None,
             wrap=lambda block: checkpointed(block, request.activation_checkpointing),

@@ -33,8 +33,8 @@ def _heading(plan: Plan) -> str:
 
 
 def _memory(plan: Plan) -> Table:
-    resting, memory, machine = plan.rehearsal.resting, plan.memory, plan.cost.machine
-    peak = memory.at_peak
+    memory, machine = plan.rehearsal.memory, plan.cost.machine
+    resting, peak = memory.resting, memory.at_peak
     owners = sorted(dict.fromkeys((*resting, *peak)), key=lambda owner: -peak.get(owner, 0))
     sizes = ((owner, resting.get(owner, 0), peak.get(owner, 0)) for owner in owners)
     verdict = "[green]fits" if plan.fits else "[red]does not fit"

@@ -261,8 +261,9 @@ def _flops(
         # Backward has five products where forward has two (it recomputes the scores), as in
         # FlashAttention-2.
         full *= 2.5 if is_backward else 1.0
-        is_causal = _argument(func, args, kwargs, "is_causal", default=False)
-        return full * (0.5 if is_causal else 1.0), full
+        names = (argument.name for argument in func._schema.arguments)
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        return full * (0.5 if given.get("is_causal") else 1.0), full
     count: Callable[..., int] | None = flop_registry.get(func._overloadpacket)
     flops = 0.0 if count is None else float(count(*args, **kwargs, out_val=result))
     return flops, flops
@@ -271,12 +272,3 @@ def _flops(
 def _with_heads_of(key: torch.Tensor, query: torch.Tensor) -> torch.Size:
     """Returns the shape of keys or values repeated for every query head."""
     return torch.Size((*query.shape[:2], *key.shape[2:]))
-
-
-def _argument(
-    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, *, default: Any
-) -> Any:
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.name == name:
-            return args[position] if position < len(args) else kwargs.get(name, default)
-    return default

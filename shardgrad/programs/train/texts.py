@@ -41,7 +41,7 @@ def read_text(
     try:
         for file in _files_of(Path(path or _LIBRARY), "" if path else ".py"):
             with file.open("rb") as stream:
-                text += stream.read(limit_nbytes - len(text))
+                text += stream.read(min(limit_nbytes - len(text), file.stat().st_size))
             count += 1
             if len(text) == limit_nbytes:
                 break
