@@ -5,7 +5,8 @@ A kernel of another project takes addresses. A DTensor has none, and some releas
 fail when a rank holds no row of a parameter. So the project's optimizer never sees our parameters.
 Each has an *alias*: a plain parameter over the same memory, whose gradient is a plain view of the
 gradient shard, set before each step. The alias of a parameter without elements on this rank is one
-unused element that never gets a gradient: kernels skip it, and step counts go on.
+unused element that never gets a gradient: kernels skip it, and step counts go on. The groups are
+the same dicts in both optimizers, lent to the project's for a step, with the aliases in them.
 
 The subclasses, one for each project, know how its package is found and where it keeps state.
 """
@@ -13,7 +14,8 @@ The subclasses, one for each project, know how its package is found and where it
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from itertools import chain
 from types import SimpleNamespace
@@ -177,23 +179,18 @@ class BoundOptimizer(Optimizer):
         super().__init__(params, {"lr": lr})
         self.capturable = self._step_supports_amp_scaling = capturable
         adopt_given(param for group in self.param_groups for param in group["params"])
-        aliases = [
-            [Alias(p, f"{i} of group {g}") for i, p in enumerate(group["params"])]
+        self._aliases = [
+            Alias(p, f"{i} of group {g}")
             for g, group in enumerate(self.param_groups)
+            for i, p in enumerate(group["params"])
         ]
-        self._aliases = list(chain.from_iterable(aliases))
         self._device = self._aliases[0].local.device
         for alias in self._aliases:
             self.check(alias, options)
-        groups = [
-            {**group, "params": [alias.local for alias in of_group]}
-            for group, of_group in zip(self.param_groups, aliases, strict=True)
-        ]
-        if capturable:
-            # One tensor per group, which schedulers fill, and a copy for the partner.
-            for group, theirs in zip(self.param_groups, groups, strict=True):
-                rate = torch.as_tensor(group["lr"], dtype=torch.float32, device=self._device)
-                group["lr"], theirs["lr"] = rate.clone(), rate.clone()
+        for group in self.param_groups if capturable else ():
+            group["lr"] = torch.tensor(float(group["lr"]), device=self._device)
+        with self._lent():
+            groups = list(map(dict, self.param_groups))
         try:
             self.partner = factory(groups, capturable=capturable, **options)
         except (TypeError, RuntimeError) as error:
@@ -204,8 +201,8 @@ class BoundOptimizer(Optimizer):
                 fix="other options, a later release, or shardgrad.optim.AdamW",
             ) from error
         for group, theirs in zip(self.param_groups, self.partner.param_groups, strict=True):
-            for key in theirs.keys() - group.keys():
-                group[key] = theirs[key]
+            group |= {**theirs, "params": group["params"]}
+        self.partner.param_groups = self.param_groups
         is_decoupled = getattr(self.partner, "use_decoupled_grad", False)
         self._attribute = "decoupled_grad" if is_decoupled else "grad"
         for alias in self._aliases:
@@ -326,19 +323,30 @@ class BoundOptimizer(Optimizer):
                 loss = closure()
         nonfinite = self._bind_gradients()
         self._start()
-        # Schedulers may have changed hyperparameters.
-        for group, theirs in zip(self.param_groups, self.partner.param_groups, strict=True):
-            for key in self.partner.defaults:
-                if isinstance(theirs[key], torch.Tensor):
-                    theirs[key].copy_(torch.as_tensor(group[key]))
-                else:
-                    theirs[key] = group[key]
+        for group in self.param_groups if self.capturable else ():
+            # The program may have set a number.
+            rate = torch.as_tensor(group["lr"], dtype=torch.float32, device=self._device)
+            group["lr"] = rate
         step: Any = self.partner.step
-        step(**self._scaler(nonfinite))
+        with self._lent():
+            step(**self._scaler(nonfinite))
         for alias in self._aliases:
             # A view would keep memory that is freed between steps.
             setattr(alias.local, self._attribute, None)
         return loss
+
+    @contextmanager
+    def _lent(self) -> Iterator[None]:
+        """Has aliases in the groups, in place of parameters, inside the context."""
+        given = [group["params"] for group in self.param_groups]
+        aliases = iter(self._aliases)
+        for group, params in zip(self.param_groups, given, strict=True):
+            group["params"] = [next(aliases).local for _ in params]
+        try:
+            yield
+        finally:
+            for group, params in zip(self.param_groups, given, strict=True):
+                group["params"] = params
 
     def _bind_gradients(self) -> list[torch.Tensor]:
         """Sets the gradient of every alias to that of its parameter. Returns device scalars, each
@@ -403,9 +411,9 @@ class BoundOptimizer(Optimizer):
         """Creates all state when it is first needed: a master is a copy of the weights of then."""
         if self.partner.state:
             return
-        for theirs in self.partner.param_groups:
+        for group in self.param_groups:
             zero = torch.zeros(1, dtype=torch.int, device=self._device)
-            theirs["step"] = zero if self.capturable else 0
+            group["step"] = zero if self.capturable else 0
         for alias in self._aliases:
             self.start(alias)
             stored = self.partner.state[alias.local]
@@ -427,8 +435,6 @@ class BoundOptimizer(Optimizer):
         self._start()
         saved = super().state_dict()
         saved["state"] = {number: self._values(alias) for number, alias in enumerate(self._aliases)}
-        for group, theirs in zip(saved["param_groups"], self.partner.param_groups, strict=True):
-            group["step"] = theirs["step"]
         return saved
 
     @torch.no_grad()
@@ -465,12 +471,9 @@ class BoundOptimizer(Optimizer):
         for alias, part in zip(self._aliases, parts, strict=True):
             for name, value in part.items() if not alias.is_empty else ():
                 self.write(alias, name, value)
-        for group, inner, saved in zip(
-            self.param_groups, self.partner.param_groups, saved_groups, strict=True
-        ):
-            for key in saved.keys() - {"params", "step"}:
+        for group, saved in zip(self.param_groups, saved_groups, strict=True):
+            for key in saved.keys() - {"params"}:
                 _set(group, key, saved[key])
-            _set(inner, "step", saved["step"])
 
     def __getstate__(self) -> NoReturn:
         """Raises: an optimizer whose aliases are views of the model's buffers cannot be pickled or
