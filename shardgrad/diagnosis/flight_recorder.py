@@ -6,7 +6,7 @@ When a collective hangs, every rank knows its own side only. So each rank record
 group, how many collectives it has started, and of the last few what each moved, how many elements,
 of which dtype. A rank with a lower count is late; a rank that has another collective under the same
 number has left the common order. Recording takes about a microsecond for each collective and a
-fixed amount of memory; nothing is sent until a rank asks (`watchdog.py`).
+fixed amount of memory; nothing is sent until a rank stands still (`watchdog.py`).
 
 A replay of a graph runs no Python: under `graphed_step` the collectives of a graph are recorded
 once, when it is captured, and the step goes on counting.

@@ -1,11 +1,11 @@
 """The watchdog: finds out through the store which rank the others wait for, and why.
 
 [Note: Watchdog]
-A collective cannot be used to ask why a collective hangs, so question and answers go through the
+A collective cannot be used to find out why a collective hangs, so ranks tell each other through the
 store of the process group. A thread on every rank compares the time with that of the last
-collective, and does no more until this is half a second ago. From then on it looks whether a rank
-has asked, and answers with the rank's status; and it asks itself, after 10 s, 20 s, 40 s, ...
-Of a rank that does not answer nothing follows: it goes on, or is stopped, or is cut off.
+collective, and does no more until this is 10 s ago. From then on it tells the rank's status twice a
+second; and after 10 s, 20 s, 40 s, ... it looks at what the others tell. Only what is told anew
+counts: a rank that tells nothing goes on, or is stopped, or is cut off.
 
 What follows for the program is a warning: of what looks stuck, some may still end, and a thread
 that waits inside of torch cannot be interrupted. Where the engine waits over gloo for a rank that
@@ -18,6 +18,7 @@ one line and its stream is not done. So a rank that is late with its own work do
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import sys
@@ -45,14 +46,15 @@ __all__ = ["WaitingRanksWarning", "Watchdog", "watch_ranks"]
 
 STALL_S = 10.0
 PERIOD_S = 0.5
-_CHECKS_PER_S = 512.0  # of all ranks together, which one host has to answer
-_SILENT_PERIODS = 6  # after which no further answer is expected
+_TOLD_PER_S = 512.0  # by all ranks together; one host has the store
+_SILENT_PERIODS = 6  # after which a rank does not stand still any more
+_LOOKS = 12  # at what the others tell, at a time
 _LAST_CHECK_S = 10.0  # of a check under way; one of an unreachable store never ends
-_ASKING = 8  # lowest ranks; if all ranks asked all, the store would have to answer too much
+_LOOKING = 8  # lowest ranks; if all ranks looked at all, the store would have to answer too much
 _MOST_RANKS = 1024
 _BACKENDS = ("gloo", "nccl", "xccl", "hccl")
 # Keys of the store; the status of a rank is under its number.
-_ASKED, _ENDED, _STARTED = "asked", "ended", "started"
+_ENDED, _STARTED = "ended", "started"
 
 
 class WaitingRanksWarning(UserWarning):
@@ -60,7 +62,7 @@ class WaitingRanksWarning(UserWarning):
 
 
 class Watchdog:
-    """Answers for this rank when another asks, and asks the others when this rank stalls.
+    """Tells what this rank does when it stalls, and looks at what the others tell.
 
     Args:
         store: that the process group was initialised with; the watchdog opens a further connection
@@ -92,10 +94,11 @@ class Watchdog:
         self._device = device
         self._world = None if world is None else weakref.ref(world)
         self._training_thread = threading.get_ident()
-        self._answered = 0  # the number of the last question that this rank has answered
+        # When each rank has told its status, by its own clock and then by ours, and what.
+        self._heard: dict[int, tuple[float, float, RankStatus]] = {}
         self._is_closing = threading.Event()
         self._farewell: Callable[[], None] | None = None
-        self.period_s = max(PERIOD_S, world_size / _CHECKS_PER_S)
+        self.period_s = max(PERIOD_S, world_size / _TOLD_PER_S)
         self._silence_s = _SILENT_PERIODS * self.period_s
         self._thread = threading.Thread(target=self._run, name="shardgrad watchdog", daemon=True)
 
@@ -152,40 +155,37 @@ class Watchdog:
     # -- the thread
 
     def _run(self) -> None:
-        ask_s, told = self._stall_s, ""
+        look_s, looks, former, said = self._stall_s, 0, "", ""
         with suppress(Exception):  # here and below: of a store that is gone
             self._store.set(f"{_STARTED}/{self._rank}", "")
         while not self._is_closing.wait(self.period_s) and self.is_current:
             since_s = recorder.progress_s
             idle_s = time.monotonic() - since_s
-            if idle_s < self.period_s:
-                ask_s, told = self._stall_s, ""
+            if idle_s < self._stall_s:
+                look_s, looks, former, said = self._stall_s, 0, "", ""
+                self._heard.clear()
                 continue
             with suppress(Exception):  # also of warnings that are made errors
-                self._answer(self._look)
-                if idle_s >= ask_s:
-                    ask_s = 2 * idle_s
-                    found = self._find(since_s)
-                    if found is not None and found[0].sentence != told:
-                        told = found[0].sentence
-                        _warn_or_give_up(*found)
+                own = self._look()
+                self._tell(str(self._rank), (time.time(), own))
+                if idle_s < look_s:
+                    continue
+                statuses, unwatched = self._statuses(own)
+                found = diagnose(statuses, self._world_size, unwatched)
+                sentence = "" if found is None else found.sentence
+                # What is the same twice is no moment on the way.
+                is_new = sentence == former != said and recorder.progress_s == since_s
+                former, looks = sentence, looks + 1
+                if looks == _LOOKS:
+                    look_s, looks = 2 * idle_s, 0
+                    self._heard.clear()
+                if found is not None and is_new:
+                    said = sentence
+                    _warn_or_give_up(found, statuses)
         self._is_closing.wait()
         if self._farewell is not None:
             with suppress(Exception):
                 self._farewell()
-
-    def _find(self, since_s: float) -> tuple[Diagnosis, dict[int, RankStatus]] | None:
-        """Returns what keeps the ranks waiting for good, if it is the same twice."""
-        former = ""
-        while recorder.progress_s == since_s and not self._is_closing.wait(self.period_s):
-            statuses, unwatched = self._statuses(asks=self._rank < _ASKING)
-            found = diagnose(statuses, self._world_size, unwatched)
-            if found is None:
-                return None
-            if found.sentence == former:
-                return found, statuses
-            former = found.sentence
-        return None
 
     def _look(self) -> RankStatus:
         """Returns the status of this rank; whether its host stands still takes a period to see."""
@@ -212,47 +212,32 @@ class Watchdog:
     def _own(self, waits: str = "") -> RankStatus:
         return rank_status(recorder, self._rank, thread=self._training_thread, waits=waits)
 
-    # -- questions and answers
+    # -- what ranks tell
 
-    def _answer(self, own: Callable[[], RankStatus]) -> None:
-        """Answers with this rank's status if a rank has asked since the last answer."""
-        asked = self._store.add(_ASKED, 0)
-        if asked > self._answered:
-            self._tell(str(self._rank), (asked, own()))
-            self._answered = asked
-
-    def _statuses(self, *, asks: bool) -> tuple[dict[int, RankStatus], list[int]]:
-        """Returns the statuses of the ranks that have ended or answer, and the ranks that have
+    def _statuses(self, own: RankStatus) -> tuple[dict[int, RankStatus], list[int]]:
+        """Returns the statuses of the ranks that have ended or stand still, and the ranks that have
         never started a watchdog.
         """
-        answers = {self._rank: self._look()}
+        ranks = range(self._world_size if self._rank < _LOOKING else 0)
+        now_s = time.monotonic()
+        for rank in ranks:
+            if self._store.check([str(rank)]):
+                told_s, status = self._told(str(rank))
+                # What is there at the first look may have been told long ago.
+                before = self._heard.setdefault(rank, (told_s, -math.inf, status))
+                if before[0] != told_s:
+                    self._heard[rank] = told_s, now_s, status
+        statuses = {
+            rank: status
+            for rank, (_, heard_s, status) in self._heard.items()
+            if now_s - heard_s < self._silence_s
+        }
+        statuses[self._rank] = own
         if self._store.check([_ENDED]):
             ended: RankStatus = self._told(_ENDED)
-            answers.setdefault(ended.rank, ended)
-        if not asks:
-            return answers, []
-        self._collect(answers)
-        silent = [rank for rank in range(self._world_size) if rank not in answers]
-        return answers, [each for each in silent if not self._store.check([f"{_STARTED}/{each}"])]
-
-    def _collect(self, answers: dict[int, RankStatus]) -> None:
-        """Adds answers as they arrive, until all ranks have answered or none has for a while."""
-        number = self._store.add(_ASKED, 1)
-        heard_s = time.monotonic()
-        end_s = heard_s + 2 * self._silence_s
-        while len(answers) < self._world_size and time.monotonic() < min(
-            end_s, heard_s + self._silence_s
-        ):
-            self._answer(lambda: answers[self._rank])  # others ask at the same time
-            for rank in range(self._world_size):
-                if rank in answers or not self._store.check([str(rank)]):
-                    continue
-                answered, status = self._told(str(rank))
-                if answered >= number:
-                    answers[rank] = status
-                    heard_s = time.monotonic()
-            if self._is_closing.wait(self.period_s / 10):
-                return
+            statuses[ended.rank] = ended
+        unheard = (rank for rank in ranks if rank not in self._heard and rank not in statuses)
+        return statuses, [r for r in unheard if not self._store.check([f"{_STARTED}/{r}"])]
 
     def _tell(self, key: str, what: object) -> None:
         store: Any = self._store

@@ -33,11 +33,12 @@ def test_closing_waits_for_a_look_under_way(monkeypatch: pytest.MonkeyPatch) -> 
     is_looking = threading.Event()
 
     class SlowStore(dist.HashStore):
-        def add(self, key: str, amount: int) -> int:
-            is_looking.set()
-            time.sleep(1.0)
-            return 0
+        def set(self, key: str, value: str) -> None:
+            if key == "0":
+                is_looking.set()
+                time.sleep(1.0)
 
+    monkeypatch.setattr(module, "STALL_S", 0.0)
     monkeypatch.setattr(module, "PrefixStore", lambda _, store: SlowStore())
     watchdog = Watchdog(dist.HashStore(), 0, 1).start()
     assert is_looking.wait(10)
@@ -46,7 +47,7 @@ def test_closing_waits_for_a_look_under_way(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(("ranks", "period_s"), [(1, 0.5), (256, 0.5), (4096, 8.0)])
-def test_all_ranks_together_ask_the_store_no_more_often_than_one_host_can_answer(
+def test_all_ranks_together_tell_the_store_no_more_often_than_one_host_can_take(
     ranks: int, period_s: float
 ) -> None:
     assert Watchdog(dist.HashStore(), 0, ranks).period_s == period_s
@@ -102,19 +103,32 @@ def test_it_is_off_beyond_1024_ranks_unless_asked_for(
     assert made.called is starts
 
 
-def test_a_rank_that_failed_and_has_left_is_heard_by_those_that_ask_later(
+def test_a_rank_that_failed_and_has_left_is_heard_by_those_that_look_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "PERIOD_S", 0.01)
     monkeypatch.setattr(module, "_process", module._Process())
     store = dist.HashStore()
     Watchdog(store, 3, 4).start().end(ValueError("a mistake"))
-    statuses, unwatched = Watchdog(store, 0, 4)._statuses(asks=True)
+    later = Watchdog(store, 0, 4)
+    statuses, unwatched = later._statuses(later._look())
     found = module.diagnose(statuses, 4)
     assert found is not None
     assert found.what.endswith("(ValueError: a mistake).")
     assert found.culprits == (3,)
     assert unwatched == [1, 2]
+
+
+def test_what_a_rank_has_told_long_ago_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    ours, theirs = Watchdog(store, 0, 2), Watchdog(store, 1, 2)
+    own = ours._own()
+    theirs._tell("1", (1.0, theirs._own()))
+    assert list(ours._statuses(own)[0]) == [0]
+    theirs._tell("1", (2.0, theirs._own()))
+    assert list(ours._statuses(own)[0]) == [1, 0]
+    monkeypatch.setattr(ours, "_silence_s", 0.0)
+    assert list(ours._statuses(own)[0]) == [0]
 
 
 def with_a_watch(program: Callable[[], object], stall_s: float) -> tuple[object, list[str]]:
