@@ -15,6 +15,7 @@ from shardgrad.engine.param import managed_by
 from shardgrad.engine.param_group import group_of
 from shardgrad.engine.streams import wait_for_device
 from shardgrad.engine.unit import unit_of
+from shardgrad.sharding.mesh import DataParallelMesh
 
 __all__ = ["ReplicaReport", "checksum", "replica_report"]
 
@@ -65,7 +66,7 @@ def replica_report(model: nn.Module, optimizer: Optimizer | None = None) -> Repl
         return ReplicaReport((dist.get_rank(),) if dist.is_initialized() else (0,), {})
     device = unit.mesh.device
     wait_for_device(device)  # states may be on their way to the host
-    contents = _contents(model, optimizer, group)
+    contents = _contents(model, optimizer, unit.mesh)
     own = torch.stack([checksum(tensor).to(device) for tensor in contents.values()])
     of_ranks = of_each_rank(own, group, "checksums of the replicas")
     differing: dict[str, tuple[tuple[int, ...], ...]] = {}
@@ -85,13 +86,13 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _contents(
-    model: nn.Module, optimizer: Optimizer | None, group: dist.ProcessGroup
+    model: nn.Module, optimizer: Optimizer | None, mesh: DataParallelMesh
 ) -> dict[str, torch.Tensor]:
     """The local tensors that replicas share, by what they are."""
     found: dict[str, torch.Tensor] = {}
     for name, param in model.named_parameters():
         managed = managed_by(param)
-        if managed is not None and not _same_ranks(group_of(managed).mesh.replicate_group, group):
+        if managed is not None and group_of(managed).mesh != mesh:
             continue
         found[f"parameter {name}"] = _local(param)
         if param.grad is not None:
@@ -101,12 +102,6 @@ def _contents(
             if isinstance(value, torch.Tensor):
                 found[f"optimizer state {key} of {name}"] = _local(value)
     return {what: tensor for what, tensor in found.items() if tensor.numel()}
-
-
-def _same_ranks(group: dist.ProcessGroup | None, other: dist.ProcessGroup) -> bool:
-    return group is not None and set(dist.get_process_group_ranks(group)) == set(
-        dist.get_process_group_ranks(other)
-    )
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

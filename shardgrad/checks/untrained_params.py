@@ -20,7 +20,7 @@ from torch.optim.optimizer import Optimizer
 
 from shardgrad.checks.lost_work import refuse_hooks
 from shardgrad.engine.grad_group import grads_of
-from shardgrad.engine.param import FSDPParam, is_replaced, is_unsharded_param, local_of, managed_by
+from shardgrad.engine.param import FSDPParam, is_replaced, is_unsharded_param, managed_by
 from shardgrad.engine.param_group import group_of
 from shardgrad.errors import OptimizerParameterError, listed
 
@@ -33,40 +33,11 @@ __all__ = [
 ]
 
 _SAMPLE_NUMEL = 4096
+_ROUNDING = 8 * torch.finfo(torch.float32).eps
 
 
 class UntrainedParameterWarning(UserWarning):
     """The first step of an optimizer did not change some of its parameters."""
-
-
-class _Sample:
-    """Some values of a parameter before the step, and the size of their gradient.
-
-    Args:
-        managed: the parameter.
-        grad: its gradient, a DTensor.
-
-    Attributes:
-        size: 2-norm of the sample's gradient, a float64 device scalar.
-    """
-
-    def __init__(self, managed: FSDPParam, grad: torch.Tensor) -> None:
-        self.name = managed.name
-        self._values = local_of(managed.sharded).detach().view(-1)[:_SAMPLE_NUMEL]
-        self._before = self._values.clone()
-        self.size = torch.linalg.vector_norm(
-            getattr(grad, "_local_tensor", grad).reshape(-1)[:_SAMPLE_NUMEL], dtype=torch.float64
-        )
-
-    def is_unchanged(self, largest: torch.Tensor) -> torch.Tensor:
-        """Returns whether no value changed although there is a gradient; a bool device scalar.
-
-        `largest` is the largest `size` of the samples.
-        """
-        is_double = self._values.dtype == torch.float64
-        rounding = 8 * torch.finfo(torch.float64 if is_double else torch.float32).eps
-        has_gradient: torch.Tensor = self.size > rounding * largest
-        return has_gradient & ~(self._values != self._before).any()
 
 
 def refuse_state_of_other_dtype(optimizer: Optimizer) -> None:
@@ -118,7 +89,8 @@ class FirstStepCheck:
 
     def __init__(self) -> None:
         self.is_over = False
-        self._samples: list[_Sample] = []
+        # Name, values, their copy from before the step, and the size of the gradient.
+        self._samples: list[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._without: list[FSDPParam] = []
         self._is_open = False  # a step that is checked runs
 
@@ -169,7 +141,9 @@ class FirstStepCheck:
             grad = _grad_of(managed)
             if grad is not None:
                 if param.itemsize > 2 or not _keeps_small_steps(optimizer):
-                    self._samples.append(_Sample(managed, grad))
+                    slope, values = (_sample_of(each) for each in (grad, param))
+                    size = torch.linalg.vector_norm(slope, dtype=torch.float64)
+                    self._samples.append((managed.name, values, values.clone(), size))
             elif param.requires_grad:
                 self._without.append(managed)
 
@@ -179,13 +153,12 @@ class FirstStepCheck:
         if not self._is_open:
             return
         samples, self._samples = self._samples, []
-        verdicts: list[bool] = []
+        unchanged = []
         if samples:
-            largest = torch.stack([sample.size for sample in samples]).amax()
-            verdicts = torch.stack([sample.is_unchanged(largest) for sample in samples]).tolist()
-        unchanged = [
-            sample.name for sample, verdict in zip(samples, verdicts, strict=True) if verdict
-        ]
+            sizes = torch.stack([size for *_, size in samples])
+            stands = torch.stack([(now == before).all() for _, now, before, _ in samples])
+            verdicts = (stands & (sizes > _ROUNDING * sizes.amax())).tolist()
+            unchanged = [name for (name, *_), bad in zip(samples, verdicts, strict=True) if bad]
         self.is_over = not _changes_nothing(optimizer)
         if not self.is_over:
             return
@@ -217,6 +190,12 @@ class FirstStepCheck:
                 "is the rule that chose their parameters right, and was nothing frozen by "
                 "accident?",
             )
+
+
+def _sample_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns some values of what this rank has of a tensor."""
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local.detach().reshape(-1)[:_SAMPLE_NUMEL]
 
 
 def _changes_nothing(optimizer: Optimizer) -> bool:
