@@ -1,9 +1,9 @@
-"""A whole training step as one graph of its device.
+"""A whole training step as one device graph.
 
 Read `step.py` first (warm-up, capture, replay), then `captured.py` (the graphs of one step),
-`capturable.py` (the protocol) and `engine_state.py` (the engine's adapters). `pool.py` owns stream
-and memory, `comparison.py` compares two captures of a step, `preflight.py` knows what neither a
-capture nor a comparison finds.
+`capturable.py` (the protocol) and `engine_state.py` (the engine's adapters). `pool.py` owns the
+stream and the memory, `comparison.py` compares two captures of a step, and `preflight.py` checks
+for causes that neither a capture nor a comparison finds.
 """
 
 from shardgrad.graphs import engine_state  # noqa: F401  (registers the adapters)

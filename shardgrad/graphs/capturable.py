@@ -1,14 +1,14 @@
-"""The protocol between `graphed_step` and whatever has state that a step uses.
+"""The protocol between `graphed_step` and objects with state that a step uses.
 
-A graph repeats what a step launched. Python decided what that was, from state of the host: which
-parameters require a gradient, whether a gradient is there to be added to, whether a module is in
-training mode. Each capturable object returns that state as *guards*, as Dynamo calls the conditions
-under which compiled code is valid: a graph is replayed while they are equal, and another graph is
-captured when they are not. A replay runs no Python, so each object also returns a *snapshot*, a
-function that puts its host state back to where the captured step left it.
+A graph repeats the launches of the captured step. Python chose these from host state: which
+parameters require a gradient, whether a gradient exists to accumulate into, whether a module is in
+training mode. Each capturable object returns that state as *guards*, Dynamo's term for the
+conditions under which compiled code is valid: a graph is replayed while they are equal, and another
+graph is captured when they are not. A replay runs no Python, so each object also returns a
+*snapshot*, a function that sets its host state to what the captured step left.
 
-Nothing here knows the engine. `shardgrad.graphs.engine_state` has the adapters for sharded models
-and for `shardgrad.optim`.
+This file does not depend on the engine. `shardgrad.graphs.engine_state` has the adapters for
+sharded models and for `shardgrad.optim`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ _NUMBERS = (bool, int, float, str, type(None))
 
 
 class CaptureAgain(Exception):
-    """Raised in a capture by state that an eager call makes ready for the next one."""
+    """Raised in a capture that needs an eager call first, which prepares the state for the next
+    capture.
+    """
 
 
 class Capturable:
@@ -46,66 +48,66 @@ class Capturable:
     optimizer.
 
     Attributes:
-        is_guarded: True if all that a snapshot restores is among the guards, so that a replay that
-            leaves equal guards restores nothing.
+        is_guarded: True if the guards cover everything that a snapshot restores. A replay then
+            restores nothing if the captured step left the guards as they were.
     """
 
     is_guarded = False
 
     def begin_call(self) -> None:
-        """Called first in every call, on the program's stream, after earlier calls."""
+        """Called at the beginning of every call, on the caller's stream, after earlier calls."""
 
     def at_eager_border(self) -> None:
-        """Called in an eager call where a graph of it would end: at its end, and at eager
-        regions.
+        """Called in an eager call wherever a graph of the step would end: at eager regions and at
+        the end.
         """
 
     def guards(self) -> Hashable:
         """Returns the host state that may change and that decides what a step launches.
 
-        Called at every step. Two steps with equal guards launch the same work.
+        Called at every step. Two steps with equal guards must launch the same work.
         """
         return None
 
     def quiesce(self) -> None:
-        """Completes all work in flight. Called before a capture, at its end inside it, and after
-        it.
+        """Completes all work in flight. Called before a capture, inside it just before it ends, and
+        after it.
         """
 
     def before_replays(self) -> Callable[[], bool] | None:
-        """Called before a capture. Returns a function that is called before each of its replays,
-        and returns False if there must be none; None if there always may.
+        """Called before a capture. Returns a function that is called before each replay of the
+        graph and returns whether it may run; None if it always may.
         """
         return None
 
     def abort_capture(self) -> None:
-        """Drops what a failed capture left on the host. Called before snapshots are restored."""
+        """Drops host state that a failed capture left. Called before snapshots are restored."""
 
     def after_eager_region(self) -> None:
-        """Assumes that code outside of the graph wrote parameters. Called inside a capture, after a
-        split.
+        """Called inside a capture after an eager region. Must assume that the region wrote the
+        parameters.
         """
 
     def snapshot(self) -> Callable[[], None]:
-        """Returns a function that restores the present host state. It does not touch device
+        """Returns a function that restores the present host state without touching device
         memory.
         """
         return nothing
 
     def known_to_graph(self) -> Any:
-        """Returns objects whose memory a capture has just met and that may be replaced while its
-        graph lives.
+        """Called after a capture. Returns objects whose memory the graph uses and that may be
+        replaced later.
 
-        They are kept until the graph is destroyed.
+        The graph holds references to them until it is destroyed.
         """
         return None
 
     def replayed(self) -> None:
-        """Called after a replay, which has changed the memory that `tensors` yields."""
+        """Called after a replay, which may have written the memory that `tensors` yields."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields (name, tensor) for the memory in which state lives from step to step; a tensor
-        may be a DTensor or another wrapper subclass.
+        """Yields (name, tensor) for all state on the device that persists from step to step. A
+        tensor may be a DTensor or another wrapper subclass.
         """
         return iter(())
 
@@ -115,24 +117,24 @@ class Capturable:
 
 
 def nothing() -> None:
-    """Restores nothing."""
+    """Does nothing: the snapshot of an object without host state."""
 
 
 def capturable(value: Any) -> Capturable:
     """Returns `value` as a `Capturable`.
 
     Raises:
-        OptionError: `adapt` knows no adapter for its class.
+        OptionError: no adapter is registered for its class.
     """
     return value if isinstance(value, Capturable) else adapt(value)
 
 
 @singledispatch
 def adapt(value: Any) -> Capturable:
-    """Returns the adapter of an object; `adapt.register(cls, adapter)` adds one for a class.
+    """Wraps an object in its adapter; `adapt.register(cls, adapter)` adds one for a class.
 
     Raises:
-        OptionError: there is none.
+        OptionError: no adapter is registered for its class.
     """
     raise OptionError(
         f"graphed_step was given a {type(value).__name__}",
@@ -157,19 +159,20 @@ def _hint(value: Any) -> str:
 
 
 class OptimizerState(Capturable):
-    """An optimizer of torch or of another library. Numbers in its groups are constants of a graph:
-    guards.
+    """Adapts an optimizer of torch or of another library. The numbers in its groups are guards,
+    since a graph contains them as constants.
 
-    A learning rate of torch's Adam and AdamW with `capturable=True` is none: they read it on the
-    device, so a number is written into a tensor there, which schedules fill in place.
+    The exception is the learning rate of torch's Adam and AdamW with `capturable=True`, which they
+    read on the device. A number is replaced by a device tensor, which schedules fill in place.
     """
 
     is_guarded = True
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._rates: dict[int, torch.Tensor] = {}  # by the number of the group
-        # What the state held at the last look, and the memory of its tensors.
+        self._rates: dict[int, torch.Tensor] = {}  # learning rates, by the group's index
+        # The values of the optimizer's state at the last call of `guards`, and their plain tensors,
+        # cached since guards are computed at every call.
         self._values: list[Any] = []
         self._memory: list[torch.Tensor] = []
 
@@ -181,7 +184,7 @@ class OptimizerState(Capturable):
             rate, device = group["lr"], _device(group)
             if not group.get("capturable") or device is None or rate is self._rates.get(number):
                 continue
-            # A number, of the program's or a checkpoint's; a tensor may be elsewhere than needed.
+            # A number from the program or a checkpoint, or a tensor on another device.
             if not isinstance(rate, torch.Tensor) or rate.device != device:
                 tensor = self._rates.setdefault(number, torch.empty((), device=device))
                 group["lr"] = tensor.fill_(rate)
@@ -221,8 +224,8 @@ def _device(group: dict[str, Any]) -> torch.device | None:
 
 
 def _constant(value: Any, device: torch.device | None) -> Hashable:
-    """Returns what a graph keeps of a hyperparameter that is no number: where a tensor is, and what
-    it holds if it is not where the parameters are.
+    """Returns what a graph freezes of a hyperparameter that is not a number: of a tensor the
+    address, and its value, too, if it is not on the device of the parameters.
     """
     if isinstance(value, list | tuple):
         return tuple([_constant(each, device) for each in value])
@@ -235,7 +238,7 @@ def _constant(value: Any, device: torch.device | None) -> Hashable:
 
 @adapt.register
 def _generator(value: torch.Generator) -> Capturable:
-    return Capturable()  # the graph registers it
+    return Capturable()  # without guards: the generator is registered with the graph
 
 
 adapt.register(Optimizer, OptimizerState)

@@ -1,10 +1,10 @@
-"""A captured step: one graph, or several with eager regions between them, and the host state that a
-replay leaves.
+"""A captured step: one graph, or several with eager regions between them, and the host state after
+a replay.
 
-Nothing is executed during a capture. At an eager region the graph being captured ends and the next
-one begins; the call is kept together with a snapshot of the host state at that moment. A replay
-launches the graphs in order, makes the calls between them, and restores the host state from after
-the capture.
+The device executes nothing during a capture. At an eager region, the current graph ends and the
+next one begins; the region's call is stored with a snapshot of the host state at this point. A
+replay launches the graphs in order, makes the calls between them, and restores the host state that
+the capture ended with.
 """
 
 from __future__ import annotations
@@ -24,25 +24,26 @@ from shardgrad.graphs.recomputation import Redraws
 
 __all__ = ["CapturedStep", "Key"]
 
-Key = tuple[Hashable, tuple[Hashable, ...]]  # of the inputs, and guards
+Key = tuple[Hashable, tuple[Hashable, ...]]  # the input key, and the guards
 
 
 class CapturedStep:
     """The graphs of one step and the eager regions between them, in order.
 
     Args:
-        key: of the inputs, and guards, at the beginning of the captured call; those of torch's
-            modes come first, and those of capturables follow.
-        pool: where the graphs are captured.
-        capturables: of the step, quiesced wherever a graph begins or ends.
-        generators: of random numbers, in addition to the device's default one.
-        redraws: of an eager call of the step.
+        key: the input key and the guards at the beginning of the captured call. The guard of
+            torch's modes comes first, followed by one for each capturable.
+        pool: the pool that the graphs are captured in.
+        capturables: those of the step. They are quiesced wherever a graph begins or ends.
+        generators: random generators to register with the graphs, besides the device's default one.
+        redraws: the random numbers of recomputed regions, from an eager call of the step.
 
     Attributes:
         key, redraws: as given.
-        is_compared: True once a second capture has been compared with the first.
-        reads: what the captured call read without being given it; once it is captured.
-        outputs: of the captured call, likewise; every replay overwrites them.
+        is_compared: True once a second capture has been compared with this one.
+        reads: the memory that the captured call reads by closure. Set by the capture.
+        outputs: the outputs of the captured call, which every replay overwrites. Set by the
+            capture.
     """
 
     reads: Reads
@@ -60,11 +61,11 @@ class CapturedStep:
         self._pool, self._capturables = pool, capturables
         self._generators = [*generators, *redraws.generators]
         self._graphs: list[DeviceGraph] = []
-        self._parts: list[Callable[[], object]] = []  # what a replay calls
-        self._graph: DeviceGraph  # whose capture is under way
+        self._parts: list[Callable[[], object]] = []  # called in order by a replay
+        self._graph: DeviceGraph  # the graph that is being captured
         self._capture = ExitStack()
         self._before_replays = list(filter(None, [each.before_replays() for each in capturables]))
-        self._snapshots: list[Callable[[], None]] = []  # of the host after the capture
+        self._snapshots: list[Callable[[], None]] = []  # restore the host state after a replay
         self._kept: list[Any] = []
 
     # -- a capture
@@ -80,8 +81,8 @@ class CapturedStep:
         except BaseException:
             self._destroy()
             raise
-        # Guards are compared at the beginning of a call, and an eager region may change what they
-        # cover.
+        # A replay need not restore host state that guards cover and that the step leaves as it was.
+        # Eager regions may change it, so then everything is restored.
         self._snapshots = [
             each.snapshot()
             for each, before in zip(self._capturables, self.key[1][1:], strict=True)
@@ -103,7 +104,8 @@ class CapturedStep:
 
     def _split(self, call: Callable[[], Any]) -> None:
         self._end()
-        self._parts += [each.snapshot() for each in self._capturables]  # what the call expects
+        # Restore the host state that the call finds when the step runs eagerly.
+        self._parts += [each.snapshot() for each in self._capturables]
         self._parts.append(call)
         self._begin()
         for each in self._capturables:
@@ -113,11 +115,13 @@ class CapturedStep:
 
     @property
     def has_eager_regions(self) -> bool:
-        """Whether calls are made between graphs."""
+        """True if calls are made between graphs."""
         return len(self._graphs) > 1
 
     def is_of(self, key: Hashable) -> bool:
-        """Returns whether a replay is the step with this key, from the memory that is there now."""
+        """Returns whether the graph was captured with this key and the memory it reads is
+        unchanged.
+        """
         return (
             self.key == key
             and not self.reads.is_gone
@@ -125,11 +129,13 @@ class CapturedStep:
         )
 
     def prepare(self) -> bool:
-        """Makes ready for a replay; returns False if there must be none."""
+        """Prepares a replay; returns False if the graph must not be replayed now."""
         return all(prepare() for prepare in self._before_replays)
 
     def replay(self) -> Any:
-        """Takes a step on the current stream; returns the outputs, the same tensors each time."""
+        """Replays the step on the current stream and returns its outputs, always the same
+        tensors.
+        """
         self.redraws.begin_replay()
         for part in self._parts:
             part()
@@ -143,7 +149,7 @@ class CapturedStep:
     # -- the end
 
     def reset(self) -> None:
-        """Destroys the graphs, once the host has waited for the device: they may be running."""
+        """Destroys the graphs. The host waits for the device first, since they may be running."""
         wait_for_device(self._pool.device)
         self._destroy()
         self._kept.clear()

@@ -1,4 +1,4 @@
-"""What two values of host state differ in, in words."""
+"""Describes the difference between two values of host state."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ __all__ = ["difference"]
 
 
 def difference(before: Hashable, now: Hashable) -> str:
-    """Returns what the innermost tuple was and is, of nested ones that differ; where it is the
-    value in a pair, with the name before it.
+    """Describes the first difference between nested tuples as "old became new", at the innermost
+    tuple that differs. If that is the value of a (name, value) pair, the name comes first.
     """
     name = ""
     while isinstance(before, tuple) and isinstance(now, tuple) and len(before) == len(now):

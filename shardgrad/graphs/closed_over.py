@@ -1,16 +1,17 @@
-"""What a step's function closes over: tensors and numbers that it reaches without arguments.
+"""Finds the tensors and numbers that a step's function closes over: those it reaches without
+arguments.
 
-A graph reads such a tensor where it was at the capture. If the program puts another one in its
-place, such as the next batch in a global variable, an eager step reads the new one and a replay the
-old one, and nothing raises. So a capture notes which of these tensors its operations read
-(`reads.py`), and the graph is replayed only while they lie where they lay.
+A graph reads such a tensor at the address it had at the capture. If the program assigns another
+tensor, such as the next batch to a global variable, an eager step reads the new one but a replay
+reads the old one without an error. So a capture records which of these tensors its operations read
+(`reads.py`), and the graph is replayed only while their addresses are unchanged.
 
-Followed from a function of the program are its closure, its default values and the globals that it
-names, and from these the attributes of objects and modules, and of their classes, the elements of
-lists, tuples and dictionaries, hooks of modules, and other functions of the program, such as
-methods. So are objects among the step's arguments. Not followed are optimizers, what an iterator
-has yet to give, objects of torch but for modules, and parameters and buffers of modules that the
-step was given.
+The search starts from the program's function and the objects among the step's arguments. It follows
+a function's closure, default values and the globals that it names; attributes of objects and
+modules and of their classes; elements of lists, tuples and dictionaries; module hooks; and other
+functions of the program, such as methods. It does not follow optimizers, iterators, objects of
+torch other than modules, and the parameters and buffers of modules that were passed to
+`graphed_step`.
 """
 
 from __future__ import annotations
@@ -34,29 +35,29 @@ from shardgrad.graphs.program_line import is_of_the_program
 
 __all__ = ["Place", "address_of", "closed_over", "elements", "value_of"]
 
-_MOST_PARTS = 1_000  # of one object
-_MOST_OBJECTS = 20_000
+_MOST_PARTS = 1_000  # limit of attributes or elements followed in one object
+_MOST_OBJECTS = 20_000  # limit of objects visited in one search
 _NUMBERS = (bool, int, float, complex, str)
 _LEAVES = (bytes, torch.dtype, torch.device, type(None), Optimizer)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _CODE = (FunctionType, staticmethod, classmethod, property, functools.cached_property)
 
-_Way = tuple[Callable[[Any], Any], ...]  # each step gives a part of what the one before gave
+_Way = tuple[Callable[[Any], Any], ...]  # getters, each applied to the result of the one before
 
-# What a way raises that leads nowhere any more.
+# The exceptions of a way whose attribute or element no longer exists.
 _GONE = (AttributeError, LookupError, TypeError, ValueError)
 
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """A variable, an attribute or an element, in which a function finds a tensor, or a list or
-    dictionary of given parameters, as for clipping. Several may have one name, as globals of two
-    modules.
+    """A variable, attribute or element that holds a tensor, or a list or dictionary of given
+    parameters (for example the parameters to clip). Two places may have the same name, for example
+    globals of two Python modules.
 
     Attributes:
         name: as the program writes it, such as "batch['targets']" or "self.mask".
-        root: where the way begins: the function, or a module, which stays.
-        way: from there.
+        root: the object at which the way starts: the function, an argument, or an `nn.Module`.
+        way: the getters that lead from the root to the value.
     """
 
     name: str
@@ -64,20 +65,24 @@ class Place:
     way: _Way = ()
 
     def found(self) -> Any:
-        """Returns what is there now; None if no way leads there any more."""
+        """Returns the value that is there now; None if the place no longer exists."""
         try:
             return _end_of(self.way, self.root)
         except _GONE:
             return None
 
     def key(self) -> Hashable:
-        """Returns what has to be as it was for a replay to read what is there now."""
+        """Returns the address and host value of the tensor there. A replay reads that tensor only
+        if the key equals the one of the capture.
+        """
         found = self.found()
         return address_of(found), value_of(found)
 
 
 def address_of(found: Any) -> Hashable:
-    """Returns where a tensor lies, and how; which ones a list has; None of anything else."""
+    """Returns address, shape, strides and dtype of a tensor; the ids of a container's elements;
+    None for anything else.
+    """
     if isinstance(found, list | tuple | dict):
         return tuple(map(id, elements(found)))
     if not isinstance(found, torch.Tensor):
@@ -86,12 +91,14 @@ def address_of(found: Any) -> Hashable:
 
 
 def value_of(found: Any) -> bytes:
-    """Returns what a graph has frozen of a tensor; see `host_value`."""
+    """Returns the bytes of a tensor that a graph contains by value; see `host_value`."""
     return host_value(found) if isinstance(found, torch.Tensor) else b""
 
 
 def elements(value: Any) -> Iterable[Any]:
-    """Returns what a list, a tuple or a dictionary has; a tensor by itself."""
+    """Returns the elements of a list or tuple, the values of a dictionary, or [value] of a
+    tensor.
+    """
     if isinstance(value, dict):
         return value.values()
     return [value] if isinstance(value, torch.Tensor) else value
@@ -102,23 +109,23 @@ def closed_over(
     objects: Iterable[Any],
     given: frozenset[int] = frozenset(),
 ) -> Iterator[tuple[Place, Any]]:
-    """Yields tensors, modules, numbers, strings, and lists, tuples and dictionaries of none but
-    given parameters, with their places, those with the shortest way first.
-    A tensor may have several.
+    """Yields (place, value) for the tensors, modules, numbers and strings that are reachable, and
+    for lists, tuples and dictionaries whose elements are all in `given`. The search is
+    breadth-first, so places with the shortest way come first. A tensor may have several places.
 
     Args:
-        function: to begin with.
-        objects: to begin with, such as modules.
-        given: identities of the given parameters and buffers.
+        function: where the search starts.
+        objects: where else it starts, such as modules.
+        given: ids of the parameters and buffers of modules that were passed to `graphed_step`.
 
     Capture: safe. Nothing on the device is read.
     """
-    # A function's variables have names of their own; the attributes of another callable object do
-    # not.
+    # Variables of a function are named as they are; attributes of another callable start with
+    # "self".
     first = "" if isinstance(function, FunctionType | MethodType) else "self"
     roots = [(first, function), *((type(each).__name__, each) for each in objects)]
     waiting = deque((Place(name, root), root) for name, root in roots)
-    seen: dict[int, Any] = {}  # a method is an object that lives no longer than it is held
+    seen: dict[int, Any] = {}  # holds the objects too: bound methods are temporary, ids are reused
     for _ in range(_MOST_OBJECTS):
         if not waiting:
             return
@@ -138,7 +145,7 @@ def closed_over(
             continue
         root, way = (value, ()) if isinstance(value, nn.Module) else (place.root, place.way)
         for name, on in islice(_parts(value, given), _MOST_PARTS):
-            with suppress(*_GONE):  # such as a variable that is not assigned yet
+            with suppress(*_GONE):  # for example a closure variable that is not assigned yet
                 part = _end_of(on, value)
                 if not isinstance(part, _LEAVES):
                     is_behind = name.startswith((".", "["))
@@ -153,7 +160,9 @@ def _end_of(way: _Way, root: Any) -> Any:
 
 
 def _parts(value: Any, given: frozenset[int]) -> Iterator[tuple[str, _Way]]:
-    """Yields parts: the name, or what to write behind the object's, and the way to it."""
+    """Yields (name, way) of each part to follow. A name that begins with "." or "[" is appended to
+    the object's name; others replace it.
+    """
     if isinstance(value, FunctionType):
         if is_of_the_program(value.__code__.co_filename):
             yield from _variables(value)
@@ -169,7 +178,7 @@ def _parts(value: Any, given: frozenset[int]) -> Iterator[tuple[str, _Way]]:
         for key in list(value) if isinstance(value, dict) else range(len(value) - 1):
             name = repr(key) if isinstance(key, _NUMBERS) else type(key).__name__
             yield f"[{name}]", (itemgetter(key),)
-        if not isinstance(value, dict) and value:  # another one, once something is appended
+        if not isinstance(value, dict) and value:  # by -1, since appending changes what is last
             yield f"[{len(value) - 1}]", (itemgetter(-1),)
     elif isinstance(value, type):
         yield from _attributes(_of_classes(value))
@@ -187,7 +196,7 @@ def _parts(value: Any, given: frozenset[int]) -> Iterator[tuple[str, _Way]]:
 
 
 def _of_classes(kind: type) -> dict[str, Any]:
-    """Returns what a class has from classes of the program: code, and values."""
+    """Returns the functions and values that a class has from classes of the program."""
     own = [vars(each) for each in reversed(kind.__mro__) if not _is_torchs_or_ours(each)]
     return {
         name: part
@@ -197,8 +206,8 @@ def _of_classes(kind: type) -> dict[str, Any]:
 
 
 def _of_its_class(value: Any) -> Iterator[tuple[str, _Way]]:
-    """Yields what an object finds in its class: slots and values, as attributes of the object,
-    which may have one of its own later; and the class, with its code.
+    """Yields the slots and values that an object finds in its class, as attributes of the object,
+    since it may get its own later; and the class itself, for its functions.
     """
     defined = _of_classes(type(value)).items()
     yield from _attributes([name for name, part in defined if not isinstance(part, _CODE)])
@@ -224,8 +233,8 @@ def _variables(function: FunctionType) -> Iterator[tuple[str, _Way]]:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """Yields the names of globals and attributes in a function, and in those that are defined
-    inside.
+    """Yields the names of globals and attributes in a function and in the functions defined inside
+    it.
     """
     yield from code.co_names
     for constant in code.co_consts:

@@ -1,11 +1,13 @@
-"""What a capture has frozen: two captures of a step run from the same state, and are compared.
+"""Finds values that a capture has frozen: replays two captures of a step from the same state and
+compares the results.
 
-The partner of a graph is a second capture, made in the next call, when Python has had the chance to
-change what it changes from call to call. An eager step would be none: it needs the memory of
-activations twice; code that asks whether it is being captured rightly gives it other bits; and it
-cannot run once more without Python doing its part once more. That last is needed, since some
-kernels have no fixed order of sums, such as attention's backward, whose atomics give the same bits
-for a while and others then. A difference by chance shows when both graphs are replayed again.
+The second capture is made in the next call, so that Python has changed what it changes from call to
+call. A graph is not compared with an eager step, for three reasons. That step would need the memory
+of activations twice. Code that checks whether it is being captured may rightly produce other bits.
+And an eager step cannot be repeated without repeating its effects on Python state. Repeating is
+needed because some kernels sum in no fixed order: for example, attention's backward uses atomics,
+which may produce the same bits for several runs and then others. Such a random difference is
+recognized when both graphs are replayed again.
 """
 
 from __future__ import annotations
@@ -27,21 +29,23 @@ from shardgrad.ops.virtual_memory import virtual_zeros
 __all__ = ["Comparison"]
 
 _PIECE_NBYTES = 2**24
-_ALIGNMENT = 512  # of a copy, as in torch's allocator
+_ALIGNMENT = 512  # bytes between the beginnings of copies, as in torch's allocator
 _ODD = -0x61C8864680B583EB  # 2**64 divided by the golden ratio
-_ROUNDS = 6  # what differs by chance in every fourth run is taken for frozen once in 10,000 then
+# With this many, a result that differs at random in every fourth run is mistaken for a frozen one
+# once in 10,000 comparisons.
+_ROUNDS = 6
 
 
 class Comparison:
-    """Compares two captures of a step from the state that it finds when it is made.
+    """Compares two captures of a step, both from the state at the time of construction.
 
     Args:
-        capturables: whose state a step starts from.
-        memory: all that the step writes, with names. What is of no capturable and has no name,
-            since the step's function does not close over it, is restored and not compared: it may
-            be scratch.
-        device: whose random numbers are drawn.
-        generators: that the step draws from in addition.
+        capturables: the objects whose state the step uses.
+        memory: (name, tensor) for all memory that the step writes. Memory that no capturable has
+            and that has no name, since the step's function does not close over it, may be scratch:
+            it is restored but not compared.
+        device: the device whose default generator is restored.
+        generators: the other generators that the step draws from.
     """
 
     def __init__(
@@ -60,7 +64,9 @@ class Comparison:
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def _state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the memory in which the state of capturables lies now, by its name."""
+        """Yields (name, tensor) of the memory to compare: the current state of capturables, and
+        other memory with a name.
+        """
         for number, each in enumerate(self._capturables):
             suffix = f" (capturable {number})" if len(self._capturables) > 1 else ""
             for name, tensor in each.tensors():
@@ -68,7 +74,9 @@ class Comparison:
         yield from ((name, tensor) for name, tensor in self._others if name)
 
     def restore(self) -> None:
-        """Makes the next step start from the state; memory is put back once `frozen` has begun."""
+        """Restores the state for the next step: always the host state, and device memory once
+        `frozen` has copied it.
+        """
         with torch.no_grad():
             for tensor, value in self._copies:
                 tensor.copy_(value)
@@ -80,24 +88,25 @@ class Comparison:
         again: Callable[[], Any],
         groups: Iterable[dist.ProcessGroup],
     ) -> tuple[Any, list[str]]:
-        """Replays two captures of a step; the effects of the last replay stay.
+        """Replays two captures of a step. The effects of the last replay stay.
 
-        Where anything differs on any rank, all ranks replay both again, to tell what is frozen from
-        what differs by chance.
+        If anything differs on any rank, all ranks replay both again, to distinguish frozen values
+        from random differences.
 
         Args:
-            first: a replay of one capture.
-            again: a replay of the other.
-            groups: in which the step communicates, so that its ranks agree.
+            first: replays one capture.
+            again: replays the other.
+            groups: the process groups in which the step communicates. Their ranks agree on the
+                number of replays.
 
         Returns:
-            What `again` returned, and the names of the outputs and the memory in which `first` gave
-            the same bits each time, and `again` never these.
+            The outputs of `again`, and the names of the frozen outputs and memory: those for which
+            all replays of `first` gave the same bits and no replay of `again` gave these.
 
-        Streams: everything on the current stream; the host waits for each replay.
+        Streams: everything runs on the current stream; the host waits for each replay.
         Capture: not safe.
         """
-        self.restore()  # the host's state, which the second capture has changed
+        self.restore()  # only host state yet, which the second capture has changed
         self._copy_memory()
         of_first: dict[str, set[Hashable]] = {}
         of_again: dict[str, set[Hashable]] = {}
@@ -120,13 +129,13 @@ class Comparison:
         return outputs, frozen
 
     def _note(self, outputs: Any, seen: dict[str, set[Hashable]]) -> None:
-        """Adds the bits that a replay has left, by the names of outputs and memory."""
+        """Adds the digests of a replay's outputs and memory to `seen`, by name."""
         of_outputs = (_inner(f"output{path}", leaf) for path, leaf in named(outputs))
         for name, tensor in chain(chain.from_iterable(of_outputs), self._state()):
             seen.setdefault(name, set()).add(_digest(tensor))
 
     def _copy_memory(self) -> None:
-        # What was staged may have given its memory back since.
+        # Staging buffers may have released their memory since.
         self._others = [(n, t) for n, t in self._others if t.untyped_storage().nbytes()]
         scratch = [tensor for name, tensor in self._others if not name]
         memory = [*scratch, *(tensor for _, tensor in self._state())]
@@ -134,16 +143,17 @@ class Comparison:
 
 
 def _inner(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields what a tensor consists of, each by a name of its own."""
+    """Yields the plain tensors inside a tensor, each with its own name."""
     for number, each in enumerate(plain_tensors([tensor])):
         yield f"{name}, inner tensor {number}" if number else name, each
 
 
 def _on_any_rank(found: bool, groups: Iterable[dist.ProcessGroup], device: torch.device) -> bool:
-    """Returns whether any rank has found something, of all that these groups connect.
+    """Returns whether `found` is True on any rank that the groups connect, directly or by way of
+    others.
 
-    One round brings it across one axis of a mesh. All ranks take the groups in one order: their
-    names count them.
+    One round over all groups carries the flag across at least one axis of a mesh, so as many rounds
+    as groups reach all ranks. Sorting by name gives all ranks the same order of groups.
     """
     ordered = sorted(groups, key=lambda group: group.group_name)
     flag = torch.tensor(float(found), device=device)
@@ -153,11 +163,12 @@ def _on_any_rank(found: bool, groups: Iterable[dist.ProcessGroup], device: torch
 
 
 def _copies(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Returns copies: in memory of the device if they take at most half of what is free there, else
-    on the host, by way of which a comparison of 1.2 billion parameters took 42 s on an H200.
+    """Returns copies of the tensors: on the device if they need at most half of its free memory,
+    else on the host. With copies on the host, a comparison of 1.2 billion parameters took 42 s on
+    an H200.
 
-    The device's is not from torch's allocator, so that it is no part of its peak and goes back
-    when the copies end.
+    The device memory does not come from torch's allocator, so that it does not raise the
+    allocator's peak and is released as soon as the copies are dropped.
     """
     sizes = [-(-each.nbytes // _ALIGNMENT) * _ALIGNMENT for each in tensors if each.is_cuda]
     has_room = bool(sizes) and has_kernels("cuda")
@@ -175,24 +186,24 @@ def _copies(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch
 
 
 def _digest(tensor: torch.Tensor) -> Hashable:
-    """Returns what tells bits apart: shape, dtype, and a sum of 64-bit words, each times an odd
-    number that follows from its place.
+    """Returns a digest of a tensor's bits: shape, dtype, and a checksum, the sum of its 64-bit
+    words, each multiplied by an odd number that depends on its position.
 
-    So two NaNs are equal, and two zeros of different sign are not. Other bits have the same sum by
-    chance, once in some 2**60. A copy to compare with would be as large as the state; here a
-    piece is in memory at a time.
+    NaNs with the same bits compare equal, and zeros of different sign do not. Different bits have
+    the same checksum with a probability of about 2**-60. To compare with a copy would need as much
+    memory as the state; the checksum needs one piece at a time.
     """
     whole = tensor.detach().contiguous().view(-1).view(torch.uint8)
     total = torch.zeros((), dtype=torch.int64, device=whole.device)
     factors = _odd_numbers(min(len(whole), _PIECE_NBYTES) // 8 + 1, whole.device)
     for piece in whole.split(_PIECE_NBYTES):
-        words = F.pad(piece, (0, -len(piece) % 8)).view(torch.int64)  # a copy, which may be changed
+        words = F.pad(piece, (0, -len(piece) % 8)).view(torch.int64)  # a copy, changed in place
         total = total * _ODD + words.mul_(factors[: len(words)]).sum()
     return tensor.shape, tensor.dtype, int(total)
 
 
 def _odd_numbers(count: int, device: torch.device) -> torch.Tensor:
-    """Returns numbers of 64 bits without a pattern; integers wrap."""
+    """Returns pseudo-random odd 64-bit numbers. Integer multiplication wraps around."""
     numbers = torch.arange(count, device=device).mul_(_ODD)
     numbers ^= numbers >> 29
     return numbers.mul_(_ODD).bitwise_or_(1)

@@ -1,7 +1,7 @@
-"""Eager regions: calls between the graphs of a split step, for work that no graph can hold.
+"""Eager regions: calls between the graphs of a split step, for work that a graph cannot contain.
 
-While a step is captured, its eager calls go to a handler (`handle_eager_calls`); at any
-other time they are made at once.
+Inside a step, calls of `outside` go to a handler (`handle_eager_calls`). Elsewhere they run
+immediately.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _thread = _ThreadState()
 
 
 def outside(call: Callable[_P, Any], *args: _P.args, **kwargs: _P.kwargs) -> None:
-    """Makes a call that no graph can hold inside a step: a print, a host read for a log, the step
-    of an optimizer that counts on the host.
+    """Makes a call inside a step that a graph cannot contain: a print, a host read for a log, or
+    the step of an optimizer that keeps its step count on the host.
 
-    A `graphed_step` splits its graph here. Every replay launches the graph before, makes the call
-    with the same arguments, and launches the graph after. Tensors among the arguments have the
-    values of that replay. In an eager step the call is made at once.
+    A `graphed_step` splits its graph here. Every replay launches the graph before the call, makes
+    the call with the same arguments, and launches the graph after it. Tensors among the arguments
+    have the values of that replay. In an eager step the call is made immediately.
 
     For example, in the step:
 
@@ -43,18 +43,16 @@ def outside(call: Callable[_P, Any], *args: _P.args, **kwargs: _P.kwargs) -> Non
         shardgrad.graphs.outside(optimizer.step)  # and graphed_step(model), without the optimizer
 
     Args:
-        call: the function. What it returns is dropped, since a replay does not run the step's
-            Python; write results into tensors.
-        args: for the call. Tensors are detached, so that the graph does not keep what backward
-            needs of them; a tensor that `call` closes over is not.
-        kwargs: for the call.
+        call: the function. Its result is dropped, since a replay does not run the step's Python;
+            write results into tensors.
+        args: positional arguments of the call. Tensors are detached, so that the graph does not
+            keep their autograd graph alive. Tensors that `call` closes over are not detached.
+        kwargs: keyword arguments of the call, likewise.
 
-    Streams: the call is made with the step's stream current, after the work before it. The host
-    waits only
-        if the call does.
-    Capture: safe inside a `graphed_step`, on the thread that called it, and not inside a backward.
-    Elsewhere
-        the call is made at once, inside the capture.
+    Streams: the call runs with the step's stream current, after the work before it. The host waits
+        only if the call does.
+    Capture: safe inside a `graphed_step`, on the thread that called the step, and not inside a
+        backward. Elsewhere the call runs immediately, inside the capture.
     """
     given, named = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
     handler = _thread.handler
@@ -66,7 +64,7 @@ def outside(call: Callable[_P, Any], *args: _P.args, **kwargs: _P.kwargs) -> Non
 
 @contextmanager
 def handle_eager_calls(handler: Handler) -> Iterator[None]:
-    """Passes to `handler` every call of `outside` in this thread."""
+    """Passes every call of `outside` in this thread to `handler` while the block runs."""
     before, _thread.handler = _thread.handler, handler
     try:
         yield

@@ -1,16 +1,18 @@
 """The engine's side of the capture protocol: adapters for sharded models, their optimizers and loss
 scaler.
 
-The only file of `graphs/` that knows parameter groups, gradient shards and the root context.
+This is the only file of `graphs/` that knows parameter groups, gradient shards and the root
+context.
 
 [Note: Gradients in a graph's pool]
-Where gradients are None when a graph begins and when it ends, their memory ([Note: Memory of
-gradients] in `engine/grad_shard.py`) is allocated inside the capture and freed at its end: a graph
-has it in its pool, like that of activations, and no other graph knows the address. Gradients that
-are there at a border of a graph, when it begins, ends, or is split, need memory that no other graph
-of the pool uses. If a capture begins with them, or an eager call before it had them at a border,
-their memory is fixed before. If a capture finds them there all the same, it is dropped,
-`CaptureAgain`, and the call runs eagerly.
+If gradients are None both when a graph begins and when it ends, their memory
+([Note: Memory of gradients] in `engine/grad_shard.py`) is allocated inside the capture and freed at
+its end. It then lies in the graph's memory pool, like that of activations, and other graphs do not
+use its address. Gradients that exist at a border of a graph, where it begins, ends, or is split,
+need memory that no other graph of the pool uses. If they exist when a capture begins, or existed at
+a border in an eager call before it, their memory is fixed before the capture. If a capture
+nevertheless finds gradients in its own memory at a border, it is dropped (`CaptureAgain`) and the
+call runs eagerly.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from shardgrad.optim.grad_scaler import GradScaler
 
 __all__ = ["ModuleState", "OptimState"]
 
-# Guards are read at every call for every parameter, so each is one pass in C.
+# Guards are read at every call for every parameter. These make each of them one pass in C.
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _GRAD = attrgetter("grad")
 _CONTEXT = attrgetter("context")
@@ -64,16 +66,16 @@ class ModuleState(Capturable):
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._units = units_under(module)
-        # Before the capture that runs; None outside. See [Note: Gradients in a graph's pool].
+        # The shards that had memory before the present capture; None outside of captures. See
+        # [Note: Gradients in a graph's pool].
         self._with_memory: set[GradShard] | None = None
-        self._registered_before: dict[str, Any] = {}  # likewise
-        # Which parameters require a gradient in this call, and whether as in the one before.
-        self._trains: tuple[bool, ...] = ()
-        self._is_placed = False
+        self._registered_before: dict[str, Any] = {}  # `_registered` before the present capture
+        self._trains: tuple[bool, ...] = ()  # `requires_grad` of `_trainable` in this call
+        self._is_placed = False  # True if `_trains` is as in the call before
         self._collect()
 
     def _collect(self) -> None:
-        """Collects what guards and snapshots read."""
+        """Collects the objects that guards and snapshots read."""
         self._groups = [group for unit in self._units for group in unit.groups]
         _refuse_uncapturable_groups(self._groups)
         self._grad_groups = [grads for unit in self._units for grads in unit.grad_groups]
@@ -85,7 +87,7 @@ class ModuleState(Capturable):
         self._trainable = [*sharded, *self._plain]
         self._addressed = [*self._plain, *self._module.buffers()]
         self._registration = Registration(params)
-        # Of the sharded parameters, by the attribute that has it.
+        # The sharded parameters, grouped by the attribute that their gradient is bound to.
         bound: dict[str, list[nn.Parameter]] = {}
         for group in self._groups:
             of = bound.setdefault(group.gradient_policy.attribute, [])
@@ -93,7 +95,7 @@ class ModuleState(Capturable):
         self._gradients = [(attrgetter(name), of) for name, of in bound.items()]
         self._modules = list(self._module.modules())
         self._module_ids = tuple(map(id, self._modules))
-        # Host state that a step may set, apart from gradients: where it is, and by which name.
+        # Other host state that a step may set: (dictionary, key) of each value.
         of_unit = "reshard_after_forward", "reshard_after_backward", "unshard_in_backward"
         self._switches = [
             *((vars(module), "training") for module in self._modules),
@@ -103,7 +105,7 @@ class ModuleState(Capturable):
             *((vars(each.scheduler), "is_last_backward") for each in self._contexts),
             *((vars(each.scheduler), "reads_again") for each in self._contexts),
         ]
-        # What registers modules, buffers, and parameters outside of units.
+        # The dictionaries that register submodules, buffers, and parameters that are not sharded.
         self._registers: list[dict[str, Any]] = []
         plain = set(map(id, self._plain))
         for module in self._modules:
@@ -114,8 +116,8 @@ class ModuleState(Capturable):
         self._generations = tuple(map(_GENERATION, self._groups))
 
     def _follow(self) -> None:
-        """Takes over parameters that the program has replaced, and collects again if that would
-        start from other objects.
+        """Adopts parameters that the program has replaced, and collects again if any object that
+        `_collect` starts from is another one.
         """
         if not self._registration.is_in_place():
             for group in self._groups:
@@ -126,9 +128,10 @@ class ModuleState(Capturable):
             self._collect()
 
     def _origins(self) -> Iterator[Any]:
-        """Yields the objects that `_collect` starts from: units get their root in the first
-        forward, and a program may replace modules, buffers, and parameters outside of units.
-        `_END` is last, so that two sequences of different lengths differ.
+        """Yields the objects that `_collect` starts from. They change when units get their root
+        context in the first forward, and when the program replaces modules, buffers, or parameters
+        that are not sharded. `_END` comes last, so that sequences of different lengths compare
+        unequal.
         """
         registered = chain.from_iterable(map(dict.values, self._registers))
         return chain(map(_CONTEXT, self._units), registered, _END)
@@ -136,10 +139,10 @@ class ModuleState(Capturable):
     def guards(self) -> Hashable:
         """See `Capturable`."""
         shards = self._shards()
-        with torch._C.DisableTorchFunctionSubclass():  # DTensors answer three times as fast
+        with torch._C.DisableTorchFunctionSubclass():  # makes DTensor attributes 3 times as fast
             grads = [None if g is None else g.data_ptr() for g in map(_GRAD, self._plain)]
             bound = self._bound(shards)
-            # Without memory there are neither flags nor verdicts.
+            # A shard without memory has neither live flags nor a verdict.
             memory = [s.memory is not GradMemory.NONE and _memory_of(s) for s in shards]
             return (
                 ("modules", self._module_ids),
@@ -154,7 +157,8 @@ class ModuleState(Capturable):
     def _bound(self, shards: Sequence[GradShard]) -> Hashable:
         """Returns which parameters have a gradient; () if none has, as after `zero_grad()`.
 
-        Tensors that the program has assigned are taken over, and flags made to agree.
+        Also copies gradients that the program has assigned into the shard, and updates the live
+        flags.
         """
         found = chain.from_iterable(map(read, params) for read, params in self._gradients)
         if all(map(is_, found, repeat(None))):
@@ -175,7 +179,9 @@ class ModuleState(Capturable):
             self._free_memory_of_graph(self._with_memory)
 
     def _refuse_replaced(self) -> None:
-        """At a border of a graph: refuses what a replay would not do, since it runs no Python."""
+        """Called at a border of a graph. Refuses a step that has replaced registered objects, which
+        a replay would not do.
+        """
         before = self._registered_before
         names = [name for name, one in self._registered().items() if one is not before.get(name)]
         if names:
@@ -189,14 +195,14 @@ class ModuleState(Capturable):
             )
 
     def _registered(self) -> dict[str, Any]:
-        """Returns modules, buffers and parameters by name."""
+        """Returns the modules, buffers and parameters under the module, by name."""
         module = self._module
         named = module.named_modules(), module.named_buffers(), module.named_parameters()
         return dict(chain.from_iterable(named))
 
     def _free_memory_of_graph(self, others: set[GradShard]) -> None:
-        """At a border of a graph: frees memory that gradients have got in it. Inside it may be in
-        use, so that is done outside.
+        """Called at a border of a graph. Frees gradient memory that was allocated in the capture,
+        once the capture has ended: inside it, the memory may still be in use.
         """
         shards = [shard for shard in self._shards() if shard.has_memory and shard not in others]
         if not all(shard.are_absent() for shard in shards):
@@ -208,8 +214,8 @@ class ModuleState(Capturable):
                 shard.free(shard.current_stream())
 
     def _join_post_optim_events(self) -> None:
-        """Makes the current stream wait for what the next forward was to wait for instead of the
-        stream.
+        """Makes the current stream wait for the event that `set_post_optim_event` has set for the
+        next forward's all-gathers.
         """
         for context in self._contexts:
             event, context.post_optim_event = context.post_optim_event, None
@@ -221,7 +227,7 @@ class ModuleState(Capturable):
         """See `Capturable`."""
         for context in self._contexts:
             context.comm_ctx.streams.forget_events()
-            context.post_optim_event = None  # recorded in the capture, if at all
+            context.post_optim_event = None  # one that is set was recorded in the capture
             context.abort()
         others, self._with_memory = self._with_memory, None
         if others is not None:
@@ -232,7 +238,8 @@ class ModuleState(Capturable):
     def after_eager_region(self) -> None:
         """See `Capturable`."""
         for context in self._contexts:
-            context.crosses_border()  # the backward that follows opens no forward
+            # The root's forward notes a border, but the next graph may contain only a backward.
+            context.crosses_border()
             context.parameters_written()
 
     def begin_call(self) -> None:
@@ -244,14 +251,14 @@ class ModuleState(Capturable):
         for group in self._groups:
             if group.state is not SHARDED:
                 group.carry_requires_grad()  # what was set on unsharded parameters
-        with torch._C.DisableTorchFunctionSubclass():  # DTensors answer three times as fast
+        with torch._C.DisableTorchFunctionSubclass():  # makes DTensor attributes 3 times as fast
             before, self._trains = self._trains, tuple(map(_REQUIRES_GRAD, self._trainable))
         self._is_placed = self._trains == before
         self._join_post_optim_events()
-        if GradMemory.HELD in map(_MEMORY, self._shards()):  # an eager call has been before this
+        if GradMemory.HELD in map(_MEMORY, self._shards()):  # after an eager call
             for context in self._contexts:
                 context.free_gradients()
-            self.at_eager_border()  # a capture will know the addresses of those that are there
+            self.at_eager_border()  # gradients that exist now: a capture would use their addresses
         if not self._is_placed:
             for grads in self._grad_groups:
                 grads.refresh_trainable()
@@ -264,7 +271,7 @@ class ModuleState(Capturable):
 
     def before_replays(self) -> Callable[[], bool]:
         """See `Capturable`."""
-        if not self._is_placed:  # tables of places come from the host
+        if not self._is_placed:  # the group's tables of offsets must be copied from the host again
             raise CaptureAgain("other parameters require a gradient than in the call before")
         self._with_memory = {shard for shard in self._shards() if shard.has_memory}
         self._registered_before = self._registered()
@@ -284,7 +291,8 @@ class ModuleState(Capturable):
 
     def snapshot(self) -> Callable[[], None]:
         """See `Capturable`."""
-        # In which state a sharded parameter is registered, beside others, is the engine's to say.
+        # Without sharded parameters: the engine decides whether their sharded or unsharded tensor
+        # is registered.
         registers = [
             (register, {name: one for name, one in register.items() if fsdp_param_of(one) is None})
             for register in self._registers
@@ -307,14 +315,14 @@ class ModuleState(Capturable):
         return restore
 
     def known_to_graph(self) -> Any:
-        """See `Capturable`. A parameter that is frozen or thawed gives its group other places; the
-        guards have identities of modules.
+        """See `Capturable`. A change of `requires_grad` replaces the group's tensors. Modules are
+        kept because the guards compare their ids, which must not be reused.
         """
         return self._modules, [grads.known_to_graph() for grads in self._grad_groups]
 
     def replayed(self) -> None:
-        """See `Capturable`. Parameters that are kept unsharded are stale now, as after an optimizer
-        step.
+        """See `Capturable`. Also drops unsharded parameters that are kept: they are stale now, as
+        after an optimizer step.
         """
         for group in self._groups:
             group.steps_taken += 1
@@ -345,14 +353,15 @@ class ModuleState(Capturable):
 
 
 def _memory_of(shard: GradShard) -> Hashable:
-    """Returns where the gradients lie, if a graph may know it; what their flags say; and the
-    verdict on them by identity, with the places that it is of. That on gradients that are None
-    is forgotten.
+    """Returns the address of the gradients, if a graph may use it; the live flags; and the id of
+    the verdict ([Note: Verdicts] in `engine/grad_shard.py`), with the gradients that it covers.
+
+    Drops a verdict if all gradients are None.
     """
     if shard.nonfinite is not None and shard.are_absent():
         shard.nonfinite = None
         shard.judged.clear()
-    # Memory on the host is always fixed, and of no graph.
+    # Host memory is FIXED as well, but no graph uses it.
     is_known = shard.memory is GradMemory.FIXED and shard.stream is not None
     address = shard.flat.data_ptr() if is_known else 0
     return address, tuple(shard.flagged), id(shard.nonfinite), frozenset(shard.judged)
@@ -389,8 +398,8 @@ def _has_known_memory(tensor: torch.Tensor) -> bool:
 
 
 class OptimState(Capturable):
-    """An optimizer or a loss scaler of `shardgrad.optim`: what can change between steps is in
-    device memory.
+    """Adapts an optimizer or a loss scaler of `shardgrad.optim`, whose values that change between
+    steps are in device memory.
     """
 
     is_guarded = True

@@ -1,4 +1,4 @@
-"""The state of the host from which a step starts."""
+"""A snapshot of the host state from which a step starts."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ def host_snapshot(
     device: torch.device,
     generators: Sequence[torch.Generator],
 ) -> Callable[[], None]:
-    """Returns a function that makes the host what it is now; memory of the device is not touched.
+    """Returns a function that restores the present host state and random generators without
+    touching other device memory.
 
     Args:
-        capturables: whose snapshots are taken.
-        device: whose random numbers are put back, as the host's are.
-        generators: of further random numbers.
+        capturables: the objects whose snapshots are taken.
+        device: the device whose default generator is restored, besides the CPU's.
+        generators: further generators to restore.
     """
     restores: list[Callable[[], object]] = [each.snapshot() for each in capturables]
     restores += [partial(each.set_state, each.get_state()) for each in generators]

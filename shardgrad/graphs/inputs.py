@@ -1,13 +1,13 @@
 """The arguments of a step: copied tensors, static tensors, and values that choose the graph.
 
-| kind | what | at the next call |
+| kind | arguments | in a later call |
 | --- | --- | --- |
-| copied | tensors | is copied into the graph's input |
-| static | parameters, buffers, `mark_static_address` | another address is another graph |
-| key | numbers, None, strings, the structure, any other object | another value is another graph |
+| copied | tensors | are copied into the graph's input buffers |
+| static | parameters, buffers, `mark_static_address` | another address needs another graph |
+| key | numbers, None, strings, the structure, other objects | another value needs another graph |
 
-A host tensor reaches the step as a tensor of the device, since a graph cannot read what a program
-writes to host memory later.
+The step gets a device tensor for a CPU tensor, since a graph cannot read what the program later
+writes to host memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardgrad.graphs.pool import GraphPool
 
 __all__ = ["InputBuffers", "Inputs", "flatten_inputs", "objects_in"]
 
-_LEAVES = (torch.Tensor, bool, int, float, str, type(None))  # what most arguments end in
+_LEAVES = (torch.Tensor, bool, int, float, str, type(None))  # the most frequent leaves
 _STATIC = (nn.Parameter, nn.Buffer)
 
 
@@ -37,8 +37,8 @@ class Inputs(NamedTuple):
     """The flattened arguments of one call.
 
     Attributes:
-        tensors: tensors to copy, in order.
-        key: chooses the graph, together with the guards.
+        tensors: the tensors to copy, in order.
+        key: the input key. Together with the guards it chooses the graph.
         arguments: (args, kwargs), as given.
     """
 
@@ -58,12 +58,12 @@ def flatten_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
 
 
 def _key(value: Any, tensors: list[torch.Tensor], numbers: Iterator[int]) -> Hashable:
-    """Returns the key of a tree, and appends the tensors to copy.
+    """Returns the key of a tree, and appends the tensors to copy to `tensors`.
 
     Args:
         value: the tree.
-        tensors: to append to.
-        numbers: of the next leaves, for errors.
+        tensors: the list to append to.
+        numbers: yields the number of each leaf, for errors.
     """
     if isinstance(value, torch.Tensor):
         index = next(numbers)
@@ -77,7 +77,7 @@ def _key(value: Any, tensors: list[torch.Tensor], numbers: Iterator[int]) -> Has
         kind, parts, _ = node
         return kind, *[_key(part, tensors, numbers) for part in parts]
     index = next(numbers)
-    # The type too, since 1, 1.0 and True are equal, and another program each.
+    # With the type: 1, 1.0 and True compare equal but are different programs.
     return f"input {index}", type(value).__name__, _comparable(value, index)
 
 
@@ -91,8 +91,9 @@ def objects_in(value: Any) -> Iterator[Any]:
 
 
 def _is_static(tensor: torch.Tensor) -> bool:
-    # As torch.compile does; see torch._dynamo.mark_static_address. Most tensors have no attributes,
-    # and torch's own answer, a Python function for each of these classes, takes six times as long.
+    # As in torch.compile; see torch._dynamo.mark_static_address. The first test is a shortcut for
+    # most tensors: isinstance of these two classes calls a Python function and takes six times as
+    # long.
     if type(tensor) is torch.Tensor and not tensor.__dict__:
         return False
     return isinstance(tensor, _STATIC) or hasattr(tensor, "_dynamo_static_input_type")
@@ -132,10 +133,12 @@ def _comparable(leaf: Any, index: int) -> Hashable:
 
 
 def _opened(value: Any) -> tuple[Hashable, Iterable[Any], Callable[[list[Any]], Any]] | None:
-    """Returns a tree's kind, its parts, and what makes the same of other parts; None for a leaf.
+    """Returns a tree's kind, its children, and a function that rebuilds it from other children;
+    None for a leaf.
 
-    Besides torch's trees, dataclasses and block masks are some. Called at every replay, and torch
-    takes three times as long for what most arguments are made of.
+    Dataclasses and block masks are trees, too, besides torch's pytrees. Tuples, lists and
+    dictionaries have their own code because this runs at every replay and `tree_flatten` takes
+    three times as long.
     """
     kind: Any = type(value)
     if kind is tuple or kind is list:
@@ -149,15 +152,16 @@ def _opened(value: Any) -> tuple[Hashable, Iterable[Any], Callable[[list[Any]], 
         return spec, parts, spec.unflatten
     if not (isinstance(value, BlockMask) or is_dataclass(kind)):
         return None
-    # Fields may be in slots; what `__post_init__` or a cached property has added is no field.
+    # Fields may be in slots, and `__dict__` may have attributes that `__post_init__` or a cached
+    # property has added: take both.
     named = [field.name for field in fields(kind)] if is_dataclass(kind) else []
     names = tuple(dict.fromkeys((*named, *getattr(value, "__dict__", ()))))
     return (kind, names), [getattr(value, name) for name in names], partial(_instance, kind, names)
 
 
 def _instance(kind: Any, names: Sequence[str], parts: list[Any]) -> Any:
-    """Returns an instance with these attributes. `__init__` does not run: a copy must not validate
-    again.
+    """Returns an instance with these attributes, without running `__init__`, so that a copy is not
+    validated again.
     """
     instance = object.__new__(kind)
     for name, value in zip(names, parts, strict=True):
@@ -166,7 +170,7 @@ def _instance(kind: Any, names: Sequence[str], parts: list[Any]) -> Any:
 
 
 def _filled(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    """Returns a tree with other tensors in the place of those that are copied."""
+    """Returns the tree with its copied tensors replaced by the next ones of `tensors`."""
     node = _opened(value)
     if node is not None:
         _, parts, made_of = node
@@ -179,14 +183,14 @@ def _filled(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
 
 
 class InputBuffers:
-    """The inputs of a graph: one buffer for each copied tensor, at a constant address.
+    """The static inputs of a graph: one buffer for each copied tensor.
 
     Args:
-        inputs: the first with this key.
-        pool: gives device and stream.
+        inputs: the inputs of the first call with this key.
+        pool: the pool that has the device and the stream.
 
     Attributes:
-        buffers: in the order of `Inputs.tensors`.
+        buffers: the buffers, in the order of `Inputs.tensors`.
     """
 
     def __init__(self, inputs: Inputs, pool: GraphPool) -> None:
@@ -194,15 +198,16 @@ class InputBuffers:
         kind = pool.device.type
         is_sent = pool.can_capture and any(t.device.type != kind for t in inputs.tensors)
         self._transfers: Stream = torch.Stream(pool.device) if is_sent else None
-        with torch.inference_mode(False):  # later calls of this kind may be in another mode
+        with torch.inference_mode(False):  # later calls with this key may be outside of the mode
             self.buffers = [torch.empty_like(each, device=pool.device) for each in inputs.tensors]
         self._given = inputs.arguments
 
     def arguments(self, *, copied: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns (args, kwargs) for the step: for a capture with the buffers, else with copies,
-        which the program may keep.
+        """Returns (args, kwargs) for the step: with copies of the buffers, which the program may
+        keep, or for a capture with the buffers themselves.
 
-        Buffers are other tensors each time, so that what autograd notes of them ends with the call.
+        The buffers are detached to new tensor objects each time, so that autograd state of one call
+        does not reach the next.
         """
         tensors = (each.clone() if copied else each.detach() for each in self.buffers)
         filled: tuple[tuple[Any, ...], dict[str, Any]] = _filled(self._given, tensors)
@@ -212,8 +217,8 @@ class InputBuffers:
         """Copies a call's tensors into the buffers.
 
         Streams: on `stream`, the current one. Host tensors are sent on another stream while the
-            step before is running, and the host does not wait. Pinned ones are sent from where they
-            are, and must not be written before.
+            previous step is running, and the host does not wait. Contiguous pinned tensors are sent
+            without staging, so the program must not write them until the copy has run.
         """
         if not self.buffers:
             return
@@ -236,5 +241,5 @@ class InputBuffers:
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a copy that CUDA reads while the host goes on."""
+    """Returns a copy in pinned memory, from which CUDA copies asynchronously."""
     return torch.empty_like(tensor, pin_memory=True).copy_(tensor)

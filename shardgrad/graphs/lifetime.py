@@ -1,10 +1,10 @@
-"""Graphs are destroyed before the process group that their collectives belong to.
+"""Destroys graphs before the process group that their collectives belong to.
 
-A graph holds NCCL communicators, and destroying a communicator waits until no graph holds it, so
-`destroy_process_group` would hang. torch calls nothing before it destroys a process group, so
-`torch.distributed.destroy_process_group` is replaced while there are graphs, and restored when the
-last one is gone. Process groups in whose world nothing was captured are destroyed by torch's
-function as usual.
+A graph holds NCCL communicators, and NCCL does not destroy a communicator while a graph holds it,
+so `destroy_process_group` would hang. torch has no hook that runs before a process group is
+destroyed. So `torch.distributed.destroy_process_group` is replaced while graphs exist, and restored
+when the last one is destroyed. The replacement closes only the steps that were captured under the
+default process group that is being destroyed.
 """
 
 from __future__ import annotations
@@ -24,17 +24,15 @@ from shardgrad.graphs.torch_patches import Patch, Replacement
 __all__ = ["has_graphs", "has_no_graphs"]
 
 
-# Of each step that has graphs, its default process group, of which a process may have several, one
-# for each thread; and what ends its need of torch's function being replaced.
+# For each step that has graphs: its default process group (a process may have one per thread), and
+# a function that ends the step's use of the patch.
 _steps: weakref.WeakKeyDictionary[Any, tuple[Any, Callable[[], object]]]
 _steps = weakref.WeakKeyDictionary()
 _patch = Patch()
 
 
 def has_graphs(step: Any) -> None:
-    """Has `step` closed before its default process group is destroyed, or at the interpreter's
-    exit.
-    """
+    """Registers `step` to be closed before its default process group is destroyed, or at exit."""
     if step not in _steps:
         block = ExitStack()
         block.enter_context(_patch.active(_replacements))
@@ -44,7 +42,7 @@ def has_graphs(step: Any) -> None:
 
 
 def has_no_graphs(step: Any) -> None:
-    """Says that `step` has no graphs any more."""
+    """Removes the registration of `step`, whose graphs are destroyed."""
     if step in _steps:
         _, end = _steps.pop(step)
         end()

@@ -1,8 +1,7 @@
-"""A rank that cannot capture a step says so, for the ranks whose captured collectives it does not
+"""Publishes that a rank cannot capture a step, for the ranks whose captured collectives it does not
 join.
 
-It says it in the store in which the ranks met, since a collective would be the next that others do
-not join.
+It uses the default store, since the other ranks would not join a collective.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ _KEY = "shardgrad/cannot_capture"
 
 
 def announce(what: str) -> None:
-    """Says that this rank could not capture, and why."""
+    """Publishes that this rank could not capture, and why."""
     if dist.is_initialized() and dist.get_world_size() > 1:
-        with suppress(RuntimeError):  # the store's process is gone, and the run ends in any case
+        with suppress(RuntimeError):  # the store's host process has exited, so the run is ending
             dist.distributed_c10d._get_default_store().set(_KEY, f"rank {dist.get_rank()}: {what}")
 
 
 def announced() -> str:
-    """Returns what a rank said last, which may be this one; "" if none did."""
+    """Returns the latest announcement of any rank, this one included; "" if there is none."""
     if dist.is_initialized():
         with suppress(RuntimeError):
             store = dist.distributed_c10d._get_default_store()

@@ -1,4 +1,4 @@
-"""What a step returns."""
+"""The outputs of a step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
 
 
 def detached(outputs: Any) -> Any:
-    """Returns a step's outputs without their autograd graph.
+    """Returns a step's outputs, detached from the autograd graph.
 
     Raises:
         StepOutputError: an output is neither a tensor nor None, so a replay could not update it.
@@ -53,11 +53,11 @@ def detached(outputs: Any) -> Any:
 
 
 def apart_from(state: Iterable[torch.Tensor], outputs: Any) -> Any:
-    """Returns the outputs, with copies of those that lie in memory that the step's state has.
+    """Returns the outputs, with a copy of each that shares memory with the step's state.
 
-    A graph's outputs are kept as long as the graph; gradients that are kept are parted with
-    ([Note: Kept gradients] in `engine/grad_shard.py`), and would no longer be what a replay
-    writes.
+    A graph's outputs live as long as the graph. An output that is a gradient would count as one
+    that the program keeps ([Note: Kept gradients] in `engine/grad_shard.py`): the engine would give
+    up that memory, and replays would no longer write the gradients there.
 
     Streams: the current one.
     Capture: safe.
@@ -83,8 +83,8 @@ def clones(outputs: Any) -> Any:
 
 
 def plain_tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Yields the tensors among values; of a DTensor and other wrapper subclasses, the inner ones,
-    which have the memory.
+    """Yields the tensors among the values. For a DTensor or another wrapper subclass, yields its
+    inner tensors, which own the memory.
     """
     for value in values:
         if is_traceable_wrapper_subclass(value):
@@ -95,23 +95,23 @@ def plain_tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def host_value(tensor: torch.Tensor) -> bytes:
-    """Returns what a tensor of the host holds, which reaches the device as a number and not as an
-    address; nothing of others, and of pinned memory, which the device reads.
+    """Returns the bytes of a CPU tensor, which reaches the device by value. Returns b"" for device
+    tensors and for pinned memory, which the device reads by address.
     """
     value = b""
     for each in plain_tensors([tensor]):
         if each.device.type == "cpu" and not each.is_pinned():
-            # A copy, since a storage that numpy has seen cannot be resized any more.
+            # A copy, since `numpy()` makes a storage non-resizable.
             copy = each.detach().clone(memory_format=torch.contiguous_format)
             value += bytes(copy.view(-1).view(torch.uint8).numpy())
     return value
 
 
 def used_on(outputs: Any, stream: torch.Stream | None) -> Any:
-    """Returns the outputs, and tells the allocator that `stream` uses them.
+    """Records with the allocator that `stream` uses the outputs, and returns them.
 
-    For the outputs of an eager step, and for copies. The memory of a graph's outputs belongs to the
-    graph.
+    For outputs of an eager step and for copies. Outputs of a graph need no record, since their
+    memory belongs to the graph.
     """
     if stream is not None:
         for tensor in plain_tensors(tree_leaves(outputs)):
@@ -120,14 +120,14 @@ def used_on(outputs: Any, stream: torch.Stream | None) -> Any:
 
 
 def named(outputs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the tensors among the outputs, with their path in the tree."""
+    """Yields (path in the tree, tensor) for the tensors among the outputs."""
     for path, leaf in tree_flatten_with_path(outputs)[0]:
         if isinstance(leaf, torch.Tensor):
             yield keystr(path), leaf
 
 
 def scalars(outputs: Any) -> list[tuple[str, torch.Tensor]]:
-    """Returns the outputs that have one element, with their path in the tree, without brackets."""
+    """Returns (path without brackets, tensor) for the real outputs with one element."""
     return [
         (path.strip("[]'") or "output", leaf)
         for path, leaf in named(outputs)

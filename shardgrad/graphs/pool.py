@@ -1,8 +1,8 @@
 """The stream that steps are captured on, and the memory pool that their graphs share.
 
-Calls of one pool run one after the other, so a graph may reuse memory of the pool that an earlier
-one left. A replay is a launch on the caller's stream, and so needs no wait unless the call before
-came from another one.
+Calls of steps with the same pool run one after the other, so a graph may reuse memory that another
+graph of the pool uses for intermediate results. A replay is launched on the caller's stream. It
+needs no wait unless the call before it was made on another stream.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from shardgrad.policies import SleepPolicy
 
 __all__ = ["DeviceGraph", "GraphPool"]
 
-DeviceGraph = Any  # a torch.cuda.CUDAGraph, or a torch.accelerator.Graph
-_STREAM_NON_BLOCKING = 1  # cudaStreamNonBlocking: the legacy stream does not wait for it
+DeviceGraph = Any  # a torch.cuda.CUDAGraph or a torch.accelerator.Graph
+_STREAM_NON_BLOCKING = 1  # cudaStreamNonBlocking: not synchronized with the legacy stream
 
 
 class GraphPool:
     """A stream and a memory pool for graphs that never run at the same time.
 
-    Steps that use the same model, for example one for training and one for evaluation, share memory
-    if they share a pool.
+    Steps that use the same model, for example a training step and an evaluation step, share the
+    graphs' memory if they share a pool.
 
     For example:
 
@@ -41,17 +41,17 @@ class GraphPool:
         evaluate = shardgrad.graphed_step(model, pool=pool)(evaluation)
 
     Args:
-        device: of the models and optimizers; None for the current accelerator, or the CPU without
-            one.
-        offload_policy: `SleepPolicy()` for memory that `shardgrad.sleep` can give back, on CUDA.
+        device: the device of the models and optimizers. None for the current accelerator, or for
+            the CPU if there is none.
+        offload_policy: `SleepPolicy()` for memory that `shardgrad.sleep` can release (CUDA only).
 
     Attributes:
         device: as given, with an index.
-        stream: on which steps run eagerly and are captured; None on the CPU.
-        can_capture: False where the device has no graphs: steps run eagerly there.
-        nbytes: bytes that captures have reserved so far, beyond what eager steps had reserved.
-        calls: number of calls of all steps of this pool; each may overwrite what an earlier one
-            returned.
+        stream: the stream on which steps run eagerly and are captured; None on the CPU.
+        can_capture: False if the device has no graphs, so that all steps run eagerly.
+        nbytes: bytes that captures have reserved so far, in addition to those of eager steps.
+        calls: number of calls of all steps of this pool. Each may overwrite the outputs of earlier
+            ones.
     """
 
     def __init__(
@@ -68,16 +68,16 @@ class GraphPool:
             _capture_stream(self.device, threading.get_ident()) if self.can_capture else None
         )
         self.nbytes = self.calls = 0
-        self._latest: Stream = None  # from which the latest call came
+        self._latest: Stream = None  # the caller's stream in the latest call
         self._policy = offload_policy
         self._memory: VirtualPool | None = None
-        self._handle: Any = None  # of the memory, while it has graphs
-        self._graphs = 0
-        self._is_away = False
+        self._handle: Any = None  # torch's id of the memory pool; None while there are no graphs
+        self._graphs = 0  # number of graphs that exist
+        self._is_away = False  # True between `offload` and `reload`
 
     def offload(self) -> None:
-        """Gives the graphs' memory back until `reload`. What replays have returned is lost, and a
-        call of a step raises meanwhile.
+        """Releases the graphs' memory until `reload`. The outputs of earlier replays are lost, and
+        until then a call of a step raises.
 
         Streams: the host waits for the device. Capture: not safe.
 
@@ -96,7 +96,7 @@ class GraphPool:
         self._is_away = True
 
     def reload(self) -> None:
-        """Takes the memory again, at its addresses: graphs are replayed as before.
+        """Maps the memory again at the same addresses, so that graphs can be replayed.
 
         Streams: filled on the current one. Capture: not safe.
         """
@@ -105,8 +105,8 @@ class GraphPool:
         self._is_away = False
 
     def follow(self) -> Stream:
-        """Returns the caller's current stream, which waits for the pool's calls so far; None on the
-        CPU.
+        """Makes the caller's current stream wait for all earlier calls of this pool, and returns
+        it; None on the CPU.
 
         Raises:
             AsleepError: after `offload`.
@@ -125,10 +125,10 @@ class GraphPool:
         """Makes the pool's stream current inside the block.
 
         Args:
-            caller: as `follow` returned it.
+            caller: the stream that `follow` returned.
 
-        Streams: the pool's stream waits for the caller's; after the block, also if that raises, the
-        caller's waits for the pool's.
+        Streams: the pool's stream waits for the caller's before the block, and the caller's for the
+            pool's after it, even if the block raises.
         """
         if self.stream is None or caller is None:
             yield
@@ -144,16 +144,16 @@ class GraphPool:
     def capture(self, generators: Sequence[torch.Generator] = ()) -> Iterator[DeviceGraph]:
         """Captures what the block launches on the pool's stream, and on streams that join it.
 
-        Called inside `turn`. The host waits for the device first. If the block raises, the capture
-        is ended and its graph destroyed.
+        Call it inside `turn`. The host waits for the device first. If the block raises, the capture
+        is ended and the graph is destroyed.
 
         Raises:
             CaptureError: another thread captures on the device.
         """
         with _alone(self.device):
-            gc.collect()  # a tensor of a dead cycle must not be freed into the capture
+            gc.collect()  # tensors of earlier, unreachable cycles must not be freed in the capture
             wait_for_device(self.device)
-            # So that the graph may reserve what eager steps hold in the cache and do not use.
+            # So that the graph's pool may reserve memory that eager steps left unused in the cache.
             torch.get_device_module(self.device).empty_cache()
             reserved = self._reserved()
             graph = self._begin(generators)
@@ -164,7 +164,7 @@ class GraphPool:
                 try:
                     yield graph
                 except BaseException:
-                    with suppress(Exception):  # the cause is what ended the block
+                    with suppress(Exception):  # the block's own exception is the cause
                         self._end(graph, generators)
                     raise
                 finally:
@@ -178,8 +178,8 @@ class GraphPool:
             self.nbytes += max(0, self._reserved() - reserved)
 
     def segments(self) -> Iterator[tuple[int, int]]:
-        """Yields the first address of each segment of the graphs' memory, and the first behind it;
-        none where the allocator does not say.
+        """Yields the begin and end address of each segment of the graphs' memory; nothing on
+        devices other than CUDA.
         """
         if self._handle is not None and self.device.type == "cuda":
             for segment in torch.cuda.memory_snapshot(self._handle):
@@ -188,9 +188,10 @@ class GraphPool:
     def destroy(self, graph: DeviceGraph) -> None:
         """Destroys a graph that `capture` has yielded.
 
-        With the last one goes the memory: torch refuses captures into a pool whose graphs are gone.
+        The last graph's end drops the memory pool, too: torch refuses captures into a pool all of
+        whose graphs are destroyed.
         """
-        if self._memory is not None:  # whose end waits for nothing
+        if self._memory is not None:  # a VirtualPool unmaps without waiting for the device
             wait_for_device(self.device)
         graph.reset()
         self._graphs -= 1
@@ -204,7 +205,8 @@ class GraphPool:
             for generator in generators:
                 graph.register_generator_state(generator)
             self._handle = self._handle or self._new_memory()
-            # Not "global": the watchdog thread of a process group queries events all the time.
+            # Not "global", in which the event queries of ProcessGroupNCCL's watchdog thread would
+            # invalidate the capture.
             graph.capture_begin(self._handle, capture_error_mode="thread_local")
         elif generators:
             raise CaptureError(
@@ -234,13 +236,13 @@ class GraphPool:
             raise
 
     def _end_in_torch(self, generators: Sequence[torch.Generator]) -> None:
-        """Ends torch's side of a capture that CUDA has ended already."""
+        """Ends torch's part of a capture that CUDA has already invalidated."""
         with suppress(RuntimeError):
-            # Otherwise the allocator keeps deferring frees of memory that other streams have used.
+            # Otherwise the allocator keeps deferring frees of memory used on other streams.
             torch._C._cuda_endAllocateToPool(self.device.index, self._handle)
         with suppress(RuntimeError):
-            # Generators of torch 2.11 cannot be used until a capture that they are registered with
-            # succeeds.
+            # In torch 2.11, a generator stays in capture mode until a capture that it is registered
+            # with succeeds, so capture an empty graph.
             graph = torch.cuda.CUDAGraph()
             for generator in generators:
                 graph.register_generator_state(generator)
@@ -258,12 +260,13 @@ class GraphPool:
 def _capture_stream(device: torch.device, thread: int) -> torch.Stream:
     """Returns the stream on which all pools of a thread capture.
 
-    torch keeps cuBLAS workspaces for each stream that matrices were multiplied on, 64 MiB on an
-    H100, until the process ends; so there is one stream, and not one for each pool. Another thread
-    has its own, since what it launched on this one would become part of a graph. For the same
-    reason CUDA makes it: torch lends its 32 in turn, and a program's 33rd would be this one.
+    All pools share one stream because torch keeps a cuBLAS workspace for each stream that ran a
+    matmul (64 MiB on an H100) until the process ends. Each thread has its own stream, since work
+    that another thread launches on it during a capture would become part of the graph. For the same
+    reason the stream is not from torch's pool: torch hands out its 32 streams round-robin, so the
+    program's 33rd stream would be this one.
     """
-    if device.type != "cuda" or torch.version.cuda is None:  # another device, or ROCm
+    if device.type != "cuda" or torch.version.cuda is None:  # other devices, and ROCm
         return torch.Stream(device)
     runtime = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.partition('.')[0]}")
     stream = ctypes.c_void_p()
@@ -272,7 +275,8 @@ def _capture_stream(device: torch.device, thread: int) -> torch.Stream:
             runtime.cudaStreamCreateWithFlags(ctypes.byref(stream), _STREAM_NON_BLOCKING)
         )
     found = torch.cuda.ExternalStream(stream.value, device=device)
-    # Streams of torch.cuda and of torch are equal and have other hashes: one kind is used here.
+    # A torch.cuda.Stream equals the torch.Stream with its id but has another hash, and streams are
+    # dictionary keys here. So torch.Stream is used everywhere.
     return torch.Stream(
         stream_id=found.stream_id, device_index=found.device_index, device_type=found.device_type
     )
@@ -283,8 +287,8 @@ _threads_capturing: dict[torch.device, threading.Thread] = {}
 
 @contextmanager
 def _alone(device: torch.device) -> Iterator[None]:
-    """Refuses a capture while another thread captures: it begins with a wait for the device, which
-    would break the other one.
+    """Refuses a capture while another thread captures on the device: each begins with a device
+    synchronization, which would invalidate the other thread's capture.
     """
     thread = threading.current_thread()
     other = _threads_capturing.setdefault(device, thread)
@@ -303,7 +307,7 @@ def _alone(device: torch.device) -> Iterator[None]:
 
 
 def _resolved(device: torch.device | str | None) -> torch.device:
-    """Returns a device as tensors name it, with an index."""
+    """Returns a device with its index, as `tensor.device` gives it."""
     if device is None:
         device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
     return torch.empty(0, device=device).device

@@ -1,8 +1,9 @@
-"""What keeps a step from being a graph and is known before one is captured.
+"""Checks for conditions under which a step cannot be captured, beyond what a capture itself finds.
 
-A capture raises at the call that no graph can hold, and what it freezes is found by capturing twice
-(`comparison.py`). Here is what neither finds: settings with which a capture would harm the process
-are refused before it, and what makes captures fail far from its cause is added to their errors.
+A capture raises at an operation that a graph cannot contain, and values that it freezes are found
+by capturing twice (`comparison.py`). This file covers the rest. Settings with which a capture would
+harm the process are refused before it. Conditions that make captures fail far from their cause are
+added to the error.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ _HOST_READ = CaptureError(
     fix="return what the host reads from the step, and read it afterwards; torch.where instead of "
     "an if; shardgrad.graphs.outside for what the host does in the middle",
 )
-# By cudaError_t; those of streams CUDA reports where the capture meets them.
+# By cudaError_t. CUDA raises those about streams at the call that breaks the capture.
 _CUDA_ERRORS: dict[int | None, CaptureError] = {
     900: _HOST_READ,
     904: CaptureError(
@@ -76,9 +77,9 @@ _COPY = CaptureError(
     fix="make it before the step and pass it as an argument; or torch.full, torch.arange with "
     "device=, and fill_ for an element",
 )
-# What torch says before the device would.
+# Errors that torch raises itself, before it calls CUDA.
 _MESSAGES = {"Cannot copy between CPU and CUDA tensors": _COPY}
-# Functions of torch in which an error has one cause.
+# Functions of torch in which an error in a capture has only one cause.
 _RAISING = {
     checkpoint.get_device_states.__code__: _SAVED_STATE,
     Distribution.__init__.__code__: _VALIDATED,
@@ -94,13 +95,13 @@ def explain(issues: Iterable[CaptureError]) -> str:
 
 
 def environment_issues(device: torch.device, optimizers: Sequence[Optimizer]) -> list[CaptureError]:
-    """Returns the issues that can be known without running a step.
+    """Returns the issues that can be found without running a step.
 
     Args:
-        device: of the step. Kernels are looked for, and environment variables read, on CUDA only.
-        optimizers: that the step uses.
+        device: the device of the step. Kernels and environment variables are checked on CUDA only.
+        optimizers: the optimizers that the step uses.
 
-    Capture: called before a capture; it reads nothing from the device.
+    Capture: called outside of a capture; it reads nothing from the device.
     """
     found = [
         CaptureError(f"a step of {type(each).__name__} cannot be recorded: {why}", fix=cure(each))
@@ -133,7 +134,7 @@ def environment_issues(device: torch.device, optimizers: Sequence[Optimizer]) ->
 
 
 def cause_of(error: BaseException) -> ShardgradError:
-    """Returns what led to an error inside a capture; one of this package says so itself."""
+    """Returns the cause of an error inside a capture. An error of this package is its own cause."""
     if isinstance(error, ShardgradError):
         return error
     for frame, _ in traceback.walk_tb(error.__traceback__):
@@ -150,23 +151,24 @@ def cause_of(error: BaseException) -> ShardgradError:
 
 
 def refuse_harmful_settings() -> None:
-    """Refuses a capture that would leave the process broken, before it begins.
+    """Refuses to begin a capture that would leave the process in a broken state.
 
     Raises:
-        CaptureError: CUDA's allocator has such a setting.
+        CaptureError: CUDA's caching allocator has a setting with which it would.
     """
     for issue in _of_allocator():
         raise issue
 
 
 def require_launch_order(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Refuses a graph in which nothing orders collectives of two communicators.
+    """Refuses a graph with collectives of several communicators whose launches are not ordered.
 
     Args:
-        groups: whose collectives were captured.
+        groups: the process groups whose collectives were captured.
 
     Raises:
-        CaptureError: there are several, and NCCL does not order them.
+        CaptureError: several groups have more than one rank, and NCCL does not order their
+            launches.
     """
     names = sorted(group.group_desc for group in groups if group.size() > 1)
     if len(names) > 1 and os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT", "0") in ("", "0"):
@@ -182,7 +184,7 @@ def require_launch_order(groups: Iterable[dist.ProcessGroup]) -> None:
 def _of_allocator() -> Iterator[CaptureError]:
     try:
         backend = torch.cuda.get_allocator_backend()
-    except AttributeError:  # a torch without CUDA
+    except AttributeError:  # torch was built without CUDA
         return
     if backend != "native":
         yield _setting(
@@ -197,7 +199,7 @@ def _of_allocator() -> Iterator[CaptureError]:
 
 
 def _has_expandable_segments() -> bool:
-    """Asks the allocator: a program may have set them without the environment."""
+    """Reads the setting from the allocator, since a program may set it without the environment."""
     settings = torch.cuda.memory._snapshot()["allocator_settings"]
     return bool(settings.get("expandable_segments", False))
 

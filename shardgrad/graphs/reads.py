@@ -1,12 +1,12 @@
-"""What a capture reads and writes without being given it, seen at its operations.
+"""Records which memory outside of the graph a capture reads and writes, operation by operation.
 
-Tensors that the step closes over are noted with the places in which Python finds them
-(`closed_over.py`), and memory of the device wherever the program has it: a graph is replayed only
-while both are as they were. What a replay would not do, or could not put back, is refused at the
-operation.
+For each tensor that the step closes over, the capture records the places where Python finds it
+(`closed_over.py`). For all other device memory, it records whether the program still holds it. A
+graph is replayed only while both are unchanged. An operation whose effect a replay would not repeat
+or whose state could not be restored is refused at its line.
 
-A tensor of the host reaches the device as a number, so its value is as much a part of the graph as
-where it lies, wherever the program keeps it.
+A CPU tensor reaches the device by value, like a number. So the graph depends on its value as well
+as on its address, wherever the program keeps it.
 """
 
 from __future__ import annotations
@@ -32,30 +32,34 @@ from shardgrad.graphs.outputs import plain_tensors
 
 __all__ = ["Reads"]
 
-_CDATA = attrgetter("_cdata")  # what several objects of Python may stand for
+_CDATA = attrgetter("_cdata")  # the C++ object, of which there may be several Python wrappers
 _EXPIRED: Any = torch.UntypedStorage._expired
 
 
 class Reads(TorchDispatchMode):
-    """Notes what operations inside the block read and write without being given it.
+    """Records the memory that operations inside the block read and write and that they did not
+    create.
 
     Args:
-        function: of the step.
-        modules: that the step was given.
-        objects: among the arguments of the step.
-        stream: on which the block runs.
-        state: memory of the step's participants, who know themselves when it is another.
-        generators: that the step was given.
+        function: the step's function.
+        modules: the modules that were passed to `graphed_step`.
+        objects: the objects among the step's arguments that are neither tensors nor numbers.
+        stream: the stream on which the block runs.
+        state: tensors of capturables and inputs, whose replacement the guards and the input key
+            detect.
+        generators: the generators that were passed to `graphed_step`.
 
     Attributes:
-        places: of tensors that the function closes over and operations read, with `Place.key` at
-            the beginning of the block.
-        numbers: what the function closes over besides tensors, by the names of their places.
-        groups: process groups in which operations of the block move tensors of a device.
+        places: the places of tensors that the function closes over and that an operation reads,
+            with `Place.key` at the beginning of the block.
+        numbers: the values other than tensors that the function closes over, by the names of their
+            places.
+        groups: the process groups whose collectives in the block have device tensors.
 
     Raises:
         CaptureError: in the block, at an operation that uses a sharded module that is not among
-            `modules`, or another generator, or that writes on a stream that is not captured.
+            `modules` or a generator that is not among `generators`, that writes a CPU tensor, or
+            that writes on a stream that is not captured.
     """
 
     def __init__(
@@ -72,18 +76,18 @@ class Reads(TorchDispatchMode):
         self.places: dict[Place, Hashable] = {}
         self.numbers: dict[str, Any] = {}
         self.groups: set[dist.ProcessGroup] = set()
-        # Sharded modules that were not given, by the addresses of their parameters.
+        # Names of sharded modules that were not given, by the addresses of their parameters.
         self._others: dict[int, str] = {}
-        self._made: set[int] = set()  # storages of the block's own
+        self._made: set[int] = set()  # storages that operations of the block created
         self._state = set(map(_identity, plain_tensors(state)))
         self._generators = generators
-        # By storages, memory that was there before the block, while the program keeps it; what that
-        # is on a device, and its address; and of what was written in the block, the names of
-        # places.
+        # By storage: weak references to those that existed before the block; a description and the
+        # address of those on a device; and the name of the place of those that the block writes.
         self._memory: dict[int, StorageWeakRef] = {}
         self._on_device: dict[int, tuple[str, int]] = {}
         self._written: dict[int, str] = {}
-        # By storages; with addresses of the beginning, since the block may replace what is there.
+        # By storage: the places where the function finds it. The addresses are recorded now, since
+        # the block may put another tensor there.
         self._candidates: dict[int, list[tuple[Place, Hashable]]] = {}
         registered = (chain(each.parameters(), each.buffers()) for each in modules)
         given = frozenset(map(id, chain.from_iterable(registered)))
@@ -102,7 +106,7 @@ class Reads(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Keeps compiled regions compiled; torch runs them eagerly under other modes."""
+        """Keeps compiled regions compiled. torch runs them eagerly under other dispatch modes."""
         return True
 
     def __torch_dispatch__(
@@ -130,7 +134,7 @@ class Reads(TorchDispatchMode):
                 continue
             found = self._candidates.get(identity, [])
             if _is_of_host(tensor) and self._stream is not None:
-                if not is_captured:  # the host does it at each replay again
+                if not is_captured:  # in an eager region, which every replay runs again
                     continue
                 if runs_on_host and id(tensor) in written:
                     _refuse_write_on_host(found[0][0].name if found else "a tensor")
@@ -142,9 +146,9 @@ class Reads(TorchDispatchMode):
                     self.places[place] = address, value_of(place.found())
             is_on_device = tensor.device.type not in ("cpu", "meta")
             name = found[0][0].name if found else ""
-            # Storage that cannot be resized is a part of other memory, as a gradient's of its
-            # shard. It does not tell whether that is still there, and what keeps it would be taken
-            # for the program.
+            # A storage that cannot be resized is a slice of other memory, as a gradient is of its
+            # shard. Its lifetime is not that of the memory, and references of the engine would be
+            # mistaken for the program's.
             if identity not in self._memory and identity and tensor.untyped_storage().resizable():
                 memory = self._memory[identity] = StorageWeakRef(tensor.untyped_storage())
                 if is_on_device and identity not in self._state:
@@ -161,7 +165,9 @@ class Reads(TorchDispatchMode):
         return result
 
     def _require_given(self, leaves: Iterable[Any]) -> None:
-        """Refuses a generator that is not put back before each replay. Torch says so up to 2.14."""
+        """Refuses a generator that is not registered with the graph. Up to 2.14, torch
+        raises too.
+        """
         for leaf in leaves:
             if isinstance(leaf, torch.Generator) and leaf.device.type != "cpu":
                 own = torch.get_device_module(leaf.device).default_generators
@@ -172,8 +178,9 @@ class Reads(TorchDispatchMode):
                     )
 
     def _require_captured(self, device: torch.device) -> None:
-        """Refuses a write on a stream that is no part of the capture, which takes place during it.
-        On the step's own, between two parts of a split graph, torch writes what a graph draws from.
+        """Refuses a write on a stream that is not captured: it is executed now and not by a replay.
+        The step's own stream is exempt, since between the parts of a split graph torch writes the
+        state of random generators on it.
         """
         stream = torch.accelerator.current_stream(device)
         if stream != self._stream and not is_capturing(device):
@@ -186,8 +193,8 @@ class Reads(TorchDispatchMode):
             )
 
     def refuse_kept(self, buffers: Iterable[torch.Tensor]) -> None:
-        """Refuses a graph of a step that keeps an argument and reads it in the next call, where
-        `buffers` has the next argument.
+        """Refuses a step that stores an argument and reads it in the next call: `buffers`, the
+        graph's inputs, hold the next call's arguments by then.
         """
         memory = set(map(_identity, buffers))
         for place in self.places:
@@ -200,8 +207,9 @@ class Reads(TorchDispatchMode):
                 )
 
     def written(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the memory, as bytes, that was there before the block, was written in it, and is
-        there now; with the name of its place, "" where the function closes over none.
+        """Yields (name, bytes) of each storage that existed before the block, was written in it,
+        and still exists. The name is that of its place, or "" if the function does not close over
+        it.
         """
         for identity, name in self._written.items():
             if identity not in self._memory:
@@ -213,18 +221,18 @@ class Reads(TorchDispatchMode):
 
     @property
     def is_gone(self) -> bool:
-        """True if the program has let go of memory of a device that the block used and was not
-        given, wherever it had it: what a replay would find there is something else.
+        """True if the program has freed device memory that the block read from outside of the
+        graph. A replay would then read other data at its address.
         """
         return any(map(_EXPIRED, self._on_device))
 
     def gone(self) -> list[str]:
-        """Returns what that memory was."""
+        """Returns descriptions of the freed memory; see `is_gone`."""
         return [what for memory, (what, _) in self._on_device.items() if _EXPIRED(memory)]
 
     def leave_out(self, segments: Iterable[tuple[int, int]]) -> None:
-        """Forgets memory between these addresses, which is the graph's: inductor allocates without
-        an operation, so it was taken for the program's.
+        """Drops records of memory in these address ranges, which is the graph's own. Inductor
+        allocates it without a dispatched operation, so it looked like memory of the program.
         """
         for begin, end in segments:
             self._on_device = {
@@ -254,7 +262,7 @@ def _refuse_not_given(name: str) -> NoReturn:
 
 
 def _groups(leaves: Sequence[Any]) -> Iterator[dist.ProcessGroup]:
-    """Yields the process group among the arguments of a collective on a device."""
+    """Yields the process group among a collective's arguments, if any tensor is on a device."""
     if all(leaf.device.type == "cpu" for leaf in leaves if isinstance(leaf, torch.Tensor)):
         return
     named: dict[str, dist.ProcessGroup]
@@ -263,12 +271,14 @@ def _groups(leaves: Sequence[Any]) -> Iterator[dist.ProcessGroup]:
         if isinstance(leaf, str) and leaf in named:  # of a functional collective
             yield named[leaf]
         elif isinstance(leaf, torch.ScriptObject):
-            with suppress(RuntimeError):  # the operation of a sum
+            with suppress(RuntimeError):  # a ReduceOp
                 yield dist.ProcessGroup.unbox(leaf)
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """Yields what an operation writes; collectives do not declare it."""
+    """Yields the tensors that an operation writes. For c10d these are all its tensors, since the
+    schemas of collectives do not declare writes.
+    """
     declared = func._schema.arguments
     given = dict(zip([each.name for each in declared], args, strict=False)) | kwargs
     for each in declared:
@@ -278,12 +288,12 @@ def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator
 
 
 def _is_of_host(tensor: torch.Tensor) -> bool:
-    """Returns whether the device gets what it holds as numbers; it reads pinned memory."""
+    """Returns whether the device gets the tensor by value; it reads pinned memory by address."""
     return tensor.device.type == "cpu" and not tensor.is_pinned()
 
 
 def _identity(tensor: torch.Tensor) -> int:
-    """Returns the identity of a tensor's storage; 0 if it has none, as sparse tensors."""
+    """Returns the identity of a tensor's storage; 0 if it has none, like a sparse tensor."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except NotImplementedError:

@@ -1,10 +1,11 @@
 """Random numbers of regions that backward recomputes (`torch.utils.checkpoint`).
 
-A region saves the state of random numbers in forward, and draws from it again when recomputed. A
-capture can neither read that state nor set it, but a graph may have several generators, each of
-which starts at a replay where the host says. So an eager call notes how far into its random numbers
-each recomputed region began; in the capture each of these has a generator of its own, which every
-replay starts as far behind the device's.
+A region saves the generator's state in forward and sets it again when it is recomputed, to draw the
+same numbers. A capture can neither read nor set that state. But several generators can be
+registered with a graph, and the host sets the offset of each before a replay. So an eager call
+records at which offset, relative to the beginning of the call, each recomputed region began. In the
+capture, each of these regions draws from a generator of its own, whose offset every replay sets to
+the device generator's plus that distance.
 """
 
 from __future__ import annotations
@@ -28,21 +29,24 @@ class Redraws:
     """The random numbers that the recomputed regions of a call draw again.
 
     Args:
-        pool: of the step. On devices other than CUDA nothing is noted, and nothing can be captured.
+        pool: the pool of the step. On devices other than CUDA nothing is recorded, and a capture of
+            such a region is refused.
     """
 
     def __init__(self, pool: GraphPool) -> None:
         self._pool = pool
         self._is_noting = False
-        self._recomputed = 0  # regions in this call so far
-        # For each, the offset of the device's generator at its beginning in forward, behind that at
-        # the beginning of the call, and a generator for a capture; None if it drew nothing.
+        self._recomputed = 0  # number of regions recomputed in this call so far
+        # For each recomputed region: the generator's offset at its beginning in forward, relative
+        # to the beginning of the call, and a generator for a capture; None if it drew nothing.
         self._drawing: list[tuple[int, torch.Generator] | None] = []
-        self._begin = self._drawn = 0  # offset at the beginning of a call, and how far it moved
+        self._begin = self._drawn = 0  # the offset at the beginning of a call, and how far it moves
 
     @property
     def generators(self) -> list[torch.Generator]:
-        """Those that a capture of the call draws from, besides the default one of its device."""
+        """The generators that a capture of the call draws from, besides the device's
+        default one.
+        """
         return [drawing[1] for drawing in self._drawing if drawing is not None]
 
     @property
@@ -51,7 +55,7 @@ class Redraws:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Takes note of what the block, an eager call, draws again."""
+        """Records which random numbers the block, an eager call, draws again."""
         if self._pool.device.type != "cuda":
             yield
             return
@@ -63,8 +67,12 @@ class Redraws:
 
     @contextmanager
     def captured(self) -> Iterator[None]:
-        """Has the regions of the block, a capture of the call, draw from `generators`."""
-        stream: Any = self._pool.stream  # autograd's threads have it as their current one as well
+        """Makes the recomputed regions of the block, a capture of the call, draw from
+        `generators`.
+        """
+        # The key is the stream, since regions are recomputed on autograd's threads, where this
+        # stream is current, too.
+        stream: Any = self._pool.stream
         if self._pool.device.type != "cuda":
             yield
             return
@@ -76,7 +84,9 @@ class Redraws:
             del _on_streams[stream]
 
     def begin_replay(self) -> None:
-        """Has the regions of the replay that follows begin to draw where they began in forward."""
+        """Sets the regions' generators for the next replay to where the regions began in
+        forward.
+        """
         if not any(self._drawing):
             return
         seed, self._begin = self._default.initial_seed(), self._default.get_offset()
@@ -84,10 +94,10 @@ class Redraws:
             generator.manual_seed(seed).set_offset(self._begin + start)
 
     def end_replay(self) -> None:
-        """Refuses a replay that drew more or less than the eager call.
+        """Refuses a replay that drew more or fewer random numbers than the eager call.
 
         Raises:
-            ReplayMismatchError: regions have drawn other numbers than in forward.
+            ReplayMismatchError: the recomputed regions drew other numbers than in forward.
         """
         if not any(self._drawing):
             return
@@ -103,7 +113,7 @@ class Redraws:
             )
 
     def save(self, get_device_states: Callable[..., Any], args: Any) -> tuple[Any, Any]:
-        """Stands for `checkpoint.get_device_states` in the forward of a region."""
+        """Replaces `checkpoint.get_device_states` in the forward of a region."""
         if self._is_noting:
             devices, states = get_device_states(*args)
             return _Saved(devices, self, self._default.get_offset()), states
@@ -111,10 +121,11 @@ class Redraws:
 
     @contextmanager
     def recomputed(self, offset: int) -> Iterator[None]:
-        """Encloses the recomputation of a region.
+        """Surrounds the recomputation of a region.
 
         Args:
-            offset: of the device's generator at the beginning of the region, if it ran eagerly.
+            offset: the offset of the device's generator when the region began in forward, in an
+                eager call.
         """
         number, default = self._recomputed, self._default
         self._recomputed += 1
@@ -136,14 +147,16 @@ class Redraws:
 
 
 class _Saved(list[int]):
-    """The devices whose state a region has saved, as `torch.utils.checkpoint` keeps them."""
+    """The list of devices whose state a region has saved, which `torch.utils.checkpoint` passes on
+    to `fork_rng`. Carries the `Redraws` and the offset along.
+    """
 
     def __init__(self, devices: list[int], redraws: Redraws, offset: int) -> None:
         super().__init__(devices)
         self.redraws, self.offset = redraws, offset
 
 
-# Of the calls that run now, by the stream of their pool.
+# The redraws of the calls that are running, by the stream of their pool.
 _on_streams: dict[torch.Stream, Redraws] = {}
 _patch = Patch()
 

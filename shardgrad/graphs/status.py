@@ -1,4 +1,4 @@
-"""Status of a step for the host, read without waiting for the device."""
+"""The status of a step, which the host reads without waiting for the device."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class StepStatus:
     """Status of one step.
 
     Attributes:
-        step: number of the call of the graphed step, from 1.
-        values: the outputs that are one number, by their path; and the reports of capturables, such
-            as "skipped steps", summed over those that report the same name.
-        finite: True if all outputs among them are finite.
+        step: the number of the graphed step's call, counted from 1.
+        values: the outputs with one element, by their path in the tree; and the reports of
+            capturables, such as "skipped steps", summed over those with the same name.
+        finite: True if all of these outputs are finite.
     """
 
     step: int
@@ -37,23 +37,24 @@ class StatusReader:
     """Copies a step's scalars to the host, one copy at a time.
 
     Args:
-        pool: of the step.
-        capturables: whose `reports` are read.
+        pool: the pool of the step.
+        capturables: the objects whose `reports` are read.
     """
 
     def __init__(self, pool: GraphPool, capturables: Sequence[Capturable]) -> None:
         self._pool = pool
         self._capturables = list(capturables)
-        self._pending: Callable[[], StepStatus | None] | None = None  # None until it has arrived
+        # Returns the status once its copy has arrived, and None before; None if no copy is pending.
+        self._pending: Callable[[], StepStatus | None] | None = None
         self._last: StepStatus | None = None
 
     def poll(self, step: int, outputs: Any) -> StepStatus | None:
-        """Returns the newest status that has arrived; starts a copy of the present one if none is
+        """Returns the newest status that has arrived. Starts to copy the present one if no copy is
         pending.
 
         Args:
-            step: number of the call that returned `outputs`; 0 if they were overwritten.
-            outputs: its outputs.
+            step: the number of the call that returned `outputs`; 0 if they were overwritten.
+            outputs: the outputs of that call.
 
         Streams: the values are collected on the current stream, after the step, and copied to the
             host asynchronously. The host never waits.

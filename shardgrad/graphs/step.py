@@ -1,11 +1,11 @@
 """A training step as one graph: warm-up, capture, replay.
 
 Calls with the same input key (structure, shapes and dtypes) and equal guards (host state) share a
-graph:
+graph. Such calls run in three phases:
 
-    eager until nothing is initialized any more -> captured once -> replayed from then on
+    eager, until lazy initialization is done -> captured once -> replayed from then on
 
-Every call is one step of training, whichever way it runs.
+Every call is one training step in each of them.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ _KEPT = (
     "gradients of an earlier call, which the program keeps and a replay would write over. Clone "
     "what is kept"
 )
-_LOST = 3  # graphs in a row that could not be compared in the next call
-_IN_A_ROW = 7  # calls with news, after which they are a habit that the program should know of
+_LOST = 3  # consecutive uncompared graphs after which capture is refused
+_IN_A_ROW = 7  # consecutive calls with something new after which the program is warned
 
 
 class _ThreadState(threading.local):
-    """The graphed step that the calling thread is inside of."""
+    """The graphed step that the calling thread is running."""
 
     step: object | None = None
 
@@ -80,7 +80,7 @@ class UncapturableStepWarning(UserWarning):
 
 @dataclass(frozen=True)
 class StepSettings:
-    """The arguments of `graphed_step`; see there."""
+    """The options of `graphed_step`, which documents them."""
 
     warmup: int
     pool: GraphPool | None
@@ -113,25 +113,27 @@ def graphed_step(
 ) -> Callable[[Callable[_P, _R]], GraphedStep[_P, _R]]:
     """Makes a training step one graph: its launches are captured once and replayed from then on.
 
-    A decorator, or called on a function: `step = graphed_step(model, optimizer)(function)`; on the
-    method of an object, in its `__init__`: `self.step = graphed_step(...)(self.step)`. That may
-    contain all of a step, from the forward to `zero_grad`, for any number of micro-batches. The
-    graph computes the same numbers as the function, bit for bit.
+    Use it as a decorator, or call it on a function:
+    `step = graphed_step(model, optimizer)(function)`. For a method, do that in `__init__`:
+    `self.step = graphed_step(...)(self.step)`. The function may contain the whole step, from the
+    forward to `zero_grad`, with any number of micro-batches. The graph computes the same numbers as
+    the function, bit for bit.
 
-    The first calls run eagerly and are steps of training like all others. A call is captured when
-    `warmup` calls have run and one of them began with the same input key (structure, shapes and
-    dtypes of the inputs) and equal guards: the host state that decides what a step launches, such
-    as which parameters require a gradient, which gradients are there, training mode, and numbers in
-    the groups of an optimizer that is not of `shardgrad.optim`. Otherwise the step runs eagerly
-    once and is captured at its next occurrence. A tensor that the function closes over is read
-    where it is; another one in its place is another graph, once it has stayed there for a call.
+    The first `warmup` calls run eagerly; they are normal training steps. A later call is captured
+    if an earlier one had the same input key (structure, shapes and dtypes of the inputs) and equal
+    guards. Otherwise it runs eagerly, and the next call with this key and these guards is captured.
+    Guards are the host state that decides what a step launches: for example which parameters
+    require a gradient, which gradients are not None, training mode, and the numbers in the param
+    groups of an optimizer that is not from `shardgrad.optim`. The graph reads a tensor that the
+    function closes over at its address. If the program replaces that tensor, the step runs eagerly
+    once, and is captured again if the next call finds the same tensor.
 
-    What a capture cannot hold raises at its line; an exception of the function that is no
-    RuntimeError passes through a capture as itself, and the call can be repeated. What a capture
-    would freeze, such as a number that changes from call to call, is found at the first call after
-    it: the step is captured again, and both graphs run from the same state and have to give the
-    same bits. The call counts as one step. On a device without graphs, such as the CPU, every call
-    runs eagerly, with the same rules for inputs and outputs.
+    An operation that a graph cannot contain raises at its line. Exceptions of the function other
+    than RuntimeError pass through a capture unchanged, and the call can be repeated. To find values
+    that a capture would freeze, such as a Python number that changes from call to call, the first
+    call after a capture captures the step again: both graphs run from the same state and must
+    produce the same bits. This call counts as one step. On a device without graphs, such as the
+    CPU, every call runs eagerly, with the same rules for inputs and outputs.
 
     For example:
 
@@ -144,33 +146,35 @@ def graphed_step(
             return loss
 
     Args:
-        capturables: every module, optimizer and `shardgrad.GradScaler` that it uses. State of
-            others is not guarded or restored; a sharded module that is not given is refused.
-        warmup: eager calls before the first capture, at least 1.
-        pool: of another graphed step that uses the same models; None for a new one.
-        max_graphs: graphs to keep. The least recently used one is dropped.
-        clone_outputs: return copies. Otherwise the next call overwrites what this one returned.
-        bucket: given a call's arguments, returns the (args, kwargs) to use instead: for padding
-            shapes to a few sizes.
-        on_uncapturable: what happens if the capture fails, after all state was restored: "raise" a
-            CaptureError, or warn and run the call "eager". Later calls of this kind run eagerly.
-            Ranks capture together: if only some can, the collectives of the others fail or time
-            out, and they raise a CaptureError that names a rank that could not.
+        capturables: every module, optimizer and `shardgrad.GradScaler` that the step uses. The
+            state of objects that are not passed is neither guarded nor restored. A step that uses a
+            sharded module that is not passed is refused.
+        warmup: number of eager calls before the first capture, at least 1.
+        pool: the `GraphPool` of another graphed step that uses the same models; None for a new one.
+        max_graphs: number of graphs to keep. Beyond it, the least recently used one is dropped.
+        clone_outputs: return copies. Otherwise the next call overwrites the returned tensors.
+        bucket: a function that gets a call's arguments and returns the (args, kwargs) to use
+            instead, for example with shapes padded to a few sizes.
+        on_uncapturable: what to do if a capture fails, once all state is restored: "raise" a
+            CaptureError, or warn and run the call "eager". In both cases, later calls with the same
+            input key run eagerly. Ranks must capture together: if only some can, the collectives of
+            the others fail or time out, and those ranks raise a CaptureError that names a rank that
+            could not capture.
 
     Returns:
         A decorator that turns a function into a `GraphedStep`.
 
-    Streams: a replay runs on the caller's current stream, after earlier calls. A step that runs
-        eagerly or is captured does so on the pool's stream, after the caller's, which then waits
-        for it. Outputs may be used on the caller's stream.
+    Streams: a replay runs on the caller's current stream, after earlier calls. An eager step or a
+        capture runs on the pool's stream: this stream first waits for the caller's, which waits for
+        it afterwards. Outputs may be used on the caller's stream.
     Capture: not safe; inside a step or capture, call the function itself.
 
     Raises:
-        OptionError: a setting is outside its range, or an object is no capturable.
+        OptionError: an option is out of range, or there is no `Capturable` adapter for an object.
     """
     settings = StepSettings(warmup, pool, max_graphs, clone_outputs, bucket, on_uncapturable)
     for each in capturables:
-        capturable(each)  # refuses here already, before there is a function
+        capturable(each)  # raises for an unknown class now, and not when a function is decorated
     return lambda function: GraphedStep(function, capturables, settings)
 
 
@@ -179,10 +183,11 @@ class _InputKind:
     """Calls with the same input key.
 
     Attributes:
-        key: of the inputs.
-        buffers: the inputs of their graphs.
-        seen: the latest guards that eager steps of this kind began with, and what those drew again.
-        refused: why these calls run eagerly for good; "" if they do not.
+        key: the input key.
+        buffers: the static input buffers of the graphs.
+        seen: the most recent guards of eager calls of this kind, each with the random numbers that
+            the call's recomputed regions drew.
+        refused: why these calls always run eagerly; "" if they may be captured.
     """
 
     key: Hashable
@@ -192,13 +197,14 @@ class _InputKind:
 
 
 class GraphedStep(Generic[_P, _R]):
-    """A function that `graphed_step` was given: called like it, it replays a graph of it.
+    """A function that is captured and replayed as a graph. `graphed_step` returns it.
 
     Attributes:
-        pool: stream and memory; give it to another `graphed_step` that uses the same models.
-        eager_steps: calls that ran eagerly since the last reset.
-        captures: graphs captured since the last reset.
-        replays: calls that were replays since the last reset.
+        pool: the stream and memory of the graphs. Pass it to another `graphed_step` that uses the
+            same models.
+        eager_steps: number of calls that ran eagerly since the last reset.
+        captures: number of graphs captured since the last reset.
+        replays: number of calls that were replays since the last reset.
     """
 
     def __init__(
@@ -220,19 +226,19 @@ class GraphedStep(Generic[_P, _R]):
         self._capturables = list(map(capturable, objects))
         devices = (tensor.device for tensor in self._state())
         self.pool = settings.pool or GraphPool(next(devices, None))
-        # The most recently used last.
+        # Both in order of use, the most recently used last.
         self._kinds: OrderedDict[Hashable, _InputKind] = OrderedDict()
         self._graphs: list[CapturedStep] = []
-        # Where it was in the last call, what captures have read without being given it.
+        # Keys, in the last call, of the places of tensors that captured functions close over.
         self._places: Mapping[Place, Hashable] = {}
         self._thread_id = threading.get_ident()
         self._closed = False
         self._outputs: Any = None
         self._call = 0
         self._status = StatusReader(self.pool, self._capturables)
-        self._before: Key = None, ()  # of the last call
-        self._news = ""  # why the last call was not captured although that is due; "" if it was
-        self._with_news = 0  # calls in a row
+        self._before: Key = None, ()  # the key of the last call
+        self._news = ""  # what was new in the last call, so that it was not captured; or ""
+        self._with_news = 0  # consecutive calls with something new
         self._begin_counting()
 
     def _begin_counting(self) -> None:
@@ -241,7 +247,7 @@ class GraphedStep(Generic[_P, _R]):
     # -- a call
 
     def __get__(self, instance: object, owner: type | None = None) -> GraphedStep[_P, _R]:
-        """Refuses a call as a method, which would not get its object."""
+        """Refuses access through an instance: a call as a method would not get `self`."""
         if instance is None:
             return self
         name = self._function.__name__
@@ -297,7 +303,9 @@ class GraphedStep(Generic[_P, _R]):
     def _run_on_pool(
         self, kind: _InputKind, captured: CapturedStep | None, news: str, caller: Stream
     ) -> Any:
-        """Takes a step whose graph is missing, not compared yet, or must not be replayed."""
+        """Runs a call without a graph, with a graph that is not compared yet, or with one that must
+        not be replayed.
+        """
         is_known, guards = captured is not None, self._before[1]
         is_warm = self.eager_steps >= self._settings.warmup and self.pool.can_capture
         if captured is None and is_warm and not (news or kind.refused):
@@ -314,10 +322,12 @@ class GraphedStep(Generic[_P, _R]):
         return captured.replay()
 
     def _what_is_new(self, kind: _InputKind, guards: Hashable) -> str:
-        """Returns what no call before began with, of what chooses a graph; "" if there is nothing.
+        """Describes a difference to earlier calls for which a capture has to wait; "" if there is
+        none.
 
-        A capture initializes nothing once an eager step with these guards has run, and what
-        captures read is likely to stay where it was in the last call.
+        A call is captured only after an eager call with the same key and guards, which did the lazy
+        initialization, and only if the tensors that captures read by closure are where they were in
+        the last call, since they are likely to stay there then.
         """
         reads = (place for captured in self._graphs for place in captured.reads.places)
         before, self._places = self._places, {place: place.key() for place in reads}
@@ -403,8 +413,8 @@ class GraphedStep(Generic[_P, _R]):
         )
 
     def status(self) -> str:
-        """Returns one sentence: how calls have run since the last reset, and why the latest kind of
-        call runs eagerly, if it does.
+        """Returns one sentence: how many calls ran which way since the last reset, and why the
+        latest kind of call runs eagerly, if it does.
         """
         latest = next(reversed(self._kinds.values()), None)
         if not self.pool.can_capture:
@@ -424,7 +434,7 @@ class GraphedStep(Generic[_P, _R]):
         key = inputs.key
         kind = self._kinds.get(key)
         if kind is None:
-            with self.pool.turn(caller):  # whose stream has the memory, whoever calls
+            with self.pool.turn(caller):  # allocates buffers on the pool's stream, not the caller's
                 kind = self._kinds[key] = _InputKind(key, InputBuffers(inputs, self.pool))
             self._evict()
         self._kinds.move_to_end(key)
@@ -444,19 +454,22 @@ class GraphedStep(Generic[_P, _R]):
     def _capture_or_refuse(
         self, kind: _InputKind, key: Key, redraws: Redraws
     ) -> tuple[CapturedStep | None, str]:
-        """Captures a step. Returns None if this call, or all of this kind from now on, run eagerly;
-        and why this call does, if later ones may be captured.
+        """Captures a step.
+
+        Returns:
+            The captured step, or None if the call has to run eagerly. Then also the reason if only
+            this call does; "" if all later calls of this kind do, too.
         """
         try:
             refuse_harmful_settings()
             self._refuse_memory_of_one_call(key)
             captured = self._capture(kind, key, redraws)
         except CollectiveError:
-            raise  # another rank did not join, and would not join an eager step either
+            raise  # another rank did not join, so an eager step would fail as well
         except CaptureAgain as again:
-            return None, str(again)  # all ranks have found the same
-        # As which torch, the device and this package refuse what no graph can hold. Any other
-        # exception is the program's, and passes through as in an eager call.
+            return None, str(again)  # raised on all ranks, so all of them run eagerly
+        # torch, the device and shardgrad raise a RuntimeError for what a graph cannot contain. Any
+        # other exception is the program's, and passes through as in an eager call.
         except RuntimeError as error:
             self._refuse_capture(kind, error)
             return None, ""
@@ -468,8 +481,9 @@ class GraphedStep(Generic[_P, _R]):
     def _compare(
         self, first: CapturedStep, kind: _InputKind, guards: Hashable, caller: Stream
     ) -> Any:
-        """Takes a step by a second capture, and compares it with the first: what differs from the
-        same state was frozen, such as a number that Python has changed since.
+        """Captures the step a second time and compares both graphs from the same state. A result
+        that differs depends on a value that was frozen, such as a number that Python has changed
+        since the first capture.
         """
         comparison = Comparison(
             self._capturables, first.reads.written(), self.pool.device, self._generators
@@ -481,7 +495,9 @@ class GraphedStep(Generic[_P, _R]):
                 return self._run_eagerly(kind, guards, caller)
             again.is_compared = True
             self.replays += 1
-            if first.has_eager_regions:  # functions passed to `outside` are called once
+            # A comparison replays both graphs, but functions passed to `outside` must run only
+            # once.
+            if first.has_eager_regions:
                 return again.replay()
             outputs, frozen = comparison.frozen(first.replay, again.replay, again.reads.groups)
             if frozen:
@@ -494,11 +510,11 @@ class GraphedStep(Generic[_P, _R]):
             return outputs
         finally:
             first.reset()
-            del comparison  # with its copies, whose memory goes back to the device
+            del comparison  # frees its copies of the state, before the cache is emptied
             torch.get_device_module(self.pool.device).empty_cache()
 
     def _capture(self, kind: _InputKind, key: Key, redraws: Redraws) -> CapturedStep:
-        """Captures a step. If that fails, all state is restored."""
+        """Captures a step. Restores all state if that fails."""
         for each in self._capturables:
             each.quiesce()
         captured = CapturedStep(key, self.pool, self._capturables, self._generators, redraws)
@@ -518,7 +534,8 @@ class GraphedStep(Generic[_P, _R]):
                 reads.refuse_kept(kind.buffers.buffers)
                 if self.pool.device.type == "cuda":
                     require_launch_order(reads.groups)
-                # Of now: gradients may have got memory inside.
+                # The state after the function ran: gradients may have been allocated in the
+                # capture.
                 captured.outputs = apart_from(self._state(), outputs)
         except BaseException:
             for each in self._capturables:
@@ -530,8 +547,8 @@ class GraphedStep(Generic[_P, _R]):
         return captured
 
     def _refuse_memory_of_one_call(self, key: Key) -> None:
-        """Refuses a graph if the last ones could not be compared in the call after, since what they
-        had read was gone.
+        """Refuses a capture after several graphs whose memory was freed before the next call, so
+        that none of them could be compared.
         """
         uncompared = [each for each in self._graphs if each.key == key and not each.is_compared]
         lost = [each.reads for each in uncompared if each.reads.is_gone]
@@ -543,11 +560,11 @@ class GraphedStep(Generic[_P, _R]):
             )
 
     def _state(self) -> Iterator[torch.Tensor]:
-        """Yields the memory in which the step's state lives."""
+        """Yields the tensors that hold the state of all capturables."""
         return (tensor for each in self._capturables for _, tensor in each.tensors())
 
     def _refuse_capture(self, kind: _InputKind, error: Exception) -> None:
-        """Says which line of the program raised inside a capture."""
+        """Refuses further captures of this kind, and names the program's line that raised."""
         cause, line = cause_of(error), line_that_raised(error, self._modules)
         issues = (
             ""
@@ -570,7 +587,9 @@ class GraphedStep(Generic[_P, _R]):
         before: Mapping[str, Any],
         now: Mapping[str, Any],
     ) -> None:
-        """Says what two captures of the step computed differently, and which numbers changed."""
+        """Refuses further captures of this kind. Names the results that differ between two
+        captures, and the numbers that changed in between.
+        """
         changed = [
             f"{name} was {reprlib.repr(value)} and is {reprlib.repr(now[name])}"
             for name, value in before.items()
@@ -596,7 +615,7 @@ class GraphedStep(Generic[_P, _R]):
         issues: str = "",
         error: Exception | None = None,
     ) -> None:
-        """Raises or warns: steps of this kind run eagerly from now on."""
+        """Makes all later calls of this kind run eagerly, and raises or warns."""
         kind.refused = what
         announce(f"{self._name} {what}")
         found = f"\n{issues}" if issues else ""
@@ -614,8 +633,8 @@ class GraphedStep(Generic[_P, _R]):
         ) from error
 
     def _require_same_on_all_ranks(self, error: CollectiveError) -> None:
-        """Explains a collective that failed because a rank could not capture, or runs what others
-        capture.
+        """Raises an explanation if a collective failed because one rank could not capture and the
+        others did.
         """
         what = announced()
         if what:
@@ -655,8 +674,8 @@ class GraphedStep(Generic[_P, _R]):
     # -- the end
 
     def reset(self) -> None:
-        """Destroys all graphs and input buffers; the next calls run eagerly, and later ones capture
-        again.
+        """Destroys all graphs and input buffers. The next calls run eagerly before the step is
+        captured again.
 
         Streams: the host waits for the device, since a graph must not be destroyed while it runs.
         """
@@ -679,7 +698,7 @@ class GraphedStep(Generic[_P, _R]):
 
 
 def _modes(device: torch.device) -> Hashable:
-    """Returns the modes of torch that decide what the same code launches: guards of every step."""
+    """Returns the modes of torch that change what code launches. They are guards of every step."""
     kind = device.type
     autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
@@ -687,10 +706,10 @@ def _modes(device: torch.device) -> Hashable:
 
 @contextmanager
 def _stale_streams_overridden() -> Iterator[None]:
-    """Autograd nodes of other streams, kept by the program, must not join the capture with their
-    stream.
+    """Makes autograd nodes of earlier calls run on the capturing stream. The streams that they were
+    created on are not part of the capture. The setting is process-wide.
     """
-    name = "set_override_stale_capture_stream"  # of torch from 2.13 on
+    name = "set_override_stale_capture_stream"  # since torch 2.13
     override: Callable[[bool], None] = getattr(torch.autograd.graph, name, lambda _: None)
     override(True)
     try:

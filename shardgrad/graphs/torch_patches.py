@@ -1,7 +1,8 @@
-"""Functions of torch that are replaced for the length of a block.
+"""Replaces functions of torch for the duration of a block.
 
-Blocks may overlap, in several threads: a function is replaced when the first begins and restored
-when the last ends. A replacement has to do what the original does for threads outside of any block.
+Blocks of several threads may overlap: a function is replaced when the first block begins and
+restored when the last one ends. So a replacement must behave like the original in threads that are
+outside of any block.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 __all__ = ["Patch", "Replacement"]
 
-# Module, attribute, and what makes the replacement from the original.
+# Module, attribute, and a function that returns the replacement for the original.
 Replacement = tuple[Any, str, Callable[[Callable[..., Any]], Callable[..., Any]]]
 
 
@@ -21,7 +22,8 @@ class Patch:
     """Replaces functions while at least one block is active."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a block may end where garbage is collected in another
+        # Reentrant, since garbage collection in one block may run the finalizer that ends another.
+        self._lock = threading.RLock()
         self._blocks = 0
         self._undo: list[Callable[[], None]] = []
 
@@ -30,7 +32,7 @@ class Patch:
         """Replaces functions inside the block.
 
         Args:
-            replacements: asked if no other block is active.
+            replacements: yields the replacements. Called if no other block is active.
         """
         with self._lock:
             if not self._blocks:
@@ -47,8 +49,8 @@ class Patch:
 
 
 def _replace(owner: Any, name: str, function: Callable[..., Any]) -> Callable[[], None]:
-    """Assigns a function of a module; returns what undoes it, unless another library has replaced
-    it in the meantime.
+    """Assigns a function of a module. Returns a function that restores the original, unless another
+    library has replaced it in the meantime.
     """
     original = getattr(owner, name)
     setattr(owner, name, function)
