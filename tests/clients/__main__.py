@@ -246,14 +246,16 @@ def _words(each: Mapping[str, Any]) -> str:
 _INTRODUCTION = """\
 # Clients
 
-{count} programs of {packages} packages, with FSDP2's functions and nothing of this project, on two CPU ranks over
-gloo: once as they are, and once inside `shardgrad.patch()`. {same} end in the same bits: losses, gradient norms, all
-parameters and buffers. Where a result differs, the number is the largest difference of a value, of its norm:
-Accelerate's policy for `bf16` lets FSDP2 round each sum of gradients to bfloat16, and this engine adds in float32
-([why](../explanation/numerics.md)). `python -m tests.clients` does that again with the packages that are installed, or
-are in a folder named by `--sources`, and writes this page from its record, `benchmarks/results/clients.jsonl`. Of
-frameworks that start clusters, the parts that call FSDP2 are run. Programs that FSDP2 does not run are left out. How
-to run a framework here: [run a framework unchanged](../how_to/use_a_framework.md).
+This page lists {count} programs from {packages} packages that use FSDP2. Each runs on two CPU ranks over gloo, once
+unchanged and once inside `shardgrad.patch()`. {same} are bitwise equal: losses, gradient norms, all parameters and
+buffers. If a result differs, the number is the largest difference of a value, relative to its norm. Accelerate's policy
+for `bf16` lets FSDP2 round each sum of gradients to bfloat16, where shardgrad adds in float32
+([why](../explanation/numerics.md)).
+
+`python -m tests.clients` runs the programs again, with packages that are installed or in the folder given by
+`--sources`, and writes this page from its record, `benchmarks/results/clients.jsonl`. For frameworks that start
+clusters, only the code that calls FSDP2 runs. Programs that FSDP2 does not run are omitted. To run a framework
+yourself, see [run a framework unchanged](../how_to/use_a_framework.md).
 
 torch {torch}, commit {commit}, {cpu}.
 """

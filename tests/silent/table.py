@@ -222,7 +222,7 @@ def _counted(columns: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _audits(audits: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    yield _row(["", "end with other numbers", "of them found", "are right", "of them passed"])
+    yield _row(["", "wrong", "of them found", "right", "of them passed"])
     yield _row(["---"] * 5)
     for engine, record in audits.items():
         right = [found["passed"] for found in record["summary"].values() if found["is_right"]]
@@ -251,25 +251,29 @@ def _row(cells: Iterable[str]) -> str:
 _INTRODUCTION = """\
 # Right where others are wrong
 
-{count} programs that trained something else than their authors thought, or hung, or wrote a file that was
-not the model, with some engine. Each is taken from a report and has at most 40 lines in `tests/silent/cases/`. Each
-runs on two CPU ranks over gloo with every engine, and is compared with plain torch, where every rank has the whole
-model and gradients are averaged by hand. `python -m tests.silent` does that again, and writes this page from its
-record, `benchmarks/results/silent.jsonl`. This project is *never silently wrong* in them, which CI tests. To look for
-such a mistake in a program of your own, with any engine: [audit it](../how_to/check_a_program.md).
+The table has {count} programs from bug reports. With at least one engine, each trained other values than its author
+expected, hung, or wrote a file that was not the model. Each has at most 40 lines, in `tests/silent/cases/`. Each runs
+with every engine on two CPU ranks over gloo, and is compared with plain torch, where every rank has the unsharded
+model and the test averages gradients. `python -m tests.silent` runs them again, and writes this page from its record,
+`benchmarks/results/silent.jsonl`. CI tests that shardgrad is *never silently wrong* in them. To look for such mistakes
+in your own program, with any engine, [audit it](../how_to/check_a_program.md).
 
-*Wrong* is other numbers, without a word; *wrong, warns* other numbers, and a warning that a program without a mistake
-does not get. *Hangs* is no end and no word within 13 seconds; *hangs, warns* waits, and [says for
-what](../how_to/read_an_error.md#one-rank-does-what-the-others-do-not). *Backend fails* is gloo's own error, such as a
-lost connection; over NCCL, a hang. A refusal is any other exception.
+| result | meaning |
+| --- | --- |
+| wrong | other values, without an error or warning |
+| wrong, warns | other values, with a warning that a correct program does not get |
+| hangs | no end and no message within 13 seconds |
+| hangs, warns | waits, and [a warning names what for](../how_to/read_an_error.md#one-rank-does-what-the-others-do-not) |
+| backend fails | an error of gloo's, such as a lost connection; over NCCL, this is a hang |
+| refused | any other exception; a `RuntimeError` is torch's own |
 
 {counts}
 
 torch {torch}, DeepSpeed {deepspeed}, {cpu}. Recorded at commits
 {commits}.
-FSDP1 has `use_orig_params=True`, DDP `find_unused_parameters=True`, DeepSpeed ZeRO stage 3 in float32 without
-clipping. That a graph draws numbers as its step does is tested in `tests/gpu`. A case can be right with an engine
-because what was reported has been fixed since. A `RuntimeError` is torch's own.
+FSDP1 uses `use_orig_params=True`, DDP `find_unused_parameters=True`, and DeepSpeed ZeRO stage 3 in float32 without
+clipping. If a case is right with an engine, the reported bug may have been fixed since. `tests/gpu` tests that a
+graph draws random numbers as its step does.
 
 ## The programs
 """
@@ -277,6 +281,6 @@ because what was reported has been fixed since. A `RuntimeError` is torch's own.
 _WHAT_AUDITS_FIND = """\
 ## What an audit finds
 
-`shardgrad doctor --audit` [runs a program with its engine, whichever it is, and without](../how_to/check_a_program.md).
-What it says of these programs, where they end (`python -m tests.silent --audit`, record `benchmarks/results/audit.jsonl`):
+`shardgrad doctor --audit` [runs a program with and without its engine](../how_to/check_a_program.md). Its findings for
+these programs, if they end (`python -m tests.silent --audit`, record `benchmarks/results/audit.jsonl`):
 """
