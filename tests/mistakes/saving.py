@@ -87,7 +87,7 @@ def a_full_state_dict_without_options() -> None:
 
 @mistake(
     typed="`checkpoint.load` of a folder that is not there",
-    says="CheckpointError: there is no complete checkpoint",
+    says="CheckpointError: the checkpoint's file .metadata is missing or damaged",
     cure="correct the path, or take an older checkpoint",
 )
 def no_checkpoint() -> None:

@@ -105,5 +105,6 @@ def damaged(path: Path, expected: str, got: str) -> CheckpointError:
         expected=expected,
         got=printable(got),
         where=printable(path),
-        fix="an older checkpoint; `shardgrad checkpoint verify` tells which are undamaged",
+        fix="correct the path, or take an older checkpoint; `shardgrad checkpoint verify` tells "
+        "which are undamaged",
     )

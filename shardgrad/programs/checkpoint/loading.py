@@ -18,8 +18,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from shardgrad.errors import CheckpointError
 from shardgrad.programs.checkpoint import manifest
-from shardgrad.programs.checkpoint.files import damaged
-from shardgrad.programs.checkpoint.metadata import METADATA, read_metadata
+from shardgrad.programs.checkpoint.metadata import read_metadata
 from shardgrad.programs.checkpoint.peers import Peers
 from shardgrad.programs.checkpoint.state import flatten, rebuild
 from shardgrad.programs.text import listed, printable
@@ -64,7 +63,13 @@ def load(
     """
     folder = Path(folder)
     peers = Peers(group, error=CheckpointError, where=folder)
-    metadata, files = peers.broadcast("metadata", lambda: _open(folder))
+
+    def look() -> tuple[Metadata, manifest.Manifest]:
+        """Returns what the checkpoint is to hold."""
+        files = manifest.read(folder)
+        return read_metadata(folder, files), files
+
+    metadata, files = peers.broadcast("metadata", look)
     leaves: dict[str, Any] = {}
 
     def fit() -> set[str]:
@@ -114,25 +119,6 @@ def read(leaves: dict[str, Any], folder: Path, metadata: Metadata) -> dict[str, 
     with torch.no_grad():
         reader.read_data(planner.create_local_plan(), planner).wait()
     return planner.values
-
-
-def _open(folder: Path) -> tuple[Metadata, manifest.Manifest]:
-    if not (folder / METADATA).exists():
-        raise CheckpointError(
-            "there is no complete checkpoint",
-            expected=f"a folder with a file {METADATA}",
-            got="another folder, or one whose writing was interrupted"
-            if folder.is_dir()
-            else "no folder",
-            where=printable(folder),
-            fix="correct the path, or take an older checkpoint",
-        )
-    files = manifest.read(folder)
-    metadata = read_metadata(folder, files)
-    parts = {info.relative_path for info in metadata.storage_data.values()}
-    if files and not parts <= files.keys():
-        raise damaged(folder / METADATA, "files of the manifest", "others")
-    return metadata, files
 
 
 class _Reader(FileSystemReader):

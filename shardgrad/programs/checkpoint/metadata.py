@@ -77,8 +77,9 @@ def read_metadata(folder: Path | str, manifest: Manifest | None = None) -> Metad
     try:
         found = _Unpickler(io.BytesIO(content)).load()
         for info in found.storage_data.values():
-            if not is_name(info.relative_path):
-                raise ValueError(f"{printable(info.relative_path)} is not in the folder")
+            name = info.relative_path
+            if not is_name(name) or (manifest and name not in manifest):
+                raise ValueError(f"{printable(name)} is no file of the checkpoint")
         require_whole(found)
     except Exception as error:  # a damaged pickle raises whatever its bytes spell
         raise damaged(

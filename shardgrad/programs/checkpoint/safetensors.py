@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from shardgrad.errors import CheckpointError, CheckpointSaveError
 from shardgrad.extras import require
@@ -59,9 +59,30 @@ def export_checkpoint(
             where=printable(checkpoint),
             fix="choose one of these names",
         )
+    sizes = {
+        name: entry.size.numel() * entry.properties.dtype.itemsize for name, entry in stored.items()
+    }
+    files = _named(sizes, file_nbytes)
     try:
         with published(folder) as aside:
-            _write(checkpoint, metadata, prefix, stored, aside, file_nbytes)
+            for file, names in files.items():
+                content = {
+                    name: torch.empty(stored[name].size, dtype=stored[name].properties.dtype)
+                    for name in names
+                }
+                read({prefix + name: content[name] for name in names}, checkpoint, metadata)
+                import_module("safetensors.torch").save_file(
+                    content, aside / file, metadata={"format": "pt"}
+                )
+                # The package makes a file that only its owner reads; the folder has the umask's
+                # mode.
+                (aside / file).chmod(aside.stat().st_mode & 0o666)
+                sync(aside / file)
+            if len(files) > 1:
+                places = {name: file for file, names in files.items() for name in names}
+                index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
+                path = aside / "model.safetensors.index.json"
+                write_synced(path, json.dumps(index, indent=2) + "\n")
     except (CheckpointError, CheckpointSaveError):
         raise
     except Exception as error:
@@ -72,37 +93,6 @@ def export_checkpoint(
             where=printable(folder),
             fix="remove the cause, and try again",
         ) from error
-
-
-def _write(
-    checkpoint: Path,
-    metadata: Metadata,
-    prefix: str,
-    stored: Mapping[str, TensorStorageMetadata],
-    folder: Path,
-    file_nbytes: int,
-) -> None:
-    """Writes tensors one file after the other."""
-    save_file = import_module("safetensors.torch").save_file
-    sizes = {
-        name: entry.size.numel() * entry.properties.dtype.itemsize for name, entry in stored.items()
-    }
-    files = _named(sizes, file_nbytes)
-    for file, names in files.items():
-        content = {
-            name: torch.empty(stored[name].size, dtype=stored[name].properties.dtype)
-            for name in names
-        }
-        read({prefix + name: content[name] for name in names}, checkpoint, metadata)
-        path = folder / file
-        save_file(content, path, metadata={"format": "pt"})
-        # The package makes a file that only its owner reads; the folder has the umask's mode.
-        path.chmod(folder.stat().st_mode & 0o666)
-        sync(path)
-    if len(files) > 1:
-        places = {name: file for file, names in files.items() for name in names}
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
-        write_synced(folder / "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")
 
 
 def _named(sizes: Mapping[str, int], file_nbytes: int) -> dict[str, list[str]]:
