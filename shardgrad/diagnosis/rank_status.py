@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from shardgrad.diagnosis.flight_recorder import Entry, FlightRecorder
 from shardgrad.diagnosis.thread_stacks import calls_of, calls_of_thread, program_call
@@ -112,27 +113,19 @@ def rank_status(
     )
 
 
-@dataclass(frozen=True)
-class Diagnosis:
+class Diagnosis(NamedTuple):
     """Why ranks cannot go on.
 
     Attributes:
         culprits: ranks that the others wait for, that failed, or that called other collectives;
             empty if it is no rank more than another.
-        what: a sentence about them.
-        waits: a sentence about the others: where each is, or what it waits for.
+        sentence: what they have done, and where the others wait.
         fix: what to type next.
     """
 
     culprits: tuple[int, ...]
-    what: str
-    waits: str
+    sentence: str
     fix: str
-
-    @property
-    def sentence(self) -> str:
-        """`what` and `waits`."""
-        return f"{self.what} {self.waits}".rstrip()
 
 
 # What to type, by the function that the program calls; other functions of a library in which a rank
@@ -199,8 +192,7 @@ def _failed(statuses: Mapping[int, RankStatus]) -> Diagnosis | None:
     waiting = [t for t in statuses.values() if t.waits and t.rank not in culprits]
     return Diagnosis(
         culprits,
-        f"Rank {first.rank} {what}.",
-        _waiting_ranks(statuses, culprits),
+        " ".join([f"Rank {first.rank} {what}.", *_waiting_ranks(statuses, culprits)]),
         first.fix or _fix(waiting, _ENDED if first.error is None else _OTHERWISE),
     )
 
@@ -219,8 +211,7 @@ def _apart(statuses: Mapping[int, RankStatus], world_size: int) -> Diagnosis | N
     return Diagnosis(
         (),
         f"Ranks wait for each other in different collectives: {places}.",
-        waits="",
-        fix=_fix(apart),
+        _fix(apart),
     )
 
 
@@ -256,8 +247,7 @@ def _desynchronized(statuses: Mapping[int, RankStatus]) -> Diagnosis | None:
             tuple(odd),
             f"{_ranks(odd)} left the common order {where}: the {wrong} where "
             f"{_ranks(agreeing).lower()} made the {right} (number {seq_id} of their group).",
-            waits="",
-            fix=_fix(statuses.values()),
+            _fix(statuses.values()),
         )
     return None
 
@@ -270,26 +260,27 @@ def _never_sharded(
         return None
     has = "has" if len(never) == 1 else "have"
     what = f"{_ranks(never)} {has} not called fully_shard."
-    return Diagnosis(never, what, _waiting_ranks(statuses, never), _NEVER_SHARDED)
+    sentence = " ".join([what, *_waiting_ranks(statuses, never)])
+    return Diagnosis(never, sentence, _NEVER_SHARDED)
 
 
 def _last(entries: Sequence[Entry]) -> int:
     return entries[-1].seq_id if entries else 0
 
 
-def _waiting_ranks(statuses: Mapping[int, RankStatus], culprits: Sequence[int]) -> str:
-    """Returns "Ranks 0, 2 were waiting for it in the reduce-scatter of layers.1, step 3." or
-    nothing.
+def _waiting_ranks(statuses: Mapping[int, RankStatus], culprits: Sequence[int]) -> list[str]:
+    """Returns "Ranks 0, 2 were waiting for it in the reduce-scatter of layers.1, step 3.", and the
+    like for each place.
     """
     at: dict[str, list[int]] = {}
     waiting = "waiting for it in" if len(culprits) == 1 else "waiting for them in"
     for rank, t in sorted(statuses.items()):
         if rank not in culprits:
             at.setdefault(f"{waiting if t.waits else 'at'} {t.place}", []).append(rank)
-    return " ".join(
+    return [
         f"{_ranks(ranks)} {'was' if len(ranks) == 1 else 'were'} {where}."
         for where, ranks in at.items()
-    )
+    ]
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -63,9 +63,9 @@ def test_who_left_the_common_order_is_who_differs_from_most(odd: int) -> None:
     finding = diagnose(heard, 3)
     assert finding is not None
     assert finding.culprits == (odd,)
-    assert "the all-gather of head (12 x torch.float32)" in finding.what
-    assert "made the all-gather of layers.1" in finding.what
-    assert "number 2" in finding.what
+    assert "the all-gather of head (12 x torch.float32)" in finding.sentence
+    assert "made the all-gather of layers.1" in finding.sentence
+    assert "number 2" in finding.sentence
 
 
 def test_a_failure_comes_before_its_consequences() -> None:
@@ -74,7 +74,9 @@ def test_a_failure_comes_before_its_consequences() -> None:
     finding = diagnose(heard, 4)  # rank 3 is silent
     assert finding is not None
     assert finding.culprits == (1,)
-    assert finding.what == "Rank 1 failed at step 412, forward (ValueError: no)."
+    assert finding.sentence.startswith(
+        "Rank 1 failed at step 412, forward (ValueError: no). Ranks 0, 2"
+    )
 
 
 # -- programs that count no steps: what they have called, and what to type instead
@@ -104,7 +106,7 @@ def test_ranks_on_one_line_that_wait_for_the_device_differ_by_what_they_have_sta
     there = waiting(1, line, whats=UNITS[:2], waits="device")
     found = diagnose({0: here, 1: there}, 2)
     assert found is not None
-    assert found.what == (
+    assert found.sentence == (
         "Ranks wait for each other in different collectives: rank 0 in train at train.py:30, after "
         "the reduce-scatter of layers.1, number 3; rank 1 in train at train.py:30, after the "
         "all-gather of layers.1, number 2."
@@ -118,7 +120,7 @@ def test_a_rank_that_has_ended_ends_the_wait_of_those_that_need_it() -> None:
     ended = replace(waiting(0, "", waits=""), has_ended=True)
     found = diagnose({0: ended, 1: IN_FORWARD}, 2)
     assert found is not None
-    assert found.what == "Rank 0 has ended its program."
+    assert found.sentence.startswith("Rank 0 has ended its program. Rank 1 was waiting for it")
     assert "shardgrad.participate(model)" in found.fix
     at_rest = replace(IN_FORWARD, waits="", waiting_for=None)
     assert diagnose({0: ended, 1: at_rest}, 2) is None

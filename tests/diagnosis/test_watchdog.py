@@ -114,7 +114,7 @@ def test_a_rank_that_failed_and_has_left_is_heard_by_those_that_look_later(
     statuses, unwatched = later._statuses(later._look())
     found = module.diagnose(statuses, 4)
     assert found is not None
-    assert found.what.endswith("(ValueError: a mistake).")
+    assert "(ValueError: a mistake)." in found.sentence
     assert found.culprits == (3,)
     assert unwatched == [1, 2]
 
