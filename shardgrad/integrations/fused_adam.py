@@ -188,7 +188,8 @@ class BoundOptimizer(Optimizer):
         for alias in self._aliases:
             self.check(alias, options)
         for group in self.param_groups if capturable else ():
-            group["lr"] = torch.tensor(float(group["lr"]), device=self._device)
+            rate = torch.as_tensor(group["lr"], dtype=torch.float32, device=self._device)
+            group["lr"] = rate.clone()  # schedulers fill it
         with self._lent():
             groups = list(map(dict, self.param_groups))
         try:
