@@ -26,7 +26,7 @@ What they do:
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -69,12 +69,12 @@ class _Watched:
         has_warned: of parameters that no unit owns.
     """
 
-    version: tuple[int, int]
-    groups: list[weakref.ref[ParamGroup]]
-    dtypes: list[torch.dtype]
-    first_step: FirstStepCheck | None
-    has_warned: bool = False
+    version: tuple[int, int] = (0, 0)
+    groups: list[weakref.ref[ParamGroup]] = field(default_factory=list)
+    dtypes: list[torch.dtype] | None = None
     state_id: int = 0
+    first_step: FirstStepCheck | None = None
+    has_warned: bool = False
 
 
 class OptimizerHooks:
@@ -134,15 +134,13 @@ class OptimizerHooks:
             watched.first_step.after(optimizer)
 
     def _look_up(self, optimizer: Optimizer) -> _Watched:
-        version = self._version(optimizer)
-        watched = self._watched.get(optimizer)
-        if watched is None or watched.version != version:
-            watched = self._watched[optimizer] = self._examine(optimizer, version, watched)
+        watched, version = self._watched.setdefault(optimizer, _Watched()), self._version(optimizer)
+        if watched.version != version:
+            self._examine(optimizer, watched)
+            watched.version = version
         return watched
 
-    def _examine(
-        self, optimizer: Optimizer, version: tuple[int, int], before: _Watched | None
-    ) -> _Watched:
+    def _examine(self, optimizer: Optimizer, watched: _Watched) -> None:
         params = list(params_of(optimizer))
         groups = {
             group_of(managed): None
@@ -150,16 +148,14 @@ class OptimizerHooks:
             if (managed := managed_by(param)) is not None
         }
         dtypes = [group.dtype for group in groups]
-        if before is not None and before.dtypes != dtypes:
+        if watched.dtypes not in (None, dtypes):
             refuse_state_of_other_dtype(optimizer)
-        first_step = None if before is None else before.first_step
-        if first_step is None and any(map(concerns_unit, params)):
-            first_step = FirstStepCheck()
-        has_warned = before is not None and before.has_warned
-        if not has_warned and any(group.mesh.data_parallel_size > 1 for group in groups):
-            has_warned = warn_of_unowned(optimizer, self._models)
-        references = list(map(weakref.ref, groups))
-        return _Watched(version, references, dtypes, first_step, has_warned)
+        if watched.first_step is None and any(map(concerns_unit, params)):
+            watched.first_step = FirstStepCheck()
+        if not watched.has_warned and any(group.mesh.data_parallel_size > 1 for group in groups):
+            watched.has_warned = warn_of_unowned(optimizer, self._models)
+        watched.groups, watched.dtypes = list(map(weakref.ref, groups)), dtypes
+        watched.state_id = 0
 
     def _version(self, optimizer: Optimizer) -> tuple[int, int]:
         """Returns numbers that change when the optimizer gets parameters, or a model is sharded or
