@@ -1,4 +1,4 @@
-"""The public function: checks, builds, commits."""
+"""`fully_shard`: checks the arguments, builds the unit, then changes the module."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ def fully_shard(
     gradient_policy: GradientPolicy = GradientPolicy(),
     zero_stage: Literal[1, 2, 3, "auto", "hfsdp"] = 3,
 ) -> _ModulesT:
-    """Shards a module's parameters, gradients and optimizer states in place, over a mesh of ranks.
+    """Shards a module's parameters, gradients and optimizer states in place over a mesh of ranks.
 
-    Takes what `torch.distributed.fsdp.fully_shard` takes. Apply it bottom-up: a call owns the
-    parameters below it that no inner call owns, and they travel in one collective for each dtype
-    and mesh. Parameters that tensor or expert parallelism has made DTensors of are sharded further,
-    along the axes of `mesh`.
+    Takes the arguments of `torch.distributed.fsdp.fully_shard`. Apply it bottom-up: each call owns
+    the parameters below its module that no inner call owns. These travel in one collective per
+    dtype and mesh. Parameters that tensor or expert parallelism has turned into DTensors are
+    sharded further, along the axes of `mesh`.
 
-    Inner modules first, the root last, and the optimizer after that:
+    Shard the inner modules first and the root last, then build the optimizer:
 
         for block in model.blocks:
             shardgrad.fully_shard(block)
@@ -86,34 +86,36 @@ def fully_shard(
             over axis 1 (HSDP). None means 1-D over all ranks.
         reshard_after_forward: True frees unsharded parameters after forward and gathers them again
             in backward; False keeps them; an int keeps them sharded over that many neighbouring
-            ranks. None means True, except for the root and, on the CPU, the unit that ran last,
-            which backward needs at once: on a device its memory would add to the peak of the loss.
-        shard_placement_fn: per parameter, the dim it is sharded on, as `Shard(dim)`, or None for
-            `Shard(0)`; or torch's `ShardPlacementResult`, which names a mesh too. Only dim 0 may be
-            sharded unevenly.
+            ranks. None means True, except for the root and, on the CPU, for the unit that ran last,
+            which backward needs first. On a device, keeping that unit would add its memory to the
+            peak at the loss.
+        shard_placement_fn: returns, for a parameter, the dim to shard as `Shard(dim)`, None for
+            `Shard(0)`, or torch's `ShardPlacementResult`, which also names a mesh. Only dim 0 may
+            be sharded unevenly.
         mp_policy: dtypes of compute, reduction and outputs.
         offload_policy: `CPUOffloadPolicy` keeps parameter shards, gradients and optimizer states in
-            host memory; `SleepPolicy` where `shardgrad.sleep` can give them back; the base class
-            does neither.
+            host memory. `SleepPolicy` keeps them in memory that `shardgrad.sleep` can free. The
+            base class does neither.
         ignored_params: parameters to leave alone: not sharded, not moved, not reduced.
-        dp_mesh_dims: torch's `DataParallelMeshDims`: which axes of `mesh` are data-parallel, if it
-            has others and the parameters are DTensors on all of it.
-        gradient_policy: where reduced gradients are bound, in which dtype, and in which they
-            travel; not in FSDP2.
+        dp_mesh_dims: torch's `DataParallelMeshDims`: which axes of `mesh` are data-parallel, if
+            `mesh` has other axes too and the parameters are DTensors on all of it.
+        gradient_policy: the attribute that reduced gradients are bound to, their dtype, and the
+            dtype in which they are sent. Not in FSDP2.
         zero_stage: 3 shards parameters, gradients and optimizer states; 2 keeps parameters
             unsharded from one optimizer step to the next; 1 also sums unsharded gradients until the
-            last backward (`set_is_last_backward`); "auto" keeps as many units unsharded as memory
-            is left for after the first step; "hfsdp" shards everything over both axes of an HSDP
-            mesh. Not in FSDP2.
+            last backward (`set_is_last_backward`); "auto" keeps as many units unsharded as fit into
+            the memory that is free after the first step; "hfsdp" shards everything over both axes
+            of an HSDP mesh. Not in FSDP2.
 
     Returns:
-        The module or list it got. Its class is now `FSDP<Original>`, its parameters are DTensors.
+        The module or list that was passed. The class of each module is now `FSDP<Original>` and its
+        parameters are DTensors.
 
     Raises:
-        ShardgradError: a subclass for each kind of bad input; the module is left as it was.
+        ShardgradError: a subclass for each kind of bad input; the module is unchanged.
 
-    Streams: none are made; shards are filled on the current stream.
-    Capture: not safe; it allocates.
+    Streams: creates none; fills the shards on the current stream.
+    Capture: not safe, because it allocates.
     """
     modules = validated(module)
     ignored = set(ignored_params or ())
@@ -151,7 +153,7 @@ def fully_shard(
 
 
 def _accept(units: Sequence[Unit]) -> None:
-    """Refuses, at lazy init, units that share parameters, or whose weights differ between ranks."""
+    """At lazy init, refuses units that share parameters or whose weights differ between ranks."""
     refuse_unresolved_ties(units)
     if any(group.mesh.data_parallel_size > 1 for unit in units for group in unit.groups):
         from shardgrad.checks.same_weights import compare_weights
@@ -159,7 +161,7 @@ def _accept(units: Sequence[Unit]) -> None:
         compare_weights(units)
 
 
-# -- where strategies are chosen; a feature is imported by who asks for it
+# -- where strategies are chosen; each feature is imported only where it is used
 
 
 def _dtypes(
@@ -168,7 +170,7 @@ def _dtypes(
     mp_policy: MixedPrecisionPolicy,
     gradient_policy: GradientPolicy,
 ) -> tuple[dict[nn.Parameter, ParamDtypes], MixedPrecisionPolicy]:
-    """Returns the dtypes of each parameter, and the policy without what is of single ones."""
+    """Returns each parameter's dtypes, and the policy without overrides for single parameters."""
     if not REDUCES_IN_GRAD_DTYPE:
         return dict.fromkeys(names, ParamDtypes(mp_policy, gradient_policy)), mp_policy
     from shardgrad.features.param_dtypes import dtypes_of, without_override
@@ -180,7 +182,7 @@ def _dtypes(
 def _spec(
     mesh: DataParallelMesh, dtypes: ParamDtypes, memory: ShardMemory, stage: Stage
 ) -> GroupSpec:
-    """Returns what a group of parameters on `mesh` with these dtypes is made from."""
+    """Returns the spec of a group of parameters on `mesh` with these dtypes."""
     return GroupSpec(
         mesh,
         dtypes.mp_policy,
@@ -196,9 +198,7 @@ def _spec(
 def _second_step(
     mesh: DataParallelMesh, wire_dtype: torch.dtype | None
 ) -> Callable[[], SecondStep] | None:
-    """Returns what makes the step behind a reduce-scatter, if the mesh has another dim to reduce
-    over.
-    """
+    """Returns a factory for the step after the reduce-scatter; None without a second mesh axis."""
     levels, replicas = mesh.levels, mesh.replicate_group
     if levels is not None:
         from shardgrad.features.hfsdp import OuterReduceScatter
@@ -217,13 +217,13 @@ def _second_step(
     return partial(ReplicaAllReduce, replicas)
 
 
-@torch.inference_mode(mode=False)  # what it makes is for training
+@torch.inference_mode(mode=False)  # the shard is for training
 def _group(
     params: list[FSDPParam],
     spec: GroupSpec,
     reshard_after_forward: bool | int | None,
 ) -> ParamGroup:
-    """Returns the kind of group that parameters need, with their values in its shard."""
+    """Builds the kind of group that the parameters need, and copies them into its shard."""
     original = params[0].sharded
     _, mesh_after_forward = _reshard_plan(reshard_after_forward, spec.mesh)
     group: ParamGroup
@@ -259,7 +259,7 @@ def _group(
 
 
 def _regroup(group: ParamGroup) -> Callable[[], list[ParamGroup]] | None:
-    """At lazy init, refuses what has come too late, and gives new extensions a separate group."""
+    """At lazy init, refuses late changes of `grad_dtype`, and regroups new tensor extensions."""
     if REDUCES_IN_GRAD_DTYPE:
         from shardgrad.features.param_dtypes import refuse_late_grad_dtypes
 
@@ -272,9 +272,7 @@ def _regroup(group: ParamGroup) -> Callable[[], list[ParamGroup]] | None:
 
 
 def _all_gather(stage: Stage, memory: ShardMemory) -> type[AllGather]:
-    """Returns what makes the input of all-gathers: from the device or the host, over one axis or
-    two.
-    """
+    """Returns the class of all-gathers: from device or host memory, over one mesh axis or two."""
     if stage.over_both_axes:
         from shardgrad.features.hfsdp import HfsdpGather, OffloadedHfsdpGather
 
@@ -286,7 +284,7 @@ def _all_gather(stage: Stage, memory: ShardMemory) -> type[AllGather]:
     return AllGather
 
 
-# -- what is asked of the arguments
+# -- validating arguments
 
 
 def _data_mesh(mesh: DeviceMesh | None, dims: Any, stage: Stage) -> DataParallelMesh:
@@ -309,7 +307,7 @@ def _data_mesh(mesh: DeviceMesh | None, dims: Any, stage: Stage) -> DataParallel
 def _reshard_plan(
     reshard_after_forward: bool | int | None, mesh: DataParallelMesh
 ) -> tuple[bool | None, DataParallelMesh | None]:
-    """Returns the unit's flag, and the smaller mesh of an int reshard."""
+    """Returns the unit's flag, and the smaller mesh that an int reshards to."""
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
         return reshard_after_forward, None
     if not isinstance(reshard_after_forward, int):
@@ -323,7 +321,7 @@ def _reshard_plan(
     if reshard_after_forward == mesh.shard_size:
         return True, None
     smaller = mesh.subdivide(reshard_after_forward)
-    # One rank holding everything is the same as not resharding at all.
+    # With a group size of 1 each rank keeps everything, which is not resharding at all.
     return (False, None) if reshard_after_forward == 1 else (True, smaller)
 
 
@@ -333,9 +331,9 @@ def _commit(
     params: Iterable[list[nn.Parameter]],
     ignored: set[nn.Parameter],
 ) -> None:
-    """Makes the changes. Nothing here raises on user input."""
+    """Changes the module and its parameters. Nothing here raises on user input."""
     for group in unit.groups:
-        # A parameter with a row for each rank is padded to less than twice its bytes.
+        # With at least one row for each rank, padding less than doubles a parameter's bytes.
         if any(p.shape[p.dim] < group.mesh.shard_size for p in group.layout.pieces):
             from shardgrad.checks.padding import warn_of_padding
 
@@ -344,7 +342,7 @@ def _commit(
     note_ignored(managed, ignored)
     for module in unit.modules:
         hooks.add(module)
-        # Past `__setattr__`, which a module may have its own of.
+        # Bypasses `__setattr__`, which a module may override.
         module.__dict__[UNIT] = unit
     if dist.get_world_size() > 1:
         from shardgrad.diagnosis.watchdog import watch_ranks
@@ -356,7 +354,7 @@ def _commit(
             original.__dict__[CLAIM] = Claim(unit, p)
             mark_sharded(p)
             p.register(p.sharded)
-    # Buffers are moved to the device and not sharded: running statistics are each rank's own.
+    # Buffers are moved to the device but not sharded: running statistics differ between ranks.
     for module in managed:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device.type not in ("meta", unit.mesh.device.type):
@@ -380,11 +378,10 @@ def _take_inherited(params: Iterable[nn.Parameter]) -> None:
 
 
 def _install_hooks(unit: Unit, managed_modules: Sequence[nn.Module]) -> None:
-    """Lets inner modules run around the unit's forward, and keeps state dicts and loading on the
-    sharded parameters.
+    """Lets inner modules be called outside the unit's forward, and makes state dicts and loading
+    use the sharded parameters.
 
-    Modules of inner units too, where they register a parameter that this unit owns since it is
-    tied.
+    Includes modules of inner units that register a tied parameter which this unit owns.
     """
 
     def to_shards(*_: Any, **__: Any) -> None:
@@ -400,7 +397,7 @@ def _install_hooks(unit: Unit, managed_modules: Sequence[nn.Module]) -> None:
     def take_over(*_: Any, **__: Any) -> None:
         from shardgrad.engine.replaced_params import adopt, kept_places
 
-        # The modules of a list load one after another, which may have tied parameters.
+        # The modules of a list load one after another, and may share tied parameters.
         places = [kept_places(p) for group in unit.groups for p in group.params]
         if len(unit.modules) == 1 or all(len({*kept}) == 1 for kept in places):
             for group in unit.groups:
@@ -408,19 +405,19 @@ def _install_hooks(unit: Unit, managed_modules: Sequence[nn.Module]) -> None:
 
     owners = (owner for group in unit.groups for p in group.params for owner, _ in p.owners)
     for module in dict.fromkeys([*managed_modules, *owners]):
-        # Names that Dynamo looks for, to treat parameters as something that changes under its feet.
+        # Dynamo looks for these names, to treat parameters as values that change between calls.
         module.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
         if any(param is not None for param in module._parameters.values()):
             module.register_state_dict_pre_hook(to_shards)
             module.register_load_state_dict_pre_hook(to_own_shards)
             if module not in unit.modules:
                 forward_around(module, unit)
-        # Attention gives its projection's weight to a function, and does not call the projection.
+        # `MultiheadAttention` passes its projection's weight to a function instead of calling it.
         if isinstance(module, nn.MultiheadAttention) and (owner := unit_of(module.out_proj)):
             forward_around(module.out_proj, owner, reader=module)
     for module in unit.modules:
         module.register_load_state_dict_post_hook(take_over)
 
 
-# As torch's `contract` does for its own: the view of a sharded module's unit, None for another.
+# As torch's `contract` does for FSDP2: returns the state of a sharded module, else None.
 fully_shard.state = state_of  # type: ignore[attr-defined]

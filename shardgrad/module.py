@@ -1,4 +1,4 @@
-"""The class a sharded module gets, and the methods that come with it."""
+"""`FSDPModule`, the class that a sharded module gets, with its methods."""
 
 from __future__ import annotations
 
@@ -46,24 +46,25 @@ def swap_class(module: nn.Module) -> None:
     cls = type(module)
     sharded = _sharded_classes.get(cls)
     if sharded is None:
-        # torch's own class comes last: `isinstance` holds, and index 2 is the original, as Dynamo
-        # expects.
+        # FSDP2's own class comes last in the bases: `isinstance` holds, and index 2 of the MRO is
+        # the original class, as Dynamo expects.
         bases = (_laid_out_like(cls), cls, torch_fsdp.FSDPModule)
         sharded = _sharded_classes[cls] = type(
             f"FSDP{cls.__name__}", bases, {"__deepcopy__": _refuse_deepcopy}
         )
     module.__class__ = sharded
-    # torch's composable DDP leaves modules alone, and refuses them, if they are registered like
-    # this.
+    # With this registration, torch's composable `replicate` skips such modules as children and
+    # refuses them as roots.
     module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())["fully_shard"] = RegistryItem()
 
 
 def _laid_out_like(cls: type) -> type:
-    """Returns `FSDPModule`, or a subclass whose instances are laid out as those of `cls`.
+    """Returns `FSDPModule`, or a subclass of it whose instances have the memory layout of `cls`.
 
-    The class of an object can only be replaced by one of the same layout, which begins with the
-    class that adds the `__dict__`. Usually that is `nn.Module`. A base without one in front of it
-    (ABC, Generic, Protocol, a mixin with empty `__slots__`) has to come first here as well.
+    Python allows assigning `__class__` only between classes of the same layout, which is decided by
+    the class that adds the `__dict__`. Usually that is `nn.Module`. A base without a `__dict__` in
+    front of it (ABC, Generic, Protocol, a mixin with empty `__slots__`) has to come first here as
+    well.
     """
     adds_dict, first = cls, cls.__base__
     while first is not None and first.__dictoffset__:
@@ -99,19 +100,20 @@ class _UnshardHandle(UnshardHandle):
         self._unit: Unit | None = unit
 
     def wait(self) -> None:
-        """Makes the parameters unsharded for the current stream; once is enough."""
+        """Makes the parameters unsharded for the current stream. Further calls do nothing."""
         unit, self._unit = self._unit, None
         if unit is None:
             return
         unit.held = True
         comm_ctx = lazy_init(unit).comm_ctx
-        # Again, if a forward since has left this unit out, and dropped what was on its way.
+        # Repeated, because a forward since then may have skipped this unit and dropped the
+        # prefetch.
         unit.unshard(comm_ctx)
         unit.wait_for_unshard(comm_ctx)
 
 
 class _NothingForDDP:
-    """In the place of the names that DistributedDataParallel shall leave alone."""
+    """Raises when DDP iterates over the names of parameters to ignore."""
 
     def __iter__(self) -> NoReturn:
         raise EngineError(
@@ -124,12 +126,12 @@ class _NothingForDDP:
 
 
 class FSDPModule:
-    """Methods of a sharded module; the same names and meanings as torch's.
+    """The methods of a sharded module, with the names and meanings of FSDP2's.
 
     A sharded module is an instance of this class, of its original class, and of
     `torch.distributed.fsdp.FSDPModule`.
 
-    For example two micro-batches that are reduced once:
+    For example, to reduce gradients once for two micro-batches:
 
         model.set_requires_gradient_sync(False)
         model(first).mean().backward()
@@ -140,24 +142,24 @@ class FSDPModule:
     _orig_cls_mro_index = 2
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Builds the original class, so that slicing a sharded container gives a plain one."""
+        """Builds the original class, so that slicing a sharded container returns a plain one."""
         original = cls.__mro__[cls._orig_cls_mro_index]
         self = original.__new__(original, *args, **kwargs)
         self.__init__(*args, **kwargs)
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs forward. One that raises is abandoned: parameters are resharded."""
+        """Runs forward. If it raises, the forward is abandoned and its parameters are resharded."""
         original: Any = type(self).__mro__[self._orig_cls_mro_index]
         unit: Unit = self.__dict__[UNIT]
         running = len(unit.running)
         try:
             return original.__call__(self, *args, **kwargs)
-        except BaseException:  # Ctrl-C too, which reaches no hook
+        except BaseException:  # includes Ctrl-C; no forward hook runs on an exception
             unit.forward_failed(running)
             raise
 
-    # -- placing parameters
+    # -- unsharding and resharding
 
     def reshard(self) -> None:
         """Frees this unit's unsharded parameters and registers the sharded ones. Not recursive."""
@@ -166,16 +168,17 @@ class FSDPModule:
             group.wait_until_read()
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gathers this unit's parameters. Not recursive; a collective.
+        """All-gathers this unit's parameters. Not recursive; a collective.
 
-        Once waited for, they stay unsharded after a forward with gradients too, until a backward or
-        `reshard` reshards them: a pipeline stage goes backward in two parts, and both look for
-        unsharded parameters.
+        After the wait they stay unsharded, also after a forward with gradients, until a backward or
+        `reshard` reshards them. A pipeline stage needs this: it runs backward in two parts, and
+        both need unsharded parameters.
 
         Args:
-            async_op: return at once with a handle; forward waits for it by itself.
+            async_op: return a handle without waiting; the next forward also waits for the
+                all-gather.
 
-        Streams: the gather starts after what the current stream has been given.
+        Streams: the all-gather starts after the work already queued on the current stream.
         """
         unit = self._unit
         context = lazy_init(unit)
@@ -190,19 +193,17 @@ class FSDPModule:
         return None
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """True keeps the memory of unsharded parameters, and so their addresses, when they are
-        resharded.
-        """
+        """True keeps the memory, and so the addresses, of unsharded parameters across reshards."""
         for unit in self._units(recurse):
             for group in unit.groups:
                 group.keeps_memory = keep
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Says whether backward needs this unit's parameters; an embedding's does not."""
+        """False skips the all-gather in backward, which an embedding does not need."""
         self._unit.unshard_in_backward = unshard_in_backward
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Changes `reshard_after_forward`, for the root as well.
+        """Changes `reshard_after_forward`, also that of the root.
 
         Raises:
             OptionError: not a bool.
@@ -225,31 +226,30 @@ class FSDPModule:
             unit.reshard_after_backward = reshard_after_backward
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Replaces the recorded prefetch of this unit's forward."""
+        """Sets the units to prefetch in this unit's forward, instead of the recorded next one."""
         self._unit.forward_prefetch = _units_of(modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Replaces the default prefetch of this unit's backward."""
+        """Sets the units to prefetch in this unit's backward, instead of the default one."""
         self._unit.backward_prefetch = _units_of(modules)
 
     # -- reducing gradients
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """False lets the next backward return with reductions still in flight."""
+        """False lets the next backward return while reductions are still in flight."""
         from shardgrad.compat.backward_finalization import set_is_last_backward
 
         set_is_last_backward(self._unit, is_last_backward)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """True makes backwards accumulate, or leave reductions in flight, until
-        `finalize_backward`.
+        """True leaves gradients accumulated, or reductions in flight, until `finalize_backward`.
 
-        On the root, before forward; a collective if nothing has run yet. `set_is_last_backward`
-        counts again once it is False.
+        Call it on the root, before forward; it is a collective if nothing has run yet. With False,
+        `set_is_last_backward` takes effect again.
 
         Raises:
             RootError: not the root.
-            BackwardFinalizationError: a backward runs, or has left gradients that are not reduced.
+            BackwardFinalizationError: a backward is running, or has left unreduced gradients.
         """
         from shardgrad.compat.backward_finalization import set_manual
 
@@ -257,21 +257,20 @@ class FSDPModule:
 
     @outside_graphs
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """Reduces the gradients that backwards have left, and reshards, as the settings of the
-        moment say.
+        """Reduces the gradients that backwards have left, and reshards, by the current settings.
 
-        On the root, after `set_manual_backward_finalization(True)` and all backwards. A collective.
+        Call it on the root, after `set_manual_backward_finalization(True)` and all backwards. A
+        collective.
 
         Args:
-            async_op: return at once with a handle, whose `wait` has to be called before gradients
-                are used.
+            async_op: return a handle without waiting; call its `wait` before using the gradients.
 
-        Streams: as a backward; the current stream waits for the gradients, here or in `wait`.
+        Streams: as in a backward; the current stream waits for the gradients, here or in `wait`.
 
         Raises:
             RootError: not the root.
-            BackwardFinalizationError: not in this mode, in a backward, or an earlier call was not
-                waited for.
+            BackwardFinalizationError: this mode is off, a backward is running, or an earlier call
+                was not waited for.
         """
         from shardgrad.compat.backward_finalization import finalize
 
@@ -287,7 +286,7 @@ class FSDPModule:
                 grads.requires_all_reduce = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """False (HSDP) reduces inside the shard group only and keeps the partial sum."""
+        """False, under HSDP, skips the all-reduce and keeps the reduce-scattered partial sum."""
         for unit in self._units(recurse):
             for grads in unit.grad_groups:
                 grads.requires_all_reduce = requires_all_reduce
@@ -309,29 +308,31 @@ class FSDPModule:
             grads.divide_factor = float(factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """The older name of `set_gradient_divide_factor`."""
+        """Alias of `set_gradient_divide_factor`, which replaces it."""
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Makes an all-reduce hook see sums; else accepted: the engine only ever sums, and divides
-        last.
+        """Passes sums instead of averages to the all-reduce hook.
+
+        Also lets reductions use symmetric memory; see `set_symm_mem_for_comm`. Collectives do not
+        change: the engine always sums, and divides at the end.
         """
         self._set_collectives(only_sums=enable)
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Accepted: unused parameters always send zeros, and keep None if no rank used them."""
+        """Has no effect: unused parameters send zeros, and keep None if no rank used them."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Resets the gradients of all parameters below, whether their units are sharded or not
-        right now.
+        """Resets the gradients of all parameters below, whether their units are sharded or
+        unsharded.
 
-        Micro-batches that wait unreduced on this rank are dropped too, as in plain torch, where
-        they are in `.grad`. FSDP2 has torch's method, which looks at registered parameters: both
-        stay there.
+        Also drops gradients of micro-batches that wait unreduced on this rank. In plain torch they
+        would be in `.grad`. FSDP2 inherits torch's method, which resets the registered parameters
+        only, and keeps both.
 
-        Streams: zeros, if any are written, on the current stream.
+        Streams: writes zeros, if any, on the current stream.
         Capture: safe.
         """
         super().zero_grad(set_to_none)  # type: ignore[misc]
@@ -345,7 +346,7 @@ class FSDPModule:
                     shard.zero(range(shard.count))
 
     def reset_iter_state(self) -> None:
-        """Clears an iteration that an exception cut short; the next forward would do it by itself.
+        """Clears an iteration that an exception cut short. The next forward would do the same.
 
         Raises:
             RootError: not called on the root.
@@ -362,17 +363,17 @@ class FSDPModule:
     def set_custom_all_gather(self, comm: Any) -> None:
         """Gathers this unit's parameters through an object with torch's `AllGather` protocol.
 
-        Its `allocate` is asked for bytes (uint8), once for as many as the unit needs at most; the
-        call gets an input that lies in the output.
-        Under `zero_stage="hfsdp"` it serves both axes. A group of one rank gathers nothing.
+        The engine calls its `allocate` for bytes (uint8), once for the most that the unit needs.
+        The call itself gets an input that is a part of the output. Under `zero_stage="hfsdp"` the
+        object serves both mesh axes. It is not called for a group of one rank.
         """
         self._set_collectives(all_gather=comm)
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Reduces this unit's gradients through an object with torch's `ReduceScatter` protocol.
 
-        It is always asked for a sum; the engine divides where it writes the gradients. See
-        `set_custom_all_gather` for memory and labels.
+        The engine always requests a sum, and divides when it writes the gradients. See
+        `set_custom_all_gather` for memory.
 
         Raises:
             CustomCommError: the unit's gradients have a `wire_dtype`.
@@ -384,11 +385,12 @@ class FSDPModule:
         self._set_collectives(reduce_scatter=comm)
 
     def set_all_gather_layout(self, layout: Any) -> None:
-        """Takes torch's own layouts, as of 2.16, and changes nothing: they make the same copies in
-        another way, and the engine has its own.
+        """Accepts torch's own layouts (torch 2.16) without effect.
+
+        They only choose how to make copies that the engine makes in its own way.
 
         Raises:
-            UnsupportedError: it is another layout, or has a collective or a function of its own.
+            UnsupportedError: a custom layout, or one with its own collective or output function.
         """
         from shardgrad.features.custom_comms import require_torchs
 
@@ -396,10 +398,10 @@ class FSDPModule:
         require_torchs("set_all_gather_layout", type(layout), *parts)
 
     def set_reduce_scatter_input_fn(self, fn: Any) -> None:
-        """Takes torch's own functions, as of 2.16; see `set_all_gather_layout`.
+        """Accepts torch's own functions (torch 2.16) without effect; see `set_all_gather_layout`.
 
         Raises:
-            UnsupportedError: it is another function.
+            UnsupportedError: a custom function.
         """
         from shardgrad.features.custom_comms import require_torchs
 
@@ -408,16 +410,17 @@ class FSDPModule:
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: torch.cuda.Stream | None = None
     ) -> None:
-        """Calls `hook` with each reduced gradient chunk of this unit before it becomes gradients.
+        """Calls `hook` with each reduced gradient chunk of this unit before gradients are written.
 
         Args:
-            hook: called once a group and reduction with a 1-D tensor in the reduce dtype, which it
-                may change in place: this rank's pieces, with padding between them. It is the
-                average over all ranks of the mesh, or in float16 and after
-                `set_force_sum_reduction_for_comms(True)` the sum that is divided afterwards.
-            stream: where it is called; None for the stream of reductions. Not under HSDP.
+            hook: called once per group and reduction with a 1-D tensor in the reduce dtype: this
+                rank's pieces, with padding between them. It may change the tensor in place. The
+                values are the average over all ranks of the mesh; in float16, or after
+                `set_force_sum_reduction_for_comms(True)`, they are the sum, which is divided
+                afterwards.
+            stream: the stream to call it on; None for the stream of reductions. Not under HSDP.
 
-        Streams: the hook's stream comes after the reduction, and the gradients after the hook.
+        Streams: the hook's stream waits for the reduction, and the gradients wait for the hook.
 
         Raises:
             OptionError: a stream under HSDP.
@@ -432,14 +435,15 @@ class FSDPModule:
         self._set_collectives(hook=hook, hook_stream=stream)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Makes the next forward's all-gathers wait for `event` only, not for the whole current
+        """Makes the next forward's all-gathers wait for `event` instead of the whole current
         stream.
 
-        For one forward of the root; later ones follow the current stream again, or another event.
+        Applies to one forward of the root. Later ones wait for the current stream again, or for
+        another event.
 
         Args:
-            event: recorded after the optimizer's step. Parameters that were replaced since are
-                waited for by themselves.
+            event: recorded after the optimizer's step. If parameters were replaced since, the
+                all-gathers wait for the current stream as well.
         """
         unit = self._unit
         context = lazy_init(unit)
@@ -450,7 +454,7 @@ class FSDPModule:
     ) -> None:
         """Sets how many reductions may be in flight at once; 2 if never set (FSDP2: 1).
 
-        The largest number among the units under one root counts, as they share the slots.
+        Units under one root share their slots, so the largest number that any of them sets applies.
 
         Raises:
             OptionTypeError: not an int.
@@ -479,8 +483,7 @@ class FSDPModule:
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
     ) -> None:
-        """Gives reductions a separate process group, so that a backend may run them at the same
-        time as all-gathers.
+        """Gives reductions their own process group, so that they may overlap with all-gathers.
 
         Creates one process group for each set of ranks. A collective: every rank of the mesh must
         call it.
@@ -491,10 +494,9 @@ class FSDPModule:
         separate_reductions(groups, enable=enable)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Stages this unit's messages in memory that the process group allocates, if its backend
-        can.
+        """Allocates this unit's communication buffers from the process group, if its backend can.
 
-        Otherwise, as over gloo, in the usual memory.
+        Other backends, such as gloo, use ordinary memory.
 
         Raises:
             CustomCommError: the unit has custom collectives.
@@ -504,14 +506,14 @@ class FSDPModule:
         stage_in_memory_of_process_group(self._unit, enable=enable)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
-        """Stages all-gathers in symmetric memory, and reductions too where they only sum.
+        """Stages all-gathers in symmetric memory, and reductions as well if they only sum.
 
-        Call `set_force_sum_reduction_for_comms(True)` first for the latter, as under FSDP2. A
+        For reductions, call `set_force_sum_reduction_for_comms(True)` first, as with FSDP2. A
         collective.
 
         Raises:
             CustomCommError: the unit has custom collectives.
-            RuntimeError: torch's own, if it was built without this backend of symmetric memory.
+            RuntimeError: from torch, if it was built without this symmetric memory backend.
         """
         from shardgrad.features.custom_comms import stage_in_symmetric_memory
 
@@ -523,9 +525,9 @@ class FSDPModule:
         set_collectives(self._unit.groups, **settings)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Accepted: gathers are always asynchronous, and slots make their order explicit."""
+        """Has no effect: all-gathers are always asynchronous, and slots order them."""
 
-    # -- what a sharded module does not take part in
+    # -- copying, pickling and DDP
 
     def __copy__(self) -> nn.Module:
         """Returns a module of the original class that shares parameters and submodules."""
@@ -535,7 +537,7 @@ class FSDPModule:
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuses pickling.
+        """Refuses to pickle a sharded module.
 
         Raises:
             PickleError: always.
@@ -547,10 +549,10 @@ class FSDPModule:
             fix="torch.save(model.state_dict(), a path of each rank), or shardgrad.checkpoint.save",
         )
 
-    # What DistributedDataParallel reads before all else, and nobody else.
+    # DistributedDataParallel reads this attribute first. Nothing else reads it.
     _ddp_params_and_buffers_to_ignore: ClassVar[Iterable[str]] = _NothingForDDP()
 
-    # -- inside
+    # -- internal
 
     @property
     def _unit(self) -> Unit:
@@ -564,7 +566,7 @@ class FSDPModule:
         return state_of(cast(nn.Module, self))
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """`module.to()` and its kin: moves the shards, then takes the moved storage over."""
+        """Implements `module.to()` and the like: moves the shards, then adopts their storage."""
         from shardgrad.engine.replaced_params import adopt
 
         self.reshard()
@@ -572,8 +574,8 @@ class FSDPModule:
         dtypes = [group.dtype for group in groups]
         result = super()._apply(*args, **kwargs)  # type: ignore[misc]
         for group in groups:
-            # The modules of a list move one after another: their unit takes over what the last one
-            # has moved.
+            # The modules of a list move one after another; their unit adopts them after the last
+            # one.
             if len({(p.dtype, p.device) for each in group.params for p in each.registered()}) == 1:
                 adopt(group)
         if dtypes != [group.dtype for group in groups]:
@@ -594,17 +596,16 @@ def _units_of(modules: Sequence[Any]) -> list[Unit]:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Makes a method of a sharded module gather and reshard like forward. A no-op on a plain
-    module.
+    """Makes a method of a sharded module unshard and reshard as forward does. No-op otherwise.
 
-    A method that reads a parameter itself needs it; modules that a method calls gather without it.
-    For example a loss that reads the weight of the model's head:
+    A method needs this if it reads a parameter directly. Submodules that a method calls unshard by
+    themselves. For example, a loss that reads the weight of the model's head:
 
         shardgrad.register_fsdp_forward_method(model, "compute_loss")
         model.compute_loss(batch).backward()
 
     Args:
-        module: the module.
+        module: the module. Nothing happens if it is not sharded.
         method_name: for example "loss" or "generate".
 
     Raises:
@@ -624,15 +625,14 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Lets several roots share streams, staging memory and transports, as the stages of a pipeline
-    may.
+    """Makes several roots share streams, staging memory and transports, as pipeline stages do.
 
-    Before the first forward:
+    Call it before the first forward:
 
         shardgrad.share_comm_ctx([first_stage, last_stage])
 
     Args:
-        modules: sharded modules that are roots, or will be. What is in flight under them is
+        modules: sharded modules that are roots, or will be. Their collectives in flight are
             completed.
 
     Raises:

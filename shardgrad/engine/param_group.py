@@ -1,4 +1,4 @@
-"""Parameters that travel in one collective, and where they are.
+"""Parameter groups: parameters that share one collective, and their state.
 
 | state | modules register | all-gather in flight |
 | --- | --- | --- |
@@ -6,20 +6,20 @@
 | `UNSHARDING` | sharded parameters | yes, unless `is_filled` |
 | `UNSHARDED` | unsharded parameters | no |
 
-`unshard` goes one line down, and `wait_for_unshard` the next; `reshard` goes back to the first from
-either. A sharded parameter is an `nn.Parameter(DTensor)` over a view of the group's shard, an
-unsharded one a plain `nn.Parameter` over its flat buffer; each is one object for the life of the
-model.
+`unshard` moves a group from `SHARDED` to `UNSHARDING`, `wait_for_unshard` from there to
+`UNSHARDED`, and `reshard` from either back to `SHARDED`. A sharded parameter is an
+`nn.Parameter(DTensor)` over a view of the group's shard. An unsharded parameter is a plain
+`nn.Parameter` over the group's flat buffer. Each is one object for the life of the model.
 
-The buffer's memory is there, and `is_filled`, while parameters are unsharded. It stays filled for
-ZeRO stages 1 and 2, and for what is left unsharded by an evaluation, or by a backward whose graph
-may read parameters again. Modules register sharded parameters then, which clipping and optimizers
-look for, and `unshard` has nothing to gather.
+The flat buffer has memory, and `is_filled` is True, while parameters are unsharded. It also stays
+filled under ZeRO stages 1 and 2, after an evaluation that left parameters unsharded, and after a
+backward whose graph may read them again. Modules then register the sharded parameters, which
+clipping and optimizers look for, and `unshard` has nothing to gather.
 
 [Note: Unsharded parameters]
-They are objects that stay, over memory that comes and goes. Resharding frees a tensor's storage and
-unsharding fills it again, so what autograd saved in forward is valid in backward. They are detached
-from the buffer's version counter: autograd sees no in-place change.
+They are persistent objects whose storage a reshard frees and an unshard allocates and fills again.
+Tensors that autograd saved in forward are therefore valid in backward. Their version counters are
+detached from the buffer's, so that autograd sees no in-place change.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ _SHARDED_PARAM, _UNSHARDED_PARAM = attrgetter("sharded"), attrgetter("unsharded"
 
 
 class ParamState(Enum):
-    """Where the parameters of a group are; see the module docstring."""
+    """The state of a group's parameters; see the module docstring."""
 
     SHARDED = auto()
     UNSHARDING = auto()
@@ -88,35 +88,33 @@ class ParamState(Enum):
 
 SHARDED, UNSHARDING, UNSHARDED = ParamState
 
-# By the id of a group's parameter; the group keeps it alive.
+# By the id of each parameter of a group, which the group keeps alive.
 _groups: weakref.WeakValueDictionary[int, ParamGroup] = weakref.WeakValueDictionary()
 
 
 def group_of(p: FSDPParam) -> ParamGroup:
-    """Returns the group that a parameter travels in."""
+    """Returns the group of a parameter."""
     return _groups[id(p)]
 
 
 class AllGather:
-    """The all-gathers of a group, one at a time: what this rank sends, and what is in flight, which
-    holds its slot until the chunks have been read.
+    """The all-gathers of a group, one at a time.
 
-    Special ones, such as of a shard on the host, are subclasses under `features/`, chosen in
-    `fully_shard.py`.
+    An all-gather in flight holds its slot until the chunks have been read. Variants, such as for
+    shards on the host, are subclasses in `features/`; `fully_shard.py` chooses one.
 
     Attributes:
-        chunk: 1-D, this rank's, with room for the tag at its end; it travels in `dtype`.
+        chunk: this rank's part, 1-D, with room for the tag at its end; sent in `dtype`.
         layout: of the parameters that are in the chunks.
-        table: with which `ops.unpack` reads what was gathered.
-        zero_copy: of parameters that are not in the chunks; None if all are.
+        table: tells `ops.unpack` how to read the gathered chunks.
+        zero_copy: gathers the parameters that are not in the chunks; None if all are.
         process_group: the ranks that gather; by default those of the mesh.
-        transport, ring: what the message goes through, and where it is staged.
-        sizes: of what an all-gather needs of a slot: chunks, or none if the shard is read where it
-            is; and what `stage` needs besides.
-        ready: recorded where `chunk` was last filled; None if the program or an optimizer does
-            that.
-        supports_zero_copy: True if parameters may be gathered from `chunk`, where they live, by
-            themselves.
+        transport, ring: where messages are sent and staged.
+        sizes: the pieces that an all-gather takes from a slot: the chunks (none if the shard is
+            read in place), then those that `stage` needs.
+        ready: recorded when `chunk` was last filled; None if the program or an optimizer fills it.
+        supports_zero_copy: True if `chunk` may be the memory where the parameters live, so that
+            they can be gathered from it one by one.
         complete: see `Holder`.
     """
 
@@ -148,34 +146,35 @@ class AllGather:
         self._works: list[Work] = []
 
     def stage(self, staging: Chunks, *others: Chunks) -> torch.Tensor:
-        """Returns the chunk to send: a copy of the shard in `dtype`, in this rank's part of
-        `staging`, or the shard itself, which the copy-out casts if nothing is sent. Further
-        arguments are what `sizes` has besides.
+        """Returns the chunk to send.
 
-        Streams: the copy is made on the current one.
+        This is a copy of the shard in `dtype` in this rank's part of `staging`. It is the shard
+        itself if it needs no cast, or if nothing is sent and the copy-out casts it. `others` are
+        the further pieces of `sizes`.
+
+        Streams: copies on the current one.
         """
-        # Cast on the way into staging, so that the wire carries the narrow dtype; without a cast
-        # the shard is sent from where it is.
+        # Cast while copying to staging, so that the narrow dtype is sent.
         if self.chunk.dtype == self.dtype or staging.count == 0:
             return self.chunk
         return staging.part(self.transport.rank).copy_(self.chunk, non_blocking=True)
 
     def launch(self, name: str, version: object, finish: Callable[[], None]) -> None:
-        """Starts an all-gather of the unit `name`, whose parameters are of a `version`.
+        """Starts an all-gather for the unit `name`, whose parameters have the given `version`.
 
-        `finish` is called when another all-gather needs the slot; it has to `wait` and to
-        `release`. Zero-copy parameters are gathered into memory that the gather stream may write.
+        `finish` is called when another all-gather needs the slot; it must `wait` and `release`.
+        Zero-copy parameters are gathered into memory that the gather stream may write.
 
-        Streams: copies and collective go to the gather stream, after the parameters were last
+        Streams: copies and the collective run on the gather stream, after the parameters were last
         written. Capture: safe once slots have grown.
         """
         self.complete, transport, stream = finish, self.transport, self.streams.gather
         with span("all_gather", name), self.streams.on(stream):
-            # The optimizer has written the shards on the stream that forward was called on.
+            # The optimizer has written the shards on the stream of the forward.
             self.comm_ctx.parameters_ready.wait(stream)
             if self.ready is not None:
                 self.ready.wait(stream)
-            # It is free once the copy-out that read it last is over, on whichever stream that is.
+            # The slot is free once the last copy-out has read it, on whichever stream that runs.
             slot, (staging, *others) = self.ring.take(self.sizes, stream)
             self._slot, slot.holder = slot, self
             sent = self.stage(staging, *others)
@@ -185,47 +184,46 @@ class AllGather:
                 messages += self.zero_copy.messages(transport.rank)
             self._works = []
             with NOTHING if self.zero_copy is None else transport.together():
-                # The large ones go to their places; under NCCL all of them are one launch.
+                # Zero-copy parameters are gathered in place. NCCL runs all messages as one launch.
                 for each in messages:
                     self._works.append(transport.all_gather(*each))
             slot.ready.record(stream)
 
     def wait(self, stream: Stream) -> torch.Tensor:
-        """Ends the collective; returns the chunks of all ranks in order, side by side (1-D), for
-        `stream` to read until `release`.
+        """Ends the collective. Returns the chunks of all ranks side by side, in rank order (1-D).
+
+        `stream` may read them until `release`.
 
         Raises:
-            CollectiveError: it failed.
+            CollectiveError: the collective failed.
         """
         for work in self._works:
             work.wait()
         self._works = []
-        # The stream of the forward waits for the gather, and the host does not.
+        # The stream waits for the all-gather; the host does not.
         self._slot.ready.wait(stream)
         return self._gathered
 
     def release(self, stream: Stream) -> None:
-        """Says that what `stream` has been given so far is the last to read the chunks."""
+        """Marks the work queued on `stream` so far as the last to read the chunks."""
         self._slot.release(stream)
         if self._works or not self.ring.keeps:
-            # If it failed, some may be on their way.
+            # After a failure some messages may still be in flight.
             self._slot.give_back(is_written=bool(self._works))
 
     def forget(self) -> None:
-        """Forgets what is kept of the parameters between steps."""
+        """Drops copies of the parameters that are kept between steps. The base class keeps none."""
 
     def wait_until_read(self) -> None:
-        """Makes the host wait until its memory has been read, if the chunk lives there."""
+        """Makes the host wait until the shard has been read, if it is in host memory."""
 
     def memory(self) -> Iterator[tuple[str, torch.UntypedStorage]]:
-        """Yields what is kept besides the shard, with its owner."""
+        """Yields memory that it keeps besides the shard, with its owner."""
         return iter(())
 
 
 class ZeroCopyGather:
-    """The all-gathers from a shard straight into the unsharded parameters; see
-    `sharding/zero_copy.py`.
-    """
+    """All-gathers from the shard into unsharded parameters; see `sharding/zero_copy.py`."""
 
     def __init__(
         self,
@@ -237,23 +235,24 @@ class ZeroCopyGather:
         self._layout, self._shard, self._unsharded = layout, shard, unsharded
         self._own_places: torch.Tensor | None = None
         self._tags = [MessageTag(f"all-gather of {name}") for name in names]
-        # Views are made once: a group that gets another shard or buffer makes another all-gather.
+        # Views are created once: a group creates a new all-gather for another shard or buffer.
         pieces = [layout.pieces[i] for i in layout.zero_copy]
         self._sent = [shard.narrow(0, p.shard_offset, p.shard_numel) for p in pieces]
         whole = (unsharded.narrow(0, p.unsharded_offset, p.numel) for p in pieces)
         self._places = [Chunks(flat, layout.world_size) for flat in whole]
 
     def messages(self, rank: int) -> list[tuple[torch.Tensor, Chunks, MessageTag]]:
-        """Returns what `rank` sends, where it is received (1-D, in rank order), and the tag of each
-        parameter.
+        """Returns for each parameter what `rank` sends, the chunks to receive (1-D, in rank order),
+        and the tag.
 
-        Streams: on the current one, this rank's own pieces are first cast to their places.
+        Streams: first casts this rank's own pieces into place, on the current stream, if dtypes
+        differ.
         """
         sent = self._sent
         if self._shard.dtype != self._unsharded.dtype:
             if self._own_places is None:
                 self._own_places = own_places(self._layout, rank)
-            # This rank's own pieces are what it sends, so they are cast into place first.
+            # The collective sends this rank's pieces from their places, so cast them there first.
             ops.unpack(
                 self._shard,
                 self._unsharded,
@@ -265,11 +264,10 @@ class ZeroCopyGather:
 
 
 class UnshardedParams(RecurringMemory):
-    """One flat buffer, and the unsharded tensor of each parameter over it, which this makes. See
-    [Note: Unsharded parameters].
+    """A flat buffer and, over it, the unsharded tensor of each parameter.
 
-    The buffer has `dtype`, bytes if the parameters travel as bytes; the tensors have the
-    parameters' dtype.
+    See [Note: Unsharded parameters]. The buffer has `dtype` (bytes if the parameters travel as
+    bytes), the tensors the parameters' dtype.
     """
 
     def __init__(
@@ -280,30 +278,30 @@ class UnshardedParams(RecurringMemory):
         device: torch.device,
         streams: Streams,
     ) -> None:
-        # Made for training even if the first forward is an evaluation in inference mode.
+        # For training, even if the first forward is an evaluation in inference mode.
         with torch.inference_mode(mode=False):
             self.flat = torch.empty(layout.unsharded_numel, dtype=dtype, device=device)
             super().__init__([self.flat], streams)
             for p, view in zip(params, layout.whole.local_views(self.flat, 0), strict=True):
-                # `.data` gives the view another version counter.
+                # `.data` gives the view its own version counter.
                 unsharded = p.sharding.unsharded_tensor(from_bytes(view, p.sharded.dtype).data)
-                # Made once: autograd graphs, hooks and the collector know these objects, whose
-                # memory comes and goes.
+                # Created once: autograd graphs and hooks keep references to these objects.
                 p.unsharded = nn.Parameter(unsharded, requires_grad=p.sharded.requires_grad)
                 mark_unsharded(p.unsharded, p)
 
     def fill(self, gathered: torch.Tensor, gather: AllGather) -> None:
-        """Copies the parameters out of what was gathered: 1-D, the chunks of all ranks side by
-        side. Zero-copy parameters are there already.
+        """Copies the parameters out of the gathered chunks (1-D, all ranks side by side).
+
+        Zero-copy parameters are in place already.
 
         Streams: on the current one.
         """
-        # As late as this, if nothing was gathered in place: while its chunks travel, the next unit
-        # takes no memory here.
+        # Unless something was gathered in place, allocate only now: a prefetched unit takes no
+        # unsharded memory while its chunks are in flight.
         self.allocate()
         chunk_numel = gather.chunk.numel()
         if self.flat.dtype == torch.uint8:
-            # Bytes are only carried, in rows, and there is nothing to cast.
+            # Bytes need no cast, and are copied in rows.
             unpack_rows(gathered, self.flat, gather.table.tolist(), chunk_numel)
         else:
             ops.unpack(gathered, self.flat, gather.table, chunk_numel=chunk_numel)
@@ -316,15 +314,14 @@ class UnshardedParams(RecurringMemory):
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """What `fully_shard` decided about a group.
+    """The settings of a group, as `fully_shard` has chosen them.
 
     Attributes:
         shard_memory: where shards, gradients and optimizer states live.
-        stage: what is kept unsharded on every rank.
-        second_step: makes what follows the reduce-scatter if the mesh has another dim to reduce
-            over.
-        regroup: asked at lazy init, before any change; returns None, or what makes the replacing
-            groups.
+        stage: what each rank keeps unsharded.
+        second_step: creates the step after the reduce-scatter; None without a second mesh axis.
+        regroup: called at lazy init, before any change. Returns None, or a function that returns
+            the groups to replace this one.
     """
 
     mesh: DataParallelMesh
@@ -338,11 +335,11 @@ class GroupSpec:
 
 
 class Registration:
-    """What modules register for sharded parameters, as the engine left it (objects, memory, no
-    extensions).
+    """What modules register for sharded parameters, as the engine left it.
 
-    Compared at every forward and replay, changed by every unshard and reshard, so the loops are
-    C's.
+    Used to detect changes of the objects, their memory, and whether they are tensor extensions. It
+    is compared at every forward and replay, and changed by every unshard and reshard, so the loops
+    run in C.
     """
 
     def __init__(self, params: Iterable[FSDPParam]) -> None:
@@ -351,7 +348,7 @@ class Registration:
         self._managed: list[FSDPParam] = []
         self._params: list[nn.Parameter] = []
         self._locals: list[torch.Tensor | None] = []
-        self._pieces: list[torch.Tensor | None] = []  # of flat shards
+        self._pieces: list[torch.Tensor | None] = []  # views of flat shards
         for p in params:
             if group_of(p).is_flat:
                 self._pieces.append(p.expected_local)
@@ -364,15 +361,13 @@ class Registration:
         self._storages = storages_of(self._params)
 
     def holds(self) -> bool:
-        """Returns whether modules register just these parameters, with their data and memory
-        where they were.
-        """
+        """Returns whether modules register these parameters, with unchanged data and memory."""
         return self.is_in_place() and not any(
             map(hasattr, self._pieces, repeat("fsdp_pre_all_gather"))
         )
 
     def is_in_place(self) -> bool:
-        """Returns the same without looking for extensions, which a replay does not run."""
+        """As `holds`, but does not look for tensor extensions, which a replay does not run."""
         registered = map(dict.get, self._registers, self._attributes)
         with DisableTorchFunctionSubclass():  # DTensors answer twice as fast
             return all(map(is_, registered, self._params)) and all(
@@ -387,33 +382,34 @@ class Registration:
         return [p.name for p, other, same in found if other and same]
 
     def change(self, to: Callable[[FSDPParam], nn.Parameter | None]) -> None:
-        """Makes modules register what `to` gives for each parameter."""
-        # Straight into the dicts of parameters, as FSDP2 does: this runs for each parameter at each
-        # unshard and reshard, and `nn.Module.__setattr__` asks many questions.
+        """Makes modules register what `to` returns for each parameter."""
+        # Written directly into `_parameters`, as FSDP2 does: this runs for each parameter at each
+        # unshard and reshard, and `nn.Module.__setattr__` is slow.
         places = zip(self._registers, self._attributes, self._managed, strict=True)
         for register, attribute, managed in places:
             register[attribute] = to(managed)
 
 
 class ParamGroup:
-    """Parameters of one unit with one dtype on one mesh; allocates their shard, which
-    `shard_params` fills.
+    """Parameters of one unit with one dtype on one mesh.
+
+    The constructor allocates their shard; `shard_params` fills it.
 
     Attributes:
         params: in an order that all ranks share.
         name: of the unit, for errors and traces; empty until ranks have agreed on the model.
-        shard: 1-D, this rank's chunk, in the parameters' dtype, or bytes if they travel as bytes.
+        shard: this rank's chunk, 1-D, in the parameters' dtype, or bytes if they travel as bytes.
         is_flat: True if the local tensors of sharded parameters are views of `shard`.
-        kind: in words, for the comparison between ranks.
-        generation: how often parameters were replaced; a gradient shard of an earlier one is of no
-            use.
-        steps_taken: how often an optimizer has moved the parameters; see
+        kind: the kind of group in words, for the comparison between ranks.
+        generation: how often parameters were replaced. A gradient shard of an earlier generation is
+            stale.
+        steps_taken: how often an optimizer has changed the parameters; see
             `checks/optimizer_hooks.py`.
-        trainable: which parameters require grad, as sharded and unsharded ones had it in common
-            last; another object after a change. () for new parameters.
-        is_filled: the unsharded memory has the values of the shard that was gathered last.
+        trainable: per parameter, the `requires_grad` that the sharded and the unsharded one last
+            had in common; a new object after a change. () for new parameters.
+        is_filled: the unsharded memory has the values of the last all-gather.
         keeps_memory: a reshard does not free the unsharded memory.
-        alignment: elements that offsets in chunks are multiples of.
+        alignment: elements; offsets in chunks are multiples of it.
     """
 
     is_flat = True
@@ -436,14 +432,14 @@ class ParamGroup:
         self.keeps_memory = False
         self.steps_taken = 0
         self.generation = 0
-        # Of the values in unsharded memory, or on their way there.
+        # The `_version()` of the values that are in unsharded memory, or are being gathered.
         self._gathered_version = (-1, -1)
-        self._gather: AllGather | None = None  # made once for a root
+        self._gather: AllGather | None = None  # created once per root
         self._in_flight: AllGather | None = None
         self._unsharded: RecurringMemory | None = None
-        # Of the unsharded parameters: moves with what the program writes to them.
+        # Version counters of the unsharded parameters, which increase with the program's writes.
         self._unsharded_versions: tuple[int, ...] = ()
-        self._taken_version = (-1, -1)  # of the shard, when it took such writes last
+        self._taken_version = (-1, -1)  # of the shard, after it last took such writes
         self.set_tags("", 0)
         first = params[0].sharded
         self._set_dtypes(first.dtype)
@@ -451,8 +447,8 @@ class ParamGroup:
         self._note_params()
 
     def set_tags(self, name: str, number: int) -> None:
-        """Names the group's messages; `number` comes from `same_model.py`, the same on every
-        rank.
+        """Names the group's messages; `number` comes from `same_model.py` and is equal on all
+        ranks.
         """
         self.name = name
         self._gather_tag = MessageTag.of(f"all-gather of {name}", 4 * number)
@@ -463,7 +459,7 @@ class ParamGroup:
         self._gather = None
 
     def set_collectives(self, collectives: CollectiveConfig) -> None:
-        """Changes what carries the group's messages; only while none is in flight."""
+        """Replaces the transports and hooks of the group's messages; only with none in flight."""
         self.collectives = collectives
         self._gather = None
 
@@ -471,7 +467,7 @@ class ParamGroup:
 
     @property
     def is_in_use(self) -> bool:
-        """True once ranks have agreed on it: which parameters it has is fixed from then on."""
+        """True once ranks have agreed on the group. Its parameters are fixed from then on."""
         return bool(self.name)
 
     @property
@@ -481,25 +477,23 @@ class ParamGroup:
 
     @property
     def _holds_bytes(self) -> bool:
-        """True if the shard holds parameters as bytes. What an extension keeps is not in the
-        shard.
-        """
+        """True if the shard has parameters as bytes. Extensions keep data outside the shard."""
         return self.is_flat and travels_as_bytes(self.dtype)
 
     def _set_dtypes(self, dtype: torch.dtype) -> None:
-        """Fixes the dtypes that follow from the parameters' own."""
+        """Sets the dtypes that follow from the parameters' own."""
         self.dtype = dtype
         if self._holds_bytes:
             self.shard_dtype = self.gather_dtype = torch.uint8
-            self.reduce_dtype = self.gradient_dtype = torch.float32  # of no gradients
+            self.reduce_dtype = self.gradient_dtype = torch.float32  # unused: no gradients
         else:
             self.shard_dtype, self.gather_dtype = dtype, self.mp_policy.param_dtype or dtype
             follows = dtype if REDUCES_IN_GRAD_DTYPE else self.gather_dtype
             follows = follows if self.gradient_policy.wire_dtype is None else torch.float32
             self.reduce_dtype = self.mp_policy.reduce_dtype or follows
             self.gradient_dtype = self.gradient_policy.dtype or dtype
-        # One for all dtypes that a chunk may have, so that a parameter has the same offset in the
-        # shard, in what is gathered and in what is reduced.
+        # Valid for all dtypes that a chunk may have, so that a parameter has the same offset in the
+        # shard, in gathered chunks and in reduced ones.
         self.alignment = alignment_numel(
             [
                 self.shard_dtype,
@@ -511,24 +505,22 @@ class ParamGroup:
         )
 
     def _allocate(self, *, on_meta: bool = False) -> None:
-        """Lays out the parameters and allocates their shard, zeroed: padding stays zero."""
+        """Lays out the parameters and allocates their shard with zeros, which padding keeps."""
         self.layout = self.layout_of(self.params, with_flags=False)
-        # A model that is built on meta takes memory when it is materialized, and `refill` brings
+        # A model built on the meta device gets memory when it is materialized. `refill` then copies
         # its values.
         memory = ShardMemory(torch.device("meta")) if on_meta else self.shard_memory
         self.shard = memory.zeros(self.layout.chunk_numel, self.shard_dtype)
         self._forget_derived()
 
     def _forget_derived(self) -> None:
-        """Drops what is made on demand from layout and dtypes."""
+        """Drops objects that were created for the former layout and dtypes."""
         self._unsharded = None
         self._unsharded_versions = (0,) * len(self.params)
         self._gather = None
 
     def layout_of(self, params: Sequence[FSDPParam], *, with_flags: bool) -> ShardLayout:
-        """Returns the layout of `params`; `with_flags` reserves one element for each behind the
-        pieces.
-        """
+        """Returns the layout of `params`; `with_flags` reserves one element each at the end."""
         shardings = [p.sharding for p in params]
         return ShardLayout.of(
             [
@@ -556,9 +548,7 @@ class ParamGroup:
 
     @torch.no_grad()
     def shard_params(self) -> None:
-        """Fills the shard and makes the sharded parameters; modules go on registering the
-        originals.
-        """
+        """Fills the shard and creates sharded parameters; modules still register the originals."""
         rank = self.mesh.shard_rank
         for p, view, piece in zip(self.params, self.local_views(), self.layout.pieces, strict=True):
             original = p.sharded
@@ -569,13 +559,13 @@ class ParamGroup:
             p.sharded = p.sharding.sharded_param(
                 p.expected_local, requires_grad=original.requires_grad
             )
-            # What the program has noted on its parameters goes along: marks for weight decay, of
-            # tensor parallelism, of initialization.
+            # Keeps the program's attributes on parameters, such as marks for weight decay, tensor
+            # parallelism or initialization.
             p.sharded.__dict__.update(original.__dict__)
         self._note_params()
 
     def _note_params(self) -> None:
-        """Takes note of which objects the sharded parameters are."""
+        """Records the sharded parameter objects."""
         self.registration = Registration(self.params)
         both = ((p.sharded, getattr(p.sharded, "_local_tensor", p.sharded)) for p in self.params)
         self._written = list(chain.from_iterable(both))
@@ -583,10 +573,10 @@ class ParamGroup:
         self._both = [p.sharded for p in self.params]
 
     def carry_requires_grad(self) -> tuple[bool, ...]:
-        """Carries what the program has set on a sharded or an unsharded parameter to the other;
-        returns `trainable`.
+        """Copies a changed `requires_grad` from a sharded parameter to its unsharded one or back.
 
-        Before a reshard as well: later it would be unknown which was set last.
+        Returns `trainable`. A reshard calls this too, because afterwards it would be unknown which
+        of the two the program set last.
         """
         params, latest = self.params, self.params[-1].unsharded
         if latest is not None and self._both[-1] is not latest:
@@ -595,7 +585,7 @@ class ParamGroup:
             now = tuple(map(_REQUIRES_GRAD, self._both))
         if self.trainable and now in (self.trainable, self.trainable * 2):
             return self.trainable
-        # The unsharded parameter wins where it differs from what both had in common.
+        # If the unsharded parameter differs from the last common value, it wins.
         for p, was in zip(params, self.trainable, strict=False):
             if p.unsharded is not None and p.unsharded.requires_grad != was:
                 p.sharded.requires_grad_(not was)
@@ -607,9 +597,7 @@ class ParamGroup:
 
     @torch.no_grad()
     def without(self, leaving: Collection[FSDPParam]) -> ParamGroup | None:
-        """Returns the group of parameters that stay, or None; only before the group is first
-        unsharded.
-        """
+        """Returns a group of the remaining parameters, or None; only before the first unshard."""
         views = self.local_views()
         staying = [
             (p, view) for p, view in zip(self.params, views, strict=True) if p not in leaving
@@ -625,23 +613,23 @@ class ParamGroup:
         return smaller
 
     def _rebuilt(self, params: Sequence[FSDPParam]) -> ParamGroup:
-        """Returns a group of the same kind for some of the parameters."""
+        """Returns a group of the same kind with some of the parameters."""
         return ParamGroup(params, self.spec)
 
     @torch.no_grad()
     def refill(self, shown: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
-        """Copies replacements into a shard: a new one, unless they lie in it already.
+        """Copies replaced parameters into a shard: a new one, unless they lie in the current one.
 
-        What the program holds of the old one, such as weights that it means to put back, keeps its
-        values.
+        Tensors of the old shard that the program keeps, such as weights to restore later, keep
+        their values.
         """
         self.generation += 1
         locals_ = [local_of(param) for param in shown]
         self.wait_until_read()
-        # What read the former shard, such as `model.to` or a copy of its state, may not be done.
+        # Readers of the former shard, such as `model.to` or a copy of its state, may still be
+        # running.
         keep_for_current_stream(self.shard)
-        # `model.to(dtype)`, or loading weights of another one: what was made for the former dtype
-        # goes.
+        # `model.to(dtype)`, or loaded weights of another dtype: drop what the former dtype needed.
         if dtype != self.dtype or self.shard.device != self.shard_memory.device:
             self._set_dtypes(dtype)
             for p in self.params:
@@ -663,7 +651,7 @@ class ParamGroup:
         self._note_params()
 
     def memory(self) -> Iterator[tuple[str, torch.UntypedStorage]]:
-        """Yields what the group keeps from step to step, with its owner; storage that is gone has 0
+        """Yields memory that the group keeps between steps, with its owner; freed storage has 0
         bytes.
         """
         yield "parameters", self.shard.untyped_storage()
@@ -681,22 +669,21 @@ class ParamGroup:
         return self.state is not UNSHARDED
 
     def unshard(self, comm_ctx: CommContext) -> None:
-        """Starts the all-gather, unless the parameters are unsharded or on their way.
+        """Starts the all-gather, unless the parameters are unsharded or being gathered.
 
-        Streams: on the gather stream, after parameters were last written. Capture: safe after the
-        first call.
+        Streams: on the gather stream, after the parameters were last written. Capture: safe after
+        the first call.
         """
         if self.state is not SHARDED:
             return
-        # Filled already if it was left so by stage 1 or 2, by an evaluation, or for a graph that
-        # backward reads again.
+        # Stage 1 or 2, an evaluation, or a graph that backward reads again may have left it filled.
         if not self.is_filled:
             version = self._version()
             is_new = version not in (self._gathered_version, self._taken_version)
             if is_new and self._unsharded is not None:
-                # The next values are others, as after an optimizer step on the unsharded
-                # parameters: layers that keep something made of a weight look at its version, and
-                # autograd refuses a backward that saved it before.
+                # The next values differ, as after an optimizer step on the unsharded parameters.
+                # Layers that cache something derived from a weight check its version, and autograd
+                # refuses a backward that has saved the former values.
                 unsharded = list(map(_UNSHARDED_PARAM, self.params))
                 increment_version(unsharded)
                 self._unsharded_versions = versions_of(unsharded)
@@ -710,19 +697,19 @@ class ParamGroup:
         if gather is None or gather.comm_ctx is not comm_ctx:
             gather = self._gather = self._make_gather(comm_ctx)
         if gather.zero_copy is not None:
-            # What is gathered in place needs its memory before the gather, and not only before the
+            # Zero-copy parameters need unsharded memory before the all-gather, not only at the
             # copy-out.
             self._unsharded_params(comm_ctx.streams).allocate_for(comm_ctx.streams.gather)
         gather.launch(self.name, version, self.wait_for_unshard)
         return gather
 
     def _make_gather(self, comm_ctx: CommContext) -> AllGather:
-        """Returns the all-gather of the shard, or of what zero-copy parameters leave of it."""
+        """Returns the all-gather of the shard, apart from its zero-copy parameters."""
         layout, chunk, zero_copy = self.layout, self.shard, None
         if layout.zero_copy and self.collectives.gathers_plainly:
             names = [self.params[i].name for i in layout.zero_copy]
             unsharded = self._unsharded_params(comm_ctx.streams)
-            unsharded.allocate()  # no view is made of memory that is gone
+            unsharded.allocate()  # the views need memory
             zero_copy = ZeroCopyGather(names, layout, self.shard, unsharded.flat)
             skipped = layout.packed_offset
             chunk = self.shard.narrow(0, skipped, layout.chunk_numel - skipped)
@@ -733,9 +720,9 @@ class ParamGroup:
         return gather
 
     def wait_for_unshard(self) -> None:
-        """Ends the all-gather: parameters are unsharded and registered afterwards.
+        """Ends the all-gather and registers the unsharded parameters.
 
-        Streams: the copy-out goes to the current stream, after the gather stream's chunk.
+        Streams: the copy-out runs on the current stream, after the gather stream's collective.
 
         Raises:
             CollectiveError: the all-gather failed.
@@ -748,16 +735,16 @@ class ParamGroup:
                     self._fill(gather.wait(stream), gather)
                     self.is_filled = True
                 except BaseException:
-                    # Its memory stays: messages may still be on their way into it.
+                    # Keep the memory: messages may still be written to it.
                     self.state = SHARDED
                     raise
                 finally:
                     gather.release(stream)
         elif self._unsharded is not None and self.state is not SHARDED:
-            self._unsharded.wait()  # another stream may have copied them out
+            self._unsharded.wait()  # they may have been copied out on another stream
         if self.state is UNSHARDING:
-            # Modules register the unsharded parameters only now: an exception before leaves the
-            # sharded ones, which checkpoints and optimizers look for.
+            # Register the unsharded parameters only now. If an exception came before, modules keep
+            # the sharded ones, which checkpoints and optimizers look for.
             self.state = UNSHARDED
             self.registration.change(_UNSHARDED_PARAM)
 
@@ -766,7 +753,7 @@ class ParamGroup:
         self._unsharded_params(gather.streams).fill(gathered, gather)
 
     def _unsharded_params(self, streams: Streams) -> UnshardedParams:
-        """Returns the unsharded parameters' memory and objects, made at the first call."""
+        """Returns the unsharded parameters, created at the first call."""
         if not isinstance(self._unsharded, UnshardedParams):
             device, dtype = self.mesh.device, self.gather_dtype
             self._unsharded = UnshardedParams(self.params, self.layout, dtype, device, streams)
@@ -778,35 +765,35 @@ class ParamGroup:
             tensor = local_of(tensor)
         if self._unsharded is None or tensor.layout is not torch.strided:
             return False
-        # Storages are compared by identity: those of fake tensors and of wrapper subclasses have no
+        # Compare storages by identity: those of fake tensors and wrapper subclasses have no
         # address.
         return tensor.untyped_storage() in self._unsharded.storages
 
     def cancel_unshard(self) -> None:
-        """Drops an all-gather that nothing will use; waits until its memory is ours again."""
+        """Drops an unused all-gather, after waiting for it."""
         if self.state is not UNSHARDING:
             return
         gather, self._in_flight = self._in_flight, None
         self.state = SHARDED
         if gather is not None:
-            # The gather has read the shard, which the program may write next.
+            # The program may write the shard next, which the all-gather reads.
             gather.wait(gather.streams.current())
             gather.release(gather.streams.gather)
             if gather.zero_copy is not None:
                 self._free()
 
     def wait_until_read(self) -> None:
-        """Makes the host wait until its memory has been read, if the shard lives there."""
+        """Makes the host wait until the shard has been read, if it is in host memory."""
         if self._gather is not None:
             self._gather.wait_until_read()
 
     # -- reshard
 
     def reshard(self, *, drop_kept: bool = False) -> None:
-        """Registers the sharded parameters and frees the unsharded memory; drops a pending
+        """Registers the sharded parameters, frees the unsharded ones, and drops a pending
         all-gather.
 
-        `drop_kept` also drops what is kept between steps, so the next all-gather starts from the
+        `drop_kept` also drops what is kept between steps, so that the next all-gather reads the
         shards.
 
         Streams: storage returns to the allocator on the stream it was allocated on.
@@ -817,13 +804,13 @@ class ParamGroup:
             self._gather.forget()
         if self.state is UNSHARDED:
             self.show_sharded()
-        # Memory goes by `resize_(0)` of the storage: tensors that autograd has saved stay the same
+        # Freed by `resize_(0)` of the storage: tensors that autograd has saved stay the same
         # objects, and are filled again before it reads them.
         if self.is_filled and (drop_kept or not self.stage.keeps_unsharded):
             self._free()
 
     def show_sharded(self) -> None:
-        """Registers the sharded parameters, and keeps the unsharded memory for the next use."""
+        """Registers the sharded parameters, but keeps the unsharded memory for the next use."""
         if self.state is UNSHARDED:
             self.carry_requires_grad()
             self.take_writes()
@@ -832,26 +819,27 @@ class ParamGroup:
 
     @torch.no_grad()
     def take_writes(self) -> None:
-        """Copies what the program has written to unsharded parameters into the shard.
+        """Copies the program's writes to unsharded parameters into the shard.
 
-        Warns where the shard cannot take it: its dtype is another, it has been written itself, or a
-        tensor subclass keeps it.
+        Warns if the shard cannot take them: its dtype differs, it was written as well, or a tensor
+        subclass keeps the data.
 
-        Streams: on the current one, which later all-gathers wait for. Capture: safe.
+        Streams: on the current one; later all-gathers wait for it. Capture: safe.
         """
         if self.state is not UNSHARDED:
             return
         versions = versions_of(map(_UNSHARDED_PARAM, self.params))
-        # Every in-place operation moves a tensor's version, whoever makes it: in the module's
-        # forward, or between `unshard()` and `reshard()`.
+        # Every in-place operation increments a tensor's version, whether it runs in the module's
+        # forward or between `unshard()` and `reshard()`.
         before, self._unsharded_versions = self._unsharded_versions, versions
         if versions == before:
             return
         moved = zip(self.params, self.layout.pieces, versions, before, strict=True)
         written = [(p, piece) for p, piece, now, then in moved if now != then]
-        # What compute sees in a lower precision cannot give back what the shard has beyond it.
+        # Unsharded values of a lower precision cannot restore the shard's extra precision.
         takes = self.is_flat and self.gather_dtype == self.shard_dtype
-        # The shard may have taken an earlier write, as of a forward that is recomputed in backward.
+        # The shard may have taken an earlier write, such as that of a forward which backward
+        # recomputes.
         is_current = self._version() in (self._gathered_version, self._taken_version)
         if not (takes and is_current):
             warn_of_lost_writes([p for p, _ in written])
@@ -861,8 +849,8 @@ class ParamGroup:
             values = local_of(unsharded) if p.sharding.came_as_dtensor else unsharded
             local_of(p.sharded).copy_(piece.of(values, self.mesh.shard_rank))
         self._taken_version = self._version()
-        # A unit that another root has taken over has none yet; its all-gathers wait for the
-        # forward that opens them, and that comes after this.
+        # Without an all-gather, the unit was taken over by another root. Its next forward comes
+        # after this, and its all-gathers wait for that forward's stream.
         if self._gather is not None:
             streams = self._gather.streams
             copied = streams.event()
@@ -870,36 +858,34 @@ class ParamGroup:
             copied.wait(streams.gather)
 
     def _free(self) -> None:
-        """Gives the unsharded memory back, after the last use on the current stream."""
+        """Frees the unsharded memory, after its last use on the current stream."""
         self.is_filled = False
         if self._unsharded is not None and not self.keeps_memory:
             self._unsharded.free()
 
     def reshard_after_forward(self) -> None:
-        """Reshards as the group was asked to after forward."""
+        """Reshards after forward, as configured."""
         self.reshard()
 
     def reshard_fully_after_forward(self) -> None:
-        """Gives up resharding to fewer ranks, if the group was asked to."""
+        """Cancels resharding to fewer ranks, if the group has it."""
 
     def reshard_if_stale(self) -> None:
-        """Reshards if an optimizer step or in-place operation wrote the shard since it was
-        gathered.
-        """
-        # What is kept is older than the optimizer step that the shards have had since. In a steady
-        # step nothing is, and what there would be to drop is not asked for.
+        """Reshards if an optimizer or in-place operation has written the shard since the gather."""
+        # The kept values predate the last optimizer step. In a steady step none are kept, and
+        # versions need not be compared.
         is_kept = self.is_filled or self.state is UNSHARDING or not self.registers_sharded
         if is_kept and self._version() != self._gathered_version:
             self.reshard(drop_kept=True)
 
     def _version(self) -> tuple[int, int]:
-        """Moves with every optimizer step and every in-place operation on a sharded parameter."""
+        """Changes with every optimizer step and every in-place operation on a sharded parameter."""
         with DisableTorchFunctionSubclass():  # DTensors answer three times as fast
             return self.generation, self.steps_taken + sum(map(_VERSION, self._written))
 
 
 def warn_of_lost_writes(params: Iterable[FSDPParam]) -> None:
-    """Says that what the program wrote between unsharding and resharding is lost."""
+    """Warns that the program's writes to unsharded parameters are lost."""
     warnings.warn(
         f"shardgrad: {listed([p.name for p in params])} was written while unsharded, which is lost "
         "when it is resharded. Try: write the sharded parameter, between steps: with "
@@ -910,11 +896,11 @@ def warn_of_lost_writes(params: Iterable[FSDPParam]) -> None:
 
 
 def versions_of(params: Iterable[torch.Tensor]) -> tuple[int, ...]:
-    """Returns the number of in-place operations that torch has counted on each tensor."""
+    """Returns each tensor's version counter: how many in-place operations it has had."""
     with DisableTorchFunctionSubclass():  # DTensors answer three times as fast
         return tuple(map(_VERSION, params))
 
 
 def _lies_elsewhere(local: torch.Tensor, view: torch.Tensor) -> bool:
-    """Returns whether a parameter's local tensor is not the view of the shard that it should be."""
+    """Returns whether a parameter's local tensor is not its view of the shard."""
     return bool(local.numel()) and local.data_ptr() != view.data_ptr()
