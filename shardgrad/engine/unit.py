@@ -619,6 +619,7 @@ class RootContext:
         self.free_gradients()
         # Between iterations a program may load weights, freeze layers, or step an optimizer. Look
         # for all of that once per forward, here.
+        self._reshard_hidden()
         for each in self.units:
             each.refresh()
         if torch.is_grad_enabled():
@@ -780,6 +781,17 @@ class RootContext:
             if is_hidden and not (each.held or each.is_called_around or is_kept):
                 each.show_sharded()
         self._wait_until_read()
+
+    def _reshard_hidden(self) -> None:
+        """Frees what a forward without gradients kept of the root, so that it is gathered again.
+
+        Modules have shown the shards since, and torch does not count every write to them
+        (`torch._foreach_*_`, `p.data.copy_()`).
+        """
+        if self.root.reshard_after_forward is None and not self.scheduler.reads_again:
+            for group in self.root.groups:
+                if group.state is ParamState.SHARDED:
+                    group.reshard()
 
     def _wait_until_read(self) -> None:
         for group in self._offloaded:
