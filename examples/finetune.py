@@ -1,10 +1,10 @@
-"""Fine-tune a causal language model of Hugging Face, all of its weights or LoRA adapters.
+"""Fine-tune a causal language model from Hugging Face: all weights, or LoRA adapters.
 
     torchrun --nproc-per-node 8 examples/finetune.py --model MODEL --text book.txt --save tuned
     torchrun --nproc-per-node 8 examples/finetune.py --model MODEL --text book.txt --lora 16
 
-It needs `pip install transformers safetensors`, and `peft` for LoRA. It is a program for FSDP2 in
-which three lines were changed; they are marked.
+It needs `pip install transformers safetensors`, and `peft` for LoRA. It is an FSDP2 program with
+three changed lines, which are numbered.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from shardgrad import fully_shard  # 2: was from torch.distributed.fsdp import f
 
 
 def build(options: argparse.Namespace, device: torch.device) -> nn.Module:
-    """The model, with adapters if they are asked for, sharded by decoder layers."""
-    # Weights and AdamW's state in float32; `MixedPrecisionPolicy` says what is computed with.
+    """Returns the model, with adapters if `--lora` is set, with one unit per decoder layer."""
+    # Weights and AdamW's state are float32; `MixedPrecisionPolicy` sets the compute dtype.
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).to(device)
     model.config.use_cache = False
     layers = model.model.layers
@@ -45,7 +45,7 @@ def build(options: argparse.Namespace, device: torch.device) -> nn.Module:
 
 
 def batches(options: argparse.Namespace, device: torch.device) -> list[Tensor]:
-    """This rank's batches of token ids, one for each step."""
+    """Returns this rank's batches of token ids, one per step."""
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     ids = torch.tensor(tokenizer(options.text.read_text(), add_special_tokens=False).input_ids)
     numel = options.batch_size * options.seq_len
@@ -76,7 +76,7 @@ def save(model: nn.Module, options: argparse.Namespace) -> None:
 def main() -> None:
     """Trains for `--steps` steps and prints the mean loss over ranks."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", required=True, help="a folder or a name of the hub")
+    parser.add_argument("--model", required=True, help="a folder, or a name on the hub")
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--lora", type=int, default=0, help="rank of adapters; 0 tunes all weights")
     parser.add_argument("--lr", type=float, default=1e-4)
@@ -93,7 +93,7 @@ def main() -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     model = build(options, device)
     trained = [param for param in model.parameters() if param.requires_grad]
-    # A graph reads the learning rate on the device: with `capturable` the schedule may change it.
+    # With `capturable`, a graph reads the learning rate on the device, so schedules can change it.
     optimizer = torch.optim.AdamW(
         trained, lr=options.lr, weight_decay=0.0, capturable=device.type == "cuda"
     )
@@ -101,9 +101,9 @@ def main() -> None:
     model.train()
     torch.manual_seed(options.seed + dist.get_rank())  # for dropout
 
-    # In a capture, Transformers makes a mask for attention where eagerly it needs none. For long
-    # texts see "Transformers" in docs/how_to/migrate_to_graphed_step.md.
-    @shardgrad.graphed_step(model, optimizer)  # 3: on a GPU the step becomes one CUDA graph
+    # In a capture, Transformers builds an attention mask that an eager step does not need. For long
+    # texts, see "Transformers" in docs/how_to/migrate_to_graphed_step.md.
+    @shardgrad.graphed_step(model, optimizer)  # 3: on a GPU, the step is one CUDA graph
     def step(ids: Tensor) -> Tensor:
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()

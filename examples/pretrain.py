@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 8 examples/pretrain.py --text book.txt --folder runs/mine
 
-What a real run has is here: mixed precision, micro-batches, a schedule with warm-up, clipping, a
-validation loss, a whole step as one CUDA graph, and checkpoints from which any number of ranks goes
-on. Called again with the same folder, it continues. It needs `pip install 'shardgrad[checkpoint]'`.
+It has what a real run needs: mixed precision, micro-batches, a schedule with warm-up, clipping, a
+validation loss, the whole step as one CUDA graph, and checkpoints that any number of ranks can
+load. Run again with the same folder, it continues. It needs `pip install 'shardgrad[checkpoint]'`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ VOCAB = 256  # bytes
 
 
 class Block(nn.Module):
-    """Attention and a gated MLP, each behind a norm and beside a residual."""
+    """Attention and a gated MLP, each with a norm before it and a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Block(nn.Module):
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding (https://arxiv.org/abs/2104.09864)."""
+    """Applies rotary position embedding (https://arxiv.org/abs/2104.09864)."""
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(x.dtype)
 
@@ -77,7 +77,7 @@ class Model(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
-        """Returns the mean loss in nats a byte; both arguments are batch x context."""
+        """Returns the mean loss in nats per byte; both arguments are batch x context."""
         x = self.embedding(ids)
         for block in self.blocks:
             x = block(x, self.cos, self.sin)
@@ -86,7 +86,7 @@ class Model(nn.Module):
 
 
 def batch(data: Tensor, generator: torch.Generator, options: Any, device: torch.device) -> Tensor:
-    """Random windows of the text: micro-batches x sequences x (context + 1)."""
+    """Returns random windows of the text: micro-batches x sequences x (context + 1)."""
     shape = options.accumulate, options.batch_size
     starts = torch.randint(len(data) - options.context, shape, generator=generator)
     windows = starts[..., None] + torch.arange(options.context + 1)
@@ -94,7 +94,7 @@ def batch(data: Tensor, generator: torch.Generator, options: Any, device: torch.
 
 
 def learning_rates(options: Any) -> Any:
-    """A linear warm-up, and half a cosine down to a tenth."""
+    """Returns the factor of each step: linear warm-up, then a cosine down to a tenth."""
 
     def factor(step: int) -> float:
         if step < options.warmup:
@@ -106,14 +106,14 @@ def learning_rates(options: Any) -> Any:
 
 
 def mean_over_ranks(value: Tensor) -> float:
-    """The mean of a scalar of each rank; the host waits for it."""
+    """Returns the mean of a scalar over ranks. Syncs the host."""
     value = value.detach().clone()
     dist.all_reduce(value)
     return value.item() / dist.get_world_size()
 
 
 def parsed() -> argparse.Namespace:
-    """The command line."""
+    """Returns the parsed command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, usage="%(prog)s --text FILE --folder FOLDER [options]"
     )
@@ -139,7 +139,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    # Checkpoints talk over gloo while tensors travel over NCCL.
+    # Checkpoints use gloo, tensors NCCL.
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     rank = dist.get_rank()
 
@@ -147,7 +147,7 @@ def main() -> None:
     held_back = max(len(data) // 10, options.context + 1)
     training, validation = data[:-held_back], data[-held_back:]
 
-    torch.manual_seed(0)  # every rank builds the same model, and keeps its part
+    torch.manual_seed(0)  # every rank builds the same model and keeps its shard
     model = Model(options.width, options.depth, options.heads, options.context).to(device)
     policy = MixedPrecisionPolicy()
     if device.type == "cuda":
@@ -192,7 +192,7 @@ def main() -> None:
 
     series = checkpoint.Series(options.folder, keep=2)
     if rank == 0:
-        series.recover()  # what an interrupted save has left
+        series.recover()  # removes leftovers of interrupted saves
     dist.barrier()
     first, newest = 0, series.latest()
     if newest is not None:
@@ -208,7 +208,7 @@ def main() -> None:
 
     last = min(options.steps, first + (options.stop_after or options.steps))
     for step in range(first, last):
-        # A step's batch follows from its number, so that a run which goes on has the same.
+        # The step number seeds the batch, so a resumed run sees the same data.
         generator = torch.Generator().manual_seed(step * dist.get_world_size() + rank)
         loss, norm = train(batch(training, generator, options, device))
         schedule.step()

@@ -50,11 +50,11 @@ else:
 
 @dataclass
 class SleepPolicy(OffloadPolicy):
-    """Shards, gradients and states of `shardgrad.optim` lie in memory that can be given back and
-    taken again at the same addresses; see `shardgrad.sleep`. Gradients keep theirs from step to
-    step.
+    """Keeps shards, gradients and states of `shardgrad.optim` in memory that can be released
+    and allocated again at the same addresses; see `shardgrad.sleep`. Gradients keep their memory
+    between steps.
 
-    It is the offload policy of every unit:
+    Pass it as the offload policy of every unit:
 
         shardgrad.fully_shard(model, offload_policy=shardgrad.SleepPolicy())
     """
@@ -62,18 +62,18 @@ class SleepPolicy(OffloadPolicy):
 
 @dataclass(frozen=True)
 class GradientPolicy:
-    """Where reduced gradients live, in which dtype, and in which dtype they travel.
+    """Sets the attribute and dtype of reduced gradients, and the dtype in which they are sent.
 
-    With a `wire_dtype`, a gradient is rounded to it where this rank packs it for the reduction; not
-    at all if autograd has made it in that dtype. Ranks exchange the pieces (an all-to-all), and
-    each adds those of its shard in float32, always in one order; the sum is divided and stored in
-    `dtype`. What waits on this rank (micro-batches without synchronization, ZeRO stage 1, HSDP's
-    partial sums) is summed in float32, and rounded once when it is sent. Across replicas, or the
-    outer axis of `zero_stage="hfsdp"`, the sum over the first axis is rounded and exchanged as
-    well; among more than two replicas, their sum is rounded once more. A group of one rank sends
-    nothing and rounds nothing.
+    With a `wire_dtype`, this rank rounds a gradient to it when it packs the gradient for the
+    reduction, unless autograd already produced that dtype. Ranks exchange the pieces (an
+    all-to-all), and each adds those of its shard in float32, in a fixed order; the sum is divided
+    and stored in `dtype`. Gradients that accumulate on this rank (micro-batches without
+    synchronization, ZeRO stage 1, HSDP's partial sums) are summed in float32, and rounded once when
+    they are sent. Across replicas, or the outer axis of `zero_stage="hfsdp"`, the sum over the
+    first axis is also rounded and exchanged; with more than two replicas, their sum is rounded once
+    more. A group of one rank sends nothing and rounds nothing.
 
-    For example gradients that travel in half the bytes:
+    For example, to send gradients in half the bytes:
 
         policy = shardgrad.GradientPolicy(wire_dtype=torch.bfloat16)
         shardgrad.fully_shard(model, gradient_policy=policy)
@@ -83,13 +83,13 @@ class GradientPolicy:
             parameter.
         decoupled: bind the gradient to `param.decoupled_grad` instead of `param.grad`, for
             optimizers that read a gradient whose dtype differs from the parameter's.
-        wire_dtype: `torch.bfloat16`, or None, which changes nothing: gradients travel in the
-            reduce dtype. `MixedPrecisionPolicy.reduce_dtype` has to be
-            float32 with a wire dtype, which None stands for.
+        wire_dtype: `torch.bfloat16`, or None to send gradients in the reduce dtype. With a wire
+            dtype, `MixedPrecisionPolicy.reduce_dtype` must be float32, which is then also the
+            meaning of None.
         persistent: keep gradients at one address from the first reduction on, for programs that
-            hold `data_ptr()`: as long as the same parameters require grad, and are not replaced.
-            It costs the gradients' memory at the loss, and a gradient that is kept (`g = p.grad;
-            p.grad = None`) is overwritten by the next reduction.
+            hold `data_ptr()`, as long as the same parameters require grad and are not replaced.
+            The gradients' memory then adds to the peak at the loss, and a gradient that the program
+            keeps (`g = p.grad; p.grad = None`) is overwritten by the next reduction.
     """
 
     dtype: torch.dtype | None = None

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Run this on each machine; it may be started again on one that was lost. The machine at HEAD meets the others.
+# Run this on each machine, and again on a machine that failed. The machine at HEAD hosts the rendezvous.
 #   HEAD=10.0.0.1 FOLDER=/shared/run bash examples/multi_node/launch.sh --steps 1000
 set -euo pipefail
 
-# Said outright, since torchrun would go by the host's name, which may stand for another network.
+# Set explicitly, because torchrun would use the host name, which may resolve to another network.
 mine=$(hostname -I)
 head=$(getent ahostsv4 "$HEAD" | awk 'NR == 1 { print $1 }' || true)
 [[ " $mine" == *" $head "* ]] && is_host=1 || is_host=0
 
-# torchrun's own store outlives ranks, and with it the addresses of those that are gone: the next ones would wait
-# for them for ever. With this they meet in a new store each time, which the first of them hosts.
+# torchrun's store keeps the addresses of previous ranks, for which new ranks would wait forever. With this variable,
+# each start creates a new store on its first rank.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 exec "${PYTHON:-python}" -m torch.distributed.run \

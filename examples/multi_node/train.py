@@ -1,13 +1,13 @@
-"""Training on machines that come and go: one replica on each, and a checkpoint after every step.
+"""Train on a changing set of machines: one replica on each, and a checkpoint after every step.
 
-torchrun starts this program again, on the machines that are there, whenever one leaves or comes.
-Each start loads the newest checkpoint, so only the step that was cut short is done again. The batch
-of a step is the same whatever the number of ranks; each takes its part. A run that lost a machine
-gives the weights of one that did not.
+Whenever a machine leaves or joins, torchrun restarts this program on the available machines. Each
+start loads the newest checkpoint, so only the interrupted step is repeated. The batch of a step
+does not depend on the number of ranks; each rank takes its part. So a run that lost a machine ends
+with the weights of one that did not.
 
     torchrun --nnodes 1:2 ... examples/multi_node/train.py --folder /shared/run --steps 1000
 
-`--folder` is a folder that all machines see. `launch.sh` beside this file has the rest of the
+`--folder` must be visible to all machines. `launch.sh`, next to this file, has the rest of the
 command.
 """
 
@@ -32,27 +32,27 @@ WIDTH = 16
 
 
 def build() -> nn.Sequential:
-    """The model, with the same weights wherever it is built."""
+    """Returns the model, with the same weights on every rank."""
     torch.manual_seed(0)
     layers = [nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(3)]
     return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
 
 
 def batch(step: int) -> Tensor:
-    """The rows of a step, for all ranks."""
+    """Returns the rows of a step, for all ranks."""
     return torch.randn(
         BATCH, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(step)
     )
 
 
 def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
-    """Learn to reverse a row."""
+    """Returns the loss: the model learns to reverse a row."""
     return (model(rows) - rows.flip(-1)).square().mean()
 
 
 def one_replica_a_machine(device: str) -> DeviceMesh:
-    """Shards within a machine, replicates over machines: only gradients, already cut, travel
-    between them.
+    """Returns a mesh that shards within a machine and replicates over machines, so that only
+    reduce-scattered gradients are sent between machines.
     """
     local = int(os.environ["LOCAL_WORLD_SIZE"])
     return init_device_mesh(
@@ -61,14 +61,14 @@ def one_replica_a_machine(device: str) -> DeviceMesh:
 
 
 class Checkpoints:
-    """One folder a step, and a file that names the newest complete one."""
+    """Manages one folder per step, and a file that names the newest complete one."""
 
     def __init__(self, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._folder, self._model, self._optimizer = folder, model, optimizer
         self._newest = folder / "newest"
 
     def load(self) -> int:
-        """Loads the newest one, cut for any number of ranks; returns the steps it has behind it."""
+        """Loads the newest checkpoint onto any number of ranks; returns its number of steps."""
         if not self._newest.exists():
             return 0
         name = self._newest.read_text()
@@ -80,7 +80,7 @@ class Checkpoints:
         return int(name)
 
     def save(self, steps: int) -> None:
-        """Saves, and then says so: a run that ends in between finds the one before."""
+        """Saves, then names the checkpoint: if the run dies in between, the previous one counts."""
         model, optimizer = get_state_dict(self._model, self._optimizer)
         dcp.save(
             {"model": model, "optimizer": optimizer}, checkpoint_id=self._folder / f"{steps:06}"
@@ -93,14 +93,14 @@ class Checkpoints:
 
 
 def is_stopped(folder: Path) -> bool:
-    """Whether there is a file `stop`; rank 0 looks, so that all ranks find the same."""
+    """Returns whether a file `stop` exists. Rank 0 checks, so that all ranks agree."""
     box = [(folder / "stop").exists()]
     dist.broadcast_object_list(box)
     return box[0]
 
 
 def main() -> None:
-    """Trains until `--steps` are done, or somebody puts a file `stop` into the folder."""
+    """Trains for `--steps` steps, or until a file `stop` appears in the folder."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True)
