@@ -3,8 +3,8 @@
 [Note: Watchdog]
 A collective cannot be used to find out why a collective hangs, so ranks tell each other through the
 store of the process group. A thread on every rank compares the time with that of the last
-collective, and does no more until this is 10 s ago. From then on it tells the rank's status twice a
-second; and after 10 s, 20 s, 40 s, ... it looks at what the others tell. Only what is told anew
+collective, and does no more until this is 10 s ago. From then on it tells the rank's status again
+and again; and after 10 s, 20 s, 40 s, ... it looks at what the others tell. Only what is told anew
 counts: a rank that tells nothing goes on, or is stopped, or is cut off.
 
 What follows for the program is a warning: of what looks stuck, some may still end, and a thread
