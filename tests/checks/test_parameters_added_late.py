@@ -138,7 +138,9 @@ def test_a_head_around_the_units_is_refused_when_it_begins_to_train() -> None:
 
 @on_ranks(2)
 def test_replicas_of_ddp_around_the_units_are_left_to_the_program() -> None:
-    loss_of(
-        SHARDGRAD, Agent(blocks(SHARDGRAD), DistributedDataParallel(nn.Linear(WIDTH, 1)))
-    ).backward()
-    loss_of(SHARDGRAD, replicate(Agent(blocks(SHARDGRAD), nn.Linear(WIDTH, 1)))).backward()
+    # Named until backward has ended: DDP reads its reducer then, also if it was collected with its
+    # model meanwhile, and waits for a mutex that is no more.
+    agent = Agent(blocks(SHARDGRAD), DistributedDataParallel(nn.Linear(WIDTH, 1)))
+    loss_of(SHARDGRAD, agent).backward()
+    replica = replicate(Agent(blocks(SHARDGRAD), nn.Linear(WIDTH, 1)))
+    loss_of(SHARDGRAD, replica).backward()
