@@ -201,6 +201,8 @@ class InputBuffers:
         with torch.inference_mode(False):  # later calls with this key may be outside of the mode
             self.buffers = [torch.empty_like(each, device=pool.device) for each in inputs.tensors]
         self._given = inputs.arguments
+        self._copies: list[torch.Tensor] = []  # what an eager call has passed
+        self._written: set[int] = set()  # the arguments that the step writes
 
     def arguments(self, *, copied: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns (args, kwargs) for the step: with copies of the buffers, which the program may
@@ -209,8 +211,9 @@ class InputBuffers:
         The buffers are detached to new tensor objects each time, so that autograd state of one call
         does not reach the next.
         """
-        tensors = (each.clone() if copied else each.detach() for each in self.buffers)
-        filled: tuple[tuple[Any, ...], dict[str, Any]] = _filled(self._given, tensors)
+        tensors = [each.clone() if copied else each.detach() for each in self.buffers]
+        self._copies = tensors if copied else []
+        filled: tuple[tuple[Any, ...], dict[str, Any]] = _filled(self._given, iter(tensors))
         return filled
 
     def load(self, inputs: Inputs, stream: Stream) -> None:
@@ -230,6 +233,21 @@ class InputBuffers:
             for source in sources:
                 source.record_stream(stream)
         torch._foreach_copy_(self.buffers, sources)
+
+    def write_back(self, inputs: Inputs) -> None:
+        """Copies what the step wrote into its arguments, such as a hidden state, to the program's
+        tensors on the device. The eager calls before a capture show which ones it writes.
+
+        Streams: on the current stream, after the step.
+        """
+        for index, copy in enumerate(self._copies):
+            if not copy.is_inference() and copy._version:
+                self._written.add(index)
+                self.buffers[index].copy_(copy)
+        self._copies = []
+        for index in self._written:
+            if inputs.tensors[index].device == self.buffers[index].device:
+                inputs.tensors[index].copy_(self.buffers[index])
 
     def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device.type == self._pool.device.type:

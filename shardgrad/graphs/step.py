@@ -291,11 +291,15 @@ class GraphedStep(Generic[_P, _R]):
             self._note("")
             kind.buffers.load(inputs, caller)
             self.replays += 1
-            return captured.replay()
+            outputs = captured.replay()
+            kind.buffers.write_back(inputs)
+            return outputs
         with self.pool.turn(caller):
             kind.buffers.load(inputs, self.pool.stream)
             try:
-                return self._run_on_pool(kind, captured, news, caller)
+                outputs = self._run_on_pool(kind, captured, news, caller)
+                kind.buffers.write_back(inputs)
+                return outputs
             except CollectiveError as error:
                 self._require_same_on_all_ranks(error)
                 raise

@@ -107,6 +107,27 @@ def test_a_batch_of_the_host_is_read_after_it_has_arrived(graphed: Graphed) -> V
     return [*losses, *weights(model)]
 
 
+@same_bits_as_eager(1)
+def test_a_state_that_is_passed_along_has_what_the_step_wrote_into_it(graphed: Graphed) -> Values:
+    """As the hidden state of truncated backpropagation."""
+    model = build(Setup())
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=0.01)
+
+    @graphed(model, optimizer)
+    def step(x: Tensor, state: dict[str, Tensor]) -> Tensor:
+        loss = loss_of(model, x + state["hidden"])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        state["hidden"].mul_(0.5).add_(x, alpha=0.1)
+        return loss
+
+    hidden = torch.zeros_like(batch(0))
+    losses = [step(batch(number), {"hidden": hidden}).cpu() for number in range(7)]
+    require_replays(step, captures=1, replays=4)
+    return [*losses, hidden, *weights(model)]
+
+
 @pytest.mark.parametrize("clone", [False, True])
 @on_virtual_ranks(1)
 def test_outputs_are_overwritten_unless_they_are_cloned(clone: bool) -> None:
