@@ -1,9 +1,9 @@
-"""Where every parameter lies, for those who read weights where they are: RDMA, CUDA IPC, NCCL.
+"""A table of parameter addresses, for transports that read weights in place: RDMA, CUDA IPC, NCCL.
 
 A piece of a parameter is a range of rows in the group's flat shard, which the optimizer updates in
-place, so an address that a receiver has registered once is right for the life of the model. Only a
-program that puts other memory in a parameter's place (`load_state_dict(assign=True)`,
-`model.to(dtype)`) moves it; a table made after that is not equal to the one before.
+place, so a registered address stays valid for the life of the model. Only replacing a parameter's
+memory (`load_state_dict(assign=True)`, `model.to(dtype)`) moves it; a table made afterwards
+compares unequal to the one before.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 @dataclass(frozen=True)
 class ExportedParameter:
-    """One parameter, and what this rank has of it.
+    """One parameter, and this rank's part of it.
 
     Attributes:
-        dtype: of the memory.
-        shape: global.
-        dim: that is sharded; 0 unless a `shard_placement_fn` said otherwise.
-        rows: half-open range of `dim` that this rank has.
-        data_ptr: address of the first one; the rows lie one after the other, without gaps.
-        nbytes: of them.
-        holders: range of `dim` -> the ranks that have it, for all of the parameter.
-        local: the rows as a tensor over that memory.
+        dtype: dtype of the memory.
+        shape: global shape.
+        dim: the sharded dim; 0 unless set by a `shard_placement_fn`.
+        rows: half-open range of `dim` on this rank.
+        data_ptr: address of the first row; the rows are contiguous.
+        nbytes: size of the rows in bytes.
+        holders: range of `dim` -> the ranks that have it, for the whole parameter.
+        local: the rows, as a tensor over that memory.
     """
 
     dtype: torch.dtype
@@ -52,25 +52,25 @@ class ExportedParameter:
 
 
 def export_table(model: nn.Module) -> dict[str, ExportedParameter]:
-    """Returns where every parameter lies, by the name that a checkpoint has for it.
+    """Returns the address and rows of every parameter, by its name in a checkpoint.
 
-    A tied parameter is there once, under the first of its names. Under `master="float32"` of
-    `shardgrad.optim` the memory is that of the bf16 weights, so that nothing is cast or copied.
+    A tied parameter has one entry, under the first of its names. With `master="float32"` of
+    `shardgrad.optim`, the memory is that of the bf16 weights, so nothing is cast or copied.
 
-    For example what a transport registers once:
+    For example, to register the memory with a transport once:
 
         for name, each in shardgrad.export_table(model).items():
             register(name, each.data_ptr, each.nbytes)
 
     Args:
-        model: the root. Before its first forward every rank has to make this call.
+        model: the root. Before its first forward, this call is a collective.
 
     Raises:
         RootError: not the root.
-        AsleepError: the model sleeps, at level 2 or 3.
+        AsleepError: the model sleeps at level 2 or 3.
         MetaParameterError: parameters are still on the meta device.
-        UnsupportedParameterError: one is a tensor subclass, is sharded by others too, or is not
-            sharded and not contiguous.
+        UnsupportedParameterError: a parameter is a tensor subclass, is also sharded by tensor
+            parallelism, or is neither sharded nor contiguous.
     """
     context = root_of(model, "export_table")
     context.require_awake()

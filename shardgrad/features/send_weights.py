@@ -1,10 +1,10 @@
 """Weights from a sharded trainer straight into a tensor-parallel receiver's memory.
 
-`plan_weights` cuts what a receiver wants out of what trainers have, without any communication. A
-plan is plain data: one rank makes it and hands it to the receivers, by whatever way they talk.
-Every message goes from the shard where the rows live to the receiver that wants them; no rank ever
-has more of a parameter than its own piece. Rows are sent from where they are. Columns, which have
-gaps in memory, are packed, at most `BATCH_NBYTES` at a time.
+`plan_weights` computes which ranges of the trainers' shards each receiver needs, without any
+communication. A plan is plain data: one rank makes it and sends it to the receivers in any way.
+Every message goes directly from the shard with the rows to the receiver that needs them; no rank
+holds more of a parameter than its own piece. Rows are sent from the shard. Columns, which are not
+contiguous, are packed first, at most `BATCH_NBYTES` at a time.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ _Places = tuple[int, ...]  # one for each dim
 
 
 class Cut(NamedTuple):
-    """What a receiver's tensor has of one parameter.
+    """The part of a receiver's tensor that comes from one parameter.
 
     Attributes:
-        name: of the parameter.
-        dim: along which it is cut, a piece for each receiver; None if every receiver has all of it.
-        pieces: if there are fewer than receivers: neighbours have the same one then, as of the key
-            and value heads of a model that has fewer of them than receivers.
+        name: name of the parameter.
+        dim: the dim along which it is cut, one piece per receiver; None to send all of it to every
+            receiver.
+        pieces: number of pieces, if smaller than the number of receivers: neighbors then receive
+            the same piece, as for a model with fewer key and value heads than receivers.
     """
 
     name: str
@@ -50,15 +51,15 @@ class Cut(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A box of numbers on its way.
+    """A box (a range in each dim) of a parameter, sent from one rank to another.
 
     Attributes:
         sender, receiver: ranks.
-        name, sent: of the parameter, and where the box begins in the sender's rows.
-        target, placed: of the receiver's tensor, and where the box begins in it.
-        shape: of the box.
-        dtype: on the wire.
-        batch: number of those that are in flight together.
+        name, sent: name of the parameter, and the box's offset in the sender's rows.
+        target, placed: name of the receiver's tensor, and the box's offset in it.
+        shape: shape of the box.
+        dtype: dtype on the wire.
+        batch: index of the batch of messages that are in flight together.
     """
 
     sender: int
@@ -79,12 +80,12 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class WeightPlan:
-    """Who sends what to whom. See `plan_weights`.
+    """The messages between trainers and receivers. See `plan_weights`.
 
     Attributes:
-        messages: in the order in which they are sent.
-        shapes: of every receiver's tensors, by name.
-        pieces: parameter -> its shape, and which ranks have which of its rows.
+        messages: the messages, in the order of sending.
+        shapes: shapes of every receiver's tensors, by name.
+        pieces: parameter -> its shape, and the ranks that have each range of rows.
     """
 
     messages: tuple[Message, ...]
@@ -103,23 +104,22 @@ def plan_weights(
     receivers: Sequence[int],
     dtype: torch.dtype | None = None,
 ) -> WeightPlan:
-    """Decides which rank sends what to which receiver. Communicates nothing.
+    """Returns a plan of which rank sends what to which receiver, without communication.
 
-    For example a fused weight for two receivers, each of which gets its rows of both parts:
+    For example, a fused weight for two receivers, each of which gets its rows of both parts:
 
         layout = {"qk.weight": [("q.weight", 0), ("k.weight", 0)]}
         plan = shardgrad.plan_weights(shardgrad.export_table(model), layout, receivers=[8, 9])
 
     Args:
-        table: of `export_table`, on any of the trainers.
-        layout: name of a receiver's tensor -> what lies in it, one behind the other along dim 0:
-            `Cut`s, or tuples like them. `{"qkv": [("q", 0), ("k", 0), ("v", 0)], "out": [("o",
-            1)]}`.
-        receivers: their ranks, in the order of their pieces.
-        dtype: on the wire, if not that of the trainer's memory; the sender casts then.
+        table: the result of `export_table` on any trainer.
+        layout: name of a receiver's tensor -> its `Cut`s, or tuples like them, concatenated along
+            dim 0: `{"qkv": [("q", 0), ("k", 0), ("v", 0)], "out": [("o", 1)]}`.
+        receivers: ranks of the receivers, in the order of their pieces.
+        dtype: dtype on the wire; the sender casts. None for the dtype of the trainer's memory.
 
     Raises:
-        OptionError: a parameter is unknown, or cannot be cut like this; or a rank is given twice.
+        OptionError: a parameter is unknown or cannot be cut like this, or a rank occurs twice.
     """
     trainers = {
         rank for row in table.values() for having in row.holders.values() for rank in having
@@ -188,25 +188,25 @@ def send_weights(
     *,
     timeout_s: float = 60.0,
 ) -> None:
-    """Sends this rank's messages of a plan; returns when its receivers have them.
+    """Sends this rank's messages of a plan, and returns when its receivers have them.
 
-    On every trainer, after a step:
+    For example, on every trainer, after a step:
 
         shardgrad.send_weights(model, plan)
 
     Args:
         model: the root that `plan` was made for.
-        plan: the same on all ranks.
-        group: that trainers and receivers are in; None for all ranks.
-        timeout_s: how long a receiver may take for a batch of messages.
+        plan: the same plan on all ranks.
+        group: a process group of trainers and receivers; None for all ranks.
+        timeout_s: timeout for a batch of messages, in seconds.
 
-    Streams: messages are sent after the current stream; the host waits for them.
+    Streams: sends after the current stream's work; the host waits for the messages.
     Capture: not safe.
 
     Raises:
-        CollectiveError: a receiver is gone or late. The group is of no use then, those that train
-            the model are as they were.
-        OptionError: the plan is of another model, or of another number of ranks.
+        CollectiveError: a receiver is gone or late. `group` cannot be used afterwards; the process
+            groups that train the model are not affected.
+        OptionError: the plan is for another model or another number of ranks.
     """
     table = export_table(model)
     if {name: _pieces(row) for name, row in table.items()} != dict(plan.pieces):
@@ -240,7 +240,7 @@ def receive_weights(
     *,
     timeout_s: float = 60.0,
 ) -> None:
-    """Receives what a plan has for this rank, into tensors that exist: on a receiver, while all
+    """Receives this rank's tensors of a plan, in place. Call it on every receiver while the
     trainers call `send_weights`.
 
     For example:
@@ -249,12 +249,12 @@ def receive_weights(
         shardgrad.receive_weights(tensors, plan)
 
     Args:
-        tensors: by their names in the plan's layout; written in place.
-        plan: the same on all ranks.
-        group: that trainers and receivers are in; None for all ranks.
-        timeout_s: how long a trainer may take for a batch of messages.
+        tensors: the tensors to write, by their names in the plan's layout.
+        plan: the same plan on all ranks.
+        group: a process group of trainers and receivers; None for all ranks.
+        timeout_s: timeout for a batch of messages, in seconds.
 
-    Streams: received and copied on the current stream, which the host waits for.
+    Streams: receives and copies on the current stream, for which the host waits.
     Capture: not safe.
 
     Raises:

@@ -1,8 +1,8 @@
-"""Giving a model's and an optimizer's memory to someone else for a while, and taking it back.
+"""Releasing a model's and an optimizer's memory for a while, and restoring it.
 
-Everything comes back at the address that it had: views, captured graphs and registrations of others
-go on. Needs `offload_policy=SleepPolicy()`, which puts shards, gradients and states into memory of
-this kind (`ops/virtual_memory.py`).
+Everything is restored at its address, so views, captured graphs and other libraries' registrations
+stay valid. This needs `offload_policy=SleepPolicy()`, which allocates shards, gradients and states
+with `ops/virtual_memory.py`.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ def sleep(
     *,
     level: int = 1,
 ) -> None:
-    """Gives memory back until `wake`.
+    """Releases memory until `wake`.
 
-    Level 1 is the optimizer's states: the model runs, and its weights can be sent. At level 2
-    shards, gradients and the memory of graphs go too, and whatever would use them raises. Level 3
-    is level 2 without keeping the weights: they are zeros after `wake`, to be loaded.
+    Level 1 releases the optimizer's states: the model runs, and its weights can be sent. Level 2
+    also releases shards, gradients and the memory of graphs; any use of them raises. Level 3 also
+    drops the weights: after `wake`, they are zeros until they are loaded.
 
-    Between two phases of training:
+    For example, between two phases of training:
 
         shardgrad.sleep(model, optimizer, level=2)
         generate()
@@ -61,17 +61,17 @@ def sleep(
 
     Args:
         model: the root, of which every unit has `offload_policy=SleepPolicy()`.
-        optimizer: of `shardgrad.optim`; None if its states stay.
-        pool: a `GraphPool` with `offload_policy=SleepPolicy()`; None if its memory stays.
+        optimizer: an optimizer of `shardgrad.optim`; None to keep its states.
+        pool: a `GraphPool` with `offload_policy=SleepPolicy()`; None to keep its memory.
         level: 1, 2 or 3.
 
     Streams: the host waits for the device. Capture: not safe.
 
     Raises:
-        OptionError: memory that cannot be given back, gradients that are not None, another level,
-            or an optimizer that cannot sleep.
+        OptionError: the memory cannot be released, a gradient is not None, the level is invalid, or
+            the optimizer cannot sleep.
         RootError: not the root.
-        AsleepError: it sleeps already.
+        AsleepError: the model already sleeps.
     """
     context = root_of(model, "sleep")
     if level not in (1, 2, 3) or not (optimizer is None or hasattr(optimizer, "offload")):
@@ -109,7 +109,8 @@ def sleep(
 
 
 def wake(model: nn.Module, optimizer: Sleeper | None = None, pool: Sleeper | None = None) -> None:
-    """Takes memory again that `sleep` has given back, at the same addresses.
+    """Allocates the memory that `sleep` has released again, at the same addresses, and restores its
+    content.
 
     For example:
 
@@ -120,7 +121,7 @@ def wake(model: nn.Module, optimizer: Sleeper | None = None, pool: Sleeper | Non
         optimizer: as for `sleep`.
         pool: as for `sleep`.
 
-    Streams: filled on the current one. Capture: not safe.
+    Streams: copies on the current stream. Capture: not safe.
     """
     context = root_of(model, "wake")
     undo, memory = _asleep.pop(context, ([], []))

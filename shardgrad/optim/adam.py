@@ -18,9 +18,9 @@ __all__ = ["Adam", "AdamW"]
 
 
 class Adam(FlatOptimizer):
-    """Adam over flat segments; arguments as in `torch.optim.Adam`, and how exactly to keep things.
+    """Adam over flat segments, with the arguments of `torch.optim.Adam` and options for precision.
 
-    For example, with bfloat16 weights that train as float32 ones:
+    For example, to train bfloat16 weights with float32 precision:
 
         optimizer = shardgrad.optim.Adam(model.parameters(), lr=3e-4, master="remainder")
 
@@ -31,16 +31,16 @@ class Adam(FlatOptimizer):
         eps: added to the root of the second moment.
         weight_decay: L2 penalty, added to the gradient.
         amsgrad: must be False.
-        maximize: go up instead of down.
+        maximize: maximize the loss instead of minimizing it.
         foreach: ignored, as are `capturable` and `fused`: every step is fused and capturable.
         capturable: see `foreach`.
         differentiable: must be False.
         fused: see `foreach`.
-        decoupled_weight_decay: as `AdamW`.
-        moment_dtype: of both moments; None for float32, or float64 under float64 parameters.
-        master: "float32" or "remainder" next to 16-bit weights. See [Note: Exact weights].
-        stochastic_rounding: of bf16 weights without a master.
-        seed: of that.
+        decoupled_weight_decay: decay weights as `AdamW` does.
+        moment_dtype: dtype of both moments; None for float32, or float64 for float64 parameters.
+        master: "float32" or "remainder", in addition to 16-bit weights. See [Note: Exact weights].
+        stochastic_rounding: round bf16 weights without a master stochastically.
+        seed: seed of the stochastic rounding.
         check_finite: see `FlatOptimizer`.
         states_on_host: see `FlatOptimizer`.
 
@@ -131,7 +131,7 @@ class Adam(FlatOptimizer):
 
 
 class AdamW(Adam):
-    """AdamW over flat segments; arguments as in `torch.optim.AdamW`, and those of `Adam`.
+    """AdamW over flat segments, with the arguments of `torch.optim.AdamW` and of `Adam`.
 
     For example:
 
@@ -142,7 +142,7 @@ class AdamW(Adam):
         lr: learning rate, a number or a one-element tensor.
         betas: decay of the two moments.
         eps: added to the root of the second moment.
-        weight_decay: share of the weight that is taken off, times lr.
+        weight_decay: each step subtracts `lr * weight_decay` times the weight.
         amsgrad: must be False.
         **options: keyword arguments of `Adam`.
 

@@ -25,18 +25,18 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scales gradients so that their norm over all ranks is at most `max_norm`.
 
-    The factor is `min(1, max_norm / (norm + 1e-6))`, as in `torch.nn.utils.clip_grad_norm_`;
-    gradients are multiplied by it in place. If a gradient is not finite, the optimizers of
-    `shardgrad.optim` skip their next step. (The verdict is kept with the gradient shards: an
+    Multiplies gradients in place by `min(1, max_norm / (norm + 1e-6))`, as
+    `torch.nn.utils.clip_grad_norm_` does. If a gradient is not finite, the optimizers of
+    `shardgrad.optim` skip their next step. (The flag is stored with the gradient shards: an
     optimizer over a model without units needs `check_finite=True`.)
 
-    Between backward and the step:
+    For example, between backward and the optimizer step:
 
         norm = shardgrad.clip_grad_norm_(model, 1.0)
 
     Args:
-        parameters: a model, a parameter, or parameters; of any units and meshes, or of none.
-        max_norm: the limit; `inf` only measures.
+        parameters: a model, a parameter, or parameters, from any units and meshes, or from none.
+        max_norm: the maximum; with `inf`, gradients are not scaled.
         norm_type: 2, 1, `inf`, or any other p >= 0.
         error_if_nonfinite: raise if the norm is not finite. The host waits for the device.
 
@@ -46,8 +46,7 @@ def clip_grad_norm_(
 
     Streams:
         Two passes over each gradient shard, for the norm and for the factor, and one all-reduce of
-        two numbers for each group of ranks, on the current stream. A collective: every rank
-        must call it.
+        two numbers per process group, on the current stream. A collective: every rank must call it.
 
     Capture:
         Safe after a first call, without `error_if_nonfinite`.

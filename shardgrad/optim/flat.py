@@ -87,17 +87,17 @@ class FlatOptimizer(Optimizer):
     whether to skip the step.
 
     Args:
-        params: as for any torch optimizer: parameters, (name, parameter) pairs, or dictionaries
-            with groups.
-        defaults: of the hyperparameters.
-        precision: what is kept of each parameter, and how exactly.
-        check_finite: look at the gradients for infinities and NaNs before every step, if neither
-            `clip_grad_norm_` nor a `GradScaler` has, and skip the step if there are any.
-        states_on_host: keep states in pinned memory of the host between steps; see [Note: States on
-            the host].
+        params: parameters, (name, parameter) pairs, or dictionaries of groups, as for any torch
+            optimizer.
+        defaults: default hyperparameters.
+        precision: the state kept for each parameter, and its precision.
+        check_finite: check gradients for infinities and NaNs before every step, unless
+            `clip_grad_norm_` or a `GradScaler` has, and skip the step if there are any.
+        states_on_host: keep states in pinned host memory between steps; see [Note: States on the
+            host].
 
     Attributes:
-        skipped_steps: float32 device scalar, steps that were skipped because gradients were not
+        skipped_steps: float32 device scalar, the number of steps skipped because a gradient was not
             finite.
 
     Raises:

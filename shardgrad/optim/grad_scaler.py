@@ -28,12 +28,11 @@ class _ScalerState(NamedTuple):
 
 
 class GradScaler:
-    """Multiplies a loss so that float16 gradients do not underflow, and divides gradients by the
-    factor.
+    """Scales a loss so that float16 gradients do not underflow, and unscales gradients.
 
-    Used like `torch.amp.GradScaler`: `scale(loss).backward()`, perhaps `unscale_(optimizer)` and
-    clipping, `step(optimizer)`, `update()`. The scale, its growth and the decision to skip stay on
-    the device.
+    Use it like `torch.amp.GradScaler`: `scale(loss).backward()`, optionally `unscale_(optimizer)`
+    and clipping, `step(optimizer)`, `update()`. The scale, its growth and the decision to skip stay
+    on the device.
 
     For example:
 
@@ -43,15 +42,15 @@ class GradScaler:
         scaler.update()
 
     Args:
-        device: as torch's; the scale is on the device of what it multiplies, whatever this says.
-        init_scale: the first scale.
-        growth_factor: what the scale is multiplied by after `growth_interval` good steps in a row.
-        backoff_factor: what it is multiplied by after a step that was skipped.
-        growth_interval: steps.
-        enabled: False makes every method do nothing but what the loop needs.
+        device: accepted as in torch, and ignored: the scale is on the device of the scaled tensor.
+        init_scale: initial scale.
+        growth_factor: factor of the scale after `growth_interval` consecutive good steps.
+        backoff_factor: factor of the scale after a skipped step.
+        growth_interval: number of steps.
+        enabled: if False, methods only do what an unscaled loop needs.
 
     Raises:
-        OptionError: a factor outside its range.
+        OptionError: a factor is outside its range.
     """
 
     def __init__(
@@ -107,10 +106,11 @@ class GradScaler:
     @torch.no_grad()
     @outside_graphs
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Takes the scale out of the gradients of an optimizer's parameters; once between two
-        updates.
+        """Divides the gradients of an optimizer's parameters by the scale, in place.
 
-        Streams: gradients are multiplied in place, on the current stream.
+        Call it at most once between two updates.
+
+        Streams: the current stream.
         Capture: safe.
 
         Raises:
@@ -131,12 +131,12 @@ class GradScaler:
 
     @outside_graphs
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Takes a step, or skips it on every rank if a gradient of any rank is not finite.
+        """Takes an optimizer step, or skips it on every rank if any rank's gradient is not finite.
 
-        Optimizers of `shardgrad.optim` skip on the device. For others the host waits for the
-        verdict.
+        Optimizers of `shardgrad.optim` skip on the device. For others, the host waits for the
+        result of the check.
 
-        Streams: unless clipping has looked at the gradients already, one pass over them and one
+        Streams: unless clipping has already checked the gradients, one pass over them and one
             all-reduce of two numbers, on the current stream. A collective.
         Capture: safe with an optimizer of `shardgrad.optim`.
 
@@ -192,10 +192,10 @@ class GradScaler:
     @torch.no_grad()
     @outside_graphs
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Ends an iteration: the scale shrinks after a skipped step and grows after many good ones.
+        """Updates the scale: shrinks it after a skipped step, grows it after many good ones.
 
         Args:
-            new_scale: the next scale, instead.
+            new_scale: sets the scale instead.
 
         Streams: the current stream. Capture: safe.
 
@@ -289,7 +289,7 @@ class GradScaler:
         return self._enabled
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what `load_state_dict` takes, with the keys of `torch.amp.GradScaler`."""
+        """Returns the state for `load_state_dict`, with the keys of `torch.amp.GradScaler`."""
         if not self._enabled:
             return {}
         return {

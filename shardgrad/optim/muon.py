@@ -41,13 +41,13 @@ _ITERATION_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 
 class Muon(FlatOptimizer):
-    """Muon over sharded matrices; arguments as in `torch.optim.Muon`, and how exactly to compute.
+    """Muon over sharded matrices, with the arguments of `torch.optim.Muon` and precision options.
 
-    Only for matrices, in practice the weights of hidden layers, and for stacks of them, as of
-    experts, whose first dim counts them; embeddings, the output head, norms and biases go to
-    `AdamW`. A matrix that one rank has all of stays there. Under HSDP every replica does the same
-    work inside its shard group, and nothing travels between replicas. A captured step needs one
-    before it, with gradients of the same parameters, that builds what the graph will address.
+    Use it for matrices, in practice the weights of hidden layers, and for stacks of matrices, such
+    as experts, along the first dim. Give embeddings, the output head, norms and biases to `AdamW`.
+    A matrix that is whole on one rank is not sent. Under HSDP, every replica does the same work
+    inside its shard group, and replicas exchange nothing. Before a step is captured, run an eager
+    step with gradients for the same parameters, which creates the memory that the graph addresses.
 
     For example:
 
@@ -55,22 +55,22 @@ class Muon(FlatOptimizer):
         optimizer = shardgrad.optim.Muon(matrices, lr=0.02)
 
     Args:
-        params: see `FlatOptimizer`; each with two dimensions, or three.
+        params: see `FlatOptimizer`; each has two or three dims.
         lr: learning rate, a number or a one-element tensor.
-        weight_decay: share of the weight that is taken off, times lr.
-        momentum: share of the last direction that is kept.
-        nesterov: look ahead along the momentum.
-        ns_coefficients: of the polynomial; see `newton_schulz_`.
-        eps: the least norm a matrix is divided by.
-        ns_steps: how often the polynomial is applied, below 100.
-        adjust_lr_fn: how lr depends on the shape: "original", `max(1, rows / columns) ** 0.5`, also
-            for None; or "match_rms_adamw", `0.2 * max(rows, columns) ** 0.5`.
-        num_heads: matrices that the rows of each are divided into evenly, each orthogonalised for
-            itself, as a projection's attention heads; mostly given for a group.
-        ns_dtype: in which matrices travel and are orthogonalised: bfloat16, float32 or float64; of
-            float64 parameters always in float64.
-        momentum_dtype: None for the dtype of the gradients.
-        master: "float32" or "remainder" next to 16-bit weights. See [Note: Exact weights].
+        weight_decay: each step subtracts `lr * weight_decay` times the weight.
+        momentum: factor of the momentum.
+        nesterov: use Nesterov momentum.
+        ns_coefficients: coefficients of the polynomial; see `newton_schulz_`.
+        eps: lower bound of the norm by which a matrix is divided.
+        ns_steps: number of Newton-Schulz iterations, below 100.
+        adjust_lr_fn: factor of lr by shape: "original" or None, `max(1, rows / columns) ** 0.5`; or
+            "match_rms_adamw", `0.2 * max(rows, columns) ** 0.5`.
+        num_heads: number of equal parts into which the rows of each matrix are split, such as
+            attention heads; each is orthogonalised separately. Usually set per group.
+        ns_dtype: dtype in which matrices are sent and orthogonalised: bfloat16, float32 or float64;
+            always float64 for float64 parameters.
+        momentum_dtype: dtype of the momentum; None for the dtype of the gradients.
+        master: "float32" or "remainder", in addition to 16-bit weights. See [Note: Exact weights].
         check_finite: see `FlatOptimizer`.
         states_on_host: see `FlatOptimizer`.
 

@@ -18,8 +18,8 @@ __all__ = ["SGD"]
 
 
 class SGD(FlatOptimizer):
-    """Stochastic gradient descent over flat segments; arguments as in `torch.optim.SGD`, and a few
-    more.
+    """Stochastic gradient descent over flat segments, with the arguments of `torch.optim.SGD` and
+    options for precision.
 
     For example:
 
@@ -28,21 +28,21 @@ class SGD(FlatOptimizer):
     Args:
         params: see `FlatOptimizer`.
         lr: learning rate, a number or a one-element tensor.
-        momentum: share of the last direction that is kept. It can change later, but not start from
-            0: without momentum there is no buffer for it.
-        dampening: share of the gradient that is not added to the momentum.
+        momentum: factor of the momentum. It can change later, but not from 0, because without
+            momentum there is no buffer.
+        dampening: `1 - dampening` times the gradient is added to the momentum.
         weight_decay: L2 penalty, added to the gradient.
-        nesterov: look ahead along the momentum.
-        maximize: go up instead of down.
+        nesterov: use Nesterov momentum.
+        maximize: maximize the loss instead of minimizing it.
         foreach: ignored, as is `fused`: every step is fused and capturable.
         differentiable: must be False.
         fused: see `foreach`.
-        decoupled_weight_decay: take `lr * weight_decay` of the weight off it instead of the L2
+        decoupled_weight_decay: subtract `lr * weight_decay` times the weight instead of using an L2
             penalty.
-        moment_dtype: of the momentum; None for float32, or float64 under float64 parameters.
-        master: "float32" or "remainder" next to 16-bit weights. See [Note: Exact weights].
-        stochastic_rounding: of bf16 weights without a master.
-        seed: of that.
+        moment_dtype: dtype of the momentum; None for float32, or float64 for float64 parameters.
+        master: "float32" or "remainder", in addition to 16-bit weights. See [Note: Exact weights].
+        stochastic_rounding: round bf16 weights without a master stochastically.
+        seed: seed of the stochastic rounding.
         check_finite: see `FlatOptimizer`.
         states_on_host: see `FlatOptimizer`.
 
