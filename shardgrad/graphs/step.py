@@ -701,11 +701,24 @@ class GraphedStep(Generic[_P, _R]):
             self._closed = True
 
 
+_MODES: tuple[Callable[[], Hashable], ...] = (
+    torch.is_grad_enabled,
+    torch.is_inference_mode_enabled,
+    torch.get_default_dtype,
+    torch.get_float32_matmul_precision,
+    torch.are_deterministic_algorithms_enabled,
+    torch.backends.cuda.flash_sdp_enabled,
+    torch.backends.cuda.mem_efficient_sdp_enabled,
+    torch.backends.cuda.math_sdp_enabled,
+    torch.backends.cuda.cudnn_sdp_enabled,
+)
+
+
 def _modes(device: torch.device) -> Hashable:
     """Returns the modes of torch that change what code launches. They are guards of every step."""
     kind = device.type
     autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
+    return autocast, *[mode() for mode in _MODES]
 
 
 @contextmanager

@@ -5,12 +5,15 @@ miss.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask
 
 import shardgrad
@@ -257,6 +260,23 @@ def test_reset_begins_anew_and_close_ends() -> None:
         step(torch.ones(3, 4))
 
 
+_ATTENTION = (
+    SDPBackend.MATH,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.CUDNN_ATTENTION,
+)
+
+
+@contextmanager
+def _set_to(setting: Callable[[Any], None], value: Any, before: Any) -> Iterator[None]:
+    setting(value)
+    try:
+        yield
+    finally:
+        setting(before)
+
+
 def test_each_mode_that_changes_what_is_launched_has_graphs_of_its_own() -> None:
     """What `_modes` tells apart is captured apart."""
     cpu = torch.device("cpu")
@@ -266,10 +286,14 @@ def test_each_mode_that_changes_what_is_launched_has_graphs_of_its_own() -> None
         torch.inference_mode(),
         torch.autocast("cpu", torch.bfloat16),
         torch.autocast("cpu", torch.float16),
+        *(sdpa_kernel(each) for each in _ATTENTION),
+        _set_to(torch.set_default_dtype, torch.float64, torch.get_default_dtype()),
+        _set_to(torch.set_float32_matmul_precision, "high", torch.get_float32_matmul_precision()),
+        _set_to(torch.use_deterministic_algorithms, True, False),
     ):
         with mode:
             seen.append(_modes(cpu))
-    assert len(set(seen)) == 5
+    assert len(set(seen)) == len(seen) == 12
     with torch.autocast("cpu", enabled=False):
         assert _modes(cpu) == seen[0]
 
