@@ -206,10 +206,6 @@ class GradGroup:
         if is_new:  # parameters were replaced
             self._generation = self.group.generation
             self._leave_shard()
-            if self.sums.dtype != self.group.reduce_dtype:
-                self._drop_collected()
-                self.summed = ()
-                self.is_due = self.partial.is_live = False
         # A gradient that is there already has to be found by clipping and by the optimizer, also
         # if its parameter was frozen since.
         params, attribute = self.group.params, self.group.gradient_policy.attribute
@@ -583,7 +579,7 @@ class GradGroup:
         if layout.strided:
             from shardgrad.sharding.strided_pack import pack_strided
 
-            pack_strided(grads, target, layout, divisor=divisor, accumulate=accumulate)
+            pack_strided(grads, target, layout, divisor=divisor)
             rows = [grad for i, grad in enumerate(grads) if i not in layout.strided]
         rows = [*rows, tail]
         if self._second is not None:

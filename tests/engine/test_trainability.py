@@ -176,6 +176,23 @@ def test_gradients_that_wait_outlive_what_is_frozen_and_thawed(
     return engine.snapshot(model)
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+@on_ranks(2)
+@as_unsharded
+def test_gradients_that_wait_are_cast_with_the_model(engine: Engine, replicas: int) -> Tensors:
+    """They are whole numbers and sixteenths, which no dtype rounds."""
+    model = engine.fully_shard(stack(4, 2), mesh=hsdp_mesh(replicas, 2 // replicas))
+    for is_last in (False, True):
+        if replicas == 1:
+            engine.sync(model, is_last)
+        elif not engine.whole_batch:
+            model.set_requires_all_reduce(is_last)
+        x = engine.mine(torch.arange(32).view(8, 4) + 5 * is_last)
+        model(x.to(model[0].weight.dtype)).mean().backward()
+        model.float()
+    return engine.snapshot(model)
+
+
 class Turns(nn.Module):
     """Trains one of its layers in each forward; says so before it calls it, or as the call
     begins.
