@@ -239,7 +239,8 @@ class ShardLayout:
     @cached_property
     def strided(self) -> tuple[int, ...]:
         """Indices of the parameters of which a piece is several ranges: `strided_pack.py`."""
-        return tuple(i for i, p in enumerate(self.pieces) if p.blocks > 1)
+        # A rank by itself has all of each parameter, in one range.
+        return tuple(i for i, p in enumerate(self.pieces) if p.blocks > 1 < self.world_size)
 
     @cached_property
     def table(self) -> torch.Tensor:
@@ -248,8 +249,8 @@ class ShardLayout:
         """
         rows = [
             [p.numel, p.shard_numel, p.span, p.shard_offset, p.unsharded_offset]
-            for p in self.pieces
-            if p.blocks <= 1
+            for i, p in enumerate(self.pieces)
+            if i not in self.strided
         ]
         return torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, 5)
 

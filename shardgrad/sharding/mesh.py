@@ -181,7 +181,7 @@ class DataParallelMesh:
         `shard` says.
         """
         replicas = () if self.replicate_group is None else (Replicate(),)
-        return replicas if len(replicas) == self.mesh.ndim else (*replicas, shard)
+        return (*replicas, shard)
 
     @cached_property
     def data_parallel_size(self) -> int:

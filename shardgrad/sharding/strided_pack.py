@@ -47,7 +47,6 @@ def pack_strided(
     layout: ShardLayout,
     *,
     divisor: float,
-    accumulate: bool,
 ) -> None:
     """Cuts the strided gradients of a layout, and writes them, scaled and cast, into all ranks'
     chunks.
@@ -58,29 +57,23 @@ def pack_strided(
         slot: 1-D, `world_size * chunk_numel` elements; written where these parameters lie.
         layout: of the chunks.
         divisor: what gradients are divided by; a true division.
-        accumulate: add to what the slot holds; padding and missing gradients then leave it as it
-            is.
 
     Streams: the current one.
-    Capture: safe. Allocates only to accumulate or to divide by something else than 1.
+    Capture: safe. Allocates only to divide by something else than 1.
     """
     chunks = slot.data.view(layout.world_size, layout.chunk_numel)
     for i in layout.strided:
         piece, grad = layout.pieces[i], grads[i]
-        if not accumulate:
-            padded_from = piece.shard_numel if grad.numel() else 0
-            if padded_from < piece.span:
-                chunks.narrow(1, piece.shard_offset + padded_from, piece.span - padded_from).zero_()
+        padded_from = piece.shard_numel if grad.numel() else 0
+        if padded_from < piece.span:
+            chunks.narrow(1, piece.shard_offset + padded_from, piece.span - padded_from).zero_()
         if not grad.numel():
             continue
-        into = _pieces(chunks, piece)
         value = grad.view(piece.blocks, layout.world_size, -1).transpose(0, 1)
-        if accumulate or divisor != 1:
+        if divisor != 1:
             value = value.to(compute_dtype(grad, slot), copy=True)
             divide_(value, divisor)
-        if accumulate:
-            value.add_(into)
-        into.copy_(value)
+        _pieces(chunks, piece).copy_(value)
 
 
 def _pieces(chunks: torch.Tensor, piece: Piece) -> torch.Tensor:

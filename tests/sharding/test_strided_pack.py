@@ -47,28 +47,19 @@ def packed(
     layout: ShardLayout,
     grads: list[torch.Tensor],
     slot: torch.Tensor,
-    *,
     divisor: float,
-    accumulate: bool,
 ) -> None:
     """Packs everything, as the engine does."""
-    pack_strided(grads, slot, layout, divisor=divisor, accumulate=accumulate)
+    pack_strided(grads, slot, layout, divisor=divisor)
     straight = [grad for i, grad in enumerate(grads) if i not in layout.strided]
-    ops.pack(
-        straight,
-        slot,
-        layout.table,
-        chunk_numel=layout.chunk_numel,
-        divisor=divisor,
-        accumulate=accumulate,
-    )
+    ops.pack(straight, slot, layout.table, chunk_numel=layout.chunk_numel, divisor=divisor)
 
 
 @given(cut_shapes(), st.sampled_from([1.0, 3.0]))
 def test_packing_cuts_and_unpacking_puts_together(case: Cut, divisor: float) -> None:
     layout, grads = layout_of(case), wholes(case[0])
     slot = torch.full((layout.world_size * layout.chunk_numel,), 7.0)
-    packed(layout, grads, slot, divisor=divisor, accumulate=False)
+    packed(layout, grads, slot, divisor)
     chunks = list(slot.view(layout.world_size, -1).unbind())
     for rank, chunk in enumerate(chunks):
         for view, grad, piece in zip(
