@@ -111,7 +111,7 @@ def read(folder: Path) -> Manifest:
         if isinstance(error, CheckpointError):
             raise
         raise damaged(path, "a manifest", f"{type(error).__name__}: {error}") from error
-    if not manifest or not all(is_name(name) for name in manifest):
+    if not all(map(is_name, manifest)):
         raise damaged(path, "names of files in the folder", printable(list(manifest)))
     return manifest
 

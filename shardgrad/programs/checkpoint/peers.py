@@ -34,8 +34,8 @@ class Peers:
     """The ranks of a process group, or one process, with torch's collectives for checkpoints.
 
     Each is recorded in the flight recorder as "`step` of the checkpoint". If a part fails on any
-    rank, all ranks raise the error of the lowest of these, with its global rank; it has a cause
-    only on the rank whose error it is.
+    rank, all ranks raise the error of the lowest of these, with its global rank; its cause is what
+    failed on the rank that raises it, if anything did.
 
     Args:
         group: a process group; None is the default group, or this process alone.
@@ -109,8 +109,7 @@ class Peers:
         if self._log is not None:
             whose = f"rank {self._log.ranks[result.rank]}"
             told["where"] = "; ".join(filter(None, (result.error.where, whose)))
-        cause = self._cause if result.rank == self.rank else None
-        raise type(result.error)(**told) from cause
+        raise type(result.error)(**told) from self._cause
 
     def _noted(self, step: str) -> AbstractContextManager[None]:
         """Records a collective that the host waits for in the block."""
