@@ -103,7 +103,6 @@ class ModuleState(Capturable):
             *((vars(grads), name) for grads in self._grad_groups for name in SWITCHES),
             *((vars(grads.partial), "is_live") for grads in self._grad_groups),
             *((vars(each.scheduler), "is_last_backward") for each in self._contexts),
-            *((vars(each.scheduler), "reads_again") for each in self._contexts),
         ]
         # The dictionaries that register submodules, buffers, and parameters that are not sharded.
         self._registers: list[dict[str, Any]] = []
