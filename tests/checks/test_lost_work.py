@@ -34,3 +34,6 @@ def test_a_step_before_the_reduction_is_refused() -> None:
     optimizer.step()
     for param, then in zip(model.parameters(), before, strict=True):
         assert torch.equal(param.full_tensor(), then)
+    model[0].set_requires_gradient_sync(True)
+    backward(model)
+    optimizer.step()  # the program has chosen a unit that waits

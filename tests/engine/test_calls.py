@@ -65,7 +65,7 @@ class Layer(nn.Module):
         self.give = GIVE[give]
 
     def forward(self, x: Tensor) -> object:
-        self.values = (self.linear(x)[None] * self.linear.weight.mean()).squeeze(0)
+        self.values = (self.linear(x)[None] * self.linear.weight.square().mean()).squeeze(0)
         return self.give(self.values)
 
 

@@ -49,6 +49,8 @@ def test_a_unit_of_which_an_outer_one_takes_a_parameter_keeps_its_settings() -> 
     first = SHARDGRAD.fully_shard(model[0], mesh=mesh)
     first.set_requires_all_reduce(False)
     first.set_gradient_divide_factor(3.0)
+    shown: list[torch.Tensor] = []
+    first.set_all_reduce_hook(shown.append)
     SHARDGRAD.fully_shard(model[2], mesh=mesh)
     SHARDGRAD.fully_shard(model, mesh=mesh)
     for is_last in (False, True):
@@ -56,7 +58,7 @@ def test_a_unit_of_which_an_outer_one_takes_a_parameter_keeps_its_settings() -> 
         if is_last:
             first.set_requires_all_reduce(True)
         model(x).sum().backward()
-        assert (first.bias.grad is not None) == is_last
+        assert (first.bias.grad is not None) == is_last == bool(shown)
     right = whole[0].bias.grad * dist.get_world_size() / 3
     torch.testing.assert_close(first.bias.grad.full_tensor(), right)
 

@@ -61,7 +61,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {},
+        {"reshard_after_forward": True},
         {"reshard_after_forward": False},
         {"zero_stage": 2},
         {"zero_stage": 1},
