@@ -22,11 +22,11 @@ __all__ = ["ReplicaReport", "checksum", "replica_report"]
 
 @dataclass(frozen=True)
 class ReplicaReport:
-    """What differs between the ranks that should hold the same.
+    """The differences between ranks that should hold the same values.
 
     Attributes:
-        ranks: those that were compared: the replicas of this rank's shards.
-        differing: what, for example "parameter layers.0.up.weight" -> for each distinct content,
+        ranks: the compared ranks: the replicas of this rank's shards.
+        differing: name, for example "parameter layers.0.up.weight" -> for each distinct content,
             its ranks.
     """
 
@@ -43,22 +43,22 @@ class ReplicaReport:
 
 @torch.no_grad()
 def replica_report(model: nn.Module, optimizer: Optimizer | None = None) -> ReplicaReport:
-    """Compares by checksums what each shard's replicas hold (HSDP). A collective of the replicas.
+    """Compares checksums of each shard's replicas (HSDP). A collective of the replicas.
 
-    Every number in one pass, on the device, and one message of eight bytes for each tensor; the
-    host waits for both. Without replicas nothing is computed, and the report is empty. Two contents
-    have the same checksum with a probability of about 2^-32.
+    Reads every value once, on the device, and sends eight bytes per tensor; the host waits for
+    both. Without replicas, nothing is computed and the report is empty. Two different contents have
+    the same checksum with a probability of about 2^-32.
 
     For example:
 
         print(shardgrad.replica_report(model, optimizer))
 
     Args:
-        model: the root. Parameters that a unit shards over another mesh than the root's are left
-            out.
-        optimizer: whose state is compared too.
+        model: the root. Parameters that a unit shards over another mesh than the root's are
+            omitted.
+        optimizer: an optimizer whose state is also compared.
 
-    Streams: the current one. Capture: not safe; the host reads the result.
+    Streams: the current stream. Capture: not safe, because the host reads the result.
     """
     unit = unit_of(model)
     group = None if unit is None else unit.mesh.replicate_group

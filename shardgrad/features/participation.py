@@ -46,16 +46,17 @@ def participate(model: nn.Module) -> Iterator[None]:
             if batch is not None:
                 model(batch).sum().backward()
 
-    Gradients afterwards are the mean over all ranks; a rank without a batch counts as zero.
+    Gradients are then the mean over all ranks; a rank without a batch contributes zeros.
 
     Args:
         model: the root module.
 
     Streams: as forward and backward.
-    Capture: not safe; which units run is decided by Python.
+    Capture: not safe, because Python decides which units run.
 
     Raises:
-        ParticipationError: not the root, nested, or more than one backward inside.
+        ParticipationError: the module is not the root, contexts are nested, or more than one
+            backward runs inside.
     """
     unit = unit_of(model)
     if unit is None or (unit.context is not None and not unit.is_root):
