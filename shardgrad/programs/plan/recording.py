@@ -15,18 +15,14 @@ and every allocation and release (`memory.py`).
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 
 from shardgrad.engine.streams import Stream, StreamEvent
 from shardgrad.programs.plan.memory import Memory
-
-_BLOCK_NBYTES = 512  # what the CUDA caching allocator rounds up to
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,14 +114,8 @@ class Recorder:
     stream: str = "compute"
     axes: dict[str, str] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
-    memory: Memory = field(default_factory=lambda: Memory({}, ()))
-    _alive: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = field(default_factory=dict)
-    _stream_of: dict[int, str] = field(default_factory=dict)
-    _nbytes: dict[int, int] = field(default_factory=dict)  # allocated, of every existing storage
+    memory: Memory = field(default_factory=Memory)
     _marks: int = 0
-    _storages: int = 0
-
-    # -- events
 
     def new_mark(self) -> int:
         """Returns the number of the next event to record on a stream."""
@@ -141,49 +131,13 @@ class Recorder:
         finally:
             self.stream = former
 
-    def start_over(self, owners: Mapping[int, str]) -> None:
-        """Forgets the events, and begins with the memory that there is now, of these owners."""
-        self.events.clear()
-        live = ((key, nbytes, self._stream_of[key]) for key, nbytes in self._nbytes.items())
-        self.memory = Memory(owners, live)
-
-    # -- memory
-
     def saw(self, tensor: torch.Tensor) -> None:
         """Records the storage of a tensor, if it is new."""
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._alive:
-            # Addresses are used again after a storage is freed, so storages are numbered.
-            self._storages += 1
-            reference = weakref.ref(storage, partial(self._died, storage._cdata))
-            self._alive[storage._cdata] = self._storages, reference
-            self._stream_of[self._storages] = self.stream
-            self._set(self._storages, storage.nbytes())
+        self.memory.saw(tensor.untyped_storage(), stream=self.stream, phase=self.phase)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Records a resize of a storage."""
-        key = self.number_of(storage)
-        if key is not None:
-            if storage.nbytes():
-                self._stream_of[key] = self.stream
-            self._set(key, storage.nbytes())
-
-    def number_of(self, storage: torch.UntypedStorage) -> int | None:
-        """Returns the number of a storage; None if it was not seen."""
-        return self._alive.get(storage._cdata, (None, None))[0]
-
-    def _died(self, address: int, reference: object) -> None:
-        key, _ = self._alive.pop(address)
-        self._set(key, 0)
-        del self._stream_of[key]
-
-    def _set(self, key: int, nbytes: int) -> None:
-        rounded = -(-nbytes // _BLOCK_NBYTES) * _BLOCK_NBYTES
-        before = self._nbytes.pop(key, 0)
-        if rounded:
-            self._nbytes[key] = rounded
-        if rounded != before:
-            self.memory.change(key, rounded - before, stream=self._stream_of[key], phase=self.phase)
+        self.memory.resized(storage, stream=self.stream, phase=self.phase)
 
 
 class _RecordingEvent:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,7 +80,8 @@ def _rehearse(request: Request) -> Rehearsal:
                 parameters = count_parameters(plan_model.module)
                 trainer = _Trainer(request, plan_model, mesh, recorder)
                 trainer.step()
-                recorder.start_over(trainer.owners())
+                recorder.events.clear()
+                recorder.memory.start_over(trainer.owners())
                 trainer.step()
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise TrainingError(
@@ -148,13 +150,13 @@ class _Trainer:
         self._optimizer.step()
         self._optimizer.zero_grad()
 
-    def owners(self) -> dict[int, str]:
-        """Returns the owner of every storage that outlives a step."""
-        keepers = [*self._runtime.memory()]
+    def owners(self) -> Iterator[tuple[str, torch.UntypedStorage]]:
+        """Yields every storage that outlives a step, with its owner."""
+        yield from self._runtime.memory()
         for grads in self.context.grad_groups:
-            keepers += [*grads.memory(), *grads.group.memory()]
-        states = (tensor for _, tensor in self._optimizer.buffers())
-        keepers += [("optimizer state", tensor.untyped_storage()) for tensor in states]
-        keepers += [("buffers", buffer.untyped_storage()) for buffer in self._model.buffers()]
-        numbered = ((self._recorder.number_of(storage), owner) for owner, storage in keepers)
-        return {number: owner for number, owner in numbered if number is not None}
+            yield from grads.memory()
+            yield from grads.group.memory()
+        for _, tensor in self._optimizer.buffers():
+            yield "optimizer state", tensor.untyped_storage()
+        for buffer in self._model.buffers():
+            yield "buffers", buffer.untyped_storage()
