@@ -1,35 +1,36 @@
-"""The gradients of param groups: they are collected where autograd's hooks run, summed over
-backwards that are not synchronized, packed into slots (FSDP2's copy-in) and reduced, in an order
-that all ranks share, and end in gradient shards.
+"""The gradients of parameter groups, from autograd's hooks to gradient shards.
+
+Hooks collect the gradients of a group. Backwards without synchronization are summed; others are
+packed into slots (FSDP2's copy-in) and reduced, in an order that all ranks share.
 
 [Note: States of a group's gradients]
-The table in docs/design/gradients.md: what is final, waits, or is half-written, and what may
-drop it.
+The table in docs/design/gradients.md says which gradients are final, waiting or half written, and
+what may drop them.
 
 [Note: Order of reductions]
 The sequence of collectives must not depend on the data, or ranks that use different parameters
 would pair up the wrong ones. Groups are therefore reduced in the reverse of the order in which
-their units entered forward, each exactly once: a group that is complete early waits for its
-predecessors, one that got no gradients sends zeros. A group is complete when its unit's backward is
-over; if no input of the unit needs a gradient, when all are there.
+their units entered forward, each exactly once. A group that is complete early waits for its
+predecessors, and one without gradients sends zeros. A group is complete when its unit's backward
+ends, or, if no input of the unit needs a gradient, when all its gradients have arrived.
 
 [Note: Producer streams]
-Autograd runs a parameter's hook on the stream of its AccumulateGrad node, the one that was current
-when the parameter was first used. A gradient that arrives on another stream than the one the unit
-was unsharded on (the *pack stream*) leaves an event there; the pack stream waits for exactly these
-events before it packs, and those streams wait for the pack before their gradient's memory is handed
-back.
+Autograd runs a parameter's hook on the stream of its AccumulateGrad node, which is the stream that
+was current when the parameter was first used. The stream on which the unit was unsharded is the
+*pack stream*. A gradient that arrives on another stream records an event there. The pack stream
+waits for exactly these events before it packs, and those streams wait for the pack before the
+memory of their gradients is reused.
 
 [Note: Branches that send nothing back]
-A unit frees its unsharded parameters when the gradients of its inputs are there. A branch whose
-input was detached is missing in them; on another stream, it may still read what is freed. So the
-stream that frees memory first waits for all producers.
+A unit frees its unsharded parameters once the gradients of its inputs have arrived. A branch with a
+detached input sends no such gradient, and on another stream it may still read the parameters. So
+the stream that frees the memory first waits for all producers.
 
 [Note: Touched flags]
-Behind the parameters each chunk has one element per parameter: 1 from a rank that had a gradient
-for it, else 0. Summed along with the gradients, they tell every rank, at no extra message, which
-parameters were touched anywhere: the others keep `grad = None`, since weight decay would act on
-zeros.
+After the parameters, each chunk has one element per parameter: 1 from a rank that had a gradient
+for it, else 0. These flags are summed along with the gradients and tell every rank, without another
+message, which parameters any rank has touched. The others keep `grad = None`, since weight decay
+would act on zeros.
 """
 
 from __future__ import annotations
@@ -69,32 +70,32 @@ __all__ = [
     "grads_of",
 ]
 
-# By the group's id; the GradGroup keeps the group alive.
+# By the id of the ParamGroup, which the GradGroup keeps alive.
 _of: WeakValueDictionary[int, GradGroup] = WeakValueDictionary()
 
-# What groups that are alike pack behind their parameters, by the ranks that it is for.
+# Tails of chunks, which similar groups share; by the process group of their shards.
 _tails: WeakKeyDictionary[dist.ProcessGroup, WeakValueDictionary[object, torch.Tensor]]
 _tails = WeakKeyDictionary()
 
 
 def grads_of(group: ParamGroup) -> GradGroup:
-    """Returns the owner of a group's gradients."""
+    """Returns the GradGroup of a parameter group."""
     return _of[id(group)]
 
 
 class GradState(Enum):
-    """How far the backward that is under way, or expected, has come with a group's gradients."""
+    """How far the current or expected backward has come with a group's gradients."""
 
-    __hash__ = object.__hash__  # as of `ParamState`
-    IDLE = auto()  # no backward concerns them: what is bound is final
-    ENTERED = auto()  # the unit ran a forward, whose backward is expected
-    COLLECTING = auto()  # they arrive from autograd: half-written
-    READY = auto()  # all are there, or no more are expected: waiting for the group's turn
-    # They were sent, and the reduction is in flight or over; or added to what waits on this rank.
+    __hash__ = object.__hash__  # as in `ParamState`
+    IDLE = auto()  # no backward involves them: bound gradients are final
+    ENTERED = auto()  # the unit ran a forward whose backward is expected
+    COLLECTING = auto()  # they arrive from autograd: half written
+    READY = auto()  # complete: waiting for the group's turn
+    # Sent, with the reduction in flight or over; or added to the sums that wait on this rank.
     SENT = auto()
 
 
-# What may follow each state; `ReductionScheduler` makes all transitions.
+# The states that may follow each state. Only `ReductionScheduler` makes transitions.
 TRANSITIONS = {
     GradState.IDLE: {GradState.ENTERED, GradState.COLLECTING, GradState.READY},
     GradState.ENTERED: {GradState.COLLECTING, GradState.IDLE},
@@ -105,10 +106,10 @@ TRANSITIONS = {
 
 
 _HOOKED = "_shardgrad_hooked"
-# Whether the backward that runs on this thread was called with `retain_graph=True`.
+# Whether the backward on this thread was called with `retain_graph=True`.
 _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
-# What the host decides by between backwards, beside `partial.is_live`; hashable, read at every
-# replay: settings, and what waits.
+# Attributes that decide on the host what a backward does, besides `partial.is_live`: settings, and
+# gradients that wait. All are hashable; every replay compares them.
 SWITCHES = (
     "requires_sync",
     "requires_all_reduce",
@@ -119,30 +120,31 @@ SWITCHES = (
 
 
 class GradGroup:
-    """Collects one group's gradients and turns them into its gradient shard; `grads_of` finds it.
+    """Collects one group's gradients and reduces them into its gradient shard; see `grads_of`.
 
     Attributes:
         requires_sync: False sums gradients on this rank, in a buffer of the reduce dtype.
         requires_all_reduce: False (HSDP) keeps the partial sum of the reduce-scatter.
-        divide_factor: of the sum over ranks; None for their number.
-        params: those that have a place among the gradients, in order; see `refresh_trainable`.
-        layout: of these, with a tail.
-        trainable: of the group, when places were given last.
-        holds_frozen: `params` has some that do not require grad.
+        divide_factor: divides the sum over ranks; None for the number of ranks.
+        params: the parameters with a place in the gradient layout, in order; see
+            `refresh_trainable`.
+        layout: of `params`, with a tail.
+        trainable: the group's `trainable` when places were last assigned.
+        holds_frozen: some of `params` do not require grad.
         unsharded: the unsharded parameters of `params`, once they exist.
-        hooked: the group's first unsharded parameter of when they were hooked last.
-        state: changed by the scheduler alone.
-        waits_for_unit: its post-backward says when no more gradients come.
-        is_due: an earlier backward was not synchronized: other ranks may have sums, if this one has
-            none.
-        scheduler: of the root; None before that is known.
-        gradients: per parameter, what has arrived.
-        count: of these.
-        sums: whole gradients of backwards without synchronization, one after the other; 1-D.
-        summed: per parameter, whether the sums that wait have a gradient of it; () if none wait.
-        partial: what waits after the reduce-scatter.
-        pack_stream: what parameters were unsharded for; changed while no gradient is here.
-        tails: packed so far, by the stream that read them and their flags.
+        hooked: the group's first unsharded parameter when hooks were last installed.
+        state: changed only by the scheduler.
+        waits_for_unit: the unit's post-backward tells when no more gradients come.
+        is_due: an earlier backward was not synchronized. If this rank has no sums, others may.
+        scheduler: of the root; None before the root is known.
+        gradients: per parameter, the gradient that has arrived, or None.
+        count: how many of `gradients` have arrived.
+        sums: unsharded gradients of backwards without synchronization, side by side; 1-D.
+        summed: per parameter, whether the waiting sums include a gradient of it; () if none wait.
+        partial: reduce-scattered gradients that wait for the second step.
+        pack_stream: the stream that parameters were unsharded for; changed only while no gradient
+            is collected.
+        tails: the tails used so far, by the stream that read them and by their flags.
     """
 
     def __init__(self, group: ParamGroup) -> None:
@@ -156,16 +158,16 @@ class GradGroup:
         self.scheduler: ReductionScheduler | None = None
         self.partial = PartialSum()
         self._shard: GradShard | None = None
-        self._made_for: tuple[object, ...] = ()  # what `_route` depends on, besides places
+        self._made_for: tuple[object, ...] = ()  # the inputs of `_route`, besides `params`
         self._route: ReduceRoute
         self.trainable: tuple[bool, ...] = ()
         self.holds_frozen = False
-        self._generation = -1  # of the group, when parameters got their places
+        self._generation = -1  # of the group, when places were last assigned
         self.hooked: nn.Parameter | None = None
         self.unsharded: list[nn.Parameter] = []
         self._second = None if group.spec.second_step is None else group.spec.second_step()
         self.pack_stream: Stream = None
-        # Where gradients came or were packed on the pack stream of the time, which leave no event.
+        # Pack streams on which gradients arrived or were packed; these record no event.
         self._pack_streams: dict[Stream, None] = {}
         self._foreign: dict[Stream, StreamEvent] = {}
         self._earlier: list[torch.Tensor] = []
@@ -173,46 +175,47 @@ class GradGroup:
         _of[id(group)] = self
 
     def _lay_out(self, placed: list[FSDPParam]) -> None:
-        """Fixes in which places gradients are collected, summed and packed."""
+        """Sets the layout in which gradients are collected, summed and packed."""
         group = self.group
         self.params = placed
         self.layout = group.layout_of(placed, with_flags=True)
         self._nothing = torch.empty(0, dtype=group.gather_dtype, device=group.mesh.device)
         self.tails: dict[tuple[Stream, tuple[bool, ...]], torch.Tensor] = {}
         self.sums = torch.empty(0, dtype=group.reduce_dtype, device=group.mesh.device)
-        self._sums_used: StreamEvent | None = None  # None before the first sum, which has no memory
+        self._sums_used: StreamEvent | None = None  # None before the first sum
         self.summed: tuple[bool, ...] = ()
         self._pack_streams.clear()
         self._expect()
 
     def _expect(self) -> None:
-        """Starts over, for the parameters' unsharded objects of now."""
+        """Starts collecting for the current unsharded parameters, and drops collected gradients."""
         self._index = {id(p.unsharded): i for i, p in enumerate(self.params)}
         self._drop_collected()
 
-    # -- what trains
+    # -- trainable parameters
 
     def refresh_trainable(self) -> None:
-        """Gives the parameters that require grad their places; called while no backward runs, if
-        `trainable` is not that of the group, or if it `holds_frozen` ones, whose
-        gradients may be gone by now.
+        """Assigns places in the gradient layout to the parameters that require grad.
 
-        A parameter that ceases to require grad keeps its place while it has a gradient, while
+        Called while no backward runs, if the group's `trainable` has changed, or if there are
+        frozen parameters in the layout, whose gradients may have been set to None since.
+
+        A parameter that stops requiring grad keeps its place while it has a gradient, while
         gradients wait, or while a backward is expected. One that begins to require grad gets a
-        place; what waits is reduced before, because it was packed for the places that there were.
+        place. Waiting gradients are reduced first, because they were packed with the old layout.
         """
         trainable = self.group.carry_requires_grad()
         is_new = self._generation != self.group.generation
         if is_new:  # parameters were replaced
             self._generation = self.group.generation
             self._leave_shard()
-        # A gradient that is there already has to be found by clipping and by the optimizer, also
-        # if its parameter was frozen since.
+        # Clipping and the optimizer have to find an existing gradient, also if its parameter was
+        # frozen since.
         params, attribute = self.group.params, self.group.gradient_policy.attribute
         kept = {p for p in params if getattr(p.sharded, attribute, None) is not None}
         kept |= {p for p in params if p.unsharded is not None and p.unsharded.grad is not None}
-        # Places may go if nothing waits, and no backward is expected that may bring gradients, also
-        # of parameters that are thawed by then.
+        # Places can only be removed if no gradients wait and no backward is expected, which might
+        # bring gradients, also for parameters that are unfrozen by then.
         if self.state is not GradState.IDLE or self.is_due or self.partial.is_live:
             kept.update(self.params)
         placed = [p for p in params if p.sharded.requires_grad or p in kept]
@@ -223,12 +226,12 @@ class GradGroup:
                     self._refuse_in_capture(placed)
             self._place(placed)
         else:
-            self.hook()  # those that have begun to require grad again
+            self.hook()  # for those that require grad again
         self.trainable = trainable
         self.holds_frozen = len(placed) != sum(trainable)
 
     def _refuse_in_capture(self, placed: list[FSDPParam]) -> NoReturn:
-        """Refuses other places than before in a capture: tables of them come from the host."""
+        """Refuses a new layout inside a capture, because its tables are copied from the host."""
         changed = [p.name for p in self.group.params if (p in self.params) != (p in placed)]
         raise CaptureError(
             "requires_grad changed inside a graphed step, of parameters without a gradient",
@@ -240,10 +243,10 @@ class GradGroup:
         )
 
     def _place(self, placed: list[FSDPParam]) -> None:
-        """Gives parameters their places among the gradients; nothing waits.
+        """Assigns new places to parameters; no gradients may be waiting.
 
-        Gradients of before keep their memory for as long as they are bound, and are copied to
-        their new places where a reduction adds to them.
+        Existing gradients keep their memory while they are bound. A reduction that adds to them
+        copies them to their new places first.
         """
         self.partial.tensor = None
         self._lay_out(placed)
@@ -252,46 +255,45 @@ class GradGroup:
         self.hook()
 
     def _leave_shard(self) -> None:
-        """Leaves the gradient shard to the gradients that are bound."""
+        """Drops the gradient shard, whose memory the bound gradients keep alive."""
         if self._shard is not None and self._shard.has_memory:
             keep_for_current_stream(self._shard.flat)
         self._shard = None
 
     def hook(self) -> None:
-        """Has the gradients of the trainable parameters collected."""
+        """Installs the hooks that collect the gradients of trainable parameters."""
         if self.count == 0:
-            # Not while gradients are here: they lie in the order of before.
+            # Collected gradients have the order of the former layout, so only without any.
             self._expect()
         self.hooked = self.group.params[0].unsharded
         self.unsharded = [p.unsharded for p in self.params if p.unsharded is not None]
-        # At the parameter, not at the module, so that the gradient comes here whichever way the
-        # loss has taken. Autograd runs it on the stream of the AccumulateGrad node (pytorch#140044,
-        # DeepSpeed#7965), which `take` notes.
+        # Hooks on parameters, not on the module, collect a gradient whichever path the loss took.
+        # Autograd runs them on the stream of the AccumulateGrad node (pytorch#140044,
+        # DeepSpeed#7965), which `take` records.
         hook = partial(_collect, weakref.ref(self))
         for unsharded in self.unsharded:
             if unsharded.requires_grad and _HOOKED not in unsharded.__dict__:
                 unsharded.__dict__[_HOOKED] = True
                 unsharded.register_post_accumulate_grad_hook(hook)
                 if REDUCES_IN_GRAD_DTYPE and self.group.reduce_dtype.itemsize > unsharded.itemsize:
-                    # What autograd gives, which may be wider than the parameter.
+                    # Accepts the dtype that autograd computes, which may be wider than the
+                    # parameter's.
                     unsharded.grad_dtype = None
 
     # -- the gradient shard
 
     @property
     def shard(self) -> GradShard | None:
-        """The gradient shard; None before the first reduction, and after parameters were
-        replaced.
-        """
+        """The gradient shard; None before the first reduction or after parameters were replaced."""
         return self._shard if self._generation == self.group.generation else None
 
     def require_shard(self) -> GradShard:
-        """Returns the gradient shard, making it at the first call; it may be without memory."""
+        """Returns the gradient shard, created at the first call; it may have no memory yet."""
         shard = self.shard
         if shard is None:
             if self._generation != self.group.generation:
                 self.refresh_trainable()
-            with torch.inference_mode(mode=False):  # it is for training as well
+            with torch.inference_mode(mode=False):  # the shard is for training
                 shard = self._shard = GradShard(self.group, self.params, self.layout)
         return shard
 
@@ -299,18 +301,19 @@ class GradGroup:
 
     @property
     def is_reduced(self) -> bool:
-        """True if this backward has sent the gradients, and not added them to what waits here."""
+        """True if this backward has sent the gradients instead of adding them to waiting sums."""
         return self.state is GradState.SENT and not self.is_due
 
     def follow(self, other: GradGroup) -> None:
-        """Takes over what a program has set, which is the same for all groups of a unit."""
+        """Copies the program's settings, which are equal for all groups of a unit."""
         self.requires_sync = other.requires_sync
         self.requires_all_reduce = other.requires_all_reduce
         self.divide_factor = other.divide_factor
 
     def drop_waiting(self) -> None:
-        """Drops sums that wait, and gradients that the program has set on unsharded parameters; a
-        reduction stays due, since other ranks may still have theirs.
+        """Drops waiting sums and gradients that the program has set on unsharded parameters.
+
+        A reduction stays due, since other ranks may still have sums.
         """
         self.summed = ()
         self.partial.is_live = False
@@ -318,7 +321,7 @@ class GradGroup:
             unsharded.grad = None
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Returns the memory in which sums wait for a later backward, by kind."""
+        """Returns the buffers of gradients that wait for a later backward, by kind."""
         found: dict[str, torch.Tensor] = {}
         if self.summed:
             found["sum of unreduced gradients"] = self.sums
@@ -327,7 +330,7 @@ class GradGroup:
         return found
 
     def memory(self) -> Iterator[tuple[str, torch.UntypedStorage]]:
-        """Yields what is kept of gradients from step to step, with its owner."""
+        """Yields memory that is kept for gradients between steps, with its owner."""
         if self._shard is not None and self._shard.has_memory:
             yield "gradients", self._shard.flat.untyped_storage()
         yield "unreduced gradients", self.sums.untyped_storage()
@@ -337,13 +340,13 @@ class GradGroup:
             yield "tails", tail.untyped_storage()
 
     def known_to_graph(self) -> object:
-        """Returns what has memory that a graph may read and write, to live as long as the graph."""
+        """Returns the objects whose memory a graph may use, for the graph to keep alive."""
         return self.shard, self.layout, self.sums, self.tails
 
     # -- collecting
 
     def touched(self) -> tuple[bool, ...]:
-        """Returns, per parameter, whether a gradient of it is here or in the sums."""
+        """Returns, per parameter, whether a gradient has arrived or is in the sums."""
         here = map(is_not, self.gradients, repeat(None))
         return tuple(map(or_, self.summed, here) if self.summed else here)
 
@@ -355,19 +358,24 @@ class GradGroup:
         *,
         is_written: bool = False,
     ) -> bool:
-        """Takes a gradient, `is_written` by the program or autograd's; returns whether all are
-        here.
+        """Takes a gradient; returns whether all gradients of the group have arrived.
 
-        Streams: called on the stream of the parameter's AccumulateGrad node, which `grad` was
-        written on.
+        Args:
+            unsharded: the unsharded parameter.
+            grad: its gradient.
+            streams: of the root.
+            is_written: the program has written `grad`, not autograd.
+
+        Streams: called on the stream of the parameter's AccumulateGrad node, which wrote `grad`.
 
         Raises:
-            GradientError: it is sparse.
+            GradientError: the gradient is sparse.
         """
-        # Autograd would add the next gradient to this one, on whatever stream it runs then. It only
-        # adds where one is bound, so each comes here by itself.
+        # Otherwise autograd would add the next gradient to this one, on whatever stream it then
+        # runs. It only accumulates into an existing `.grad`, so now each gradient arrives
+        # separately.
         unsharded.grad = None
-        if grad.requires_grad:  # `create_graph=True`: the graph ends where gradients are reduced
+        if grad.requires_grad:  # `create_graph=True`: the graph ends at the reduction
             grad = grad.detach()
         index = self._index[id(unsharded)]
         if not (is_written or self.params[index].sharded.requires_grad):
@@ -400,31 +408,29 @@ class GradGroup:
     def _add(
         self, earlier: torch.Tensor, grad: torch.Tensor, stream: Stream, streams: Streams
     ) -> torch.Tensor:
-        """Adds a second gradient of a parameter, whose node reentrant checkpointing runs several
-        times.
-        """
+        """Adds a further gradient of a parameter: reentrant checkpointing repeats its node."""
         for event in self._foreign.values():
             event.wait(stream)
-        # The earlier one may have come on the pack stream, which leaves no event of its own.
+        # The earlier gradient may have come on the pack stream, which records no event of its own.
         packing = streams.event()
         packing.record(self.pack_stream)
         packing.wait(stream)
-        self._earlier.append(earlier)  # not handed back before the pack, which comes after this sum
+        self._earlier.append(earlier)  # kept until the pack, which follows this sum
         return earlier + grad
 
     def wait_for_producers(self) -> None:
-        """Makes the pack stream wait for every gradient that arrived on another one."""
+        """Makes the pack stream wait for all gradients that arrived on other streams."""
         for event in self._foreign.values():
             event.wait(self.pack_stream)
 
     def order_before(self, stream: Stream, streams: Streams) -> None:
-        """Makes `stream` wait for all gradients since the last call, packed or not.
+        """Makes `stream` wait for all gradients that arrived since the last call, packed or not.
 
-        See [Note: Branches that send nothing back]. Free where all of backward runs on `stream`.
+        See [Note: Branches that send nothing back]. Free if all of backward runs on `stream`.
         """
         for event in self._foreign.values():
             event.wait(stream)
-        # Several, if a unit was unsharded on one stream and recomputed on another.
+        # More than one if a unit was unsharded on one stream and recomputed on another.
         for packed_on in self._pack_streams:
             if packed_on != stream:
                 event = streams.event()
@@ -433,12 +439,10 @@ class GradGroup:
         self._pack_streams.clear()
 
     def _let_go(self, streams: Streams) -> None:
-        """Drops the gradients, once their streams are ordered after what the pack stream did with
-        them.
-        """
+        """Drops the collected gradients, after making their streams wait for the pack stream."""
         self._pack_streams[self.pack_stream] = None
-        # The allocator lends a gradient's memory again on the stream that wrote it, which therefore
-        # has to come after the pack that read it.
+        # The allocator reuses a gradient's memory on the stream that wrote it. That stream must
+        # wait for the pack, which read the gradient.
         if self._foreign:
             packed = streams.event()
             packed.record(self.pack_stream)
@@ -447,31 +451,32 @@ class GradGroup:
         self._drop_collected()
 
     def _drop_collected(self) -> None:
-        """Drops what has arrived."""
+        """Drops all collected gradients."""
         self.gradients: list[torch.Tensor | None] = [None] * len(self.params)
         self._foreign.clear()
         self._earlier.clear()
         self.count = 0
 
     def collect_written(self, streams: Streams) -> None:
-        """Takes gradients that the program has set, as zero-bubble schedules do: no hook runs for
-        them.
+        """Collects gradients that the program has set itself, for which no hook runs.
 
-        Streams: they are taken to be written on the current one; as in plain torch, a program
-            whose gradients lie in another one's memory calls `record_stream`.
+        Zero-bubble schedules do this.
+
+        Streams: assumes that they were written on the current stream. As in plain torch, a program
+        whose gradients lie in another stream's memory calls `record_stream`.
         """
         for unsharded in self.unsharded:
             if unsharded.grad is not None:
-                # As Megatron's fused weight gradients and zero-bubble schedules leave them
+                # Megatron's fused weight gradients and zero-bubble schedules set them
                 # (pytorch#144530).
                 self.take(unsharded, unsharded.grad, streams, is_written=True)
 
-    # -- sums of backwards that are not synchronized
+    # -- sums of backwards without synchronization
 
     def add_up(self, streams: Streams) -> None:
-        """Adds what has arrived to the sums that wait on this rank; lets the gradients go.
+        """Adds the collected gradients to the sums on this rank, and drops them.
 
-        Streams: the pack stream, after every producer. Capture: safe; the memory stays.
+        Streams: the pack stream, after every producer. Capture: safe; the memory is persistent.
         """
         stream, layout = self.pack_stream, self.layout.whole
         self.wait_for_producers()
@@ -480,7 +485,7 @@ class GradGroup:
                 with torch.inference_mode(mode=False):
                     self.sums = self.sums.new_empty(layout.chunk_numel)
                 self._sums_used = streams.event()
-            self._sums_used.wait(stream)  # earlier backwards may have packed on another one
+            self._sums_used.wait(stream)  # earlier backwards may have used another pack stream
             ops.pack(
                 self._contiguous(),
                 self.sums,
@@ -504,15 +509,21 @@ class GradGroup:
         accumulate: bool = False,
         zero_copy: bool = False,
     ) -> list[torch.Tensor]:
-        """Writes what has been collected, the sums with it, and the tail, into the chunks of all
-        ranks; lets the gradients go.
+        """Packs the collected gradients, the sums and the tail into chunks for all ranks.
 
-        `target` is 1-D, in a slot or the gradient shard; the tail says what was `touched`. With
-        `zero_copy`, `divisor` is 1 and zero-copy parameters are left out.
+        Drops the collected gradients and the sums afterwards.
+
+        Args:
+            touched: the flags in the tail.
+            target: 1-D; in a slot, or the gradient shard.
+            streams: of the root.
+            divisor: divides the gradients; 1 with `zero_copy`.
+            accumulate: add to `target` instead of overwriting it.
+            zero_copy: leave out zero-copy parameters.
 
         Returns:
-            The gradients of zero-copy parameters, 1-D in the gather dtype, zeros where none has
-            arrived, to be read until the slot is released.
+            The gradients of zero-copy parameters, 1-D in the gather dtype; zeros for a parameter
+            without one. They may be read until the slot is released.
 
         Streams: the pack stream, after every producer.
         """
@@ -521,7 +532,7 @@ class GradGroup:
         if used is not None and self.count:
             self.add_up(streams)
         self.wait_for_producers()
-        with streams.on(stream):  # nothing here requires grad, so there is nothing to switch off
+        with streams.on(stream):  # nothing requires grad here, so no `no_grad` is needed
             if used is None:
                 grads = self._contiguous()
             else:
@@ -530,7 +541,7 @@ class GradGroup:
             sent_alone = []
             if zero_copy:
                 for i in layout.zero_copy:
-                    # The next backward may write to the sums before they are sent.
+                    # The next backward may write to the sums before they are sent, so copy them.
                     flat = self._flat(grads[i], layout.pieces[i], copies=used is not None)
                     sent_alone.append(flat)
                 grads = [grads[i] for i in layout.others]
@@ -543,13 +554,13 @@ class GradGroup:
         return sent_alone
 
     def _contiguous(self) -> list[torch.Tensor]:
-        """Returns this rank's part of each gradient as the pack reads it; an empty tensor where
-        none is.
+        """Returns this rank's part of each gradient, contiguous; an empty tensor if there
+        is none.
         """
         found = []
         for i, grad in enumerate(self.gradients):
             if grad is None:
-                # `ops.pack` writes zeros in its place: other ranks may have a gradient to add to.
+                # `ops.pack` writes zeros for it: other ranks may have a gradient to add.
                 found.append(self._nothing)
                 continue
             if self.group.holds_dtensors:
@@ -558,7 +569,7 @@ class GradGroup:
         return found
 
     def _flat(self, grad: torch.Tensor, piece: Piece, *, copies: bool) -> torch.Tensor:
-        """Returns a gradient as it is sent by itself."""
+        """Returns a gradient as a 1-D message of its own, in the gather dtype."""
         if not grad.numel():
             return grad.new_zeros(piece.numel, dtype=self._nothing.dtype)
         return grad.to(self._nothing.dtype, copy=copies).view(-1)
@@ -575,7 +586,7 @@ class GradGroup:
     ) -> None:
         table, chunk_numel = layout.table_with_tail, layout.chunk_numel
         rows = grads
-        # What is cut along an inner dim has gaps, which the table of `ops.pack` cannot say.
+        # The table of `ops.pack` cannot describe the gaps of parameters sharded on an inner dim.
         if layout.strided:
             from shardgrad.sharding.strided_pack import pack_strided
 
@@ -589,8 +600,10 @@ class GradGroup:
         )
 
     def _tail(self, flags: tuple[bool, ...]) -> torch.Tensor:
-        """Returns what is packed behind the parameters, for each rank; one launch with usual
-        gradients. Groups that are alike share it: it has 128 bytes for each rank.
+        """Returns the tail of every rank's chunk: the touched flags.
+
+        Needs one launch for a new pattern of flags. Similar groups share it: it has 128 bytes per
+        rank.
         """
         place = self.pack_stream, flags
         tail = self.tails.get(place)
@@ -603,20 +616,18 @@ class GradGroup:
             if tail is None:
                 chunk = torch.zeros(numel, dtype=dtype)
                 chunk[: len(flags)] = torch.tensor(flags, dtype=dtype)
-                # One copy from the host for each pattern of flags, of which a training run has few.
+                # One copy from the host for each pattern of flags; a training run has few.
                 tail = shared[key] = chunk.repeat(mesh.shard_size).to(mesh.device)
             self.tails[place] = tail
-            # Another group may have made it on another stream, and the last one drops it.
+            # Another group may have created it on another stream, and the last user drops it.
             keep_for_current_stream(tail)
         return tail
 
     # -- reducing
 
     def _route_under(self, comm_ctx: CommContext) -> ReduceRoute:
-        """Returns how the gradients travel, worked out again where something about that was
-        changed.
-        """
-        # Each step asks for each group, so the answer is kept until one of these is another.
+        """Returns the route of the gradients, computed again only after a change."""
+        # Each step calls this for each group, so cache the route until one of its inputs changes.
         group = self.group
         made_for = comm_ctx, group.collectives, self.divide_factor, group.reduce_tag
         if self._made_for != made_for:
@@ -627,20 +638,21 @@ class GradGroup:
         return self._route
 
     def launch(self, comm_ctx: CommContext, *, all_reduces: bool) -> Reduction:
-        """Packs what has been collected and starts the reduce-scatter; without `all_reduces`,
-        HSDP stops after it and keeps a partial sum.
+        """Packs the collected gradients and starts the reduce-scatter.
 
-        Streams: the pack runs on the pack stream, after the slot is free and after every foreign
-        producer; the collective runs on the reduce stream, after every writer of the slot; a second
-        step, and what writes the gradient shard or a partial sum, on the stream of second steps if
-        there is one. Without anything to send, the pack stream alone is used.
+        Without `all_reduces`, HSDP stops after the reduce-scatter and keeps a partial sum.
+
+        Streams: packs on the pack stream, once the slot is free and after every producer on another
+        stream. The reduce-scatter runs on the reduce stream, after all writes to the slot. A second
+        step, and the kernel that writes the gradient shard or a partial sum, run on the stream of
+        second steps if there is one. If nothing is sent, only the pack stream is used.
         """
         streams = comm_ctx.streams
         if self.count == 0:
-            # No gradient has brought the pack stream of a forward into this backward's order.
+            # Without gradients, nothing orders the forward's pack stream before this backward.
             self.pack_stream = streams.current()
         route = self._route_under(comm_ctx)
-        shard = None  # without the second step, only a partial sum is left
+        shard = None  # without the second step, only a partial sum remains
         if all_reduces or self._second is None:
             shard = self.require_shard()
         reduction = Reduction(
@@ -655,34 +667,33 @@ class GradGroup:
         )
         with span("post_backward_reduce", self.group.name):
             if route.is_local:
-                # The pack writes the gradient shard itself. It comes after the former reduction,
-                # which may have ended on another pack stream.
+                # The pack writes the gradient shard itself, after the previous reduction, which may
+                # have ended on another pack stream.
                 reduction.end = self.pack_stream
                 route.done.wait(reduction.end)
                 reduction.write = partial(self.pack, reduction.touched, streams=streams)
             else:
                 self._send(route, reduction)
-            # Where streams order the result, the end is launched now and the host goes on. Gloo's
-            # result is there when the host has waited, so its end comes with the join.
+            # If streams order the result, launch the end now; the host does not wait. With gloo,
+            # the result is there only once the host has waited, so `join` does it.
             if route.transport.stream_ordered:
                 with streams.on(reduction.end):
                     try:
                         reduction.complete()
                     except BaseException:
-                        # the scheduler does not know it, and its slot would stay taken
+                        # The scheduler does not know this reduction, so nothing else would release
+                        # its slot.
                         reduction.abandon()
                         raise
         self.is_due = False
         return reduction
 
     def _send(self, route: ReduceRoute, reduction: Reduction) -> None:
-        """Packs the gradients into a message, except those that are sent from where they are, and
-        starts the reduce-scatter.
-        """
+        """Packs the gradients into a slot, except zero-copy ones, and starts the reduce-scatter."""
         streams, transport = route.comm_ctx.streams, route.transport
         is_whole = len(route.messages) > 1
         pack_stream, producers = self.pack_stream, (self.pack_stream, *self._foreign)
-        with streams.on(pack_stream):  # slots are allocated for it
+        with streams.on(pack_stream):  # slots are allocated on the pack stream
             slot, (send, own, room, staging, *receive) = route.ring.take(route.sizes, pack_stream)
             lent = self.pack(
                 reduction.touched, send.whole, streams, route.before, zero_copy=is_whole
@@ -692,20 +703,20 @@ class GradGroup:
             slot.lend(lent, producers)
             sent += [Chunks(gradient, transport.size) for gradient in lent]
         if is_whole and not transport.receive_chunks:
-            # A transport that needs no room adds up in this rank's chunk, and only reads.
+            # Such a transport writes the sum into `own`, and only reads what is sent.
             receive = [Chunks(own.whole.narrow(0, *place), 1) for *place, _ in route.messages]
         works = []
         slot.ready.record(pack_stream)
         with streams.on(streams.reduce):
             slot.ready.wait(streams.reduce)
-            # NCCL makes one launch of them; elsewhere they follow each other.
+            # NCCL runs all messages as one launch; other transports run them one after another.
             with transport.together() if is_whole else NOTHING:
                 for message, chunks, place in zip(route.messages, sent, receive, strict=True):
                     begin, numel, tag = message
                     works.append((begin, numel, transport.reduce_scatter(chunks, place, tag)))
         if route.second is not None:
-            # What follows the reduce-scatter has a stream of its own, so that the next group's
-            # reduce-scatter does not wait for it.
+            # The second step runs on its own stream, so that the next group's reduce-scatter does
+            # not wait for it.
             route.done.record(streams.reduce)
             route.done.wait(route.end)
         reduction.works, reduction.slot, slot.holder = works, slot, reduction
@@ -713,11 +724,12 @@ class GradGroup:
         reduction.room, reduction.staging = room, staging.whole if staging.count else None
 
     def abandon_backward(self) -> bool:
-        """Drops what a failed backward has not sent; returns whether what earlier ones left goes
-        with it.
+        """Drops what a failed backward has not sent.
+
+        Returns whether gradients of earlier backwards are lost with it.
         """
         was_summed = self.state is GradState.SENT and self.is_due
-        # This backward was added to earlier ones, and its part cannot be taken out again.
+        # This backward was added to the sums of earlier ones, and cannot be subtracted.
         self._drop_collected()
         if was_summed:
             self.is_due = False
@@ -725,12 +737,12 @@ class GradGroup:
         return was_summed
 
     def move(self, state: GradState) -> None:
-        """Goes on to a state; a RuntimeError if it is not in `TRANSITIONS`."""
+        """Changes the state; raises RuntimeError if `TRANSITIONS` does not allow it."""
         if state not in TRANSITIONS[self.state]:
             raise RuntimeError(
                 f"gradients of {self.group.where}: no way from {self.state} to {state}"
             )
-        if state is GradState.IDLE:  # autograd has joined its streams
+        if state is GradState.IDLE:  # autograd has synchronized its streams
             self._pack_streams.clear()
             self.waits_for_unit = False
         self.state = state
@@ -740,17 +752,17 @@ class GradGroup:
 def _collect(owner: weakref.ref[GradGroup], unsharded: torch.Tensor) -> None:
     """Takes a gradient from autograd, on the stream of the parameter's AccumulateGrad node.
 
-    The hook does not keep its owner alive: the garbage collector cannot look into hooks.
+    The hook holds a weak reference, because the garbage collector cannot see into hooks.
     """
     grads, grad = owner(), unsharded.grad
     if grads is None or grad is None or grads.scheduler is None:
         return
-    # Where it is frozen, autograd has added nothing: what is there has been set by the program.
+    # Autograd adds nothing to a frozen parameter: the program has set this gradient.
     if not unsharded.requires_grad:
         return
     scheduler = grads.scheduler
-    # The scheduler has to know of the first gradient, with which a backward begins, and of the last
-    # of each group; the calls for all others would cost more than what they do.
+    # The scheduler must see the first gradient, which begins a backward, and the last one of each
+    # group. Calling it for all others would cost more than they need.
     is_last = grads.take(unsharded, grad, scheduler.comm_ctx.streams)
     if is_last or not scheduler.backward_running or scheduler.enrolment is not None:
         scheduler.arrived(grads)
@@ -760,18 +772,16 @@ class Enrolment(Protocol):
     """Decides what one backward reduces; see [Note: Participation]."""
 
     def note(self, grads: GradGroup) -> None:
-        """Takes note of a forward, also one without gradients, and of a gradient that has come."""
+        """Records a forward, with or without grad, or a gradient that has arrived."""
 
     def begin(self) -> list[GradGroup]:
-        """Returns what the backward that begins now reduces, the last one first."""
+        """Returns the groups that the backward now beginning reduces, the last one first."""
 
     def is_complete(self, grads: GradGroup) -> bool:
-        """Returns whether no more gradients than are here can come before the end of the
-        backward.
-        """
+        """Returns whether no further gradients can arrive before the end of the backward."""
 
     def refuse_late(self, grads: GradGroup) -> None:
-        """Raises if gradients have come after their reduction, since other ranks have none."""
+        """Raises if gradients arrived after their reduction, because other ranks have none."""
 
 
 class ReductionScheduler:
@@ -779,23 +789,23 @@ class ReductionScheduler:
 
     def __init__(self, comm_ctx: CommContext, end_backward: Callable[[], None]) -> None:
         self.comm_ctx = comm_ctx
-        # Called once when autograd ends a backward that was seen to begin.
+        # Called once, when autograd ends a backward whose start was seen.
         self._end_backward = end_backward
         self.backward_running = False
         self.is_last_backward = True  # False for a micro-batch that others follow
-        # True from a backward that makes a graph (`create_graph=True`), which reads parameters
-        # again, to the end of one that keeps none: nothing is resharded in between.
+        # True from a backward with `create_graph=True`, whose graph reads parameters again, until
+        # the end of one that retains no graph. Nothing is resharded in between.
         self.reads_again = False
         self.keeps_graph = False
         self._entered: list[GradGroup] = []
         self._queue: list[GradGroup] = []  # the last is reduced first
-        self.in_flight: list[Reduction] = []  # of backwards that are complete
-        self._launched: list[tuple[GradGroup, Reduction]] = []  # by the backward that is running
+        self.in_flight: list[Reduction] = []  # launched by completed backwards
+        self._launched: list[tuple[GradGroup, Reduction]] = []  # by the running backward
         self.enrolment: Enrolment | None = None  # None: a backward reduces the groups that entered
 
     def enter(self, grads: GradGroup) -> None:
-        """Notes that a unit entered forward with gradients on; its group will be reduced in this
-        backward.
+        """Records that a unit entered forward with grad enabled: this backward reduces
+        its group.
         """
         if self.enrolment is not None:
             self.enrolment.note(grads)
@@ -806,11 +816,11 @@ class ReductionScheduler:
             self._entered.append(grads)
 
     def expect(self, grads: GradGroup) -> None:
-        """Makes a group that is not queued, but backward has come to, the next to finish.
+        """Queues a group that backward has reached without a recorded forward; it is reduced next.
 
-        Reentrant checkpointing runs forward inside backward; a backward of an older graph runs
-        none. There, another call of a unit may follow its reduction: all ranks reduce it again,
-        whichever have gradients.
+        This happens when reentrant checkpointing runs forward inside backward, or in the backward
+        of an older graph. Another call of a unit may then follow its reduction. All ranks reduce it
+        again, whichever have gradients.
         """
         if grads.state is GradState.IDLE or (
             grads.state is GradState.SENT and self.enrolment is None
@@ -820,51 +830,47 @@ class ReductionScheduler:
             self._queue.append(grads)
 
     def begin_backward(self, *, in_autograd: bool) -> None:
-        """Fixes the order of this backward's reductions, once; `in_autograd` says that a hook
-        calls.
+        """Fixes the order of this backward's reductions, once.
+
+        `in_autograd` says that an autograd hook calls.
         """
         if self.backward_running:
             return
         self.backward_running = True
-        # Grad mode is on in hooks if backward makes a graph; one that it was itself made of may be
-        # kept.
+        # Hooks run with grad enabled if backward creates a graph. A backward of such a graph may
+        # also retain it.
         self.keeps_graph = in_autograd and (
             torch.is_grad_enabled() or (self.reads_again and _keeps_graph())
         )
         self.reads_again |= self.keeps_graph
         if in_autograd:
-            # Called once all of this backward is done, whatever its loss was made of: reductions do
-            # not depend on a gradient passing through the root's outputs.
+            # Autograd calls this at the end of the backward, whatever path the loss took.
+            # Reductions do not depend on gradients of the root's outputs.
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-        # Units entered forward in an order that all ranks share, so its reverse is one, too.
+        # All ranks share the order of forwards, and so its reverse.
         self._queue, self._entered = self._entered, []
         for grads in self._queue:
             grads.move(GradState.COLLECTING)
         if self.enrolment is not None:
-            # Under `participate` every rank reduces the groups that any rank has run, with a batch
-            # or without.
+            # Under `participate`, every rank reduces the groups that any rank has run.
             self._queue = self.enrolment.begin()
             for grads in self._queue:
-                if grads.state is GradState.IDLE:  # this rank runs no forward of it
+                if grads.state is GradState.IDLE:  # this rank has run no forward of it
                     grads.move(GradState.READY)
 
     def arrived(self, grads: GradGroup) -> None:
-        """The first gradient of a backward or the last one of a group came in; reduces what can
-        be.
-        """
+        """Handles the first gradient of a backward or the last one of a group."""
         if not self.backward_running:
             self.begin_backward(in_autograd=True)
         if self.enrolment is not None:
             self.enrolment.note(grads)
-        # Only a unit whose inputs need no gradients ends so; all others say themselves when no more
-        # gradients come.
+        # Only a group whose unit's inputs need no gradients is complete now. Others are closed by
+        # their unit's post-backward.
         if grads.count == len(grads.params) and not grads.waits_for_unit:
             self.close(grads)
 
     def close(self, grads: GradGroup) -> None:
-        """Says that no more gradients are expected for this group; reduces what has become
-        possible.
-        """
+        """Marks a group as complete, and reduces all groups whose turn has come."""
         if self.enrolment is not None and not self.enrolment.is_complete(grads):
             return
         if grads.state is GradState.COLLECTING:
@@ -872,45 +878,46 @@ class ReductionScheduler:
         self.reduce_ready()
 
     def reduce_ready(self) -> None:
-        """Reduces, in order, the groups at the head of the queue that expect no more gradients.
+        """Reduces complete groups at the head of the queue, in order.
 
-        The last waits for the end of backward, where its parameters are freed and nothing is left
-        to overlap.
+        Leaves the last group to the end of backward, which first frees its parameters and where
+        there is nothing left to overlap with.
         """
-        # In order, whatever is ready behind the head: the sequence of collectives may not follow
-        # the data.
+        # Complete groups behind the head wait: the sequence of collectives must not depend on the
+        # data.
         while len(self._queue) > 1 and self._queue[-1].state is GradState.READY:
             self._reduce(self._queue.pop())
 
     def _reduces_now(self, grads: GradGroup) -> bool:
-        """False if this backward only adds to a sum on this rank."""
+        """Returns False if this backward only adds to the sums on this rank."""
         return grads.requires_sync and (
             self.is_last_backward or not grads.group.stage.sums_unsharded
         )
 
     def _reduce(self, grads: GradGroup) -> None:
-        # Not ready by itself, but backward is over: no more gradients come.
+        # Not closed yet, but backward is over, so no more gradients come.
         if grads.state is not GradState.READY:
             grads.move(GradState.READY)
-        # Zero-bubble schedules write gradients of unsharded parameters without autograd's hook.
+        # Zero-bubble schedules write gradients of unsharded parameters without autograd's hooks.
         grads.collect_written(self.comm_ctx.streams)
         if self._reduces_now(grads):
             reduction = grads.launch(self.comm_ctx, all_reduces=grads.requires_all_reduce)
             self._launched.append((grads, reduction))
             grads.move(GradState.SENT)
-            # Gradients that are sent from where they are stay in memory until they are sent.
+            # Zero-copy gradients stay in memory until their reduce-scatter ends.
             if len(self._launched) > 1:
                 self._return_lent(self._launched[-2][1], reduction)
         else:
-            # On this rank even if it has no gradient: others may have one.
+            # Even without a gradient on this rank: others may have one.
             grads.is_due = True
             if grads.count:
                 grads.add_up(self.comm_ctx.streams)
             grads.move(GradState.SENT)
 
     def _return_lent(self, earlier: Reduction, latest: Reduction) -> None:
-        """Ends a reduction that has whole gradients in flight, so that there are no more of them
-        than of two groups: of one that is sent, and of the next.
+        """Ends an earlier reduction that still keeps zero-copy gradients alive.
+
+        So at most two groups' gradients exist at once: those being sent, and the next ones.
         """
         slot = earlier.slot
         if slot is None or not slot.lent:
@@ -920,20 +927,20 @@ class ReductionScheduler:
             slot.return_lent()
 
     def drain(self, groups: Iterable[GradGroup], *, wait: bool) -> None:
-        """Ends a backward: reduces what is left of all groups under the root, given in construction
-        order.
+        """Ends a backward: reduces the remaining groups under the root, in construction order.
 
-        With `wait`, the current stream then waits for the gradients; else reductions stay in
+        With `wait`, the current stream then waits for the gradients. Otherwise reductions stay in
         flight.
         """
-        # Groups that got nothing are reduced as well: other ranks may have gradients for them.
+        # Groups without gradients are reduced as well: other ranks may have gradients for them.
         while self._queue:
             self._reduce(self._queue.pop())
         for reduction in self.in_flight:
-            reduction.start_second_step()  # which leaves a partial sum, or takes it along
+            reduction.start_second_step()  # may leave a partial sum, or include the earlier one
         for grads in groups:
-            # Gradients that came without the unit entering forward, for example through unshard()
-            # by hand, that the program has written, and what earlier backwards have left.
+            # These groups have gradients although their unit did not enter forward, for example
+            # after `unshard()` by hand; or the program has written them; or earlier backwards have
+            # left some.
             waits = grads.is_due or (grads.partial.is_live and not grads.is_reduced)
             grads.collect_written(self.comm_ctx.streams)
             if grads.count or waits:
@@ -943,7 +950,7 @@ class ReductionScheduler:
             if grads.state is not GradState.IDLE:
                 grads.move(GradState.IDLE)
         self.backward_running = False
-        # Whether they are over is asked by `join`, or by the reduction that needs their slots.
+        # `join` completes them, or an earlier reduction that needs their slots.
         self.in_flight += [reduction for _, reduction in self._launched]
         self._launched = []
         if wait:
@@ -951,7 +958,7 @@ class ReductionScheduler:
 
     def join(self) -> None:
         """Completes every reduction in flight; the current stream waits for the gradients."""
-        # All second steps are launched before the first is waited for, so that they overlap.
+        # Launch all second steps before waiting for the first one, so that they overlap.
         for reduction in self.in_flight:
             reduction.start_second_step()
         stream = self.comm_ctx.streams.current()
@@ -962,31 +969,33 @@ class ReductionScheduler:
             ring.rewind(stream)
 
     def finish(self, grads: GradGroup) -> None:
-        """Reduces what waits in a group, and completes every reduction in flight.
+        """Reduces a group's waiting gradients, and completes every reduction in flight.
 
-        Called where all ranks change the group's places: what waits was packed for those of before.
+        Called where all ranks change the group's layout, because these were packed with the old
+        one.
         """
-        # A forward calls, which may be an evaluation in inference mode.
+        # Called in a forward, which may be an evaluation in inference mode.
         with torch.inference_mode(mode=False), torch.no_grad():
             if grads.is_due or grads.partial.is_live:
                 self.in_flight.append(grads.launch(self.comm_ctx, all_reduces=True))
             self.join()
 
     def inherit(self, other: ReductionScheduler) -> None:
-        """Takes over the groups that entered under another root, and are under this one now."""
-        # Units that the new root does not contain keep the root they had.
+        """Takes over groups that entered forward under another root and now belong to this one."""
+        # Units outside the new root keep their old root.
         self._entered += [grads for grads in other._entered if grads.scheduler is self]
         other._entered = [grads for grads in other._entered if grads.scheduler is not self]
         self.in_flight += other.in_flight
-        # A graph that was made under the other root may read parameters of this one again.
+        # A graph created under the other root may read parameters of this one again.
         self.reads_again |= other.reads_again
 
     def abandon_backward(self, groups: Iterable[GradGroup]) -> list[str]:
-        """Takes back a failed backward; returns the units that lose what it has sent or added
-        to.
+        """Undoes a failed backward.
+
+        Returns the names of the units that lose gradients which it has sent or been added to.
         """
         self.backward_running = self.reads_again = False
-        # Reductions of backwards before this one are whole: they stay in flight.
+        # Reductions of earlier backwards are complete and stay in flight.
         launched, self._launched = self._launched, []
         mixed = {grads for grads, reduction in launched if reduction.abandon()}
         lost: dict[str, None] = {}
@@ -998,8 +1007,8 @@ class ReductionScheduler:
         return list(lost)
 
     def abort(self, groups: Iterable[GradGroup]) -> None:
-        """Drops everything that is not in a gradient shard, and what has been written there
-        since.
+        """Drops everything that is not in a gradient shard, and this backward's writes to
+        shards.
         """
         for reduction in [*self.in_flight, *(reduction for _, reduction in self._launched)]:
             reduction.abandon()
