@@ -62,11 +62,12 @@ def read_metadata(folder: Path | str, manifest: Manifest | None = None) -> Metad
 
     Args:
         folder: folder of the checkpoint.
-        manifest: checksums; the file is compared with its own before it is unpickled.
+        manifest: checksums; the file is compared with its own before it is unpickled, and may name
+            no other files then.
 
     Raises:
         CheckpointError: it is missing or damaged, would make objects of other classes, or names
-            files outside the folder.
+            files that are not the checkpoint's.
     """
     path = Path(folder) / METADATA
     content = content_of(path, _MOST_NBYTES)
