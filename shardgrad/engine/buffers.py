@@ -1,24 +1,24 @@
-"""Memory with an owner: slots, the ring that lends them, and flat buffers whose storage comes and
-goes.
+"""Memory with an owner: slots, the ring that lends them, and buffers whose storage is freed.
 
 [Note: Slots]
-Staging memory is reused from group to group, and one stream fills it while another moves it. The
-slot itself carries the order, so that a stream never waits for all of another's work:
+Staging memory is reused from group to group, while one stream fills it and another sends it. Each
+slot has its own events, so that a stream never waits for all of another stream's work:
 
-* the stream that it is taken for waits for *that slot's* `free` event before its first write, and
-  `ready` is recorded after its last. It is the only one that writes (what other streams have made
-  is waited for before): where several fill a buffer, a reader may miss one (DeepSpeed#8061);
-* the reader waits for `ready`, whichever stream that is on, and records `free`.
+* The stream that takes a slot waits for *that slot's* `free` event before its first write, and
+records `ready` after its last. It is the only stream that writes; it first waits for data from
+other streams. If several streams wrote, a reader could miss one (DeepSpeed#8061).
+* The reader waits for `ready`, on whichever stream it runs, and records `free`.
 
-Tensors read along with a slot, such as a gradient that is sent from where it is, are lent to the
-slot: they are kept alive until it is free, and their streams wait for that before they use the
-memory again.
+Tensors that are read together with a slot, such as a gradient that is sent without a copy, are lent
+to the slot. It keeps them alive until it is free, and their streams wait for that before they reuse
+the memory.
 
 [Note: Staging comes and goes]
-On a device, an all-gather gives its bytes back when they are read, and a reduction when another
-size is needed or backward ends, so that a large group, often embeddings, raises the peak only while
-it travels. One that is larger than all before it in a backward waits for these, so that not both
-are there at once. On the CPU bytes stay, since the system fills new pages with zeros.
+On a device, an all-gather frees its staging memory once it has been read. A reduction frees it when
+another size is needed or when backward ends. A large group, often the embeddings, therefore raises
+the peak only while its messages are in flight. A message that is larger than all before it in a
+backward waits for their memory, so that both are never allocated at once. On the CPU the memory is
+kept, since the system fills new pages with zeros.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from shardgrad.sharding.layout import TAG_NUMEL
 
 __all__ = ["Allocate", "Chunks", "Holder", "PieceSize", "RecurringMemory", "Slot", "SlotRing"]
 
-# Gives a number of bytes on a device, as a 1-D tensor of uint8.
+# Allocates a number of bytes on a device, as a 1-D tensor of uint8.
 Allocate = Callable[[int, torch.device], torch.Tensor]
 
-# Of equal pieces: their dtype, how many, and the elements of each; multiples of 128 bytes, so that
-# all are aligned.
+# Equal pieces: their dtype, their number, and the elements of each. Pieces are multiples of 128
+# bytes, so that all are aligned.
 PieceSize = tuple[torch.dtype, int, int]
 
 
@@ -48,18 +48,18 @@ def _allocate(nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 class Holder(Protocol):
-    """What has a slot's content in flight."""
+    """The operation that currently uses a slot."""
 
     def complete(self) -> None:
-        """Ends the use of the slot, waiting on the host if the transport needs it."""
+        """Ends the use of the slot. Blocks the host if the transport needs it."""
 
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """`count` equal 1-D pieces of one contiguous tensor, `whole`, 1-D.
+    """`count` equal 1-D pieces of one contiguous 1-D tensor, `whole`.
 
-    A message of 16,384 ranks has as many pieces, and nearly all who handle it ask for one of them:
-    a view is made when it is asked for, and kept.
+    A message of 16,384 ranks has as many pieces, but nearly every user needs only one, so views are
+    created on first use and kept.
     """
 
     whole: torch.Tensor
@@ -82,22 +82,22 @@ class Chunks:
 
     @cached_property
     def parts(self) -> list[torch.Tensor]:
-        """All pieces, for who reads each by itself."""
+        """All pieces, for users that read each one."""
         return [self.part(place) for place in range(self.count)]
 
     @cached_property
     def ends(self) -> torch.Tensor:
-        """The last elements of each, `[count, TAG_NUMEL]`, where messages have their tags."""
+        """The last elements of each piece, `[count, TAG_NUMEL]`, where messages have their tags."""
         with torch.inference_mode(mode=False):
             return self.whole.view(self.count, -1)[:, -TAG_NUMEL:]
 
 
 class Slot:
-    """Reusable bytes with their own order. See [Note: Slots].
+    """Reusable bytes with their own events. See [Note: Slots].
 
     Attributes:
-        ready: recorded by the stream that has written for the last time; its reader waits for it.
-        free: recorded by the last user of the content; the next writer waits for it.
+        ready: recorded after the last write; the reader waits for it.
+        free: recorded after the last use of the content; the next writer waits for it.
     """
 
     def __init__(
@@ -105,9 +105,9 @@ class Slot:
     ) -> None:
         self._streams = streams
         self._allocate = allocate
-        self.nbytes = 0  # this slot owns
+        self.nbytes = 0  # bytes currently allocated
         self._bytes = self._nothing = torch.empty(0, dtype=torch.uint8, device=device)
-        # What was reserved, without its storage if it is gone.
+        # Tensors allocated so far, by size; their storage may be freed.
         self._sizes: dict[int, torch.Tensor] = {}
         self._views: dict[tuple[object, ...], list[Chunks]] = {}
         self._allocated_on = streams.current()
@@ -119,18 +119,19 @@ class Slot:
 
     @property
     def storages(self) -> list[torch.UntypedStorage]:
-        """What its bytes are in, one for each size; all but one are empty."""
+        """The storages of its bytes, one per size; all but one are empty."""
         return [each.untyped_storage() for each in self._sizes.values()]
 
     def take(self, nbytes: int, sizes: Sequence[PieceSize]) -> list[Chunks]:
-        """Returns pieces of these sizes, `nbytes` in all, one behind the other; only without a
-        holder. Growing loses the content.
+        """Returns pieces of these sizes, side by side, `nbytes` in all; only without a holder.
+
+        Growing the slot loses its content.
         """
         if nbytes > self.nbytes:
-            self.give_back()  # first, so that growing never holds both
+            self.give_back()  # free first, so that both never exist at once
             self._allocated_on = self._streams.current()
-            # For training, even if an evaluation in inference mode comes first; the same for views
-            # below.
+            # For training, even if an evaluation in inference mode comes first. This holds for the
+            # views below, too.
             with torch.inference_mode(mode=False):
                 if nbytes in self._sizes:
                     self._bytes = self._sizes[nbytes]
@@ -138,9 +139,10 @@ class Slot:
                 else:
                     self._bytes = self._sizes[nbytes] = self._allocate(nbytes, self._nothing.device)
             self.nbytes = nbytes
-            # Their last user may still be at work on this stream, and the first writer on another.
+            # The previous owner of the memory may still use it on this stream, and the first writer
+            # may run on another.
             self.free.record(self._allocated_on)
-        # Views are made once for each size: a steady step makes none.
+        # Views are created once per size; a steady step creates none.
         key = self.nbytes, *sizes
         chunks = self._views.get(key)
         if chunks is None:
@@ -153,16 +155,21 @@ class Slot:
         return chunks
 
     def give_back(self, joined: Stream = None, *, is_written: bool = False) -> None:
-        """Returns what was lent, and gives the bytes back; the slot has none until `take`."""
+        """Drops lent tensors and frees the bytes; the slot has none until `take`.
+
+        Args:
+            joined: a stream that is already ordered after the last use.
+            is_written: a failed collective may still write to the bytes.
+        """
         self.return_lent()
-        # Their next user, on the stream they were allocated on, must come after our last one.
+        # The next owner, on the stream they were allocated on, must come after the last use.
         if self.nbytes and (joined is None or joined != self._allocated_on):
             self.free.wait(self._allocated_on)
         self.nbytes = 0
         if self._allocate is _allocate and not is_written:
-            self._bytes.untyped_storage().resize_(0)  # views of it stay, for the next time
+            self._bytes.untyped_storage().resize_(0)  # views stay, for the next time
             return
-        # a collective that failed, and may still end and write to them, holds them
+        # Keep the storage intact: a failed collective may still write to it, and holds it.
         self._views.clear()
         self._sizes.clear()
         self._bytes = self._nothing
@@ -175,14 +182,15 @@ class Slot:
             self.free.wait(stream)
 
     def lend(self, tensors: Sequence[torch.Tensor], streams: Sequence[Stream]) -> None:
-        """Keeps `tensors` alive until the release, which `streams` wait for to use their memory
-        again.
+        """Keeps `tensors` alive until `release`; `streams` wait for it before reusing
+        their memory.
         """
         self.lent, self._lenders = list(tensors), tuple(streams)
 
     def return_lent(self) -> None:
-        """Lets go of what was lent, if anything, once its streams wait for the release; only after
-        it.
+        """Drops lent tensors after making their streams wait for the release.
+
+        Call it only after `release`.
         """
         for stream in self._lenders:
             self.free.wait(stream)
@@ -190,19 +198,19 @@ class Slot:
         self._lenders = ()
 
     def release(self, stream: Stream) -> None:
-        """Says that what `stream` has been given so far is the last use of the content."""
+        """Marks the work queued on `stream` so far as the last use of the content."""
         self.free.record(stream)
         self.holder = None
-        if stream is None and self._lenders:  # the CPU has done it
+        if stream is None and self._lenders:  # on the CPU the work is done
             self.return_lent()
 
 
 class SlotRing:
-    """Lends `depth` slots in turn, so that two neighbours in time never wait for each other.
+    """Lends `depth` slots in turn, so that consecutive messages do not wait for each other.
 
-    If all are in flight, an elastic ring adds a slot; any other completes the oldest holder first.
-    `allocate` gives the slots' bytes, which the ring `keeps`; None for torch's: [Note: Staging
-    comes and goes].
+    If all slots are in flight, an elastic ring adds one; any other ring completes the oldest holder
+    first. `allocate` provides memory that the ring `keeps`. If it is None, the ring uses torch's
+    allocator and [Note: Staging comes and goes] applies.
     """
 
     def __init__(
@@ -220,13 +228,15 @@ class SlotRing:
         self._elastic = elastic
         self._allocate = allocate or _allocate
         self.keeps = allocate is not None or isinstance(streams, NoStreams)
-        self.slots: list[Slot] = []  # in the order in which they were made
+        self.slots: list[Slot] = []  # in creation order
         self._turns: list[Slot] = []
-        self._largest = 0  # number of bytes since the turns began
+        self._largest = 0  # bytes, since `rewind`
 
     def take(self, sizes: Sequence[PieceSize], writer: Stream) -> tuple[Slot, list[Chunks]]:
-        """Returns the next slot, and its pieces of these sizes, for a stream to write once the slot
-        is free; the caller sets its `holder`, which releases it.
+        """Returns the next slot and its pieces of these sizes.
+
+        `writer` waits until the slot is free. The caller sets the slot's `holder`, which releases
+        it.
         """
         nbytes = 0
         for dtype, count, numel in sizes:
@@ -234,8 +244,8 @@ class SlotRing:
         slot = self._next()
         self._turns.append(slot)
         if not self.keeps and slot.nbytes != nbytes:
-            # Idle slots of other sizes would raise the peak by what they hold. Giving back waits
-            # for nothing on the host: their streams are ordered by `free`.
+            # Idle slots of other sizes would add to the peak. Freeing them does not block the host:
+            # their `free` events order the streams.
             idle = [each for each in self.slots if each.holder is None]
             for each in idle if nbytes > self._largest else [slot]:
                 each.give_back()
@@ -245,8 +255,8 @@ class SlotRing:
         return slot, pieces
 
     def _next(self) -> Slot:
-        # In turn, and not whichever is free: a step lends the same slots to the same groups again,
-        # so that captured graphs find the addresses that they know.
+        # In turn, rather than the first free slot: each step lends the same slots to the same
+        # groups, so that captured graphs find the addresses they know.
         if len(self.slots) >= self.depth:
             for slot in self._turns:
                 if slot.holder is None:
@@ -254,19 +264,17 @@ class SlotRing:
                     return slot
             if not self._elastic:
                 oldest = self._turns.pop(0)
-                # The host may block here: this is what bounds the reductions in flight.
+                # The host may block here, which bounds the number of reductions in flight.
                 if oldest.holder is not None:
                     oldest.holder.complete()
                 return oldest
-        # All are in flight, and what is prefetched may not wait for them.
+        # All are in flight, and a prefetch must not wait for them.
         slot = Slot(self._streams, self._device, self._allocate)
         self.slots.append(slot)
         return slot
 
     def resize(self, depth: int) -> None:
-        """Changes how many slots take turns; what is in flight in a slot too many is completed
-        first.
-        """
+        """Changes the number of slots; first completes work in the slots that are removed."""
         self.depth = depth
         for slot in self.slots[depth:]:
             if slot.holder is not None:
@@ -278,11 +286,11 @@ class SlotRing:
     def rewind(self, joined: Stream = None) -> None:
         """Starts the turns over, so that every step lends the same slot to the same group.
 
-        Bytes that are not kept are given back; the stream `joined` comes after their last use
-        already.
+        Frees the bytes unless the ring keeps them. The stream `joined` is already ordered after
+        their last use.
         """
         for slot in self.slots:
-            # In flight, of a backward that another follows: the turns go on.
+            # Still in flight, because another backward follows: do not start over.
             if slot.holder is not None:
                 return
         self._turns, self._largest = list(self.slots), 0
@@ -294,14 +302,15 @@ class SlotRing:
 
 
 class RecurringMemory:
-    """Tensors whose storage comes and goes, all at once, while they and their views stay the same
-    objects. It is there when this is made.
+    """Tensors whose storages are freed and allocated together, while the tensors stay the same.
+
+    So do their views. The storages are allocated when this is created.
 
     Attributes:
-        storages: of the tensors, which are allocated for the current stream.
-        filled: where they were last written, for who reads them on another stream.
+        storages: of the tensors, allocated for the current stream.
+        filled: recorded after the last write, for readers on other streams.
 
-    Streams: freed storage may at once be used again on the stream that was current when it was
+    Streams: freed storage may be reused at once on the stream that was current when it was
     allocated.
     """
 
@@ -315,13 +324,13 @@ class RecurringMemory:
         self.filled = streams.event()
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Has the storage of further tensors, which is there, come and go as well."""
+        """Manages the storages of further tensors, which must be allocated."""
         for tensor in tensors:
             self.storages.append(tensor.untyped_storage())
             self._nbytes.append(self.storages[-1].nbytes())
 
     def allocate(self) -> None:
-        """Brings the storage back, for the current stream, unless it is there; the content is
+        """Allocates the storages for the current stream, unless they are; the content is
         undefined.
         """
         for storage, nbytes in zip(self.storages, self._nbytes, strict=True):
@@ -330,21 +339,23 @@ class RecurringMemory:
                 self._allocation_stream = self._streams.current()
 
     def allocate_for(self, stream: Stream) -> None:
-        """Brings the storage back on the current stream, for `stream`, which waits for that, to
-        write into.
+        """Allocates the storages on the current stream and makes `stream`, the writer,
+        wait for it.
         """
         self.allocate()
         self._allocated.record(self._streams.current())
         self._allocated.wait(stream)
 
     def wait(self) -> None:
-        """Makes the current stream wait for what was written last."""
+        """Makes the current stream wait for the last write."""
         self.filled.wait(self._streams.current())
 
     def free(self) -> None:
-        """Frees the storage. Streams: the one it was allocated for waits for the current one."""
-        # The allocator lends storage again on the stream that it was allocated for, without a wait,
-        # so that stream has to come after the last use, wherever that was.
+        """Frees the storages. Streams: the stream they were allocated for waits for the current
+        one.
+        """
+        # The allocator reuses storage without a wait on the stream that it was allocated for. That
+        # stream must be ordered after the last use, wherever that was.
         current = self._streams.current()
         if current != self._allocation_stream:
             used = self._streams.event()

@@ -1,47 +1,48 @@
 """The gradient shard: one flat buffer per group whose views are the parameters' gradients.
 
 [Note: Gradient binding]
-Each parameter's gradient is one DTensor, over one place of the shard, until the program keeps it. A
-reduction overwrites it if it is None, else adds to it. A gradient that is another tensor (assigned
-by hand, or accumulated by autograd through a DTensor operation) is copied into the shard and the
-binding restored. A parameter that got no gradient on any rank stays None.
+Each parameter's gradient is one DTensor over its place in the shard, and stays the same object
+until the program keeps it. A reduction overwrites the memory if the gradient is None, else it adds.
+If the gradient is another tensor (assigned by hand, or accumulated by autograd through a DTensor
+operation), it is copied into the shard and the shard's own gradient is bound again. A parameter
+without a gradient on any rank keeps None.
 
 [Note: Kept gradients]
-In plain torch, `g = p.grad; p.grad = None` and another backward leave `g` as it was: the backward
-makes a new tensor. Here it may write to the same memory. So before memory whose gradient is None is
-written or freed, the engine looks whether the program still holds anything over it: the gradient
-itself, or something else with its storage. If so, the program keeps this memory, and the group goes
-on with other memory and new objects in those places. A graph that knows the memory is of no use
-then, and is captured again.
+In plain torch, `g = p.grad; p.grad = None` and another backward leave `g` unchanged, because the
+backward creates a new tensor. Here the backward may write to the same memory. So before writing or
+freeing memory whose gradient is None, the engine checks whether the program still holds anything
+over it: the gradient itself, or another tensor with its storage. If so, the program keeps this
+memory, and the group gets other memory and new objects for those places. A graph that knows the
+memory cannot be replayed any more and is captured again.
 
-Every gradient has a storage that no other one has, so reference counts tell, in a few passes in C
-over however many there are, and a program that keeps none pays nothing else. Alternatives:
-docs/design/gradients.md.
+Every gradient has a storage of its own, so reference counts answer this in a few passes in C. A
+program that keeps no gradients pays nothing else. Alternatives: docs/design/gradients.md.
 
 [Note: Live flags]
 Kernels that read the shard (norms, optimizers) do not look at `param.grad`, but at one element per
-parameter behind the gradients: above zero, the parameter is *live*. A reduction brings these flags
-along ([Note: Touched flags] in `grad_group.py`); a gradient that the program sets to None, or
-assigns, is noted there by `settle` before a kernel looks.
+parameter after the gradients. If it is above zero, the parameter is *live*. A reduction writes
+these flags ([Note: Touched flags] in `grad_group.py`). If the program sets a gradient to None or
+assigns one, `settle` updates the flag before a kernel reads it.
 
 [Note: Verdicts]
-A norm that has found whether gradients are finite leaves its verdict here, for optimizers and loss
-scalers. It belongs to a version of each gradient: a reduction, and a write by the program, which
-moves the version (torch's `zero_grad(set_to_none=False)`, `grad.mul_()`), end it.
+A norm that has checked whether gradients are finite stores the result here, for optimizers and loss
+scalers. It is valid for one version of each gradient. A reduction invalidates it, and so does a
+write by the program, which changes the version (torch's `zero_grad(set_to_none=False)`,
+`grad.mul_()`).
 
 [Note: Memory of gradients]
-Where all gradients of a shard are None, its memory would only raise the peak, which is often at the
-loss. So on a device the outermost forward frees it, and the next reduction allocates it again, both
-on the stream that packs. Memory that a graph reads or writes is kept at its address, and so is that
-of the CPU, where new pages cost more, and that of a `GradientPolicy(persistent=True)`. A graph in
-which gradients are None at both ends has its own: see `graphs/engine_state.py`.
+While all gradients of a shard are None, its memory would only raise the peak, which is often at the
+loss. So on a device the outermost forward frees it and the next reduction allocates it again, both
+on the pack stream. These keep their address: memory that a graph reads or writes, memory on the
+CPU, where new pages cost more, and memory of a `GradientPolicy(persistent=True)`. A graph in which
+gradients are None at both ends has its own memory: see `graphs/engine_state.py`.
 
 [Note: Missed parameters]
-The flags say whether another rank had a gradient that this one has missed. They are copied to the
-host after the reduction, and read once all of a backward is launched: the host does not wait
-before. A capture forbids it: what the host saw in an eager step with the same gradients on this
-rank stands in; if it saw none, every parameter counts as having one, and the flags on the device
-decide at each replay.
+The flags say whether another rank had a gradient for a parameter that has none on this rank. They
+are copied to the host after the reduction, and read once all of a backward is launched, so that the
+host does not wait earlier. A capture cannot wait for them. It uses what the host saw in an eager
+step with the same gradients on this rank. Without such a step, every parameter counts as having a
+gradient, and the flags on the device decide at each replay.
 """
 
 from __future__ import annotations
@@ -68,12 +69,11 @@ from shardgrad.sharding.param_sharding import groups_cut_over
 
 __all__ = ["GradMemory", "GradShard", "HostState"]
 
-# What is bound to a parameter: its gradient in the shard, None, or a tensor that the program has
-# assigned.
+# The `.grad` of a parameter: OWN (its gradient in the shard), None, or an assigned tensor.
 OWN = True
 Bound = bool | torch.Tensor | None
 
-# Per parameter, what is bound; `nonfinite`, and of which places; per parameter, what the flag says.
+# Per parameter, its `.grad`; `nonfinite`, and the places it covers; per parameter, its flag.
 HostState = tuple[tuple[Bound, ...], torch.Tensor | None, frozenset[int], tuple[bool, ...]]
 
 
@@ -82,9 +82,7 @@ _uses_of: Callable[[int], int] = torch._C._storage_Use_Count
 
 
 def _references_when_bound() -> int:
-    """Returns how many references to a tensor's object a `.grad` is, which depends on torch's
-    version.
-    """
+    """Returns how many references a `.grad` holds to its tensor; depends on torch's version."""
     param, grad = torch.zeros(1), torch.zeros(1)
     before = sys.getrefcount(grad)
     param.grad = grad
@@ -95,22 +93,22 @@ class GradMemory(Enum):
     """Whether a shard has memory. See [Note: Memory of gradients]."""
 
     NONE = auto()  # all gradients are None
-    HELD = auto()  # it may be freed while all gradients are None
-    # It stays at its address; only that of a graph's own pool is freed, by the graph.
+    HELD = auto()  # may be freed while all gradients are None
+    # Stays at its address. Only a graph frees memory of its own pool.
     FIXED = auto()
 
 
 class GradShard:
     """Gradients of one group on one rank.
 
-    `layout` has a tail; for `home` see [Note: Shards on the host] in `sharding/offload.py`.
+    `layout` has a tail. For `home` see [Note: Shards on the host] in `sharding/offload.py`.
 
     Attributes:
-        flat: the memory, 1-D; without elements if there has been none.
-        values: the gradients in it, with zeros between them.
+        flat: the memory, 1-D; empty before the first allocation.
+        values: the part of `flat` with the gradients and the zeros between them.
         flags: [Note: Live flags].
-        own: the gradients, which exist without memory, too.
-        views: of the memory, for each parameter, in its local shape.
+        own: the gradients, which exist even without memory.
+        views: of `flat`, for each parameter, in its local shape.
         is_captured: a graph is being captured; see `look`.
     """
 
@@ -125,31 +123,30 @@ class GradShard:
         self.count = len(params)
         self._managed = list(params)  # the same
         self._layout = layout
-        self.attribute = policy.attribute  # of a parameter: what its gradient is bound to
+        self.attribute = policy.attribute  # of a parameter, where its gradient is bound
         self._is_persistent = policy.persistent
         self.mesh = group.mesh
         self._home = home
         self._brought: StreamEvent | None = None
         self.memory = GradMemory.NONE
-        self.stream: Stream = None  # that memory is allocated on; None on the CPU
+        self.stream: Stream = None  # on which memory is allocated; None on the CPU
         self.is_captured = False
         self._allocated: StreamEvent | None = None
         self._nothing = home.zeros(0, dtype)
         self.touched: tuple[bool, ...] = ()  # on this rank, in the last reduction; empty before it
-        # Float32 device scalar, above zero if an infinity or a NaN was found; None if nothing has
-        # looked.
+        # Float32 device scalar, above zero if an infinity or a NaN was found; None if unchecked.
         self.nonfinite: torch.Tensor | None = None
         self._index = {id(param): i for i, param in enumerate(self.params)}
-        # What the flags say, as far as the host has made sure.
+        # The flags, as far as the host knows them.
         self.flagged = [False] * len(self.params)
         self._seen: dict[tuple[bool, ...], tuple[bool, ...]] = {}
-        # The places that `nonfinite` is of, and the version of each gradient that was looked at.
+        # The places that `nonfinite` covers, with the version of each gradient when it was checked.
         self.judged: dict[int, int] = {}
-        # A reduction that adds, if parameters have hooks.
+        # The flags before a reduction that adds, if parameters have hooks.
         self._flags_before: torch.Tensor | None = None
-        # Flags for `decide`, and their arrival.
+        # Flags that `decide` waits for, and the event of their arrival.
         self._told: tuple[torch.Tensor, StreamEvent] | None = None
-        self.read: list[torch.Tensor] = []  # until the program's stream waits for a reduction
+        self.read: list[torch.Tensor] = []  # kept until the program's stream waits for a reduction
         for param in self.params:
             if policy.decoupled:
                 setattr(param, self.attribute, getattr(param, self.attribute, None))
@@ -157,7 +154,7 @@ class GradShard:
                 param.grad_dtype = dtype
         self._gradient_of = attrgetter(self.attribute)
         self._references_when_bound = 1 if policy.decoupled else _references_when_bound()
-        # Tensors of the meta device, and fake ones, have the storage of the flat memory.
+        # Meta and fake tensors share the storage of the flat memory.
         self._is_watched = bool(params) and self._nothing.untyped_storage().device.type != "meta"
         self._overwritten: list[int] = []
         self._placed: tuple[int, int] | None = None  # storage and address
@@ -165,11 +162,11 @@ class GradShard:
         self.own = [cast(DTensor, param) for param in self.params]
         self._renew(range(self.count))
         self.place_in(self._nothing)
-        # While nothing else refers to them; later objects have the same.
+        # Reference counts while nothing else refers to the objects; equal for objects made later.
         self._unkept = self._counts()
 
     def _renew(self, places: Iterable[int]) -> None:
-        """Makes new gradients for these places, without memory."""
+        """Creates new gradients for these places, without memory."""
         for place in places:
             local = self._locals[place] = self._nothing.new_empty(0)
             self.own[place] = dtensor_like(local, cast(DTensor, self.params[place]))
@@ -177,10 +174,10 @@ class GradShard:
     # -- memory: see the note
 
     def place_in(self, flat: torch.Tensor) -> None:
-        """Points the gradients to 1-D memory, whose storage comes and goes, in a storage of its own
-        each, as `in_own_storage` says why. Without elements it is none.
+        """Points the gradients to the 1-D memory `flat`, each with a storage of its own.
 
-        Memory that was gone and is back at its address costs nothing.
+        `in_own_storage` says why. An empty `flat` leaves them without memory. If storage is
+        allocated again at its old address, nothing has to be done.
         """
         memory = flat.untyped_storage()
         placed = memory._cdata, memory.data_ptr() if self._is_watched else 0
@@ -200,9 +197,9 @@ class GradShard:
         self._own_data = storages_of(self.own)
 
     def allocate(self, *, zeroed: bool = True) -> None:
-        """Gets memory, if there is none; it is zeroed, or else the caller writes all of it.
+        """Allocates memory if there is none. Unless `zeroed`, the caller has to write all of it.
 
-        Streams: allocated for the current one, and zeroed there. Capture: safe after `look`.
+        Streams: allocates and zeroes on the current one. Capture: safe after `look`.
         """
         if self.memory is not GradMemory.NONE:
             return
@@ -224,16 +221,16 @@ class GradShard:
         self.memory = GradMemory.HELD if may_go else GradMemory.FIXED
 
     def fix(self) -> None:
-        """Keeps memory at its address from now on, allocated if there is none: a graph will know
-        it.
+        """Keeps the memory at its address from now on, for a graph; allocates it if there
+        is none.
         """
         self.allocate()
         self.memory = GradMemory.FIXED
 
     def look(self, *, is_captured: bool) -> None:
-        """Notes whether what follows is captured: a graph that meets memory knows its address.
+        """Notes whether a graph is being captured: it then knows the address of existing memory.
 
-        Called where a forward opens, a reduction starts, or an optimizer looks at the gradients.
+        Called when a forward opens, a reduction starts, or an optimizer reads the gradients.
         """
         self.is_captured = is_captured
         if is_captured and self.memory is GradMemory.HELD:
@@ -245,10 +242,11 @@ class GradShard:
         return self.memory is not GradMemory.NONE
 
     def free(self, reader: Stream) -> None:
-        """Frees the memory, or leaves it to the program, which reads on `reader`, if that keeps
-        any of it; gradients are None.
+        """Frees the memory; all gradients are None. If the program keeps any, it keeps all of it.
 
-        Streams: `self.stream` comes after all uses.
+        The program reads kept gradients on `reader`.
+
+        Streams: `self.stream` must be ordered after all uses.
         """
         if self.memory is GradMemory.NONE:
             return
@@ -264,7 +262,7 @@ class GradShard:
         self.memory = GradMemory.NONE
 
     def current_stream(self) -> Stream:
-        """Returns the stream that is current on the memory's device; None on the CPU."""
+        """Returns the current stream of the memory's device; None on the CPU."""
         device = self._nothing.device
         is_host = device.type in ("cpu", "meta")
         return None if is_host else torch.accelerator.current_stream(device)
@@ -277,20 +275,19 @@ class GradShard:
     # -- before and after a reduction
 
     def _prepare(self, reader: Stream) -> bool:
-        """Makes the shard ready for a reduction; returns False if that should overwrite everything,
-        not add.
+        """Prepares for a reduction. Returns True if it should add, False to overwrite everything.
 
-        To add, gradients that are None are zeroed first, and foreign ones taken over, on the
-        current stream.
+        To add, zeroes the places of gradients that are None and copies foreign gradients into the
+        shard, on the current stream.
         """
         self.decide()
         self._part_with_kept(reader)
         self._forget_verdict(range(self.count))
-        # The common case after zero_grad(): the reduction overwrites, which saves a pass that
-        # zeroes and one that reads.
+        # The usual case after zero_grad(): overwriting saves one pass that zeroes and one that
+        # reads.
         if self.are_absent():
             return False
-        # The pass adds to all of the memory, and what is None counts as zero.
+        # The reduction adds to all of the memory, so zero the places of gradients that are None.
         for i, live in enumerate(self.settle()):
             if not live:
                 self.view(i).zero_()
@@ -299,9 +296,9 @@ class GradShard:
         return True
 
     def _part_with_kept(self, reader: Stream) -> None:
-        """Before memory is written: [Note: Kept gradients]. The program reads on `reader`.
+        """Leaves memory to kept gradients before it is written: [Note: Kept gradients].
 
-        In a capture, it is noted what each replay has to part with.
+        The program reads them on `reader`. A capture records the places that its replays overwrite.
         """
         if self._is_persistent or self.memory is GradMemory.NONE:
             return
@@ -309,13 +306,13 @@ class GradShard:
             absent = enumerate(self.bound())
             self._overwritten += [place for place, grad in absent if grad is None]
         elif held := self.held():
-            # A gradient that is bound may be held as well: it is added to, and meant to change.
+            # A bound gradient may be held as well. It is added to, and expected to change.
             bound = self.bound()
             if kept := [place for place in held if bound[place] is None]:
                 self._part_with(kept, reader)
 
     def _part_with(self, places: Sequence[int], reader: Stream) -> None:
-        """Makes the memory of these places one that the program holds nothing of."""
+        """Moves these places to memory that the program holds nothing of."""
         if self.are_absent():
             self.free(reader)
         else:
@@ -326,12 +323,12 @@ class GradShard:
                 self.place_in(self._home.zeros(self.flat.numel(), self.flat.dtype).copy_(self.flat))
 
     def _counts(self) -> list[int]:
-        """Returns how often gradients, then local tensors and storages are referred to."""
+        """Returns the reference counts of gradients, local tensors, then storages."""
         return [*map(sys.getrefcount, self._watched), *map(_uses_of, self._storages)]
 
     def held(self) -> list[int]:
-        """Returns the places of which the program holds more than the gradient that is bound."""
-        # In a steady step the counts are those of the beginning, and nothing else is looked at.
+        """Returns the places for which the program holds more than the bound gradient."""
+        # In a steady step the counts equal the initial ones, and nothing else is compared.
         counts, size = self._counts(), self.count
         if counts == self._unkept or not self._is_watched:
             return []
@@ -350,15 +347,15 @@ class GradShard:
         reader: Stream,
         pack_stream: Stream,
     ) -> None:
-        """Writes a reduction's average, or adds it where there are gradients; see
-        `PendingSum.write`.
+        """Writes a reduction's average, or adds it to existing gradients; see `PendingSum.write`.
 
-        Streams: on the current one, after `pack_stream` if memory is allocated there; the program
-        reads what it keeps on `reader`. `staging` is memory like `flat` on the mesh's device, if
-        `flat` lies on the host.
+        If `flat` is on the host, `staging` is memory of the same kind on the mesh's device.
+
+        Streams: on the current one, after `pack_stream` if memory is allocated there. The program
+        reads kept gradients on `reader`.
         """
         accumulate = self._prepare(reader)
-        # Memory comes as late as this, so that the peak at the loss has none of it.
+        # Allocated only now, so that it is not part of the peak at the loss.
         if self.memory is GradMemory.NONE:
             with streams.on(pack_stream):
                 self.allocate(zeroed=False)
@@ -369,37 +366,35 @@ class GradShard:
             write(self.flat, divisor=divisor, accumulate=accumulate)
             return
         if accumulate:
-            # Adding on the device costs a copy there, and no wait of the host in the middle of
-            # backward.
+            # Adding on the device costs a copy to it, but the host need not wait during backward.
             staging.copy_(self.flat, non_blocking=True)
         write(staging, divisor=divisor, accumulate=accumulate)
-        # To the host, where the shard lives; the copy goes on after the return, until
-        # `wait_on_host`.
+        # Copy to the host, where the shard lives. The copy may still run until `wait_on_host`.
         self.flat.copy_(staging, non_blocking=self._home.pinned)
         self._brought = self._brought or streams.event()
         self._brought.record(streams.current())
 
     def wait_on_host(self) -> None:
-        """Makes the host wait for gradients on their way to it, if any are."""
+        """Makes the host wait for gradients that are being copied to it."""
         if self._brought is not None:
             self._brought.wait_on_host()
 
     def bind(self, touched: tuple[bool, ...], streams: Streams) -> None:
-        """Binds the gradients that were `touched` on this rank, and runs hooks; `decide` binds the
+        """Binds the gradients that were `touched` on this rank and runs hooks; `decide` binds
         others.
 
-        Streams: if some were not, the flags are copied to the host on the current one.
+        Streams: if some were not touched, copies the flags to the host on the current one.
         """
         self.touched = touched
         before, self._flags_before = self._flags_before, None
-        # Parameters with hooks: which of them got a gradient just now, and not in an earlier
-        # backward, has to be known before the hooks run, so the host waits.
+        # Hooks run only for parameters that got a gradient in this backward, not in an earlier one.
+        # The host must know which, so it waits.
         if before is not None:
             self.wait_on_host()
             self.flagged = self._read(self.flags)
             self._bind((self.flags != before).tolist())
             return
-        # Where this rank has a gradient of every parameter, the others can add none.
+        # If this rank has a gradient for every parameter, other ranks can add none.
         self.flagged = list(touched)
         if not all(touched) and self.is_captured:
             self.flagged = list(self._seen.get(touched, (True,) * len(touched)))
@@ -413,8 +408,8 @@ class GradShard:
                 continue
             if self._gradient_of(param) is not self.own[place]:
                 setattr(param, self.attribute, self.own[place])
-            # Autograd, which would run them, never accumulates here; FSDP2 runs them after its
-            # reduction too.
+            # Autograd never accumulates into sharded parameters, so it does not run their hooks.
+            # FSDP2 runs them after its reduction, too.
             hooks = param._post_accumulate_grad_hooks
             if hooks:
                 self.wait_on_host()
@@ -432,15 +427,16 @@ class GradShard:
         return flags, arrived
 
     def decide(self) -> None:
-        """Binds what other ranks alone had; the host waits for what comes: [Note: Missed
-        parameters].
+        """Binds gradients that only other ranks had. Blocks the host until their flags arrive.
+
+        See [Note: Missed parameters].
         """
         told, self._told = self._told, None
         if told is not None:
             flags, arrived = told
             arrived.wait_on_host()
             self.flagged = self._read(flags)
-            # What this rank had a gradient for is bound already.
+            # Gradients of this rank are bound already.
             self._bind(list(map(gt, self.flagged, self.touched)))
         self.wait_on_host()
 
@@ -449,47 +445,49 @@ class GradShard:
         touched = [
             here or flag > 0 for here, flag in zip(self.touched, flags.tolist(), strict=True)
         ]
-        # A capture cannot ask the device: it takes the answer of the eager step that had the same
+        # A capture cannot read from the device. It uses the result of an eager step with the same
         # gradients on this rank.
         self._seen[self.touched] = tuple(touched)
         return touched
 
     def unbind(self) -> None:
-        """Forgets the gradients: each parameter's becomes None."""
+        """Sets the gradients of all parameters to None."""
         self._told = None
         for param in self.params:
             setattr(param, self.attribute, None)
 
-    # -- for those who read the shard
+    # -- for readers of the shard
 
     def place_of(self, param: torch.Tensor) -> int | None:
-        """Returns a parameter's place, or None if it did not require grad when the last forward
-        began.
+        """Returns a parameter's place; None if it did not require grad when the last
+        forward began.
         """
         return self._index.get(id(param))
 
     def piece(self, place: int) -> Piece:
-        """Returns where a gradient lies in `flat`."""
+        """Returns the position of a gradient in `flat`."""
         return self._layout.pieces[place]
 
     def groups(self, place: int) -> tuple[dist.ProcessGroup, ...]:
-        """Returns the groups of ranks that a gradient is cut over. Torch takes equal meshes for
-        one, so what a program has put in a parameter's place may name a mesh of before.
+        """Returns the process groups that a gradient is sharded over.
+
+        Read from the sharding, not from the parameter: torch treats equal meshes as one, so a
+        parameter that the program has replaced may name an earlier mesh.
         """
         sharding = self._managed[place].sharding
         return groups_cut_over(sharding.mesh, sharding.placements)
 
     def view(self, place: int) -> torch.Tensor:
-        """Returns a parameter's part of `flat`, in the local shape."""
+        """Returns a parameter's part of `flat`, in its local shape."""
         return self.views[place]
 
     @property
     def numel(self) -> int:
-        """Elements of `values`."""
+        """Number of elements of `values`."""
         return self._layout.tail_offset
 
     def bound(self) -> list[torch.Tensor | None]:
-        """Returns what is bound to the parameters, in order."""
+        """Returns the bound gradients of the parameters, in order; None where there is none."""
         return list(map(self._gradient_of, self.params))
 
     def are_absent(self) -> bool:
@@ -497,18 +495,21 @@ class GradShard:
         return not any(map(is_not, map(self._gradient_of, self.params), repeat(None)))
 
     def have_own_data(self) -> bool:
-        """Returns False after `grad.data = dtensor`, which leaves the values as they were."""
+        """Returns False after `grad.data = dtensor`, which does not change the values in
+        the shard.
+        """
         return all(map(is_, storages_of(self.own), self._own_data))
 
     def settle(self) -> list[bool]:
-        """Makes flags and values agree with what is bound; returns which parameters have a
-        gradient.
+        """Makes flags and values agree with the bound gradients.
 
-        The flag of a gradient that is None now is cleared, and that of one which is back is set.
-        Any other tensor is copied into the shard.
+        Clears the flag of a gradient that is now None, sets that of one which is bound again, and
+        copies any other tensor into the shard.
 
-        Streams: on the current one. Capture: safe; what is bound is a fact of the host, fixed by
-        the capture.
+        Returns:
+            Per parameter, whether it has a gradient.
+
+        Streams: on the current one. Capture: safe; the capture fixes which gradients are bound.
 
         Raises:
             ForeignParameterError: a gradient is not sharded like its parameter.
@@ -516,11 +517,10 @@ class GradShard:
         if self.judged:
             now = self._versions()
             self._forget_verdict([at for at, was in self.judged.items() if was != now[at]])
-        # In a steady step every gradient is bound as it was: one pass in C over however many there
-        # are.
+        # In a steady step all bindings are unchanged, which one pass in C finds.
         if all(map(is_, map(self._gradient_of, self.params), self.own)) and all(self.flagged):
             return [True] * self.count
-        # All gradients are read before one is written: they may have changed places.
+        # Read all gradients before writing one, because the program may have swapped them.
         gradients, foreign = self.bound(), []
         for i, grad in enumerate(gradients):
             if grad is None:
@@ -539,20 +539,22 @@ class GradShard:
         return live
 
     def judge(self, nonfinite: torch.Tensor | None, places: Iterable[int]) -> None:
-        """Keeps a verdict on the gradients of these places, until the program writes to them."""
+        """Stores a verdict on the gradients of these places, valid until the program writes to
+        them.
+        """
         self.nonfinite = nonfinite
         versions = self._versions()
         self.judged.update((place, versions[place]) for place in places)
 
     def _versions(self) -> list[int]:
-        """Returns the version of each gradient, which moves with every write by the program."""
+        """Returns the version of each gradient, which changes with every write by the program."""
         with DisableTorchFunctionSubclass():  # DTensors answer three times as fast
             of_all = list(map(_VERSION, self._watched))
-        # A program may also write through `to_local()`.
+        # A program may also write to the local tensor, through `to_local()`.
         return list(map(add, of_all, of_all[self.count :]))
 
     def _forget_verdict(self, places: Iterable[int]) -> None:
-        """Forgets whether gradients that are gone, zeroed or written again were finite."""
+        """Drops the verdict on gradients that are None, zeroed or written again."""
         for place in places:
             self.judged.pop(place, None)
         if not self.judged:
@@ -578,12 +580,12 @@ class GradShard:
         return f"parameter {self._managed[place].name} on rank {dist.get_rank()}"
 
     def _take_over(self, foreign: Sequence[tuple[int, DTensor]]) -> None:
-        """Copies assigned gradients into the shard, and binds the shard's own in their place."""
+        """Copies assigned gradients into the shard and binds the shard's own instead."""
         self.allocate()
         self._forget_verdict(range(self.count))
         if not self.is_captured:
-            # Gradients may have changed places, in this model or between two: what is written over
-            # may be what another parameter has been given.
+            # The program may have swapped gradients, in this model or between two, so memory that
+            # is about to be overwritten may be another parameter's new gradient.
             places = {place for place, _ in foreign}.intersection(self.held())
             if places and self._is_persistent:
                 raise ForeignParameterError(
@@ -600,8 +602,9 @@ class GradShard:
             with torch.no_grad():
                 local = grad.to_local()
                 self.view(place).copy_(local)
-                # It is dropped next, while the current stream reads it. Of a part of a storage, as
-                # gradients of former memory are, the allocator knows nothing.
+                # The local tensor is dropped next, while the current stream still reads it. The
+                # allocator does not know tensors over a part of a storage, such as gradients in
+                # former memory.
                 if local.untyped_storage().resizable():
                     keep_for_current_stream(local)
                 else:
@@ -613,18 +616,20 @@ class GradShard:
     # -- for graphs
 
     def begin_capture(self) -> list[int]:
-        """Returns a list to which the capture that begins adds what each replay overwrites."""
+        """Returns a list to which the capture now beginning adds the places that replays
+        overwrite.
+        """
         self._overwritten = []
         return self._overwritten
 
     def host_state(self) -> HostState:
-        """Returns what the host knows of the gradients; their values are in device memory."""
+        """Returns what the host knows about the gradients; their values stay in device memory."""
         pairs = zip(self.bound(), self.own, strict=True)
         bound = tuple([OWN if grad is own else grad for grad, own in pairs])
         return bound, self.nonfinite, frozenset(self.judged), tuple(self.flagged)
 
     def restore(self, state: HostState) -> None:
-        """Makes the host know what it knew when `state` was read; device memory is not touched."""
+        """Restores the host's knowledge of `state`; does not change device memory."""
         bound, nonfinite, judged, flagged = state
         self.judged, self.flagged = {}, list(flagged)
         self.judge(nonfinite, judged)
@@ -634,10 +639,10 @@ class GradShard:
                 setattr(param, self.attribute, grad)
 
     def zero(self, places: Sequence[int]) -> None:
-        """Zeroes gradients that are not None, as `zero_grad(set_to_none=False)` does.
+        """Zeroes the gradients that are not None, as `zero_grad(set_to_none=False)` does.
 
-        A NaN that was found is forgotten once all have been zeroed (an optimizer does it group by
-        group).
+        A verdict of NaN is dropped once all its gradients have been zeroed; an optimizer does this
+        group by group.
         """
         live = self.settle()
         chosen = [place for place in places if live[place]]

@@ -1,10 +1,9 @@
-"""How a group's gradients travel, and a reduction under way: from packed chunks to the average in
-the gradient shard.
+"""A reduction of gradients, from packed chunks to the average in the gradient shard.
 
     reduce-scatter -> (second step, over the mesh's other dim) -> (all-reduce hook) -> gradient
     shard
 
-Which of the steps there are is fixed by the group's mesh and settings, never by the data.
+The group's mesh and settings decide which of these steps run, never the data.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ __all__ = [
     "reduce_route",
 ]
 
-# Sums of many ranks overflow in these, so they are divided before and after.
+# Sums over many ranks overflow in these dtypes, so divide before and after the reduction.
 _OVERFLOWING = (torch.float16,)
 
 _NOTHING = torch.empty(0)
@@ -42,24 +41,24 @@ _NO_ROOM = Chunks(_NOTHING, 0)
 
 @dataclass(frozen=True, eq=False)
 class ReduceRoute:
-    """How a group's gradients travel, as long as nothing is changed about that.
+    """How a group's gradients are reduced; valid until one of the inputs of `reduce_route` changes.
 
     Attributes:
         comm_ctx: of the root.
         transport: of the reduce-scatter.
-        ring: of the slots that are sent.
-        second: what follows on a mesh with another dim to reduce over.
-        collectives: whose hook is called with the result.
-        before, after: what gradients are divided by before the reduction, and after it.
-        end: the stream that reductions end on: the next reduce-scatter does not wait for a second
-            step.
+        ring: the slots of messages.
+        second: the step after the reduce-scatter on a mesh with another dim to reduce over.
+        collectives: its hook is called with the result.
+        before, after: divisors of the gradients before and after the reduction.
+        end: the stream on which reductions end. With a second step it is not the reduce stream, so
+            that the next reduce-scatter need not wait.
         done: recorded at the end of each reduction.
-        is_local: nothing is sent: the end packs into the gradient shard.
-        messages: of each, the beginning and the length of what it brings, and its tag. All after
-            the first are gradients that are sent from where they are.
-        sizes: all memory lies in one slot, in this order, so that a step uses the same addresses
-            again: what is sent, the sum of the first step, room for the second, what becomes the
-            gradient shard on the host, and what each message receives.
+        is_local: nothing is sent: the pack writes the gradient shard at the end.
+        messages: per message, the first element and the length of its part of the chunk, and its
+            tag. All after the first are gradients that are sent without a copy.
+        sizes: the pieces of one slot, in this order, so that each step uses the same addresses:
+            what is sent, the sum of the first step, room for the second step, staging of a gradient
+            shard on the host, and what each message receives.
     """
 
     comm_ctx: CommContext
@@ -84,7 +83,7 @@ def reduce_route(
     divide_factor: float | None,
     comm_ctx: CommContext,
 ) -> ReduceRoute:
-    """Works out how the gradients of some of a group's parameters, with a layout, travel."""
+    """Computes how the gradients of `params`, some of a group's parameters, are reduced."""
     streams, room = comm_ctx.streams, (0, 0)
     transport, ring = group.collectives.for_reduce(comm_ctx, group.mesh.gather_group)
     if second is not None:
@@ -92,27 +91,27 @@ def reduce_route(
     before, after = _divisors(
         divide_factor or float(group.mesh.data_parallel_size), group.reduce_dtype
     )
-    # Gradients that autograd made can be read as they are, without a message of our own.
+    # Without division, hook or custom collective, gradients can be sent without a copy.
     reads = before == 1 and group.collectives.reduces_plainly
     sums, read = group.reduce_dtype, group.gather_dtype
     wire = sums if not transport.sends else group.gradient_policy.wire_dtype or sums
-    # With nothing to send, the pack may write the gradient shard, if no message and no step in
-    # between would round what it reads, or change it.
+    # If nothing is sent, the pack may write the gradient shard directly, provided that a message or
+    # a step in between would not round or change the values.
     is_exact = sums == torch.promote_types(sums, read) and sums in (read, group.gradient_dtype)
     ends_here = second is group.collectives.hook is None
     is_offloaded = group.shard_memory.is_offloaded
     is_local = reads and is_exact and ends_here and not (transport.sends or is_offloaded)
-    # On a mesh of two dims the first step leaves what the ranks of the other dim hold together.
+    # On a mesh of two dims, the first step leaves the part that ranks of the other dim share.
     ranks = transport.size
     chunk_numel = layout.chunk_numel * group.mesh.shard_size // ranks
-    # Zero-copy gradients are messages of their own, which bring the beginning of the chunk.
+    # Zero-copy gradients are sent as separate messages, which make up the beginning of the chunk.
     is_whole = reads and not is_local and wire == read and bool(layout.zero_copy)
     skipped = layout.packed_offset if is_whole else 0
     messages = [(skipped, chunk_numel - skipped, group.reduce_tag)]
     for i in layout.zero_copy if is_whole else ():
         piece, tag = layout.pieces[i], MessageTag(f"reduce-scatter of {params[i].name}")
         messages.append((piece.shard_offset, piece.shard_numel, tag))
-    # On the wire gradients may be narrower than their sum; then the sum needs other memory.
+    # Gradients may be sent in a narrower dtype than their sum, which then needs its own memory.
     has_own = is_whole or (wire != sums and not ends_here)
     return ReduceRoute(
         comm_ctx,
@@ -137,15 +136,14 @@ def reduce_route(
 
 
 def _divisors(factor: float, reduce_dtype: torch.dtype) -> tuple[float, float]:
-    """Returns what gradients are divided by before the reduction, and after it.
+    """Returns the divisors of gradients before and after the reduction.
 
-    fp16 splits the factor around its square root, into powers of two as FSDP2 does; fp32 and bf16
-    divide once, where there is least to divide.
+    fp16 splits the factor near its square root, into powers of two as FSDP2 does. fp32 and bf16
+    divide once, after the reduction, which leaves the fewest elements to divide.
     """
     if reduce_dtype not in _OVERFLOWING:
         return 1.0, factor
-    # Half of the division comes before the sum, which would overflow, and half after it, since
-    # what is divided too early underflows.
+    # The sum would overflow without a division before it; dividing fully before it would underflow.
     before = 1.0
     while factor % before == 0 and factor / before > before:
         before *= 2
@@ -154,14 +152,16 @@ def _divisors(factor: float, reduce_dtype: torch.dtype) -> tuple[float, float]:
 
 @dataclass(eq=False)
 class PendingSum:
-    """What adds up to a chunk: ranges, each a first element, a length, and 1-D summands of that
-    length.
+    """A deferred sum of a chunk: per range, its first element, its length, and tensors to add
+    (1-D).
     """
 
     _ranges: Sequence[tuple[int, int, Sequence[torch.Tensor]]]
 
     def plus(self, chunk: torch.Tensor, room: torch.Tensor) -> PendingSum:
-        """Returns this and one more chunk; if dtypes differ, this is summed first, in `room`."""
+        """Returns the sum with one more chunk. If dtypes differ, first computes this sum
+        in `room`.
+        """
         if self._ranges[0][2][0].dtype != chunk.dtype:
             self.write(room)
             return PendingSum([(0, room.numel(), [room, chunk])])
@@ -169,7 +169,7 @@ class PendingSum:
         return PendingSum(list(more))
 
     def write(self, out: torch.Tensor, *, divisor: float = 1.0, accumulate: bool = False) -> None:
-        """Computes the sum by `ops.sum_chunks`; `out`, a chunk, may be among the summands.
+        """Computes the sum with `ops.sum_chunks`. `out`, a chunk, may be one of the summands.
 
         Streams: on the current one. Capture: safe.
         """
@@ -179,21 +179,19 @@ class PendingSum:
 
 
 class PartialSum:
-    """What earlier micro-batches have left after the reduce-scatter, for the second step to take
-    along.
-    """
+    """Reduce-scattered gradients of earlier micro-batches that wait for a second step."""
 
     def __init__(self) -> None:
-        self.tensor: torch.Tensor | None = None  # in the reduce dtype; None until the first time
+        self.tensor: torch.Tensor | None = None  # in the reduce dtype; None before first use
         self.is_live = False
 
     @property
     def live(self) -> torch.Tensor | None:
-        """What is to be added, if anything is."""
+        """The tensor to add to the next reduction, or None."""
         return self.tensor if self.is_live else None
 
     def keep(self, pending: PendingSum, like: torch.Tensor) -> None:
-        """Becomes a sum, in which it takes part itself if it is live."""
+        """Stores the value of `pending`, of which this may itself be a summand."""
         if self.tensor is None:
             self.tensor = torch.empty_like(like)
         pending.write(self.tensor)
@@ -202,40 +200,41 @@ class PartialSum:
 
 @dataclass(eq=False, kw_only=True)
 class Reduction:
-    """A launched reduction: what it reads, where its result goes, and how to end it."""
+    """A launched reduction: its inputs, its destination, and how to end it."""
 
     route: ReduceRoute
     shard: GradShard | None  # None to stop after the first step and keep a partial sum
     touched: tuple[bool, ...]  # per trainable parameter, whether this rank had a gradient
-    has_sums: bool  # it brings gradients of earlier backwards, too
+    has_sums: bool  # it includes gradients of earlier backwards
     partial: PartialSum
-    reader: Stream  # of what a program keeps
+    reader: Stream  # on which the program reads kept gradients
     pack_stream: Stream
-    end: Stream  # that it ends on
-    # What writes the gradient shard, if nothing is sent. Else there are messages, each behind the
-    # first element and length of what it brings, in a slot, which is released at the end.
+    end: Stream  # on which it ends
+    # If nothing is sent, `write` fills the gradient shard. Otherwise each of `works` has the first
+    # element and the length of its part, and its data is in `slot`, which is released at the end.
     write: Callable[..., object] | None = None
     works: Sequence[tuple[int, int, Work]] = ()
     slot: Slot | None = None
-    own: torch.Tensor = _NOTHING  # room for the first step's sum; it may be among what is summed
-    room: Chunks = _NO_ROOM  # of the second step
-    staging: torch.Tensor | None = None  # of a gradient shard on the host
+    own: torch.Tensor = _NOTHING  # for the first step's sum; may be one of its summands
+    room: Chunks = _NO_ROOM  # for the second step
+    staging: torch.Tensor | None = None  # for a gradient shard on the host
     is_complete: bool = False
     _has_started_second: bool = False
     _pending: PendingSum | None = None
 
     def start_second_step(self) -> None:
-        """Ends the reduce-scatter and starts a second step; the host waits only without stream
-        order.
+        """Ends the reduce-scatter and starts a second step.
+
+        Blocks the host only if streams do not order the transport's results.
         """
         if self._has_started_second:
             return
-        # The next launch, the end of backward and whoever waits may all come to it.
+        # The next launch, the end of backward and `join` may all call this.
         self._has_started_second = True
         if self.write is not None:
             return
-        # Chunks are not added up before someone needs the sum in memory: with one step, the kernel
-        # that writes gradients reads them.
+        # Add up chunks only when the sum is needed in memory. With a single step, the kernel that
+        # writes the gradients reads the chunks.
         pending = self._pending = self._received()
         route, second = self.route, self.route.second
         if second is None:
@@ -246,7 +245,7 @@ class Reduction:
             self.partial.keep(pending, like=self.own)
             self.works = []
             return
-        # The second step sends what the first has left, so that is added up now, on this stream.
+        # The second step sends the first step's sum, so compute it now, on this stream.
         pending.write(self.own)
         self.partial.is_live = False
         result = second.result(self.own)
@@ -257,9 +256,7 @@ class Reduction:
         return PendingSum([(begin, numel, work.wait()) for begin, numel, work in self.works])
 
     def complete(self) -> None:
-        """Ends the reduction: the gradients are bound, and its slot is free once the device gets
-        there.
-        """
+        """Ends the reduction: binds the gradients, and releases the slot in stream order."""
         if self.is_complete:
             return
         if not self._has_started_second:
@@ -269,15 +266,15 @@ class Reduction:
         self._finish()
 
     def _write(self, shard: GradShard, streams: Streams) -> None:
-        """Writes the average into the gradient shard and binds it."""
+        """Writes the average into the gradient shard and binds the gradients."""
         write, divisor = self.write, self.route.after
         if write is None:
             pending = self._pending or self._received()
             if self.route.collectives.hook is not None:
                 pending, divisor = self._through_hook(pending, shard.numel, streams)
             write = pending.write
-        # The pack stream is that of backward: freed activations, which the allocator keeps for each
-        # stream, become gradients without more memory.
+        # Allocate on the pack stream, which is backward's: the allocator caches memory per stream,
+        # so gradients reuse the memory of freed activations.
         shard.look(is_captured=self.route.comm_ctx.is_captured)
         shard.reduce_into(write, divisor, self.staging, streams, self.reader, self.pack_stream)
         shard.bind(self.touched, streams)
@@ -285,13 +282,13 @@ class Reduction:
     def _through_hook(
         self, pending: PendingSum, numel: int, streams: Streams
     ) -> tuple[PendingSum, float]:
-        """Shows the result to the program's hook; returns the sum to go on with, and its
+        """Calls the program's hook with the result; returns the new sum and its remaining
         divisor.
         """
         route = self.route
         out = self.own if route.second is None else route.second.result(self.own)
-        # The hook sees the average, unless the program wants the sum, or a sum of many ranks would
-        # overflow without the division that comes last.
+        # The hook sees the average. It sees the sum if the program asks for it, or if the dtype
+        # needs the division to be split.
         is_sum = route.collectives.only_sums or out.dtype in _OVERFLOWING
         now, later = (1.0, route.after) if is_sum else (route.after, 1.0)
         pending.write(out, divisor=now)
@@ -306,20 +303,21 @@ class Reduction:
         return PendingSum([(0, out.numel(), [out])]), later
 
     def join(self, stream: Stream) -> None:
-        """Completes, and makes `stream` wait for the gradients, or the host if they come to it."""
+        """Completes the reduction and makes `stream` wait for it, or the host for gradients on the
+        host.
+        """
         self.complete()
         self.route.done.wait(stream)
         if self.shard is not None:
             self.shard.read.clear()
-            # Last, because the host waits there for flags from the device, with everything
-            # launched.
+            # Last, because the host waits here for flags from the device; everything is launched.
             self.shard.decide()
 
     def abandon(self) -> bool:
-        """Ends and drops a reduction of a failed backward; returns if gradients or sums are lost
-        with it.
+        """Ends and drops a reduction of a failed backward; returns whether gradients or sums are
+        lost.
         """
-        # What it has added to gradients or to a partial sum cannot be taken out again.
+        # It cannot be subtracted from gradients or a partial sum that it was added to.
         is_written = self._has_started_second
         if is_written:
             self.partial.is_live = False
@@ -327,15 +325,15 @@ class Reduction:
             if self.shard is not None:
                 self.shard.unbind()
             return is_written or self.has_sums
-        # The collective is waited for even so: it reads and writes the slot until it ends.
+        # Wait for the collective anyway, because it reads and writes the slot until it ends.
         try:
             for _, _, work in self.works:
                 work.wait()
         except BaseException as error:
             if self.slot is not None:
-                # It may still end, and write to the slot, whose memory is therefore not lent again.
+                # The collective may still write to the slot, so its memory must not be reused.
                 self.slot.give_back(is_written=True)
-            if not isinstance(error, CollectiveError):  # the next one of the group fails as well
+            if not isinstance(error, CollectiveError):  # others of the group fail as well
                 raise
         finally:
             self._finish()
@@ -343,7 +341,7 @@ class Reduction:
 
     def _finish(self) -> None:
         self.is_complete = True
-        # They may hold gradients that were sent from where they are.
+        # They may reference gradients that were sent without a copy.
         self.works, self._pending = (), None
         if self.slot is not None:
             self.slot.release(self.end)

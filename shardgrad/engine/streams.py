@@ -1,14 +1,15 @@
 """Streams and the order between them; the only file that records events and waits for them.
 
-The engine uses four: the caller's *compute* stream (whatever is current), one for all-gathers, one
-for reductions, and one for second steps of these (an all-reduce over replicas). A stream waits for
-an *event*, a point in another stream's work, never for all of that work. On the CPU, which has no
-streams, every operation here does nothing, so the engine's code is the same.
+The engine uses four streams: the caller's *compute* stream (the current one), one for all-gathers,
+one for reductions, and one for the second steps of reductions (an all-reduce over replicas). A
+stream waits for an *event*, a point in another stream's work, never for all of that work. The CPU
+has no streams, so every operation here does nothing on it and the engine's code is the same.
 
 [Note: The border of a capture]
-An event recorded outside of a capture cannot be waited for inside, and the other way round. At both
-borders nothing is in flight (before a capture the host has waited for the device, and a replay is
-work of one stream, which what comes next waits for), so all events are forgotten there.
+A capture cannot wait for an event recorded outside of it, nor can later work wait for an event
+recorded inside. At both borders nothing is in flight: before a capture the host waits for the
+device, and a replay is work of one stream, which later work waits for. So all events are forgotten
+there.
 """
 
 from __future__ import annotations
@@ -38,46 +39,46 @@ Stream = torch.Stream | None
 
 
 class StreamEvent(Protocol):
-    """A point in the work of the stream it was last recorded on."""
+    """A point in the work of the stream on which it was last recorded."""
 
     def record(self, stream: Stream, /) -> None:
-        """Moves the event to the end of what `stream` has been given so far."""
+        """Moves the event to the end of the work queued on `stream` so far."""
 
     def wait(self, stream: Stream, /) -> None:
-        """Makes later work of `stream` start after the event; nothing if it was never recorded.
+        """Makes later work of `stream` wait for the event; no-op if it was never recorded.
 
-        The host does not block. Free when `stream` is the stream the event was recorded on.
+        Does not block the host. Free if the event was recorded on `stream`.
         """
 
     def wait_on_host(self) -> None:
-        """Blocks the host until the event; nothing if it was never recorded. Capture: not safe."""
+        """Blocks the host until the event; no-op if it was never recorded. Capture: not safe."""
 
 
 class Streams(Protocol):
-    """What the engine asks of a device. Replaced by a recorder in tests."""
+    """The stream operations that the engine needs of a device. Tests replace them by a recorder."""
 
     gather: Stream  # of all-gathers
     reduce: Stream  # of reductions
-    second: Stream  # of what follows a reduce-scatter on a mesh with another dim to reduce over
+    second: Stream  # of second steps, on a mesh with another dim to reduce over
 
     def current(self) -> Stream:
-        """Returns the stream that the calling thread's work goes to."""
+        """Returns the calling thread's current stream."""
 
     def event(self) -> StreamEvent:
-        """Returns a new event, not recorded yet."""
+        """Returns a new event that was not recorded yet."""
 
     def event_of(self, event: torch.Event, /) -> StreamEvent:
-        """Returns a program's event; the engine never records it."""
+        """Wraps an event of the program, which the engine never records."""
 
     def on(self, stream: Stream, /) -> AbstractContextManager[object]:
-        """Returns a context in which work goes to `stream`."""
+        """Returns a context in which `stream` is current."""
 
     def forget_events(self) -> None:
-        """Makes every event one that was never recorded. See [Note: The border of a capture]."""
+        """Treats every event as never recorded. See [Note: The border of a capture]."""
 
 
 class _NoEvent:
-    """An event on the CPU, where work is done when the call that gives it returns."""
+    """No-op event for the CPU, where a call returns when its work is done."""
 
     def record(self, stream: Stream) -> None:
         """Does nothing."""
@@ -104,11 +105,11 @@ class NoStreams:
         return None
 
     def event(self) -> StreamEvent:
-        """Returns an event that is always over."""
+        """Returns an event that has always passed."""
         return _NO_EVENT
 
     def event_of(self, event: torch.Event) -> StreamEvent:
-        """Returns an event that is always over."""
+        """Returns an event that has always passed."""
         return _NO_EVENT
 
     def on(self, stream: Stream) -> AbstractContextManager[object]:
@@ -120,7 +121,7 @@ class NoStreams:
 
 
 class _DeviceEvent:
-    """An event that is recorded again and again; `era` is that of its last record."""
+    """An event that is recorded repeatedly; `_era` is that of its last record."""
 
     __slots__ = ("_era", "_event", "_stream", "_streams")
 
@@ -137,8 +138,9 @@ class _DeviceEvent:
         self._era = self._streams.era
 
     def wait(self, stream: Stream) -> None:
-        # Work of one stream is in order already; a wait there would only lengthen a captured graph.
-        # That of a program's event is not known; to torch no stream differs from None.
+        # One stream's work is in order already; a wait would only lengthen a captured graph. A
+        # program's event has no known stream. (In torch, `stream != None` is False, so check for
+        # None first.)
         is_elsewhere = self._stream is None or self._stream != stream
         if self._era == self._streams.era and is_elsewhere:
             _require(stream)
@@ -150,9 +152,7 @@ class _DeviceEvent:
 
 
 def _require(stream: Stream) -> torch.Stream:
-    """Returns `stream`, refusing None: an event of an accelerator was used with the CPU's
-    non-stream.
-    """
+    """Returns `stream`; refuses None, the CPU's stream, with an accelerator's event."""
     if stream is None:
         raise TypeError(
             "expected a torch.Stream of the event's device, got None (the CPU has no streams)"
@@ -161,15 +161,13 @@ def _require(stream: Stream) -> torch.Stream:
 
 
 class AcceleratorStreams:
-    """Streams of one accelerator, its own of high priority; events of an earlier `era` are
-    forgotten.
-    """
+    """Streams of one accelerator; events recorded in an earlier `era` count as never recorded."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.era = 0
-        # Of high priority, as FSDP2's are: a collective that starts late holds up all ranks, while
-        # compute that yields a few blocks to it holds up one.
+        # High priority, as in FSDP2: a late collective delays all ranks, while compute that yields
+        # a few blocks to it delays one.
         self.gather: Stream = torch.Stream(device, priority=-1)
         self.reduce: Stream = torch.Stream(device, priority=-1)
         self.second: Stream = torch.Stream(device, priority=-1)
@@ -179,11 +177,11 @@ class AcceleratorStreams:
         return torch.accelerator.current_stream(self._device.index)
 
     def event(self) -> StreamEvent:
-        """Returns an event kept by one `torch.Event`."""
+        """Returns an event that wraps one `torch.Event`."""
         return _DeviceEvent(torch.Event(self._device), self)
 
     def event_of(self, event: torch.Event) -> StreamEvent:
-        """Returns the program's event."""
+        """Wraps the program's event."""
         return _DeviceEvent(event, self, self.era)
 
     def on(self, stream: Stream) -> AbstractContextManager[object]:
@@ -195,14 +193,12 @@ class AcceleratorStreams:
         self.era += 1
 
     def join(self) -> None:
-        """Orders all work of the current stream and of these after each other; nothing if one is
-        captured.
-        """
+        """Orders all work of the engine's streams and the current one; no-op if one is captured."""
         current, *own = streams = [
             *map(_require, (self.current(), self.gather, self.reduce, self.second))
         ]
         for stream in streams:
-            with stream:  # which another model may have been lent, too
+            with stream:  # other models may share it
                 if is_capturing(self._device):
                     return
         for stream in own:
@@ -212,16 +208,14 @@ class AcceleratorStreams:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Returns whether the calling thread's current stream is recording a graph instead of
-    running.
-    """
-    module = getattr(torch, device.type, None)  # as `torch.get_device_module`; none for meta
+    """Returns whether the calling thread's current stream is capturing a graph."""
+    module = getattr(torch, device.type, None)  # as `torch.get_device_module`, but None for meta
     ask = getattr(module, "is_current_stream_capturing", None)
     return ask is not None and bool(ask())
 
 
 def streams_for(device: torch.device) -> Streams:
-    """Returns the streams of `device`: free ones for the CPU and meta, real ones for an
+    """Returns the streams of `device`: no-ops for the CPU and meta, real ones for an
     accelerator.
     """
     if device.type in ("cpu", "meta"):
@@ -230,20 +224,21 @@ def streams_for(device: torch.device) -> Streams:
 
 
 def wait_for_stream(stream: torch.Stream, other: torch.Stream) -> None:
-    """Makes later work of `stream` start after what `other` has been given so far."""
+    """Makes later work of `stream` wait for the work queued on `other` so far."""
     if stream != other:
         stream.wait_stream(other)
 
 
 def keep_for_current_stream(tensor: torch.Tensor) -> None:
-    """Tells the allocator that the current stream reads a tensor of another one, which is dropped
-    next.
+    """Tells the allocator that the current stream reads a tensor of another stream.
+
+    For a tensor that is dropped next.
     """
     if tensor.device.type not in ("cpu", "meta"):
         tensor.record_stream(torch.accelerator.current_stream(tensor.device))
 
 
 def wait_for_device(device: torch.device) -> None:
-    """Blocks the host until the device has done everything it was given; the CPU always has."""
+    """Blocks the host until the device has done all queued work; returns at once for the CPU."""
     if device.type not in ("cpu", "meta"):
         torch.accelerator.synchronize(device)

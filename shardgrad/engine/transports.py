@@ -1,18 +1,18 @@
-"""Moving chunks between ranks: one interface, and an implementation for each kind of group.
+"""Collectives over chunks: one interface, and an implementation for each kind of process group.
 
-`StreamTransport` uses the backend's collectives, ordered by streams; `NcclTransport` also groups
+`StreamTransport` uses the backend's collectives, ordered by streams. `NcclTransport` also groups
 messages. `ExchangeTransport` is for gloo, whose reduce-scatter is an all-reduce inside and sends
 twice the bytes: it uses an all-to-all, and the engine adds up the chunks as it writes gradients
-(docs/design/collectives.md). `PairTransport` does the same between two ranks, and `LocalTransport`
-is for a group of one. Nothing else in the engine asks how many ranks there are.
+(docs/design/collectives.md). `PairTransport` does the same between two ranks. `LocalTransport` is
+for a group of one. No other part of the engine depends on the number of ranks.
 
 [Note: Message tags]
-A transport that matches messages by order alone would, if one rank skipped a unit, deliver the
+A transport may match messages by order alone. If one rank skipped a unit, it would then deliver the
 bytes of another unit of the same size, and only the numbers would be wrong. Where the host can read
-what has arrived, every chunk therefore ends in the tag of its message, and is refused if the tag is
-not the expected one. A layout reserves the room (`sharding/layout.py`); the message of a zero-copy
-parameter has none, but follows one that has. A tag is three digits to the base 128, which every
-floating-point dtype in use, and a byte, holds exactly.
+received data, every chunk therefore ends in the tag of its message, and a chunk with another tag is
+refused. The layout reserves space for it (`sharding/layout.py`). The message of a zero-copy
+parameter has no tag, but follows one that has. A tag is three digits in base 128, which a byte and
+every floating-point dtype in use represent exactly.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 
-# torch 2.13 gave these two new names; the old ones warn from then on.
+# torch 2.13 introduced these names; the old ones warn since then.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
@@ -62,8 +62,7 @@ _known_tags: dict[int, str] = {}
 class MessageTag:
     """A message's name ("all-gather of layers.3") and its tag. See [Note: Message tags].
 
-    The digits are the same on every rank, least significant first; none if there is no room for a
-    tag.
+    The digits are equal on every rank, least significant first; empty if the message has no tag.
     """
 
     what: str
@@ -71,7 +70,7 @@ class MessageTag:
 
     @classmethod
     def of(cls, what: str, code: int) -> MessageTag:
-        """Makes the tag with a number, and remembers what it stands for."""
+        """Returns the tag with number `code`, and registers its name for error messages."""
         _known_tags[code] = what
         return cls(what, tuple(code // _BASE**i % _BASE for i in range(TAG_NUMEL)))
 
@@ -80,7 +79,7 @@ _NO_TAG, _NOTHING_RECEIVED = MessageTag(""), Chunks(torch.empty(0), 0)
 
 
 def _meaning(digits: list[float]) -> str:
-    """Returns what a received tag stands for on this rank."""
+    """Returns the name of a received tag on this rank."""
     code = sum(
         int(digit) * _BASE**i for i, digit in enumerate(digits) if digit == digit and digit >= 0
     )
@@ -88,28 +87,29 @@ def _meaning(digits: list[float]) -> str:
 
 
 class Work(Protocol):
-    """A collective under way."""
+    """A collective in flight."""
 
     def wait(self) -> Sequence[torch.Tensor]:
-        """Returns the chunks to be added up, one per source (1-D, equal sizes), or all that were
-        gathered, in one tensor; call it once.
+        """Returns the chunks to add up (1-D, equal sizes, one per source), or all gathered ones.
 
-        Streams: ordered by the launching stream; an exchange blocks the host until the data has
-        arrived.
+        Gathered chunks are in one tensor. Call it once.
+
+        Streams: the launching stream orders the result; an exchange blocks the host until the data
+        has arrived.
 
         Raises:
             CollectiveError: the backend reported a failure or a time-out.
-            DesyncError: another rank sent something else.
+            DesyncError: another rank sent a different message.
         """
 
 
 class Transport(ABC):
-    """Chunk movement inside one process group."""
+    """The collectives of one process group."""
 
     sends: bool  # False if nothing leaves this rank
-    stream_ordered: bool  # results are ordered by the launching stream, so the host need not block
-    gather_chunks: int  # staging chunks of `all_gather`; 0 if the chunk is all that there is
-    receive_chunks: int  # staging chunks that `reduce_scatter` needs besides those it is given
+    stream_ordered: bool  # the launching stream orders results; the host need not block
+    gather_chunks: int  # staging chunks of `all_gather`; 0 if it returns its input
+    receive_chunks: int  # chunks that `reduce_scatter` receives besides `send`
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -122,22 +122,21 @@ class Transport(ABC):
         """Gathers the chunks of all ranks into `staging`, `gather_chunks` chunks in rank order.
 
         `chunk` is 1-D with room for the tag at its end, and may be this rank's part of `staging`.
-        It must not change until the work was waited for.
+        It must not change before the work has been waited for.
         """
 
     @abstractmethod
     def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
-        """Brings together what all ranks have for this one: chunks that add up to the sum over
-        ranks.
+        """Collects chunks that add up to this rank's part of the sum over ranks.
 
-        `send` has `size` chunks, the k-th for rank k, each with room for the tag at its end;
-        `receive` has `receive_chunks` more. Where none is needed it may have one, which gets the
-        sum, and `send` is only read. The work may end with one chunk, already summed, inside `send`
+        `send` has `size` chunks, the k-th for rank k, each with room for the tag at its end.
+        `receive` has `receive_chunks` more. If that is 0, `receive` may have one chunk, which gets
+        the sum, and `send` is only read. The work may return one chunk, already summed, in `send`
         or in `receive`.
         """
 
     def together(self) -> AbstractContextManager[object]:
-        """Returns the context in which to start several messages of a group, of one kind."""
+        """Returns a context that groups several messages of one kind."""
         return NOTHING
 
     def all_reduce(self, chunk: torch.Tensor, *, what: str) -> Work:
@@ -162,8 +161,9 @@ class CompletedWork:
 
 @dataclass(eq=False)
 class PendingWork:
-    """Work that a backend's own work ends. All that it has `_received` ends in `_tag`, if that has
-    digits, which the host can read.
+    """Work of a backend.
+
+    If `_tag` has digits, all chunks in `_received` must end in it, and the host can read them.
     """
 
     _entry: Entry
@@ -178,7 +178,7 @@ class PendingWork:
         if self._work is not None:
             self._log.wait_for(self._work, self._entry)
         if self._tag.digits:
-            # The host has waited already, so reading what arrived costs no further wait.
+            # The host has waited already, so reading the tags does not block it further.
             expected = list(self._tag.digits)
             for sender, digits in enumerate(self._received.ends.tolist()):
                 if digits != expected:
@@ -188,7 +188,7 @@ class PendingWork:
     def _refuse(self, sender: int, digits: list[float]) -> NoReturn:
         recorder.waits_in = self._log, self._entry
         members = self._log.ranks
-        if self._received.count < len(members):  # a pair's own chunk has not travelled
+        if self._received.count < len(members):  # a pair's own chunk is not sent
             sender = 1 - members.index(dist.get_rank())
         raise DesyncError(
             f"rank {members[sender]} is somewhere else: it sent the {_meaning(digits)}",
@@ -200,7 +200,7 @@ class PendingWork:
 
 
 class LocalTransport(Transport):
-    """A group of one rank, where what is sent is also what arrives."""
+    """A group of one rank, which receives what it sends."""
 
     sends = False
     stream_ordered = True
@@ -208,7 +208,7 @@ class LocalTransport(Transport):
     receive_chunks = 0
 
     def all_gather(self, chunk: torch.Tensor, staging: Chunks, tag: MessageTag) -> Work:
-        """See `Transport.all_gather`: the chunk is read where it is."""
+        """See `Transport.all_gather`: the chunk is read in place."""
         return CompletedWork((chunk,))
 
     def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
@@ -223,8 +223,8 @@ class LocalTransport(Transport):
 class StreamTransport(Transport):
     """The backend's own collectives, issued on the current stream.
 
-    No tags: reading them would block the host; the backend's time-out and flight recorder show a
-    desync.
+    It uses no tags, because reading them would block the host. The backend's time-out and flight
+    recorder show a desync.
     """
 
     sends = True
@@ -242,10 +242,10 @@ class StreamTransport(Transport):
         return CompletedWork((staging.whole,))
 
     def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
-        """See `Transport.reduce_scatter`. In place if there is no room: in this rank's chunk of
-        `send`.
+        """See `Transport.reduce_scatter`. Without `receive` it is in place, in this
+        rank's chunk.
         """
-        # NCCL reduces in place where the result is this rank's part of what it sends.
+        # NCCL reduces in place if the result is this rank's part of its input.
         own = receive.part(0) if receive.count else send.part(self.rank)
         call = partial(_reduce_scatter, own, send.whole, group=self.group)
         self._log.start(tag.what, own, call)
@@ -253,7 +253,7 @@ class StreamTransport(Transport):
 
 
 class NcclTransport(StreamTransport):
-    """NCCL's collectives, which it can group: several messages are one launch."""
+    """NCCL's collectives, which it can group: several messages take one launch."""
 
     def together(self) -> AbstractContextManager[object]:
         """See `Transport.together`. Capture: as safe as one message."""
@@ -261,7 +261,7 @@ class NcclTransport(StreamTransport):
 
 
 class ExchangeTransport(Transport):
-    """Sends chunks straight to the ranks that add them up, in the order of gloo's ring."""
+    """Sends chunks directly to the ranks that add them up, in the order of gloo's ring."""
 
     sends = True
     stream_ordered = False
@@ -273,13 +273,15 @@ class ExchangeTransport(Transport):
 
     def all_gather(self, chunk: torch.Tensor, staging: Chunks, tag: MessageTag) -> Work:
         """See `Transport.all_gather`."""
-        # Asynchronous, so that the host packs and launches while gloo's threads move bytes.
+        # Asynchronous, so that the host packs and launches while gloo's threads send.
         call = partial(_all_gather, staging.whole, chunk, group=self.group, async_op=True)
         return self._start(call, chunk, chunk[-TAG_NUMEL:], (staging.whole,), staging, tag)
 
     def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
-        """See `Transport.reduce_scatter`. Chunks come back in the order in which gloo's ring adds
-        them: from the rank before this one downwards, this rank's own last.
+        """See `Transport.reduce_scatter`.
+
+        Chunks are in the order in which gloo's ring adds them: from the previous rank downwards,
+        this rank's own last.
         """
         call = partial(
             dist.all_to_all_single, receive.whole, send.whole, group=self.group, async_op=True
@@ -296,10 +298,9 @@ class ExchangeTransport(Transport):
         received: Chunks,
         tag: MessageTag,
     ) -> Work:
-        """Writes the tag at the ends of what is sent, and wipes old ones where it arrives; then
-        makes the call.
+        """Starts the call, after writing the tag into sent chunks and wiping it from received ones.
 
-        A message too short to have a tag is then not taken for an earlier one.
+        Wiping prevents that a message too short for a tag is taken for an earlier one.
         """
         if tag.digits:
             key = tag, ends.dtype
@@ -308,29 +309,29 @@ class ExchangeTransport(Transport):
                 digits = torch.tensor(tag.digits, dtype=ends.dtype, device=ends.device)
                 self._digits[key] = digits
             received.ends.fill_(-1)
-            ends.copy_(digits)  # last: what is sent may be among what is received
+            ends.copy_(digits)  # last, because sent chunks may be among the received ones
         entry, work = self._log.start(tag.what, sent, call)
         return PendingWork(entry, work, chunks, self._log, tag, received)
 
 
 class PairTransport(ExchangeTransport):
-    """The same between two ranks, where a chunk goes one way and a chunk comes back."""
+    """An `ExchangeTransport` between two ranks: one chunk goes each way."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
-        self.receive_chunks = 1  # this rank's own stays where it is
+        self.receive_chunks = 1  # this rank's own chunk is not sent
         self._other = 1 - self.rank
 
     def all_gather(self, chunk: torch.Tensor, staging: Chunks, tag: MessageTag) -> Work:
         """See `Transport.all_gather`."""
         own, taken = staging.parts[self.rank], staging.parts[self._other]
-        # The copy-out reads all chunks from staging, this rank's own as well.
+        # The copy-out reads all chunks from staging, including this rank's own.
         if chunk is not own:
             own.copy_(chunk)
         return self._swap(own, taken, own[-TAG_NUMEL:], (staging.whole,), staging, tag)
 
     def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
-        """See `Transport.reduce_scatter`. A sum of two has one order, whichever comes first."""
+        """See `Transport.reduce_scatter`. A sum of two does not depend on their order."""
         kept, given, taken = send.parts[self.rank], send.parts[self._other], receive.whole
         return self._swap(given, taken, send.ends, (kept, taken), receive, tag)
 
@@ -343,7 +344,7 @@ class PairTransport(ExchangeTransport):
         received: Chunks,
         tag: MessageTag,
     ) -> Work:
-        # Nothing travels from this rank to itself.
+        # Nothing is sent from this rank to itself.
         splits = [0, 0]
         splits[self._other] = given.numel()
         call = partial(
@@ -353,29 +354,27 @@ class PairTransport(ExchangeTransport):
 
 
 def _backend_for(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Returns the name of the backend that a group has for tensors on `device`; None if it has
-    none.
-    """
+    """Returns the name of a group's backend for tensors on `device`, or None."""
     return dict(item.split(":") for item in dist.get_backend_config(group).split(",")).get(
         device.type
     )
 
 
 def reaches(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Returns whether tensors on `device` can travel in a group."""
+    """Returns whether a group can send tensors on `device`."""
     return _backend_for(group, device) is not None
 
 
 def transport_for(group: dist.ProcessGroup, device: torch.device) -> Transport:
-    """Chooses the transport of a group for tensors on `device`."""
-    # What one rank sends is what it receives; no backend is asked, not even NCCL, whose launches
-    # would only copy.
+    """Returns the transport of a group for tensors on `device`."""
+    # A single rank receives what it sends, so no backend is needed, not even NCCL, which would
+    # copy.
     if group.size() == 1:
         return LocalTransport(group)
     backend = _backend_for(group, device)
     if backend != "gloo":
         return NcclTransport(group) if backend == "nccl" else StreamTransport(group)
-    # gloo would take each tensor over the host, in an order that streams know nothing of.
+    # gloo would copy each tensor through the host, in an order that streams do not know.
     if device.type != "cpu":
         raise unsupported(
             f"gloo for tensors on {device.type}", instead="the device's backend, such as nccl"
