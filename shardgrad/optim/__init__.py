@@ -1,4 +1,4 @@
-"""Optimizers over flat segments: fused, capturable, and never looking through `param.grad`."""
+"""Optimizers over flat segments: fused, capturable, and without a look-up of each `param.grad`."""
 
 from shardgrad.optim.adam import Adam, AdamW
 from shardgrad.optim.muon import Muon

@@ -1,4 +1,4 @@
-"""The optimizer under all others: groups, segments, state, and the order of a step."""
+"""The base class of all optimizers here: groups, segments, state, and the order of a step."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ from shardgrad.sharding.dtensor import require_own_shards
 
 __all__ = ["FlatOptimizer", "Update"]
 
-# Another group in the place of one has other mirrors on the device. Read at every call.
+# The number stands for the group's device mirrors: a group that replaces another has new ones. Read
+# at every call.
 _GUARDS = attrgetter("options.number", "is_allocated")
 
 
@@ -43,12 +44,12 @@ class Update(NamedTuple):
     """One segment of a step under way.
 
     Attributes:
-        segment: with its options.
-        state: its flat buffers by name, on the device.
-        launch: where parameters and gradients are.
-        hyper: the group's mirror on the device.
-        scale: device scalar that gradients are multiplied by, or None.
-        skip: device scalar, above zero if nothing may change, or None.
+        segment: the segment to update.
+        state: its flat state buffers by name, on the device.
+        launch: the tensors with the parameters and gradients.
+        hyper: the hyperparameters of the group, on the device.
+        scale: device scalar by which gradients are multiplied, or None.
+        skip: device scalar, above zero if the step must be skipped, or None.
     """
 
     segment: Segment
@@ -59,7 +60,7 @@ class Update(NamedTuple):
     skip: torch.Tensor | None
 
     def arguments(self, precision: Precision) -> dict[str, Any]:
-        """Returns what all kernels take, by name."""
+        """Returns the arguments that all kernels have in common, by name."""
         segment, launch = self.segment, self.launch
         return {
             "steps": segment.steps,
@@ -105,15 +106,16 @@ class FlatOptimizer(Optimizer):
         OptimizerParameterError: a parameter cannot be updated.
     """
 
-    # What a subclass has: mirrored keys in kernel order, and keys that are arguments of a launch.
+    # Defined by subclasses: the keys that are mirrored on the device, in the order of the kernel,
+    # and the keys that are host arguments of a launch.
     hypers: ClassVar[Sequence[Hyper]]
     fixed: ClassVar[Sequence[str]] = ("maximize",)
-    # Keys that torch's optimizer of this name has in a group and this one has no use for. They are
-    # there so that a checkpoint of the one, which names every key, loads into the other.
+    # Keys that only torch's optimizer of this name uses. Groups have them so that checkpoints,
+    # which contain every key, load in both directions.
     torch_keys: ClassVar[Mapping[str, Any]] = {}
 
-    # Scalers then leave `grad_scale` and `found_inf` as attributes for the length of a step,
-    # instead of reading them on the host.
+    # Makes torch's scaler set `grad_scale` and `found_inf` as attributes during a step instead of
+    # reading them on the host.
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -129,13 +131,12 @@ class FlatOptimizer(Optimizer):
         self.keeps_small_steps = precision.keeps_small_steps
         self._segments: list[Segment] = []
         self._segments_made = 0
-        # Each parameter's entry of `state` as it was made: a program may empty or replace the
-        # public one.
+        # Each parameter's original entry of `state`. A program may clear or replace the public one.
         self._entries: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         self._skipped: torch.Tensor | None = None
         self._check_finite = check_finite
-        self._away: list[torch.Tensor] = []  # states whose memory is given back
-        # If states are on the host: the streams of their copies, which are this optimizer's own.
+        self._away: list[torch.Tensor] = []  # states whose memory is released until `reload`
+        # If states are on the host: this optimizer's own streams for their copies.
         self._host_streams = cache(streams_for) if states_on_host else None
         self._contents = Contents([], {})
         super().__init__(params, defaults)
@@ -169,14 +170,14 @@ class FlatOptimizer(Optimizer):
         )
 
     def _new_segments(self, group: OptimGroup, index: int) -> list[Segment]:
-        """Makes a group's segments. Raises whatever there is to refuse; changes nothing then."""
+        """Makes a group's segments. If a parameter or an option is refused, nothing is changed."""
         segments = self._segments_of(group, index)
         for segment in segments:
             self.state_dtypes(segment, group)
         if "capturable" in self.torch_keys and any(
             segment.device.type != "cpu" for segment in segments
         ):
-            # To torch: step counts are on the device. It refuses that on the CPU.
+            # Tells torch's code that step counts are on the device. torch refuses it on the CPU.
             group["capturable"] = True
         for segment in segments:
             segment.options = group
@@ -187,8 +188,8 @@ class FlatOptimizer(Optimizer):
     def _segments_of(self, group: OptimGroup, index: int) -> list[Segment]:
         """Sorts a group's parameters into segments, in the order in which they were given."""
         names = group.get("param_names", ())
-        adopt_given(group["params"])  # segments lie in the shard
-        # There are none, or the program has replaced the parameters only.
+        adopt_given(group["params"])  # a replaced parameter must be in the flat shard by now
+        # The group has no names, or the program has replaced the parameters but not the names.
         if len(names) != len(group["params"]):
             names = [f"{i} of group {index}" for i in range(len(group["params"]))]
         sharded: dict[ParamGroup, list[FSDPParam]] = {}
@@ -245,11 +246,11 @@ class FlatOptimizer(Optimizer):
     # -- what a program edits by hand
 
     def _follow_program(self) -> None:
-        """Does what torch's optimizers do when a program has edited groups or state; see
+        """Applies edits of `param_groups` and `state` by the program, as torch's optimizers do; see
         `contents.py`.
 
-        A state entry that was removed starts over from zero, and one that was replaced is copied
-        in. Groups may be removed, replaced, or have other parameters.
+        A removed state entry starts again from zero, and a replacement is copied into the buffers.
+        Groups may be removed, replaced, or have other parameters.
 
         Streams: copies go to the current stream.
         Capture: nothing may have been edited.
@@ -278,8 +279,8 @@ class FlatOptimizer(Optimizer):
         return any(is_capturing(segment.device) for segment in self._segments)
 
     def _follow_groups(self) -> None:
-        """Makes segments for the groups there are now; those whose parameters stay together are
-        kept.
+        """Makes segments for the present groups. Keeps each segment whose parameters are
+        unchanged.
         """
         groups = [g if isinstance(g, OptimGroup) else self._mirrored(g) for g in self.param_groups]
         params = [param for group in groups for param in group["params"]]
@@ -301,7 +302,7 @@ class FlatOptimizer(Optimizer):
         self._allocate_new()
 
     def _follow_state(self) -> None:
-        """Takes over what a program has put into `state`, and zeroes what it has removed."""
+        """Copies entries that the program has put into `state`, and zeroes those it has removed."""
         self._wait_for_host_states()
         allocated = [
             param for segment in self._segments if segment.is_allocated for param in segment.params
@@ -325,16 +326,16 @@ class FlatOptimizer(Optimizer):
         """Returns the state buffers a segment needs, by name."""
 
     def validate_group(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
-        """Refuses options that do not go together, by an OptionError; overridden where there are
-        any.
+        """Raises an OptionError for a combination of options that is not allowed. Subclasses
+        override it.
 
         Args:
-            old: what the group was built with.
-            new: what it would have.
+            old: the values that the group was built with.
+            new: the values that it would have.
         """
 
     def _allocate_new(self) -> None:
-        """Makes the state of segments that have none, but for parameters on the meta device."""
+        """Allocates the state of segments that have none, unless they are on the meta device."""
         for segment in self._segments:
             if not segment.is_allocated and segment.has_data:
                 self._allocate(segment)
@@ -349,23 +350,23 @@ class FlatOptimizer(Optimizer):
                 **{name: segment.face(i, views[i]) for name, views in pieces.items()},
             }
             self._entries[param] = entry
-            # What is there already belongs to a parameter that comes from another group; it is
-            # copied in.
+            # An entry that exists is of a parameter that moved from another group. `_follow_state`
+            # copies it.
             self.state.setdefault(param, dict(entry))
-        # Not under a capture, whose every replay would make it zero again.
+        # Allocated here and not in a capture, each replay of which would zero it.
         if self._skipped is None:
             self._skipped = torch.zeros((), dtype=torch.float32, device=segment.device)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what `state_dict()` returned, here or in torch's optimizer of the same name.
+        """Loads a state dict of this optimizer or of torch's optimizer of the same name.
 
-        State is copied into the buffers that exist, so a captured graph stays valid. A piece may be
-        a DTensor with any placements, or an unsharded tensor.
+        State is copied into the existing buffers, so captured graphs stay valid. Its tensors may be
+        DTensors with any placements, or unsharded.
 
         Raises:
-            OptimizerStateError, OptionError, UnsupportedError: it does not fit, or has
-                hyperparameters that cannot be; nothing was changed.
-            ForeignParameterError: another rank has saved it.
+            OptimizerStateError, OptionError, UnsupportedError: the state does not fit, or has
+                invalid hyperparameters; nothing was changed.
+            ForeignParameterError: a tensor was saved by another rank.
         """
         self._require_here()
         state_dict = state_dict.copy()
@@ -390,13 +391,14 @@ class FlatOptimizer(Optimizer):
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    # -- away, and back at the same addresses
+    # -- releasing memory, and mapping it again at the same addresses
 
     def offload(self) -> None:
-        """Gives the states' memory back until `reload`; what was in it is kept on the host.
+        """Copies the states to the host and releases their device memory until `reload`.
 
-        Forward and backward run meanwhile; a step, a replay of one and a state dict raise. States
-        of parameters that no unit shards stay, and those that are on the host anyway.
+        Until then forward and backward still work, but a step, a replay of one, and `state_dict`
+        raise. States of parameters that no unit shards stay on the device. States that are on the
+        host anyway stay there.
 
         Streams: the host waits for the device. Capture: not safe.
 
@@ -419,7 +421,7 @@ class FlatOptimizer(Optimizer):
         self._away = states
 
     def reload(self) -> None:
-        """Takes the states' memory again, where it was.
+        """Maps the states' memory again at the same addresses, and copies the states back.
 
         Streams: filled on the current one. Capture: not safe.
         """
@@ -429,7 +431,8 @@ class FlatOptimizer(Optimizer):
         bring_back(states)
 
     def state_dict(self) -> dict[str, Any]:
-        """See `torch.optim.Optimizer.state_dict`. The host waits for states that are on it.
+        """See `torch.optim.Optimizer.state_dict`. If states are on the host, waits for their
+        copies.
 
         Raises:
             AsleepError: after `offload`.
@@ -443,13 +446,13 @@ class FlatOptimizer(Optimizer):
             raise AsleepError.of(f"the optimizer {type(self).__name__}")
 
     def _wait_for_host_states(self) -> None:
-        """Waits until no copy reads or writes states on the host any more."""
+        """Blocks the host until all copies from and to states on the host are done."""
         if self._host_streams is not None:
             for device in {segment.device for segment in self._segments}:
                 wait_for_device(device)
 
     def __getstate__(self) -> NoReturn:
-        """Refuses to be pickled or copied: state lives in buffers that belong to the model."""
+        """Refuses pickling and copying, since the state's buffers belong to the model's shards."""
         raise DeepcopyError(
             f"{type(self).__name__} cannot be copied or pickled",
             expected="state_dict()",
@@ -460,8 +463,8 @@ class FlatOptimizer(Optimizer):
     # -- a step
 
     def update(self, update: Update) -> None:
-        """Launches the kernel for one segment; an optimizer that overrides `update_all` needs
-        none.
+        """Launches the kernel for one segment. Not needed by an optimizer that overrides
+        `update_all`.
         """
         raise NotImplementedError
 
@@ -471,12 +474,12 @@ class FlatOptimizer(Optimizer):
         """Updates every parameter that has a gradient.
 
         Streams: runs on the current stream of the parameters' device, which backward has made wait
-            for the gradients; the host waits for nothing.
+            for the gradients. The host does not wait.
         Capture: safe once state exists.
 
         Raises:
-            OptimizerParameterError, ForeignParameterError, GradientError: before anything is
-                changed.
+            OptimizerParameterError, ForeignParameterError, GradientError: a parameter or gradient
+                cannot be used; nothing was changed.
         """
         loss = None
         if closure is not None:
@@ -502,7 +505,9 @@ class FlatOptimizer(Optimizer):
         return loss
 
     def _launches(self) -> list[tuple[Segment, Launch]]:
-        """Describes the launches of a step. Whatever can be wrong is noticed here."""
+        """Returns the segments to update, each with its launch. All errors of a step are raised
+        here, before anything changes.
+        """
         self._require_here()
         self._follow_program()
         settled = [(segment, segment.settle()) for segment in self._segments]
@@ -513,23 +518,23 @@ class FlatOptimizer(Optimizer):
         return launches
 
     def update_all(self, updates: Sequence[Update]) -> None:
-        """Launches the kernels of a step; overridden where segments are not independent."""
+        """Launches the kernels of a step. Overridden if segments depend on each other."""
         for update in self.with_states(updates):
             self.update(update)
 
     def with_states(
         self, updates: Sequence[Update], names: Collection[str] | None = None
     ) -> Iterable[Update]:
-        """Yields updates, each once its states of these names, or all, are on the device."""
+        """Yields each update when its states with these names (None for all) are on the device."""
         if self._host_streams is None:
             return updates
         return through_chunks(updates, names, self._host_streams)
 
     def _skip(self, launches: Sequence[tuple[Segment, Launch]]) -> torch.Tensor | None:
-        """Returns a device scalar, above zero if the gradients are not finite; None if none were
-        checked.
+        """Returns a device scalar, above zero if the gradients are not finite; None if they were
+        not checked.
         """
-        # torch's scaler leaves the number 0 if it met no gradient.
+        # torch's scaler sets the number 0, not a tensor, if it found no gradient.
         of_scaler = getattr(self, "found_inf", None)
         verdicts_there = (of_scaler, *(launch.nonfinite for _, launch in launches))
         found = {id(x): x for x in verdicts_there if isinstance(x, torch.Tensor)}
@@ -540,7 +545,7 @@ class FlatOptimizer(Optimizer):
         return sum(verdicts[1:], verdicts[0]) if verdicts else None
 
     def _inverse_of_loss_scale(self) -> torch.Tensor | None:
-        """Returns what gradients are multiplied by if torch's loss scaler takes the step."""
+        """Returns the factor on gradients if torch's GradScaler calls the step; else None."""
         grad_scale: torch.Tensor | None = getattr(self, "grad_scale", None)
         return None if grad_scale is None else grad_scale.detach().reshape(()).float().reciprocal()
 
@@ -565,8 +570,8 @@ class FlatOptimizer(Optimizer):
     # -- for graphs
 
     def guards(self) -> Hashable:
-        """Returns the host state that decides a step: constants of launches, and which segments
-        there are.
+        """Returns the host state that decides what a step launches: the segments, and the host
+        arguments of their launches.
         """
         self._require_here()
         self._follow_program()
@@ -576,7 +581,7 @@ class FlatOptimizer(Optimizer):
         return segments, constants
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the memory in which state lives, with names."""
+        """Yields (name, tensor) of all state."""
         yield "skipped steps", self.skipped_steps
         for segment in self._segments:
             if segment.is_allocated:
@@ -585,8 +590,8 @@ class FlatOptimizer(Optimizer):
                     yield f"{name} of segment {segment.number}", flat
 
     def tables(self) -> list[torch.Tensor]:
-        """Returns the tables of launches, on the device; other places of gradients bring other
-        tables.
+        """Returns the device tables of the launches. They are replaced when the layout of a
+        gradient shard changes, so a graph has to keep them alive.
         """
         return [table for segment in self._segments if (table := segment.rows) is not None]
 

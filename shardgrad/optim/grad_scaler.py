@@ -84,7 +84,8 @@ class GradScaler:
         self._found: weakref.WeakKeyDictionary[Optimizer, torch.Tensor | None] = (
             weakref.WeakKeyDictionary()
         )
-        # Each optimizer's verdict has one address: `update` may be in another graph than `step`.
+        # Each optimizer's verdict has a constant address, since `step` and `update` may be in
+        # different graphs.
         self._verdicts: weakref.WeakKeyDictionary[Optimizer, torch.Tensor] = (
             weakref.WeakKeyDictionary()
         )
@@ -174,7 +175,7 @@ class GradScaler:
     def _judge(self, optimizer: Optimizer) -> torch.Tensor:
         """Returns the optimizer's float32 scalar, above zero if its gradients are not finite.
 
-        A norm that was computed since the gradients came knows already.
+        Reuses the verdict of a norm that was computed since these gradients were reduced.
         """
         params = _params(optimizer)
         gradients = select(params)
@@ -222,7 +223,7 @@ class GradScaler:
                 fix="scaler.step(optimizer)",
             )
         scale = self._state.scale
-        # Offloaded gradients are judged on the host.
+        # The verdict on offloaded gradients is a CPU tensor.
         first, *others = (verdict.to(scale.device) for verdict in verdicts)
         torch._amp_update_scale_(
             scale,
@@ -234,7 +235,7 @@ class GradScaler:
         )
 
     def _on(self, device: torch.device) -> torch.Tensor:
-        """Returns the scale, float32, making it on this device at the first call."""
+        """Returns the float32 scale on a device; the first call creates it there."""
         if self._state is None:
             if is_capturing(device):
                 raise CaptureError(
@@ -253,8 +254,8 @@ class GradScaler:
     # -- for graphs
 
     def guards(self) -> Hashable:
-        """Returns the host state that decides a step: settings, and optimizers unscaled since
-        `update`, with whether they have stepped.
+        """Returns the host state that decides what a step launches: the settings, and which
+        optimizers were unscaled or stepped since the last `update`.
         """
         settings = self._enabled, self._growth_factor, self._backoff_factor, self._growth_interval
         found = tuple((id(each), verdict is None) for each, verdict in self._found.items())

@@ -1,11 +1,13 @@
-"""States that lie on the host between steps, and pass through two chunks of the device in one.
+"""Optimizer states that stay on the host between steps, and pass through two device buffers in a
+step.
 
 [Note: States on the host]
-A step goes over its segments. While one is updated, the states of the next are copied to the
-device, and those of the one before back, each on a stream of its own. There are two chunks, as
-large as the states of the largest segment: the next states take the place of those before the
-current ones, once these have left. A step begins and ends on the current stream, so the chunks are
-memory of this stream for the length of a step, and a capture has all of it.
+A step updates its segments one after the other. While one is updated, the states of the next are
+copied to the device and those of the previous one back to the host, each on its own stream. There
+are two chunks of device memory, each as large as the states of the largest segment. The next states
+are copied into the chunk of the previous segment once that has been copied back. A step begins and
+ends on the current stream, so the chunks are allocated from that stream's memory for one step, and
+a capture contains the whole pipeline.
 
 The host does not wait. Before it reads or writes states itself (a state dict, an edit), it waits
 for the device.
@@ -30,7 +32,7 @@ _States = Mapping[str, torch.Tensor]
 
 
 def host_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Allocates a zeroed state buffer on the host, which a device copies from and to by itself."""
+    """Allocates a zeroed state buffer on the host, pinned for asynchronous copies of a device."""
     return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=device.type != "cpu")
 
 
@@ -39,15 +41,15 @@ def through_chunks(
     names: Collection[str] | None,
     streams_of: Callable[[torch.device], Streams],
 ) -> Iterator[Update]:
-    """Yields each update with its states on the device; they go back when the next is asked for.
-    See [Note: States on the host].
+    """Yields each update with its states on the device. When the next one is requested, the states
+    are copied back. See [Note: States on the host].
 
     Args:
-        updates: of a step.
-        names: of the states that are read or written; None for all.
-        streams_of: returns a device's streams, which no other optimizer uses.
+        updates: the updates of a step.
+        names: the names of the states that are read or written; None for all.
+        streams_of: returns the streams of a device that only this optimizer uses.
 
-    Streams: the current stream waits for the copies, and at the end for all of them.
+    Streams: the current stream waits for the copies of each update, and at the end for all copies.
     Capture: safe.
     """
     for device, same in groupby(updates, lambda update: update.segment.device):
@@ -65,7 +67,7 @@ def through_chunks(
 
 
 def _chunk_for(states: Sequence[_States], device: torch.device) -> _States:
-    """Allocates bytes for any one of these, by name."""
+    """Allocates memory that is large enough for any one of these, by name."""
     sizes: dict[str, int] = {}
     for each in states:
         for name, flat in each.items():
@@ -87,7 +89,7 @@ def _in_turn(
         arrived.record(there)
 
     updated.record(current)
-    updated.wait(there)  # for whoever had the memory of the chunks
+    updated.wait(there)  # earlier work on the current stream may still use the chunks' memory
     try:
         bring(0)
         for number, update in enumerate(updates):

@@ -1,15 +1,17 @@
 """One bucket of a step of Muon: segments whose matrices are exchanged together.
 
 [Note: Two steps of SGD]
-What Muon does to each element is what `ops.sgd_` does, in one pass and for a segment at a time:
+Muon's elementwise work is done by two calls of `ops.sgd_`, each one pass over a segment:
 
-- momentum: a step of rate -1 from zero leaves the direction. With a momentum of m, gradients that
-  are multiplied by 1 - m make it `m buffer + (1 - m) grad`, and with Nesterov's look ahead
+- momentum: a step with learning rate -1 from zero weights writes the direction. With momentum m,
+  gradients scaled by 1 - m give `m buffer + (1 - m) grad`, and with Nesterov momentum
   `m buffer' + (1 - m) grad`, as in `torch.optim.Muon`;
-- weights: the gradient is the orthogonal matrix, read from where it arrives, multiplied by what
-  `adjust_lr_fn` says; the matrices of a segment for which that is the same are one launch.
+- weights: the gradient is the orthogonal matrix, read from the buffer in which it arrives and
+  multiplied by the factor of `adjust_lr_fn`. Matrices of a segment with the same factor are one
+  launch.
 
-So parameters without a gradient, steps to be skipped, schedules and masters are that kernel's.
+So that kernel also handles parameters without a gradient, skipped steps, schedules and master
+copies.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ _Piece = tuple[int, int, int, int, int, int]  # see `ops.segment_rows`
 
 
 def mesh_of(segment: Segment) -> DataParallelMesh | None:
-    """Returns the mesh that a segment's matrices are sharded over, None if they are not."""
+    """Returns the mesh that a segment's matrices are sharded over; None if they are not sharded."""
     managed = managed_by(segment.params[0])
     return None if managed is None else group_of(managed).mesh
 
@@ -71,7 +73,7 @@ class _Table:
 
     Attributes:
         rows, tiles: see `Launch`.
-        ratio: what the learning rate of these matrices is multiplied by, float64, on the device.
+        ratio: the factor on the learning rate of these matrices, a float64 device scalar.
     """
 
     rows: torch.Tensor
@@ -83,17 +85,18 @@ class Bucket:
     """Segments whose matrices are exchanged together.
 
     Args:
-        updates: of the step in which it is planned: segments of one entry of `param_groups`, shard
-            group, device and dtype.
-        dtype: in which matrices are exchanged and orthogonalised, unless parameters are float64.
+        updates: the bucket's updates in the step in which it is planned. Their segments have the
+            same entry of `param_groups`, shard group, device and dtype.
+        dtype: the dtype in which matrices are exchanged and orthogonalised, unless parameters are
+            float64.
 
     Attributes:
-        segments: of the updates.
+        segments: the segments of the updates.
     """
 
     def __init__(self, updates: Sequence[Update], dtype: torch.dtype) -> None:
         segments = self.segments = [update.segment for update in updates]
-        # Momentum is computed in float64 only where that is also what is written.
+        # `ops.sgd_` computes in float64 only if it also writes float64.
         self._dtype = torch.float64 if segments[0].dtype is torch.float64 else dtype
         self._options, self._device = segments[0].options, segments[0].device
         mesh = mesh_of(segments[0])
@@ -102,12 +105,13 @@ class Bucket:
         matrices = [matrices_of(update) for update in updates]
         together = list(chain.from_iterable(chain.from_iterable(matrices)))
         self._exchange = Exchange.of(together, 1 if mesh is None else mesh.shard_size, rank)
-        self._launch_rows = [update.launch.rows for update in updates]  # whose identities are a key
-        # A step of rate -1; the momentum comes from the group's mirror.
+        # Kept alive because their ids are the key under which `Muon` caches its buckets.
+        self._launch_rows = [update.launch.rows for update in updates]
+        # Hyperparameters of the momentum step: lr -1; momentum is copied from the group's mirror.
         rates = torch.tensor([-1.0, 0.0, 0.0, 0.0], dtype=torch.float64, device="cpu")
         self._rates = segments[0].on_device(rates)
         self._momentum_rate = self._rates[MOMENTUM]
-        # The first of the two counts steps.
+        # Step counts for the second call of `ops.sgd_`, unused: the first one counts the steps.
         self._uncounted = segments[0].on_device(torch.zeros(1, dtype=torch.float32, device="cpu"))
         self._momentum: list[_Table] = []
         self._weights: list[list[_Table]] = []
@@ -134,7 +138,7 @@ class Bucket:
         """Updates all segments.
 
         Args:
-            updates: of the step, one for each segment.
+            updates: the updates of the step, one for each segment.
             with_states: see `FlatOptimizer`.
 
         Streams: the current stream of the device; it waits for the exchanges.
@@ -154,7 +158,7 @@ class Bucket:
     # -- arithmetic; see [Note: Two steps of SGD]
 
     def _step_momentum(self, updates: Sequence[Update], with_states: _WithStates) -> torch.Tensor:
-        """Advances momentum and step counts; returns the direction, in the form of the messages."""
+        """Updates momentum and step counts; returns the directions in the send buffer's layout."""
         first = updates[0]
         momentum = first.hyper[MOMENTUM]
         self._momentum_rate.copy_(momentum)
@@ -204,7 +208,9 @@ class Bucket:
                 )
 
     def _orthogonalise(self, received: torch.Tensor, eps: torch.Tensor) -> None:
-        """Puts the pieces of owned matrices together, orthogonalises these, and cuts them again."""
+        """Assembles the owned matrices from pieces, orthogonalises them, and writes the pieces
+        back.
+        """
         exchange = self._exchange
         matrices, places = received, exchange.received_pieces
         if exchange.travels:
@@ -257,11 +263,10 @@ def _table(segment: Segment, pieces: Sequence[_Piece], ratio: float = 1.0) -> _T
 
 
 def _shape_in_memory(param: torch.Tensor) -> tuple[int, ...]:
-    """Returns the shape of what this rank's group shards, of the transpose if columns are
-    contiguous.
+    """Returns the shape of the sharded parameter; for a plain one whose columns are contiguous,
+    that of its transpose.
 
-    Newton-Schulz of the transpose is the transpose of Newton-Schulz, so nothing has to be
-    transposed.
+    Newton-Schulz commutes with transposition, so no data has to be transposed.
     """
     managed = managed_by(param)
     if managed is not None:
@@ -270,7 +275,7 @@ def _shape_in_memory(param: torch.Tensor) -> tuple[int, ...]:
 
 
 def _lr_factor(options: Mapping[str, Any], rows: int, columns: int) -> float:
-    """Returns what lr is multiplied by for a matrix; see `Muon`."""
+    """Returns the factor on the learning rate of a matrix; see `adjust_lr_fn` of `Muon`."""
     rows //= options["num_heads"]
     if options["adjust_lr_fn"] == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
@@ -278,6 +283,6 @@ def _lr_factor(options: Mapping[str, Any], rows: int, columns: int) -> float:
 
 
 def _copy(into: list[torch.Tensor], out: list[torch.Tensor]) -> None:
-    """Copies pieces, in as few launches as the device offers."""
+    """Copies pieces with one foreach call."""
     if into:
         torch._foreach_copy_(into, out)

@@ -32,9 +32,10 @@ def newton_schulz_(
     Args:
         matrices: [count, rows, columns], in the dtype of the iteration; bfloat16 has the range of
             float32, which float16 lacks.
-        eps: the least norm a matrix is divided by; a scalar on the device, rounded as the norm is.
+        eps: lower bound of the norm that a matrix is divided by. A device scalar, rounded to the
+            dtype of the norm.
         coefficients: a, b and c.
-        steps: how often the polynomial is applied.
+        steps: number of times the polynomial is applied.
 
     Streams:
         The current stream; three batched products a step.
@@ -43,14 +44,15 @@ def newton_schulz_(
         Safe: nothing is read back.
     """
     a, b, c = coefficients
-    # Powers of the smaller Gram matrix are the cheaper ones. Tall matrices are not transposed: a
-    # product of strided factors costs no more, a copy into other strides as much as the product.
+    # The smaller Gram matrix makes its powers cheaper. Tall matrices are not transposed: a matmul
+    # of strided factors costs no more than one of contiguous factors, but the copy would cost as
+    # much as the matmul.
     is_tall = matrices.shape[1] > matrices.shape[2]
     # The Frobenius norm bounds the spectral one, and the polynomial wants singular values of at
     # most 1. It is rounded to the dtype of the iteration, as torch.optim.Muon does, so that results
     # are equal.
     norm = torch.linalg.vector_norm(matrices, dim=(1, 2), keepdim=True)
-    # Each step writes where the one before has read, so that the last one writes to `matrices`.
+    # Steps alternate between two buffers. Choose the first so that the last step writes `matrices`.
     x, other = matrices, torch.empty_like(matrices)
     if steps % 2:
         x, other = other, x
