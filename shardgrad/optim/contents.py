@@ -1,9 +1,9 @@
-"""What a program may edit by hand: the groups and the state of an optimizer.
+"""Detects edits of an optimizer's groups and state by the program.
 
-torch's optimizers look both up at every step, so programs edit them: `optimizer.state.clear()`
-resets the moments, `del optimizer.param_groups[1]` stops training a part, `group["params"] = ...`
-replaces it. A flat optimizer updates buffers that it laid out earlier, so it compares before each
-step and follows.
+torch's optimizers read both at every step, so programs edit them: `optimizer.state.clear()` resets
+the moments, `del optimizer.param_groups[1]` stops training its parameters, `group["params"] = ...`
+replaces them. A flat optimizer updates buffers that it laid out earlier. So it compares groups and
+state before each step, and applies the edits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _END = (object(),)
 
 
 class Contents:
-    """Groups and state as the optimizer left them. A comparison is a few passes in C.
+    """The groups and state as the optimizer left them. Each comparison is a few passes in C.
 
     Args:
         groups: `optimizer.param_groups`.
@@ -46,7 +46,7 @@ class Contents:
 
 
 def _values(state: Mapping[Any, dict[str, Any]]) -> Iterator[Any]:
-    """Yields all of a state; the end, too, so that one with more or fewer values differs."""
+    """Yields the values of a state, and `_END`, so that states of different length differ."""
     return chain(chain.from_iterable(map(dict.values, state.values())), _END)
 
 

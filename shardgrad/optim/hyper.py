@@ -1,10 +1,10 @@
 """Hyperparameters that kernels read from device memory.
 
 [Note: Hyperparameters]
-An optimizer's group is a dictionary, and programs and schedulers assign to it: `group["lr"] =
-1e-4`. A kernel that took such a number as an argument would have it frozen into a captured graph.
-Each group therefore has a mirror in device memory, written at the moment of assignment, and kernels
-read the mirror: the next launch, or the next replay, sees the new value.
+An optimizer's group is a dictionary, and programs and schedulers assign to it:
+`group["lr"] = 1e-4`. If a kernel took such a number as an argument, a captured graph would freeze
+it. So each group has a mirror in device memory, which every assignment writes and which kernels
+read. The next launch or replay uses the new value.
 """
 
 from __future__ import annotations
@@ -47,16 +47,15 @@ def fractions(value: Any) -> Sequence[float]:
 
 @dataclass(frozen=True)
 class Hyper:
-    """One hyperparameter: its name in the group, its first slot in device memory, and what it may
-    be.
+    """One hyperparameter: its name in the group, and its valid values.
 
     Attributes:
         name: the group's key.
-        read: turns a host value into the mirror's numbers, or raises ValueError naming what was
-            expected.
-        may_be_tensor: a one-element tensor is copied at every step instead, so that it can change
-            by itself.
-        count: of the mirror's numbers.
+        read: converts a host value to the mirror's numbers, or raises a ValueError with the
+            expected values.
+        may_be_tensor: the value may be a one-element tensor. It is copied to the mirror at every
+            step, so that in-place changes take effect.
+        count: how many numbers it has in the mirror.
     """
 
     name: str
@@ -67,7 +66,7 @@ class Hyper:
     def numbers(self, value: Any) -> Sequence[float] | None:
         """Returns the mirror's numbers, or None if the value is a tensor.
 
-        Streams: outside a capture the host waits for a tensor, to look at what is in it now.
+        Streams: outside a capture the host waits for a tensor's value, to check its range.
 
         Raises:
             OptionError: the value is outside its range.
@@ -97,12 +96,12 @@ class OptimGroup(dict[str, Any]):
     Args:
         values: the plain dictionary that torch made.
         hypers: the keys that are mirrored.
-        fixed: keys that a launch has as arguments: other values are another graph.
-        validate: given the values the group was built with and those it would have, refuses what
-            does not go together, by an OptionError.
+        fixed: the keys that are host arguments of a launch. Other values need another graph.
+        validate: gets the values that the group was built with and those it would have. Raises an
+            OptionError for a combination that is not allowed.
 
     Attributes:
-        number: of this group, unlike that of any other in the process: its mirrors are its own.
+        number: an id of this group, and so of its mirrors, that is unique in the process.
     """
 
     def __init__(
@@ -126,20 +125,20 @@ class OptimGroup(dict[str, Any]):
         validate(self, self)
 
     def _numbers(self) -> list[float]:
-        """Returns what a mirror starts with; a tensor is copied into it later."""
+        """Returns the initial numbers of a mirror, with 0 for tensors, which `on` copies."""
         found = [hyper.numbers(self[name]) or (0.0,) for name, hyper in self._hypers.items()]
         return list(chain.from_iterable(found))
 
     def on(self, device: torch.device) -> torch.Tensor:
         """Returns the mirror on a device: float64, one number per slot.
 
-        Streams: a hyperparameter that is a tensor is copied on the current stream, at each call;
-            the host waits for nothing.
+        Streams: each call copies hyperparameters that are tensors, on the current stream. The host
+            does not wait.
         Capture: safe after the first call.
 
         Raises:
-            CaptureError: a hyperparameter is a tensor on the host, which a graph would read only
-                once.
+            CaptureError: a hyperparameter is a tensor on another device, which a graph would read
+                only once.
         """
         mirror = self._mirrors.get(device)
         if mirror is None:
@@ -156,7 +155,7 @@ class OptimGroup(dict[str, Any]):
                 )
             place = mirror[self._slots[name]]
             if value.device.type == "cpu":
-                # Goes along with the launch; a copy would be waited for.
+                # The number is an argument of the launch; the host would wait for a copy.
                 place.fill_(value.item())
             else:
                 place.copy_(value.detach().reshape(()))
@@ -168,11 +167,11 @@ class OptimGroup(dict[str, Any]):
         return [(name, value) for name, value in values if isinstance(value, torch.Tensor)]
 
     def __setitem__(self, key: str, value: Any) -> None:
-        """Assigns, and writes the mirrors on the current stream of each device.
+        """Assigns a value, and writes it to the mirrors on the current stream of each device.
 
         Raises:
             OptionError: the value is outside its range; nothing was changed.
-            CaptureError: during a capture, which would record this one value for every replay.
+            CaptureError: a graph is being captured, each replay of which would write this value.
         """
         hyper = self._hypers.get(key)
         numbers = hyper.numbers(value) if hyper is not None else None
@@ -186,17 +185,17 @@ class OptimGroup(dict[str, Any]):
         super().__setitem__(key, value)
 
     def constants(self) -> Hashable:
-        """Returns what a launch has as arguments, and which hyperparameters are tensors, by
-        address.
+        """Returns the host arguments of a launch, and the addresses of hyperparameters that are
+        tensors.
         """
         tensors = [(name, value.data_ptr()) for name, value in self._tensors()]
         return (*map(self.get, self._fixed), *tensors)
 
     def check(self, values: Mapping[str, Any]) -> None:
-        """Looks at what is about to be assigned together, without assigning.
+        """Checks values that are about to be assigned together, without assigning them.
 
         Raises:
-            OptionError: a value is outside its range, or the values do not go together.
+            OptionError: a value is outside its range, or the combination is not allowed.
         """
         for key, value in values.items():
             if key in self._hypers:

@@ -1,10 +1,11 @@
-"""`Muon` over sharded matrices: every matrix is orthogonalised by one rank.
+"""`Muon` over sharded matrices: one rank orthogonalises each matrix.
 
-A step goes over the buckets of [Note: Owned matrices] in `ownership.py`. For each: momentum of this
-rank's pieces; an exchange after which owners have unsharded matrices; Newton-Schulz, batched by
-shape; an exchange back; weight decay and the update of the pieces. What changes from step to step
-is read from device memory; a parameter without a gradient, or a step to be skipped, is a mask and
-not a branch.
+A step processes the buckets of [Note: Owned matrices] in `ownership.py` one after the other. For
+each bucket it updates the momentum of this rank's pieces, sends pieces to the matrices' owners,
+runs Newton-Schulz there in batches of one shape, sends the results back, and applies weight decay
+and the update to this rank's pieces. Values that change from step to step are read from device
+memory. Parameters without a gradient and skipped steps are masked on the device, without a branch
+on the host.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from shardgrad.sharding.param_sharding import ParamSharding
 
 __all__ = ["Muon"]
 
-# Plans for different sets of units with gradients; more than a model with unused units needs.
+# Limit of cached plans, one for each set of segments with gradients. Models with unused units need
+# fewer.
 _MOST_PLANS = 16
 
 _ITERATION_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
@@ -84,7 +86,7 @@ class Muon(FlatOptimizer):
     hypers: ClassVar[Sequence[Hyper]] = (
         Hyper("lr", at_least_zero, may_be_tensor=True),
         Hyper("momentum", at_least_zero),
-        Hyper("eps", at_least_zero),  # where `ops.sgd_` has the dampening of a momentum
+        Hyper("eps", at_least_zero),  # in the slot in which `ops.sgd_` reads the dampening
         Hyper("weight_decay", at_least_zero),
     )
     fixed: ClassVar[Sequence[str]] = (
@@ -224,11 +226,11 @@ class Muon(FlatOptimizer):
     # -- a step
 
     def update_all(self, updates: Sequence[Update]) -> None:
-        """Updates the buckets one after the other. Which ones there are is the same on all ranks.
+        """Updates the buckets one after the other. All ranks have the same buckets.
 
-        A segment is here if a parameter of it has a gradient. Gradients are bound from flags that
-        the reduction has summed over ranks ([Note: Live flags] in `engine/grad_shard.py`), so every
-        rank has the same segments, and joins the same exchanges.
+        A segment is updated if one of its parameters has a gradient. The engine binds gradients by
+        flags that the reduction has summed over ranks ([Note: Live flags] in
+        `engine/grad_shard.py`), so every rank has the same segments and joins the same exchanges.
         """
         left = list(updates)
         self._is_in_graphs |= bool(updates) and is_capturing(updates[0].segment.device)
@@ -237,7 +239,7 @@ class Muon(FlatOptimizer):
             del left[: len(bucket.segments)]
 
     def _buckets(self, updates: Sequence[Update]) -> list[Bucket]:
-        # A table's identity stands for everything it was made from; buckets keep it alive.
+        # A table's id identifies everything that it was made from. Buckets keep the tables alive.
         read = itemgetter("adjust_lr_fn", "num_heads")
         key = tuple([(id(each.launch.rows), read(each.segment.options)) for each in updates])
         known = self._plans.get(key)
@@ -251,13 +253,13 @@ class Muon(FlatOptimizer):
             for indices in buckets(matrices, 1 if mesh is None else mesh.shard_size):
                 found.append(Bucket([same[i] for i in indices], self._ns_dtype))
         if len(self._plans) >= _MOST_PLANS and not self._is_in_graphs:
-            self._plans.clear()  # but for a graph, which reads their tables
+            self._plans.clear()  # not once captured: graphs read the tables of plans
         self._plans[key] = found
         return found
 
 
 def _what_goes_together(update: Update) -> tuple[Hashable, ...]:
-    """Returns what is the same for all segments of a bucket."""
+    """Returns the key that all segments of a bucket have in common."""
     segment, mesh = update.segment, mesh_of(update.segment)
     group = None if mesh is None else mesh.shard_group
     dtypes = segment.dtype, segment.state["momentum_buffer"].dtype
@@ -269,7 +271,7 @@ def _has_heads(param: torch.Tensor, heads: int) -> bool:
 
 
 def _is_cut_by_rows(sharding: ParamSharding) -> bool:
-    """Returns whether every rank has rows of matrices, or whole ones."""
+    """Returns whether every rank has full rows of matrices, or whole matrices."""
     cut = (each for each in sharding.placements if isinstance(each, Shard | _StridedShard))
     is_stack = len(sharding.shape) == 3
     return all(each.dim == 0 for each in cut) and (is_stack or not sharding.came_as_dtensor)

@@ -1,8 +1,8 @@
 """Norms over gradients, without a host read: one pass over each shard, then one small all-reduce.
 
-Shards of one group of ranks are added up before they are sent, so a model on one mesh needs a
-single message of two numbers; replicas (HSDP) hold the same gradients and are not counted twice.
-Sums are float64 and their order is fixed, so a norm is the same bits from run to run.
+The parts of shards with the same group of ranks are summed before the all-reduce, so a model on one
+mesh needs a single message of two numbers. Replicas (HSDP) hold the same gradients and are not
+counted twice. Sums are float64 and their order is fixed, so a norm has the same bits in every run.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ __all__ = ["find_nonfinite", "is_judged", "norm_of"]
 
 _WHAT = "all-reduce of the gradients' norm"
 
-# A norm's value and its count of non-finite elements, and the groups of ranks it must be summed
-# over.
+# (value, groups): a norm's sum and its count of non-finite elements, and the process groups over
+# which both must be reduced.
 _Part = tuple[torch.Tensor, tuple[dist.ProcessGroup, ...]]
 
 
@@ -39,17 +39,17 @@ def norm_of(
     """Computes a norm over all gradients of all ranks.
 
     Args:
-        gradients: this rank's.
+        gradients: the gradients of this rank.
         norm_type: 0, a positive number, or an infinity.
-        device: of the result, if there are no gradients.
+        device: the device of the result if there are no gradients.
 
     Returns:
         (norm, nonfinite), device scalars, the same on every rank. `norm` is float64 if a gradient
-        is, else float32. `nonfinite` is float32, above zero if any element, or the norm, is an
-        infinity or a NaN. The shards remember `nonfinite`; a norm over some gradients of a shard
-        leaves what is known of the others. The next norm of the same gradients overwrites it.
+        is, else float32. `nonfinite` is float32, above zero if any element or the norm is an
+        infinity or a NaN. The shards store `nonfinite`; a norm over some gradients of a shard keeps
+        the verdict on the others. The next norm of the same gradients overwrites it.
 
-    Streams: the current stream; collectives are joined by it.
+    Streams: the current stream, which waits for the collectives.
     Capture: safe once the process group has been used.
 
     Raises:
@@ -81,7 +81,7 @@ def norm_of(
 
 
 def find_nonfinite(params: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Returns a float32 device scalar, above zero on every rank if any gradient of any is not
+    """Returns a float32 device scalar, above zero on every rank if a gradient of any rank is not
     finite.
 
     Streams and capture: as `norm_of`.
@@ -89,14 +89,15 @@ def find_nonfinite(params: Iterable[torch.Tensor], device: torch.device) -> torc
     return norm_of(select(params), math.inf, device)[1]
 
 
-# By the shard that a norm begins with, and its selections; or by None what several norms found.
+# By the first shard of a norm and the norm's selections; under None, the combined verdict of
+# several norms on the shard.
 _verdicts: WeakKeyDictionary[GradShard, dict[Hashable, torch.Tensor]] = WeakKeyDictionary()
 
 
 def _verdict_of(shard: GradShard, key: Hashable, device: torch.device) -> torch.Tensor:
-    """Returns the scalar in which it is kept whether gradients are finite.
+    """Returns the device scalar that stores whether gradients are finite.
 
-    It has one address, since a graph may read what another one, or eager code, has written.
+    Its address is constant, since a graph may read what another graph or eager code wrote.
     """
     known = _verdicts.setdefault(shard, {})
     if key not in known:
@@ -106,7 +107,7 @@ def _verdict_of(shard: GradShard, key: Hashable, device: torch.device) -> torch.
 
 
 def _remember(selection: Selection, nonfinite: torch.Tensor) -> None:
-    """Keeps a verdict with the shard, and what is known of other gradients of the shard."""
+    """Stores a verdict with the shard, combined with the one on other gradients of the shard."""
     shard = selection.shard
     if shard.nonfinite is not None and not shard.judged.keys() <= {*selection.places}:
         own = _verdict_of(shard, None, nonfinite.device)
@@ -115,7 +116,7 @@ def _remember(selection: Selection, nonfinite: torch.Tensor) -> None:
 
 
 def is_judged(selection: Selection) -> bool:
-    """Returns whether a norm has looked at all of these gradients since they came."""
+    """Returns whether norms have checked all of these gradients since they were reduced."""
     shard = selection.shard
     return shard.nonfinite is not None and shard.judged.keys() >= {*selection.live}
 
@@ -148,17 +149,17 @@ def _parts(gradients: Gradients, norm_type: float) -> list[_Part]:
     return parts
 
 
-# By shard and places; kept, so that a capture finds the tables on the device.
+# By shard and places. Cached so that the tables are on the device before a capture.
 _Table = tuple[tuple[dist.ProcessGroup, ...], torch.Tensor, int]
 _tables: WeakKeyDictionary[GradShard, dict[tuple[int, ...], list[_Table]]] = WeakKeyDictionary()
 
 
 def _tables_of(shard: GradShard, places: tuple[int, ...]) -> list[_Table]:
-    """Returns the tables with which a norm reads these gradients, by the ranks that they are cut
+    """Returns one table of these gradients for each set of process groups that they are sharded
     over.
 
-    All are cut over the mesh's shard group; those of tensor-parallel parameters over others as
-    well.
+    All are sharded over the mesh's shard group; those of tensor-parallel parameters over other
+    groups, too.
 
     Capture: safe after the first call for these places.
     """
@@ -186,7 +187,9 @@ def _table(shard: GradShard, places: Sequence[int]) -> tuple[torch.Tensor, int]:
 
 @lru_cache(maxsize=1024)
 def _table_of_one(numel: int, device: torch.device) -> tuple[torch.Tensor, int]:
-    """Returns the table for a tensor by itself; kept, so that a capture finds it on the device."""
+    """Returns the table for a single tensor. Cached so that it is on the device before a
+    capture.
+    """
     with torch.inference_mode(mode=False):
         rows, tiles = ops.segment_rows([(0, 0, 0, numel, 0, 0)])
         return rows.to(device), tiles
@@ -217,7 +220,7 @@ def _local_norm(
 
 
 def _sharding_groups(grad: DTensor) -> tuple[dist.ProcessGroup, ...]:
-    """Returns the groups over which another library's DTensor is cut."""
+    """Returns the process groups over which another library's DTensor is sharded."""
     if any(placement.is_partial() for placement in grad.placements):
         raise GradientError(
             "a gradient is still a sum to be done",
@@ -229,7 +232,9 @@ def _sharding_groups(grad: DTensor) -> tuple[dist.ProcessGroup, ...]:
 
 
 def _over_ranks(parts: Sequence[_Part], norm_type: float) -> torch.Tensor:
-    """Adds up (or takes the extreme of) all parts, those of the same ranks before they travel."""
+    """Reduces all parts to one, by sum or extreme; those with the same groups before they
+    are sent.
+    """
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
     for value, groups in parts:
         by_groups.setdefault(groups, []).append(value)
@@ -253,7 +258,7 @@ def _combined(values: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
 
 
 def _all_reduce(value: torch.Tensor, group: dist.ProcessGroup, norm_type: float) -> None:
-    if not reaches(group, value.device):  # gradients on the host, and a backend for devices only
+    if not reaches(group, value.device):  # offloaded gradients, and a backend for devices only
         device = torch.accelerator.current_accelerator()
         there = value.to(device)
         _all_reduce(there, group, norm_type)
@@ -263,8 +268,9 @@ def _all_reduce(value: torch.Tensor, group: dist.ProcessGroup, norm_type: float)
         with recorder.group_log(group).waiting(_WHAT, value):
             dist.all_reduce(value, group=group)
         return
-    # One message: an extreme and a count. A minimum is a maximum of the negative values. A
-    # backend's maximum of NaN is not defined, so NaN is sent as an infinity, and the count has it.
+    # Send the extreme and the count in one message; a minimum is sent as a maximum of the negated
+    # values. The maximum of NaN depends on the backend, so NaN is sent as infinity; the count
+    # records it.
     sign = math.copysign(1.0, norm_type)
     total, count = value.unbind()
     message = torch.stack(

@@ -1,22 +1,22 @@
-"""Which rank orthogonalises which matrix, and the layout of the buffers they are exchanged in;
-integers only.
+"""Decides which rank orthogonalises which matrix, and lays out the exchange buffers. No tensors.
 
 [Note: Owned matrices]
-Newton-Schulz needs an unsharded matrix. So every matrix has one *owner* in its shard group. A
-matrix that one rank has all of, as an expert's or an attention head's may be, is that rank's. Of
-others the owner receives the pieces of all ranks, orthogonalises the matrix and sends the results
-back: two exchanges, each an all-to-all. A rank never holds a matrix that it does not own.
+Newton-Schulz needs an unsharded matrix. So every matrix has one *owner* in its shard group. If one
+rank has all of a matrix, for example that of an expert or of an attention head, that rank owns it.
+For every other matrix, the owner receives the pieces of all ranks, orthogonalises the matrix and
+sends the results back: two exchanges, each an all-to-all. A rank never holds an unsharded matrix
+that it does not own.
 
-Matrices are exchanged in *buckets*: consecutive segments that together have equal work for every
-rank. A unit with seven matrices on 64 ranks would leave 57 of them idle, and one bucket for the
-model would need staging for the model.
+Matrices are exchanged in *buckets*: consecutive segments that together have about equal work for
+every rank. One bucket for each unit would leave ranks idle: seven matrices occupy 7 of 64 ranks.
+One bucket for the model would need staging memory for the whole model.
 
       send buffer, rank 0:    | pieces of matrices of rank 0 | pieces of matrices of rank 1 | ...
       receive buffer, rank 0: | pieces from rank 0 | pieces from rank 1 | ...
       matrices, rank 0:       | matrices of one shape | matrices of another shape | ...
 
-Pieces are sorted by the shape of their matrix. So where nothing travels, the buffer that would be
-sent is the one of the matrices.
+Pieces are sorted by the shape of their matrix. So if nothing has to be sent, the send buffer is
+also the buffer of matrices.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from shardgrad.sharding.layout import ShardLayout
 
 __all__ = ["Batch", "BufferSlice", "Exchange", "Matrix", "ReceivedPiece", "buckets", "owners"]
 
-# The pieces of matrices of one shape start on a multiple of so many elements: 128 bytes in
+# The pieces of matrices of one shape start at a multiple of this many elements: 128 bytes in
 # bfloat16, for the reason given in layout.py.
 _ALIGNMENT_NUMEL = 64
 
-# A bucket ends as soon as no rank has more than this share of the mean work above it.
+# A bucket ends only when no rank exceeds the mean work by more than this share of it.
 _UNEVENNESS = 0.05
 
-# Nor before it has so many elements for each rank: a smaller one is launched for longer than it
-# computes.
+# It also ends only when it has this many elements per rank: the launches of a smaller one take
+# longer than its computation.
 _LEAST_NUMEL = 1 << 26
 
 
 class Matrix(NamedTuple):
-    """One matrix of a parameter, and who has which of its rows.
+    """One matrix of a parameter, and which rank has which of its rows.
 
     Attributes:
         shape: rows and columns.
         begin: its first row among all rows of the parameter.
-        parts: half-open range of the parameter's rows that each rank has.
+        parts: for each rank, the half-open range of the parameter's rows that it has.
     """
 
     shape: tuple[int, int]
@@ -61,8 +61,8 @@ class Matrix(NamedTuple):
         """Returns the matrices of a parameter, in memory order.
 
         Args:
-            shape: of the parameter, two dims or a stack of matrices; sharded along dim 0.
-            num_heads: matrices that the rows of each are divided into.
+            shape: the shape of the parameter, a matrix or a stack of matrices, sharded along dim 0.
+            num_heads: the number of matrices into which the rows of each are divided.
             world_size: ranks of the shard group.
         """
         piece = ShardLayout.of([shape], world_size, alignment=1, with_flags=False).pieces[0]
@@ -85,18 +85,18 @@ class Matrix(NamedTuple):
 
     @property
     def home(self) -> int | None:
-        """The rank that has all of it, if there is one."""
+        """The rank that has the whole matrix; None if it is cut."""
         end = self.begin + self.shape[0]
         whole = (r for r, (low, high) in enumerate(self.parts) if low <= self.begin and end <= high)
         return next(whole, None)
 
     def rows(self, rank: int) -> tuple[int, int]:
-        """Returns the half-open range of its own rows that a rank has."""
+        """Returns the half-open range of the matrix's rows that a rank has."""
         low, high = (min(max(row - self.begin, 0), self.shape[0]) for row in self.parts[rank])
         return low, high
 
     def local_numel(self, rank: int) -> int:
-        """Returns the elements that a rank has."""
+        """Returns the number of the matrix's elements that a rank has."""
         begin, end = self.rows(rank)
         return (end - begin) * self.shape[1]
 
@@ -104,9 +104,10 @@ class Matrix(NamedTuple):
 def owners(matrices: Sequence[Matrix], world_size: int) -> tuple[list[int], list[int]]:
     """Chooses an owner for each matrix, so that ranks have about equal work.
 
-    What is whole on a rank stays there. Of the others the heaviest that is left goes to the rank
-    with the least work; ties go to the lower index, so all ranks choose alike. No rank gets more
-    than the mean and one matrix, unless what it has is more.
+    A matrix that is whole on a rank stays there. The others are assigned in the order of decreasing
+    work, each to the rank with the least work so far. Ties go to the lower index, so all ranks
+    choose alike. No rank gets more than the mean work plus one matrix, unless the matrices that are
+    whole on it are more.
 
     Args:
         matrices: in an order that all ranks share.
@@ -131,13 +132,13 @@ def buckets(segments: Sequence[Sequence[Matrix]], world_size: int) -> list[range
     """Divides segments, in order, into buckets.
 
     Args:
-        segments: the matrices of each.
+        segments: the matrices of each segment.
         world_size: ranks of the shard group.
 
     Returns:
-        Ranges of indices that cover all segments. In each no rank has more than `_UNEVENNESS` above
-        the mean work, and the mean rank has `_LEAST_NUMEL` elements; without its last segment one
-        of both would not be so. What is left over joins the last one.
+        Ranges of indices that cover all segments. A bucket is the shortest in which no rank exceeds
+        the mean work by more than `_UNEVENNESS` and there are `_LEAST_NUMEL` elements per rank on
+        average. Remaining segments join the last bucket.
     """
     ends = [0]
     for end in range(1, len(segments) + 1):
@@ -162,9 +163,9 @@ class ReceivedPiece(NamedTuple):
     """A piece that the owner of its matrix receives.
 
     Attributes:
-        receive_offset: of its first element in the receive buffer.
-        matrix_offset: of its first element among the unsharded matrices.
-        numel: elements, at least 1.
+        receive_offset: offset of its first element in the receive buffer.
+        matrix_offset: offset of its first element in the buffer of matrices.
+        numel: number of elements, at least 1.
     """
 
     receive_offset: int
@@ -177,8 +178,8 @@ class Batch:
     """Owned matrices of one shape, one after the other.
 
     Attributes:
-        shape: of each.
-        offset: of the first element among the unsharded matrices.
+        shape: the shape of each.
+        offset: offset of the first element in the buffer of matrices.
         matrices: their indices.
     """
 
@@ -194,17 +195,18 @@ class Batch:
 
 @dataclass(frozen=True)
 class Exchange:
-    """One rank's part in sending pieces to owners; the results are sent back with both sides
-    swapped.
+    """One rank's view of the exchange that sends pieces to owners. The results are sent back with
+    `sent` and `received` swapped.
 
     Attributes:
-        sent: elements for each rank, padding included.
-        received: elements from each rank.
-        send_slices: for each matrix, this rank's piece in the send buffer; it may be empty.
-        received_pieces: pieces of the matrices that this rank owns.
-        batches: these matrices, by shape.
-        matrices_numel: elements of the buffer of these matrices.
-        travels: False if every matrix is where it is orthogonalised.
+        sent: number of elements sent to each rank, padding included.
+        received: number of elements received from each rank.
+        send_slices: for each matrix, the slice of the send buffer with this rank's piece; may be
+            empty.
+        received_pieces: the pieces of the matrices that this rank owns.
+        batches: the matrices that this rank owns, by shape.
+        matrices_numel: number of elements of the buffer of matrices.
+        travels: False if every matrix is whole on its owner, so that nothing is sent.
     """
 
     sent: tuple[int, ...]
@@ -222,7 +224,7 @@ class Exchange:
         Args:
             matrices: in an order that all ranks share.
             world_size: ranks of the shard group.
-            rank: this one.
+            rank: this rank in the shard group.
         """
         owner_of, _ = owners(matrices, world_size)
         owned: list[list[int]] = [[] for _ in range(world_size)]
@@ -269,7 +271,7 @@ def _side_by_side(
     """Lays out pieces of these matrices, which are sorted by shape.
 
     Returns:
-        Where each begins, and where the next message may.
+        The offset of each piece, and the offset at which the next message may begin.
     """
     begins: list[int] = []
     for _, alike in groupby(zip(indices, numels, strict=True), lambda x: matrices[x[0]].shape):

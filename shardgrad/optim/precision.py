@@ -1,14 +1,14 @@
 """The dtypes of an optimizer's state.
 
 [Note: Exact weights]
-A bf16 weight has 8 bits of mantissa, and a small update disappears in rounding. Three ways out, all
-written in the same pass as the weight itself:
+A bf16 weight has 8 bits of mantissa, so a small update is lost to rounding. There are three
+remedies, each applied in the same pass that writes the weight:
 
-* `master="float32"`: a float32 copy is what is trained, the weight is its rounding (6 bytes a
-  parameter);
-* `master="remainder"`: the 16 bits that the weight lacks of the float32 value (4 bytes, bit for bit
-  the same training, except that ties round up);
-* `stochastic_rounding=True`: no more memory, and right on average.
+* `master="float32"`: the optimizer updates a float32 copy, and the weight is that copy rounded (6
+  bytes per parameter);
+* `master="remainder"`: stores the 16 bits of the float32 value that the weight lacks (4 bytes per
+  parameter; bit for bit the same training, except that ties round up);
+* `stochastic_rounding=True`: needs no more memory; updates are correct on average.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Precision:
     """Options of every optimizer here. See [Note: Exact weights].
 
     Attributes:
-        moment_dtype: of moments and momentum; None for float32, or float64 under float64
+        moment_dtype: the dtype of moments and momentum; None for float32, or float64 for float64
             parameters.
-        master: what is kept next to 16-bit weights.
+        master: the kind of master copy next to 16-bit weights; None for none.
         stochastic_rounding: round bf16 weights up or down at random, without bias.
-        seed: of that.
+        seed: the seed of stochastic rounding.
     """
 
     moment_dtype: torch.dtype | None = None
@@ -70,13 +70,13 @@ class Precision:
 
     @property
     def keeps_small_steps(self) -> bool:
-        """Whether a step that is too small for a 16-bit weight is not lost."""
+        """True if updates that are too small for a 16-bit weight are not lost."""
         return self.master is not None or self.stochastic_rounding
 
     def dtypes(
         self, param_dtype: torch.dtype, moments: tuple[str, ...]
     ) -> Mapping[str, torch.dtype]:
-        """Returns the state buffers for parameters of a dtype, by name."""
+        """Returns the dtypes of the state buffers for parameters of a dtype, by name."""
         wide = torch.float64 if param_dtype is torch.float64 else torch.float32
         dtypes = dict.fromkeys(moments, self.moment_dtype or wide)
         if self.master == "float32" and param_dtype in _HALVES:

@@ -1,13 +1,13 @@
 """Segments: the parameters that one launch of an optimizer's kernel updates.
 
 [Note: Segments]
-The parameters of one parameter group of the engine that one entry of `param_groups` updates are a
-*segment*: they lie in one flat shard, their gradients in another, their moments in flat buffers
-that belong to the segment, and a table in device memory says which ranges belong together. A launch
-takes the flat buffers and the table, whatever the number of parameters. Nothing is looked up
-through `param.grad`: the engine knows where gradients are.
+A *segment* is the parameters that one entry of `param_groups` has in one parameter group of the
+engine. They lie in one flat shard, their gradients in another, and their moments in flat buffers of
+the segment. A table in device memory maps the ranges of one to those of the others. A launch gets
+the flat buffers and the table, whatever the number of parameters. It does not read `param.grad`,
+since the engine knows where the gradients are.
 
-A parameter that no unit shards is a segment alone.
+A parameter that no unit shards is a segment of its own.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class Launch(NamedTuple):
 
     Attributes:
         param: 1-D, this rank's part of the parameters.
-        grad: 1-D, read in its own dtype.
-        touched: flags, one for each row's `flag_index`; the parameter is updated if its flag is
-            above zero.
+        grad: 1-D gradients, in any dtype of gradients.
+        touched: the live flags, indexed by `flag_index` of a row. A parameter is updated if its
+            flag is above zero.
         rows: int64 table on the device; see `ops.segment_rows`.
-        tiles: as `ops.segment_rows` counted them.
+        tiles: the number of tiles that `ops.segment_rows` returned.
         places: the rows of the table on the host.
-        nonfinite: device scalar, above zero if gradients were found not finite; None if none were
+        nonfinite: device scalar, above zero if gradients are not finite; None if they were not
             checked.
     """
 
@@ -69,20 +69,20 @@ class _Segment(ABC):
     """Parameters that are updated by one launch, and their state.
 
     Args:
-        params: the optimizer's own objects, in the order of their state.
-        numel: elements of each flat state buffer.
-        rank: in the shard group.
+        params: the parameters that the optimizer was given, in the order of their state.
+        numel: number of elements of each flat state buffer.
+        rank: this rank in the shard group.
 
     Attributes:
         params: as given.
         numel: as given.
         rank: as given.
-        number: the optimizer's count of its segments.
+        number: the index of the segment among all that the optimizer has made.
         options: the entry of `param_groups` that it belongs to.
-        is_allocated: True once there is state; only then are there the next three.
-        state: flat buffers by name, each `numel` elements.
-        steps: float32, updates per parameter.
-        ticket: int32 scratch of the kernels.
+        is_allocated: True once the state exists. The next three attributes are set then.
+        state: flat buffers by name, each of `numel` elements.
+        steps: the number of updates of each parameter, float32.
+        ticket: int32 scratch memory of the kernels.
     """
 
     state: dict[str, torch.Tensor]
@@ -109,14 +109,15 @@ class _Segment(ABC):
 
     @property
     def rows(self) -> torch.Tensor | None:
-        """The latest launch's table, if others may replace it; see `Launch`."""
+        """The table of the latest launch, if a later launch may use another one; see `Launch`."""
         return None
 
     def on_device(self, rows: torch.Tensor) -> torch.Tensor:
-        """Returns the table of a launch, which the first step copies from the host.
+        """Copies the table of a launch to the device, which the first step does.
 
         Raises:
-            CaptureError: a graph is being captured, and would copy what is gone at its replay.
+            CaptureError: a graph is being captured; its replays would copy host memory that is
+                gone.
         """
         if is_capturing(self.device):
             raise CaptureError(
@@ -130,8 +131,8 @@ class _Segment(ABC):
         return rows.to(self.device)
 
     def seed(self, base: int) -> int:
-        """Returns the seed of stochastic rounding: another for every segment and shard, one for
-        replicas.
+        """Returns the seed of stochastic rounding. It differs between segments and shards, and is
+        the same on all replicas of a shard.
         """
         return base + (self.number << 40) + (self.rank << 16)
 
@@ -140,7 +141,7 @@ class _Segment(ABC):
         return torch.zeros(numel, dtype=dtype, device=self.device)
 
     def allocate(self, dtypes: Mapping[str, torch.dtype], *, on_host: bool) -> None:
-        """Allocates zeroed state buffers, at constant addresses from then on."""
+        """Allocates zeroed state buffers, whose addresses never change."""
         zeros = partial(host_zeros, device=self.device) if on_host else self.zeros
         self.steps = torch.zeros(len(self.params), dtype=torch.float32, device=self.device)
         self.ticket = torch.zeros(1, dtype=torch.int32, device=self.device)
@@ -168,7 +169,7 @@ class ShardedSegment(_Segment):
 
     Args:
         group: the group.
-        members: those of its parameters that are updated.
+        members: the parameters of the group that the optimizer updates.
     """
 
     def __init__(self, group: ParamGroup, members: Iterable[FSDPParam]) -> None:
@@ -195,7 +196,7 @@ class ShardedSegment(_Segment):
 
     @property
     def device(self) -> torch.device:
-        """Where the group's shards live, also while the parameters are on the meta device."""
+        """The device of the group's shards, even while the parameters are on the meta device."""
         return self._group.shard_memory.device
 
     @property
@@ -209,7 +210,7 @@ class ShardedSegment(_Segment):
         return self._group.shard.device.type != "meta"
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """See `_Segment.zeros`: states go to sleep along with their parameters."""
+        """See `_Segment.zeros`. Uses virtual memory if the parameters do, for `shardgrad.sleep`."""
         memory = self._group.shard_memory
         return memory.zeros(numel, dtype) if memory.is_virtual else super().zeros(numel, dtype)
 
@@ -219,7 +220,8 @@ class ShardedSegment(_Segment):
         return None if self._table is None else self._table.rows
 
     def settle(self) -> Launch | None:
-        """Updates the device's flags to what the program has bound, and describes the launch.
+        """Updates the live flags on the device to the gradients that are bound, and returns the
+        launch.
 
         Returns:
             None if no parameter has a gradient.
@@ -235,7 +237,7 @@ class ShardedSegment(_Segment):
         table = self._table
         if table is None or table.shard is not shard:
             table = self._table = self._table_for(shard)
-        live = shard.settle()  # all: a verdict is on all of the shard
+        live = shard.settle()  # of the whole shard, since the verdict covers the whole shard
         if not any(live[row.flag_index] for row in table.places):
             return None
         return Launch(
@@ -249,9 +251,8 @@ class ShardedSegment(_Segment):
         )
 
     def _memory_now(self) -> list[object]:
-        """Returns what other objects take the place of where a program replaces a parameter's data.
-
-        torch allows that: `param.data = x`.
+        """Returns the local tensors and storages. `param.data = x` replaces them with other
+        objects.
         """
         return [*map(local_of, self.params), *storages_of(self.params)]
 
@@ -311,7 +312,7 @@ class ShardedSegment(_Segment):
         ]
 
     def face(self, index: int, local: torch.Tensor) -> torch.Tensor:
-        """Returns a parameter's piece of state as a program sees it: a DTensor sharded like the
+        """Returns a parameter's piece of state for the public `state`: a DTensor sharded like the
         parameter.
         """
         return dtensor_like(in_own_storage(local), cast(DTensor, self.params[index]))
@@ -380,7 +381,7 @@ class PlainSegment(_Segment):
         local, grad = local_tensor(param).detach(), local_tensor(grad).detach()
         self._check(local, grad)
         if grad.stride() != local.stride():
-            # Memory orders differ: only then is a gradient copied.
+            # The kernel needs one memory order: copy the gradient only if its order differs.
             grad = torch.empty_like(local, dtype=grad.dtype).copy_(grad)
         if self._rows_and_flag is None:
             rows = self.on_device(self._host_rows)
@@ -412,7 +413,7 @@ class PlainSegment(_Segment):
             )
 
     def _check(self, local: torch.Tensor, grad: torch.Tensor) -> None:
-        # State has the memory order and the device that the parameter had.
+        # The state has the memory order and device that the parameter had when it was allocated.
         device = self.steps.device if self.is_allocated else local.device
         if _form_of(local) != self._form or local.device != device:
             shape, strides, dtype = self._form
@@ -460,8 +461,8 @@ def _on_host(rows: torch.Tensor) -> list[Row]:
 
 
 def _form_of(local: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
-    """Returns shape, strides and dtype; a dimension of one element has any stride, so it counts as
-    none.
+    """Returns shape, strides and dtype. Dimensions of size 1 have an arbitrary stride, returned as
+    0.
     """
     strides = zip(local.shape, local.stride(), strict=True)
     return (

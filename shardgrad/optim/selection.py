@@ -1,4 +1,4 @@
-"""The gradients of a set of parameters, and multiplying all of them."""
+"""Finds the gradients of a set of parameters, and multiplies them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Selection:
     """Gradients chosen from one shard.
 
     Attributes:
-        shard: where they are.
-        places: the indices of the parameters that were chosen.
-        live: those of them that have a gradient.
+        shard: the gradient shard that contains them.
+        places: the indices of the chosen parameters in the shard.
+        live: the indices among `places` whose parameter has a gradient.
     """
 
     shard: GradShard
@@ -34,11 +34,11 @@ class Selection:
 
 @dataclass(frozen=True)
 class Gradients:
-    """What a set of parameters has for gradients.
+    """The gradients of a set of parameters.
 
     Attributes:
-        selections: those in gradient shards, in the order of the parameters.
-        plain: those of parameters that no unit shards.
+        selections: the gradients in gradient shards, in the order of the parameters.
+        plain: the gradients of parameters that no unit shards.
     """
 
     selections: list[Selection]
@@ -55,8 +55,8 @@ class Gradients:
         gradients = list(map(local_tensor, self.plain))
         for selection in self.selections:
             shard = selection.shard
-            # A gradient that is None for now may come back, so a shard is multiplied as a whole
-            # only if all of its gradients are chosen.
+            # The value of a gradient that is None may still be needed, so a shard is multiplied as
+            # a whole only if all of its gradients are chosen and live.
             if len(selection.live) == shard.count:
                 gradients.append(shard.values)
             else:
@@ -68,7 +68,7 @@ class Gradients:
 def gradients_of(group: ParamGroup, params: Iterable[torch.Tensor]) -> GradShard | None:
     """Returns a group's gradient shard, with memory; None if it has none and nothing was assigned.
 
-    A frozen parameter that was given a gradient gets a place in it.
+    A frozen parameter to which the program assigned a gradient gets a place in the shard.
     """
     grads, attribute = grads_of(group), group.gradient_policy.attribute
     written = [param for param in params if getattr(param, attribute, None) is not None]
@@ -89,8 +89,8 @@ def plain_gradient(param: torch.Tensor) -> torch.Tensor | None:
 
 
 def select(params: Iterable[torch.Tensor]) -> Gradients:
-    """Finds the gradients of parameters, and makes the device's flags agree with what is bound to
-    them.
+    """Finds the gradients of parameters, and updates the live flags on the device to the gradients
+    that are bound.
 
     Raises:
         ForeignParameterError: a gradient is not sharded like its parameter.
@@ -98,7 +98,7 @@ def select(params: Iterable[torch.Tensor]) -> Gradients:
     by_group: dict[ParamGroup, dict[FSDPParam, None]] = {}
     plain = []
     for param in dict.fromkeys(params):
-        # After an evaluation, modules may still show unsharded parameters.
+        # After an evaluation, unsharded parameters may still be registered.
         managed = fsdp_param_of(param)
         if managed is not None:
             by_group.setdefault(group_of(managed), {})[managed] = None

@@ -1,4 +1,4 @@
-"""Loading a saved optimizer state into buffers that exist."""
+"""Loads a saved optimizer state into existing buffers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardgrad.optim.hyper import OptimGroup
 
 __all__ = ["copies_into", "load_state", "local_part", "local_tensor", "misfit"]
 
-# A list of copies to make, once everything has been looked at.
+# Copies (into, value), made once everything is checked.
 _Copies = list[tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -25,17 +25,17 @@ def load_state(
     *,
     ignored: Collection[str] = (),
 ) -> None:
-    """Copies what `state_dict` holds into the groups and buffers of an optimizer.
+    """Copies the values of `state_dict` into the groups and buffers of an optimizer.
 
     Args:
-        groups: its `param_groups`.
-        state: its `state`, complete.
-        state_dict: what is loaded.
-        ignored: keys of groups that are checked, and not taken over.
+        groups: the optimizer's `param_groups`.
+        state: the optimizer's `state`, complete.
+        state_dict: the state to load.
+        ignored: keys of groups that are checked but not loaded.
 
-    A parameter that the state does not mention starts from zero state. State of torch's optimizers
-    that has no place here (`max_exp_avg_sq`) is refused; state that is missing because this
-    optimizer keeps more (a master copy) is made from the parameter at the next step.
+    A parameter without an entry in the state dict starts from zero state. Tensors that this
+    optimizer does not keep (`max_exp_avg_sq`) are refused. Tensors that only this optimizer keeps
+    (a master copy) are made from the parameter at the next step.
 
     Raises:
         OptimizerStateError: groups, parameters, names or shapes do not fit; nothing was changed.
@@ -62,7 +62,7 @@ def load_state(
 def copies_into(
     number: int, ours: Mapping[str, torch.Tensor], saved: Mapping[str, Any]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields what has to be copied for one parameter, after looking at all of it."""
+    """Yields the copies (into, value) for one parameter."""
     unknown = [
         key for key, value in saved.items() if key not in ours and isinstance(value, torch.Tensor)
     ]
@@ -83,10 +83,10 @@ def copies_into(
 
 
 def _count(number: int, step: Any, momentum: Any) -> torch.Tensor:
-    """Returns how many steps a parameter has taken, float32.
+    """Returns the number of steps that a parameter has taken, float32.
 
-    torch's SGD counts none, and a checkpoint without counts leaves 0; a momentum means there has
-    been one.
+    torch's SGD does not count steps. If the count is missing or 0, a momentum that is not zero
+    means that there was at least one step.
     """
     if step is None:
         step = float(momentum is not None)
@@ -104,12 +104,12 @@ def local_part(into: torch.Tensor, value: Any, what: str) -> torch.Tensor:
 
     Args:
         into: the target: a DTensor, or an unsharded tensor.
-        value: a DTensor with any placements on any mesh, or an unsharded tensor. A collective if it
-            has to move.
-        what: its name, for the message.
+        value: a DTensor with any placements on any mesh, or an unsharded tensor. A collective if
+            its placements or its mesh differ from the target's.
+        what: the name for the error message.
 
     Raises:
-        OptimizerStateError: it has another shape, or is no tensor.
+        OptimizerStateError: `value` has another shape, or is not a tensor.
     """
     if not isinstance(value, torch.Tensor) or value.shape != into.shape:
         got = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
@@ -130,7 +130,7 @@ def local_part(into: torch.Tensor, value: Any, what: str) -> torch.Tensor:
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns what this rank has of a tensor."""
+    """Returns the local tensor of a DTensor; any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
