@@ -1,5 +1,6 @@
-"""Calls that are not a unit's forward, but read its parameters: methods, inner modules, and modules
-that use another one's weight.
+"""Calls outside a unit's forward that read its parameters.
+
+These are calls of methods, of inner modules, and of modules that use another module's weight.
 """
 
 from __future__ import annotations
@@ -17,22 +18,28 @@ from shardgrad.engine.unit import Unit
 __all__ = ["forward_around", "like_forward"]
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-_graph_task: Callable[[], int] = torch._C._current_graph_task_id  # -1 outside of backward
+_graph_task: Callable[[], int] = torch._C._current_graph_task_id  # -1 outside backward
 
 
 def forward_around(module: nn.Module, unit: Unit, reader: nn.Module | None = None) -> None:
-    """Makes a call of `reader` around the forward of the unit that owns the parameters of `module`,
-    as by a method of the model, gather and reshard as that forward does.
+    """Makes a call of `reader` outside the forward of its unit unshard and reshard as forward does.
 
-    `reader` is `module` by default, or one that reads its parameters without calling it.
+    The unit owns the parameters of `module`. Such a call comes, for example, from a method of the
+    model.
+
+    Args:
+        module: the module.
+        unit: the unit.
+        reader: a module that reads the parameters of `module` without calling it; by default
+            `module`.
     """
     is_other = reader is not None
     reader = module if reader is None else reader
-    # Whether each call that runs around the unit's forward has gathered, the innermost last. One
-    # that raises leaves its entry: `after` does not come.
+    # For each call outside the unit's forward, whether it has unsharded; the innermost last. A call
+    # that raises leaves its entry, because `after` does not run.
     calls: list[bool] = []
     is_hooked = False
-    is_inside = False  # the latest call that backward may run again, of the unit's forward
+    is_inside = False  # the last call that backward may repeat was inside the unit's forward
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments | None:
         nonlocal is_hooked, is_inside
@@ -44,23 +51,24 @@ def forward_around(module: nn.Module, unit: Unit, reader: nn.Module | None = Non
             return None
         is_cut_short = False
         if _graph_task() != -1:
-            # What runs again does what it did at first: of a call inside of the unit's forward,
-            # whose inputs are the program's, nothing is cast.
+            # A recomputation repeats what the call did first. A call inside the unit's forward cast
+            # nothing.
             if is_inside and unit.context is not None:
                 unit.unshard(unit.context.comm_ctx)
                 unit.wait_for_unshard(unit.context.comm_ctx)
                 return None
         else:
-            # One without gradients, as of a metric between forward and backward, is not run again.
+            # Backward does not repeat a call without grad, such as a metric between forward and
+            # backward.
             is_inside = is_inside and not torch.is_grad_enabled()
             owner.reshard_if_stale()
-            # Of a backward that was cut short, the unit's forward clears what is left.
+            # The unit's forward has to clear a backward that was cut short.
             is_cut_short = unit.context is not None and unit.context.scheduler.backward_running
         gathers = is_cut_short or owner.state is not ParamState.UNSHARDED
-        if gathers:  # no other call runs, or it would have gathered
+        if gathers:  # no other call is open, or it would have unsharded
             calls.clear()
         calls.append(gathers)
-        if not is_hooked:  # now, since a call inside of the unit's forward needs no such hook
+        if not is_hooked:  # only now, since a call inside the unit's forward needs no hook
             reader.register_forward_hook(after, prepend=is_other)
             is_hooked = True
         if not gathers:
@@ -68,7 +76,7 @@ def forward_around(module: nn.Module, unit: Unit, reader: nn.Module | None = Non
         try:
             return unit.pre_forward(unit.modules[0], args, kwargs)
         finally:
-            # Nothing may be left open if this or the call raises.
+            # Leave nothing open in case this or the call raises.
             unit.running.clear()
             unit.is_called_around = True
             if unit.context is not None and unit.context.forward_root is unit:
@@ -82,18 +90,17 @@ def forward_around(module: nn.Module, unit: Unit, reader: nn.Module | None = Non
             if unit.context is not None and unit.context.forward_root is None:
                 unit.context.forward_root = unit
             return unit.post_forward(unit.modules[0], args, output)
-        unit.watch_call(output)  # whose parameters may be resharded by the backward of another call
+        unit.watch_call(output)  # another call's backward may reshard the parameters
         return None
 
-    # Before hooks of the program, but inside of those of the reader's own unit, if it has one.
+    # Runs before the program's hooks, but inside those of the reader's own unit, if it has one.
     reader.register_forward_pre_hook(before, prepend=not is_other, with_kwargs=True)
 
 
 def like_forward(unit: Unit, module: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that runs a module's bound method between `pre_forward` and
-    `post_forward`.
+    """Returns a function that runs a bound method between `pre_forward` and `post_forward`.
 
-    The method may call forward as often as it likes.
+    The method may call forward any number of times.
     """
 
     @functools.wraps(method)

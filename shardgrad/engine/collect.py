@@ -1,6 +1,6 @@
-"""From modules to groups: what a call of `fully_shard` takes, refuses, and does, in that order.
+"""From modules to groups: validates modules and collects the parameters of a `fully_shard` call.
 
-Everything is checked before anything is changed, so a call that raises leaves the module as it was.
+Everything is checked before anything is changed, so a call that raises leaves the module unchanged.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 
-# torch's own, and what to do instead; a sharded module is an instance of `FSDPModule` too.
+# torch's own classes, and alternatives. A sharded module is an instance of `FSDPModule` too.
 _ENGINES: dict[type[Any], tuple[str, str]] = {
     DistributedDataParallel: (
         "DistributedDataParallel",
@@ -56,7 +56,7 @@ _ENGINES: dict[type[Any], tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class Claim:
-    """Which unit took a parameter, and as what."""
+    """The unit that took a parameter, and its `FSDPParam`."""
 
     unit: Unit
     managed: FSDPParam
@@ -67,9 +67,9 @@ def validated(arg: Any) -> list[nn.Module]:
 
     Raises:
         ContainerError: a container without forward.
-        AlreadyShardedError: `fully_shard` has been applied before.
-        EngineError: DDP, FSDP1 or torch's FSDP2 has the module, or one below it.
-        OptionError: not modules at all, or an empty list.
+        AlreadyShardedError: `fully_shard` was applied before.
+        EngineError: DDP, FSDP1 or torch's FSDP2 manages the module or one below it.
+        OptionError: not modules, or an empty list.
     """
     modules: list[nn.Module] = list(arg) if isinstance(arg, list | tuple) else [arg]
     if not modules or not all(isinstance(module, nn.Module) for module in modules):
@@ -80,7 +80,7 @@ def validated(arg: Any) -> list[nn.Module]:
             fix="fully_shard(model)",
         )
     for module in modules:
-        # Nobody calls a container, so no hook would ever unshard its parameters.
+        # Containers are never called, so no hook would ever unshard their parameters.
         is_container = isinstance(module, nn.ModuleList | nn.ModuleDict)
         if is_container and type(module).forward is nn.Module.forward:
             raise ContainerError(
@@ -97,10 +97,10 @@ def validated(arg: Any) -> list[nn.Module]:
                 got=f"{type(module).__name__}, which already is one",
                 fix="remove the second fully_shard call",
             )
-        # All that is below, too: no other engine may shard what this one would.
+        # Includes all modules below: no other engine may shard what this one would.
         for name, child in module.named_modules():
             for kind, (engine, fix) in _ENGINES.items():
-                # DDP may replicate a module inside, which is then left alone.
+                # DDP may replicate an inner module, which is then left alone.
                 is_replica = kind is DistributedDataParallel and child is not module
                 if isinstance(child, kind) and unit_of(child) is None and not is_replica:
                     raise EngineError(
@@ -116,8 +116,9 @@ def validated(arg: Any) -> list[nn.Module]:
 def collect(
     modules: Sequence[nn.Module], ignored: set[nn.Parameter]
 ) -> dict[nn.Parameter, tuple[str, list[Owner]]]:
-    """Returns the parameters that a unit over `modules` will own, with a name and every place, in
-    an order that all ranks share. Changes nothing.
+    """Returns the parameters that a unit over `modules` will own, with a name and all owners each.
+
+    In an order that all ranks share. Changes nothing.
 
     Raises:
         UnsupportedParameterError, ParameterClaimedError: see `errors.py`.
@@ -131,9 +132,9 @@ def collect(
             _refuse_claimed(name, param)
             require_shardable(name, param)
             found.setdefault(param, (name, []))[1].append((module, attribute))
-    # A tied parameter goes to the innermost unit that contains all who use it, and is unsharded
-    # while any of them runs. If this is none, an ancestor will take it, or the root's first forward
-    # says that there is none.
+    # A tied parameter belongs to the innermost unit that contains all its users, and is unsharded
+    # while any of them runs. If this unit is not it, an ancestor takes the parameter, or the root's
+    # first forward reports that there is none.
     inner_units = {unit for module in modules for unit in units_under(module)}
     for name, place, param in tied_under(modules):
         claim: Claim = param.__dict__[CLAIM]
@@ -146,13 +147,14 @@ def collect(
 def modules_under(
     roots: Iterable[nn.Module], *, with_units: bool
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yields modules and all below them, by name, but for DDP's replicas; units inside and what is
-    below them only `with_units`.
+    """Yields modules and all below them, by name, except DDP's replicas.
+
+    Includes inner units and the modules below them only `with_units`.
     """
     seen: set[nn.Module] = set()
 
     def below(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        # DDP averages their gradients, or torch's `replicate` does.
+        # DDP or torch's `replicate` averages their gradients.
         composed = module.__dict__.get(REGISTRY_KEY, ())
         is_replica = isinstance(module, DistributedDataParallel) or "replicate" in composed
         if module in seen or is_replica:
@@ -168,8 +170,9 @@ def modules_under(
 
 
 def tied_under(roots: Iterable[nn.Module]) -> Iterator[tuple[str, Owner, nn.Parameter]]:
-    """Yields the names and places under modules, in an order that all ranks share, that still
-    register a parameter which a unit has taken elsewhere.
+    """Yields places under modules that still register a parameter which a unit has taken elsewhere.
+
+    Each with its name, in an order that all ranks share.
     """
     for prefix, module in modules_under(roots, with_units=True):
         for attribute, param in module._parameters.items():
@@ -196,10 +199,10 @@ def _refuse_claimed(name: str, param: nn.Parameter) -> None:
 
 
 def refuse_unresolved_ties(units: Sequence[Unit]) -> None:
-    """Refuses a root under which a parameter was left for a common ancestor that is no unit.
+    """Refuses a root with a parameter left for a common ancestor that is not a unit.
 
     Raises:
-        TiedParameterError: says which.
+        TiedParameterError: names the parameter.
     """
     for name, _, param in tied_under(units[0].modules):
         raise TiedParameterError(

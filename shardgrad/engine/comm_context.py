@@ -1,5 +1,5 @@
-"""What the units under one root share: streams, staging rings, transports (FSDP2's
-`FSDPCommContext`).
+"""State shared by the units under one root, as FSDP2's `FSDPCommContext`: streams, slots,
+transports.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ __all__ = ["CollectiveConfig", "CommContext", "Route", "SecondStep"]
 class CommContext:
     """Streams, staging and transports of a root and its units.
 
-    `streams` replaces the device's, for plans.
+    `streams` replaces the device's streams when planning.
 
     Attributes:
-        parameters_ready: where the parameters were last written; all-gathers start after it.
+        parameters_ready: recorded where the parameters were last written; all-gathers wait for it.
         gather_ring: staging for all-gathers; grows to the prefetch depth in use.
-        reduce_ring: staging for reductions; two in flight, the third completes the first.
+        reduce_ring: staging for reductions; two may be in flight, and a third completes the first.
         is_captured: a graph is being captured; see `RootContext`.
-        rings: these, and those whose memory a program provides.
+        rings: the above and those whose memory a program provides.
     """
 
     def __init__(
@@ -42,13 +42,12 @@ class CommContext:
         self.device = device
         self.is_captured = False
         self.streams = streams_for(device) if streams is None else streams
-        # A gather has to be launched when its unit comes, so its ring grows with what is
-        # prefetched. A reduction can wait for one of two slots: one travels while the next is
-        # packed.
+        # An all-gather must be launched when its unit runs, so its ring grows with the prefetch
+        # depth. A reduction can wait for one of two slots: one is sent while the next is packed.
         self.gather_ring = SlotRing(self.streams, device, depth=2, elastic=True)
         self.reduce_ring = SlotRing(self.streams, device, depth=2, elastic=False)
         self.rings = [self.reduce_ring, self.gather_ring]
-        # By group, or a program's by their keys.
+        # By process group, or by key for a program's own transports.
         self._transports: dict[Hashable, Transport] = {}
         self._special_rings: dict[Hashable, SlotRing] = {}
         self._begin()
@@ -56,13 +55,12 @@ class CommContext:
     def _begin(self) -> None:
         self.parameters_ready = self.streams.event()
         if isinstance(self.streams, AcceleratorStreams):
-            # A model may be deleted with collectives in flight.
+            # A model may be deleted while collectives are in flight.
             weakref.finalize(self, self.streams.join).atexit = False
 
     def for_another_root(self) -> CommContext:
-        """Returns a context that shares everything, but for when parameters were written."""
-        # Rings and streams are shared. When parameters were last written is each root's own: their
-        # optimizers step at different times.
+        """Returns a context that shares everything except `parameters_ready`."""
+        # Each root has its own `parameters_ready`, since their optimizers step at different times.
         other = copy.copy(self)
         other._begin()
         return other
@@ -72,14 +70,14 @@ class CommContext:
         return self.own_transport(group, partial(transport_for, group, self.device))
 
     def memory(self) -> Iterator[tuple[str, torch.UntypedStorage]]:
-        """Yields what the rings keep from step to step, with its owner."""
+        """Yields memory that the rings keep between steps, with its owner."""
         for ring in self.rings:
             owner = "all-gather staging" if ring is self.gather_ring else "reduction staging"
             yield from ((owner, storage) for slot in ring.slots for storage in slot.storages)
 
     def own_transport(self, key: Hashable, make: Callable[[], Transport]) -> Transport:
         """Returns a program's own transport, made at the first call for `key`."""
-        # One for each group, since it has the group's record of messages, and on gloo its tags.
+        # One per group, since it has the group's log of messages and, on gloo, its tags.
         if key not in self._transports:
             self._transports[key] = make()
         return self._transports[key]
@@ -97,17 +95,17 @@ class CommContext:
         return ring
 
 
-# How one direction of a group's messages goes.
+# The transport and staging of all-gathers, or of reductions.
 Route = tuple[Transport, SlotRing]
 
 
 @dataclass(frozen=True, eq=False)
 class CollectiveConfig:
-    """What a group's messages go through; by default the backend's transport and the root's rings.
+    """The transports, staging and hook of a group's collectives; by default the backend's.
 
-    Replaced while nothing is in flight, by `ParamGroup.set_collectives`. `hook` is called with each
-    reduced chunk before it becomes gradients, on `hook_stream` (None: where reductions run).
-    `only_sums` means that the division follows the hook, whatever the dtype.
+    `ParamGroup.set_collectives` replaces it while nothing is in flight. `hook` is called on
+    `hook_stream` (None: the stream of reductions) with each reduced chunk before gradients are
+    written. With `only_sums` the division follows the hook, whatever the dtype.
     """
 
     hook: Any = None
@@ -116,16 +114,16 @@ class CollectiveConfig:
 
     @property
     def gathers_plainly(self) -> bool:
-        """True if all-gathers are the transport's, from and into any memory."""
+        """True if all-gathers use the transport, which reads and writes any memory."""
         return True
 
     @property
     def reduces_plainly(self) -> bool:
-        """True if reduce-scatters are the transport's, from and into any memory."""
+        """True if reduce-scatters use the transport, which reads and writes any memory."""
         return True
 
     def for_gather(self, comm_ctx: CommContext, group: dist.ProcessGroup) -> Route:
-        """Returns the way of all-gathers over `group`."""
+        """Returns the transport and staging of all-gathers over `group`."""
         return comm_ctx.transport(group), comm_ctx.gather_ring
 
     def for_reduce(self, comm_ctx: CommContext, group: dist.ProcessGroup) -> Route:
@@ -134,29 +132,31 @@ class CollectiveConfig:
 
 
 class SecondStep(Protocol):
-    """What follows the reduce-scatter on a mesh with another dim to reduce over."""
+    """The step after the reduce-scatter on a mesh with another dim to reduce over."""
 
     def room(self, comm_ctx: CommContext, chunk_numel: int) -> tuple[int, int]:
-        """Returns the room of `launch`: how many pieces, and their elements in the reduce dtype."""
+        """Returns the pieces that `launch` needs: their number, and elements in the
+        reduce dtype.
+        """
         return 0, 0
 
     def arrange(
         self, rows: list[torch.Tensor], table: torch.Tensor, chunk_numel: int
     ) -> tuple[list[torch.Tensor], torch.Tensor, int]:
-        """Returns what `ops.pack` is to be given, so that the first step leaves what the second
-        takes.
+        """Returns the arguments of `ops.pack` that give the first step's sum the order of the
+        second.
         """
         return rows, table, chunk_numel
 
     def launch(
         self, summed: torch.Tensor, room: Chunks, tag: MessageTag, comm_ctx: CommContext
     ) -> Work:
-        """Starts it, on the current stream, from the sum that the first step has left; may write to
-        it.
+        """Starts the step on the current stream, from the first step's sum, which it may
+        write to.
         """
 
     def result(self, summed: torch.Tensor) -> torch.Tensor:
-        """Returns the part of the first step's sum where this rank's chunk is, once the second is
-        over.
+        """Returns the part of the first step's sum that has this rank's chunk after the second
+        step.
         """
         return summed

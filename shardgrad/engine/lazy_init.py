@@ -1,6 +1,4 @@
-"""Lazy init: which unit is the root is known when the first outermost one runs, after all calls of
-`fully_shard`.
-"""
+"""Lazy init: the first forward finds the root, after all calls of `fully_shard`."""
 
 from __future__ import annotations
 
@@ -15,14 +13,14 @@ __all__ = ["lazy_init"]
 
 
 def lazy_init(unit: Unit) -> RootContext:
-    """Returns a unit's context; makes the unit the root of all under it if it has none.
+    """Returns a unit's context; without one, makes the unit the root of all units under it.
 
-    A collective then: every rank of the mesh must call it.
+    The latter is a collective: every rank of the mesh must call it.
 
     Raises:
         RootError: the unit has several modules, so none is the root.
         UnsupportedError: a parameter can no longer be sent as `fully_shard` found it.
-        RankDisagreementError: ranks built different models; and what `Unit.accept` raises.
+        RankDisagreementError: ranks built different models. `Unit.accept` may raise further errors.
     """
     if unit.context is not None:
         return unit.context
@@ -35,7 +33,7 @@ def lazy_init(unit: Unit) -> RootContext:
         )
     root_module = unit.modules[0]
     units = units_under(root_module) if len(unit.modules) == 1 else [unit]
-    # Names come first, since the errors of all that follows say them.
+    # Names first, since the errors below contain them.
     _name_everything(root_module, units)
     _regroup(units)
     require_same_model(units)
@@ -49,15 +47,15 @@ def lazy_init(unit: Unit) -> RootContext:
         each.context = context
         for grads in each.grad_groups:
             grads.scheduler = context.scheduler
-    # An inner unit that ran before its root was known was a root itself, with forwards and
-    # reductions of its own. In the order of names, which is the same on every rank.
+    # An inner unit that ran before was a root itself, with forwards and reductions of its own.
+    # Merge them in the order of names, which all ranks share.
     for other in sorted(earlier, key=lambda c: c.root.name):
         context.scheduler.inherit(other.scheduler)
     return context
 
 
 def _name_everything(root_module: nn.Module, units: list[Unit]) -> None:
-    """Gives units and parameters their names as seen from the root."""
+    """Sets the names of units and parameters as seen from the root."""
     names = {module: name for name, module in root_module.named_modules()}
     for unit in units:
         unit.name = ", ".join(names.get(module) or type(module).__name__ for module in unit.modules)
@@ -68,8 +66,8 @@ def _name_everything(root_module: nn.Module, units: list[Unit]) -> None:
 
 
 def _regroup(units: list[Unit]) -> None:
-    """Splits groups whose parameters can no longer all travel together; see `GroupSpec.regroup`."""
-    # All are asked before any is changed.
+    """Splits groups whose parameters can no longer share a collective; see `GroupSpec.regroup`."""
+    # Check all groups before changing any.
     splits = [
         (unit, [(group, group.spec.regroup(group)) for group in unit.groups]) for unit in units
     ]

@@ -1,6 +1,4 @@
-"""One parameter: its sharded and its unsharded `nn.Parameter`, and the modules that register
-them.
-"""
+"""One parameter: its sharded and unsharded `nn.Parameter`, and the modules that register them."""
 
 from __future__ import annotations
 
@@ -33,21 +31,21 @@ __all__ = [
     "replaced_by",
 ]
 
-# Set on an original parameter once a unit has taken it, for those who still register the original.
+# Set on an original parameter once a unit has taken it, for modules that still register it.
 CLAIM = "_shardgrad_claim"
 
-# Set on a module, with the names of those of its parameters that `ignored_params` had; or on a
-# parameter of a module around.
+# Set on a module to the names of its parameters that `ignored_params` contained, or on such a
+# parameter of an outer module.
 IGNORED = "_shardgrad_ignored"
 
 _SHARDED = "_shardgrad_sharded"
 _UNSHARDED = "_shardgrad_unsharded"
 
-# By the parameter's id, and not on the parameter: what is in its `__dict__` is saved along with it.
-# Nor by a weak reference to it, which would forbid `torch.utils.swap_tensors`, and with it
+# Keyed by the parameter's id instead of stored on the parameter, whose `__dict__` is saved along
+# with it. A weak reference to the parameter would forbid `torch.utils.swap_tensors`, and so
 # `module.to()`.
 _managed: weakref.WeakValueDictionary[int, FSDPParam] = weakref.WeakValueDictionary()
-# The same for what modules show between forward and backward.
+# The same for the parameters that modules register between forward and backward.
 _shown: weakref.WeakValueDictionary[int, FSDPParam] = weakref.WeakValueDictionary()
 
 Owner = tuple[nn.Module, str]
@@ -55,16 +53,16 @@ Owner = tuple[nn.Module, str]
 
 @dataclass(eq=False)
 class FSDPParam:
-    """One parameter. Which group it travels in: `group_of` in `param_group.py`.
+    """One parameter. `group_of` in `param_group.py` returns its group.
 
     Attributes:
         name: fully qualified from the root, or from its unit until a root is known.
         owners: every (module, attribute) that registers it; several if it is tied.
         shape: of the unsharded parameter.
-        sharded: the DTensor that the optimizer sees; the original, until its group has sharded it.
-        unsharded: the tensor that compute sees; made at the first unshard.
+        sharded: the DTensor that the optimizer sees; the original parameter until it is sharded.
+        unsharded: the tensor that compute sees; created at the first unshard.
         post_forward: the DTensor over neighbouring ranks, if the group reshards to fewer.
-        expected_local: local tensor of `sharded` as the engine left it; a view of the shard if
+        expected_local: the local tensor of `sharded` as the engine left it; a view of the shard if
             its group is flat.
     """
 
@@ -80,17 +78,16 @@ class FSDPParam:
     def alias(self, local: torch.Tensor) -> None:
         """Makes `local`, a view of the shard, the local tensor of `sharded`."""
         self.expected_local = in_own_storage(local)
-        # DTensor has no call for this, and a new DTensor would be a parameter that no optimizer
-        # knows.
+        # DTensor has no method for this, and the optimizer would not know a new DTensor.
         self.sharded._local_tensor = self.expected_local  # type: ignore[attr-defined]
 
     def registered(self) -> list[nn.Parameter]:
-        """Returns what the owning modules register: `sharded`, unless a program has replaced it."""
+        """Returns the parameters that modules register: `sharded`, unless a program replaced it."""
         registered = (module._parameters.get(attribute) for module, attribute in self.owners)
         return [param for param in registered if param is not None]
 
     def register(self, param: nn.Parameter) -> None:
-        """Makes `param` what the owning modules register."""
+        """Makes the owning modules register `param`."""
         for module, attribute in self.owners:
             module._parameters[attribute] = param
 
@@ -102,59 +99,56 @@ class FSDPParam:
 
 
 def mark_sharded(p: FSDPParam) -> None:
-    """Notes on a sharded parameter that it is one, and files it under `managed_by`."""
+    """Marks a sharded parameter, and makes `managed_by` find it."""
     p.sharded.__dict__[_SHARDED] = True
     _managed[id(p.sharded)] = p
 
 
 def mark_unsharded(param: nn.Parameter, p: FSDPParam) -> None:
-    """Notes on an unsharded parameter that it is one, and files it under `fsdp_param_of`."""
+    """Marks an unsharded parameter, and makes `fsdp_param_of` find it."""
     param.__dict__[_UNSHARDED] = True
     _shown[id(param)] = p
 
 
 def mark_post_forward(p: FSDPParam) -> None:
-    """Files a parameter over fewer ranks under `fsdp_param_of`."""
+    """Makes `fsdp_param_of` find a parameter over fewer ranks."""
     _shown[id(p.post_forward)] = p
 
 
 def managed_by(param: torch.Tensor) -> FSDPParam | None:
-    """Returns what manages a parameter; None if it is not one of ours, or was replaced by
-    another.
-    """
+    """Returns the `FSDPParam` of a sharded parameter; None if it is foreign or was replaced."""
     managed = _managed.get(id(param))
     return managed if managed is not None and managed.sharded is param else None
 
 
 def fsdp_param_of(param: torch.Tensor) -> FSDPParam | None:
-    """Returns what manages a parameter, in whichever state modules show it; None if it is not one
-    of ours.
-    """
+    """Returns the `FSDPParam` of a parameter in any state; None if it is foreign."""
     shown = _shown.get(id(param))
     is_shown = shown is not None and (shown.unsharded is param or shown.post_forward is param)
     return shown if is_shown else managed_by(param)
 
 
 def replaced_by(params: Iterable[torch.Tensor]) -> list[FSDPParam]:
-    """Returns what modules register one of these DTensors for, until its group takes that over."""
+    """Returns the parameters in whose place modules register one of these DTensors.
+
+    Only until their group adopts the DTensor.
+    """
     new = {id(p) for p in params if isinstance(p, DTensor) and managed_by(p) is None}
     return [p for p in _managed.values() if new & set(map(id, p.registered()))] if new else []
 
 
 def is_sharded_by_us(param: torch.Tensor) -> bool:
-    """Returns whether a parameter is a sharded one, and not a plain tensor or another library's
-    DTensor.
-    """
+    """Returns whether a parameter is sharded by this engine, not plain or a foreign DTensor."""
     return _SHARDED in param.__dict__
 
 
 def is_replaced(param: torch.Tensor) -> bool:
-    """Returns whether `fully_shard` has put a sharded parameter in this one's place."""
+    """Returns whether `fully_shard` has replaced this parameter by a sharded one."""
     return CLAIM in param.__dict__
 
 
 def is_unsharded_param(param: torch.Tensor) -> bool:
-    """Returns whether a parameter is an unsharded one, whose memory is freed by a reshard."""
+    """Returns whether a parameter is an unsharded one, whose memory a reshard frees."""
     return _UNSHARDED in param.__dict__
 
 
