@@ -1,6 +1,4 @@
-"""Policies: torch's own, and its handle, re-exported so that one import serves both engines; and
-ours.
-"""
+"""Policies: torch's own, re-exported so that one import serves both engines, and this engine's."""
 
 from __future__ import annotations
 
@@ -29,11 +27,10 @@ __all__ = [
     "UnshardHandle",
 ]
 
-# From torch 2.15 on, `reduce_dtype=None` means the parameter's `grad_dtype`, and not `param_dtype`
-# any more.
+# Since torch 2.15, `reduce_dtype=None` means the parameter's `grad_dtype` instead of `param_dtype`.
 REDUCES_IN_GRAD_DTYPE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
 
-# None where the installed torch does not have it yet.
+# None if the installed torch does not have it yet.
 DataParallelMeshDims = getattr(torch_fsdp, "DataParallelMeshDims", None)
 
 
@@ -42,7 +39,7 @@ if not TYPE_CHECKING and hasattr(torch_fsdp, "GradientReductionHandle"):  # from
 else:
 
     class GradientReductionHandle:
-        """What `finalize_backward(async_op=True)` returns."""
+        """The handle that `finalize_backward(async_op=True)` returns."""
 
         def wait(self) -> None:
             """Makes the current stream wait for the gradients."""
@@ -105,7 +102,7 @@ class GradientPolicy:
 
 @dataclass(frozen=True)
 class ParamDtypes:
-    """What one parameter is computed, reduced and kept in.
+    """The dtypes in which one parameter is computed, reduced and stored.
 
     Attributes:
         mp_policy: the unit's, without an override function.

@@ -1,7 +1,7 @@
-"""Backward that the program ends by hand, as pipeline stages of torch 2.15 do.
+"""Backwards that the program finalizes itself, as pipeline stages of torch 2.15 do.
 
-No backward is the last one in this mode, whatever `set_is_last_backward` says: `finalize` reduces
-what waits.
+In this mode no backward is the last one, whatever `set_is_last_backward` says: `finalize` reduces
+the waiting gradients.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from shardgrad.policies import GradientReductionHandle
 
 __all__ = ["end_backward", "finalize", "require_root", "set_is_last_backward", "set_manual"]
 
-# Of each root in this mode, what `set_is_last_backward` said, which counts again afterwards.
+# For each root in this mode, the last value of `set_is_last_backward`, which applies again
+# afterwards.
 _manual: WeakKeyDictionary[RootContext, bool] = WeakKeyDictionary()
 
 
 # The base depends on the installed torch.
 class _Handle(GradientReductionHandle):
-    """A reduction to be waited for; until then the root refuses to run forward."""
+    """A handle for reductions in flight; until its `wait`, the root refuses to run forward."""
 
     def __init__(self, context: RootContext | None = None) -> None:
         self._context = context
@@ -33,7 +34,7 @@ class _Handle(GradientReductionHandle):
             context.root.before_outermost_forward = _refuse_forward
 
     def wait(self) -> None:
-        """Makes the current stream wait for the gradients; once is enough."""
+        """Makes the current stream wait for the gradients. Further calls do nothing."""
         context, self._context = self._context, None
         if context is not None:
             context.root.before_outermost_forward = self._before_outermost_forward
@@ -50,7 +51,7 @@ def _refuse_forward() -> NoReturn:
 
 
 def require_root(unit: Unit, context: RootContext, name: str) -> None:
-    """Refuses a method of the root on another unit.
+    """Refuses to call a method of the root on another unit.
 
     Raises:
         RootError: naming the root.
@@ -65,7 +66,7 @@ def require_root(unit: Unit, context: RootContext, name: str) -> None:
 
 
 def set_is_last_backward(unit: Unit, is_last_backward: bool) -> None:
-    """Sets it, or keeps it for later if the program finalizes by hand."""
+    """Sets the flag, or stores it for later while the program finalizes backwards itself."""
     context = lazy_init(unit)
     if context in _manual:
         _manual[context] = is_last_backward
@@ -74,11 +75,11 @@ def set_is_last_backward(unit: Unit, is_last_backward: bool) -> None:
 
 
 def set_manual(unit: Unit, enabled: bool) -> None:
-    """Enters the mode or leaves it.
+    """Turns the mode on or off.
 
     Raises:
         RootError: not the root.
-        BackwardFinalizationError: a backward runs, or has left gradients that are not reduced.
+        BackwardFinalizationError: a backward is running, or has left unreduced gradients.
     """
     context = lazy_init(unit)
     require_root(unit, context, "set_manual_backward_finalization")
@@ -100,18 +101,18 @@ def set_manual(unit: Unit, enabled: bool) -> None:
 
 
 def finalize(unit: Unit, *, async_op: bool) -> GradientReductionHandle | None:
-    """Reduces what waits, and reshards, as the settings of the moment say. A collective.
+    """Reduces the waiting gradients, and reshards, by the current settings. A collective.
 
     Returns:
-        What waits for the gradients if `async_op`; else they have been waited for.
+        With `async_op`, a handle to wait for the gradients. Otherwise they have been waited for.
 
     Raises:
         RootError: not the root.
-        BackwardFinalizationError: not in this mode, in a backward, or an earlier call was not
-            waited for.
+        BackwardFinalizationError: this mode is off, a backward is running, or an earlier call was
+            not waited for.
     """
     context = unit.context
-    if context is None:  # nothing has run
+    if context is None:  # no forward has run
         return _Handle() if async_op else None
     require_root(unit, context, "finalize_backward")
     if context.root.before_outermost_forward is _refuse_forward:
@@ -137,8 +138,8 @@ def finalize(unit: Unit, *, async_op: bool) -> GradientReductionHandle | None:
 
 @torch.no_grad()
 def end_backward(context: RootContext, *, wait: bool = True) -> None:
-    """Ends a backward of several micro-batches, outside autograd: what they have left is
-    reduced.
+    """Ends a backward of several micro-batches outside autograd: reduces the gradients
+    they left.
     """
     context.scheduler.begin_backward(in_autograd=False)
     context.end_backward(wait=wait)

@@ -32,7 +32,7 @@ __all__ = ["StateView", "show_to_torch", "state_of"]
 
 
 class _ParamView:
-    """What torch calls an `FSDPParam`."""
+    """Stands for FSDP2's `FSDPParam`."""
 
     def __init__(self, managed: FSDPParam) -> None:
         self._managed = managed
@@ -53,7 +53,7 @@ class _ParamView:
 
 
 class _GroupView:
-    """What torch calls an `FSDPParamGroup`."""
+    """Stands for FSDP2's `FSDPParamGroup`."""
 
     def __init__(self, unit: Unit, group: ParamGroup) -> None:
         self._unit = unit
@@ -61,12 +61,12 @@ class _GroupView:
 
     @property
     def fsdp_params(self) -> list[_ParamView]:
-        """One for each parameter."""
+        """One view per parameter."""
         return [_ParamView(managed) for managed in self._group.params]
 
     @property
     def mesh_info(self) -> FSDPMeshInfo:
-        """The unit's mesh, from which torch makes what `post_forward_mesh_info` takes."""
+        """The unit's mesh, from which torch creates the values of `post_forward_mesh_info`."""
         mesh = self._unit.mesh.mesh
         if mesh.ndim == 1:
             return FSDPMeshInfo(mesh, shard_mesh_dim=0)
@@ -74,19 +74,19 @@ class _GroupView:
 
     @property
     def post_forward_mesh_info(self) -> FSDPMeshInfo | None:
-        """None if the parameters stay unsharded after forward; else it may be assigned again."""
+        """None if parameters stay unsharded after forward; any other value makes them reshard."""
         return None if self._unit.reshard_after_forward is False else self.mesh_info
 
     @post_forward_mesh_info.setter
     def post_forward_mesh_info(self, mesh_info: FSDPMeshInfo | None) -> None:
         is_kept = self._unit.reshard_after_forward is False
-        # A unit that reshards goes on as it does: perhaps to fewer ranks.
+        # A unit that reshards keeps doing it as before, perhaps to fewer ranks.
         if self._unit.is_root or mesh_info is None or is_kept:
             self._unit.set_reshard_after_forward(mesh_info is not None)
 
     @property
     def pre_backward(self) -> Callable[..., None]:
-        """The function that runs before the unit's backward; a wrapper of it may be assigned."""
+        """The function that runs before the unit's backward; tools may assign a wrapper of it."""
         return self._unit.pre_backward
 
     @pre_backward.setter
@@ -95,10 +95,10 @@ class _GroupView:
 
     @property
     def post_backward(self) -> Callable[..., None]:
-        """The function that runs after the unit's backward; a wrapper of it may be assigned.
+        """The function that runs after the unit's backward; tools may assign a wrapper of it.
 
-        Called after a backward, it reduces nothing: pending gradients are reduced, in one order for
-        all ranks, by the final callback.
+        If a schedule calls it after a backward, it reduces nothing. The final callback reduces
+        pending gradients, in one order for all ranks.
         """
         return self._unit.post_backward
 
@@ -108,20 +108,20 @@ class _GroupView:
 
 
 class _ContextView:
-    """What torch calls an `FSDPStateContext`."""
+    """Stands for FSDP2's `FSDPStateContext`."""
 
     def __init__(self, context: RootContext) -> None:
         self._context = context
 
     @property
     def all_states(self) -> list[StateView]:
-        """One for each unit, the root first."""
+        """One view per unit, the root first."""
         views = (state_of(unit.modules[0]) for unit in self._context.units)
         return [view for view in views if view is not None]
 
 
 class StateView:
-    """What torch calls an `FSDPState`: one unit.
+    """Stands for FSDP2's `FSDPState`: a view of one unit.
 
     Args:
         unit: the unit.
@@ -131,7 +131,7 @@ class StateView:
         self._unit = unit
 
     def _lazy_init(self) -> None:
-        """Does what the first forward does: a collective, under the root that runs it."""
+        """Runs lazy init as the first forward does; a collective if there is no root yet."""
         lazy_init(self._unit)
 
     @property
@@ -140,7 +140,7 @@ class StateView:
 
     @property
     def _comm_ctx(self) -> object:
-        """What stages share after `share_comm_ctx`; pipeline schedules compare identities."""
+        """The state that `share_comm_ctx` shares; pipeline schedules compare its identity."""
         return lazy_init(self._unit).comm_ctx.reduce_ring
 
     @property
@@ -190,21 +190,19 @@ class StateView:
         return self._unit.hooks[0]
 
     def _root_post_backward_final_callback(self) -> None:
-        """Reduces the pending gradients of earlier micro-batches and waits for them. A
-        collective.
-        """
+        """Reduces pending gradients of earlier micro-batches and waits for them. A collective."""
         from shardgrad.compat.backward_finalization import end_backward
 
         end_backward(lazy_init(self._unit))
 
 
-# The key of torch's own states.
+# The key under which torch's `contract` stores states.
 _FUNCTION = getattr(torch_fsdp.fully_shard, "__wrapped__", torch_fsdp.fully_shard)
 
 
 def show_to_torch(unit: Unit) -> None:
-    """Makes `torch.distributed.fsdp.fully_shard.state(module)` return a view of the module's
-    unit.
+    """Makes `torch.distributed.fsdp.fully_shard.state(module)` return a view of the
+    module's unit.
     """
     view = StateView(unit)
     for module in unit.modules:
@@ -212,6 +210,6 @@ def show_to_torch(unit: Unit) -> None:
 
 
 def state_of(module: nn.Module) -> StateView | None:
-    """Returns the view of the unit that a module is part of, the same object each time, or None."""
+    """Returns the view of a sharded module's unit, the same object each time, or None."""
     view: StateView | None = module.__dict__.get(STATE_KEY, {}).get(_FUNCTION)
     return view

@@ -1,7 +1,8 @@
-"""Taking over parameters that a program replaced or moved.
+"""Adopting parameters that a program replaced or moved.
 
 After `load_state_dict(assign=True)`, `model.to(...)`, `to_empty` or assignment, modules register
-tensors that are not the shard's views: their values are copied into it, and they become its views.
+tensors that are not views of the shard. Their values are copied into the shard, and they become its
+views.
 """
 
 from __future__ import annotations
@@ -33,19 +34,18 @@ __all__ = ["adopt", "adopt_given", "kept_places", "require_data"]
 
 
 def adopt(group: ParamGroup) -> None:
-    """Takes over what a sharded group's modules register now.
+    """Takes over the parameters that a sharded group's modules now register.
 
-    Nothing is taken over while a parameter is on the meta device, or before a first forward that
-    regroups.
+    Adopts nothing while a parameter is on the meta device, or before a first forward that regroups.
 
     Raises:
         ExtensionError: a parameter of a flat shard got all-gather extensions after the first
             forward.
         ForeignParameterError: a replacement is sharded differently, dtypes are mixed, or `data` was
-            replaced; nothing has changed.
+            replaced. Nothing has changed.
         TiedParameterError: a replacement is the parameter of another place, which keeps it.
     """
-    # While modules register unsharded parameters, they say nothing about the sharded ones.
+    # While modules register unsharded parameters, they tell nothing about the sharded ones.
     if not group.registers_sharded or group.registration.holds():
         return
     _put_back(group)
@@ -70,15 +70,16 @@ def adopt(group: ParamGroup) -> None:
             )
         return
     if any(param.device.type == "meta" for param in shown):
-        return  # half-loaded; `require_data` names the rest if a forward comes too early
-    # All that may refuse comes before the first value is copied.
+        return  # half loaded; `require_data` names the rest if a forward runs too early
+    # Make all checks before copying the first value.
     _validate(shown, group)
     group.refill(shown, local_of(shown[0]).dtype)
 
 
 def adopt_given(params: Iterable[torch.Tensor]) -> None:
-    """Takes over those of an optimizer's parameters that a program has just put in the place of
-    sharded ones, as the next forward would. Raises as `adopt`.
+    """Adopts new parameters of an optimizer that a program has just put in place of sharded ones.
+
+    The next forward would do the same. Raises as `adopt`.
     """
     for group in dict.fromkeys(map(group_of, replaced_by(params))):
         adopt(group)
@@ -99,10 +100,10 @@ def require_data(group: ParamGroup) -> None:
 
 
 def _put_back(group: ParamGroup) -> None:
-    """Registers the sharded parameter where a module shows the same one in another state.
+    """Registers the sharded parameter where a module has the same one in another state.
 
-    `functional_call` hands back what a forward has left registered, and a program calls it with
-    that again.
+    `functional_call` returns the parameters that a forward has left registered, and a program may
+    pass them to it again.
     """
     for p in group.params:
         for module, attribute in p.owners:
@@ -112,7 +113,7 @@ def _put_back(group: ParamGroup) -> None:
 
 
 def _refuse_replaced_data(group: ParamGroup) -> None:
-    """Refuses `param.data = dtensor`, which leaves every value as it was."""
+    """Refuses `param.data = dtensor`, which does not change the values in the shard."""
     names = group.registration.with_other_data()
     if names:
         raise ForeignParameterError(
@@ -125,9 +126,9 @@ def _refuse_replaced_data(group: ParamGroup) -> None:
 
 
 def _shown(p: FSDPParam, group: ParamGroup) -> nn.Parameter:
-    """Returns what the modules register now, checked to be sharded like the parameter."""
+    """Returns the parameter that modules now register; refuses one that is sharded differently."""
     registered = [module._parameters.get(attribute) for module, attribute in p.owners]
-    # Of a tied parameter loaded twice, one of the new objects serves as well as the other.
+    # If a tied parameter was loaded twice, either of the new objects will do.
     shown = next((param for param in registered if param is not p.sharded), p.sharded)
     _refuse_untied(p, group)
     param: object = shown
@@ -160,12 +161,12 @@ def _shown(p: FSDPParam, group: ParamGroup) -> nn.Parameter:
 
 
 def kept_places(p: FSDPParam) -> list[bool]:
-    """Returns of each place that registers a parameter whether the sharded one is still there."""
+    """Returns, for each place that registers a parameter, whether it still has the sharded one."""
     return [module._parameters.get(name) is p.sharded for module, name in p.owners]
 
 
 def _refuse_untied(p: FSDPParam, group: ParamGroup) -> None:
-    """Refuses another parameter in some places of a tied one, which would be tied again."""
+    """Refuses another parameter in some places of a tied one, which would tie it again."""
     kept = kept_places(p)
     if p.sharded.device.type != "meta" and any(kept) and not all(kept):
         raise TiedParameterError(

@@ -1,4 +1,4 @@
-"""Ranks compare their code and what they have built with it, before anything is trained on it."""
+"""Compares the code and the model between ranks before training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["describe", "require_same_model"]
 
 @dataclass
 class _MessageNumbers:
-    """Numbers of groups given out so far in this process."""
+    """Counts the numbers given to groups in this process."""
 
     reserved: int = 0
 
@@ -25,11 +25,12 @@ numbers = _MessageNumbers()
 
 
 def describe(units: Sequence[Unit], mesh: DataParallelMesh | None = None) -> list[str]:
-    """Returns a line for each fact that all ranks must share, in order; of parameters on `mesh`, if
-    given.
+    """Returns a line for each fact that all ranks must share, in order.
+
+    Only for the parameters on `mesh`, if given.
     """
-    # Whatever decides what a rank sends, or where something lies in it. Ranks that differ in one of
-    # these facts may train wrong numbers to the end, without an error.
+    # Facts that decide what a rank sends, or where something lies in a message. If ranks differ in
+    # one of them, training may produce wrong numbers without an error.
     lines = []
     for unit in units:
         lines.append(
@@ -57,11 +58,11 @@ def describe(units: Sequence[Unit], mesh: DataParallelMesh | None = None) -> lis
 
 
 def require_same_model(units: Sequence[Unit]) -> None:
-    """Compares the model across the ranks of the root's mesh, and parameters on other meshes across
-    theirs.
+    """Compares the model between ranks of the root's mesh, and of other meshes for their
+    parameters.
 
-    A collective, once per root. It also gives every group the number that keeps its messages apart:
-    ranks may have built different numbers of models before, so they continue from the largest count
+    A collective, once per root. It also gives every group the number that tells its messages apart.
+    Ranks may have built different numbers of models before, so they continue from the largest count
     among them.
 
     Raises:
@@ -72,13 +73,13 @@ def require_same_model(units: Sequence[Unit]) -> None:
     for mesh in dict.fromkeys([root, *(group.mesh for unit in units for group in unit.groups)]):
         lines = describe(units, None if mesh == root else mesh)
         for group in (mesh.shard_group, mesh.replicate_group):
-            # Between shards, then between replicas: so every rank of the mesh is compared, and
-            # nobody sends to all. A fake group has no other rank to ask.
+            # Between shards, then between replicas: this compares all ranks of the mesh, although
+            # none sends to all. A fake group has no other rank to compare with.
             if group is not None and group.size() > 1 and dist.get_backend(group) != "fake":
                 from shardgrad.diagnosis.same_lines import require_same_lines
 
-                # Another version may lay parameters out in another order, in chunks of the same
-                # size, so that nothing fails and every number is wrong.
+                # Another version may lay out parameters in another order, in chunks of the same
+                # size. Then nothing would fail, and every number would be wrong.
                 require_same_lines(
                     [f"version {__version__}, digest of sources {digest_of_sources()}"],
                     0,
@@ -88,7 +89,7 @@ def require_same_model(units: Sequence[Unit]) -> None:
                 )
                 first_number = require_same_lines(lines, first_number, group)
     groups = [(unit.name, group) for unit in units for group in unit.groups]
-    # Numbers are part of the messages' tags, by which a rank that is somewhere else is noticed.
+    # Message tags contain these numbers, so that a rank which is out of sync is noticed.
     for offset, (name, param_group) in enumerate(groups):
         param_group.set_tags(name, first_number + offset)
     numbers.reserved = first_number + len(groups)

@@ -67,10 +67,10 @@ def patch() -> Iterator[None]:
 
 
 class _Replacement:
-    """A function of torch, ours, and the function that calls one of them.
+    """A function of torch, this engine's function, and a stand-in that calls one of the two.
 
     Attributes:
-        active: whether the stand-in calls ours.
+        active: whether the stand-in calls this engine's function.
     """
 
     def __init__(self, theirs: Callable[..., Any], ours: Callable[..., Any]) -> None:
@@ -85,9 +85,7 @@ class _Replacement:
 
 
 def _exchange(pairs: Sequence[tuple[object, object]]) -> None:
-    """Rebinds globals that are the first of a pair to the second, in every imported module but our
-    own.
-    """
+    """Rebinds globals equal to the first of a pair to the second, in all modules but our own."""
     new = {id(before): after for before, after in pairs}
     for name, module in list(sys.modules.items()):
         if not isinstance(module, ModuleType) or name.partition(".")[0] == "shardgrad":

@@ -1,6 +1,4 @@
-"""Running a program that was written for FSDP2, unchanged: `python -m shardgrad.patch
-script.py`.
-"""
+"""Runs an unmodified FSDP2 program with this engine: `python -m shardgrad.patch script.py`."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="SCRIPT is the name of a module, as in `python -m`",
     )
-    # All that follows SCRIPT is its own, options included.
+    # All arguments after SCRIPT belong to it, including options.
     parser.add_argument("script", metavar="SCRIPT", nargs=argparse.REMAINDER)
     return parser
 

@@ -1,6 +1,4 @@
-"""What programs see of flat memory: a DTensor for each parameter, gradient and piece of optimizer
-state.
-"""
+"""DTensors over flat memory, which programs see as parameters, gradients and optimizer states."""
 
 from __future__ import annotations
 
@@ -27,12 +25,12 @@ __all__ = [
 
 
 def in_own_storage(view: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor over the same memory that begins at the beginning of its storage.
+    """Returns a tensor over the same memory whose own storage begins where the tensor does.
 
-    torch's `copy.deepcopy` fails on a DTensor whose local tensor begins elsewhere, and pickling one
-    piece of a flat buffer saves all of it. The memory stays alive as long as either tensor. Version
-    counters are separate. Where there is no memory (meta and fake tensors), the storage is the
-    view's.
+    torch's `copy.deepcopy` fails on a DTensor whose local tensor begins elsewhere in its storage,
+    and pickling one piece of a flat buffer saves the whole buffer. The memory stays alive as long
+    as either tensor. Version counters are separate. Meta and fake tensors have no memory, and keep
+    the view's storage.
     """
     if view.untyped_storage().device.type == "meta":
         return view.data
@@ -44,22 +42,20 @@ def in_own_storage(view: torch.Tensor) -> torch.Tensor:
 
 
 def storages_of(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
-    """Returns the storages that tensors have themselves.
+    """Returns the tensors' own storages.
 
-    That of a DTensor has no memory. `param.data = dtensor` replaces it and leaves the local tensor,
-    which has the values, as it was.
+    A DTensor's own storage has no memory. `param.data = dtensor` replaces it, but not the local
+    tensor, which has the values.
     """
     with torch._C.DisableTorchFunctionSubclass():  # DTensors answer twice as fast
         return list(map(torch.Tensor.untyped_storage, tensors))
 
 
 def dtensor_with(local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool = False) -> DTensor:
-    """Returns the DTensor of which `local` is this rank's piece; many may have one spec, as in
-    torch.
+    """Returns the DTensor whose local tensor is `local`; many may share one spec, as in torch.
 
-    Not `DTensor.from_local`, which moves a local tensor that lives on the host to the mesh's
-    device; and without `DTensor.__init__`, which does nothing, but imports Dynamo and goes through
-    it.
+    `DTensor.from_local` would move a local tensor on the host to the mesh's device.
+    `DTensor.__init__` does nothing, but imports Dynamo and runs through it.
     """
     return DTensor.__new__(DTensor, local, spec, requires_grad=requires_grad)
 
@@ -71,11 +67,11 @@ def dtensor_over(
     shape: torch.Size,
     stride: tuple[int, ...],
 ) -> DTensor:
-    """Returns the DTensor of which `local` is this rank's piece.
+    """Returns the DTensor whose local tensor is `local`.
 
     Args:
-        local: the piece, as the placements shard it; on the mesh's device or on the host.
-        mesh: where it is sharded.
+        local: this rank's piece, on the mesh's device or on the host.
+        mesh: the mesh that the DTensor is sharded over.
         placements: on `mesh`.
         shape: global.
         stride: global.
@@ -85,9 +81,7 @@ def dtensor_over(
 
 
 def dtensor_like(local: torch.Tensor, param: DTensor) -> DTensor:
-    """Returns the DTensor of which `local` is this rank's piece, sharded as `param` is; dtypes may
-    differ.
-    """
+    """Returns the DTensor with local tensor `local`, sharded as `param`; dtypes may differ."""
     if local.dtype == param.dtype and param._spec.tensor_meta is not None:
         return dtensor_with(local, param._spec)
     return dtensor_over(
@@ -98,14 +92,14 @@ def dtensor_like(local: torch.Tensor, param: DTensor) -> DTensor:
 def require_own_shards(tensors: Iterable[tuple[str, Any]]) -> None:
     """Refuses shards that another rank has saved.
 
-    `torch.save` writes this rank's shard of a DTensor, and `torch.load` takes it for the reader's.
-    The mesh that was saved along still says where the writer was.
+    `torch.save` writes this rank's shard of a DTensor, and `torch.load` treats it as the reader's.
+    The saved mesh still tells which rank wrote it.
 
     Args:
-        tensors: names and values; what is not a DTensor is left alone.
+        tensors: names and values; values other than DTensors are ignored.
 
     Raises:
-        ForeignParameterError: there is one.
+        ForeignParameterError: a shard of another rank was found.
     """
     for name, tensor in tensors:
         if not isinstance(tensor, DTensor) or not any(
@@ -128,13 +122,13 @@ def require_own_shards(tensors: Iterable[tuple[str, Any]]) -> None:
 
 
 def require_shards(tensors: Iterable[tuple[str, Any]]) -> None:
-    """Refuses to load what nobody has sharded into sharded parameters.
+    """Refuses to load unsharded values into sharded parameters.
 
     Args:
-        tensors: names of sharded parameters, and what a state dict has for them.
+        tensors: names of sharded parameters, and their values in a state dict.
 
     Raises:
-        ForeignParameterError: there is one.
+        ForeignParameterError: a value is not a DTensor.
     """
     for name, tensor in tensors:
         if not isinstance(tensor, DTensor):

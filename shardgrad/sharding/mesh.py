@@ -1,4 +1,4 @@
-"""What the engine needs of a device mesh: who shards, who replicates, and as which rank."""
+"""The data-parallel view of a device mesh: shard group, replicate group, and this rank in them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ __all__ = ["DataParallelMesh", "SpmdAxes", "TwoLevels", "default_mesh"]
 
 @dataclass(frozen=True)
 class SpmdAxes:
-    """A mesh that has more axes than the data-parallel ones, and which those are.
+    """A mesh with more axes than the data-parallel ones.
 
     Attributes:
         mesh: all axes, named.
-        shard_axes: indices of those that parameters are sharded over.
-        replicate_axes: indices of those that hold replicas.
+        shard_axes: indices of the axes that parameters are sharded over.
+        replicate_axes: indices of the axes over which parameters are replicated.
     """
 
     mesh: DeviceMesh
@@ -36,13 +36,13 @@ class SpmdAxes:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all axes."""
+        """The names of all axes."""
         return tuple(self.mesh.mesh_dim_names or ())
 
 
 @dataclass(frozen=True)
 class TwoLevels:
-    """The axes that messages go over, one at a time. See [Note: Two levels] in
+    """The two axes that messages cross one after the other; see [Note: Two levels] in
     `features/hfsdp.py`.
     """
 
@@ -75,11 +75,11 @@ class DataParallelMesh:
     levels: TwoLevels | None = None
 
     def __hash__(self) -> int:
-        return hash(self.mesh)  # which a mesh keeps
+        return hash(self.mesh)  # cached by the mesh
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> DataParallelMesh:
-        """Reads a mesh.
+        """Creates it from a 1-D or 2-D mesh.
 
         Raises:
             MeshError: the mesh is not 1-D or 2-D.
@@ -119,17 +119,17 @@ class DataParallelMesh:
 
     @classmethod
     def of_named_axes(cls, mesh: DeviceMesh, dims: Any) -> DataParallelMesh:
-        """Takes the data-parallel axes out of a mesh that has others too.
+        """Creates it from the data-parallel axes of a mesh that also has others.
 
-        Several axes of one kind are seen as one. Creates process groups on the first call for a
-        mesh, so every rank must call it.
+        Several axes of one kind are flattened into one. Creates process groups on the first call
+        for a mesh, so every rank must call it.
 
         Args:
             mesh: with axis names.
             dims: torch's `DataParallelMeshDims`.
 
         Raises:
-            MeshError: an axis is unknown, or named twice, or none is named.
+            MeshError: an axis is unknown or named twice, or none is named.
         """
         names = tuple(mesh.mesh_dim_names or ())
         shard, replicate = tuple(dims.shard_names), tuple(dims.replicate_names)
@@ -157,10 +157,10 @@ class DataParallelMesh:
 
     @classmethod
     def of_info(cls, info: Any) -> DataParallelMesh:
-        """Reads torch's `FSDPMeshInfo` or `HSDPMeshInfo`, which a `ShardPlacementResult` brings.
+        """Creates it from the `FSDPMeshInfo` or `HSDPMeshInfo` of a `ShardPlacementResult`.
 
         Raises:
-            MeshError: its axes are in another order than replicate, shard.
+            MeshError: the axes are not in the order replicate, shard.
         """
         if getattr(info, "dp_mesh_dims", None) is not None:
             return cls.of_named_axes(info.spmd_mesh, info.dp_mesh_dims)
@@ -177,15 +177,15 @@ class DataParallelMesh:
         return cls.of(info.mesh)
 
     def placements(self, shard: Placement) -> tuple[Placement, ...]:
-        """Returns the placements on `mesh` of a parameter that is sharded over the shard group as
-        `shard` says.
+        """Returns the placements on `mesh` of a parameter with placement `shard` in the shard
+        group.
         """
         replicas = () if self.replicate_group is None else (Replicate(),)
         return (*replicas, shard)
 
     @cached_property
     def data_parallel_size(self) -> int:
-        """Ranks a gradient is averaged over."""
+        """Number of ranks that a gradient is averaged over."""
         replicas = self.replicate_group
         return self.shard_size * (1 if replicas is None else replicas.size())
 
@@ -195,7 +195,7 @@ class DataParallelMesh:
         Creates a process group on the first call for a mesh, so every rank must call it.
 
         Raises:
-            OptionError: the mesh has one axis only.
+            OptionError: the mesh has only one axis.
         """
         if self.mesh.ndim != 2:
             raise OptionError(
@@ -213,8 +213,7 @@ class DataParallelMesh:
         return self.shard_group if self.levels is None else self.levels.inner
 
     def subdivide(self, size: int) -> DataParallelMesh:
-        """Returns the mesh of groups of `size` neighbouring ranks, used after forward by an int
-        reshard.
+        """Returns the mesh of groups of `size` neighbouring ranks, for an integer reshard.
 
         Creates process groups on the first call for a mesh and size, so every rank must call it.
 
@@ -232,7 +231,7 @@ class DataParallelMesh:
         return _subdivided(self.mesh, self.shard_group, size)
 
 
-# Keys name process groups too: in another world, which comes after this one, equal meshes have
+# Keys include process groups: after `destroy_process_group` and a new world, equal meshes have
 # other groups.
 
 
@@ -245,15 +244,13 @@ def _subdivided(mesh: DeviceMesh, _: dist.ProcessGroup, size: int) -> DataParall
 
 
 def _one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    """Returns axes of a mesh as one; torch keeps what it has flattened once."""
+    """Returns some axes of a mesh flattened into one; torch caches the result."""
     return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
 
 
 @lru_cache(maxsize=4)
 def _group_of_one(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Returns a process group that this rank is alone in; no other rank has to take part in making
-    it.
-    """
+    """Returns a process group of this rank alone; other ranks need not take part."""
     alone: dist.ProcessGroup = dist.new_group([world.rank()], use_local_synchronization=True)
     return alone
 
@@ -274,23 +271,22 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
 
 
 def _program() -> str:
-    """Returns the words after `python` with which this program was started, `-m MODULE` too."""
+    """Returns the words after `python` that started this program, including `-m MODULE`."""
     words = sys.orig_argv[1:]
     is_named = words[:1] == ["-m"] or not "".join(words[:1]).startswith("-")
     return (shlex.join(words) if is_named else sys.argv[0]) or "program.py"
 
 
-# Of each world, by type of device. A mesh keeps its world alive, so it lives only as long as units
-# use it.
+# Per world and device type. A mesh keeps its world alive, so it is held only while units use it.
 _over_all_ranks: WeakKeyDictionary[dist.ProcessGroup, WeakValueDictionary[str, DeviceMesh]]
 _over_all_ranks = WeakKeyDictionary()
 
 
 def default_mesh() -> DeviceMesh:
-    """Returns the 1-D mesh over all ranks, starting the default process group if there is none.
+    """Returns the 1-D mesh over all ranks; initializes the default process group if needed.
 
-    The same object for all units of a model: torch takes as long to make a mesh as we to shard a
-    layer.
+    All units of a model share one mesh object: torch takes as long to create a mesh as the engine
+    to shard a layer.
 
     Raises:
         MeshError: the program was started without a launcher.

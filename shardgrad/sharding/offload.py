@@ -1,15 +1,14 @@
-"""Where shards live between steps: on the mesh's device, or on the host.
+"""Where shards live between steps: on the mesh's device or on the host.
 
 [Note: Shards on the host]
-Under `CPUOffloadPolicy` parameter shards, gradient shards and optimizer states are host memory. The
-device sees them only on their way: a shard is copied to it before its all-gather, on the gather
-stream, and a reduced gradient is copied back, on the reduce stream. Arithmetic on gradients stays
-on the device: where one has to be added to, it travels there and back, so that the host does not
-wait in the middle of a backward.
+Under `CPUOffloadPolicy`, parameter shards, gradient shards and optimizer states are in host memory.
+A shard is copied to the device before its all-gather, on the gather stream. A reduced gradient is
+copied back, on the reduce stream. Arithmetic on gradients stays on the device: a gradient that is
+added to is copied there and back, so that the host does not wait during a backward.
 
-Streams order what devices do, and nothing else. So the host itself waits, once, for the last copy
-that reads or writes its memory before the program gets to it: at the end of a forward and of a
-backward, and before a hook or the engine looks at a gradient.
+Streams order only the work of devices. So the host itself waits for the last copy that reads or
+writes its memory: at the end of a forward and of a backward, and before a hook or the engine reads
+a gradient.
 
 On a CPU mesh the host is the device: nothing is copied and nothing waits.
 """
@@ -33,10 +32,10 @@ class ShardMemory:
     """Where shards, gradients and optimizer states live.
 
     Attributes:
-        device: the offload device, or the one that computes.
-        is_offloaded: True if computation and collectives happen on another device.
-        pinned: the memory can be copied from and to that device while the host goes on.
-        is_virtual: it can be given back and taken again at the same address.
+        device: the offload device, or the device that computes.
+        is_offloaded: True if computation and collectives run on another device.
+        pinned: copies from and to that device are asynchronous.
+        is_virtual: the memory can be released and allocated again at the same address.
     """
 
     device: torch.device
@@ -46,7 +45,7 @@ class ShardMemory:
 
     @classmethod
     def of(cls, device: torch.device, policy: OffloadPolicy | None) -> ShardMemory:
-        """Returns the memory that a policy asks for.
+        """Returns the memory that a policy requires.
 
         Args:
             device: where parameters compute.
@@ -62,7 +61,7 @@ class ShardMemory:
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Allocates a zeroed 1-D tensor."""
         if self.is_virtual:
-            from shardgrad.ops.virtual_memory import virtual_zeros  # which few programs need
+            from shardgrad.ops.virtual_memory import virtual_zeros  # few programs need it
 
             return virtual_zeros(numel, dtype, self.device)
         return torch.zeros(numel, dtype=dtype, device=self.device, pin_memory=self.pinned)
@@ -70,14 +69,14 @@ class ShardMemory:
     def require_params_here(
         self, params: Sequence[tuple[str, torch.Tensor]], *, where: str
     ) -> None:
-        """Refuses offloaded parameters that a program has put on a device.
+        """Refuses parameters on a device under CPU offloading.
 
         Args:
-            params: with their names.
+            params: names and parameters.
             where: the unit, for the error.
 
         Raises:
-            ForeignParameterError: naming them.
+            ForeignParameterError: names the parameters.
         """
         elsewhere = [name for name, param in params if param.device.type != self.device.type]
         if self.is_offloaded and elsewhere:
