@@ -1,1 +1,1 @@
-"""What a program opts in to; each enters the engine through a seam."""
+"""Optional features. Each enters the engine through an interface of the engine."""

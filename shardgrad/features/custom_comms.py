@@ -1,8 +1,8 @@
-"""What carries a group's messages, and in whose memory they are staged.
+"""Custom collectives of a group, and the memory in which its messages are staged.
 
-By default that is the transport of the backend and the runtime's rings of slots. A program may
-bring its own collectives (torch's `Comm` protocol), ask for memory that the process group
-allocates, or give reductions a separate process group.
+By default, the backend's transport sends messages from the engine's rings of slots. A program may
+use its own collectives (torch's `Comm` protocol), stage in memory that the process group allocates,
+or give reductions a separate process group.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ __all__ = [
 
 
 def memory_of_process_group(group: dist.ProcessGroup) -> Allocate:
-    """Returns what allocates a group's staging: its backend, or torch where the backend has no
-    allocator.
+    """Returns the allocator of a group's staging memory: the backend's, or torch's if the backend
+    has none.
     """
 
     def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
@@ -57,8 +57,8 @@ def memory_of_process_group(group: dist.ProcessGroup) -> Allocate:
 
 
 def symmetric_memory(group: dist.ProcessGroup) -> Allocate:
-    """Returns what allocates symmetric memory. Every rank of the group allocates the same, in one
-    order.
+    """Returns an allocator of symmetric memory. All ranks of the group must allocate the same sizes
+    in the same order.
     """
 
     def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
@@ -73,15 +73,18 @@ def symmetric_memory(group: dist.ProcessGroup) -> Allocate:
 
 @dataclass(frozen=True, eq=False)
 class CustomCollectives(CollectiveConfig):
-    """Settings of one group's collectives; the defaults ask for nothing special.
+    """Settings of one group's collectives.
 
     Attributes:
-        all_gather: the program's own, an object with torch's `AllGather` protocol, or None.
-        reduce_scatter: the program's own, an object with torch's `ReduceScatter` protocol, or None.
-        reduce_group: the same ranks in another process group, for reductions only, or None.
-        staging: what returns the allocator of a process group's staging; None for the usual memory.
-        exchanges: reductions bring the chunks of all ranks, to be summed here: [Note: Wire dtype]
-            in `wire_dtype.py`.
+        all_gather: the program's own all-gather, an object with torch's `AllGather` protocol; or
+            None.
+        reduce_scatter: the program's own reduce-scatter, an object with torch's `ReduceScatter`
+            protocol; or None.
+        reduce_group: a process group of the same ranks for reductions only; or None.
+        staging: a function that returns the allocator of a process group's staging memory; None for
+            the default memory.
+        exchanges: True if reductions receive the chunks of all ranks, which this rank sums:
+            [Note: Wire dtype] in `wire_dtype.py`.
     """
 
     all_gather: Any = None
@@ -128,24 +131,22 @@ class CustomCollectives(CollectiveConfig):
 
 
 def collectives_of(group: ParamGroup) -> CustomCollectives:
-    """Returns what a program has set for a group so far."""
+    """Returns the present settings of a group."""
     current = group.collectives
     return current if isinstance(current, CustomCollectives) else CustomCollectives()
 
 
 def set_collectives(groups: Iterable[ParamGroup], **settings: Any) -> None:
-    """Changes some of the attributes of `CustomCollectives` for groups; only while nothing is in
-    flight.
-    """
+    """Changes attributes of `CustomCollectives` for groups. No collective may be in flight."""
     for group in groups:
         group.set_collectives(replace(collectives_of(group), **settings))
 
 
 def _own(comm_ctx: CommContext, group: dist.ProcessGroup, comm: Any) -> Route:
-    """Returns the way through a program's own collective.
+    """Returns the route through a program's own collective.
 
-    Its `allocate` may return the same memory each time, so there is one slot, as FSDP2 has one such
-    buffer.
+    The route has one slot, since the collective's `allocate` may return the same memory each time.
+    FSDP2 has one such buffer, too.
     """
 
     def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
@@ -158,7 +159,8 @@ def _own(comm_ctx: CommContext, group: dist.ProcessGroup, comm: Any) -> Route:
 
 
 def separate_reductions(groups: Iterable[ParamGroup], *, enable: bool) -> None:
-    """Gives reductions a process group of their own, one for each set of ranks, or takes it away.
+    """Creates a separate process group for reductions, one for each set of ranks, or stops using
+    it.
 
     A collective among these ranks.
     """
@@ -179,7 +181,8 @@ def separate_reductions(groups: Iterable[ParamGroup], *, enable: bool) -> None:
 
 
 def stage_in_memory_of_process_group(unit: Unit, *, enable: bool) -> None:
-    """Stages a unit's messages in memory that the process group allocates, or in the usual one.
+    """Stages a unit's messages in memory that the process group allocates, or in the default
+    memory.
 
     Raises:
         CustomCommError: the unit has custom collectives.
@@ -217,10 +220,10 @@ def _require_default_comms(unit: Unit, method: str) -> None:
 
 
 def require_torchs(method: str, *parts: Any) -> None:
-    """Refuses what `method` was given, unless all of it is torch's own.
+    """Refuses arguments of `method` that are not torch's own.
 
     Raises:
-        UnsupportedError: a part is not.
+        UnsupportedError: an argument is not.
     """
     for part in parts:
         if part is not None and not part.__module__.startswith(f"{torch_fsdp.__name__}."):
@@ -231,7 +234,9 @@ def require_torchs(method: str, *parts: Any) -> None:
 
 
 class _CommTransport(StreamTransport):
-    """A program's own collectives. What they return is waited for, and there are no tags."""
+    """A program's own collectives. The engine waits for the works that they return, and sends no
+    tags.
+    """
 
     receive_chunks = 1  # the output of a reduce-scatter is not part of its input, as under FSDP2
 

@@ -1,4 +1,4 @@
-"""Sharding over both axes of a mesh, with messages that go over one axis at a time (HFSDP).
+"""Sharding over both axes of a mesh, with collectives over one axis at a time (HFSDP).
 
 [Note: Two levels]
 Parameters, gradients and optimizer states are sharded over all ranks of a 2-D mesh (*outer*:
@@ -10,8 +10,8 @@ a shard of HSDP.
                      inner in every forward and backward, from inner shards to unsharded parameters
     reduce-scatter:  inner, which leaves the sum of an inner shard; then outer, down to the chunk
 
-So the outer axis, usually the slow one, carries 1/S of the parameters once a step and of the
-gradients once a reduction, and optimizer states take as little as if all ranks were one group.
+So the outer axis, usually the slow one, transfers 1/S of the parameters once per step and 1/S of
+the gradients once per reduction. Optimizer states are as small as if all ranks were one group.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ __all__ = ["HfsdpGather", "OffloadedHfsdpGather", "OuterReduceScatter"]
 
 
 class HfsdpGather(AllGather):
-    """What a rank gathers from over the inner axis: the chunks of its outer ranks, side by side.
+    """The all-gather of a group over both axes. Its inner shard has the chunks of the outer ranks
+    side by side.
 
     Args:
-        chunk: this rank's own, which the outer axis gathers.
+        chunk: this rank's chunk, the input of the all-gather over the outer axis.
         layout, mesh, dtype, tag, comm_ctx, collectives: see `AllGather`.
     """
 
@@ -70,10 +71,9 @@ class HfsdpGather(AllGather):
         self._version: object = None
 
     def launch(self, name: str, version: object, finish: Callable[[], None]) -> None:
-        """Gathers over the outer axis, if the parameters are of another version, then over the
-        inner one.
+        """Gathers over the outer axis if the parameters have changed, then over the inner one.
 
-        Streams: everything goes to the gather stream. Over gloo the host waits for the outer axis.
+        Streams: everything runs on the gather stream. Over gloo the host waits for the outer axis.
         Capture: safe once slots have grown.
         """
         if self._version != version:
@@ -106,7 +106,7 @@ class HfsdpGather(AllGather):
 
 
 class OffloadedHfsdpGather(HfsdpGather):
-    """The same, from shards on the host."""
+    """`HfsdpGather` from shards on the host."""
 
     _outer_gather = OffloadedGather
 
@@ -167,11 +167,10 @@ class OuterReduceScatter:
     def arrange(
         self, rows: list[torch.Tensor], table: torch.Tensor, chunk_numel: int
     ) -> tuple[list[torch.Tensor], torch.Tensor, int]:
-        """Returns what `ops.pack` is to be given, so that each inner shard is contiguous in the
-        slot.
+        """Returns the arguments of `ops.pack` that make each inner shard contiguous in the slot.
 
-        A gradient is packed in as many parts as there are outer ranks: the part of one outer rank
-        lies in consecutive chunks of all ranks, and comes to lie one in each inner shard.
+        A gradient is packed in as many parts as there are outer ranks. The part of one outer rank
+        is spread over consecutive chunks, one of which goes to each inner shard.
         """
         outer, inner = self._levels.outer.size(), self._levels.inner.size()
         parts: list[torch.Tensor] = []
@@ -194,10 +193,10 @@ class OuterReduceScatter:
         """Starts a reduce-scatter over the outer axis.
 
         Args:
-            summed: the sum over inner ranks, 1-D, with a chunk for each outer rank; written.
-            room: to receive.
-            tag: of the message.
-            context: of the root.
+            summed: the sum over inner ranks, 1-D, with a chunk for each outer rank; overwritten.
+            room: the memory to receive into.
+            tag: the tag of the message.
+            context: the root's communication context.
 
         Streams: the current one.
         Capture: safe after the first call.

@@ -1,4 +1,4 @@
-"""HSDP: what follows the reduce-scatter on a mesh of replicas."""
+"""HSDP: the all-reduce over replicas that follows the reduce-scatter."""
 
 from __future__ import annotations
 

@@ -32,7 +32,8 @@ class OffloadedGather(AllGather):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(chunk, layout, mesh, dtype, tag, comm_ctx, collectives, process_group)
-        # On the device also where nothing is sent, and there first as it is on the host.
+        # The staged chunk is on the device even if nothing is sent. If it is cast, a second piece
+        # receives the shard in the dtype of the host.
         self.sizes = [
             (dtype, self.transport.gather_chunks or 1, chunk.numel()),
             (chunk.dtype, int(chunk.dtype != dtype), chunk.numel()),
@@ -40,7 +41,9 @@ class OffloadedGather(AllGather):
         self._read = comm_ctx.streams.event()
 
     def stage(self, staging: Chunks, *landing: Chunks) -> torch.Tensor:
-        """See `AllGather`; the shard lands in a piece of its own where it is cast."""
+        """See `AllGather`. If the shard is cast, it is copied to a separate piece of memory
+        first.
+        """
         chunk = self.chunk
         if chunk.dtype != self.dtype:
             chunk = landing[0].whole.copy_(chunk, non_blocking=True)

@@ -41,9 +41,10 @@ def dtypes_of(
 
     Args:
         names: parameter -> name.
-        together: parameters for which it is the same are reduced in one dtype.
-        mp_policy: the unit's.
-        gradient_policy: the call's; its dtype goes before a parameter's `grad_dtype`.
+        together: a key function; parameters with equal keys are reduced in one dtype.
+        mp_policy: the policy of the unit.
+        gradient_policy: the policy of the call; its dtype takes precedence over a parameter's
+            `grad_dtype`.
 
     Raises:
         OptionError: the override function returned something else than None, `param_dtype` or the
@@ -90,7 +91,7 @@ def _resolved(policy: MixedPrecisionPolicy, param: nn.Parameter, name: str) -> M
 
 
 def without_override(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
-    """Returns a policy that has no function, so that ranks can compare it."""
+    """Returns the policy without its override function, so that ranks can compare it."""
     if getattr(policy, _OVERRIDE, None) is None:
         return policy
     change: dict[str, Any] = {_OVERRIDE: None}
@@ -98,7 +99,7 @@ def without_override(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
 
 
 def _grad_dtype(param: nn.Parameter, name: str, policy: MixedPrecisionPolicy) -> torch.dtype | None:
-    """Returns the dtype that a parameter's gradient is to be kept in; None for the parameter's."""
+    """Returns the dtype of a parameter's gradient; None for the parameter's own dtype."""
     if not _has_grad_dtype(param):
         return None
     dtype: torch.dtype | None = param.grad_dtype or policy.reduce_dtype
@@ -121,7 +122,7 @@ def _has_grad_dtype(param: torch.Tensor) -> bool:
 
 
 def keep_grad_dtypes(group: ParamGroup) -> None:
-    """Gives sharded parameters the `grad_dtype` that a program has asked for."""
+    """Sets the `grad_dtype` that the program requested on the sharded parameters."""
     policy = group.gradient_policy
     if policy.dtype is not None and not policy.decoupled:
         for p in group.params:

@@ -9,11 +9,11 @@ when backward begins, or at the end. Nothing is resharded in between, so the pea
 model in the gather dtype, as in ZeRO-2. Groups without gradients send zeros, and the average is
 over all ranks, including those without a batch.
 
-Reentrant checkpointing runs a backward for each checkpoint inside of the backward, and a parameter
-that several of them use gets a gradient from each. Elsewhere, what comes late is reduced once more;
-here, other ranks would not join that. So a group whose gradients come from such a backward, or
-whose unit ran without gradients and may be recomputed, is reduced when the whole backward is over,
-as is what follows in the order.
+Reentrant checkpointing runs a nested backward for each checkpoint, and a parameter that several
+checkpoints use gets a gradient from each. Outside of `participate`, a gradient that arrives late is
+reduced in another reduction; here, other ranks would not join that. So a group whose gradients come
+from a nested backward, or whose unit ran without gradients and may be recomputed, is reduced at the
+end of the whole backward, and so are the groups that follow in the order.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shardgrad.errors import ParticipationError
 
 __all__ = ["participate"]
 
-# Of the innermost backward that runs on this thread; -1 outside of backwards.
+# Returns autograd's id of the innermost backward on this thread; -1 outside of backwards.
 _graph_task = torch._C._current_graph_task_id
 
 
@@ -90,8 +90,8 @@ def participate(model: nn.Module) -> Iterator[None]:
 
 
 class _GathersInOrder:
-    """Unshards units in the order of construction, the only one that ranks share: each gathers all
-    that come before the one that it runs.
+    """Unshards units in construction order, the only order that ranks share. Before a unit runs,
+    all units before it are gathered.
     """
 
     def __init__(self, context: RootContext) -> None:
@@ -127,7 +127,9 @@ class _Enrolment:
         return bool(self._groups) and not self._is_used
 
     def note(self, grads: GradGroup) -> None:
-        """Takes note of a forward, also one without gradients, and of a gradient that has come."""
+        """Called for each forward, with or without gradients, and for each gradient that
+        arrives.
+        """
         comes_in_parts = (
             _graph_task() != self._task if self._is_used else not torch.is_grad_enabled()
         )
@@ -135,12 +137,12 @@ class _Enrolment:
             self._in_parts.add(grads)
 
     def is_complete(self, grads: GradGroup) -> bool:
-        """Returns False for gradients that checkpoints may add to until the end of the backward."""
+        """Returns whether gradients are final; False if a checkpoint may add to them later."""
         return grads not in self._in_parts
 
     def refuse_late(self, grads: GradGroup) -> None:
-        """Refuses gradients of a checkpoint, or of a call that was not seen to need any, that came
-        after those of the rest of their unit's forward.
+        """Refuses gradients that arrive after their group was reduced, from a checkpoint or from a
+        call that ran without gradients.
         """
         if grads.is_reduced:
             raise ParticipationError(
@@ -176,7 +178,7 @@ class _Enrolment:
 def _join_rest(
     context: RootContext, gathers: _GathersInOrder, enrolment: _Enrolment | None
 ) -> None:
-    """Joins what this rank has not run: the rest of the all-gathers, then the reductions."""
+    """Joins the collectives that this rank has not run: all-gathers first, then reductions."""
     if gathers.count == 0:
         context.require_awake()
         for unit in context.units:

@@ -30,17 +30,16 @@ __all__ = ["PostForwardGroup"]
 
 
 class PostForwardGather(AllGather):
-    """This rank's chunk of a group over the smaller mesh; its memory is there between `fill` and
-    `free`.
+    """This rank's chunk of a group over the smaller mesh, allocated from `fill` to `free`.
 
     Args:
-        params: in order; their parameters over a former chunk are forgotten.
-        layout: of the chunk.
-        mesh: the neighbouring ranks.
-        dtype: of the unsharded parameters.
-        tag: of the all-gather that starts here.
-        comm_ctx: of the root.
-        collectives: what carries the message.
+        params: the parameters in order. Their parameters over an earlier chunk are dropped.
+        layout: the layout of the chunk.
+        mesh: the mesh of the neighbouring ranks.
+        dtype: the dtype of the unsharded parameters.
+        tag: the tag of the all-gather from this chunk.
+        comm_ctx: the root's communication context.
+        collectives: the collectives that send the message.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class PostForwardGather(AllGather):
         self.ready = self._memory.filled
         with torch.inference_mode(mode=False):
             self._views = layout.local_views(self.chunk, mesh.shard_rank)
-        # When modules began to register the parameters over this chunk.
+        # Version counters of the parameters over this chunk when `register` ran.
         self._trained = [False] * len(params)
         self._versions: tuple[int, ...] = ()
         for p in params:
@@ -82,7 +81,7 @@ class PostForwardGather(AllGather):
         self._memory.filled.record(self._streams.current())
 
     def register(self) -> None:
-        """Makes the parameters over this chunk what their modules register."""
+        """Registers the parameters over this chunk on their modules."""
         for p, view in zip(self._params, self._views, strict=True):
             with torch.inference_mode(
                 mode=False
@@ -103,22 +102,20 @@ class PostForwardGather(AllGather):
         return [p.post_forward for p in self._params if p.post_forward is not None]
 
     def written(self) -> list[FSDPParam]:
-        """Returns the parameters of which the program has written the part over this chunk since
-        modules register it.
+        """Returns the parameters whose part over this chunk the program has written since
+        `register`.
         """
         versions = zip(self._params, versions_of(self._registered()), self._versions, strict=True)
         return [p for p, now, then in versions if now != then]
 
     def follow(self) -> None:
-        """Has the sharded parameters require grad as the program has set it on those over this
-        chunk.
-        """
+        """Copies `requires_grad` from the parameters over this chunk to the sharded ones."""
         for p, was in zip(self._params, self._trained, strict=True):
             if p.post_forward is not None and p.post_forward.requires_grad != was:
                 p.sharded.requires_grad_(not was)
 
     def free(self) -> None:
-        """Gives the memory back, after the last use on the current stream."""
+        """Frees the memory after the last use on the current stream."""
         self._memory.free()
 
     def memory(self) -> Iterator[tuple[str, torch.UntypedStorage]]:
@@ -217,8 +214,8 @@ class PostForwardGroup(ParamGroup):
     def _fill(self, gathered: torch.Tensor, gather: AllGather) -> None:
         super()._fill(gathered, gather)
         if isinstance(gather, PostForwardGather):
-            # Now they have what the program wrote to fewer ranks' rows, which `take_writes` brings
-            # into the shard.
+            # The unsharded parameters now have the program's writes to the fewer ranks' rows.
+            # `take_writes` copies these into the shard.
             increment_version([p.require_unsharded() for p in gather.written()])
             gather.free()
             self._is_over_fewer = False

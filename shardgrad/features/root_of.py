@@ -1,4 +1,4 @@
-"""The root that a call outside of forward and backward needs."""
+"""Finds the root context for calls outside of forward and backward."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["root_of"]
 
 
 def root_of(model: nn.Module, call: str) -> RootContext:
-    """Returns the context of a root; before its first forward, every rank has to make this call.
+    """Returns the context of a root. Before the root's first forward, this is a collective.
 
     Args:
         model: the root.
-        call: what needs it, such as "sleep", for the message.
+        call: the name of the calling function, such as "sleep", for the error message.
 
     Raises:
-        RootError: not the root.
+        RootError: `model` is not the root.
     """
     unit = unit_of(model)
     if unit is None or (unit.context is not None and not unit.is_root):

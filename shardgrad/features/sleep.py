@@ -29,13 +29,14 @@ class Sleeper(Protocol):
     """An optimizer of `shardgrad.optim`, or a `GraphPool`."""
 
     def offload(self) -> None:
-        """Gives its memory back."""
+        """Releases its memory."""
 
     def reload(self) -> None:
-        """Takes it again."""
+        """Restores its memory at the same addresses."""
 
 
-# What sleeps: what allows to read it again, and its memory.
+# By context of a sleeping model: functions that allow reads again, and the tensors whose memory is
+# released.
 _asleep: WeakKeyDictionary[RootContext, tuple[list[Callable[[], Any]], list[torch.Tensor]]]
 _asleep = WeakKeyDictionary()
 
@@ -135,8 +136,8 @@ def wake(model: nn.Module, optimizer: Sleeper | None = None, pool: Sleeper | Non
 
 
 def _refuse_reads(model: nn.Module) -> list[Callable[[], Any]]:
-    """Makes errors of a state dict, which would save zeros or load what `wake` writes over, and of
-    a weight that is asked for its values. Returns what undoes each.
+    """Makes state dicts and reads of a weight raise: a state dict would save zeros, or load values
+    that `wake` overwrites. Returns functions that undo this.
     """
 
     def refuse(*_: Any, **__: Any) -> NoReturn:

@@ -1,17 +1,17 @@
 """All-gather extensions: tensor subclasses with `fsdp_pre_all_gather` and `fsdp_post_all_gather`.
 
-A tensor subclass with these two methods decides what its shard sends (a narrower dtype, quantized
-data and their scales) and how the unsharded parameter is made from what all ranks sent. Such
-parameters form separate groups, because their shards are whatever the subclass keeps, and not
-pieces of a flat one:
+A tensor subclass with these two methods decides what its shard sends (a narrower dtype, or
+quantized data and scales) and how the unsharded parameter is built from the data of all ranks. Such
+parameters form separate groups, since their shards are tensors of the subclass and not pieces of a
+flat shard:
 
     sharded subclass --pre--> inputs --copy--> bytes --all-gather--> outputs --post--> unsharded
     tensor
 
-The first `post` makes the unsharded tensor; later ones are given it as `out` and fill it again.
-Outputs, and what `post` says it has allocated, lose their storage on resharding and get it back
-before the next `post`, so that the unsharded tensor stays one object. Gradients are ordinary
-tensors and are reduced like any others.
+The first `post` creates the unsharded tensor; later calls get it as `out` and refill it. Resharding
+frees the storage of the outputs and of the tensors that `post` returned as allocated. It is
+allocated again before the next `post`, so the unsharded tensor stays one object. Gradients are
+ordinary tensors and are reduced like any others.
 
 Source: the protocol is torch's, see `FSDPParam` in
 torch/distributed/fsdp/_fully_shard/_fsdp_param.py.
@@ -42,20 +42,21 @@ from shardgrad.sharding.offload import ShardMemory
 
 __all__ = ["ExtensionGroup", "regroup", "require_extension"]
 
-# Of a chunk of bytes. int8 and not uint8: an exchange marks labels that have not arrived with -1.
+# The dtype of a chunk of bytes. int8 and not uint8, since an exchange marks labels that have not
+# arrived with -1.
 _BYTE = torch.int8
 
 
 def require_extension(
     param: torch.Tensor, name: str, reshard_after_forward: Any, memory: ShardMemory
 ) -> None:
-    """Refuses an extension that is not complete, or asked for what the protocol does not have.
+    """Refuses an extension that is incomplete, or options that the protocol does not support.
 
     Raises:
         ExtensionError: one of the two methods is missing.
-        UnsupportedError: an int reshard, as what to gather from between forward and backward is not
-            defined; or shards offloaded from the device where the subclass would have to compute
-            what it sends.
+        UnsupportedError: `reshard_after_forward` is an int, for which the protocol does not define
+            the shard to gather from; or shards are offloaded, but the subclass computes its data on
+            the device.
     """
     local = local_of(param) if isinstance(param, DTensor) else param
     if not (hasattr(local, "fsdp_pre_all_gather") and hasattr(local, "fsdp_post_all_gather")):
@@ -79,15 +80,15 @@ def require_extension(
 
 
 def regroup(group: ParamGroup) -> Callable[[], list[ParamGroup]] | None:
-    """Gives parameters of a flat group that have become extensions since `fully_shard` a separate
-    group.
+    """Moves parameters that have become extensions since `fully_shard` from a flat group to a
+    separate one.
 
-    A program may have put the two methods on a local tensor, or loaded one that has them. Nothing
-    is changed for a group that is in use: `engine/replaced_params.py` refuses those.
+    A program may have set the two methods on a local tensor, or loaded one that has them. A group
+    that is in use is not changed: `engine/replaced_params.py` refuses it.
 
     Returns:
-        None if there are no such parameters, else what returns the groups that take this one's
-        place.
+        None if there are no such parameters, else a function that returns the groups that replace
+        this one.
 
     Raises:
         ExtensionError, UnsupportedError: as `fully_shard` does.
@@ -114,8 +115,8 @@ def _apart(group: ParamGroup, leaving: Sequence[FSDPParam]) -> list[ParamGroup]:
     """
     staying = group.without(leaving)
     for p in leaving:
-        # Local tensors stay the objects they are, which may carry the methods, in memory that only
-        # they use.
+        # The local tensors stay the same objects, which may have the methods, but get memory of
+        # their own.
         if p.expected_local is not None:
             p.expected_local.set_(p.expected_local.clone())  # type: ignore[call-overload]
     extended = ExtensionGroup(leaving, group.spec)
@@ -125,13 +126,13 @@ def _apart(group: ParamGroup, leaving: Sequence[FSDPParam]) -> list[ParamGroup]:
 
 @dataclass
 class _Input:
-    """One tensor that a shard sends; the same on every rank but for its values.
+    """One tensor that a shard sends. Only its values differ between ranks.
 
     Attributes:
-        offset: first byte in a chunk.
-        nbytes: of one rank's, the same on all.
-        shape: of this rank's.
-        output: where those of all ranks are brought together, in rank order along dim 0.
+        offset: its first byte in a chunk.
+        nbytes: its size on each rank.
+        shape: its shape on each rank.
+        output: the tensor that receives those of all ranks, in rank order along dim 0.
     """
 
     offset: int
@@ -148,8 +149,7 @@ class _Input:
 class ExtensionGroup(ParamGroup):
     """A group whose parameters follow the protocol; see the module's docstring.
 
-    `shard` is the chunk of bytes that is sent; the parameters' values are in the sharded
-    parameters.
+    `shard` is the chunk of bytes that is sent. The values are in the sharded parameters.
     """
 
     is_flat = False
@@ -218,8 +218,8 @@ class ExtensionGroup(ParamGroup):
     # -- all-gather
 
     def _launch(self, comm_ctx: CommContext, version: tuple[int, int]) -> AllGather:
-        """Asks the parameters what they send, copies it into the chunk on the gather stream, and
-        starts.
+        """Calls `fsdp_pre_all_gather` of each parameter, copies the results into the chunk on the
+        gather stream, and starts the all-gather.
         """
         streams = comm_ctx.streams
         with streams.on(streams.gather), torch.inference_mode(mode=False), torch.no_grad():
@@ -273,7 +273,9 @@ class ExtensionGroup(ParamGroup):
         return mesh if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[-1]]
 
     def _lay_out(self, answers: Sequence[Sequence[torch.Tensor]], streams: Streams) -> None:
-        """Fixes the places in the chunk by the first answers; every later one has to be alike."""
+        """Lays out the chunk by the first results; later ones must have the same shapes and
+        dtypes.
+        """
         offset = 0
         outputs: list[torch.Tensor] = []
         for tensors in answers:
@@ -305,7 +307,7 @@ class ExtensionGroup(ParamGroup):
             pieces: list[torch.Tensor] = []
             for place in (place for inputs in self._tensors for place in inputs):
                 if place.nbytes:
-                    # `.data` has another version counter: a refill is not a change to autograd.
+                    # `.data` has its own version counter, so autograd does not see a refill.
                     whole = place.output.data.view(_BYTE).view(-1, place.nbytes)
                     into.append(whole)
                     pieces.append(chunks.narrow(1, place.offset, place.nbytes))
@@ -319,7 +321,7 @@ class ExtensionGroup(ParamGroup):
     def _finish(
         self, p: FSDPParam, outputs: tuple[torch.Tensor, ...], metadata: Any
     ) -> Sequence[torch.Tensor]:
-        """Makes the unsharded parameter, or fills it again; returns what was allocated for it."""
+        """Creates or refills the unsharded parameter; returns the tensors allocated for it."""
         local: Any = local_of(p.sharded)
         if p.unsharded is not None:
             out = local_of(p.unsharded) if isinstance(p.unsharded, DTensor) else p.unsharded

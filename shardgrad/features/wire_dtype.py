@@ -1,17 +1,17 @@
-"""Gradients that travel in a narrower dtype than they are summed in:
+"""Gradients that are sent in a narrower dtype than they are summed in:
 `GradientPolicy(wire_dtype=...)`.
 
 [Note: Wire dtype]
-Each rank rounds its gradients to the wire dtype where it packs them. An all-to-all brings every
-rank the pieces of its shard, and `ops.sum_chunks` adds them up in float32, always in one order, in
-the pass that divides and writes the gradient shard. A backend's reduce-scatter would round after
-each addition. What waits on a rank, for a later micro-batch or for other replicas, is float32.
+Each rank rounds its gradients to the wire dtype when it packs them. An all-to-all sends every rank
+the pieces of its shard, and `ops.sum_chunks` adds them in float32 and in a fixed order, in the same
+pass that divides and writes the gradient shard. A backend's reduce-scatter would round after each
+addition. Partial sums that wait for a later micro-batch or for other replicas are float32.
 
     one axis:  round, exchange -> sum -> gradient shard
     two axes:  round, exchange -> sum -> round, exchange over the other axis -> sum -> gradient
     shard
 
-In a group of one rank nothing travels, so nothing is rounded. See docs/design/collectives.md.
+A group of one rank sends nothing, so it rounds nothing. See docs/design/collectives.md.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ def refuse_too_many_ranks(mesh: DataParallelMesh) -> None:
 
 
 def exchange_gradients(group: ParamGroup) -> None:
-    """Has the gradients of a new group travel in the wire dtype of its policy.
+    """Makes a new group send its gradients in the wire dtype of its policy.
 
     Raises:
-        OptionError: gradients cannot travel in it, or not among so many ranks, or their reduce
+        OptionError: gradients cannot be sent in this dtype or among so many ranks, or their reduce
             dtype is not float32.
     """
     wire_dtype = group.gradient_policy.wire_dtype
@@ -115,7 +115,7 @@ def refuse_own_reduce_scatter(group: ParamGroup, comm: object) -> None:
 
 
 class StreamExchange(StreamTransport):
-    """A reduce-scatter as an all-to-all on the current stream; who reads the work adds up the
+    """A reduce-scatter as an all-to-all on the current stream. The reader of the work sums the
     chunks.
     """
 
@@ -131,19 +131,18 @@ class StreamExchange(StreamTransport):
 
 
 def exchange_over(comm_ctx: CommContext, group: dist.ProcessGroup) -> Transport:
-    """Returns the transport of `group` whose reduce-scatters bring chunks and not their sum."""
+    """Returns the transport of `group` whose reduce-scatters receive chunks and not their sum."""
     transport = comm_ctx.transport(group)
     if transport.receive_chunks or not transport.sends:
-        return transport  # which exchanges anyway, or has nothing to send
+        return transport  # it exchanges chunks already, or sends nothing
     return comm_ctx.own_transport(("exchange", group), partial(StreamExchange, group))
 
 
 class ReplicaExchange(ReplicaAllReduce):
-    """HSDP's second step: this rank's sum goes to the replicas in `dtype`, and comes back from all
-    of them.
+    """HSDP's second step: exchanges the ranks' sums over the replicas in `dtype`.
 
-    Two replicas swap their sums. Among more, each adds up one part, and the parts are gathered,
-    also in `dtype`. Both send half the bytes of a float32 all-reduce.
+    Two replicas swap their sums. Of more than two, each sums one part, and the parts are
+    all-gathered, also in `dtype`. Both send half the bytes of a float32 all-reduce.
     """
 
     def __init__(self, replicas: dist.ProcessGroup, dtype: torch.dtype) -> None:
@@ -152,7 +151,7 @@ class ReplicaExchange(ReplicaAllReduce):
         self._size = replicas.size()
 
     def _part_numel(self, numel: int) -> int:
-        """Returns how much one of more than two replicas adds up, so that every part is aligned."""
+        """Returns the aligned number of elements that each of more than two replicas sums."""
         aligned = ALIGNMENT_NBYTES // self._dtype.itemsize
         return -(-numel // (self._size * aligned)) * aligned
 
@@ -177,7 +176,7 @@ class ReplicaExchange(ReplicaAllReduce):
         half = self._size * part
         send, receive = _chunks(places[:half], part), _chunks(places[half:], part)
         ops.sum_chunks([summed], send.whole.narrow(0, 0, numel))
-        # Parts have no room for tags; the reduce-scatter before this has had one.
+        # Parts have no space for tags. The reduce-scatter before them had one.
         own_tag = MessageTag(tag.what.replace("reduce-scatter", "exchange between replicas"))
         work = exchange_over(comm_ctx, self._replicas).reduce_scatter(send, receive, own_tag)
         return _GatheredSums(work, send.part(transport.rank), receive, numel, transport, own_tag)
@@ -185,7 +184,7 @@ class ReplicaExchange(ReplicaAllReduce):
 
 @dataclass(eq=False)
 class _Summands:
-    """An all-gather whose chunks are to be added up, each by itself."""
+    """An all-gather whose chunks the reader sums."""
 
     _gathered: Work
     _chunks: Chunks
@@ -198,7 +197,7 @@ class _Summands:
 
 @dataclass(eq=False)
 class _GatheredSums:
-    """An exchange whose sums, of a part each, are gathered when it is waited for."""
+    """An exchange of parts. `wait` sums this rank's part and all-gathers the sums."""
 
     _exchange: Work
     _own: torch.Tensor
@@ -215,7 +214,7 @@ class _GatheredSums:
 
 
 class OuterExchange(OuterReduceScatter):
-    """The second step over two levels: an inner shard's sum goes to its outer ranks in `dtype`."""
+    """The second step over two levels: sends an inner shard's sum to its outer ranks in `dtype`."""
 
     def __init__(self, levels: TwoLevels, dtype: torch.dtype) -> None:
         super().__init__(levels)

@@ -1,12 +1,12 @@
-"""`zero_stage="auto"`: as many units stay unsharded as memory is left for.
+"""`zero_stage="auto"`: keeps as many units unsharded as fit into the free memory.
 
 [Note: Stage auto]
-A unit that stays unsharded from its forward to the optimizer's step is gathered once in a step
-instead of twice. What a step needs depends on the program's batches and activations, so the first
-step runs as stage 3 does, and is the measure: the first forward after an optimizer step looks at
-what the device has free, all ranks take the least of what any has found, and units are kept, in
-construction order, until that is used up. Sizes are the same on all ranks, so the units are too.
-From then on a kept unit is one of stage 2.
+A unit that stays unsharded from its forward to the optimizer step is gathered once per step instead
+of twice. The memory that a step needs depends on the program's batches and activations, so it is
+measured: the first step runs as stage 3. The first forward after an optimizer step reads how much
+memory the device has free, all ranks take the minimum, and units are kept in construction order
+until that is used up. Sizes are the same on all ranks, so all ranks keep the same units. From then
+on a kept unit runs as stage 2.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ def _units(root: Unit) -> list[Unit]:
 
 
 def _room(device: torch.device, grown_nbytes: int) -> int:
-    """Returns the bytes that units may keep: what a step has left free, without a margin, and
-    without what grew since that step began, such as the states of its optimizer. 0 on the CPU,
-    where nobody knows what other programs will take.
+    """Returns the bytes that units may keep: the memory that a step left free, less a margin, and
+    less what has grown since that step began, such as optimizer states. 0 on the CPU, whose memory
+    other programs use as well.
     """
     if device.type == "cpu":
         return 0
@@ -77,7 +77,7 @@ def _room(device: torch.device, grown_nbytes: int) -> int:
 
 
 def _least(nbytes: int, root: Unit) -> int:
-    """Returns the least of what the ranks of the root's mesh have."""
+    """Returns the minimum over the ranks of the root's mesh."""
     least = torch.tensor([nbytes], dtype=torch.int64, device=root.mesh.device)
     for group in (root.mesh.shard_group, root.mesh.replicate_group):
         if group is not None and group.size() > 1:
@@ -87,7 +87,7 @@ def _least(nbytes: int, root: Unit) -> int:
 
 
 def _keep(root: Unit, room_nbytes: int) -> None:
-    """Makes units that fit ones of stage 2, but the root, whose parameters backward needs first."""
+    """Sets units that fit to stage 2. Skips the root, whose parameters backward needs first."""
     for unit in _units(root):
         groups = unit.groups
         nbytes = sum(g.layout.unsharded_numel * g.gather_dtype.itemsize for g in groups)
