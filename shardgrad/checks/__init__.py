@@ -1,1 +1,1 @@
-"""Refusing or reporting misuse that would train wrong numbers."""
+"""Checks that refuse or report misuse that would silently train a wrong model."""

@@ -1,5 +1,5 @@
-"""Refusing arguments of `fully_shard` that Python would take and the first forward would stumble
-over: each by itself, and those that do not go together.
+"""Refuses invalid arguments of `fully_shard`, and invalid combinations, that would otherwise fail
+only in the first forward.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _KNOWN |= {"pin_memory"}  # of CPUOffloadPolicy
 def refuse_wrong_types(
     mp_policy: Any, offload_policy: Any, gradient_policy: Any, ignored: Collection[Any]
 ) -> None:
-    """Looks at the policies and their dtypes, and at what `ignored_params` holds.
+    """Checks the types of the policies, their dtypes, and the elements of `ignored_params`.
 
     Raises:
-        OptionError: `mp_policy` is no policy.
-        UnsupportedError: an offload policy that is not known here, or a field of a later torch that
-            is not at its default.
-        OptionTypeError: a dtype is no dtype, the gradient policy no policy, an ignored parameter no
-            tensor.
+        OptionError: `mp_policy` is not a policy.
+        UnsupportedError: the offload policy is unknown, or a policy's field from a later torch is
+            not at its default.
+        OptionTypeError: a dtype is not a dtype, the gradient policy is not a policy, or an ignored
+            parameter is not a tensor.
     """
     if not isinstance(mp_policy, MixedPrecisionPolicy):
         raise OptionError(
@@ -103,11 +103,11 @@ def refuse_combinations(
     reshard_after_forward: bool | int | None,
     stage: Stage,
 ) -> None:
-    """Refuses parameters that some other argument of the call does not go together with.
+    """Refuses parameters that another argument of the call does not support.
 
     Raises:
-        UnsupportedError: by a ZeRO stage, or by a reshard to fewer ranks.
-        UnsupportedParameterError: a float8 parameter that would be cast.
+        UnsupportedError: the ZeRO stage or a reshard to fewer ranks does not support a parameter.
+        UnsupportedParameterError: a float8 parameter would be cast.
     """
     is_int = isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool)
     for param, place in places.items():
@@ -135,11 +135,11 @@ def refuse_combinations(
 
 
 def refuse_two_levels(names: Mapping[nn.Parameter, str], stage: Stage) -> None:
-    """Over two levels there are only plain parameters; their rows follow each other from rank to
-    rank.
+    """Refuses parameters that cannot be sharded over two levels: only plain ones can, whose rows
+    are consecutive from rank to rank.
 
     Raises:
-        UnsupportedError: another kind of parameter.
+        UnsupportedError: there is another kind of parameter.
     """
     for param, name in names.items() if stage.over_both_axes else ():
         if is_extension(param) or isinstance(param, DTensor):

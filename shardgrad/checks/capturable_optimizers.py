@@ -1,9 +1,10 @@
-"""Which optimizers have a step that a CUDA graph can repeat.
+"""Knows which optimizers have a step that a CUDA graph can repeat.
 
 A graph repeats kernels, not Python. An optimizer that reads from the device to decide what to do
 next fails during a capture, sometimes with a message that names neither the optimizer nor the
-reason. One that counts steps or makes its state on the host is captured without an error, and every
-replay repeats that one step. Of an optimizer over sharded parameters, one of three things is known:
+reason. One that counts steps or creates its state on the host is captured without an error, and
+every replay repeats that one step. An optimizer over sharded parameters falls into one of three
+classes:
 
 * it can be captured: the optimizers of `shardgrad.optim`; any with `capturable=True`; SGD and Muon
   once their momentum exists;
@@ -12,8 +13,8 @@ replay repeats that one step. Of an optimizer over sharded parameters, one of th
 * it cannot be captured: LBFGS, Adagrad, Adafactor and SparseAdam, which have no `capturable`;
   another library's FusedAdam without it; and SGD with momentum before its first step.
 
-Hyperparameters that are numbers are constants of a graph, whatever the optimizer; a learning rate
-can be a tensor. Other optimizers are captured: nothing is known about them.
+Numbers among the hyperparameters are constants of a graph with every optimizer; a learning rate can
+be a tensor. Other optimizers are unknown, and their steps are captured.
 """
 
 from __future__ import annotations
@@ -36,9 +37,7 @@ _READS_HOST: tuple[tuple[type[Optimizer], str], ...] = (
 
 
 def why_not_capturable(optimizer: Optimizer) -> str | None:
-    """Returns why a graph must not record this optimizer's next step; None if it may, as far as is
-    known.
-    """
+    """Returns why the optimizer's next step must not be captured; None if no reason is known."""
     for kind, why in _READS_HOST:
         if isinstance(optimizer, kind):
             return why
@@ -78,7 +77,8 @@ def refuse_uncapturable_step(optimizer: Optimizer) -> None:
     """Refuses a step that no graph can repeat.
 
     Args:
-        optimizer: over some parameter of a sharded model, about to step inside a capture.
+        optimizer: an optimizer with parameters of a sharded model that is about to step in a
+            capture.
 
     Raises:
         CaptureError: the step cannot be part of the graph.

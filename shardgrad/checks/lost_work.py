@@ -1,13 +1,13 @@
-"""What a program has done that the next optimizer step would lose, without a word, is refused.
+"""Refuses an optimizer step that would silently discard something the program did before it:
 
-* A gradient that was never reduced, since the last backward before the step ran without
-  synchronization.
-* A hook of `register_hook` on a sharded parameter: autograd meets the unsharded one, which has
-  none.
-* Optimizer state that another rank has saved.
-* Gradients whose `data` was replaced, which changes no value of a DTensor.
+* gradients that were never reduced, because the last backward before the step ran without
+  synchronization;
+* a hook of `register_hook` on a sharded parameter, which never runs because autograd sees the
+  unsharded parameter;
+* optimizer state that another rank has saved;
+* an assignment to `data` of a gradient, which does not change the values of a DTensor.
 
-Writes to unsharded parameters are not lost: `ParamGroup.take_writes`.
+Writes to unsharded parameters are not lost: see `ParamGroup.take_writes`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ __all__ = ["refuse_hooks", "refuse_replaced_data", "refuse_unreduced", "require_
 
 
 def refuse_unreduced(optimizer: Optimizer, groups: Iterable[ParamGroup]) -> None:
-    """Refuses a step after a backward that did not synchronize: its gradients wait on this rank.
+    """Refuses a step after a backward that did not reduce gradients.
 
-    A program that leaves some units unsynchronized, and not others, does so on purpose.
+    If only some groups are unreduced, the program is assumed to do that on purpose.
 
     Raises:
-        GradientError: the gradients of all groups of the step wait.
+        GradientError: the gradients of all groups of the step are unreduced.
     """
     waiting = [grads for grads in map(grads_of, groups) if grads.params]
     unreduced = [p for grads in waiting if grads.summed for p in grads.params]
@@ -50,10 +50,10 @@ def refuse_unreduced(optimizer: Optimizer, groups: Iterable[ParamGroup]) -> None
 
 
 def refuse_replaced_data(shard: GradShard) -> None:
-    """Refuses gradients after `param.grad.data = dtensor`, which leaves every value as it was.
+    """Refuses a gradient after `param.grad.data = dtensor`, which does not change its values.
 
     Raises:
-        GradientError: there is one.
+        GradientError: there is such a gradient.
     """
     if not shard.have_own_data():
         raise GradientError(
@@ -69,10 +69,10 @@ def refuse_hooks(params: Iterable[tuple[torch.Tensor, str]]) -> None:
     """Refuses parameters with hooks that would never run.
 
     Args:
-        params: with their names.
+        params: (parameter, name) pairs.
 
     Raises:
-        GradientError: there is one.
+        GradientError: there is such a parameter.
     """
     for param, name in params:
         if param._backward_hooks:
@@ -91,7 +91,7 @@ def require_own_state(optimizer: Optimizer) -> None:
     """Refuses optimizer state that another rank has saved.
 
     Raises:
-        ForeignParameterError: naming what and who.
+        ForeignParameterError: there is such state; the error names it and the rank.
     """
     for param, state in optimizer.state.items():
         managed = managed_by(param) if isinstance(param, torch.Tensor) else None

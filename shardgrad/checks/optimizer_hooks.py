@@ -1,26 +1,25 @@
-"""The package's hooks on the steps of optimizers: the only place that registers any.
+"""The package's hooks on optimizer steps. No other file registers any.
 
-An engine has to know when an optimizer steps, and version counters do not tell: fused and foreach
+The engine has to know when an optimizer steps. Version counters do not show it: fused and foreach
 optimizers write the local tensors of DTensors below the level at which autograd counts versions.
-torch has hooks for the steps of one optimizer, whose instance a model never sees, and for the steps
-of all optimizers of the process. So the first sharded model registers one hook of the second kind
-before steps and one after them. Both return at once for an optimizer without parameters of a
-sharded model. They stay: torch iterates over its hooks during a step, in which a model may be
-garbage collected.
+torch has hooks on one optimizer, whose instance the model does not know, and hooks on all
+optimizers of the process. So the first sharded model registers a global hook before steps and one
+after them. Both return immediately for an optimizer without parameters of a sharded model. They are
+never removed: a model may be garbage collected during a step, while torch iterates over its hooks.
 
-What they do:
+The hooks do the following:
 
-* after a step, parameters that a unit keeps unsharded are stale (`ParamGroup.steps_taken`);
-* before a step, all-gathers that a failed forward has left are waited for: they read what the step
+* after a step, mark parameters that a unit keeps unsharded as stale (`ParamGroup.steps_taken`);
+* before a step, wait for all-gathers that a failed forward has left, since they read what the step
   writes;
-* inside a capture, a step that no graph can repeat is refused (`capturable_optimizers.py`), and the
-  memory of gradients is fixed: the graph knows it;
-* after `model.half()`, a step whose state has still the former dtype is refused
+* inside a capture, refuse a step that a graph cannot repeat (`capturable_optimizers.py`), and fix
+  the memory of gradients at its address, which the graph uses;
+* after `model.half()`, refuse a step whose state still has the former dtype
   (`untrained_params.py`);
-* the first step of each optimizer is checked for parameters that it does not train
-  (`untrained_params.py`), and for those that every rank trains apart (`unowned_params.py`);
-* before each step, what the program has written to unsharded parameters is taken over, and work
-  that the step would lose is refused (`lost_work.py`).
+* in the first step of each optimizer, check for parameters that it does not train
+  (`untrained_params.py`), and for those that each rank trains separately (`unowned_params.py`);
+* before each step, copy the program's writes to unsharded parameters into the shards, and refuse a
+  step that would lose other work (`lost_work.py`).
 """
 
 from __future__ import annotations
@@ -56,17 +55,17 @@ __all__ = ["hooks"]
 
 @dataclass
 class _Watched:
-    """What is known of one optimizer.
+    """Cached information about one optimizer.
 
     Attributes:
-        version: of the optimizer and the models when this was found out; see
+        version: the version of the optimizer and the models at which this was computed; see
             `OptimizerHooks._version`.
-        groups: parameter groups that its steps write; empty if it has no parameter of a sharded
-            model.
-        dtypes: of these groups' parameters.
-        state_id: of its state, when that was found to be this rank's own.
+        groups: the engine's parameter groups that its steps write; empty if it has no parameter of
+            a sharded model.
+        dtypes: the dtypes of these groups' parameters.
+        state_id: the id of its state when that was last checked to be this rank's own.
         first_step: checks its first step; None if there is nothing to check.
-        has_warned: of parameters that no unit owns.
+        has_warned: True once it warned of parameters that no unit owns.
     """
 
     version: tuple[int, int] = (0, 0)
@@ -82,11 +81,11 @@ class OptimizerHooks:
 
     def __init__(self) -> None:
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._changes = 0  # models sharded, or cast to another dtype
+        self._changes = 0  # number of times that a model was sharded or cast
         self._watched: weakref.WeakKeyDictionary[Optimizer, _Watched] = weakref.WeakKeyDictionary()
 
     def add(self, model: nn.Module) -> None:
-        """Has the steps of `model`'s optimizers watched."""
+        """Makes the hooks apply to optimizers of `model`'s parameters."""
         if not self._changes:
             register_optimizer_step_pre_hook(self._before)
             register_optimizer_step_post_hook(self._after)
@@ -94,8 +93,8 @@ class OptimizerHooks:
         self._changes += 1
 
     def note_cast(self) -> None:
-        """Has every optimizer looked at again before its next step: parameters of a sharded model
-        have got another dtype.
+        """Called after parameters of a sharded model were cast. Makes every optimizer be examined
+        again before its next step.
         """
         self._changes += 1
 
@@ -158,7 +157,7 @@ class OptimizerHooks:
         watched.state_id = 0
 
     def _version(self, optimizer: Optimizer) -> tuple[int, int]:
-        """Returns numbers that change when the optimizer gets parameters, or a model is sharded or
+        """Returns numbers that change when the optimizer gets parameters or a model is sharded or
         cast.
         """
         return sum(len(group["params"]) for group in optimizer.param_groups), self._changes

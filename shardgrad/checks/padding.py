@@ -1,8 +1,8 @@
-"""Telling that padding more than doubles what a unit sends.
+"""Warns if padding more than doubles the bytes that a unit sends.
 
-A parameter is cut along one dim, and every rank gets as many rows as the first one, so one with
-4,096 rows moves as many bytes over 16,384 ranks as one with 16,384 rows. FSDP2 pads alike, and is
-silent about it.
+A parameter is sharded along one dim and padded to as many rows on every rank as on the first. So
+one with 4,096 rows sends as many bytes over 16,384 ranks as one with 16,384 rows. FSDP2 pads in the
+same way, without a warning.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ class PaddingWarning(UserWarning):
 
 
 def padded(pieces: Sequence[Piece], ranks: int) -> float:
-    """Returns how many times their bytes parameters would move if they were cut over `ranks`."""
+    """Returns the bytes sent over `ranks` ranks, padding included, divided by the parameters'
+    bytes.
+    """
     numel = sum(piece.numel for piece in pieces)
     moved = 0
     for piece in pieces:
@@ -37,9 +39,10 @@ def warn_of_padding(layout: ShardLayout, itemsize: int, kind: str) -> None:
     """Warns if parameters of a group are mostly padding, and names a mesh without it.
 
     Args:
-        layout: of the group; its world size is that of the shards.
+        layout: the layout of the group; its world size is the size of the shard group.
         itemsize: bytes of an element.
-        kind: the class of the unit's module, in the warning, which Python shows once for each text.
+        kind: the class name of the unit's module. Since Python shows each text once, units of one
+            class warn once.
     """
     ranks = layout.world_size
     ratio = padded(layout.pieces, ranks)

@@ -1,4 +1,4 @@
-"""Comparing replicas (HSDP): checksums of parameters, gradients and optimizer state, by name."""
+"""Compares replicas (HSDP) by checksums of parameters, gradients and optimizer state."""
 
 from __future__ import annotations
 
@@ -79,7 +79,9 @@ def replica_report(model: nn.Module, optimizer: Optimizer | None = None) -> Repl
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """An int64 scalar on the device that changes with any bit of the tensor; 0 for an empty one."""
+    """Returns an int64 device scalar that depends on every bit of the tensor; 0 for an
+    empty one.
+    """
     if tensor.numel() == 0:
         return torch.zeros((), dtype=torch.int64, device=tensor.device)
     return torch.hash_tensor(tensor).view(torch.int64)
@@ -88,7 +90,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 def _contents(
     model: nn.Module, optimizer: Optimizer | None, mesh: DataParallelMesh
 ) -> dict[str, torch.Tensor]:
-    """The local tensors that replicas share, by what they are."""
+    """Returns the local tensors that must be equal on all replicas, by description."""
     found: dict[str, torch.Tensor] = {}
     for name, param in model.named_parameters():
         managed = managed_by(param)

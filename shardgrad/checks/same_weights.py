@@ -1,11 +1,12 @@
-"""Comparing, before anything is trained, the weights that ranks had when their model was sharded.
+"""Compares, before training begins, the weights that ranks had when their model was sharded.
 
 `fully_shard` keeps this rank's piece of each parameter and drops the rest. If ranks had different
-weights, because of different seeds or of a checkpoint that one rank alone has loaded, the model is
-a mixture of them (under HSDP its replicas even differ), and no loss shows it. So every parameter is
-summed up before it is cut, as integers, at the speed of memory, and lazy init compares the sums:
-one all-reduce of some bytes for each parameter. What has been written since on any rank, by loading
-or by initialising shards, is not compared; neither are parameters that were on the meta device.
+weights, because of different seeds or a checkpoint that only one rank loaded, the model is a
+mixture of them (under HSDP its replicas even differ), and the loss does not show it. So
+`fully_shard` computes an integer checksum of every parameter before sharding it, at memory
+bandwidth, and lazy init compares the checksums in one all-reduce of a few bytes per parameter.
+Parameters that any rank has written since, by loading or by initialising shards, are not compared;
+neither are parameters that were on the meta device.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ __all__ = ["compare_weights", "of_each_rank", "weights_before"]
 _MASK = 2**62 - 1  # a sum and its negative are both int64
 
 
-# The sum of a parameter that was cut, and that of this rank's piece.
+# The checksum of a parameter before it was sharded, and that of this rank's piece.
 _noted: weakref.WeakKeyDictionary[FSDPParam, tuple[torch.Tensor, torch.Tensor]] = (
     weakref.WeakKeyDictionary()
 )
@@ -36,8 +37,8 @@ _noted: weakref.WeakKeyDictionary[FSDPParam, tuple[torch.Tensor, torch.Tensor]] 
 
 @torch.no_grad()
 def weights_before(params: Sequence[FSDPParam]) -> Callable[[], None]:
-    """Sums the bits of parameters that are about to be cut; returns what keeps the sums once they
-    are.
+    """Computes checksums of parameters that are about to be sharded. Returns a function that stores
+    them once they are.
 
     Streams: the current one; the host does not wait.
     """
@@ -69,12 +70,12 @@ def _sum(values: torch.Tensor) -> torch.Tensor | None:
 
 @torch.no_grad()
 def compare_weights(units: Sequence[Unit]) -> None:
-    """Compares what ranks had. A collective over each mesh of the units, once; nothing for meta
-    parameters.
+    """Compares the checksums of all ranks: one collective over each mesh of the units. Skips
+    parameters that were on the meta device.
 
     Raises:
-        RankDisagreementError: on every rank of the mesh, naming a parameter and which ranks had
-            which values.
+        RankDisagreementError: weights differ. Raised on every rank of the mesh; names a parameter,
+            and which ranks had which values.
     """
     groups = [group for unit in units for group in unit.groups]
     for mesh in dict.fromkeys(group.mesh for group in groups):
@@ -100,7 +101,9 @@ def _compare(groups: Sequence[ParamGroup], ranks: dist.ProcessGroup, device: tor
 
 
 def _whole_and_unknown(p: FSDPParam, device: torch.device) -> torch.Tensor:
-    """Returns the sum of what was cut, and 1 if it is not known or the piece was written since."""
+    """Returns the checksum from before sharding, and 1 if it is unknown or the piece was written
+    since.
+    """
     noted, now = _noted.get(p), _sum(local_of(p.sharded))
     if noted is None or now is None:
         return torch.tensor([0, 1], dtype=torch.int64, device=device)
@@ -110,7 +113,7 @@ def _whole_and_unknown(p: FSDPParam, device: torch.device) -> torch.Tensor:
 
 
 def of_each_rank(own: torch.Tensor, group: dist.ProcessGroup, what: str) -> dict[int, torch.Tensor]:
-    """Returns a tensor of every rank of a group, in its order. A collective; the host waits."""
+    """Gathers a tensor from every rank of a group, by global rank. A collective; the host waits."""
     rows = [torch.empty_like(own) for _ in range(group.size())]
     with recorder.group_log(group).waiting(what, own):
         dist.all_gather(rows, own, group=group)

@@ -1,14 +1,14 @@
-"""Refusing a forward while a parameter under its root would be trained apart by every rank.
+"""Refuses a forward if each rank would train a parameter of the model separately.
 
 A parameter that was attached after `fully_shard`, such as an adapter's or a new head's, belongs to
-no unit; nor does one of a module around the units that was not sharded. Its gradients are not
-averaged, and nothing in the loss shows that ranks drift apart. So the outermost forward of a unit
-looks once, and again whenever they have changed, through the modules under it, and through those
-that it runs inside of: they are on the stack.
+no unit; nor does one of an unsharded module around the units. Its gradients are not averaged, and
+the loss does not show that ranks diverge. So the outermost forward of a unit searches the modules
+under it, and the modules that call it, which are on the call stack. It searches once, and again
+whenever these modules have changed.
 
-A module next to the model is not on the stack, but in the same optimizer. That is a warning at its
-first step, and no error: the program, or its DDP, may average these gradients, which a parameter
-does not tell.
+A module next to the model is not on the stack, but its parameters may be in the same optimizer.
+This causes a warning at the optimizer's first step and not an error, since the program or DDP may
+average these gradients, and a parameter does not show whether it does.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _CALL = nn.Module._call_impl.__code__
 
 
 class UnownedParameterWarning(UserWarning):
-    """An optimizer trains a sharded model, and parameters of which every rank trains its own."""
+    """An optimizer of a sharded model also has parameters that each rank trains separately."""
 
 
 def note_ignored(modules: Iterable[nn.Module], ignored: Collection[nn.Parameter]) -> None:
-    """Notes on modules which of their parameters `ignored_params` named: under that name, any
-    object is fine, so that loading with `assign=True` and `module.to()` may put another one there.
-    Parameters of other modules, around the one that is sharded, are marked themselves.
+    """Records on modules the names of their parameters that are in `ignored_params`. It records
+    names since `load_state_dict(assign=True)` and `module.to()` replace the objects. Parameters of
+    modules around the sharded one are marked themselves.
     """
     elsewhere = set(ignored)
     for module in modules if ignored else ():
@@ -59,17 +59,18 @@ def note_ignored(modules: Iterable[nn.Module], ignored: Collection[nn.Parameter]
         param.__dict__[IGNORED] = True
 
 
-# Modules around units, and who looks at them: one of the units inside is enough.
+# Modules around units, and the one unit inside them that searches them.
 _around: weakref.WeakKeyDictionary[nn.Module, weakref.ref[UnownedParams]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 class UnownedParams:
-    """Looks for trainable parameters that no unit owns, when a unit's forward is the outermost one.
+    """Searches for trainable parameters that no unit owns when a unit's forward is the outermost
+    one.
 
     Args:
-        unit: what is under its modules, and under those that call them, is looked at.
+        unit: the unit. The search covers its modules, those that call them, and all under both.
     """
 
     def __init__(self, unit: Unit) -> None:
@@ -78,16 +79,16 @@ class UnownedParams:
         self._children: list[dict[str, nn.Module | None]] = []
         self._registers: list[_Register] = []
         self._known: tuple[list[Any], list[int]] | None = None
-        self._frozen: list[_Slot] = []  # owned by no unit either
+        self._frozen: list[_Slot] = []  # frozen parameters that no unit owns
 
     def refuse(self) -> None:
-        """Does nothing if modules are as they were; called before every outermost forward with
-        gradients.
+        """Refuses unowned parameters. Called before every outermost forward with gradients; returns
+        early if no module has changed.
 
         Capture: safe.
 
         Raises:
-            UnownedParameterError: there are some, and other ranks train theirs.
+            UnownedParameterError: there are such parameters, and several ranks.
         """
         if self._known == self._seen() and not any(map(_trains, self._frozen)):
             return
@@ -96,7 +97,7 @@ class UnownedParams:
         self._known = None
         roots = [*self._callers_now(), *self._unit.modules]
         modules = list(modules_under(roots, with_units=True))
-        # What two units share is refused by the second, and says so.
+        # Exclude parameters that two units share: the second unit refuses them, with its own error.
         shared = {
             param
             for root in roots
@@ -108,7 +109,7 @@ class UnownedParams:
         if any(found.values()):
             pairs = [(name, attribute) for name, slots in found.items() for _, attribute in slots]
             error = self._error(pairs, dict(modules)[pairs[0][0]])
-            recorder.report(error)  # other ranks may have none, and wait
+            recorder.report(error)  # other ranks may not raise, and would wait for this one
             raise error
         self._frozen = list(chain.from_iterable(apart.values()))
         self._children = [module._modules for _, module in modules]
@@ -116,13 +117,13 @@ class UnownedParams:
         self._known = self._seen()
 
     def _seen(self) -> tuple[list[Any], list[int]]:
-        """Returns which modules there are, and how many parameters each has; the loops are C's."""
+        """Returns the present modules and the number of parameters of each, in passes in C."""
         children = chain.from_iterable(map(dict.values, self._children))
         return list(children), list(map(len, self._registers))
 
     def _callers_now(self) -> list[nn.Module]:
-        """Returns the modules that call this unit, outermost first, but for those another unit
-        looks at.
+        """Returns the modules that call this unit, outermost first, without those that another unit
+        searches.
         """
         for module in _modules_on_stack():
             looks = _around.get(module)
@@ -167,8 +168,8 @@ def _trains(slot: _Slot) -> bool:
 
 
 def _unowned(module: nn.Module, shared: Collection[nn.Parameter]) -> list[_Slot]:
-    """Returns where a module registers parameters of no unit, that the program has not taken on
-    itself.
+    """Returns where a module registers parameters that are neither owned by a unit nor ignored by
+    the program.
     """
     ignored = module.__dict__.get(IGNORED, ())
     return [
@@ -190,10 +191,8 @@ def _is_apart(param: torch.Tensor) -> bool:
 
 
 def warn_of_unowned(optimizer: Optimizer, models: Iterable[nn.Module]) -> bool:
-    """Warns of trainable parameters of an optimizer that no unit owns; returns whether there were
-    any.
-
-    Not of those that `ignored_params` named.
+    """Warns of trainable parameters of an optimizer that no unit owns, except those in
+    `ignored_params`; returns whether there were any.
 
     Args:
         optimizer: has parameters of a sharded model, too.

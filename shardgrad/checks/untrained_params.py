@@ -1,12 +1,13 @@
-"""Checking in its first step that an optimizer trains all of its parameters.
+"""Checks in an optimizer's first step that it trains all of its parameters.
 
-A run can go on for days while part of the model does not change: the optimizer reads another
-attribute than the one that holds the gradients, it was given an empty list, frozen parameters or
-those that `fully_shard` has replaced since, or its updates vanish in rounding. So the first step of
-every optimizer over sharded parameters is checked on a sample of each parameter: one with a
-gradient has to change, unless its gradient is rounding error compared with the largest, like that
-of a bias in front of a normalization. It is the only step for which the host waits. An optimizer
-over unsharded parameters, whose memory is freed after their unit's forward, is refused in it.
+A run can continue for days while part of the model does not change: the optimizer reads another
+attribute than the one that holds the gradients; it got an empty list, frozen parameters, or
+parameters that `fully_shard` has replaced since; or its updates are lost to rounding. So the first
+step of every optimizer over sharded parameters is checked on a sample of each parameter. A
+parameter with a gradient must change, unless its gradient is rounding error compared with the
+largest, like that of a bias before a normalization. The host waits for the device in this step
+only. The check also refuses an optimizer over unsharded parameters, whose memory is freed after
+their unit's forward.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def refuse_state_of_other_dtype(optimizer: Optimizer) -> None:
         OptimizerParameterError: the model was cast after the optimizer's first step.
     """
     if not type(optimizer).__module__.startswith("torch.optim.") or isinstance(optimizer, SGD):
-        return  # others may keep them apart on purpose, and SGD adds up in whatever dtype
+        return  # others may use another dtype on purpose, and SGD accumulates in any dtype
     for param in params_of(optimizer):
         managed = managed_by(param)
         if managed is None:
@@ -80,11 +81,11 @@ def concerns_unit(param: torch.Tensor) -> bool:
 
 
 class FirstStepCheck:
-    """Checks the first step of one optimizer. A step that changes nothing on purpose does not
-    count, nor does one inside a capture.
+    """Checks the first step of one optimizer. Ignores steps that change nothing on purpose, and
+    steps inside a capture.
 
     Attributes:
-        is_over: there was one; later steps are not looked at.
+        is_over: True once a step was checked. Later steps are not.
     """
 
     def __init__(self) -> None:
@@ -92,7 +93,7 @@ class FirstStepCheck:
         # Name, values, their copy from before the step, and the size of the gradient.
         self._samples: list[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._without: list[FSDPParam] = []
-        self._is_open = False  # a step that is checked runs
+        self._is_open = False  # True while a step that is checked runs
 
     @torch.no_grad()
     def before(self, optimizer: Optimizer, *, is_captured: bool) -> None:
@@ -193,7 +194,7 @@ class FirstStepCheck:
 
 
 def _sample_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns some values of what this rank has of a tensor."""
+    """Returns a sample of the values of a tensor on this rank."""
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return local.detach().reshape(-1)[:_SAMPLE_NUMEL]
 
@@ -215,7 +216,9 @@ def _changes_nothing(optimizer: Optimizer) -> bool:
 
 
 def _keeps_small_steps(optimizer: Optimizer) -> bool:
-    """Returns whether 16-bit weights are roundings of others, which one step need not change."""
+    """Returns whether 16-bit weights are rounded copies of exact ones, so that a step need not
+    change them.
+    """
     # The second is the name in TransformerEngine and apex.
     return any(getattr(optimizer, name, False) for name in ("keeps_small_steps", "master_weights"))
 

@@ -62,7 +62,8 @@ class PostForwardGather(AllGather):
         self.ready = self._memory.filled
         with torch.inference_mode(mode=False):
             self._views = layout.local_views(self.chunk, mesh.shard_rank)
-        # Version counters of the parameters over this chunk when `register` ran.
+        # `requires_grad` and version counters of the parameters over this chunk when `register`
+        # ran.
         self._trained = [False] * len(params)
         self._versions: tuple[int, ...] = ()
         for p in params:
