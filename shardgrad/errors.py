@@ -1,4 +1,4 @@
-"""Typed errors with one shape: what happened, then expected / got / where / try.
+"""Typed errors with one format: what happened, then expected / got / where / try.
 
 Every error is a `ShardgradError` and also the builtin type that FSDP2 raises in the same situation,
 so `except` clauses written for FSDP2 keep working.
@@ -57,12 +57,12 @@ __all__ = [
 
 
 class ShardgradError(Exception):
-    """Base of every error this package raises on purpose.
+    """Base of every error that this package raises on purpose.
 
     Args:
-        what: one sentence, what happened.
+        what: what happened, in one sentence.
         expected: what would have been right.
-        got: what came instead.
+        got: what was found instead.
         where: rank, unit, fully qualified parameter or module name.
         fix: what to type next.
     """
@@ -92,13 +92,11 @@ class ContainerError(ShardgradError, ValueError):
 
 
 class MeshError(ShardgradError, ValueError):
-    """The device mesh has a shape the engine cannot shard over, or there are no ranks to make one
-    of.
-    """
+    """The engine cannot shard over this device mesh, or there are no ranks to create one from."""
 
 
 class MeshNamesError(ShardgradError, AssertionError):
-    """A two-dimensional mesh came without axis names."""
+    """A two-dimensional mesh has no axis names."""
 
 
 class OptionError(ShardgradError, ValueError):
@@ -110,7 +108,7 @@ class OptionTypeError(ShardgradError, TypeError):
 
 
 class CustomCommError(ShardgradError, AssertionError):
-    """Two requests about a unit's collectives exclude each other."""
+    """Two settings of a unit's collectives exclude each other."""
 
 
 class UnsupportedError(ShardgradError, NotImplementedError):
@@ -118,7 +116,7 @@ class UnsupportedError(ShardgradError, NotImplementedError):
 
 
 class UnsupportedParameterError(ShardgradError, ValueError, NotImplementedError):
-    """A parameter that cannot be sharded as it is (scalar, non-contiguous, integer, sparse)."""
+    """A parameter that cannot be sharded as it is: scalar, non-contiguous, sparse or by dtype."""
 
 
 class PlacementError(ShardgradError, ValueError, AssertionError):
@@ -126,7 +124,7 @@ class PlacementError(ShardgradError, ValueError, AssertionError):
 
 
 class DeviceError(ShardgradError, ValueError):
-    """Parameters of one call are on several devices, or on one that mesh or kernels lack."""
+    """The parameters are on several devices, or on one that the mesh or the kernels lack."""
 
 
 class ParameterClaimedError(ShardgradError, ValueError):
@@ -138,7 +136,7 @@ class AlreadyShardedError(ShardgradError, AssertionError):
 
 
 class AsleepError(ShardgradError, RuntimeError):
-    """Weights or optimizer states were used whose memory is given back."""
+    """Weights or optimizer states were used while their memory is released."""
 
     @classmethod
     def of(cls, what: str) -> AsleepError:
@@ -152,8 +150,8 @@ class AsleepError(ShardgradError, RuntimeError):
 
 
 class EngineError(ShardgradError, ValueError):
-    """A module that another data-parallel engine has, or is about to take: DDP, FSDP1 or torch's
-    FSDP2.
+    """Another data-parallel engine (DDP, FSDP1, torch's FSDP2) manages the module, or is
+    about to.
     """
 
 
@@ -162,11 +160,11 @@ class TiedParameterError(ShardgradError, ValueError):
 
 
 class RootError(ShardgradError, RuntimeError):
-    """A call that only the root unit can answer, or a model without a single root."""
+    """A call that only the root unit accepts, or a model without a single root."""
 
 
 class BackwardFinalizationError(ShardgradError, RuntimeError):
-    """`finalize_backward` and what belongs to it, called where it cannot be."""
+    """`finalize_backward`, or a call that belongs to it, was made at the wrong time."""
 
 
 class DeepcopyError(ShardgradError, AssertionError):
@@ -178,21 +176,19 @@ class PickleError(ShardgradError, pickle.PicklingError, TypeError):
 
 
 class MetaParameterError(ShardgradError, RuntimeError):
-    """Parameters are still on the meta device when they are needed."""
+    """Parameters that are needed now are still on the meta device."""
 
 
 class ExtensionError(ShardgradError, AssertionError):
-    """A tensor subclass follows the all-gather protocol in part, or answered what cannot be
-    gathered.
-    """
+    """A tensor subclass implements the all-gather protocol in part, or returned unusable values."""
 
 
 class ForeignParameterError(ShardgradError, RuntimeError):
-    """A sharded parameter was replaced by something its unit cannot take over."""
+    """A sharded parameter or gradient was replaced by a tensor that its unit cannot adopt."""
 
 
 class UnownedParameterError(ShardgradError, RuntimeError):
-    """A trainable parameter that no unit owns: every rank would train it apart."""
+    """A trainable parameter that no unit owns: every rank would train its own copy."""
 
 
 class ForwardMethodError(ShardgradError, ValueError):
@@ -216,7 +212,7 @@ class ParticipationError(ShardgradError, RuntimeError):
 
 
 class OptimizerParameterError(ShardgradError, ValueError, TypeError):
-    """A parameter that an optimizer cannot update, or cannot update any more."""
+    """A parameter that an optimizer cannot update, or can no longer update."""
 
 
 class OptimizerStateError(ShardgradError, ValueError):
@@ -224,19 +220,15 @@ class OptimizerStateError(ShardgradError, ValueError):
 
 
 class CheckpointError(ShardgradError, RuntimeError, ValueError):
-    """A checkpoint that is incomplete or damaged, or does not fit; or a state that cannot become
-    one.
-    """
+    """A checkpoint that is incomplete, damaged or does not fit, or a state that cannot be saved."""
 
 
 class CheckpointSaveError(ShardgradError, RuntimeError):
-    """A checkpoint could not be written; those written before are untouched."""
+    """A checkpoint could not be written; earlier ones are untouched."""
 
 
 class CheckpointVersionError(CheckpointError):
-    """A checkpoint that another version of shardgrad wrote, in a format that this one does not
-    read.
-    """
+    """A checkpoint in a format of another shardgrad version, which this one does not read."""
 
 
 class PartnerUnavailableError(ShardgradError, ImportError):
@@ -244,13 +236,11 @@ class PartnerUnavailableError(ShardgradError, ImportError):
 
 
 class GradientError(ShardgradError, RuntimeError):
-    """A gradient that cannot be used: sparse, of another shape, or not finite where that is
-    forbidden.
-    """
+    """A gradient that cannot be used: sparse, of another shape, or non-finite where refused."""
 
 
 class LostWorkWarning(UserWarning):
-    """A shard cannot take what a program has written to an unsharded parameter."""
+    """A shard cannot take the program's writes to an unsharded parameter."""
 
 
 class CaptureError(ShardgradError, RuntimeError):
@@ -266,17 +256,17 @@ class StepOutputError(ShardgradError, TypeError):
 
 
 class ReplayMismatchError(ShardgradError, RuntimeError):
-    """A replay drew another amount of random numbers than the eager step."""
+    """A replay consumed another amount of random numbers than the eager step."""
 
 
 def listed(names: Sequence[object], most: int = 3, separator: str = ", ") -> str:
-    """Returns the first names in one line, and how many more there are."""
+    """Returns the first names in one line, with the number of further ones."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return separator.join(map(str, names[:most])) + more
 
 
 def unsupported(name: str, *, instead: str) -> UnsupportedError:
-    """Returns the error for a name of FSDP2's surface that is not offered yet."""
+    """Returns the error for a name of FSDP2's API that is not supported yet."""
     return UnsupportedError(
         f"shardgrad does not support {name} yet",
         expected="a call that this version supports",

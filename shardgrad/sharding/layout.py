@@ -1,28 +1,27 @@
-"""Where every element of a group lives: shapes and a world size in, integers out.
+"""The memory layout of a group: computes offsets from shapes and a world size.
 
-A group of parameters that travel together is packed so that each rank holds one contiguous *chunk*,
-and a parameter's piece sits at the same offset in every rank's chunk. With three parameters on two
-ranks:
+The parameters of a group are packed so that each rank has one contiguous *chunk*, and a parameter's
+piece has the same offset in every rank's chunk. With three parameters on two ranks:
 
       chunk of rank 0:  | A rows 0..a | pad | B rows 0..b | pad | C ... | pad | tail |
       chunk of rank 1:  | A rows a..  | pad | B rows b..  | pad | C ... | pad | tail |
 
-Pieces follow `torch.chunk` along dim 0, so a piece *is* the local tensor of a `Shard(0)` DTensor;
-trailing ranks may hold short or empty ones. A parameter may be sharded on another dim instead,
-evenly: its piece is then contiguous by itself, but no longer a range of the parameter, and is moved
-by `strided_pack.py`. Every piece starts on a multiple of `alignment` elements, so that every
-pointer handed to a collective or a kernel is aligned (NCCL falls off its fast path otherwise,
+Pieces follow `torch.chunk` along dim 0, so a piece *is* the local tensor of a `Shard(0)` DTensor.
+Trailing ranks may have short or empty pieces. A parameter may be sharded evenly on another dim
+instead. Its piece is contiguous in the chunk, but is no longer one range of the parameter, and
+`strided_pack.py` copies it. Every piece starts on a multiple of `alignment` elements, so that every
+pointer passed to a collective or a kernel is aligned (otherwise NCCL leaves its fast path,
 nccl#413).
 
-The *tail* has room for one element per parameter, where gradients travel ([Note: Touched flags] in
-`engine/grad_group.py`), and ends in room for the message's tag ([Note: Message tags] in
+The *tail* has room for one element per parameter, in chunks of gradients ([Note: Touched flags] in
+`engine/grad_group.py`), and ends with room for the message's tag ([Note: Message tags] in
 `engine/transports.py`).
 
-Parameters that travel by themselves ([Note: Zero-copy parameters] in `zero_copy.py`) come first in
-a chunk, so that what is left to be packed into one message is the end of it, and has a layout
-itself.
+Parameters that are sent as separate messages ([Note: Zero-copy parameters] in `zero_copy.py`) come
+first in a chunk. The rest, which is packed into one message, is then the end of the chunk, and has
+a layout of its own.
 
-In the flat unsharded buffer the unsharded parameters lie one after the other, aligned the same way.
+The flat unsharded buffer has the unsharded parameters side by side, with the same alignment.
 """
 
 from __future__ import annotations
@@ -60,16 +59,16 @@ def _round_up(value: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class Piece:
-    """One parameter's place; offsets and counts in elements.
+    """One parameter's position; offsets and counts in elements.
 
     Attributes:
         shape: global.
-        shard_rows: rows of the sharded dim that a full piece has, `ceil(shape[dim] / world_size)`.
+        shard_rows: rows of the sharded dim in a full piece, `ceil(shape[dim] / world_size)`.
         shard_numel: elements of a full piece.
         span: elements reserved in a chunk, `shard_numel` rounded up.
-        shard_offset: first element inside a chunk.
-        unsharded_offset: first element inside the flat unsharded buffer.
-        dim: that is sharded.
+        shard_offset: first element in a chunk.
+        unsharded_offset: first element in the flat unsharded buffer.
+        dim: the sharded dim.
     """
 
     shape: tuple[int, ...]
@@ -87,32 +86,30 @@ class Piece:
 
     @property
     def blocks(self) -> int:
-        """Ranges of the parameter that one piece consists of; 1 if its outermost dim is sharded."""
+        """Number of ranges of the parameter in one piece; 1 if its outermost dim is sharded."""
         return math.prod(self.shape[: self.dim])
 
     def rows(self, rank: int) -> tuple[int, int]:
-        """Returns the half-open range of `dim` that `rank` holds, as `torch.chunk` splits it."""
+        """Returns the half-open range of `dim` on `rank`, as `torch.chunk` splits it."""
         begin = min(rank * self.shard_rows, self.shape[self.dim])
         return begin, min(begin + self.shard_rows, self.shape[self.dim])
 
     def of(self, unsharded: torch.Tensor, rank: int) -> torch.Tensor:
-        """Returns the part of an unsharded parameter that `rank` holds; a view, with gaps if
-        strided.
-        """
+        """Returns the part of an unsharded parameter on `rank`: a view, with gaps if strided."""
         begin, end = self.rows(rank)
         return unsharded.narrow(self.dim, begin, end - begin)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """Returns the shape of the piece of `rank`; `dim` may have no rows."""
+        """Returns the shape of the piece on `rank`; `dim` may be empty."""
         begin, end = self.rows(rank)
         return (*self.shape[: self.dim], end - begin, *self.shape[self.dim + 1 :])
 
     def local_numel(self, rank: int) -> int:
-        """Returns the elements `rank` really holds, at most `shard_numel`."""
+        """Returns the elements of the piece on `rank`, at most `shard_numel`."""
         return math.prod(self.local_shape(rank))
 
 
-@lru_cache(maxsize=1024)  # a model has many groups of few kinds
+@lru_cache(maxsize=1024)  # a model has many groups, but of few kinds
 def _pieces(
     shapes: tuple[tuple[int, ...], ...],
     dims: tuple[int, ...],
@@ -120,8 +117,9 @@ def _pieces(
     world_size: int,
     alignment: int,
 ) -> tuple[tuple[Piece, ...], int, int]:
-    """Returns pieces in order, elements in a chunk, where `first` come first, and of unsharded
-    parameters.
+    """Returns the pieces in order, then the elements of a chunk and of the unsharded parameters.
+
+    In a chunk, the parameters `first` come first.
     """
     pieces = []
     unsharded_offset = 0
@@ -140,17 +138,17 @@ def _pieces(
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """The pieces of one group over `world_size` ranks. Build it with `ShardLayout.of`.
+    """The pieces of one group over `world_size` ranks. Create it with `ShardLayout.of`.
 
     Attributes:
-        world_size: ranks, each with a chunk.
+        world_size: number of ranks, each with a chunk.
         alignment: elements.
-        pieces: of all parameters, in the order given.
+        pieces: of all parameters, in the given order.
         tail_offset: elements before the tail.
-        chunk_numel: of one rank's chunk, the tail included.
-        unsharded_numel: of the flat unsharded buffer.
-        zero_copy: indices of the parameters that travel by themselves; their pieces come first in a
-            chunk.
+        chunk_numel: elements of one rank's chunk, including the tail.
+        unsharded_numel: elements of the flat unsharded buffer.
+        zero_copy: indices of the parameters that are sent as separate messages; their pieces come
+            first in a chunk.
     """
 
     world_size: int
@@ -213,9 +211,7 @@ class ShardLayout:
 
     @cached_property
     def packed(self) -> ShardLayout:
-        """The layout of the other parameters and the tail: of chunks without their first
-        `packed_offset`.
-        """
+        """The layout of the other parameters and the tail, in chunks without `packed_offset`."""
         if not self.zero_copy:
             return self
         skipped = self.packed_offset
@@ -232,14 +228,16 @@ class ShardLayout:
 
     @cached_property
     def whole(self) -> ShardLayout:
-        """The layout of the unsharded parameters, one after the other."""
+        """The layout of the unsharded parameters, side by side."""
         shapes = [piece.shape for piece in self.pieces]
         return ShardLayout.of(shapes, 1, alignment=self.alignment, with_flags=False)
 
     @cached_property
     def strided(self) -> tuple[int, ...]:
-        """Indices of the parameters of which a piece is several ranges: `strided_pack.py`."""
-        # A rank by itself has all of each parameter, in one range.
+        """Indices of the parameters whose pieces consist of several ranges; see
+        `strided_pack.py`.
+        """
+        # A single rank has all of each parameter, which is one range.
         return tuple(i for i, p in enumerate(self.pieces) if p.blocks > 1 < self.world_size)
 
     @cached_property
@@ -256,8 +254,8 @@ class ShardLayout:
 
     @cached_property
     def table_with_tail(self) -> torch.Tensor:
-        """`table` and a row for the tail, which is packed like a parameter with `tail_numel` rows a
-        rank.
+        """`table` with a row for the tail, packed like a parameter with `tail_numel` rows
+        per rank.
         """
         tail = [
             self.tail_numel * self.world_size,
@@ -274,9 +272,7 @@ class ShardLayout:
         return self.chunk_numel - self.tail_offset
 
     def local_views(self, chunk: torch.Tensor, rank: int) -> list[torch.Tensor]:
-        """Splits a chunk (1-D, `chunk_numel`) into the local tensors of `rank`, in order, without
-        copying.
-        """
+        """Splits a chunk (1-D, `chunk_numel`) into views: the local tensors of `rank`, in order."""
         shapes = [piece.local_shape(rank) for piece in self.pieces]
         return [
             chunk.narrow(0, piece.shard_offset, math.prod(shape)).view(shape)

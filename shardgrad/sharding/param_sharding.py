@@ -1,20 +1,19 @@
-"""How parameters are sharded: what of each this rank packs, along which dim, over which mesh, and
-as which DTensors.
+"""How parameters are sharded: what this rank packs, along which dim, over which mesh.
 
-A parameter may be a DTensor before it comes here, because tensor or expert parallelism has sharded
-it over other axes. The engine then works on its local tensor, and its parameters say both:
+Tensor or expert parallelism may have sharded a parameter over other axes, so that it already is a
+DTensor. The engine then works on its local tensor, and the sharded parameter describes both:
 
 | parameter | sharded parameter | unsharded parameter |
 | --- | --- | --- |
 | plain | on the data-parallel mesh | plain |
-| DTensor on another mesh | on both meshes, data-parallel first | as it came |
-| DTensor on the mesh of `dp_mesh_dims` | on that mesh | as it came |
+| DTensor on another mesh | on both meshes, data-parallel first | the DTensor as before |
+| DTensor on the mesh of `dp_mesh_dims` | on that mesh | the DTensor as before |
 
 [Note: Strided shards]
-Tensor parallelism shards first, data parallelism shards what is left. Where both shard the same
-dim, the rows a rank holds are not those that reading the placements from left to right would give
-it; `_StridedShard` tells DTensor the true order, with the number of splits that come before it.
-FSDP2 writes the same placements, so checkpoints of either engine load into the other.
+Tensor parallelism shards first, and data parallelism shards the rest. If both shard the same dim, a
+rank does not have the rows that the placements, read from left to right, would give it.
+`_StridedShard` tells DTensor the true order, with the number of splits that come before it. FSDP2
+writes the same placements, so checkpoints of either engine load into the other.
 """
 
 from __future__ import annotations
@@ -50,12 +49,11 @@ __all__ = [
 
 @dataclass(frozen=True)
 class _Unsharded:
-    """Where a parameter lay when it came, as a DTensor.
+    """The placement of a parameter that was already a DTensor.
 
     Attributes:
         mesh, placements: its own.
-        data_axes: those of its axes that are data-parallel; sums over them are left to the
-            reduction.
+        data_axes: the data-parallel axes of `mesh`; the reduction does sums over them.
     """
 
     mesh: DeviceMesh
@@ -65,11 +63,12 @@ class _Unsharded:
 
 @dataclass(frozen=True)
 class ParamSharding:
-    """See the module's docstring.
+    """How one parameter is sharded; see the module docstring.
 
     Attributes:
-        shape: of what this rank packs: the parameter, or its local tensor if it came as a DTensor.
-        dim: on which that is sharded over the shard group.
+        shape: of what this rank packs: the parameter, or its local tensor if it was already a
+            DTensor.
+        dim: the dim of that which is sharded over the shard group.
         full_shape, stride: of the parameter.
         mesh, placements: of the sharded parameter.
     """
@@ -84,7 +83,7 @@ class ParamSharding:
 
     @property
     def came_as_dtensor(self) -> bool:
-        """True if the unsharded parameter, and gradients with it, are DTensors."""
+        """True if the unsharded parameter and its gradients are DTensors."""
         return self._unsharded is not None
 
     @cached_property
@@ -92,7 +91,7 @@ class ParamSharding:
         return {}
 
     def sharded_dtensor(self, local: torch.Tensor, *, requires_grad: bool = False) -> DTensor:
-        """Returns the sharded parameter's tensor over this rank's piece."""
+        """Returns the sharded parameter's DTensor over this rank's piece."""
         spec = self._specs.get(local.dtype)
         if spec is None:
             made = dtensor_over(local, self.mesh, self.placements, self.full_shape, self.stride)
@@ -102,14 +101,14 @@ class ParamSharding:
     def sharded_param(self, local: torch.Tensor, *, requires_grad: bool) -> nn.Parameter:
         """Returns the sharded parameter over this rank's piece, a plain tensor.
 
-        As `nn.Parameter(...)` does, which would first detach it, through DTensor's dispatch.
+        Like `nn.Parameter(...)`, but without its detach, which would run DTensor's dispatch.
         """
         param = self.sharded_dtensor(local, requires_grad=requires_grad)
         param._is_param = True
         return cast(nn.Parameter, param)
 
     def unsharded_tensor(self, packed: torch.Tensor) -> torch.Tensor:
-        """Returns what compute sees over gathered memory of `shape`."""
+        """Returns the tensor that compute sees, over gathered memory of `shape`."""
         if self._unsharded is None:
             return packed
         unsharded = self._unsharded
@@ -118,12 +117,11 @@ class ParamSharding:
         )
 
     def local_gradient(self, grad: torch.Tensor) -> torch.Tensor:
-        """Returns what this rank packs of an unsharded gradient; a collective if it has to be
-        redistributed.
+        """Returns the part of an unsharded gradient that this rank packs.
 
-        Compute may leave a gradient as a sum to be done over tensor-parallel ranks. It is
-        redistributed to where the parameter lies, except over data-parallel axes, which the
-        reduce-scatter sums over.
+        Compute may leave a gradient as a partial sum over tensor-parallel ranks. It is then
+        redistributed to the parameter's placements, which is a collective, except over
+        data-parallel axes, which the reduce-scatter sums over.
 
         Streams: the current one.
         """
@@ -133,7 +131,7 @@ class ParamSharding:
         if isinstance(grad, AsyncCollectiveTensor):
             grad = grad.wait()
         if not isinstance(grad, DTensor):
-            return grad  # the program assigned the local part
+            return grad  # the program has assigned a local tensor
         wanted = tuple(
             came if axis in unsharded.data_axes else own
             for axis, (came, own) in enumerate(
@@ -149,9 +147,7 @@ class ParamSharding:
 def groups_cut_over(
     mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> tuple[dist.ProcessGroup, ...]:
-    """Returns the groups of more than one rank over which a DTensor is sharded, in the order of the
-    mesh's axes.
-    """
+    """Returns the groups of more than one rank that a DTensor is sharded over, by mesh axis."""
     return tuple(
         mesh.get_group(axis)
         for axis, placement in enumerate(placements)
@@ -159,7 +155,7 @@ def groups_cut_over(
     )
 
 
-# Of plain parameters, by shape and dim: a model has many of few shapes.
+# Of plain parameters, by shape and dim: a model has many parameters of few shapes.
 _plain: WeakKeyDictionary[DataParallelMesh, dict[tuple[torch.Size, int], ParamSharding]] = (
     WeakKeyDictionary()
 )
@@ -169,7 +165,7 @@ def sharding_of(param: torch.Tensor, name: str, mesh: DataParallelMesh, dim: int
     """Decides how a parameter is sharded on `dim` over the shard group of `mesh`.
 
     Raises:
-        PlacementError: it has no such dim, or lies where data parallelism cannot shard it.
+        PlacementError: there is no such dim, or data parallelism cannot shard its placements.
         UnsupportedParameterError: `dim` is not the outermost, and does not divide evenly.
     """
     dim = dim + param.ndim if dim < 0 else dim
@@ -200,12 +196,12 @@ def _sharding_of(param: torch.Tensor, name: str, mesh: DataParallelMesh, dim: in
 
 
 def _joined(*meshes: DeviceMesh) -> DeviceMesh:
-    """Returns one mesh with the axes of all, the same object each time."""
+    """Returns one mesh with the axes of all meshes, the same object each time."""
     return _joined_once(meshes, tuple(group for mesh in meshes for group in mesh.get_all_groups()))
 
 
-# Groups are part of the key: in another world, which comes after this one, equal meshes have other
-# groups.
+# Keys include process groups: after `destroy_process_group` and a new world, equal meshes have
+# other groups.
 @lru_cache(maxsize=256)
 def _joined_once(meshes: tuple[DeviceMesh, ...], _: tuple[dist.ProcessGroup, ...]) -> DeviceMesh:
     try:
@@ -227,7 +223,7 @@ def _shard(dim: int, param: DTensor, behind: int = -1) -> Placement:
 
     Args:
         dim: of the parameter.
-        param: as it came.
+        param: the parameter before sharding.
         behind: only axes of the parameter after this one come before the split.
     """
     splits = 1
@@ -241,9 +237,7 @@ def _shard(dim: int, param: DTensor, behind: int = -1) -> Placement:
 def _on_full_mesh(
     param: torch.Tensor, name: str, mesh: DataParallelMesh, spmd: SpmdAxes, dim: int
 ) -> tuple[DeviceMesh, tuple[Placement, ...], _Unsharded]:
-    """Cuts a DTensor that lies on the mesh of `dp_mesh_dims`, of which some axes are
-    data-parallel.
-    """
+    """Shards a DTensor on the mesh of `dp_mesh_dims`, of which some axes are data-parallel."""
     if not isinstance(param, DTensor):
         raise PlacementError(
             "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD mesh",
@@ -285,7 +279,7 @@ def _on_full_mesh(
 def _with_one_shard_axis(
     mesh: DataParallelMesh, spmd: SpmdAxes, placements: Sequence[Placement]
 ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-    """Returns mesh and placements where all data-parallel axes have become those of `mesh.mesh`."""
+    """Returns mesh and placements with all data-parallel axes replaced by those of `mesh.mesh`."""
     meshes: list[DeviceMesh] = []
     kept: list[Placement] = []
     for axis, name in enumerate(spmd.names):
@@ -328,15 +322,15 @@ def _require_no_partial(param: DTensor, name: str) -> None:
         )
 
 
-# -- what a `shard_placement_fn` answers
+# -- results of `shard_placement_fn`
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where one parameter goes.
+    """The mesh and sharding of one parameter.
 
     Attributes:
-        mesh: over whose shard group.
+        mesh: its shard group shards the parameter.
         sharding: how.
     """
 
@@ -349,7 +343,7 @@ def places_of(
     default: DataParallelMesh,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None,
 ) -> dict[nn.Parameter, Place]:
-    """Asks once for each parameter, in order.
+    """Calls `shard_placement_fn` once for each parameter, in order.
 
     Args:
         params: parameter -> name.
@@ -358,7 +352,7 @@ def places_of(
             `Shard(0)`.
 
     Raises:
-        OptionError: it is no function, or answered something else.
+        OptionError: it is not a function, or returned something else.
         PlacementError, UnsupportedParameterError: see `sharding_of`.
         MeshError: see `DataParallelMesh.of_info`.
     """
@@ -396,11 +390,12 @@ def _dim(answer: Any, name: str) -> int:
 def travel_together(
     places: Mapping[nn.Parameter, Place], kind: Callable[[nn.Parameter], object]
 ) -> list[list[nn.Parameter]]:
-    """Returns the parameters that can share a collective, in the order they came.
+    """Groups the parameters that can share a collective, in the given order.
 
     Args:
-        places: those of one unit.
-        kind: parameters for which it differs go apart, as those of several dtypes or meshes do.
+        places: of the parameters of one unit.
+        kind: parameters with different results are grouped separately, as are other dtypes or
+            meshes.
     """
     together: dict[tuple[torch.dtype, DataParallelMesh, object], list[nn.Parameter]] = {}
     for param, place in places.items():

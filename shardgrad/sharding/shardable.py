@@ -1,8 +1,8 @@
-"""Which parameters can be sharded, and which of them travel as bytes.
+"""Which parameters can be sharded, and which of them are sent as bytes.
 
-Integers, booleans and float8, which have no gradients, are sharded, gathered and copied out as
-bytes, so a shard and what is sent have dtype uint8. A parameter of shape (rows, ...) is stored as
-(rows, ..., bytes of an element), which `Shard(0)` splits between elements.
+Integers, booleans and float8 have no gradients. They are sharded, gathered and copied out as bytes:
+their shards and messages have dtype uint8. A parameter of shape (rows, ...) is stored as (rows,
+..., bytes per element), which `Shard(0)` splits between elements.
 """
 
 from __future__ import annotations
@@ -32,26 +32,22 @@ _AS_BYTES = frozenset(getattr(torch, name) for name in (*_INTEGERS, *_FLOAT8))
 
 
 def travels_as_bytes(dtype: torch.dtype) -> bool:
-    """Returns whether parameters of a dtype travel as bytes and never get gradients."""
+    """Returns whether parameters of this dtype are sent as bytes and never get gradients."""
     return dtype in _AS_BYTES
 
 
 def is_float8(dtype: torch.dtype) -> bool:
-    """Returns whether a dtype travels as bytes and is of floating point."""
+    """Returns whether a dtype is sent as bytes and is a floating-point dtype."""
     return travels_as_bytes(dtype) and dtype.is_floating_point
 
 
 def stored_shape(shape: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
-    """Returns the shape in which a parameter lies in memory: with its elements' bytes if it travels
-    as bytes.
-    """
+    """Returns a parameter's shape in memory: with a dim of bytes if it is sent as bytes."""
     return (*shape, dtype.itemsize) if travels_as_bytes(dtype) else tuple(shape)
 
 
 def from_bytes(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns a parameter over the memory that it is stored in; `stored` itself if it does not
-    travel as bytes.
-    """
+    """Returns a view of stored bytes in `dtype`; `stored` itself if it is not sent as bytes."""
     return stored.view(dtype).squeeze(-1) if travels_as_bytes(dtype) else stored
 
 
@@ -92,10 +88,10 @@ def require_shardable(name: str, param: nn.Parameter) -> None:
 
 
 def require_one_device(params: Mapping[nn.Parameter, str], mesh: DataParallelMesh) -> None:
-    """Refuses parameters of one unit on several devices, or on one that the mesh does not have.
+    """Refuses parameters of one unit on several devices, or on a device other than the mesh's.
 
     Raises:
-        DeviceError: naming them.
+        DeviceError: names the parameters.
     """
     first: dict[torch.device, str] = {}
     for param, name in params.items():

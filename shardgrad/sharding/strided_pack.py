@@ -1,12 +1,12 @@
-"""Moving pieces that are sharded on a later dim than the outermost.
+"""Packing and unpacking parameters that are sharded on a dim other than the outermost.
 
-`[4, 6]` sharded on dim 1 over two ranks: a rank's piece is a tensor `[4, 3]`, contiguous in its
-chunk, and four separate ranges of the parameter. Seen as `[blocks, ranks, inner]` the parameter is
-the gathered pieces, `[ranks, blocks, inner]`, with two dims exchanged, so that each parameter is
-one copy there and one back.
+If `[4, 6]` is sharded on dim 1 over two ranks, a rank's piece is a tensor `[4, 3]`, contiguous in
+its chunk but four separate ranges of the parameter. Seen as `[blocks, ranks, inner]`, the parameter
+is the gathered pieces, `[ranks, blocks, inner]`, with two dims exchanged. So each parameter takes
+one copy in either direction.
 
-The ops of `ops/movement.py` move everything else, and say what these functions have in common with
-them.
+The ops of `ops/movement.py` move all other parameters. Their docstrings also describe what these
+functions share with them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ __all__ = ["pack_strided", "unpack_strided"]
 
 @torch.no_grad()
 def unpack_strided(gathered: torch.Tensor, unsharded: torch.Tensor, layout: ShardLayout) -> None:
-    """Puts the strided parameters of a layout together.
+    """Copies the strided parameters of a layout from gathered chunks into the unsharded buffer.
 
     Args:
         gathered: 1-D, the chunks of all ranks in order, of `layout.chunk_numel` elements each.
-        unsharded: 1-D, `layout.unsharded_numel` elements; written, and cast, where these parameters
-            lie.
+        unsharded: 1-D, `layout.unsharded_numel` elements; only these parameters are written, with a
+            cast.
         layout: with `world_size` chunks.
 
     Streams: the current one. Capture: safe; allocates nothing, reads nothing back.
@@ -48,18 +48,17 @@ def pack_strided(
     *,
     divisor: float,
 ) -> None:
-    """Cuts the strided gradients of a layout, and writes them, scaled and cast, into all ranks'
-    chunks.
+    """Splits the strided gradients of a layout into all ranks' chunks, with a division and a cast.
 
     Args:
         grads: one contiguous tensor per parameter of the layout; those that are not strided are
-            left alone. One with no elements stands for "no gradient this time".
-        slot: 1-D, `world_size * chunk_numel` elements; written where these parameters lie.
+            ignored. An empty tensor means that there is no gradient.
+        slot: 1-D, `world_size * chunk_numel` elements; only these parameters are written.
         layout: of the chunks.
-        divisor: what gradients are divided by; a true division.
+        divisor: divides the gradients, by a true division.
 
     Streams: the current one.
-    Capture: safe. Allocates only to divide by something else than 1.
+    Capture: safe. Allocates only to divide by a number other than 1.
     """
     chunks = slot.data.view(layout.world_size, layout.chunk_numel)
     for i in layout.strided:
@@ -77,7 +76,7 @@ def pack_strided(
 
 
 def _pieces(chunks: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """Returns the pieces that lie in chunks [ranks, chunk_numel], as [ranks, blocks, inner]."""
+    """Returns the pieces in chunks [ranks, chunk_numel], as [ranks, blocks, inner]."""
     numel = piece.shard_numel
     return chunks[:, piece.shard_offset : piece.shard_offset + numel].view(
         len(chunks), piece.blocks, numel // piece.blocks

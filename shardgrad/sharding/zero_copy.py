@@ -1,19 +1,19 @@
-"""Large parameters that are sent from where they are and received where they belong, without a
-copy.
+"""Large parameters that are sent and received in place, without a copy.
 
 [Note: Zero-copy parameters]
-A group's small parameters share a message, since a message costs the same however small it is; they
-are copied into it, and out of it again (`ops/movement.py`). A large parameter needs neither. If it
-is sharded evenly on its outermost dim, its pieces in rank order *are* the parameter:
+A group's small parameters share one message, since a message has a fixed cost, and are copied into
+it and out of it (`ops/movement.py`). A large parameter needs neither copy. If it is sharded evenly
+on its outermost dim, its pieces in rank order *are* the parameter:
 
-    all-gather:      from the pieces in the shards, straight into the unsharded parameter
-    reduce-scatter:  straight from the gradient that autograd has made
+    all-gather:      from the pieces in the shards directly into the unsharded parameter
+    reduce-scatter:  directly from the gradient that autograd has created
 
-Which parameters are zero-copy is a fact of shapes, dtypes and the mesh, the same on every rank, and
-so are the sizes and the order of messages: first the packed one, which carries the touched flags,
-then one for each zero-copy parameter. What a message could not carry as it is goes into the packed
-one like all others: parameters whose `AllGather` says that it does not support zero-copy, and
-gradients that are cast or divided before they are sent, or that were summed on this rank before.
+Shapes, dtypes, settings and the mesh decide which parameters are zero-copy, so every rank decides
+alike, as it does about the sizes and the order of messages. The packed message, which has the
+touched flags, comes first, then one message for each zero-copy parameter. The packed message also
+takes parameters whose `AllGather` does not support zero-copy, and gradients that are divided before
+they are sent or sent in another dtype. Gradients that were summed on this rank are copied, but sent
+as messages of their own.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from shardgrad.sharding.layout import ShardLayout
 
 __all__ = ["ZERO_COPY_NBYTES", "is_zero_copy", "own_places"]
 
-# Bytes of a rank's piece on the wire, from which on a separate message costs less than the copies
-# that it saves. Measured: docs/design/parameters.md.
+# Bytes of one rank's piece from which on a separate message costs less than the copies that it
+# saves. Measured: docs/design/parameters.md.
 ZERO_COPY_NBYTES = 2 * 2**20
 
 
@@ -39,10 +39,10 @@ def is_zero_copy(
 
     Args:
         shape: global.
-        dim: that is sharded.
-        world_size: ranks it is sharded over.
-        alignment: elements; every rank's part has to start on a multiple.
-        dtype: in which it is gathered.
+        dim: the sharded dim.
+        world_size: number of ranks it is sharded over.
+        alignment: elements; every rank's part must start on a multiple of it.
+        dtype: the dtype in which it is gathered.
     """
     if world_size == 1 or dim != 0 or shape[0] % world_size:
         return False
@@ -51,9 +51,9 @@ def is_zero_copy(
 
 
 def own_places(layout: ShardLayout, rank: int) -> torch.Tensor:
-    """Returns the table with which `ops.unpack` writes a rank's zero-copy pieces, and nothing else.
+    """Returns the table with which `ops.unpack` writes only the zero-copy pieces of one rank.
 
-    From its shard alone, to their places in the flat unsharded buffer.
+    They are copied from its shard to their positions in the flat unsharded buffer.
     """
     pieces = (layout.pieces[i] for i in layout.zero_copy)
     rows = [

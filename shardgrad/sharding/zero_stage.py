@@ -1,7 +1,7 @@
-"""The ZeRO stages: what a rank keeps unsharded, and what it only has a shard of.
+"""The ZeRO stages: what a rank keeps unsharded.
 
 [Note: Stages]
-Optimizer states are always sharded. A stage says what else is:
+Optimizer states are always sharded. A stage decides the rest:
 
 | stage | parameters                   | gradients                            |
 |-------|------------------------------|--------------------------------------|
@@ -9,10 +9,9 @@ Optimizer states are always sharded. A stage says what else is:
 | 2     | unsharded from step to step  | sharded                              |
 | 3     | unsharded while a unit runs  | sharded                              |
 
-A program sees the same in all of them, shards outside of forward and backward: what is kept
-unsharded is memory that a unit finds again in its next forward. It is dropped when the shard it was
-gathered from has been written: by an optimizer's step, or by an in-place operation on a sharded
-parameter.
+A program sees the same in all stages: shards outside of forward and backward. Unsharded memory that
+is kept serves the unit's next forward. It is dropped once its shard has been written, by an
+optimizer's step or by an in-place operation on a sharded parameter.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ __all__ = ["Stage"]
 
 @dataclass(frozen=True)
 class Stage:
-    """One of the stages of ZeRO. See [Note: Stages].
+    """One of the ZeRO stages. See [Note: Stages].
 
     Attributes:
-        keeps_unsharded: unsharded parameters stay until their shard is written.
+        keeps_unsharded: unsharded parameters are kept until their shard is written.
         sums_unsharded: a backward that is not the last adds to an unsharded gradient and reduces
             nothing.
-        over_both_axes: an HSDP mesh shards over its outer axis too; see [Note: Two levels] in
-        `features/hfsdp.py`.
-        decides: whether to keep them unsharded is decided after the first step; see [Note: Stage
-        auto] in `features/zero_stage_auto.py`.
+        over_both_axes: an HSDP mesh is sharded over its outer axis too; see [Note: Two levels] in
+            `features/hfsdp.py`.
+        decides: `keeps_unsharded` is decided after the first step; see [Note: Stage auto] in
+            `features/zero_stage_auto.py`.
     """
 
     keeps_unsharded: bool = False
@@ -46,10 +45,10 @@ class Stage:
 
     @classmethod
     def of(cls, name: Any, reshard_after_forward: Any) -> Stage:
-        """Reads `zero_stage`.
+        """Returns the stage of a `zero_stage` argument.
 
         Raises:
-            OptionError: no such stage, or one that contradicts `reshard_after_forward`.
+            OptionError: there is no such stage, or it contradicts `reshard_after_forward`.
         """
         if isinstance(name, bool) or name not in (1, 2, 3, "auto", "hfsdp"):
             raise OptionError(
