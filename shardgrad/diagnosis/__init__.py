@@ -1,1 +1,1 @@
-"""What each rank is doing, for the moment when a collective hangs or ranks differ."""
+"""Diagnosis of hanging collectives and of ranks that differ, from the status of each rank."""

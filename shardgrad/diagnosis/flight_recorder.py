@@ -1,15 +1,15 @@
-"""The flight recorder: what this rank is doing, and the collectives it has started in each process
-group.
+"""The flight recorder: records what this rank is doing, and the collectives that it has started in
+each process group.
 
 [Note: Flight recorder]
-When a collective hangs, every rank knows its own side only. So each rank records, for every process
-group, how many collectives it has started, and of the last few what each moved, how many elements,
-of which dtype. A rank with a lower count is late; a rank that has another collective under the same
-number has left the common order. Recording takes about a microsecond for each collective and a
-fixed amount of memory; nothing is sent until a rank stands still (`watchdog.py`).
+When a collective hangs, every rank knows only its own side. So each rank records, for every process
+group, the number of collectives that it has started, and name, number of elements and dtype of the
+last few. A rank with a lower count is late. A rank with a different collective under the same
+number is out of order. Recording takes about a microsecond per collective and a fixed amount of
+memory. Nothing is sent until a rank stalls (`watchdog.py`).
 
-A replay of a graph runs no Python: under `graphed_step` the collectives of a graph are recorded
-once, when it is captured, and the step goes on counting.
+A replay of a graph runs no Python. So under `graphed_step`, the collectives of a graph are recorded
+once, at the capture, and only the step number advances with replays.
 
 The idea and the words are those of c10d's flight recorder; this one works with every backend.
 """
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from shardgrad.errors import CollectiveError, ShardgradError
 
-if TYPE_CHECKING:  # programs that read what ranks recorded need no torch
+if TYPE_CHECKING:  # programs that only read records do not need torch
     import torch
     import torch.distributed as dist
 
@@ -40,7 +40,7 @@ FIX = (
 )
 
 _SLICE = timedelta(seconds=1)
-_ENTRIES = 64  # more than two ranks of one group can be apart by prefetching
+_ENTRIES = 64  # prefetching lets two ranks of a group be fewer collectives apart
 
 
 class Entry(NamedTuple):
@@ -64,12 +64,11 @@ class GroupLog:
     """The collectives of one process group, in the order in which this rank started them.
 
     Attributes:
-        name: of the process group, the same on all its ranks.
+        name: the name of the process group, the same on all its ranks.
         ranks: global ranks of the group.
         count: number of collectives started.
-        recent: the last ones.
-        host_waits: the type of what the host waits for, where waiting may be interrupted: over
-            gloo.
+        recent: the last collectives.
+        host_waits: the class of works whose wait can be interrupted, those of gloo.
     """
 
     def __init__(self, recorder: FlightRecorder, name: str, ranks: tuple[int, ...]) -> None:
@@ -84,7 +83,7 @@ class GroupLog:
         """Records a collective that this rank is about to start.
 
         Args:
-            name: of the collective.
+            name: the name of the collective.
             chunk: this rank's contribution; None for Python objects.
 
         Streams: host work only. Capture: safe.
@@ -98,12 +97,13 @@ class GroupLog:
         return entry
 
     def start(self, name: str, chunk: torch.Tensor, call: Callable[[], _T]) -> tuple[Entry, _T]:
-        """Records a collective, and starts it by `call`; returns its entry, and what that returns.
+        """Records a collective and starts it by `call`; returns its entry and the result of `call`.
 
         Raises:
             CollectiveError: the backend raised.
         """
-        # Noted before it starts: a rank that never comes back has to be found in the record.
+        # Record before the start, so that the record has the collective even if `call` never
+        # returns.
         entry = self.record(name, chunk)
         try:
             return entry, call()
@@ -111,11 +111,11 @@ class GroupLog:
             raise self._failed(name, error) from error
 
     def wait_for(self, work: dist.Work, entry: Entry) -> None:
-        """Waits for a collective; over gloo, no longer than it can still end.
+        """Waits for a collective; over gloo, only as long as it can still complete.
 
         Raises:
-            CollectiveError: the backend raised, or the watchdog has found out that a rank which has
-                to join it never will.
+            CollectiveError: the backend raised, or the watchdog has found that a rank which has to
+                join it never will.
         """
         recorder = self._recorder
         recorder.waits_in = self, entry
@@ -129,10 +129,10 @@ class GroupLog:
                     raise self._failed(entry.name, error) from error
             if recorder.verdict is not None and recorder.verdict[0] is entry:
                 raise recorder.verdict[1]
-        recorder.waits_in = None  # not if it raised: then it is what is asked for
+        recorder.waits_in = None  # not if it raised: a diagnosis needs to know what failed
 
     def _failed(self, name: str, error: RuntimeError) -> CollectiveError:
-        """Returns the backend's error in words that say what to do."""
+        """Returns the backend's error as a CollectiveError that says what to do."""
         import torch.distributed as dist
 
         return CollectiveError(
@@ -145,7 +145,7 @@ class GroupLog:
 
     @contextmanager
     def waiting(self, name: str, chunk: torch.Tensor | None = None) -> Iterator[None]:
-        """Records a collective that the host waits for in the block."""
+        """Records a collective; the block starts it and waits for it on the host."""
         entry = self.record(name, chunk)
         self._recorder.waits_in = self, entry
         yield
@@ -156,16 +156,15 @@ class FlightRecorder:
     """What one rank is doing. See [Note: Flight recorder].
 
     Attributes:
-        step: number of the step under way, or just taken, from 1; 0 in a program that does not set
-            it.
-        phase: of the step, such as "forward" or "checkpoint"; empty in a program that does not set
-            it.
-        unit: whose forward or backward ran last; empty before the first.
+        step: number of the current or the last step, from 1; 0 if the program does not set it.
+        phase: the phase of the step, such as "forward" or "checkpoint"; empty if the program does
+            not set it.
+        unit: the unit whose forward or backward ran last; empty before the first.
         progress_s: `time.monotonic()` when the last collective or phase was started.
         waits_in: the collective that the host waits for, or waited for when it failed.
-        reported: what this rank has refused since its last collective: the error's first line, and
+        reported: the error that this rank has raised since its last collective: its first line, and
             its fix.
-        verdict: the collective that cannot end any more, and why; see `watchdog.py`.
+        verdict: the collective that can no longer complete, and why; see `watchdog.py`.
     """
 
     def __init__(self) -> None:
@@ -188,7 +187,7 @@ class FlightRecorder:
         self.progress_s = time.monotonic()
 
     def report(self, error: ShardgradError) -> None:
-        """Says that this rank has refused to go on, until it starts another collective."""
+        """Records an error that this rank raises, until it starts another collective."""
         self.reported = f"{type(error).__name__}: {error.what}", error.fix or ""
 
     def group_log(self, group: dist.ProcessGroup) -> GroupLog:

@@ -1,6 +1,7 @@
-"""The status of each rank while a collective hangs, and what follows from the statuses of all.
+"""The status of each rank while a collective hangs, and the diagnosis from the statuses of all
+ranks.
 
-Pure: nothing here communicates. `watchdog.py` collects the statuses.
+Nothing here communicates; `watchdog.py` collects the statuses.
 """
 
 from __future__ import annotations
@@ -26,16 +27,17 @@ class RankStatus:
     Attributes:
         rank: global rank.
         step: see `FlightRecorder`.
-        location: where the rank is, for example "step 3, backward of layers.1".
-        error: what failed on this rank; None if nothing did, or only because another rank failed.
+        location: the rank's position in the program, for example "step 3, backward of layers.1".
+        error: the failure on this rank; None if there is none, or if another rank's failure caused
+            it.
         fix: what to do about the error; may be empty.
-        has_ended: the program on this rank has ended.
-        waits: "collective" if the host waits in one, of the engine or of torch; "device" if it
-            waits for a device whose stream is not done; "" if neither is known.
+        has_ended: True if the program on this rank has ended.
+        waits: "collective" if the host waits in a collective of the engine or of torch; "device" if
+            it waits for a device whose stream has pending work; "" if neither is known.
         waiting_for: the recorded collective that the host waits for, if any.
-        awaited: the ranks that have to join it.
-        call: what the program has called, and where: "full_tensor() at train.py:12".
-        collectives: the last that were started, oldest first, by the name of the process group.
+        awaited: the ranks that have to join that collective.
+        call: the function that the program has called, and where: "full_tensor() at train.py:12".
+        collectives: the last collectives that were started, oldest first, by process group name.
     """
 
     rank: int
@@ -52,8 +54,8 @@ class RankStatus:
 
     @property
     def place(self) -> str:
-        """What the rank waits in, or where it is: by the step if the program counts steps, else by
-        the program's line.
+        """The collective that the rank waits in, or its position: the step if the program counts
+        steps, else the program's line.
         """
         where = self.location if self.step or not self.call else self.call
         if self.waiting_for is None:
@@ -64,7 +66,7 @@ class RankStatus:
 
 
 def describe_location(recorder: FlightRecorder) -> str:
-    """Returns "step 3, backward of layers.1", or as much of it as is known."""
+    """Returns the position, like "step 3, backward of layers.1", as far as it is known."""
     step, phase = recorder.step, recorder.phase
     unit = recorder.unit if phase in ("", "forward", "backward") else ""
     where = " of ".join(filter(None, (phase, unit)))
@@ -83,12 +85,12 @@ def rank_status(
     """Returns the status of this rank.
 
     Args:
-        recorder: of this rank.
+        recorder: the flight recorder of this rank.
         rank: global rank.
         thread: identifier of the training thread.
-        error: what failed on this rank.
+        error: the error that was raised on this rank.
         has_ended: see `RankStatus`.
-        waits: see `RankStatus`; a wait for a recorded collective is found out.
+        waits: see `RankStatus`. A wait for a recorded collective is detected without it.
     """
     said, fix = recorder.reported or (None, "")
     if error is None:
@@ -117,10 +119,10 @@ class Diagnosis(NamedTuple):
     """Why ranks cannot go on.
 
     Attributes:
-        culprits: ranks that the others wait for, that failed, or that called other collectives;
-            empty if it is no rank more than another.
-        sentence: what they have done, and where the others wait.
-        fix: what to type next.
+        culprits: the ranks that the others wait for, that failed, or that called other collectives;
+            empty if no rank is more to blame than another.
+        sentence: what these ranks did, and where the others wait.
+        fix: what to do next.
     """
 
     culprits: tuple[int, ...]
@@ -128,8 +130,8 @@ class Diagnosis(NamedTuple):
     fix: str
 
 
-# What to type, by the function that the program calls; other functions of a library in which a rank
-# waits for the others are collectives by themselves.
+# The fix, by the function that the program calls. Any other library function in which a rank waits
+# for others is a collective.
 _FIXES = {
     "full_tensor": "full_tensor() is a collective: call it on every rank, and use the result on "
     "one",
@@ -157,14 +159,14 @@ _NEVER_SHARDED = "fully_shard(model) on every rank: take it out of `if rank == 0
 def diagnose(
     statuses: Mapping[int, RankStatus], world_size: int, unwatched: Sequence[int] = ()
 ) -> Diagnosis | None:
-    """Returns which rank holds up the others for good, where they wait, and why.
+    """Returns which rank blocks the others permanently, where they wait, and why.
 
-    The cause is looked for in this order: a rank that failed, or has ended; ranks that wait on
-    different lines of the program; a rank that called other collectives; a rank that has never
-    sharded a model. A rank that is late or silent may still come, and is none.
+    Checks these causes in order: a rank that failed or has ended; ranks that wait on different
+    lines of the program; a rank that called other collectives; a rank that has never sharded a
+    model. A rank that is late or silent may still join, so it is not a cause.
 
     Args:
-        statuses: of the ranks that answered, by rank.
+        statuses: the statuses of the ranks that answered, by rank.
         world_size: number of ranks.
         unwatched: ranks that have never started a watchdog.
     """
@@ -177,7 +179,7 @@ def diagnose(
 
 
 def _failed(statuses: Mapping[int, RankStatus]) -> Diagnosis | None:
-    # Who waits in a collective that is not recorded may wait for all.
+    # A rank that waits in a collective that is not recorded may wait for all ranks.
     awaited = {rank for t in statuses.values() if t.waits for rank in t.awaited or statuses}
     failed = [
         t
@@ -202,7 +204,7 @@ def _apart(statuses: Mapping[int, RankStatus], world_size: int) -> Diagnosis | N
     ranks = [t for _, t in sorted(statuses.items())]
     if len(ranks) < world_size or not all(t.waits and t.call for t in ranks):
         return None
-    # Hosts that wait for the device may do so on one line, after different collectives.
+    # Ranks that wait for the device may be on the same line but after different collectives.
     by_line = {(t.call, t.place if t.waits == "device" else ""): t for t in ranks[::-1]}
     if len(by_line) == 1:
         return None
@@ -236,7 +238,7 @@ def _desynchronized(statuses: Mapping[int, RankStatus]) -> Diagnosis | None:
         seq_id = min((n for n, what in made.items() if len(set(what.values())) > 1), default=None)
         if seq_id is None:
             continue
-        # The majority is taken to be right; of equally many, those with the lowest rank.
+        # The majority is taken to be right; if there is a tie, the side with the lowest rank.
         (right, _), (wrong, _), *_ = Counter(made[seq_id].values()).most_common()
         agreeing, odd = (
             [rank for rank, what in made[seq_id].items() if what == one] for one in (right, wrong)

@@ -1,7 +1,7 @@
-"""Ranks compare what each says of itself, line by line, with what the first rank says.
+"""Compares descriptions of ranks, line by line, with that of the first rank.
 
-What a rank sends does not grow with the number of ranks: the first rank's lines go to all, and a
-reduction finds the first rank that has others, whose lines then go to all too.
+The amount that a rank sends does not grow with the number of ranks: the first rank broadcasts its
+lines, and a reduction finds the first rank that differs, which then broadcasts its own.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def require_same_lines(
 
 
 def _largest(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int]:
-    """Returns the largest of all ranks, number by number."""
+    """Returns the elementwise maximum over all ranks."""
     device = dist.distributed_c10d._get_object_coll_device(group)
     largest = torch.tensor(numbers, dtype=torch.int64, device=device)
-    # No all-reduce: a rank that is elsewhere, say in the norm of a DTensor, could join that.
+    # Not an all-reduce: one of a rank at another point, such as a DTensor's norm, could match it.
     root = dist.get_global_rank(group, 0)
     _wait_for(partial(dist.reduce, largest, root, dist.ReduceOp.MAX), group)
     _wait_for(partial(dist.broadcast, largest, root), group)
@@ -67,7 +67,7 @@ def _largest(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int]:
 
 
 def _sent_by(rank: int, text: str, group: dist.ProcessGroup) -> str:
-    """Returns the text that a rank of the group has."""
+    """Broadcasts a text from a rank of the group, and returns it."""
     own = text.encode() if group.rank() == rank else b""
     [length] = _largest([len(own)], group)
     device = dist.distributed_c10d._get_object_coll_device(group)

@@ -1,8 +1,8 @@
-"""The calls that a thread is in, of a rank that stands still, as tracebacks name them.
+"""Reads the call stack of a thread of a rank that has stalled.
 
-Frames are asked of CPython, which holds the lock of its list of threads meanwhile. faulthandler
-reads the list without this lock: a C++ thread that enters Python for the first time at that instant
-ends the process, because CPython 3.11 lists a thread before it has a frame.
+Frames are read by CPython, which holds the lock of its list of threads while it does. faulthandler
+reads the list without this lock: if a C++ thread enters Python for the first time at that moment,
+the process crashes, because CPython 3.11 lists a thread before it has a frame.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ class Call(NamedTuple):
 
 
 def calls_of_thread(thread: int) -> tuple[Call, ...]:
-    """Returns the calls that the thread of this identifier is in, innermost first; none if it has
-    ended. A call that ends during the look keeps its local variables alive until the look ends.
+    """Returns the calls on the stack of the thread with this identifier, innermost first; none if
+    it has ended. The local variables of a call that returns meanwhile stay alive until this
+    function returns.
     """
     # Until 3.11.9, CPython may collect garbage while it holds the lock, and a finalizer that needs
     # the lock waits for ever (https://github.com/python/cpython/issues/106883).
@@ -63,7 +64,7 @@ def program_call(calls: Iterable[Call]) -> str:
     """Returns the program's innermost line and what it calls: "full_tensor() at train.py:12".
 
     Args:
-        calls: innermost first; torch's, Python's and ours are not the program's.
+        calls: innermost first. Calls in torch, Python and shardgrad are not the program's.
     """
     called = ""
     for filename, number, name in calls:
@@ -90,5 +91,5 @@ def _is_library(filename: str) -> bool:
 
 
 def _torch_folder() -> str:
-    # Programs that only read what ranks recorded import no torch.
+    # Imported here, since programs that only read records do not import torch.
     return str(Path(getattr(sys.modules.get("torch"), "__file__", None) or "/torch/_").parent) + "/"

@@ -1,19 +1,20 @@
 """The watchdog: finds out through the store which rank the others wait for, and why.
 
 [Note: Watchdog]
-A collective cannot be used to find out why a collective hangs, so ranks tell each other through the
-store of the process group. A thread on every rank compares the time with that of the last
-collective, and does no more until this is 10 s ago. From then on it tells the rank's status again
-and again; and after 10 s, 20 s, 40 s, ... it looks at what the others tell. Only what is told anew
-counts: a rank that tells nothing goes on, or is stopped, or is cut off.
+A collective cannot be used to find out why a collective hangs, so ranks exchange their status
+through the store of the process group. A thread on every rank compares the time with that of the
+last collective, and does nothing else until 10 s have passed. From then on it publishes the rank's
+status repeatedly, and after 10 s, 20 s, 40 s, ... it reads the statuses of the others. Only
+statuses that are renewed count: a rank without a new status is running, suspended, or disconnected.
 
-What follows for the program is a warning: of what looks stuck, some may still end, and a thread
-that waits inside of torch cannot be interrupted. Where the engine waits over gloo for a rank that
-has failed or ended, its wait is given up with a `CollectiveError`. A rank that is late or silent
-may still come, and nothing is said of it.
+The watchdog usually only warns, since a collective that looks stuck may still complete, and a
+thread that waits inside torch cannot be interrupted. If the engine waits over gloo for a rank that
+has failed or ended, the wait is aborted with a `CollectiveError`. A rank that is late or silent may
+still join, and is not reported.
 
-Over NCCL hosts wait for the device, not in a collective: there a rank waits if its host stands on
-one line and its stream is not done. So a rank that is late with its own work does not count.
+Over NCCL, hosts wait for the device and not in a collective. There a rank counts as waiting if its
+host stays on one line and its stream has pending work. So a rank that is busy with its own host
+work does not count.
 """
 
 from __future__ import annotations
@@ -62,17 +63,17 @@ class WaitingRanksWarning(UserWarning):
 
 
 class Watchdog:
-    """Tells what this rank does when it stalls, and looks at what the others tell.
+    """Publishes the status of this rank when it stalls, and reads the statuses of the others.
 
     Args:
-        store: that the process group was initialised with; the watchdog opens a further connection
-            to it.
-        rank: of this process.
+        store: the store that the process group was initialised with; the watchdog opens another
+            connection to it.
+        rank: the rank of this process.
         world_size: number of ranks.
-        device: of the collectives; hosts wait for one that is not the CPU.
+        device: the device of the collectives. If it is not the CPU, hosts wait for the device.
 
     Attributes:
-        period_s: seconds between two looks at the clock.
+        period_s: seconds between two checks of the clock.
     """
 
     def __init__(
@@ -83,7 +84,8 @@ class Watchdog:
         *,
         device: torch.device | None = None,
     ) -> None:
-        # A thread that waits in a connection holds its lock, so this one has its own.
+        # A thread that waits for the store holds the connection's lock, so the watchdog has its
+        # own.
         clone = getattr(store, "clone", lambda: store)
         world = dist.group.WORLD
         prefix = f"shardgrad/watchdog/{'' if world is None else world.group_name}"
@@ -94,7 +96,7 @@ class Watchdog:
         self._device = device
         self._world = None if world is None else weakref.ref(world)
         self._training_thread = threading.get_ident()
-        # When each rank has told its status, by its own clock and then by ours, and what.
+        # For each rank, its latest status with the time by that rank's clock and by this rank's.
         self._heard: dict[int, tuple[float, float, RankStatus]] = {}
         self._is_closing = threading.Event()
         self._farewell: Callable[[], None] | None = None
@@ -109,35 +111,36 @@ class Watchdog:
         return self
 
     def close(self) -> None:
-        """Ends the thread after a check under way.
+        """Ends the thread once a running check is done.
 
-        A thread that returns from the store after the interpreter began to shut down would abort
-        the process, so it is waited for, up to 10 seconds.
+        Waits for the thread for up to 10 seconds, since a thread that returns from the store after
+        the interpreter began to shut down would abort the process.
         """
         self._is_closing.set()
         self._thread.join(self.period_s + _LAST_CHECK_S)
 
     @property
     def closed(self) -> bool:
-        """Whether the thread has ended."""
+        """True if the thread has ended."""
         return not self._thread.is_alive()
 
     @property
     def is_current(self) -> bool:
-        """Whether the world is the one that it was made for."""
+        """True if the default process group is still the one that the watchdog was created for."""
         return dist.group.WORLD is (None if self._world is None else self._world())
 
     def end(self, error: BaseException | None) -> None:
-        """Ends the thread, which first tells ranks that may wait for this one that it has ended.
+        """Ends the thread, which first publishes that this rank has ended, for ranks that may wait
+        for it.
 
-        An interpreter that ends starts no other thread.
+        The existing thread does it, since an interpreter that is shutting down starts no other one.
         """
         self._farewell = partial(self._say_farewell, error)
         self._is_closing.set()
         self._thread.join(self._silence_s)
 
     def _say_farewell(self, error: BaseException | None) -> None:
-        """Tells the others, or explains the error of a collective that ends this program."""
+        """Publishes that this rank has ended, or explains the collective's error that ended it."""
         own = rank_status(
             recorder, self._rank, thread=self._training_thread, error=error, has_ended=True
         )
@@ -173,7 +176,7 @@ class Watchdog:
                 statuses, unwatched = self._statuses(own)
                 found = diagnose(statuses, self._world_size, unwatched)
                 sentence = "" if found is None else found.sentence
-                # What is the same twice is no moment on the way.
+                # A diagnosis that is the same in two checks in a row is not a transient state.
                 is_new = sentence == former != said and recorder.progress_s == since_s
                 former, looks = sentence, looks + 1
                 if looks == _LOOKS:
@@ -188,7 +191,9 @@ class Watchdog:
                 self._farewell()
 
     def _look(self) -> RankStatus:
-        """Returns the status of this rank; whether its host stands still takes a period to see."""
+        """Returns the status of this rank, after a period in which it sees whether the host
+        moves.
+        """
         if recorder.waits_in is not None:
             return self._own()
         before = self._calls()
@@ -204,7 +209,7 @@ class Watchdog:
         return calls_of_thread(self._training_thread)
 
     def _is_device_busy(self, calls: tuple[Call, ...]) -> bool:
-        # While a graph is captured, a query of a stream would fail, and could end the capture.
+        # During a capture, a query of a stream would fail and could invalidate the capture.
         if self._device is None or any("/shardgrad/graphs/" in call.filename for call in calls):
             return False
         return not torch.accelerator.current_stream(self._device).query()
@@ -212,18 +217,18 @@ class Watchdog:
     def _own(self, waits: str = "") -> RankStatus:
         return rank_status(recorder, self._rank, thread=self._training_thread, waits=waits)
 
-    # -- what ranks tell
+    # -- statuses of ranks
 
     def _statuses(self, own: RankStatus) -> tuple[dict[int, RankStatus], list[int]]:
-        """Returns the statuses of the ranks that have ended or stand still, and the ranks that have
-        never started a watchdog.
+        """Returns the statuses of ranks that have ended or stalled, and the ranks that have never
+        started a watchdog.
         """
         ranks = range(self._world_size if self._rank < _LOOKING else 0)
         now_s = time.monotonic()
         for rank in ranks:
             if self._store.check([str(rank)]):
                 told_s, status = self._told(str(rank))
-                # What is there at the first look may have been told long ago.
+                # A status that is there at the first read may be old.
                 before = self._heard.setdefault(rank, (told_s, -math.inf, status))
                 if before[0] != told_s:
                     self._heard[rank] = told_s, now_s, status
@@ -257,13 +262,14 @@ _process = _Process()
 
 
 def watch_ranks(device: torch.device) -> Watchdog | None:
-    """Returns the watchdog for the world, which is started if there is none; None where it is off.
+    """Returns the watchdog of the default process group, and starts it if there is none; None if it
+    is disabled.
 
-    The environment variable `SHARDGRAD_WATCHDOG=0` keeps it off, and `1` turns it on for more than
+    The environment variable `SHARDGRAD_WATCHDOG=0` disables it, and `1` enables it for more than
     1,024 ranks.
 
     Args:
-        device: where parameters compute.
+        device: the device on which parameters compute.
     """
     world, switch = dist.group.WORLD, os.environ.get("SHARDGRAD_WATCHDOG", "")
     former = _process.watchdog
@@ -287,7 +293,7 @@ def watch_ranks(device: torch.device) -> Watchdog | None:
 
 
 def _warn_or_give_up(diagnosis: Diagnosis, statuses: dict[int, RankStatus]) -> None:
-    """Gives up the collective that the training thread waits in, if it cannot end, else warns."""
+    """Aborts the wait of the training thread if its collective cannot complete; else warns."""
     lost = {rank for rank, t in statuses.items() if t.error is not None or t.has_ended}
     if dist.get_rank() in lost:
         return
