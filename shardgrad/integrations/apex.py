@@ -1,4 +1,4 @@
-"""apex' FusedAdam on sharded parameters.
+"""apex's FusedAdam on sharded parameters.
 
 [Note: Limits of apex]
 apex has had one version number, 0.1, for years, so nothing here depends on the version.
@@ -6,8 +6,8 @@ apex has had one version number, 0.1, for years, so nothing here depends on the 
 * PyPI's `apex` is another project, and NVIDIA's needs its native library `amp_C`: both are checked.
 * It reads `param.grad` only. A decoupled gradient raises.
 * Kernels assume that the parameter has the gradient's dtype, without a check. Other dtypes raise.
-* Its master weights are those of the moment when it was built, and are not saved. They raise.
-* Kernels count elements in 32 bits, and of a longer shard would update a part. It raises.
+* Its master weights are copied when it is built, and are not saved. They raise.
+* Kernels count elements in 32 bits and would update only a part of a longer shard. That raises.
 * A launch does nothing if its last tensor is empty. Empty shards are not passed.
 * With `capturable`, gradients are divided by the scale of a loss scaler in place.
 

@@ -1,14 +1,16 @@
 """A torch optimizer over sharded parameters whose steps are taken by another project's FusedAdam.
 
 [Note: Aliases]
-A kernel of another project takes addresses. A DTensor has none, and some releases of the kernels
-fail when a rank holds no row of a parameter. So the project's optimizer never sees our parameters.
+Another project's kernels take addresses. A DTensor has none, and some releases of the kernels fail
+if a rank holds no row of a parameter. So the project's optimizer never sees the model's parameters.
 Each has an *alias*: a plain parameter over the same memory, whose gradient is a plain view of the
 gradient shard, set before each step. The alias of a parameter without elements on this rank is one
-unused element that never gets a gradient: kernels skip it, and step counts go on. The groups are
-the same dicts in both optimizers, lent to the project's for a step, with the aliases in them.
+unused element that never gets a gradient, so kernels skip it while step counts advance. Both
+optimizers have the same group dicts; during a step these contain the aliases in place of the
+parameters.
 
-The subclasses, one for each project, know how its package is found and where it keeps state.
+There is one subclass for each project. It finds the project's package and knows where its optimizer
+keeps state.
 """
 
 from __future__ import annotations
@@ -97,7 +99,7 @@ class Alias:
 
     @property
     def memory(self) -> torch.Tensor:
-        """What this rank holds of the parameter."""
+        """The local tensor of the parameter."""
         return self.param.detach() if self.managed is None else local_of(self.param)
 
     @property
@@ -144,17 +146,17 @@ class BoundOptimizer(Optimizer):
             optimizer.
         capturable: for CUDA graphs: learning rate and step count are device tensors, and a step
             with non-finite gradients is skipped on the device.
-        **options: of the project's optimizer.
+        **options: options of the project's optimizer.
 
     Attributes:
         partner: the project's optimizer, over aliases.
-        name: name and release of it, for error messages.
+        name: the project's name and release, for error messages.
 
     Raises:
-        PartnerUnavailableError: there is no usable package.
-        OptionError, UnsupportedError: options that its release does not support, or that contradict
-            the model.
-        OptimizerParameterError: parameters that it cannot update.
+        PartnerUnavailableError: the package is missing or unusable.
+        OptionError, UnsupportedError: the release does not support an option, or an option
+            contradicts the model.
+        OptimizerParameterError: the project's optimizer cannot update a parameter.
     """
 
     title: ClassVar[str]
@@ -239,8 +241,8 @@ class BoundOptimizer(Optimizer):
         return factory, f"{cls.title} {version}".removesuffix(" 0")
 
     def check(self, alias: Alias, options: dict[str, Any]) -> None:
-        """Checks what the project's optimizer would get wrong without saying so, and sets options
-        that follow from the parameters.
+        """Refuses parameters that the project's optimizer would silently update wrongly, and sets
+        options that depend on the parameters.
 
         Raises:
             OptimizerParameterError: it would not train this parameter right.
@@ -258,7 +260,7 @@ class BoundOptimizer(Optimizer):
         return MOMENTS
 
     def value(self, alias: Alias, name: str) -> torch.Tensor:
-        """Returns what a tensor of a parameter's state stands for, as it is saved."""
+        """Returns the value of a tensor of a parameter's state in the format of checkpoints."""
         value: torch.Tensor = self.partner.state[alias.local][name]
         return value
 
@@ -338,7 +340,7 @@ class BoundOptimizer(Optimizer):
 
     @contextmanager
     def _lent(self) -> Iterator[None]:
-        """Has aliases in the groups, in place of parameters, inside the context."""
+        """Replaces the parameters in the groups by their aliases inside the context."""
         given = [group["params"] for group in self.param_groups]
         aliases = iter(self._aliases)
         for group, params in zip(self.param_groups, given, strict=True):
@@ -374,8 +376,8 @@ class BoundOptimizer(Optimizer):
         return [nonfinite for nonfinite in found if nonfinite is not None]
 
     def _scaler(self, nonfinite: list[torch.Tensor]) -> dict[str, Any]:
-        """Returns the argument by which a capturable partner learns the scale of the gradients and
-        whether to skip; none if no gradient was checked or scaled.
+        """Returns the `grad_scaler` argument that gives a capturable partner the gradients' scale
+        and whether to skip; no argument if no gradient was checked or scaled.
         """
         # Loss scalers set these two attributes for the duration of a step.
         verdict: torch.Tensor | None = getattr(self, "found_inf", None)
@@ -409,7 +411,9 @@ class BoundOptimizer(Optimizer):
     # -- state
 
     def _start(self) -> None:
-        """Creates all state when it is first needed: a master is a copy of the weights of then."""
+        """Creates all state when it is first needed, so that masters copy the weights of
+        that time.
+        """
         if self.partner.state:
             return
         for group in self.param_groups:
@@ -477,9 +481,7 @@ class BoundOptimizer(Optimizer):
                 _set(group, key, saved[key])
 
     def __getstate__(self) -> NoReturn:
-        """Raises: an optimizer whose aliases are views of the model's buffers cannot be pickled or
-        copied.
-        """
+        """Refuses pickling and copying, since the aliases are views of the model's buffers."""
         raise DeepcopyError(
             f"{self.name} over sharded parameters cannot be copied or pickled",
             expected="state_dict()",

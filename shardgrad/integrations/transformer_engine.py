@@ -1,16 +1,16 @@
 """TransformerEngine's FusedAdam on sharded parameters.
 
 [Note: Limits of TransformerEngine]
-Limits that concern a caller; numbers are those of issues and pull requests of the project. What its
-constructor, its steps and its kernels refuse is refused in their words.
+Limits that concern a caller. Numbers are those of the project's issues and pull requests. Other
+limits, which its constructor, steps and kernels check, raise with the project's own message.
 
 * Releases before 2.17 are refused: their kernels count elements in 32 bits, and before 2.6 take one
   dtype for parameter and gradient (#1888).
 * Before 2.18 a launch does nothing if its last tensor is empty (#3207, #3212). Empty shards are not
   passed.
 * Before 2.20 `capturable` needs gradients in the parameter's dtype (#3358, #3414).
-* Before 2.20 a group without parameters counts no steps (#3318). No group is without: see
-  [Note: Aliases].
+* Before 2.20 a group without parameters does not count steps (#3318). With aliases, no group is
+  empty: see [Note: Aliases].
 * A parameter whose gradient is None is skipped silently, also if the gradient is in the other
   attribute. That raises here.
 * `store_param_remainders` has no effect without float32 masters. That raises here.

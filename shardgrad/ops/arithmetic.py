@@ -9,7 +9,9 @@ __all__ = ["compute_dtype", "divide_"]
 
 
 def compute_dtype(*tensors: Tensor) -> torch.dtype:
-    """Returns what arithmetic on `tensors` runs in: float64 if one of them is, else float32."""
+    """Returns the dtype of arithmetic on `tensors`: float64 if one of them is float64, else
+    float32.
+    """
     return (
         torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
     )
@@ -17,7 +19,7 @@ def compute_dtype(*tensors: Tensor) -> torch.dtype:
 
 def divide_(value: Tensor, divisor: float) -> None:
     """Divides in place; a true division, rounded once."""
-    # By a tensor on the same device: given a number, CUDA multiplies by the reciprocal, which
-    # rounds twice.
+    # Divide by a tensor on the same device: for a Python number, CUDA multiplies by the reciprocal,
+    # which rounds twice.
     if divisor != 1:
         value.div_(torch.full((), divisor, dtype=value.dtype, device=value.device))

@@ -1,9 +1,9 @@
 """The operator library `torch.ops.shardgrad`: declaring ops, and loading their compiled kernels.
 
 Each op exists twice. Its module declares the schema, a fake kernel and a reference in plain torch
-ops, which the dispatcher uses on every device for which `shardgrad/_C.so` (sources in `csrc/`) has
-brought no kernel. The schemas are here and not in C++, because the reference needs them when there
-is no library.
+ops. The dispatcher uses the reference on every device for which `shardgrad/_C.so` (sources in
+`csrc/`) has registered no kernel. Schemas are declared here and not in C++ because the reference
+needs them without the library, too.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ def declare(schema: str, reference: Callable[..., None]) -> Callable[..., None]:
     """Declares an op that returns nothing, and returns it.
 
     Args:
-        schema: name and arguments; says truly which tensors are written.
-        reference: the implementation in plain torch ops, whose docstring is the op's. It has the
-            schema's default values, too: the dispatcher leaves out arguments that are equal to
+        schema: name and arguments, with correct annotations of the tensors that are written.
+        reference: the implementation in plain torch ops. Its docstring documents the op. It must
+            have the schema's default values, since the dispatcher omits arguments that are equal to
             them.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(f"{schema} -> ()")
-    # An alias of every device; a kernel registered for one device, as in csrc/, goes before it.
+    # An alias key of all devices. A kernel for one device, as in csrc/, takes precedence.
     _LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
     torch.library.register_fake(f"shardgrad::{name}", _fake, lib=_LIBRARY)
-    # Looked up once: that costs more than a small op.
+    # Look the overload up once, since that costs more than a small op.
     op: Callable[..., None] = getattr(torch.ops.shardgrad, name).default
     return op
 
@@ -72,9 +72,9 @@ def has_kernels(device_type: str) -> bool:
 
 @cache
 def check_kernels(device_type: str) -> None:
-    """Warns, once, if a GPU would be made to wait by references.
+    """Warns once if references, which make the host wait for a GPU, would run in place of kernels.
 
-    On the CPU `load_compiled` has warned; for other devices there are no kernels to be had.
+    For the CPU, `load_compiled` has warned already. For other devices no kernels exist.
 
     Raises:
         DeviceError: the GPU is older than those that the kernels were built for.
@@ -101,7 +101,7 @@ def check_kernels(device_type: str) -> None:
 
 
 def _is_launched() -> bool:
-    """Returns whether the current device has code of a kernel."""
+    """Returns whether the library contains kernel code for the current device."""
     one = torch.ones(1, device="cuda")
     try:
         torch.ops.shardgrad.sum_chunks([one], one, 1.0, False)
@@ -135,7 +135,7 @@ def load_compiled() -> None:
 
 
 def build_command() -> str:
-    """Returns what to type to compile the ops for this torch."""
+    """Returns the command that compiles the ops for this torch."""
     root = _PATH.parents[1]
     if (root / "setup.py").is_file():
         return f"pip install --no-build-isolation -e {shlex.quote(str(root))}"

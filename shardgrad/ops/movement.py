@@ -10,8 +10,8 @@ Table: `ShardLayout.table`, an int64 CPU tensor [parameters, 5] with the rows (n
 Dtypes: float32, bfloat16, float16, float64 for every data tensor. Arithmetic runs in float32, or in
     float64 if an operand is float64, and is rounded once, to nearest even, where it is stored.
 
-Autograd: none, and no version counter moves. Like FSDP2's, these buffers are views under living
-    parameters, and autograd must not take their refilling for a modification by the user.
+Autograd: none, and no version counter is bumped. As in FSDP2, live parameters are views of these
+    buffers, and autograd must not mistake a refill for a modification by the user.
 
 Each op exists twice: the reference here, and the compiled kernel in `csrc/` (see `library.py`),
 which also refuses arguments that disagree.
@@ -51,7 +51,7 @@ class _Row(NamedTuple):
     unsharded_offset: int
 
 
-# `.data` has another version counter, so writing through it leaves the caller's as it is.
+# `.data` has its own version counter, so a write through it does not bump the caller's.
 
 
 @torch.no_grad()
@@ -66,9 +66,9 @@ def pack_reference(
     """Splits unsharded gradients into pieces and writes them, scaled and cast, into the chunks of
     all ranks.
 
-    The reservation of parameter `i` in the chunk of rank `k` receives the elements from `k *
-    shard_numel` on of `grads[i] / divisor`, then zeros. What lies outside all reservations, such as
-    a tail, is never touched.
+    The reservation of parameter `i` in the chunk of rank `k` receives the elements of
+    `grads[i] / divisor` from index `k * shard_numel` on, then zeros. Elements outside all
+    reservations, such as a tail, are not written.
 
     Args:
         grads: one contiguous tensor per row of `table`, any shapes, dtypes may be mixed. One with
@@ -77,7 +77,7 @@ def pack_reference(
         slot: 1-D contiguous, `world_size * chunk_numel` elements; written.
         table: see the module's docstring.
         chunk_numel: elements of one rank's chunk.
-        divisor: what gradients are divided by, not 0; a true division.
+        divisor: the number by which gradients are divided, not 0. The division is a true one.
         accumulate: add to what the slot holds; padding and missing gradients then leave it as it
             is.
 
@@ -123,7 +123,7 @@ def _pack_one(
 
 @torch.no_grad()
 def unpack_reference(gathered: Tensor, unsharded: Tensor, table: Tensor, chunk_numel: int) -> None:
-    """Puts the pieces of all ranks together into unsharded parameters: the inverse of `pack`.
+    """Assembles unsharded parameters from the pieces of all ranks: the inverse of `pack`.
 
     Args:
         gathered: 1-D contiguous, the chunks of all ranks side by side, `world_size * chunk_numel`
@@ -177,7 +177,7 @@ def sum_chunks_reference(
         out: contiguous, as many elements, any supported dtype; written. It may be one of `chunks`
             at exactly the same address, but must not overlap one otherwise. The schema does not
             show such an alias, so do not pass one inside `torch.compile`.
-        divisor: what the sum is divided by, not 0.
+        divisor: the number by which the sum is divided, not 0.
         accumulate: add to what `out` holds.
 
     Streams:

@@ -27,11 +27,11 @@ def norm_reference(
     tiles: int,
     norm_type: float = 2.0,
 ) -> None:
-    """Accumulates what a norm is made of over the live rows of a segment: `sum(|g| ** norm_type)`.
+    """Accumulates a norm's sum over the live rows of a segment: `sum(|g| ** norm_type)`.
 
-    The root is left to the caller, who has other segments and other ranks to add first. For an
-    infinite `norm_type` it is the largest |g| (the smallest for minus infinity), and for 0 the
-    number of elements that are not 0. A NaN anywhere makes the result NaN, except in that number.
+    The caller takes the root, after adding other segments and ranks. For an infinite `norm_type`
+    the result is the largest |g| (the smallest for minus infinity), and for 0 the number of nonzero
+    elements. A NaN anywhere makes the result NaN, except for `norm_type` 0.
 
     The sum runs in float64, so float32 gradients cannot overflow it. It is the same bit for bit
     from run to run and for any number of threads: 1,024 workers have their tiles by number, and
@@ -63,7 +63,7 @@ def norm_reference(
     ]
     bad = sum(int((~piece.isfinite()).sum()) for piece in live)
     sizes = [piece.to(torch.float64).abs() for piece in live]
-    # A minimum or maximum of torch's is NaN if anything is, and so is the sum.
+    # torch's minimum and maximum propagate NaN, and so does the sum.
     if math.isinf(norm_type):
         edge = torch.amax if norm_type > 0 else torch.amin
         parts, start = [edge(size) for size in sizes], 0.0 if norm_type > 0 else math.inf

@@ -1,4 +1,4 @@
-"""Segments: the parameters of one launch, and the table of their places in memory.
+"""Segments: the parameters of one launch, and the table of their offsets in memory.
 
 A *segment* is the parameters of one group that one optimizer group treats alike. Its parameters,
 gradients and optimizer states lie in flat 1-D tensors; its table has a row for each parameter, or
@@ -14,9 +14,10 @@ several, one after the other, for pieces of it that do not lie together in all o
 | flag_index | which element of `touched` says whether the parameter got a gradient |
 | first_tile | number of tiles before this row; a row is cut into tiles of `TILE_NUMEL` elements |
 
-Unlike the table of the movement ops it lies on the device of the data: it changes only when the
-model does, and 10,000 parameters are one launch. A kernel therefore cannot check it without a wait.
-Kernels for the CPU, which run the same tables, check them in every call, where that is cheap.
+Unlike the table of the movement ops, it lies on the device of the data: it changes only when the
+model does, and 10,000 parameters are one launch. So a launch cannot check it without waiting for
+the device. CPU kernels, which use the same tables, check them in every call, since that is cheap
+there.
 
 A row is *live* if `touched[flag_index] > 0`. A row that is not live is neither read nor written.
 """

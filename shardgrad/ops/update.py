@@ -45,7 +45,7 @@ class _Update(NamedTuple):
     seed: int | None
 
 
-# `.data` has another version counter, so writing through it leaves the caller's as it is.
+# `.data` has its own version counter, so a write through it does not bump the caller's.
 
 
 def _take_steps(
@@ -54,8 +54,8 @@ def _take_steps(
     """Yields t, the exact weight, the gradient and the states of each live row, in the dtype of
     arithmetic.
 
-    What the caller leaves in the weight and the states is stored, and the step advanced, when it
-    comes back for the next row.
+    When the caller requests the next row, stores what it has written to the weight and the states,
+    and advances the step count.
     """
     compute = compute_dtype(update.param)
     times = update.steps.tolist()
@@ -96,8 +96,8 @@ def _seed(param: Tensor, master: Tensor | None, stochastic_rounding: bool, seed:
     )
 
 
-# Each product and sum is a separate op, so that it is rounded like those of the compiled kernels;
-# torch's `alpha` and `addcdiv` may be contracted.
+# Each product and sum is a separate op, so that it is rounded as in the compiled kernels. torch's
+# `alpha` and `addcdiv` may be contracted to fused multiply-adds.
 
 
 @torch.no_grad()
@@ -167,8 +167,7 @@ def adam_reference(
             g.add_(weight * weight_decay)
         m.add_((g - m) * (1 - beta1))
         v.mul_(beta2).add_(g * (1 - beta2) * g)
-        # Through float64: the CPU's sqrt in torch may be a vector library's, which can be an ulp
-        # off.
+        # In float64, since torch's sqrt on the CPU may use a vector library that is off by an ulp.
         denominator = v.double().sqrt().to(v.dtype)
         divide_(denominator, math.sqrt(bias2))
         weight.sub_(m * (lr / bias1) / denominator.add_(eps))

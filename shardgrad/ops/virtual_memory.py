@@ -1,10 +1,10 @@
-"""Memory that can be given back and taken again at the same address.
+"""Memory that can be released and mapped again at the same address.
 
-A range of addresses is reserved for as long as a tensor lives in it; the memory behind it comes and
-goes. So what knows the address (a view, a captured graph, a receiver's registration) is right
-again once the memory is back. On the host these are pages of `mmap`, on CUDA the driver's calls for
-virtual memory (`csrc/cuda/pages.cpp`), which torch's allocator makes only for a `VirtualPool`.
-Contents are kept in a file, or in pinned memory of the host.
+A range of addresses stays reserved as long as a tensor uses it, while its physical memory is
+unmapped and mapped again. So everything that holds the address (a view, a captured graph, a
+receiver's registration) is valid again once the memory is mapped. The host uses `mmap`, and CUDA
+the driver's virtual memory API (`csrc/cuda/pages.cpp`), which torch's allocator uses only for a
+`VirtualPool`. Contents are saved to a file, or to pinned host memory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PAGES = "_shardgrad_pages"  # set on the tensor that owns the memory
 
 
 def virtual_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Allocates a zeroed 1-D tensor whose memory can be given back."""
+    """Allocates a zeroed 1-D tensor whose memory can be released."""
     nbytes = numel * dtype.itemsize
     if nbytes == 0 or device.type == "meta":
         return torch.zeros(numel, dtype=dtype, device=device)
@@ -47,12 +47,12 @@ def virtual_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch
 
 
 def is_virtual(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor's memory can be given back."""
+    """Returns whether a tensor's memory can be released."""
     return _PAGES in tensor.__dict__
 
 
 def require_virtual(tensors: Iterable[torch.Tensor]) -> None:
-    """Refuses tensors whose memory cannot be given back."""
+    """Refuses tensors whose memory cannot be released."""
     if not all(map(is_virtual, tensors)):
         raise OptionError(
             "the memory of a unit cannot be given back",
@@ -63,7 +63,7 @@ def require_virtual(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def give_back(tensors: Iterable[torch.Tensor], *, keep: bool = True) -> None:
-    """Gives memory back, after all work on it; contents are kept elsewhere, or forgotten.
+    """Releases memory after all work on it. Contents are saved if `keep`, else lost.
 
     Streams: the host waits for the device. Capture: not safe.
     """
@@ -73,7 +73,7 @@ def give_back(tensors: Iterable[torch.Tensor], *, keep: bool = True) -> None:
 
 
 def bring_back(tensors: Iterable[torch.Tensor]) -> None:
-    """Takes memory again where it was, with what was kept, or zeros.
+    """Maps memory again at the same addresses, with its saved contents, or zeros.
 
     Streams: filled on the current one. Capture: not safe.
     """
@@ -83,10 +83,10 @@ def bring_back(tensors: Iterable[torch.Tensor]) -> None:
 
 
 class _HostPages:
-    """Pages of the host; `whole` is a tensor of bytes over them, which keeps them alive."""
+    """Host pages. `whole` is a byte tensor over them, which keeps them alive."""
 
     def __init__(self, nbytes: int) -> None:
-        # Shared pages, which are the default, would stay when they are given back.
+        # Private pages: shared ones, the default of mmap, would keep their memory when released.
         self._map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.whole = torch.frombuffer(self._map, dtype=torch.uint8)
         self._file: Any = None
@@ -115,7 +115,7 @@ _ended: list[_Range] = []
 
 
 class _DevicePages:
-    """Pages of a device; `whole` is a tensor of bytes over them, which keeps them alive."""
+    """Device pages. `whole` is a byte tensor over them, which keeps them alive."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         _free_ended()
@@ -151,13 +151,14 @@ class _DevicePages:
 
 
 class VirtualPool:
-    """A pool of torch's CUDA allocator for graphs, which is given back and taken again as a whole.
+    """A memory pool of torch's CUDA allocator for graphs, which is released and mapped again as a
+    whole.
 
-    Its contents are not kept: a replay reads nothing of the pool that it has not written. Whoever
-    reads the outputs of an earlier one finds NaNs.
+    Its contents are not saved, since a replay reads only memory of the pool that it has written.
+    The outputs of earlier replays become NaN.
 
     Attributes:
-        id: for captures.
+        id: the pool's id, for captures.
     """
 
     def __init__(self) -> None:
@@ -166,7 +167,7 @@ class VirtualPool:
         self._away: list[_Range] = []
 
     def give_back(self) -> None:
-        """Gives the memory back, after all work on it.
+        """Releases the memory after all work on it.
 
         Streams: the host waits for the device. Capture: not safe.
         """
@@ -179,7 +180,7 @@ class VirtualPool:
             _change("unmap", each)
 
     def bring_back(self) -> None:
-        """Takes it again where it was.
+        """Maps the memory again at the same addresses.
 
         Streams: filled on the current one. Capture: not safe.
         """
@@ -209,14 +210,14 @@ def _library() -> Any:
 
 @cache
 def _allocator() -> Any:
-    """Returns what torch asks for a pool's memory; it has to live as long as any pool."""
+    """Returns the allocator of the pools' memory. It has to live as long as any pool."""
     functions = _library().shardgrad_pages_alloc, _library().shardgrad_pages_free
     addresses: Any = [ctypes.cast(function, ctypes.c_void_p).value for function in functions]
     return torch._C._cuda_customAllocator(*addresses)
 
 
 def _change(what: str, pages: _Range) -> None:
-    """Gives a range its memory, or takes it."""
+    """Maps or unmaps the memory of a range."""
     status = getattr(_library(), f"shardgrad_pages_{what}")(*pages)
     if status == 2:
         raise torch.cuda.OutOfMemoryError(f"CUDA out of memory: {pages[1]} bytes")

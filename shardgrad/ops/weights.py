@@ -74,7 +74,7 @@ def store_weight(
 
 
 def dither_key(seed: int, step: int) -> int:
-    """Returns the 64 bits that make the noise of one step differ from another's."""
+    """Returns a 64-bit key, so that the noise differs from step to step."""
     return _mix64(_mix64((seed + _GOLDEN) % 2**64) + step * _GOLDEN)
 
 
