@@ -255,8 +255,9 @@ class Unit:
     def _watch_inputs(
         self, context: RootContext, args: tuple[Any, ...], kwargs: dict[str, Any], *, counted: bool
     ) -> _Arguments:
-        """Puts one autograd node under the inputs that need gradients; it runs once all have
-        arrived.
+        """Puts one autograd node under the inputs that require grad.
+
+        Its backward runs once the gradients of all these inputs have arrived.
         """
         for grads in self.grad_groups:
             if grads.params:

@@ -170,15 +170,15 @@ class ShardLayout:
         dims: Sequence[int] | None = None,
         zero_copy: Sequence[bool] = (),
     ) -> ShardLayout:
-        """Packs parameters, zero-copy ones first, else in the order given.
+        """Lays out parameters, zero-copy ones first, otherwise in the given order.
 
         Args:
             shapes: global shapes, each with at least one dimension.
             world_size: ranks the group is sharded over.
             alignment: elements; see `alignment_numel`.
-            with_flags: reserve one element per parameter behind the pieces.
-            dims: that are sharded; None for dim 0. A dim other than 0 has to divide evenly.
-            zero_copy: whether each travels by itself; nothing if none does.
+            with_flags: reserve one element per parameter after the pieces.
+            dims: the sharded dim of each; None for dim 0. A dim other than 0 has to divide evenly.
+            zero_copy: per parameter, whether it is sent as a separate message; () if none is.
         """
         first = tuple(i for i, travels_alone in enumerate(zero_copy) if travels_alone)
         pieces, shard_offset, unsharded_offset = _pieces(
