@@ -22,7 +22,7 @@ from shardgrad.features.root_of import root_of
 
 __all__ = ["ExportedParameter", "export_table"]
 
-# What wrappers put into names; Hugging Face's and a receiver's do not have it.
+# Prefixes that wrappers add to names. Names in checkpoints and of receivers do not have them.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
@@ -75,8 +75,8 @@ def export_table(model: nn.Module) -> dict[str, ExportedParameter]:
     context = root_of(model, "export_table")
     context.require_awake()
     for each in context.units:
-        if not each.is_unsharded:  # between a forward and its backward nothing changes places
-            each.refresh()  # takes over what a program has put in a parameter's place
+        if not each.is_unsharded:  # not between a forward and its backward
+            each.refresh()  # adopts parameters that the program has replaced
     table = {}
     for name, param in model.named_parameters():
         for wrapper in _WRAPPERS:
@@ -98,7 +98,7 @@ def _sharded(name: str, managed: FSDPParam) -> ExportedParameter:
     group = group_of(managed)
     if not group.is_flat or managed.sharding.came_as_dtensor:
         raise _unsupported(name, "an all-gather extension, or a DTensor of tensor parallelism")
-    # Of ranks in replicas x shards; a mesh of replicas alone has one shard.
+    # The mesh's ranks as [replicas, shards], transposed. A mesh of replicas alone has one shard.
     ranks = group.mesh.mesh.mesh.reshape(-1, group.mesh.shard_size).T.tolist()
     piece = group.layout.pieces[group.params.index(managed)]
     dim, local = managed.sharding.dim, local_of(managed.sharded).detach()
@@ -108,7 +108,7 @@ def _sharded(name: str, managed: FSDPParam) -> ExportedParameter:
 
 
 def _unsharded(name: str, param: nn.Parameter) -> ExportedParameter:
-    """Returns the row of a parameter that no unit shards: every rank has all of it."""
+    """Returns the entry of a parameter that no unit shards: every rank has all of it."""
     if isinstance(param, DTensor) or not param.is_contiguous():
         raise _unsupported(name, "not sharded by a unit, and a DTensor or with gaps")
     rows = (0, param.shape[0] if param.ndim else 1)

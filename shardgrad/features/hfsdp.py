@@ -64,10 +64,11 @@ class HfsdpGather(AllGather):
                 outer.size() * chunk.numel(), dtype=dtype, device=comm_ctx.device
             )
         super().__init__(inner_shard, layout, mesh, dtype, tag, comm_ctx, collectives)
-        # What is gathered are inner shards.
+        # The inner axis gathers inner shards, not chunks.
         self.table = _for_inner_shards(layout.table, chunk.numel(), self._levels)
         self._filled = self.ready = comm_ctx.streams.event()
-        self._filled.record(comm_ctx.streams.current())  # what had this memory before is here
+        # Orders the first gather after the previous use of this memory on the current stream.
+        self._filled.record(comm_ctx.streams.current())
         self._version: object = None
 
     def launch(self, name: str, version: object, finish: Callable[[], None]) -> None:
@@ -132,7 +133,7 @@ def _for_inner_shards(table: torch.Tensor, chunk_numel: int, levels: TwoLevels) 
     return _inner_shard_table(rows, chunk_numel, levels.inner.size(), levels.outer.size())
 
 
-# One for all units that are alike: among thousands of outer ranks it takes half a megabyte.
+# Shared by all units with the same layout: with thousands of outer ranks a table takes 0.5 MB.
 @lru_cache(maxsize=256)
 def _inner_shard_table(
     rows: tuple[tuple[int, ...], ...], chunk_numel: int, inner: int, outer: int

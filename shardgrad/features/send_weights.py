@@ -28,7 +28,7 @@ from shardgrad.features.export_table import ExportedParameter, export_table
 
 __all__ = ["Cut", "Message", "WeightPlan", "plan_weights", "receive_weights", "send_weights"]
 
-# Of messages in flight from or to a rank, unless a single one is larger.
+# Limit of the bytes in flight from or to a rank, unless a single message is larger.
 BATCH_NBYTES = 1 << 26
 
 _Places = tuple[int, ...]  # one for each dim
@@ -74,7 +74,7 @@ class Message(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """On the wire."""
+        """The message's bytes on the wire."""
         return prod(self.shape) * self.dtype.itemsize
 
 
@@ -94,7 +94,7 @@ class WeightPlan:
 
     @property
     def nbytes(self) -> int:
-        """Of all messages."""
+        """The bytes of all messages on the wire."""
         return sum(message.nbytes for message in self.messages)
 
 
@@ -148,7 +148,7 @@ def plan_weights(
                     inside = _replaced([0] * len(begin), row.dim, first - begin[row.dim])
                     placed = _replaced(inside, 0, inside[0] + offset)
                     box = _replaced(shape, row.dim, last - first)
-                    # Where several have the same rows, the receivers are spread over them.
+                    # If several trainers have the same rows, distribute the receivers over them.
                     sender = ranks[place % len(ranks)]
                     which = (sender, receiver, cut.name, sent, target, placed, box)
                     messages.append(Message(*which, dtype or row.dtype))
@@ -167,8 +167,8 @@ def plan_weights(
 
 
 def _in_batches(messages: Iterable[Message]) -> Iterator[Message]:
-    """Yields messages with the numbers of their batches, in none of which too much is on its way
-    from or to a rank; see `BATCH_NBYTES`.
+    """Yields messages with their batch indices. A batch has at most `BATCH_NBYTES` from or to a
+    rank, unless a single message is larger.
     """
     batch, in_flight = 0, Counter[int]()
     for message in messages:
@@ -222,12 +222,13 @@ def send_weights(
     device = next((row.local.device for row in table.values()), torch.device("cpu"))
     for batch in _batches(mine):
         parts = (_part(table[each.name].local, each.sent, each.shape) for each in batch)
-        # Neither copies what has the dtype and lies in one range already.
+        # Neither call copies a tensor that already has the dtype and is contiguous.
         ready = [
             part.to(message.dtype).contiguous() for part, message in zip(parts, batch, strict=True)
         ]
         transfer(dist.isend, ready, [message.receiver for message in batch])
-    # Small messages leave before anyone has received them; so each receiver says that it has all.
+    # A small send completes before it is received, so each receiver confirms that it has
+    # everything.
     receivers = sorted({message.receiver for message in mine})
     transfer(dist.irecv, [_receipt(device) for _ in receivers], receivers)
 
@@ -289,7 +290,7 @@ def receive_weights(
     transfer(dist.isend, [_receipt(device) for _ in senders], senders)
 
 
-# -- what overlaps what
+# -- overlaps of pieces
 
 
 def _row_of(table: Mapping[str, ExportedParameter], cut: Cut) -> ExportedParameter:
@@ -307,7 +308,7 @@ def _row_of(table: Mapping[str, ExportedParameter], cut: Cut) -> ExportedParamet
 def _wanted(
     row: ExportedParameter, cut: Cut, place: int, receivers: int
 ) -> tuple[list[int], list[int]]:
-    """Returns what the receiver at a place wants of a parameter: where it begins, and its shape."""
+    """Returns the offset and shape of the box of a parameter that the receiver at a place needs."""
     shape = list(row.shape or (1,))
     begin = [0] * len(shape)
     if cut.dim is not None:
@@ -337,7 +338,9 @@ def _part(tensor: torch.Tensor, begin: _Places, shape: _Places) -> torch.Tensor:
 
 
 def _pieces(row: ExportedParameter) -> tuple[object, ...]:
-    """Returns what has to be the same on all ranks, and when a plan is made and used."""
+    """Returns the layout of a parameter, which must be equal on all ranks and unchanged since the
+    plan was made.
+    """
     return row.shape, row.dim, tuple(sorted(row.holders.items())), row.dtype
 
 
@@ -360,14 +363,15 @@ def _transfer(
     tensors: Sequence[torch.Tensor],
     peers: Sequence[int],
 ) -> None:
-    """Sends or receives, together where the backend can; returns when all of it is done.
+    """Sends or receives tensors, in one batch if the backend supports it; returns when all are
+    done.
 
     Args:
-        group: that trainers and receivers are in.
-        timeout_s: how long it may take.
+        group: the process group of trainers and receivers.
+        timeout_s: timeout in seconds.
         operation: `dist.isend` or `dist.irecv`.
-        tensors: to send or to receive into.
-        peers: one for each tensor.
+        tensors: the tensors to send or to receive into.
+        peers: the peer rank for each tensor.
     """
     waited_for = sorted(set(peers))
     ops = [

@@ -110,7 +110,7 @@ class _HostPages:
 
 _Range = tuple[int, int, int]  # address, bytes, index of the device
 
-# Of tensors that have ended; inside a capture they wait for its end.
+# Ranges of freed tensors. During a capture they are kept until it ends.
 _ended: list[_Range] = []
 
 

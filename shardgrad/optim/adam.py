@@ -108,14 +108,12 @@ class Adam(FlatOptimizer):
         )
 
     def validate_group(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
-        """Refuses `amsgrad`, wherever it comes from: an argument, a group, or a state of
-        torch's.
-        """
+        """Refuses `amsgrad`, whether from an argument, a group, or a state dict of torch."""
         if new.get("amsgrad"):
             raise unsupported("amsgrad=True", instead="amsgrad=False, or torch.optim.AdamW")
 
     def state_dtypes(self, segment: Segment, group: Mapping[str, Any]) -> Mapping[str, torch.dtype]:
-        """Two moments, and what the precision asks for."""
+        """See `FlatOptimizer`: two moments, and the master copy of the precision."""
         return self._precision.dtypes(segment.dtype, ("exp_avg", "exp_avg_sq"))
 
     def update(self, update: Update) -> None:

@@ -181,7 +181,7 @@ class Muon(FlatOptimizer):
             )
 
     def validate_group(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
-        """Refuses what `torch.optim.Muon` refuses, and heads that do not fit."""
+        """Refuses options that `torch.optim.Muon` refuses, and a `num_heads` that does not fit."""
         steps, coefficients, heads = new["ns_steps"], new["ns_coefficients"], new["num_heads"]
         is_triple = isinstance(coefficients, tuple | list) and len(coefficients) == 3
         rules = {
@@ -214,7 +214,9 @@ class Muon(FlatOptimizer):
                 )
 
     def state_dtypes(self, segment: Segment, group: Mapping[str, Any]) -> Mapping[str, torch.dtype]:
-        """A momentum buffer in the dtype of the gradients, and what the precision asks for."""
+        """See `FlatOptimizer`: momentum in the gradients' dtype, and the precision's master
+        copy.
+        """
         dtypes = dict(self._precision.dtypes(segment.dtype, ("momentum_buffer",)))
         if self._precision.moment_dtype is None:
             managed = managed_by(segment.params[0])

@@ -105,7 +105,9 @@ class SGD(FlatOptimizer):
         )
 
     def validate_group(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
-        """Refuses momentum where there is no buffer for it, and nesterov without plain momentum."""
+        """Refuses momentum if the group has no buffer for it, and nesterov without momentum or with
+        dampening.
+        """
         if new["nesterov"] and (not new["momentum"] or new["dampening"]):
             raise OptionError(
                 "Nesterov momentum requires a momentum and zero dampening",
@@ -122,7 +124,9 @@ class SGD(FlatOptimizer):
             )
 
     def state_dtypes(self, segment: Segment, group: Mapping[str, Any]) -> Mapping[str, torch.dtype]:
-        """A momentum buffer, if there is momentum, and what the precision asks for."""
+        """See `FlatOptimizer`: a momentum buffer if there is momentum, and the precision's
+        master.
+        """
         moments = ("momentum_buffer",) if group["momentum"] else ()
         return self._precision.dtypes(segment.dtype, moments)
 
