@@ -17,7 +17,7 @@ from shardgrad.errors import listed
 
 __all__ = ["Diagnosis", "RankStatus", "describe_location", "diagnose", "rank_status"]
 
-_NAMED = 8  # ranks that a sentence names one by one
+_NAMED = 8  # a sentence lists at most this many ranks
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ def _fix(statuses: Iterable[RankStatus], otherwise: str = _OTHERWISE) -> str:
 def _desynchronized(statuses: Mapping[int, RankStatus]) -> Diagnosis | None:
     """Finds the first collective of a process group that its ranks called differently."""
     for group in dict.fromkeys(name for t in statuses.values() for name in t.collectives):
-        made: dict[int, dict[int, str]] = defaultdict(dict)  # what, by number and rank
+        made: dict[int, dict[int, str]] = defaultdict(dict)  # collectives, by number and rank
         for rank, t in sorted(statuses.items()):
             for entry in t.collectives.get(group, ()):
                 made[entry.seq_id][rank] = f"{entry.name} ({entry.numel} x {entry.dtype})"

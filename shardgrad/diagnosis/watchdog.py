@@ -47,11 +47,11 @@ __all__ = ["WaitingRanksWarning", "Watchdog", "watch_ranks"]
 
 STALL_S = 10.0
 PERIOD_S = 0.5
-_TOLD_PER_S = 512.0  # by all ranks together; one host has the store
-_SILENT_PERIODS = 6  # after which a rank does not stand still any more
-_LOOKS = 12  # at what the others tell, at a time
-_LAST_CHECK_S = 10.0  # of a check under way; one of an unreachable store never ends
-_LOOKING = 8  # lowest ranks; if all ranks looked at all, the store would have to answer too much
+_TOLD_PER_S = 512.0  # statuses per second of all ranks together; one host serves the store
+_SILENT_PERIODS = 6  # periods without a new status, after which a rank counts as running
+_LOOKS = 12  # consecutive reads of the others' statuses, before a longer pause
+_LAST_CHECK_S = 10.0  # how long `close` waits for a check; that of an unreachable store never ends
+_LOOKING = 8  # the lowest ranks read all statuses; not all ranks, to bound the store's traffic
 _MOST_RANKS = 1024
 _BACKENDS = ("gloo", "nccl", "xccl", "hccl")
 # Keys of the store; the status of a rank is under its number.
@@ -150,7 +150,7 @@ class Watchdog:
             ended: RankStatus = self._told(_ENDED)
             own = replace(own, error=None, has_ended=False, waits="collective")
             statuses = {own.rank: own, ended.rank: ended}
-            recorder.waits_in = None  # no wait is left that could be given up
+            recorder.waits_in = None  # no wait is left to abort
             found = diagnose(statuses, self._world_size)
             if found is not None:
                 _warn_or_give_up(found, statuses)
@@ -168,7 +168,7 @@ class Watchdog:
                 look_s, looks, former, said = self._stall_s, 0, "", ""
                 self._heard.clear()
                 continue
-            with suppress(Exception):  # also of warnings that are made errors
+            with suppress(Exception):  # a filter may turn warnings into errors
                 own = self._look()
                 self._tell(str(self._rank), (time.time(), own))
                 if idle_s < look_s:
@@ -283,7 +283,7 @@ def watch_ranks(device: torch.device) -> Watchdog | None:
         return None
     if former is not None:
         former.close()
-    Finalize(None, _end, exitpriority=100)  # also in processes of multiprocessing
+    Finalize(None, _end, exitpriority=100)  # runs in multiprocessing's processes, unlike atexit
     return Watchdog(
         dist.distributed_c10d._get_default_store(),
         dist.get_rank(),

@@ -111,7 +111,7 @@ def refuse_own_reduce_scatter(group: ParamGroup, comm: object) -> None:
         )
 
 
-# -- how gradients travel
+# -- how gradients are sent
 
 
 class StreamExchange(StreamTransport):

@@ -48,7 +48,7 @@ __all__ = ["MASTER", "MOMENTS", "Alias", "BoundOptimizer"]
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master_param"
 
-# What broken or foreign packages raise when imported: missing libraries, version checks, Python 2
+# Exceptions from importing broken or foreign packages: missing libraries, version checks, Python 2
 # sources.
 _BROKEN = (ImportError, OSError, RuntimeError, AssertionError, AttributeError, SyntaxError)
 
@@ -211,7 +211,7 @@ class BoundOptimizer(Optimizer):
         for alias in self._aliases:
             self._require_attribute(alias)
 
-    # -- what a project has to say
+    # -- implemented for each project
 
     @classmethod
     def find(cls) -> tuple[Callable[..., Optimizer], str]:
@@ -268,7 +268,7 @@ class BoundOptimizer(Optimizer):
         """Copies a value into a parameter's state, in place."""
         self.value(alias, name).copy_(value)
 
-    # -- what all of them cannot do
+    # -- checks that are common to all projects
 
     def refuse(self, alias: Alias, why: str, fix: str) -> NoReturn:
         """Raises the error for a parameter that cannot be updated."""
@@ -327,14 +327,14 @@ class BoundOptimizer(Optimizer):
         nonfinite = self._bind_gradients()
         self._start()
         for group in self.param_groups if self.capturable else ():
-            # The program may have set a number.
+            # The program may have assigned a number.
             rate = torch.as_tensor(group["lr"], dtype=torch.float32, device=self._device)
             group["lr"] = rate
         step: Any = self.partner.step
         with self._lent():
             step(**self._scaler(nonfinite))
         for alias in self._aliases:
-            # A view would keep memory that is freed between steps.
+            # A view would keep alive memory that is freed between steps.
             setattr(alias.local, self._attribute, None)
         return loss
 
@@ -422,7 +422,7 @@ class BoundOptimizer(Optimizer):
         for alias in self._aliases:
             self.start(alias)
             stored = self.partner.state[alias.local]
-            # A tensor of a class of the project's, such as FP8, cannot be a DTensor's.
+            # A tensor subclass of the project, such as FP8, cannot be inside a DTensor.
             self.state[alias.param] = {
                 name: alias.wrap(stored[name])
                 for name in self.names(alias)

@@ -150,7 +150,7 @@ def unpack_rows(
     for numel, shard_numel, _, shard_offset, unsharded_offset in rows:
         if numel == 0:
             continue
-        # As in `_pack_one`: ranks with full pieces, then one with a short one.
+        # As in `_pack_one`: first the ranks with full pieces, then the one with a short piece.
         full, rest = divmod(numel, shard_numel)
         chunks = gathered.view(-1, chunk_numel)[:, shard_offset : shard_offset + shard_numel]
         flat = unsharded.narrow(0, unsharded_offset, numel)
