@@ -30,26 +30,6 @@ def test_in_bfloat16_it_equals_torchs_bit_for_bit(shape: tuple[int, int]) -> Non
         assert torch.equal(result, _zeropower_via_newtonschulz(matrix, COEFFICIENTS, 5, 1e-7))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_a_batch_equals_its_matrices_one_by_one(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    matrices = some(4, *shape, dtype=dtype)
-    together = orthogonal(matrices)
-    alone = torch.cat([orthogonal(matrix.unsqueeze(0)) for matrix in matrices])
-    # Products of one matrix may be summed in another order than those of many.
-    torch.testing.assert_close(together, alone, rtol=0, atol=32 * torch.finfo(dtype).eps)
-
-
-def test_the_transpose_of_a_matrix_gives_the_transpose_of_the_result() -> None:
-    matrices = some(2, 7, 30)
-    assert torch.equal(orthogonal(matrices.mT), orthogonal(matrices).mT)
-
-
-def test_scaling_the_input_changes_nothing() -> None:
-    matrices = some(2, 8, 12)
-    assert torch.equal(orthogonal(matrices), orthogonal(matrices * 2.0**20))
-
-
 @pytest.mark.parametrize("steps", [0, 1, 2])
 def test_however_many_steps_the_result_is_in_the_place_of_the_matrices(steps: int) -> None:
     matrices = some(2, 8, 8, dtype=torch.float64)
