@@ -2,7 +2,7 @@
 
 | kind | arguments | in a later call |
 | --- | --- | --- |
-| copied | tensors | are copied into the graph's input buffers |
+| copied | tensors | are copied into the graph's input buffers, and back if the step writes them |
 | static | parameters, buffers, `mark_static_address` | another address needs another graph |
 | key | numbers, None, strings, the structure, other objects | another value needs another graph |
 
@@ -211,7 +211,8 @@ class InputBuffers:
         The buffers are detached to new tensor objects each time, so that autograd state of one call
         does not reach the next.
         """
-        tensors = [each.clone() if copied else each.detach() for each in self.buffers]
+        with torch.inference_mode(False):  # inference tensors do not count writes
+            tensors = [each.clone() if copied else each.detach() for each in self.buffers]
         self._copies = tensors if copied else []
         filled: tuple[tuple[Any, ...], dict[str, Any]] = _filled(self._given, iter(tensors))
         return filled
@@ -241,13 +242,13 @@ class InputBuffers:
         Streams: on the current stream, after the step.
         """
         for index, copy in enumerate(self._copies):
-            if not copy.is_inference() and copy._version:
+            if copy._version:
                 self._written.add(index)
-                self.buffers[index].copy_(copy)
-        self._copies = []
+        sources, self._copies = self._copies or self.buffers, []
         for index in self._written:
-            if inputs.tensors[index].device == self.buffers[index].device:
-                inputs.tensors[index].copy_(self.buffers[index])
+            given = inputs.tensors[index].detach()  # autograd does not continue across calls
+            if given.device == sources[index].device:
+                given.copy_(sources[index].detach())
 
     def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device.type == self._pool.device.type:

@@ -131,6 +131,23 @@ def with_extensions(
     return losses + list(plain_tensors(p.to_local().detach().cpu() for p in model.parameters()))
 
 
+def with_a_cache(graphed: Any, device: torch.device) -> Values:
+    """A decoder's step, called in inference mode, writes into a cache that it is passed."""
+    model = build()
+
+    @graphed(model, warmup=WARMUP)
+    def step(x: Tensor, cache: Tensor) -> Tensor:
+        cache.copy_(cache.roll(1, 0))
+        cache[0].copy_(x[0])
+        return model(x + cache)
+
+    with torch.inference_mode():
+        cache = torch.zeros(16, WIDTH, device=device)
+        seen = [step(batch(number, device), cache).cpu() for number in range(STEPS)]
+    require_replays(step)
+    return [*seen, cache.cpu()]
+
+
 def _with_another_region(block: Any) -> Callable[[Tensor], Tensor]:
     """Returns a block's forward as a region of which a part is one, too."""
     inner = functools.partial(checkpoint, block.forward, use_reentrant=False)
@@ -138,6 +155,11 @@ def _with_another_region(block: Any) -> Callable[[Tensor], Tensor]:
 
 
 # -- tests
+
+
+def test_a_cache_that_is_passed_along_is_filled_in_inference_mode(device: torch.device) -> None:
+    eager, ours = (with_a_cache(each, device) for each in (plain, shardgrad.graphed_step))
+    assert all(map(torch.equal, eager, ours))
 
 
 def test_dropout_of_recomputed_layers_is_that_of_eager(device: torch.device) -> None:

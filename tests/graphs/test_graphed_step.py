@@ -68,6 +68,7 @@ def test_an_argument_that_an_eager_step_keeps_and_writes_is_as_in_a_plain_call()
         given = torch.full((2,), value)
         assert step(given).tolist() == [expected] * 2
         assert given.tolist() == [value + 1] * 2
+        assert not given.requires_grad
 
 
 def test_a_device_without_graphs_is_told_once() -> None:
