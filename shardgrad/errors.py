@@ -142,9 +142,8 @@ class AsleepError(ShardgradError, RuntimeError):
     def of(cls, what: str) -> AsleepError:
         """Returns the error for a model, an optimizer or a pool of graphs."""
         return cls(
-            f"{what} is asleep: its memory is given back",
-            expected="a model, an optimizer and graphs that are awake",
-            got="a use of them between sleep() and wake(), or offload() and reload()",
+            f"{what} is asleep: its memory was released",
+            expected="no use between sleep() and wake(), or offload() and reload()",
             fix="shardgrad.wake(model, optimizer, pool), or optimizer.reload()",
         )
 
@@ -269,7 +268,7 @@ def unsupported(name: str, *, instead: str) -> UnsupportedError:
     """Returns the error for a name of FSDP2's API that is not supported yet."""
     return UnsupportedError(
         f"shardgrad does not support {name} yet",
-        expected="a call that this version supports",
+        expected="an option that this version supports",
         got=name,
         fix=instead,
     )

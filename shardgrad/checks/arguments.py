@@ -89,10 +89,10 @@ def refuse_wrong_types(
     odd = [each for each in ignored if not isinstance(each, torch.Tensor)]
     if odd:
         raise OptionTypeError(
-            "ignored_params must hold parameters, not their names",
+            "ignored_params must contain parameters, not names",
             expected="set[nn.Parameter]",
             got=repr(odd[0]),
-            fix="ignored_params=set(module.parameters()), of the modules to leave out",
+            fix="ignored_params=set(module.parameters()) of the modules to leave out",
         )
 
 
@@ -115,7 +115,8 @@ def refuse_combinations(
         if stage.over_both_axes and (place.sharding.dim or place.mesh.levels is None):
             what = f"dim {place.sharding.dim}" if place.sharding.dim else "a separate mesh"
             raise unsupported(
-                f'zero_stage="hfsdp" for {name}, cut on {what},', instead="zero_stage=3"
+                f'zero_stage="hfsdp" for {name}, which is sharded on {what},',
+                instead="zero_stage=3",
             )
         if is_int and place.sharding.came_as_dtensor:
             raise unsupported(
@@ -126,11 +127,11 @@ def refuse_combinations(
         is_cast = dtype not in (None, param.dtype)
         if is_float8(param.dtype) and is_cast and not is_extension(param):
             raise UnsupportedParameterError(
-                f"parameter {name} is {param.dtype}, which is gathered as it is and not cast",
+                f"parameter {name} is {param.dtype}, which is gathered as bytes and never cast",
                 expected="mp_policy.param_dtype=None for units with float8 parameters",
                 got=f"param_dtype={dtype}",
                 where=f"parameter {name}",
-                fix="a separate unit without mp_policy, or pass it in ignored_params",
+                fix="put it in a separate unit without mp_policy, or pass it in ignored_params",
             )
 
 

@@ -29,7 +29,7 @@ from shardgrad.errors import CaptureError
 __all__ = ["cure", "refuse_uncapturable_step", "why_not_capturable"]
 
 _READS_HOST: tuple[tuple[type[Optimizer], str], ...] = (
-    (optim.LBFGS, "it reads losses and directions on the host to decide how far to go"),
+    (optim.LBFGS, "it reads losses and directions on the host to choose the step length"),
     (optim.Adafactor, "it reads norms and step counts on the host"),
     (optim.Adagrad, "it counts steps on the host"),
     (optim.SparseAdam, "it counts steps on the host"),
@@ -45,22 +45,24 @@ def why_not_capturable(optimizer: Optimizer) -> str | None:
         return "it was built with capturable=False, so its step counts would be frozen"
     for group in optimizer.param_groups:
         if group.get("capturable") is False:
-            return "a group of it has capturable=False, so its step counts would be frozen"
+            return "one of its groups has capturable=False, so its step counts would be frozen"
     if isinstance(optimizer, optim.SGD) and _makes_momentum(optimizer):
-        return "its first step makes the momentum, and every replay would make it again"
+        return (
+            "its first step creates the momentum buffers, and every replay would create them again"
+        )
     return None
 
 
 def cure(optimizer: Optimizer) -> str:
     """Returns what to use instead of an optimizer whose step no graph can repeat."""
     name = type(optimizer).__name__
-    cures = ["an optimizer of shardgrad.optim; or shardgrad.graphs.outside(optimizer.step)"]
+    cures = ["an optimizer from shardgrad.optim; or shardgrad.graphs.outside(optimizer.step)"]
     if name in ("Adam", "AdamW", "Muon", "SGD"):
         cures = [f"shardgrad.optim.{name}"]
     if "capturable" in optimizer.defaults:
         cures.append(f"{name}(..., capturable=True)")
     if isinstance(optimizer, optim.SGD):
-        cures.append("one eager step before the capture, which makes the momentum")
+        cures.append("one eager step before the capture, to create the momentum buffers")
     return "; or ".join(cures)
 
 

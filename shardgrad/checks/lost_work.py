@@ -40,12 +40,12 @@ def refuse_unreduced(optimizer: Optimizer, groups: Iterable[ParamGroup]) -> None
     unreduced = [p for grads in waiting if grads.summed for p in grads.params]
     if unreduced and all(grads.is_due for grads in waiting):
         raise GradientError(
-            f"a step of {type(optimizer).__name__} would not see gradients that are not reduced",
-            expected="the last backward before each step with set_requires_gradient_sync(True)",
-            got=f"sums on each rank, of {listed([p.name for p in unreduced])}",
+            f"{type(optimizer).__name__} would step without gradients that have not been reduced",
+            expected="set_requires_gradient_sync(True) before the last backward of each step",
+            got=f"unreduced gradients of {listed([p.name for p in unreduced])}",
             where=f"rank {dist.get_rank()}",
-            fix="model.set_requires_gradient_sync(True) before the last backward, also where a "
-            "window of micro-batches is not full; or model.zero_grad() to drop them",
+            fix="model.set_requires_gradient_sync(True) before the last backward, even if the "
+            "last window of micro-batches is incomplete; or model.zero_grad() to drop them",
         )
 
 
@@ -57,8 +57,8 @@ def refuse_replaced_data(shard: GradShard) -> None:
     """
     if not shard.have_own_data():
         raise GradientError(
-            "the data of gradients was replaced, which changes no value of a DTensor",
-            expected="gradients changed in place, or other gradients",
+            "assigning to param.grad.data does not change the values of a DTensor",
+            expected="gradients that are changed in place, or replaced",
             got="param.grad.data = another DTensor",
             where=f"rank {dist.get_rank()}",
             fix="param.grad.copy_(new), or param.grad = new",
@@ -77,13 +77,13 @@ def refuse_hooks(params: Iterable[tuple[torch.Tensor, str]]) -> None:
     for param, name in params:
         if param._backward_hooks:
             raise GradientError(
-                f"a hook on {name} never runs: autograd meets the unsharded parameter, which has "
-                "none",
-                expected="hooks of modules, or post-accumulate hooks of sharded parameters",
-                got=f"{len(param._backward_hooks)} from register_hook",
+                f"a hook on {name} never runs: autograd uses the unsharded parameter, which "
+                "does not have it",
+                expected="hooks on modules, or post-accumulate hooks on sharded parameters",
+                got="param.register_hook(hook)",
                 where=f"parameter {name}",
                 fix="param.register_post_accumulate_grad_hook(hook) after fully_shard; the hook "
-                "gets the parameter, whose grad is reduced",
+                "gets the parameter, with its reduced gradient",
             )
 
 

@@ -54,7 +54,7 @@ def warn_of_padding(layout: ShardLayout, itemsize: int, kind: str) -> None:
     fewest = min(piece.shape[piece.dim] for piece in layout.pieces if piece.numel)
     warnings.warn(
         f"shardgrad: a {kind} moves {ratio:.1f} times its bytes in each all-gather and "
-        f"reduce-scatter, since it is cut over {ranks} ranks and a parameter has {fewest} rows. "
+        f"reduce-scatter: it is sharded over {ranks} ranks, and a parameter has {fewest} rows. "
         f"Shard over {best} ranks and replicate over {ranks // best}: "
         f"mesh=init_device_mesh(device, ({ranks // best}, {best}), "
         'mesh_dim_names=("replicate", "shard")).',

@@ -38,7 +38,7 @@ class ReplicaReport:
             f"{what} differs between the replicas on ranks {' and '.join(map(_in_words, parties))}"
             for what, parties in self.differing.items()
         ]
-        return "\n".join(rows) or "all replicas hold the same"
+        return "\n".join(rows) or "all replicas are equal"
 
 
 @torch.no_grad()

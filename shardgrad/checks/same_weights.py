@@ -127,12 +127,12 @@ def _error(
     for rank, total in of_each_rank(own, ranks, "checksums of the weights").items():
         parties.setdefault(int(total), []).append(rank)
     return RankDisagreementError(
-        f"ranks had different weights when fully_shard cut them: {listed(names, 1)}",
+        f"ranks had different weights when fully_shard sharded them: {listed(names, 1)}",
         expected=f"the same values on every rank of {dist.get_process_group_ranks(ranks)}",
-        got=f"{len(parties)} different ones, on ranks "
+        got=f"{len(parties)} different values, on ranks "
         + " / ".join(listed(party, 8) for party in parties.values()),
         where=f"rank {dist.get_rank()}, parameter {names[0]}",
-        fix="torch.manual_seed(0) before the model is built, and load weights on every rank; or, "
+        fix="torch.manual_seed(0) before building the model, and load weights on every rank; or, "
         "before fully_shard, for tensor in model.state_dict().values(): "
         "torch.distributed.broadcast(tensor, 0)",
     )

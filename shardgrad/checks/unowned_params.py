@@ -137,19 +137,19 @@ class UnownedParams:
         is_around = owner not in dict(modules_under(self._unit.modules, with_units=True)).values()
         got = "that were attached after fully_shard"
         if is_around:
-            got = "in modules around this unit, which fully_shard was not called on"
-            fix = "shardgrad.fully_shard(model) for the outermost module too, after those in it"
+            got = "in modules around this unit that are not sharded"
+            fix = "shardgrad.fully_shard(model) for the outermost module too, after the inner ones"
         elif all(map(_is_apart, owner.parameters())):
-            fix = f"shardgrad.fully_shard(model.get_submodule({found[0][0]!r})), as for each new "
-            fix += "module"
+            fix = f"shardgrad.fully_shard(model.get_submodule({found[0][0]!r})), and each other "
+            fix += "new module"
         else:
             fix = "attach it before fully_shard is called"
         return UnownedParameterError(
-            f"no unit owns {listed(names, 5)}: every rank would train its own",
+            f"no unit owns {listed(names, 5)}: each rank would train its own copy",
             expected="trainable parameters in a unit, in ignored_params, or DTensors",
             got=f"{len(names)} {got}",
             where=f"rank {dist.get_rank()}, forward of unit {self._unit.name or 'root'!r}",
-            fix=f"{fix}; to train it apart, name it in ignored_params",
+            fix=f"{fix}; or pass it in ignored_params to train it separately",
         )
 
 
@@ -210,11 +210,11 @@ def warn_of_unowned(optimizer: Optimizer, models: Iterable[nn.Module]) -> bool:
     if found:
         named = [f"{name}, of shape {tuple(param.shape)}" for param, name in found.items()]
         warnings.warn(
-            f"shardgrad: {type(optimizer).__name__} trains a sharded model, and {len(found)} "
-            f"parameters that no unit owns: {listed(named, 5, '; ')}. Every rank trains its own "
-            f"(rank {dist.get_rank()}), unless DDP or the program averages their gradients. Try: "
-            "shardgrad.fully_shard(module) on the module that has them, before the optimizer is "
-            "built; or name them in ignored_params",
+            f"shardgrad: {type(optimizer).__name__} trains a sharded model, but no unit owns "
+            f"{len(found)} of its parameters: {listed(named, 5, '; ')}. Each rank trains its own "
+            f"copy (this is rank {dist.get_rank()}), unless DDP or the program averages their "
+            "gradients. Try: shardgrad.fully_shard(module) on the module that has them, before "
+            "building the optimizer; or pass them in ignored_params",
             UnownedParameterWarning,
             stacklevel=6,
         )

@@ -57,14 +57,14 @@ def refuse_state_of_other_dtype(optimizer: Optimizer) -> None:
             is_moment = isinstance(value, torch.Tensor) and value.ndim > 0
             if is_moment and value.is_floating_point() and value.dtype != param.dtype:
                 raise OptimizerParameterError(
-                    f"the model was cast to {param.dtype} after steps of "
-                    f"{type(optimizer).__name__}",
+                    f"the model was cast to {param.dtype} after "
+                    f"{type(optimizer).__name__} created its state",
                     expected=f"{key} in {param.dtype}",
                     got=f"{key} in {value.dtype}",
                     where=f"parameter {managed.name}",
-                    fix="cast the model before the optimizer is built, or use "
-                    "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16); here, "
-                    "optimizer.load_state_dict(optimizer.state_dict()) casts its state",
+                    fix="cast the model before building the optimizer, or use "
+                    "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16); to cast the "
+                    "state, optimizer.load_state_dict(optimizer.state_dict())",
                 )
 
 
@@ -110,13 +110,11 @@ class FirstStepCheck:
         unsharded = sum(map(is_unsharded_param, params_of(optimizer)))
         if unsharded:
             raise OptimizerParameterError(
-                f"{type(optimizer).__name__} was built over {unsharded} unsharded parameters, as a "
-                "forward or unshard() leaves them",
-                expected="sharded parameters: the model's before its first forward, or after "
-                "reshard()",
-                got="parameters whose memory is freed between steps",
-                fix="model.reshard(), on every unit that is unsharded, before the optimizer is "
-                "built",
+                f"{type(optimizer).__name__} was built over {unsharded} unsharded parameters, left "
+                "by a forward or unshard()",
+                expected="the model's parameters before its first forward, or after reshard()",
+                got="parameters whose memory reshard() frees",
+                fix="module.reshard() on every unsharded unit, before building the optimizer",
             )
         replaced = sum(
             is_replaced(param) and managed_by(param) is None
@@ -126,7 +124,7 @@ class FirstStepCheck:
         if replaced:
             raise OptimizerParameterError(
                 f"{type(optimizer).__name__} was built over {replaced} parameters from before "
-                "fully_shard, which nothing computes with",
+                "fully_shard, which the model no longer uses",
                 expected="the model's parameters after the last fully_shard",
                 got="parameters that fully_shard has replaced",
                 fix="build the optimizer after fully_shard",
@@ -166,18 +164,18 @@ class FirstStepCheck:
         if unchanged:
             _warn(
                 optimizer,
-                f"parameters did not move, although they have gradients: {listed(unchanged, 5)}",
-                "does the optimizer read the attribute that GradientPolicy binds (grad or "
-                "decoupled_grad), and is a step more than half a unit in the last place of a "
-                "16-bit weight (else keep a master)?",
+                f"parameters did not change although they have gradients: {listed(unchanged, 5)}",
+                "the optimizer reads the attribute that GradientPolicy binds (grad or "
+                "decoupled_grad), and that a step is more than half a unit in the last place of a "
+                "16-bit weight (otherwise keep a master copy)",
             )
         # A closure computes the gradients within the step.
         without = [each.name for each in self._without if _grad_of(each) is None]
         if without:
             _warn(
                 optimizer,
-                f"parameters require a gradient and have none: {listed(without, 5)}",
-                "was the loss computed from them, and backward() called before step()?",
+                f"parameters that require a gradient had none: {listed(without, 5)}",
+                "the loss depends on them, and that backward() was called before step()",
             )
         idle = [
             str(i)
@@ -187,9 +185,8 @@ class FirstStepCheck:
         if idle:
             _warn(
                 optimizer,
-                f"groups have no parameter that requires a gradient: {listed(idle, 5)}",
-                "is the rule that chose their parameters right, and was nothing frozen by "
-                "accident?",
+                f"groups had no parameter that requires a gradient: {listed(idle, 5)}",
+                "they have the intended parameters, and that none was frozen by accident",
             )
 
 
@@ -229,9 +226,9 @@ def params_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
         yield from group["params"]
 
 
-def _warn(optimizer: Optimizer, what: str, question: str) -> None:
+def _warn(optimizer: Optimizer, what: str, check: str) -> None:
     warnings.warn(
-        f"shardgrad: in the first step of {type(optimizer).__name__} {what}. To check: {question}",
+        f"shardgrad: in the first step of {type(optimizer).__name__}, {what}. Check that {check}.",
         UntrainedParameterWarning,
         stacklevel=6,
     )

@@ -211,11 +211,11 @@ def _require_default_comms(unit: Unit, method: str) -> None:
         for comm in (collectives.all_gather, collectives.reduce_scatter):
             if comm is not None:
                 raise CustomCommError(
-                    f"cannot call {method}() when a collective is custom: {type(comm).__name__}",
+                    f"{method}() does not support custom collectives",
                     expected="a unit with the engine's own collectives",
                     got=f"{type(comm).__name__}, which allocates its staging itself",
                     where=f"unit {unit.name or 'root'!r}",
-                    fix="allocate from there in the object's own allocate()",
+                    fix="allocate that memory in the allocate() of the custom collective",
                 )
 
 
@@ -229,7 +229,7 @@ def require_torchs(method: str, *parts: Any) -> None:
         if part is not None and not part.__module__.startswith(f"{torch_fsdp.__name__}."):
             raise unsupported(
                 f"FSDPModule.{method}({getattr(part, '__name__', part)})",
-                instead="leave it out, or set_custom_all_gather and set_custom_reduce_scatter",
+                instead="omit it, or use set_custom_all_gather and set_custom_reduce_scatter",
             )
 
 

@@ -87,8 +87,8 @@ def export_table(model: nn.Module) -> dict[str, ExportedParameter]:
             raise MetaParameterError(
                 f"parameter {name} has no address yet",
                 expected="parameters with data",
-                got="one on the meta device",
-                fix="model.to_empty(device=...) and initialise it first",
+                got="a parameter on the meta device",
+                fix="model.to_empty(device=...), and initialize it, first",
             )
         table[name] = row
     return table
@@ -110,7 +110,7 @@ def _sharded(name: str, managed: FSDPParam) -> ExportedParameter:
 def _unsharded(name: str, param: nn.Parameter) -> ExportedParameter:
     """Returns the entry of a parameter that no unit shards: every rank has all of it."""
     if isinstance(param, DTensor) or not param.is_contiguous():
-        raise _unsupported(name, "not sharded by a unit, and a DTensor or with gaps")
+        raise _unsupported(name, "a DTensor or non-contiguous parameter that no unit shards")
     rows = (0, param.shape[0] if param.ndim else 1)
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     return _row(tuple(param.shape), 0, rows, {rows: tuple(range(world))}, param.detach())
@@ -130,9 +130,9 @@ def _row(
 
 def _unsupported(name: str, got: str) -> UnsupportedParameterError:
     return UnsupportedParameterError(
-        f"parameter {name} does not lie in memory as a range of its rows",
-        expected="a plain parameter, sharded by a unit or contiguous",
+        f"parameter {name} is not stored as a contiguous range of its rows",
+        expected="a plain parameter that a unit shards, or that is contiguous",
         got=got,
         where=f"parameter {name}",
-        fix="send it by its state_dict() entry",
+        fix="send its state_dict() entry",
     )

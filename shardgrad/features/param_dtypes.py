@@ -105,8 +105,8 @@ def _grad_dtype(param: nn.Parameter, name: str, policy: MixedPrecisionPolicy) ->
     dtype: torch.dtype | None = param.grad_dtype or policy.reduce_dtype
     if dtype is None:
         raise UnsupportedParameterError(
-            f"parameter {name} has grad_dtype=None, so nothing says what its gradient is reduced "
-            "and kept in",
+            f"parameter {name} has grad_dtype=None, and mp_policy has no reduce_dtype for its "
+            "gradient",
             expected="a grad_dtype, or mp_policy.reduce_dtype",
             got="None for both",
             where=f"parameter {name}",
@@ -143,5 +143,5 @@ def refuse_late_grad_dtypes(group: ParamGroup) -> None:
                     expected=str(group.gradient_dtype),
                     got=str(param.grad_dtype),
                     where=f"parameter {p.name}",
-                    fix="set it on the parameter before fully_shard, or pass gradient_policy",
+                    fix="set it before fully_shard, or pass gradient_policy",
                 )

@@ -61,7 +61,7 @@ def participate(model: nn.Module) -> Iterator[None]:
     unit = unit_of(model)
     if unit is None or (unit.context is not None and not unit.is_root):
         raise ParticipationError(
-            "participate() needs the root",
+            "participate() must be called with the root",
             expected="the outermost module that fully_shard was called on",
             got=type(model).__name__,
             fix="with shardgrad.participate(root):",
@@ -71,8 +71,8 @@ def participate(model: nn.Module) -> Iterator[None]:
         raise ParticipationError(
             "participate() cannot be nested",
             expected="one participate() per iteration",
-            got="a second one inside the first",
-            fix="leave the first one before entering the next",
+            got="participate() inside participate()",
+            fix="exit the first one before entering the next",
         )
     if context.scheduler.backward_running:
         # here, on every rank: one without a batch has no forward that would do it
@@ -146,15 +146,14 @@ class _Enrolment:
         """
         if grads.is_reduced:
             raise ParticipationError(
-                f"unit {grads.group.name or 'root'!r} got more gradients after its reduction, from "
-                "a reentrant checkpoint over modules that the same forward also runs outside of "
-                "it, or from a call whose inputs are hidden in an object",
-                expected="gradients that are complete once: other ranks do not join a second "
-                "reduction",
-                got=f"{grads.count} that came late",
+                f"unit {grads.group.name or 'root'!r} got more gradients after its reduction: a "
+                "reentrant checkpoint contains modules that the same forward also runs outside of "
+                "it, or a call has inputs that are hidden in an object",
+                expected="one reduction, since other ranks do not join a second one",
+                got=f"{grads.count} late gradients",
                 where=f"rank {dist.get_rank()}",
-                fix="checkpoint(..., use_reentrant=False); inputs that are tensors, or lists and "
-                "dictionaries of them",
+                fix="checkpoint(..., use_reentrant=False); or pass inputs as tensors, or lists "
+                "and dictionaries of them",
             )
 
     def begin(self) -> list[GradGroup]:
@@ -165,9 +164,9 @@ class _Enrolment:
         """
         if self._is_used:
             raise ParticipationError(
-                "a second backward inside one participate()",
+                "backward ran twice inside one participate()",
                 expected="at most one forward and one backward",
-                got="another backward, which the other ranks would not join",
+                got="a second backward, which the other ranks would not join",
                 fix="one `with shardgrad.participate(model):` for each micro-batch",
             )
         self._is_used = True

@@ -24,7 +24,7 @@ def root_of(model: nn.Module, call: str) -> RootContext:
     unit = unit_of(model)
     if unit is None or (unit.context is not None and not unit.is_root):
         raise RootError(
-            f"{call}() needs the root",
+            f"{call}() must be called with the root",
             expected="the outermost module that fully_shard was called on",
             got=type(model).__name__,
             fix=f"shardgrad.{call}(root)",

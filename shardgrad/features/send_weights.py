@@ -126,10 +126,10 @@ def plan_weights(
     }
     if not receivers or len({*receivers} - trainers) < len(receivers):
         raise OptionError(
-            "receivers have to be ranks of their own",
-            expected=f"each rank once, and none of the trainers' {sorted(trainers)}",
+            "receivers must be distinct ranks that are not trainers",
+            expected=f"each rank once, and none of the trainers {sorted(trainers)}",
             got=f"{list(receivers)}",
-            fix="on the same device read the memory at export_table()'s addresses instead",
+            fix="on the same device, read the memory at export_table()'s addresses instead",
         )
     messages: list[Message] = []
     shapes: dict[str, tuple[int, ...]] = {}
@@ -156,10 +156,10 @@ def plan_weights(
             widths.add(tuple(shape[1:]))
         if len(widths) != 1:
             raise OptionError(
-                f"what lies in {target} differs in more than its first dim",
-                expected="pieces of the same size in all other dims",
+                f"the pieces of {target} cannot be concatenated along dim 0",
+                expected="pieces of equal size in all other dims",
                 got=f"{sorted(widths)}",
-                fix="cut all of them along the same dim",
+                fix="cut all pieces along the same dim",
             )
         shapes[target] = (offset, *widths.pop()) if row.shape else ()
     pieces = {name: _pieces(row) for name, row in table.items()}
@@ -211,9 +211,9 @@ def send_weights(
     table = export_table(model)
     if {name: _pieces(row) for name, row in table.items()} != dict(plan.pieces):
         raise OptionError(
-            "the plan was made for another model, or for another number of ranks",
-            expected="plan_weights(shardgrad.export_table(model), ...) of this model",
-            got="parameters with other names, shapes or rows",
+            "the plan does not match the model, or the number of ranks",
+            expected="plan_weights(shardgrad.export_table(model), ...) for this model",
+            got="different names, shapes or rows of parameters",
             fix="make the plan after fully_shard, for this model",
         )
     rank = dist.get_rank()
@@ -266,10 +266,10 @@ def receive_weights(
         found = tensors.get(name)
         if found is None or tuple(found.shape) != shape:
             raise OptionError(
-                f"the receiver has no such tensor as {name}",
+                f"the receiver's tensor {name} is missing or has the wrong shape",
                 expected=f"shape {shape}",
-                got="none" if found is None else f"shape {tuple(found.shape)}",
-                fix="a plan whose layout and number of receivers are those of this rank's model",
+                got="no tensor" if found is None else f"shape {tuple(found.shape)}",
+                fix="plan_weights() with this rank's layout and the right number of receivers",
             )
     mine = [message for message in plan.messages if message.receiver == dist.get_rank()]
     transfer = partial(_transfer, group, timeout_s)
@@ -298,7 +298,7 @@ def _row_of(table: Mapping[str, ExportedParameter], cut: Cut) -> ExportedParamet
     if row is None or (cut.dim is not None and not 0 <= cut.dim < len(row.shape)):
         raise OptionError(
             f"there is no parameter {cut.name} to cut along dim {cut.dim}",
-            expected="a name of export_table(model), and one of the parameter's dims, or None",
+            expected="a name in export_table(model), and one of the parameter's dims, or None",
             got=f"{cut.name!r}" if row is None else f"shape {row.shape}",
             fix="see list(shardgrad.export_table(model))",
         )
@@ -315,10 +315,10 @@ def _wanted(
         pieces, size = cut.pieces or receivers, row.shape[cut.dim]
         if size % pieces or receivers % pieces:
             raise OptionError(
-                f"parameter {cut.name} cannot be cut like this along dim {cut.dim}",
-                expected=f"pieces of one size, for {receivers} receivers",
-                got=f"{pieces} pieces of shape {row.shape}",
-                fix="a number of pieces that divides both, or dim=None",
+                f"parameter {cut.name} cannot be cut into equal pieces along dim {cut.dim}",
+                expected=f"a number of pieces that divides the dim and the {receivers} receivers",
+                got=f"{pieces} pieces, shape {row.shape}",
+                fix="pass another number of pieces, or dim=None",
             )
         shape[cut.dim] = size // pieces
         begin[cut.dim] = place * pieces // receivers * shape[cut.dim]
@@ -387,10 +387,10 @@ def _transfer(
     except RuntimeError as error:
         late = ", ".join(map(str, waited_for))
         raise CollectiveError(
-            f"weights were not transferred: rank {late} is late or gone",
+            f"the transfer of weights failed: rank {late} is late or has exited",
             expected=f"send_weights() on trainers and receive_weights() on receivers, within "
             f"{timeout_s:g} s of each other",
             got=str(error).splitlines()[0],
             where=f"rank {dist.get_rank()}",
-            fix="make a process group and a plan for the ranks that are left",
+            fix="make a process group and a plan for the remaining ranks",
         ) from error

@@ -77,8 +77,8 @@ def sleep(
     context = root_of(model, "sleep")
     if level not in (1, 2, 3) or not (optimizer is None or hasattr(optimizer, "offload")):
         raise OptionError(
-            "sleep() cannot do this",
-            expected="level 1, 2 or 3, and an optimizer of shardgrad.optim, or None",
+            "sleep() got an invalid level or optimizer",
+            expected="level=1, 2 or 3, and an optimizer from shardgrad.optim, or None",
             got=f"level={level!r}, {type(optimizer).__name__}",
             fix="shardgrad.sleep(model, optimizer, level=1)",
         )
@@ -88,9 +88,9 @@ def sleep(
     require_virtual(shard for shard in shards if not shard.is_meta)
     if not all(gradient.are_absent() for gradient in gradients):
         raise OptionError(
-            "gradients would be lost",
-            expected="gradients that are None",
-            got="some that the optimizer has not been cleared of",
+            "sleep() would discard gradients",
+            expected="no gradients",
+            got="gradients that are not None",
             fix="optimizer.zero_grad() before shardgrad.sleep(model, optimizer, level=2)",
         )
     with ExitStack() as undo:  # a refusal changes nothing

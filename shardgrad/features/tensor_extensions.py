@@ -263,7 +263,7 @@ class ExtensionGroup(ParamGroup):
                 expected=str(tuple(full)),
                 got=", ".join(str(tuple(tensor.size())) for tensor in inputs),
                 where=f"parameter {p.name} of shape {p.shape} on {self.mesh.shard_size} ranks",
-                fix="pad with rows of zeros: all ranks have to send as much as the first one",
+                fix="pad with rows of zeros: every rank must send as much as the first one",
             )
         return tuple(inputs), metadata
 
@@ -297,9 +297,7 @@ class ExtensionGroup(ParamGroup):
     def _fill(self, gathered: torch.Tensor, gather: AllGather) -> None:
         memory = self._unsharded
         if memory is None:
-            raise RuntimeError(
-                f"the extensions of {self.name} were gathered before they were laid out"
-            )
+            raise RuntimeError(f"{self.name} was gathered before its extensions were laid out")
         with torch.inference_mode(mode=False):
             memory.allocate()
             chunks = gathered.view(-1, gather.chunk.numel())

@@ -59,10 +59,10 @@ def refuse_too_many_ranks(mesh: DataParallelMesh) -> None:
     longest = max(group.size() for group in (mesh.gather_group, *levels, *replicas))
     if longest > ops.MAX_SUMMANDS:
         raise OptionError(
-            "gradients with a wire_dtype are summed on arrival, one piece from each rank",
+            "the mesh has too many ranks on an axis for gradients with a wire_dtype",
             expected=f"at most {ops.MAX_SUMMANDS:,} ranks on each axis of the mesh",
             got=f"{longest:,}",
-            fix="a mesh of two axes (HSDP, or zero_stage='hfsdp'), or no wire_dtype",
+            fix="a mesh with two axes (HSDP, or zero_stage='hfsdp'), or no wire_dtype",
         )
 
 
@@ -76,7 +76,7 @@ def exchange_gradients(group: ParamGroup) -> None:
     wire_dtype = group.gradient_policy.wire_dtype
     if wire_dtype is not torch.bfloat16:
         raise OptionError(
-            "gradients cannot travel in this wire_dtype",
+            "gradients cannot be sent in this wire_dtype",
             expected="torch.bfloat16, or None for the reduce dtype",
             got=f"GradientPolicy(wire_dtype={wire_dtype})",
             fix="GradientPolicy(wire_dtype=torch.bfloat16)",
@@ -84,7 +84,7 @@ def exchange_gradients(group: ParamGroup) -> None:
     refuse_too_many_ranks(group.mesh)
     if group.reduce_dtype != torch.float32:
         raise OptionError(
-            f"gradients with wire_dtype={wire_dtype} are summed in float32",
+            f"wire_dtype={wire_dtype} requires that gradients are summed in float32",
             expected="reduce_dtype=torch.float32, or None",
             got=f"reduce_dtype={group.reduce_dtype}",
             where=f"parameter {group.params[0].name}",
@@ -101,12 +101,12 @@ def refuse_own_reduce_scatter(group: ParamGroup, comm: object) -> None:
     """
     if group.gradient_policy.wire_dtype is not None:
         raise CustomCommError(
-            f"{type(comm).__name__} cannot reduce gradients that have a wire_dtype, which are "
-            "exchanged",
+            f"{type(comm).__name__} cannot reduce gradients that have a wire_dtype: the "
+            "engine exchanges them itself",
             expected="a unit without GradientPolicy.wire_dtype",
             got=f"wire_dtype={group.gradient_policy.wire_dtype}",
             where=f"parameter {group.params[0].name}",
-            fix="leave set_custom_reduce_scatter out, or fully_shard(..., "
+            fix="omit set_custom_reduce_scatter, or fully_shard(..., "
             "gradient_policy=GradientPolicy())",
         )
 

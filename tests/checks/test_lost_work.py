@@ -28,7 +28,7 @@ def test_a_step_before_the_reduction_is_refused() -> None:
     before = [param.full_tensor().clone() for param in model.parameters()]
     model.set_requires_gradient_sync(False)
     backward(model)
-    with pytest.raises(GradientError, match=r"sums on each rank, of 0\.weight, 0\.bias"):
+    with pytest.raises(GradientError, match=r"unreduced gradients of 0\.weight, 0\.bias"):
         optimizer.step()
     model.zero_grad()
     optimizer.step()

@@ -304,7 +304,7 @@ def test_misuse_of_participate_is_refused() -> None:
     ):
         pass
     with (
-        pytest.raises(ParticipationError, match="needs the root"),
+        pytest.raises(ParticipationError, match="must be called with the root"),
         shardgrad.participate(nn.ReLU()),
     ):
         pass

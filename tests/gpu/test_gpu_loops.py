@@ -537,7 +537,8 @@ REFUSED = {
     ),
     "an optimizer with its defaults": (
         partial(fsdp2_tutorial, capturable=False),
-        r"a step of Adam cannot be part of a CUDA graph: a group of it has capturable=False[\s\S]*"
+        r"a step of Adam cannot be part of a CUDA graph: one of its groups has "
+        r"capturable=False[\s\S]*"
         r"in train_step: optimizer\.step\(\)\n  try:      shardgrad\.optim\.Adam",
     ),
     "tokens counted on the host": (

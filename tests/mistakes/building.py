@@ -371,7 +371,7 @@ def on_meta() -> None:
 
 @mistake(
     typed='`ignored_params={"head.weight"}`',
-    says="OptionTypeError: ignored_params must hold parameters, not their names",
+    says="OptionTypeError: ignored_params must contain parameters, not names",
     cure="ignored_params=set(module.parameters())",
 )
 def names_for_ignored_params() -> None:

@@ -30,8 +30,8 @@ def an_early_optimizer() -> None:
 
 @mistake(
     typed="`AdamW([*model.parameters(), *head.parameters()])`, and `head` is not sharded",
-    says="UnownedParameterWarning: shardgrad: AdamW trains a sharded model, and 2 parameters",
-    cure="shardgrad.fully_shard(module) on the module that has them, before the optimizer is built",
+    says="UnownedParameterWarning: shardgrad: AdamW trains a sharded model, but no unit owns 2 of",
+    cure="shardgrad.fully_shard(module) on the module that has them, before building the optimizer",
 )
 def a_head_next_to_the_model() -> None:
     model, head = sharded(), nn.Linear(WIDTH, 1)
@@ -56,7 +56,7 @@ def an_early_flat_optimizer() -> None:
 @mistake(
     typed="`AdamW(...)` between forward and backward",
     says="OptimizerParameterError: AdamW was built over 4 unsharded parameters",
-    cure="model.reshard(), on every unit that is unsharded, before the optimizer is built",
+    cure="module.reshard() on every unsharded unit, before building the optimizer",
 )
 def an_optimizer_over_whole_parameters() -> None:
     model = sharded()
@@ -69,7 +69,7 @@ def an_optimizer_over_whole_parameters() -> None:
 @mistake(
     typed="`shardgrad.optim.AdamW(...)` after `unshard()`",
     says="OptimizerParameterError: AdamW was built over 4 unsharded parameters",
-    cure="model.reshard(), on every unit that is unsharded, before the optimizer is built",
+    cure="module.reshard() on every unsharded unit, before building the optimizer",
 )
 def a_flat_optimizer_over_whole_parameters() -> None:
     model = sharded()
@@ -81,8 +81,8 @@ def a_flat_optimizer_over_whole_parameters() -> None:
 
 @mistake(
     typed="`optim.step()` without `backward()`",
-    says=f"{UNTRAINED} AdamW parameters require a gradient and have none",
-    cure="was the loss computed from them, and backward() called before step()?",
+    says=f"{UNTRAINED} AdamW, parameters that require a gradient had none",
+    cure="Check that the loss depends on them, and that backward() was called before step()",
 )
 def a_step_without_backward() -> None:
     model = sharded()
@@ -91,8 +91,8 @@ def a_step_without_backward() -> None:
 
 @mistake(
     typed="an optimizer over frozen parameters",
-    says=f"{UNTRAINED} AdamW groups have no parameter that requires a gradient",
-    cure="was nothing frozen by accident?",
+    says=f"{UNTRAINED} AdamW, groups had no parameter that requires a gradient",
+    cure="that none was frozen by accident",
 )
 def only_frozen() -> None:
     model = net()
@@ -107,8 +107,9 @@ def only_frozen() -> None:
 
 @mistake(
     typed="`GradientPolicy(decoupled=True)` with torch's optimizer",
-    says=f"{UNTRAINED} AdamW parameters did not move, although they have gradients",
-    cure="does the optimizer read the attribute that GradientPolicy binds (grad or decoupled_grad)",
+    says=f"{UNTRAINED} AdamW, parameters did not change although they have gradients",
+    cure="Check that the optimizer reads the attribute that GradientPolicy binds (grad or "
+    "decoupled_grad)",
 )
 def an_attribute_that_is_not_read() -> None:
     model = net()
@@ -120,7 +121,7 @@ def an_attribute_that_is_not_read() -> None:
 
 @mistake(
     typed="a step too small for 16-bit weights, without a master",
-    says=f"{UNTRAINED} SGD parameters did not move, although they have gradients",
+    says=f"{UNTRAINED} SGD, parameters did not change although they have gradients",
     cure="keep a master",
 )
 def steps_that_vanish() -> None:
@@ -133,7 +134,7 @@ def steps_that_vanish() -> None:
 
 @mistake(
     typed="`p.grad.data = dtensor`",
-    says="GradientError: the data of gradients was replaced, which changes no value of a DTensor",
+    says="GradientError: assigning to param.grad.data does not change the values of a DTensor",
     cure="param.grad.copy_(new), or param.grad = new",
 )
 def gradients_with_other_data() -> None:
@@ -147,8 +148,9 @@ def gradients_with_other_data() -> None:
 
 @mistake(
     typed="`model.half()` after steps of `torch.optim.AdamW`",
-    says="OptimizerParameterError: the model was cast to torch.float16 after steps of AdamW",
-    cure="cast the model before the optimizer is built",
+    says="OptimizerParameterError: the model was cast to torch.float16 after AdamW created"
+    " its state",
+    cure="cast the model before building the optimizer",
 )
 def halved_after_a_step() -> None:
     model = sharded()

@@ -93,7 +93,7 @@ def a_late_parameter() -> None:
 @mistake(
     typed="`fully_shard` for each block, and not for the root",
     says="UnownedParameterError: no unit owns embed.weight, embed.bias, head.weight, head.bias",
-    cure="shardgrad.fully_shard(model) for the outermost module too, after those in it",
+    cure="shardgrad.fully_shard(model) for the outermost module too, after the inner ones",
 )
 def no_root() -> None:
     model = net()
@@ -115,7 +115,7 @@ class Agent(nn.Module):
 @mistake(
     typed="a module around the root, with parameters",
     says="UnownedParameterError: no unit owns value.weight, value.bias",
-    cure="shardgrad.fully_shard(model) for the outermost module too, after those in it",
+    cure="shardgrad.fully_shard(model) for the outermost module too, after the inner ones",
 )
 def an_outer_module() -> None:
     backward(Agent())
@@ -171,7 +171,7 @@ def reset_of_a_block() -> None:
 
 @mistake(
     typed="`with participate(model.blocks[0]):`",
-    says="ParticipationError: participate() needs the root",
+    says="ParticipationError: participate() must be called with the root",
     cure="with shardgrad.participate(root):",
 )
 def participation_of_a_block() -> None:
@@ -282,9 +282,9 @@ def late_parametrization() -> None:
 
 @mistake(
     typed="ranks of different seeds",
-    says="RankDisagreementError: ranks had different weights when fully_shard cut them: "
+    says="RankDisagreementError: ranks had different weights when fully_shard sharded them: "
     "embed.weight",
-    cure="torch.manual_seed(0) before the model is built",
+    cure="torch.manual_seed(0) before building the model",
 )
 def different_seeds() -> None:
     torch.manual_seed(dist.get_rank())
@@ -293,7 +293,7 @@ def different_seeds() -> None:
 
 @mistake(
     typed="weights loaded on rank 0 only, before `fully_shard`",
-    says="RankDisagreementError: ranks had different weights when fully_shard cut them: "
+    says="RankDisagreementError: ranks had different weights when fully_shard sharded them: "
     "embed.weight",
     cure="load weights on every rank",
 )

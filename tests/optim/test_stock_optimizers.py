@@ -129,7 +129,7 @@ CAPTURES: list[tuple[type[Optimizer], dict[str, Any], str | None, bool]] = [
     (torch.optim.Adagrad, {}, "it counts steps on the host", True),
     (torch.optim.AdamW, {}, "capturable=False", True),
     (torch.optim.RMSprop, {"capturable": False}, "capturable=False", True),
-    (torch.optim.SGD, {"momentum": 0.9}, "makes the momentum", False),
+    (torch.optim.SGD, {"momentum": 0.9}, "to create the momentum buffers", False),
     (torch.optim.SGD, {"momentum": 0.9}, None, True),
     (torch.optim.SGD, {}, None, False),
     (shardgrad.optim.AdamW, {}, None, False),

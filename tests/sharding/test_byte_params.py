@@ -93,6 +93,6 @@ def test_float8_that_would_train_or_be_cast_is_refused() -> None:
         SHARDGRAD.fully_shard(trains)
     trains.weight.requires_grad_(False)
     policy = torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    with pytest.raises(UnsupportedParameterError, match="is gathered as it is and not cast"):
+    with pytest.raises(UnsupportedParameterError, match="is gathered as bytes and never cast"):
         SHARDGRAD.fully_shard(trains, mp_policy=policy)
     SHARDGRAD.fully_shard(trains)
