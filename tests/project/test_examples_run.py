@@ -25,13 +25,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 import shardgrad
 from shardgrad.programs.train.model import Transformer, materialise
 from shardgrad.programs.train.presets import TransformerConfig
-from tests.support.partners import partner
 from tests.support.ranks import Ranks, on_ranks
 
 DOCS = Path(__file__).parents[2] / "docs"
 SIZES = TransformerConfig(width=32, layers=3, heads=2, kv_heads=2, hidden=32)
 # What a page begins with: a model that it shards, a sharded one, or nothing.
-UNSHARDED = ("another_dim", "compile", "tensor_parallelism", "use_transformer_engine_or_apex")
+UNSHARDED = ("another_dim", "compile", "tensor_parallelism")
 SHARDED = (
     *("accumulate_gradients", "checkpoints", "migrate_to_graphed_step", "optimize_and_clip"),
     *("pipelines", "ranks_without_a_batch", "read_an_error", "what_a_graph_holds"),
@@ -205,9 +204,6 @@ def test_the_examples_of_a_page_run(page: str) -> None:
         stack.enter_context(contextlib.chdir(own))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        if page == "use_transformer_engine_or_apex":
-            # The package is not installed here: what its documentation promises stands for it.
-            stack.enter_context(partner("te 2.20.0"))
         folder = [own]
         dist.broadcast_object_list(folder)
         names = surroundings(page, folder[0])

@@ -1,0 +1,140 @@
+"""TransformerEngine's FusedAdam trains sharded parameters as under FSDP2, without an adapter.
+
+The package needs a GPU: a stand-in reads parameters and writes state as it does, in plain torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+import shardgrad
+from shardgrad import GradientPolicy
+from tests.support.parity import (
+    SHARDGRAD,
+    Engine,
+    Tensors,
+    assert_same_bits,
+    same_bits_as_fsdp2,
+    token_loss,
+    tower,
+)
+from tests.support.ranks import Ranks, on_ranks
+
+# A step of Adam hardly depends on the scale of a gradient; with a large epsilon it does.
+HYPER: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-2, "weight_decay": 0.1}
+
+
+class FusedAdam(Optimizer):
+    """What release 2.18 does with a DTensor, in the files `fused_adam.py` and
+    `multi_tensor_apply.py` of `transformer_engine/pytorch/optimizers`: states are DTensors like the
+    parameter, kernels get the local tensors, and those without elements are left out.
+    """
+
+    def __init__(self, params: Any, *, use_decoupled_grad: bool = False, **options: Any) -> None:
+        self.attribute = "decoupled_grad" if use_decoupled_grad else "grad"
+        self.master_weights = options.pop("master_weights", False)
+        super().__init__(params, options)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for param in group["params"]:
+                grad = getattr(param, self.attribute, None)
+                state = self.state[param]
+                if not state:
+                    for name in ("exp_avg", "exp_avg_sq"):
+                        state[name] = torch.zeros_like(param, dtype=torch.float32)
+                    if self.master_weights:
+                        state["master_param"] = param.detach().clone().float()
+                if grad is None:
+                    continue
+                assert isinstance(param, DTensor) == isinstance(grad, DTensor)
+                tensors = [param.data, grad.data, *state.values()]
+                tensors = [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
+                if tensors[0].numel():
+                    _kernel(group, *tensors)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        assert set_to_none
+        for group in self.param_groups:
+            for param in group["params"]:
+                setattr(param, self.attribute, None)
+
+
+def _kernel(
+    group: dict[str, Any], p: Tensor, grad: Tensor, m: Tensor, v: Tensor, *main: Tensor
+) -> None:
+    """Updates a parameter in float32, from its main copy if there is one."""
+    beta1, beta2 = group["betas"]
+    g, weight = grad.float(), (main[0] if main else p).float()
+    m.copy_(beta1 * m + (1 - beta1) * g)
+    v.copy_(beta2 * v + (1 - beta2) * g * g)
+    scaled = (m / (1 - beta1 ** group["step"])) / (
+        (v / (1 - beta2 ** group["step"])).sqrt() + group["eps"]
+    )
+    weight = weight - group["lr"] * (scaled + group["weight_decay"] * weight)
+    for each in (p, *main):
+        each.copy_(weight)
+
+
+def _train(engine: Engine) -> Tensors:
+    model = engine.shard_tower(tower())
+    optimizer = FusedAdam(model.parameters(), **HYPER)
+    for step in range(3):
+        token_loss(model, engine.tokens(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    states = optimizer.state_dict()["state"]
+    moments = {f"{n}.{key}": t.full_tensor() for n, s in states.items() for key, t in s.items()}
+    return {**engine.snapshot(model), **moments}
+
+
+def test_it_gives_the_bits_of_fsdp2(two_ranks: Ranks) -> None:
+    two_ranks.run(same_bits_as_fsdp2, _train)
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+@on_ranks(2)
+def test_it_reads_float32_gradients_of_bfloat16_weights_wherever_they_are_bound(
+    decoupled: bool,
+) -> None:
+    policy = GradientPolicy(dtype=torch.float32, decoupled=decoupled)
+    ours, theirs = (
+        SHARDGRAD.shard_tower(tower().to(torch.bfloat16), gradient_policy=policy) for _ in range(2)
+    )
+    optimizers = (
+        shardgrad.optim.AdamW(ours.parameters(), **HYPER, master="float32"),
+        FusedAdam(theirs.parameters(), **HYPER, use_decoupled_grad=decoupled, master_weights=True),
+    )
+    for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+        for step in range(2):
+            token_loss(model, SHARDGRAD.tokens(step)).backward()
+            shardgrad.clip_grad_norm_(model, 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+    for right, param in zip(ours.parameters(), theirs.parameters(), strict=True):
+        main = optimizers[1].state[param]["master_param"].full_tensor()
+        expected = optimizers[0].state[right]["master"].full_tensor()
+        # Two updates of at most 2 lr, with fewer than 16 roundings each.
+        torch.testing.assert_close(main, expected, rtol=2.0**-22, atol=32 * 2.0**-24 * 0.02)
+
+
+@on_ranks(2)
+def test_our_scaler_skips_its_step_on_all_ranks() -> None:
+    model = SHARDGRAD.shard_tower(tower())
+    optimizer, scaler = FusedAdam(model.parameters(), **HYPER), shardgrad.GradScaler()
+    before = SHARDGRAD.snapshot(model)
+    scaler.scale(token_loss(model, SHARDGRAD.tokens(0))).backward()
+    grad = model.layers[0].up.weight.grad
+    if torch.distributed.get_rank() == 1:
+        grad.to_local()[0] = float("inf")  # rank 0 sees finite numbers only
+    scaler.step(optimizer)
+    optimizer.zero_grad()
+    assert_same_bits(SHARDGRAD.snapshot(model), before)

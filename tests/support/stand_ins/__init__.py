@@ -1,3 +1,0 @@
-"""Stand-ins for packages that need a GPU or a build: plain torch, the documented contract, nothing
-else.
-"""
