@@ -11,7 +11,6 @@ from shardgrad.version import __version__
 if TYPE_CHECKING:
     from shardgrad import optim
     from shardgrad.checks.padding import PaddingWarning
-    from shardgrad.checks.replica_report import replica_report
     from shardgrad.checks.unowned_params import UnownedParameterWarning
     from shardgrad.checks.untrained_params import UntrainedParameterWarning
     from shardgrad.diagnosis.watchdog import WaitingRanksWarning
@@ -70,7 +69,6 @@ __all__ = [
     "plan_weights",
     "receive_weights",
     "register_fsdp_forward_method",
-    "replica_report",
     "send_weights",
     "share_comm_ctx",
     "sleep",
@@ -107,7 +105,6 @@ _DEFINED_IN = {
     "plan_weights": "features.send_weights",
     "receive_weights": "features.send_weights",
     "register_fsdp_forward_method": "module",
-    "replica_report": "checks.replica_report",
     "send_weights": "features.send_weights",
     "share_comm_ctx": "module",
     "sleep": "features.sleep",

@@ -29,7 +29,7 @@ TWO_RANKS = """
 import sys
 import torch, torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
-from shardgrad import clip_grad_norm_, optim, replica_report
+from shardgrad import clip_grad_norm_, optim
 
 assert "numpy" not in sys.modules
 store = f"file://{sys.argv[2]}"
@@ -41,7 +41,6 @@ optimizer = optim.AdamW(model.parameters(), lr=0.1)
 model(torch.ones(2, 4)).sum().backward()
 clip_grad_norm_(model, 1.0)
 optimizer.step()
-assert not replica_report(model, optimizer).differing
 dist.destroy_process_group()
 """
 

@@ -24,7 +24,7 @@ from shardgrad.engine.param_group import ParamGroup
 from shardgrad.engine.unit import Unit
 from shardgrad.errors import RankDisagreementError, listed
 
-__all__ = ["compare_weights", "of_each_rank", "weights_before"]
+__all__ = ["compare_weights", "weights_before"]
 
 _MASK = 2**62 - 1  # a sum and its negative are both int64
 
@@ -112,19 +112,14 @@ def _whole_and_unknown(p: FSDPParam, device: torch.device) -> torch.Tensor:
     return torch.stack([whole.to(device) & _MASK, is_written.to(torch.int64)])
 
 
-def of_each_rank(own: torch.Tensor, group: dist.ProcessGroup, what: str) -> dict[int, torch.Tensor]:
-    """Gathers a tensor from every rank of a group, by global rank. A collective; the host waits."""
-    rows = [torch.empty_like(own) for _ in range(group.size())]
-    with recorder.group_log(group).waiting(what, own):
-        dist.all_gather(rows, own, group=group)
-    return dict(zip(dist.get_process_group_ranks(group), rows, strict=True))
-
-
 def _error(
     names: Sequence[str], own: torch.Tensor, ranks: dist.ProcessGroup
 ) -> RankDisagreementError:
+    totals = [torch.empty_like(own) for _ in range(ranks.size())]
+    with recorder.group_log(ranks).waiting("checksums of the weights", own):
+        dist.all_gather(totals, own, group=ranks)
     parties: dict[int, list[int]] = {}
-    for rank, total in of_each_rank(own, ranks, "checksums of the weights").items():
+    for rank, total in zip(dist.get_process_group_ranks(ranks), totals, strict=True):
         parties.setdefault(int(total), []).append(rank)
     return RankDisagreementError(
         f"ranks had different weights when fully_shard sharded them: {listed(names, 1)}",
