@@ -115,7 +115,7 @@ GROUPS := $(addprefix --group ,bench test lint docs clients)
 	touch .venv/installed
 
 # The ops that .venv has compiled serve every version.
-$(OTHER)/installed: Makefile tests/support/nvidia_stubs.py | .venv/installed
+$(OTHER)/installed: Makefile tests/support/nvidia_stubs.py tests/cuda_runtime/build.py | .venv/installed
 	"$(PYTHON)" -m venv $(OTHER)
 	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps torch==$(OTHER_TORCH)
 	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check filelock typing-extensions sympy networkx \

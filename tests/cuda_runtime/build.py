@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,12 +102,12 @@ def build(site_packages: Path, scratch: Path, headers: Path) -> None:
         headers: of CUDA 13: the folder with cuda_runtime_api.h.
     """
     scratch.mkdir(parents=True, exist_ok=True)
-    imported = _imported(site_packages / "torch/lib")
+    functions = imported(site_packages / "torch/lib")
     runtime, *others = LIBRARIES
-    _compile(runtime, imported, site_packages, scratch, headers)  # the others link it
+    _compile(runtime, functions, site_packages, scratch, headers)  # the others link it
     with ThreadPoolExecutor(2) as pool:
         jobs = [
-            pool.submit(_compile, each, imported, site_packages, scratch, headers)
+            pool.submit(_compile, each, functions, site_packages, scratch, headers)
             for each in others
         ]
         jobs.append(pool.submit(_compile_values, site_packages, headers))
@@ -115,37 +116,50 @@ def build(site_packages: Path, scratch: Path, headers: Path) -> None:
 
 
 def _compile(
-    library: Library, imported: dict[str, str], site_packages: Path, scratch: Path, headers: Path
+    library: Library, functions: dict[str, str], site_packages: Path, scratch: Path, headers: Path
 ) -> None:
+    sources = [CSRC / name for name in library.sources]
+    missing = functions_of(library, functions).keys() - set().union(*map(_defined, sources))
+    text = _stubs(library, sorted(missing))
+    options = [f"-I{CSRC}", f"-isystem{headers}", *map(str, sources)]
+    if library.name != RUNTIME:
+        options += [f"-L{site_packages}/nvidia/cu13/lib", f"-l:{RUNTIME}"]
+    compile_stubs(library, text, functions, site_packages, scratch, options)
+
+
+def functions_of(library: Library, functions: dict[str, str]) -> dict[str, str]:
+    """Returns those of a library, with their versions."""
+    return {name: version for name, version in functions.items() if re.match(library.prefix, name)}
+
+
+def compile_stubs(
+    library: Library,
+    text: str,
+    functions: dict[str, str],
+    site_packages: Path,
+    scratch: Path,
+    options: Sequence[str] = (),
+) -> None:
+    """Compiles a library of C++ in `text`, and puts it where torch looks for it.
+
+    Args:
+        library: which one.
+        text: C++.
+        functions: of `imported`.
+        site_packages: of torch.
+        scratch: a folder for generated sources.
+        options: more of them, for g++.
+    """
     target = site_packages / "nvidia" / library.folder / "lib" / library.name
     target.parent.mkdir(parents=True, exist_ok=True)
-    sources = [CSRC / name for name in library.sources]
-    wanted = {name: version for name, version in imported.items() if re.match(library.prefix, name)}
-    missing = set(wanted).difference(*(_defined(source) for source in sources))
-    stubs = scratch / f"{library.name}.cpp"
-    stubs.write_text(_stubs(library, sorted(missing)))
-    version = "" if library.name == "libcuda.so.1" else next(filter(None, wanted.values()), "")
-    versions = scratch / f"{library.name}.map"
+    stubs, versions = scratch / f"{library.name}.cpp", scratch / f"{library.name}.map"
+    stubs.write_text(text)
+    versioned = filter(None, functions_of(library, functions).values())
+    version = "" if library.name == "libcuda.so.1" else next(versioned, "")
     versions.write_text(f"{version} {{ global: *; }};")
-    command = [
-        "g++",
-        *FLAGS,
-        f"-I{CSRC}",
-        f"-isystem{headers}",
-        *map(str, sources),
-        str(stubs),
-        "-o",
-        str(target),
-    ]
-    command += [
-        f"-Wl,-soname,{library.name}",
-        f"-Wl,--version-script,{versions}",
-        "-ldl",
-        "-lpthread",
-    ]
-    command += ["-Wl,-rpath,$ORIGIN/../../cu13/lib"]
-    if library.name != RUNTIME:
-        command += [f"-L{site_packages}/nvidia/cu13/lib", f"-l:{RUNTIME}"]
+    command = ["g++", *FLAGS, str(stubs), *options, "-o", str(target)]
+    command += [f"-Wl,-soname,{library.name}", f"-Wl,--version-script,{versions}"]
+    command += ["-ldl", "-lpthread", "-Wl,-rpath,$ORIGIN/../../cu13/lib"]
     subprocess.run(command, check=True)
 
 
@@ -165,7 +179,7 @@ def _compile_values(site_packages: Path, headers: Path) -> None:
     subprocess.run(command, check=True)
 
 
-def _imported(folder: Path) -> dict[str, str]:
+def imported(folder: Path) -> dict[str, str]:
     """Returns the functions that torch's libraries import, each with its version or ''."""
     # Torch asks for the driver's by name, and for all of them when it needs one.
     asked_for = (folder.parent / "include/c10/cuda/driver_api.h").read_text()

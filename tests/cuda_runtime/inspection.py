@@ -10,12 +10,13 @@ import ctypes
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
 __all__ = [
     "DEVICE_MEMORY",
+    "before",
     "calls",
     "captures",
     "conflicts",
@@ -135,7 +136,7 @@ def short_name(name: str) -> str:
     return "::".join(useful[:3]) or name[:40]
 
 
-def conflicts(work: list[Work], limit: int = 20) -> list[str]:
+def conflicts(work: Sequence[Work], limit: int = 20) -> list[str]:
     """Returns pairs of work that share memory, one of them writing, with no order between them, in
     words.
 
@@ -144,58 +145,46 @@ def conflicts(work: list[Work], limit: int = 20) -> list[str]:
             operators have values; copies, fills and collectives are always known.
         limit: of pairs.
     """
-    clocks, chains, positions = _clocks(work)
+    comes_before = before(work)
     ranges = [(start, start + size) for each in work for start, size, _ in each["ranges"]]
     bounds = sorted({bound for both in ranges for bound in both})
-    # For each piece of memory between two bounds, by chain, the latest that wrote it, and that read
-    # it.
-    writers: list[dict[int, int]] = [{} for _ in bounds]
-    readers: list[dict[int, int]] = [{} for _ in bounds]
+    # For each piece of memory between two bounds: what uses it, and whether that writes it.
+    uses: list[list[tuple[int, bool]]] = [[] for _ in bounds]
     found: dict[tuple[int, int], str] = {}
     for later, each in enumerate(work):
-        for start, size, write in each["ranges"]:
+        for start, size, writes in each["ranges"]:
             for piece in range(bisect_left(bounds, start), bisect_left(bounds, start + size)):
-                others = [*writers[piece].values(), *(readers[piece].values() if write else ())]
-                for earlier in others:
-                    is_ordered = clocks[later].get(chains[earlier], -1) >= positions[earlier]
-                    if earlier == later or is_ordered or (earlier, later) in found:
+                for earlier, wrote in uses[piece]:
+                    is_ordered = comes_before[later] >> earlier & 1
+                    if earlier == later or is_ordered or not (wrote or writes):
                         continue
                     shared = f"{bounds[piece + 1] - bounds[piece]} bytes at {bounds[piece]:#x}"
                     a, b = words(work[earlier]), words(each)
                     found[earlier, later] = f"{a} and {b} share {shared} without an order"
                     if len(found) == limit:
                         return list(found.values())
-                (writers if write else readers)[piece][chains[later]] = later
+                # What has no order with an earlier use has none with this one, which comes after.
+                uses[piece] = [
+                    (earlier, wrote)
+                    for earlier, wrote in uses[piece]
+                    if not comes_before[later] >> earlier & 1 or (wrote and not writes)
+                ]
+                uses[piece].append((later, bool(writes)))
     return list(found.values())
 
 
-def _clocks(work: list[Work]) -> tuple[list[dict[int, int]], list[int], list[int]]:
-    """Returns for each piece of work what is before it, its chain, and its position there.
-
-    A chain is work of which each piece comes after the one before. What is before a piece is, of
-    each chain, all up to a position.
+def before(work: Sequence[Work]) -> list[int]:
+    """Returns for each piece of work the set of those that come before it, as the bits of a
+    number.
     """
     place = {each.get("id", number): number for number, each in enumerate(work)}
-    clocks: list[dict[int, int]] = []
-    chains: list[int] = []
-    positions: list[int] = []
-    ends: list[int] = []  # of each chain, the last piece
-    for number, each in enumerate(work):
-        clock: dict[int, int] = {}
-        for before in (place[other] for other in each["before"] if other in place):
-            for key, position in clocks[before].items():
-                clock[key] = max(clock.get(key, -1), position)
-        chain = next(
-            (key for key, position in clock.items() if positions[ends[key]] == position), len(ends)
-        )
-        if chain == len(ends):
-            ends.append(number)
-        ends[chain] = number
-        clock[chain] = clock.get(chain, -1) + 1
-        clocks.append(clock)
-        chains.append(chain)
-        positions.append(clock[chain])
-    return clocks, chains, positions
+    found: list[int] = []
+    for each in work:
+        bits = 0
+        for other in (place[name] for name in each["before"] if name in place):
+            bits |= found[other] | 1 << other
+        found.append(bits)
+    return found
 
 
 def words(work: Work) -> str:
