@@ -1,6 +1,4 @@
-"""`shardgrad train` from start to end, and blocks that torch.compile has compiled, on torch.cuda
-and NCCL.
-"""
+"""`shardgrad train` and programs of `examples/` from start to end, on torch.cuda and NCCL."""
 
 from __future__ import annotations
 
@@ -10,14 +8,9 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
-import shardgrad
-from tests.support.graphed import step_of
 from tests.support.processes import run
 from tests.support.under_patch import skip_without
 
@@ -95,39 +88,3 @@ def test_the_example_of_fine_tuning_is_captured_and_learns(lora: str, tmp_path: 
     found = losses_of("finetune.py", *options.split(), "--model", tmp_path, "--text", text)
     assert len(found) == 8
     assert found[-1] < found[0]
-
-
-def losses(*, compiled: bool, graphed: bool) -> torch.Tensor:
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    model = nn.Sequential(
-        *(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(3))
-    )
-    model.cuda()
-    for block in model:
-        if compiled:
-            # Inductor needs triton. From torch 2.15 on no hook of FSDP2, or of ours, may be in a
-            # full graph.
-            block.compile(backend="aot_eager", fullgraph=torch.__version__ < "2.15")
-        shardgrad.fully_shard(block)
-    shardgrad.fully_shard(model)
-    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
-
-    step = step_of(model, optimizer, 0.1)
-    taken: Any = shardgrad.graphed_step(model, optimizer)(step) if graphed else step
-    found = [
-        taken(torch.full((4, 8), 0.1 * number, device="cuda")).clone() for number in range(1, 7)
-    ]
-    if graphed:
-        assert taken.captures == 1
-        taken.close()
-    return torch.stack(found).cpu()
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_blocks_that_are_compiled_are_captured_and_train_alike() -> None:
-    plain = losses(compiled=False, graphed=False)
-    compiled = losses(compiled=True, graphed=False)
-    assert plain[-1] < plain.max()
-    torch.testing.assert_close(compiled, plain)
-    assert torch.equal(losses(compiled=True, graphed=True), compiled)

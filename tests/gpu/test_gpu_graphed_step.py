@@ -249,6 +249,27 @@ def graphed_training(model: nn.Module) -> GraphedStep[[Tensor], Tensor]:
     return shardgrad.graphed_step(model, optimizer, warmup=WARMUP)(step_of(model, optimizer))
 
 
+def test_steps_of_one_pool_are_reset_closed_and_captured_again(device: torch.device) -> None:
+    def losses(step: Any, numbers: range) -> Values:
+        return [step(batch(number, device)).item() for number in numbers]
+
+    model = build()
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+    taken, pool = step_of(model, optimizer), shardgrad.graphs.GraphPool(device)
+    graphed = functools.partial(shardgrad.graphed_step, model, optimizer, warmup=2, pool=pool)
+    first, second, third = (graphed()(taken) for _ in range(3))
+    seen = losses(first, range(4)) + losses(second, range(4, 8))
+    first.reset()
+    seen += losses(second, range(8, 10)) + losses(first, range(10, 14))
+    assert (first.captures, first.replays) == (1, 2)
+    first.close()
+    seen += losses(third, range(14, 18))
+    assert (third.captures, third.replays) == (1, 2)
+    model = build()
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+    assert seen == losses(step_of(model, optimizer), range(18))
+
+
 def test_a_second_capture_and_the_comparison_take_no_more_memory(device: torch.device) -> None:
     # Activations and state have segments of their own, and do not fit beside each other.
     model = nn.Sequential(*(nn.Linear(768, 768) for _ in range(3))).to(device)

@@ -1,0 +1,17 @@
+"""What `shardgrad doctor` says of a device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shardgrad import ops
+from shardgrad.programs.cli.doctor import _facts
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+
+
+def test_the_doctor_says_where_references_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "has_kernels", lambda device_type: False)
+    found = dict(_facts(torch.device("cuda")))["shardgrad ops"]
+    assert found == ops.backend() + "; reference on cuda"
