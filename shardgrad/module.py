@@ -90,7 +90,7 @@ def _refuse_deepcopy(self: nn.Module, memo: Any) -> NoReturn:
         "FSDP does not support deepcopy. Please use state dict for serialization.",
         expected="copy.deepcopy before fully_shard, or state_dict()",
         got=f"copy.deepcopy of {type(self).__name__}",
-        fix="build a second model, fully_shard it alike, and "
+        fix="build a second model, shard it the same way, and "
         "second.load_state_dict(model.state_dict())",
     )
 
@@ -117,11 +117,10 @@ class _NothingForDDP:
 
     def __iter__(self) -> NoReturn:
         raise EngineError(
-            "DistributedDataParallel was put around a sharded module, which reduces its gradients "
-            "itself",
-            expected="one of the two",
+            "DistributedDataParallel wraps a sharded module, which reduces its gradients itself",
+            expected="one engine",
             got="DistributedDataParallel(a sharded module)",
-            fix="leave out DDP; for replicas of shards, fully_shard over a 2-D mesh (HSDP)",
+            fix="remove DDP; for replicas of shards, fully_shard over a 2-D mesh (HSDP)",
         )
 
 
@@ -430,7 +429,7 @@ class FSDPModule:
                 "stream cannot be set when using native HSDP",
                 expected="stream=None",
                 got=repr(stream),
-                fix="set_all_reduce_hook(hook): it runs where reductions do",
+                fix="set_all_reduce_hook(hook), which runs on the stream of the reductions",
             )
         self._set_collectives(hook=hook, hook_stream=stream)
 
@@ -544,9 +543,9 @@ class FSDPModule:
         """
         raise PickleError(
             f"a sharded module cannot be pickled: {type(self).__name__}",
-            expected="its state dict: each rank has a part of the parameters",
-            got="torch.save(model), pickle, or a process that was spawned with the model",
-            fix="torch.save(model.state_dict(), a path of each rank), or shardgrad.checkpoint.save",
+            expected="its state dict, since each rank has a part of the parameters",
+            got="torch.save(model), pickle, or a process spawned with the model",
+            fix="torch.save(model.state_dict(), a path per rank), or shardgrad.checkpoint.save",
         )
 
     # DistributedDataParallel reads this attribute first. Nothing else reads it.

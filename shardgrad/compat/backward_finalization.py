@@ -44,7 +44,7 @@ class _Handle(GradientReductionHandle):
 def _refuse_forward() -> NoReturn:
     raise BackwardFinalizationError(
         "The previous gradient reduction must be waited on before forward",
-        expected="wait() on what finalize_backward(async_op=True) returned",
+        expected="wait() on the handle that finalize_backward(async_op=True) returned",
         got="a forward with gradients",
         fix="handle = model.finalize_backward(async_op=True); ...; handle.wait()",
     )
@@ -89,8 +89,8 @@ def set_manual(unit: Unit, enabled: bool) -> None:
     if context.scheduler.backward_running or waiting:
         raise BackwardFinalizationError(
             "set_manual_backward_finalization cannot change mode after backward starts",
-            expected="a call before the first backward, or after the last one was finalized",
-            got=f"gradients that wait, of units {', '.join(waiting)}" if waiting else "a backward",
+            expected="a call before the first backward, or after finalize_backward()",
+            got=f"unreduced gradients of {', '.join(waiting)}" if waiting else "a running backward",
             fix="model.finalize_backward() first" if not enabled else "call it before forward",
         )
     if enabled:
@@ -118,14 +118,14 @@ def finalize(unit: Unit, *, async_op: bool) -> GradientReductionHandle | None:
     if context.root.before_outermost_forward is _refuse_forward:
         raise BackwardFinalizationError(
             "The previous gradient reduction must be waited on before finalizing backward again",
-            expected="wait() on what finalize_backward(async_op=True) returned",
+            expected="wait() on the handle that finalize_backward(async_op=True) returned",
             fix="handle.wait()",
         )
     if context not in _manual or context.scheduler.backward_running:
         raise BackwardFinalizationError(
-            "finalize_backward requires manual backward finalization, and a backward that is over",
+            "finalize_backward requires manual backward finalization, after backward has finished",
             expected="set_manual_backward_finalization(True) before forward",
-            got="a backward that runs" if context in _manual else "automatic finalization",
+            got="a running backward" if context in _manual else "automatic finalization",
             fix="model.set_manual_backward_finalization(True)",
         )
     context.scheduler.is_last_backward = True

@@ -185,7 +185,7 @@ class StateView:
             raise unsupported(
                 f"torch's FSDPMemTracker over {self._unit.name or 'root'!r}, a unit of several "
                 "modules,",
-                instead="a unit for each module: the tracker has one handle for all their hooks",
+                instead="a unit for each module: the tracker expects the hooks of one module",
             )
         return self._unit.hooks[0]
 

@@ -35,8 +35,8 @@ __all__ = ["FIX", "Entry", "FlightRecorder", "GroupLog", "recorder"]
 _T = TypeVar("_T")
 
 FIX = (
-    "if ranks legitimately run different units or have no batch, wrap the step in `with "
-    "shardgrad.participate(model):`; else look for the first error among the ranks"
+    "if ranks run different units on purpose, or have no batch, wrap the step in `with "
+    "shardgrad.participate(model):`; otherwise look for the first error among the ranks"
 )
 
 _SLICE = timedelta(seconds=1)
@@ -136,7 +136,7 @@ class GroupLog:
         import torch.distributed as dist
 
         return CollectiveError(
-            f"the {name} failed: another rank is late, gone, or running something else",
+            f"the {name} failed: another rank is late, has exited or is out of sync",
             expected=f"every rank of {list(self.ranks)} to join it",
             got=str(error).splitlines()[0],
             where=f"rank {dist.get_rank()}",

@@ -140,20 +140,18 @@ _FIXES = {
     "save": "save is a collective, in which every rank writes its part: call it on every rank",
     "clip_grad_norm_": "the norm is over all ranks: call clip_grad_norm_ on every rank",
     "item": "item() of a DTensor is a collective: call it on every rank",
-    "barrier": "every rank has to come to the barrier: take it out of `if rank == 0:`",
-    "backward": "backward reduces gradients over all ranks: call it on every rank, also for a "
-    "batch that is to be left out, or with shardgrad.participate(model): for ranks that have none",
-    "forward": "a forward gathers parameters from all ranks: call the model on every rank, also to "
-    "evaluate; with shardgrad.participate(model): for ranks that have no batch",
+    "barrier": "every rank must reach the barrier: move it out of `if rank == 0:`",
+    "backward": "backward reduces gradients over all ranks: call it on every rank, even for a "
+    "batch to skip; or `with shardgrad.participate(model):` on ranks that have none",
+    "forward": "forward gathers parameters from all ranks: call the model on every rank, even to "
+    "evaluate; or `with shardgrad.participate(model):` on ranks that have no batch",
 }
 _ENDED = (
-    "every rank has to take as many steps: end the loop on all of them at once, or with "
-    "shardgrad.participate(model): for ranks that have no batch"
+    "every rank must take the same number of steps: end the loop on all ranks together; or `with "
+    "shardgrad.participate(model):` on ranks that have no batch"
 )
-_OTHERWISE = (
-    "every rank has to call the same collectives in the same order: look for `if rank == 0:`"
-)
-_NEVER_SHARDED = "fully_shard(model) on every rank: take it out of `if rank == 0:`"
+_OTHERWISE = "every rank must call the same collectives in the same order: look for `if rank == 0:`"
+_NEVER_SHARDED = "call fully_shard on every rank: move it out of `if rank == 0:`"
 
 
 def diagnose(
@@ -190,7 +188,7 @@ def _failed(statuses: Mapping[int, RankStatus]) -> Diagnosis | None:
         return None
     first, culprits = failed[0], tuple(t.rank for t in failed)
     where = f"at {first.location}" if first.step or not first.call else f"in {first.call}"
-    what = "has ended its program" if first.error is None else f"failed {where} ({first.error})"
+    what = "has finished its program" if first.error is None else f"failed {where} ({first.error})"
     waiting = [t for t in statuses.values() if t.waits and t.rank not in culprits]
     return Diagnosis(
         culprits,
@@ -247,8 +245,8 @@ def _desynchronized(statuses: Mapping[int, RankStatus]) -> Diagnosis | None:
         where = f"in {first.call}" if first.call and not first.step else f"at step {first.step}"
         return Diagnosis(
             tuple(odd),
-            f"{_ranks(odd)} left the common order {where}: the {wrong} where "
-            f"{_ranks(agreeing).lower()} made the {right} (number {seq_id} of their group).",
+            f"{_ranks(odd)} called another collective {where}: the {wrong} instead of "
+            f"the {right} of {_ranks(agreeing).lower()} (number {seq_id} in their group).",
             _fix(statuses.values()),
         )
     return None

@@ -25,7 +25,7 @@ def require_same_lines(
     group: dist.ProcessGroup,
     *,
     what: str = "ranks built different models",
-    fix: str = "build the model from the same configuration and in the same order on every rank",
+    fix: str = "build the model from the same configuration, in the same order, on every rank",
 ) -> int:
     """Returns the largest `count` of all ranks, if all have the same lines. A collective.
 

@@ -303,7 +303,7 @@ def _warn_or_give_up(diagnosis: Diagnosis, statuses: dict[int, RankStatus]) -> N
         recorder.verdict = (
             entry,
             CollectiveError(
-                f"the {entry.name} cannot end: {diagnosis.sentence.rstrip('.')}",
+                f"the {entry.name} cannot complete: {diagnosis.sentence.rstrip('.')}",
                 expected="every rank to join it",
                 where=f"rank {dist.get_rank()}",
                 fix=diagnosis.fix,

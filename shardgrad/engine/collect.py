@@ -41,15 +41,15 @@ __all__ = [
 _ENGINES: dict[type[Any], tuple[str, str]] = {
     DistributedDataParallel: (
         "DistributedDataParallel",
-        "fully_shard(ddp.module), and call that; or leave out DDP",
+        "fully_shard(ddp.module), and call ddp.module; or remove DDP",
     ),
     FullyShardedDataParallel: (
         "FullyShardedDataParallel",
-        "fully_shard on each module that FSDP1 would wrap, inner ones first; leave out FSDP1",
+        "fully_shard on each module that FSDP1 would wrap, inner ones first, instead of FSDP1",
     ),
     FSDPModule: (
         "torch's fully_shard",
-        "from shardgrad import fully_shard, for every module; or shardgrad.patch()",
+        "from shardgrad import fully_shard for every module, or shardgrad.patch()",
     ),
 }
 
@@ -94,7 +94,7 @@ def validated(arg: Any) -> list[nn.Module]:
             raise AlreadyShardedError(
                 "Each distinct composable distributed API can only be applied to a module once.",
                 expected="a module that is not a unit yet",
-                got=f"{type(module).__name__}, which already is one",
+                got=f"{type(module).__name__}, which is a unit",
                 fix="remove the second fully_shard call",
             )
         # Includes all modules below: no other engine may shard what this one would.
@@ -105,7 +105,7 @@ def validated(arg: Any) -> list[nn.Module]:
                 if isinstance(child, kind) and unit_of(child) is None and not is_replica:
                     raise EngineError(
                         f"{name or 'the module'} already belongs to {engine}",
-                        expected="modules that no other engine shards or replicates",
+                        expected="modules that no other engine manages",
                         got=type(child).__name__,
                         where=f"module {name or 'itself'}",
                         fix=fix,
@@ -193,8 +193,8 @@ def _refuse_claimed(name: str, param: nn.Parameter) -> None:
             expected="a parameter that no unit owns yet",
             got=f"DTensor of shape {tuple(param.shape)} with {param.placements}",
             where=f"parameter {name}",
-            fix="apply fully_shard bottom-up: inner modules first, the root last; a module that "
-            "several units contain, before all of them",
+            fix="apply fully_shard bottom-up: inner modules first, the root last; shard a module "
+            "that several units contain before all of them",
         )
 
 
@@ -206,9 +206,9 @@ def refuse_unresolved_ties(units: Sequence[Unit]) -> None:
     """
     for name, _, param in tied_under(units[0].modules):
         raise TiedParameterError(
-            f"parameter {name} is shared by units of which none contains the other",
-            expected="a common ancestor that is a unit: it owns what they share",
-            got=f"{param.__dict__[CLAIM].managed.name} in another unit",
+            f"parameter {name} is shared by units, none of which contains the others",
+            expected="a unit that contains all of them, and so owns the parameter",
+            got=f"the same parameter as {param.__dict__[CLAIM].managed.name} in another unit",
             where=f"parameter {name}",
-            fix="call shardgrad.fully_shard on a module that contains both, and run it as the root",
+            fix="call shardgrad.fully_shard on a module that contains them, and run it as the root",
         )

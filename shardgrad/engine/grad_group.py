@@ -234,12 +234,12 @@ class GradGroup:
         """Refuses a new layout inside a capture, because its tables are copied from the host."""
         changed = [p.name for p in self.group.params if (p in self.params) != (p in placed)]
         raise CaptureError(
-            "requires_grad changed inside a graphed step, of parameters without a gradient",
-            expected="the same parameters that train or have a gradient, all through the step",
-            got=f"others in {self.group.where}",
+            "requires_grad of parameters without a gradient changed inside a graphed step",
+            expected="the same parameters with requires_grad or a gradient throughout the step",
+            got=f"a change in {self.group.where}",
             where=f"parameter {listed(changed, 1)}",
-            fix="zero_grad() once they train again, or zero_grad(set_to_none=False); or freeze "
-            "between calls",
+            fix="call zero_grad() after unfreezing, or zero_grad(set_to_none=False); or freeze "
+            "parameters between calls",
         )
 
     def _place(self, placed: list[FSDPParam]) -> None:
@@ -386,7 +386,7 @@ class GradGroup:
                 expected="a dense gradient",
                 got=f"layout {grad.layout}, shape {tuple(grad.shape)}",
                 where=f"parameter {self.params[index].name}",
-                fix="sparse=False in the embedding, or leave it out: fully_shard(..., "
+                fix="sparse=False in the embedding, or exclude it by fully_shard(..., "
                 "ignored_params=...)",
             )
         stream = streams.current()
@@ -740,7 +740,7 @@ class GradGroup:
         """Changes the state; raises RuntimeError if `TRANSITIONS` does not allow it."""
         if state not in TRANSITIONS[self.state]:
             raise RuntimeError(
-                f"gradients of {self.group.where}: no way from {self.state} to {state}"
+                f"gradients of {self.group.where}: invalid transition from {self.state} to {state}"
             )
         if state is GradState.IDLE:  # autograd has synchronized its streams
             self._pack_streams.clear()

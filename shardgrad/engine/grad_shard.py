@@ -568,7 +568,7 @@ class GradShard:
             or grad.shape != own.shape
         ):
             raise ForeignParameterError(
-                "a gradient was replaced by a tensor that is not sharded like its parameter",
+                "a gradient was replaced by a tensor that is not sharded as its parameter",
                 expected=f"None, or a DTensor of shape {tuple(own.shape)} with {own.placements}",
                 got=f"{type(grad).__name__} of shape {tuple(grad.shape)}",
                 where=self._name(index),
@@ -589,12 +589,12 @@ class GradShard:
             places = {place for place, _ in foreign}.intersection(self.held())
             if places and self._is_persistent:
                 raise ForeignParameterError(
-                    "a gradient was assigned where the program keeps the one of before, whose "
-                    "memory GradientPolicy(persistent=True) does not leave to it",
+                    "a gradient was replaced while the program references the old one, whose "
+                    "memory is reused under GradientPolicy(persistent=True)",
                     expected="gradients that are changed in place",
-                    got=f"another gradient for {len(places)} parameters",
+                    got=f"new gradients for {len(places)} parameters",
                     where=self._name(min(places)),
-                    fix="param.grad.copy_(other), or persistent=False",
+                    fix="param.grad.copy_(new), or persistent=False",
                 )
             if places:
                 self._part_with(sorted(places), self.current_stream())

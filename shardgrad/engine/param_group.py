@@ -887,8 +887,8 @@ class ParamGroup:
 def warn_of_lost_writes(params: Iterable[FSDPParam]) -> None:
     """Warns that the program's writes to unsharded parameters are lost."""
     warnings.warn(
-        f"shardgrad: {listed([p.name for p in params])} was written while unsharded, which is lost "
-        "when it is resharded. Try: write the sharded parameter, between steps: with "
+        f"shardgrad: {listed([p.name for p in params])} was written while unsharded; resharding "
+        "discards the write. Try: write the sharded parameter, between steps: with "
         "torch.no_grad(): param.copy_(...)",
         LostWorkWarning,
         stacklevel=3,

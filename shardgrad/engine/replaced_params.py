@@ -61,12 +61,11 @@ def adopt(group: ParamGroup) -> None:
             raise ExtensionError(
                 f"{', '.join(names)} got fsdp_pre_all_gather or fsdp_post_all_gather after the "
                 "first forward",
-                expected="both methods on the local tensor before the first forward of the root, "
-                "or neither",
-                got="a parameter that already travels in a flat shard",
+                expected="both methods on the local tensor before the root's first forward, or "
+                "neither",
+                got="a parameter that is already part of a flat shard",
                 where=group.where,
-                fix="put the methods there after to_empty() or loading, and before the model first "
-                "runs",
+                fix="add the methods after to_empty() or loading, and before the first forward",
             )
         return
     if any(param.device.type == "meta" for param in shown):
@@ -95,7 +94,7 @@ def require_data(group: ParamGroup) -> None:
             expected=f"parameters on {group.shard_memory.device}",
             got=f"{len(names)} on meta",
             where=group.where,
-            fix="model.to_empty(device=...) and initialise, or load_state_dict(..., assign=True)",
+            fix="model.to_empty(device=...) and initialize, or load_state_dict(..., assign=True)",
         )
 
 
@@ -117,8 +116,8 @@ def _refuse_replaced_data(group: ParamGroup) -> None:
     names = group.registration.with_other_data()
     if names:
         raise ForeignParameterError(
-            f"the data of {listed(names)} was replaced, which changes no value of a DTensor",
-            expected="param.data as the engine made it",
+            f"assigning to the data of {listed(names)} does not change the values of a DTensor",
+            expected="values that are changed in place",
             got="param.data = another DTensor",
             where=group.where,
             fix="with torch.no_grad(): param.copy_(new)",
@@ -135,13 +134,13 @@ def _shown(p: FSDPParam, group: ParamGroup) -> nn.Parameter:
     placements = p.sharding.placements
     if isinstance(param, DTensor) and param.grad_fn is not None:
         raise ForeignParameterError(
-            f"parameter {p.name} was replaced by the result of an operation, to which no gradient "
-            "would flow",
+            f"parameter {p.name} was replaced by the result of an operation, which would get no "
+            "gradient",
             expected="nn.Parameter(DTensor), a leaf",
             got=f"a DTensor with {param.grad_fn.name()}",
             where=group.where,
-            fix="detach() it, and its values are taken over; to train what it was made of, compute "
-            "it in the module's forward",
+            fix="detach() it to copy its values; to train its inputs, compute it in the module's "
+            "forward",
         )
     if not (
         isinstance(param, DTensor)
@@ -149,12 +148,12 @@ def _shown(p: FSDPParam, group: ParamGroup) -> nn.Parameter:
         and param.placements == placements
     ):
         raise ForeignParameterError(
-            f"parameter {p.name} was replaced by something its unit cannot take over",
+            f"parameter {p.name} was replaced by a tensor that its unit cannot adopt",
             expected=f"nn.Parameter(DTensor) of shape {p.shape} with placements {placements}",
             got=f"{type(shown).__name__} of shape {None if shown is None else tuple(shown.shape)}",
             where=group.where,
             fix="torch.distributed.tensor.distribute_tensor(full, p.device_mesh, p.placements); "
-            "parametrize, or remove parameters, before fully_shard",
+            "or parametrize, or remove parameters, before fully_shard",
         )
     _refuse_late_tie(p, param, group)
     return shown  # type: ignore[return-value]
@@ -172,10 +171,10 @@ def _refuse_untied(p: FSDPParam, group: ParamGroup) -> None:
         raise TiedParameterError(
             f"the tied parameter {p.name} was replaced in {kept.count(False)} of its {len(kept)} "
             "places",
-            expected="a replacement in all places: they are sharded as one parameter",
-            got="another parameter in some of them",
+            expected="the same replacement in all places, which share one parameter",
+            got="another parameter in some places",
             where=group.where,
-            fix="untie the modules before fully_shard; param.copy_(new) changes all of them",
+            fix="untie the modules before fully_shard; or param.copy_(new), to change all places",
         )
 
 
@@ -187,10 +186,10 @@ def _refuse_late_tie(p: FSDPParam, shown: torch.Tensor, group: ParamGroup) -> No
     if any(fsdp_param_of(param) is other for param in other.registered()):
         raise TiedParameterError(
             f"parameter {p.name} was tied to {other.name} after fully_shard",
-            expected="ties from before fully_shard, which shards what is tied once",
-            got="one parameter in the place of two",
+            expected="parameters that are tied before fully_shard",
+            got="one parameter that replaces two",
             where=group.where,
-            fix="tie the modules before the first fully_shard that sees one of them",
+            fix="tie the modules before the first fully_shard call that contains one of them",
         )
 
 
@@ -209,7 +208,7 @@ def _validate(shown: list[nn.Parameter], group: ParamGroup) -> None:
         local = local_of(param)
         if local.shape != view.shape:
             raise ForeignParameterError(
-                f"the local shard of {p.name} has another shape",
+                f"the local shard of {p.name} has the wrong shape",
                 expected=str(tuple(view.shape)),
                 got=str(tuple(local.shape)),
                 where=group.where,

@@ -83,7 +83,7 @@ def _meaning(digits: list[float]) -> str:
     code = sum(
         int(digit) * _BASE**i for i, digit in enumerate(digits) if digit == digit and digit >= 0
     )
-    return _known_tags.get(code, "something this rank does not know")
+    return _known_tags.get(code, "unknown message")
 
 
 class Work(Protocol):
@@ -191,7 +191,7 @@ class PendingWork:
         if self._received.count < len(members):  # a pair's own chunk is not sent
             sender = 1 - members.index(dist.get_rank())
         raise DesyncError(
-            f"rank {members[sender]} is somewhere else: it sent the {_meaning(digits)}",
+            f"rank {members[sender]} is out of sync: it sent the {_meaning(digits)}",
             expected=f"the {self._tag.what} from every rank of {list(members)}",
             got=f"the {_meaning(digits)}",
             where=f"rank {dist.get_rank()}",
@@ -377,6 +377,6 @@ def transport_for(group: dist.ProcessGroup, device: torch.device) -> Transport:
     # gloo would copy each tensor through the host, in an order that streams do not know.
     if device.type != "cpu":
         raise unsupported(
-            f"gloo for tensors on {device.type}", instead="the device's backend, such as nccl"
+            f"gloo for tensors on {device.type}", instead="a backend of the device, such as nccl"
         )
     return PairTransport(group) if group.size() == 2 else ExchangeTransport(group)

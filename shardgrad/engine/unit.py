@@ -832,13 +832,12 @@ class RootContext:
         if is_backward:
             lost = self.scheduler.abandon_backward(self.grad_groups)
             added = (
-                f" In units {', '.join(lost)} they had been added to what was there, which is None "
-                "now."
+                f" In units {', '.join(lost)}, they had been added to earlier gradients, which are "
+                "now None."
             )
             warnings.warn(
-                "a backward failed half-way: the gradients that it has computed are dropped, those "
-                f"of earlier backwards are kept.{added if lost else ''} zero_grad() drops all of "
-                "them.",
+                "a backward failed: its gradients are dropped, and those of earlier backwards are "
+                f"kept.{added if lost else ''} To drop all of them, call zero_grad().",
                 RuntimeWarning,
                 stacklevel=2,
             )

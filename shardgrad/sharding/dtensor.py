@@ -112,12 +112,12 @@ def require_own_shards(tensors: Iterable[tuple[str, Any]]) -> None:
             continue
         saved_by = int(mesh.mesh[tuple(writer)])
         raise ForeignParameterError(
-            f"rank {own} loads the shard of {name} that rank {saved_by} has saved",
+            f"rank {own} loaded the shard of {name} that rank {saved_by} saved",
             expected="each rank's own shard",
-            got=f"a file that torch.save has written on rank {saved_by}",
+            got=f"a file that torch.save wrote on rank {saved_by}",
             where=f"rank {own}, {name}",
-            fix="torch.save on every rank, to a file of each; or torch.distributed.checkpoint or "
-            "shardgrad.programs.checkpoint, which write one checkpoint together",
+            fix="torch.save on every rank, to its own file; or torch.distributed.checkpoint or "
+            "shardgrad.checkpoint, which write one checkpoint for all ranks",
         )
 
 

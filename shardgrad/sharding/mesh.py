@@ -138,8 +138,8 @@ class DataParallelMesh:
             raise MeshError(
                 f"Mesh dim name {unknown[0]!r} not found in mesh.mesh_dim_names {names}"
                 if unknown
-                else "dp_mesh_dims has to name each data-parallel axis once",
-                expected=f"axes among {names or 'the names of the mesh, which has none'}",
+                else "dp_mesh_dims must name each data-parallel axis once",
+                expected=f"names in {names}" if names else "a mesh with axis names",
                 got=repr(dims),
                 fix="DataParallelMeshDims(shard='dp') for an axis called 'dp'",
             )
@@ -168,11 +168,11 @@ class DataParallelMesh:
         got = (info.replicate_mesh_dim, info.shard_mesh_dim)
         if got != expected:
             raise MeshError(
-                "the axes of a ShardPlacementResult's mesh_info are not those of FSDP or HSDP",
+                "the mesh_info of a ShardPlacementResult does not match FSDP or HSDP",
                 expected="FSDPMeshInfo(mesh_1d, shard_mesh_dim=0), or HSDPMeshInfo(mesh_2d, "
                 "replicate_mesh_dim=0, shard_mesh_dim=1)",
                 got=f"replicate_mesh_dim={got[0]}, shard_mesh_dim={got[1]} of {info.mesh}",
-                fix="pass the axes it means as a separate mesh",
+                fix="pass the data-parallel axes as a separate mesh",
             )
         return cls.of(info.mesh)
 
@@ -295,11 +295,10 @@ def default_mesh() -> DeviceMesh:
         missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name not in os.environ]
         if missing:
             raise MeshError(
-                "fully_shard was called in a process that is no rank: no process group, no "
-                "launcher",
-                expected="a program started by torchrun, or init_process_group before fully_shard",
+                "fully_shard was called without a process group or a launcher",
+                expected="torchrun, or init_process_group before fully_shard",
                 got=f"no {', '.join(missing)} in the environment",
-                fix=f"torchrun --nproc-per-node=2 {_program()}   (one for each GPU)",
+                fix=f"torchrun --nproc-per-node=2 {_program()}   (a process per GPU)",
             )
         dist.init_process_group()
     accelerator = torch.accelerator.current_accelerator(check_available=True)

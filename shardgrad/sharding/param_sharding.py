@@ -208,8 +208,8 @@ def _joined_once(meshes: tuple[DeviceMesh, ...], _: tuple[dist.ProcessGroup, ...
         joined: DeviceMesh = DeviceMesh._concatenate(list(meshes))
     except (AssertionError, RuntimeError, TypeError) as error:
         raise MeshError(
-            "the mesh of fully_shard and that of parameters which are DTensors already do not fit "
-            "together",
+            "fully_shard's mesh cannot be combined with the mesh of parameters that are already "
+            "DTensors",
             expected="disjoint axes, sliced from one mesh with axis names",
             got=f"{' and '.join(map(str, meshes))}: {error}",
             fix="mesh = init_device_mesh(device, (dp, tp), mesh_dim_names=('dp', 'tp')); then "
@@ -253,16 +253,16 @@ def _on_full_mesh(
             expected=str(spmd.mesh),
             got=str(param.device_mesh),
             where=f"parameter {name}",
-            fix="distribute the parameters over the mesh that fully_shard is given",
+            fix="distribute the parameters over the mesh that is passed to fully_shard",
         )
     for axis in sorted({*spmd.shard_axes, *spmd.replicate_axes}):
         if not isinstance(param.placements[axis], Replicate):
             raise PlacementError(
                 f"Expected Replicate() on data-parallel axis {spmd.names[axis]!r}",
-                expected="parameters that are the same on all data-parallel ranks",
+                expected="parameters that are replicated over all data-parallel ranks",
                 got=str(param.placements),
                 where=f"parameter {name}",
-                fix="leave data-parallel axes to fully_shard: Replicate() there",
+                fix="use Replicate() on data-parallel axes, which fully_shard shards",
             )
     _require_no_partial(param, name)
     placements = list(param.placements)
@@ -299,22 +299,22 @@ def _require_dim(local: torch.Tensor, name: str, mesh: DataParallelMesh, dim: in
             expected=f"a dim from 0 to {local.ndim - 1}",
             got=str(dim),
             where=f"parameter {name} of shape {tuple(local.shape)}",
-            fix="return Shard(0), or None, from shard_placement_fn for it",
+            fix="return Shard(0) or None for it from shard_placement_fn",
         )
     if dim > 0 and local.shape[dim] % mesh.shard_size:
         raise UnsupportedParameterError(
             f"FSDP does not support uneven sharding on dim {dim}: {name}",
-            expected=f"a size of dim {dim} that {mesh.shard_size} ranks divide",
+            expected=f"a size of dim {dim} that is divisible by {mesh.shard_size} ranks",
             got=f"shape {tuple(local.shape)}",
             where=f"parameter {name}",
-            fix="return Shard(0), which may be uneven, from shard_placement_fn for it",
+            fix="return Shard(0), which may be uneven, for it from shard_placement_fn",
         )
 
 
 def _require_no_partial(param: DTensor, name: str) -> None:
     if any(placement.is_partial() for placement in param.placements):
         raise PlacementError(
-            f"parameter {name} is still a sum to be done",
+            f"parameter {name} is a partial sum",
             expected="a DTensor that is sharded or replicated",
             got=str(param.placements),
             where=f"parameter {name}",

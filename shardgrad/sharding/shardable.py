@@ -79,8 +79,9 @@ def require_shardable(name: str, param: nn.Parameter) -> None:
     if param.dtype in _DTYPES or (travels_as_bytes(param.dtype) and not param.requires_grad):
         return
     raise UnsupportedParameterError(
-        f"fully_shard reduces no gradients in {param.dtype}, the dtype of {name}",
-        expected=", ".join(map(str, _DTYPES)) + "; integers, booleans and float8 without gradients",
+        f"fully_shard cannot reduce gradients of {name} in {param.dtype}",
+        expected=", ".join(map(str, _DTYPES))
+        + "; or integers, booleans and float8 without gradients",
         got=f"{param.dtype}, requires_grad={param.requires_grad}",
         where=where,
         fix="requires_grad=False, or pass it in ignored_params",
@@ -106,7 +107,7 @@ def require_one_device(params: Mapping[nn.Parameter, str], mesh: DataParallelMes
         first.setdefault(param.device, name)
     if len(first) > 1:
         raise DeviceError(
-            "parameters of one unit live on several devices",
+            "parameters of one unit are on several devices",
             expected=f"all on {mesh.device}, or all on meta",
             got=", ".join(f"{name} on {device}" for device, name in first.items()),
             fix=f"module.to('{mesh.device}') before fully_shard",
@@ -114,7 +115,7 @@ def require_one_device(params: Mapping[nn.Parameter, str], mesh: DataParallelMes
     for device, name in first.items():
         if device.type not in (mesh.device.type, "cpu", "meta"):
             raise DeviceError(
-                f"parameter {name} lives on a device that the mesh does not have",
+                f"parameter {name} is on a device that the mesh does not have",
                 expected=str(mesh.device),
                 got=str(device),
                 where=f"parameter {name}",

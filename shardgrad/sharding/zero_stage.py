@@ -52,23 +52,22 @@ class Stage:
         """
         if isinstance(name, bool) or name not in (1, 2, 3, "auto", "hfsdp"):
             raise OptionError(
-                f"there is no zero_stage={name!r}",
+                f"zero_stage={name!r} does not exist",
                 expected='1, 2, 3, "auto" or "hfsdp"',
                 got=repr(name),
                 fix="zero_stage=3, which is fully sharded",
             )
         if name in (1, 2, "auto") and reshard_after_forward not in (None, False):
             raise OptionError(
-                f"zero_stage={name!r} keeps parameters whole, which reshard_after_forward would "
-                "free",
+                f"zero_stage={name!r} keeps parameters unsharded, which contradicts "
+                "reshard_after_forward",
                 expected="reshard_after_forward=None or False",
                 got=repr(reshard_after_forward),
                 fix="zero_stage=3",
             )
         if name == "hfsdp" and not isinstance(reshard_after_forward, bool | None):
             raise OptionError(
-                'zero_stage="hfsdp" reshards to the inner axis of the mesh, not to another number '
-                "of ranks",
+                'zero_stage="hfsdp" always reshards to the inner axis of the mesh',
                 expected="reshard_after_forward=None, True or False",
                 got=repr(reshard_after_forward),
                 fix="reshard_after_forward=True",

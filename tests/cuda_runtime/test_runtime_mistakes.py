@@ -91,20 +91,21 @@ def test_of_a_rank_that_is_merely_late_over_nccl_nothing_is_said() -> None:
     [
         (
             a_state_dict_on_one_rank,
-            "Rank 1 has ended its program. Rank 0 was waiting for it in get_model_state_dict() at",
+            "Rank 1 has finished its program. Rank 0 was waiting for it in "
+            "get_model_state_dict() at",
             "get_model_state_dict is a collective: call it on every rank",
         ),
         (
             a_loss_on_one_rank,
             "Ranks wait for each other in different collectives: rank 0 in evaluate at "
             "test_runtime",
-            "every rank has to come to the barrier: take it out of `if rank == 0:`",
+            "every rank must reach the barrier: move it out of `if rank == 0:`",
         ),
         (
             more_steps_on_one_rank,
-            "Rank 1 has ended its program. Rank 0 was waiting for it in train at "
+            "Rank 1 has finished its program. Rank 0 was waiting for it in train at "
             "test_runtime_mistakes.py",
-            "with shardgrad.participate(model): for ranks that have no batch",
+            "with shardgrad.participate(model):` on ranks that have no batch",
         ),
     ],
 )

@@ -64,7 +64,7 @@ def test_who_left_the_common_order_is_who_differs_from_most(odd: int) -> None:
     assert finding is not None
     assert finding.culprits == (odd,)
     assert "the all-gather of head (12 x torch.float32)" in finding.sentence
-    assert "made the all-gather of layers.1" in finding.sentence
+    assert "instead of the all-gather of layers.1" in finding.sentence
     assert "number 2" in finding.sentence
 
 
@@ -120,7 +120,7 @@ def test_a_rank_that_has_ended_ends_the_wait_of_those_that_need_it() -> None:
     ended = replace(waiting(0, "", waits=""), has_ended=True)
     found = diagnose({0: ended, 1: IN_FORWARD}, 2)
     assert found is not None
-    assert found.sentence.startswith("Rank 0 has ended its program. Rank 1 was waiting for it")
+    assert found.sentence.startswith("Rank 0 has finished its program. Rank 1 was waiting for it")
     assert "shardgrad.participate(model)" in found.fix
     at_rest = replace(IN_FORWARD, waits="", waiting_for=None)
     assert diagnose({0: ended, 1: at_rest}, 2) is None

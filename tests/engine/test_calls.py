@@ -144,7 +144,7 @@ def test_a_parameter_that_an_operation_has_made_is_refused() -> None:
     model.reshard()
     moved = {name: param * 1.01 for name, param in model.named_parameters()}
     with pytest.raises(
-        ForeignParameterError, match="result of an operation, to which no gradient would flow"
+        ForeignParameterError, match="result of an operation, which would get no gradient"
     ):
         torch.func.functional_call(model, moved, (x,))
     model(x).sum().backward()

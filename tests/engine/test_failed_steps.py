@@ -201,7 +201,7 @@ def test_ranks_in_models_that_are_alike_are_told_where_the_other_is() -> None:
     models = [ordinary(tower()) for _ in range(2)]
     for model in models:
         token_loss(model, SHARDGRAD.tokens(0)).backward()
-    with pytest.raises(DesyncError, match=f"rank {1 - dist.get_rank()} is somewhere else"):
+    with pytest.raises(DesyncError, match=f"rank {1 - dist.get_rank()} is out of sync"):
         models[dist.get_rank()](SHARDGRAD.tokens(0)[0])
 
 

@@ -87,7 +87,7 @@ def test_what_leaves_the_end_of_a_message_unwritten_is_not_taken_for_the_one_bef
     nothing = dist.barrier(async_op=True)
     with (
         mock.patch.object(dist, "all_to_all_single", return_value=nothing),
-        pytest.raises(DesyncError, match=f"rank {1 - dist.get_rank()} is somewhere else"),
+        pytest.raises(DesyncError, match=f"rank {1 - dist.get_rank()} is out of sync"),
     ):
         transport.all_gather(torch.ones(NUMEL), staging, tag).wait()
 

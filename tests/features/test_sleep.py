@@ -260,7 +260,7 @@ def test_what_cannot_sleep_is_refused() -> None:
         shardgrad.GraphPool().offload()
     with pytest.raises(OptionError, match="level=1, 2 or 3"):
         shardgrad.sleep(model, level=4)
-    with pytest.raises(OptionError, match=r"(?s)optimizer of shardgrad\.optim.*SGD"):
+    with pytest.raises(OptionError, match=r"(?s)optimizer from shardgrad\.optim.*SGD"):
         shardgrad.sleep(model, torch.optim.SGD(model.parameters()))
     for use in (shardgrad.sleep, shardgrad.wake):
         with pytest.raises(RootError, match=r"(?s)must be called with the root.*Block"):

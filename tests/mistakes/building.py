@@ -21,7 +21,7 @@ from tests.mistakes.table import mistake
 
 @mistake(
     typed="`python mine.py`, without `torchrun`",
-    says="MeshError: fully_shard was called in a process that is no rank",
+    says="MeshError: fully_shard was called without a process group or a launcher",
     cure="torchrun --nproc-per-node=2",
 )
 def no_torchrun() -> None:
@@ -66,7 +66,7 @@ def the_root_first() -> None:
 @mistake(
     typed="`fully_shard` on two blocks that contain one module",
     says="ParameterClaimedError: parameter 1.weight is already sharded by another unit",
-    cure="a module that several units contain, before all of them",
+    cure="shard a module that several units contain before all of them",
 )
 def a_module_in_two_units() -> None:
     shared = nn.Linear(8, 8)
@@ -96,7 +96,7 @@ def an_empty_list() -> None:
 @mistake(
     typed="`fully_shard(DDP(model))`",
     says="EngineError: the module already belongs to DistributedDataParallel",
-    cure="fully_shard(ddp.module), and call that; or leave out DDP",
+    cure="fully_shard(ddp.module), and call ddp.module; or remove DDP",
 )
 def a_replica() -> None:
     fully_shard(DistributedDataParallel(net()))
@@ -104,8 +104,8 @@ def a_replica() -> None:
 
 @mistake(
     typed="`DDP(fully_shard(model))`",
-    says="EngineError: DistributedDataParallel was put around a sharded module",
-    cure="leave out DDP",
+    says="EngineError: DistributedDataParallel wraps a sharded module",
+    cure="remove DDP",
 )
 def a_replica_of_shards() -> None:
     DistributedDataParallel(sharded())
@@ -123,7 +123,7 @@ def shards_of_fsdp1() -> None:
 @mistake(
     typed="torch's `fully_shard` for blocks, this one for the root",
     says="EngineError: blocks.0 already belongs to torch's fully_shard",
-    cure="from shardgrad import fully_shard, for every module; or shardgrad.patch()",
+    cure="from shardgrad import fully_shard for every module, or shardgrad.patch()",
 )
 def two_engines() -> None:
     model = net()
@@ -246,7 +246,7 @@ def no_divisor() -> None:
 
 @mistake(
     typed="`zero_stage=4`",
-    says="OptionError: there is no zero_stage=4",
+    says="OptionError: zero_stage=4 does not exist",
     cure="zero_stage=3",
 )
 def a_stage_that_is_not() -> None:
@@ -255,7 +255,8 @@ def a_stage_that_is_not() -> None:
 
 @mistake(
     typed="`zero_stage=2, reshard_after_forward=True`",
-    says="OptionError: zero_stage=2 keeps parameters whole, which reshard_after_forward would free",
+    says="OptionError: zero_stage=2 keeps parameters unsharded, which contradicts"
+    " reshard_after_forward",
     cure="zero_stage=3",
 )
 def a_stage_that_contradicts() -> None:
@@ -300,8 +301,8 @@ def not_contiguous() -> None:
 
 @mistake(
     typed="a parameter of complex numbers",
-    says="UnsupportedParameterError: fully_shard reduces no gradients in torch.complex64, the "
-    "dtype of phase",
+    says="UnsupportedParameterError: fully_shard cannot reduce gradients of phase in "
+    "torch.complex64",
     cure="requires_grad=False, or pass it in ignored_params",
 )
 def complex_numbers() -> None:
@@ -331,7 +332,7 @@ def a_replicated_placement() -> None:
 @mistake(
     typed="`shard_placement_fn=lambda p: Shard(1)` with biases",
     says="PlacementError: Shard dim 1 is invalid for 1D tensor: embed.bias",
-    cure="return Shard(0), or None, from shard_placement_fn for it",
+    cure="return Shard(0) or None for it from shard_placement_fn",
 )
 def a_dim_that_is_not() -> None:
     fully_shard(net(), shard_placement_fn=lambda p: Shard(1))
@@ -340,7 +341,7 @@ def a_dim_that_is_not() -> None:
 @mistake(
     typed="`Shard(1)` of a dim that the ranks do not divide",
     says="UnsupportedParameterError: FSDP does not support uneven sharding on dim 1: weight",
-    cure="return Shard(0), which may be uneven, from shard_placement_fn for it",
+    cure="return Shard(0), which may be uneven, for it from shard_placement_fn",
 )
 def an_uneven_dim() -> None:
     fully_shard(nn.Linear(7, 8, bias=False), shard_placement_fn=lambda p: Shard(1))
@@ -348,7 +349,7 @@ def an_uneven_dim() -> None:
 
 @mistake(
     typed="part of the model on `meta`",
-    says="DeviceError: parameters of one unit live on several devices",
+    says="DeviceError: parameters of one unit are on several devices",
     cure="module.to('cpu') before fully_shard",
 )
 def half_on_meta() -> None:
@@ -361,7 +362,7 @@ def half_on_meta() -> None:
     typed="a model on `meta`, called before it is loaded",
     says="MetaParameterError: FSDP parameters should be materialized from meta device before "
     "training",
-    cure="model.to_empty(device=...) and initialise, or load_state_dict(..., assign=True)",
+    cure="model.to_empty(device=...) and initialize, or load_state_dict(..., assign=True)",
 )
 def on_meta() -> None:
     with torch.device("meta"):
@@ -380,8 +381,9 @@ def names_for_ignored_params() -> None:
 
 @mistake(
     typed="units that share a weight, under no root",
-    says="TiedParameterError: parameter weight is shared by units of which none contains the other",
-    cure="call shardgrad.fully_shard on a module that contains both, and run it as the root",
+    says="TiedParameterError: parameter weight is shared by units, none of which contains "
+    "the others",
+    cure="call shardgrad.fully_shard on a module that contains them, and run it as the root",
 )
 def tied_without_a_root() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
@@ -394,7 +396,7 @@ def tied_without_a_root() -> None:
 @mistake(
     typed="`model.head.weight = model.embed.weight` after `fully_shard`",
     says="TiedParameterError: parameter 1.weight was tied to 0.weight after fully_shard",
-    cure="tie the modules before the first fully_shard that sees one of them",
+    cure="tie the modules before the first fully_shard call that contains one of them",
 )
 def tied_too_late() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))

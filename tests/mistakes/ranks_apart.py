@@ -93,7 +93,7 @@ def a_checkpoint_on_one_rank() -> None:
 @mistake(
     typed="`if rank == 0: evaluate(model)`, then a barrier",
     says=f"{APART}rank 0 in the all-gather of FSDPNet, forward() at",
-    cure="a forward gathers parameters from all ranks: call the model on every rank",
+    cure="forward gathers parameters from all ranks: call the model on every rank",
 )
 def an_evaluation_on_one_rank() -> None:
     model = sharded()
@@ -133,7 +133,7 @@ def clipping_on_one_rank() -> None:
 @mistake(
     typed="`if rank == 0: dist.barrier()`",
     says=f"{APART}rank 0 in barrier() at",
-    cure="every rank has to come to the barrier: take it out of `if rank == 0:`",
+    cure="every rank must reach the barrier: move it out of `if rank == 0:`",
 )
 def a_barrier_on_one_rank() -> None:
     model = sharded()
@@ -163,7 +163,7 @@ def an_adapter_on_one_rank() -> None:
     says="UnownedParameterError: no unit owns blocks.0.lora.weight, blocks.0.lora.bias",
     on={
         0: "UserWarning: UnownedParameterError: no unit owns blocks.0.lora.weight",
-        1: "CollectiveError: the all-gather of FSDPNet cannot end: Rank 0 failed ",
+        1: "CollectiveError: the all-gather of FSDPNet cannot complete: Rank 0 failed ",
     },
     cure="shardgrad.fully_shard(model.get_submodule('blocks.0.lora'))",
 )
@@ -183,7 +183,7 @@ def a_late_adapter_on_one_rank() -> None:
     typed="`if rank == 0: fully_shard(model)`",
     says=f"{WAITS}Rank 1 has not called fully_shard. Rank 0 was waiting for it in",
     on={0: f"{WAITS}Rank 1 has not called fully_shard. Rank 0 was waiting for it in"},
-    cure="fully_shard(model) on every rank: take it out of `if rank == 0:`",
+    cure="call fully_shard on every rank: move it out of `if rank == 0:`",
 )
 def sharded_on_one_rank() -> None:
     model = net()
@@ -195,8 +195,8 @@ def sharded_on_one_rank() -> None:
 
 @mistake(
     typed="more batches on one rank",
-    says=f"{WAITS}Rank 1 has ended its program. Rank 0 was waiting for it in",
-    on={0: f"{WAITS}Rank 1 has ended its program. Rank 0 was waiting for it in"},
+    says=f"{WAITS}Rank 1 has finished its program. Rank 0 was waiting for it in",
+    on={0: f"{WAITS}Rank 1 has finished its program. Rank 0 was waiting for it in"},
     cure="with shardgrad.participate(model):",
 )
 def more_batches_on_one_rank() -> None:
@@ -207,10 +207,10 @@ def more_batches_on_one_rank() -> None:
 
 @mistake(
     typed="`if loss.isnan(): continue` on one rank",
-    says="DesyncError: rank 1 is somewhere else: it sent the",
+    says="DesyncError: rank 1 is out of sync: it sent the",
     on={
-        0: "DesyncError: rank 1 is somewhere else: it sent the",
-        1: "DesyncError: rank 0 is somewhere else: it sent the",
+        0: "DesyncError: rank 1 is out of sync: it sent the",
+        1: "DesyncError: rank 0 is out of sync: it sent the",
     },
     cure="with shardgrad.participate(model):",
 )
@@ -225,10 +225,10 @@ def a_skipped_backward_on_one_rank() -> None:
 
 @mistake(
     typed="another layer on one rank, by the data",
-    says="DesyncError: rank 1 is somewhere else: it sent the reduce-scatter of blocks.",
+    says="DesyncError: rank 1 is out of sync: it sent the reduce-scatter of blocks.",
     on={
-        0: "DesyncError: rank 1 is somewhere else: it sent the reduce-scatter of blocks.",
-        1: "DesyncError: rank 0 is somewhere else: it sent the reduce-scatter of blocks.",
+        0: "DesyncError: rank 1 is out of sync: it sent the reduce-scatter of blocks.",
+        1: "DesyncError: rank 0 is out of sync: it sent the reduce-scatter of blocks.",
     },
     cure="with shardgrad.participate(model):",
 )

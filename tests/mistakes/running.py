@@ -222,8 +222,8 @@ def backward_twice() -> None:
 
 @mistake(
     typed="`model.head.weight = nn.Parameter(...)`",
-    says="ForeignParameterError: parameter head.weight was replaced by something its unit cannot "
-    "take over",
+    says="ForeignParameterError: parameter head.weight was replaced by a tensor that its unit "
+    "cannot adopt",
     cure="torch.distributed.tensor.distribute_tensor(full, p.device_mesh, p.placements)",
 )
 def a_replaced_parameter() -> None:
@@ -245,7 +245,7 @@ def half_a_unit() -> None:
 
 @mistake(
     typed="`p.data = dtensor`, as SAM and swaps of averaged weights do",
-    says="ForeignParameterError: the data of embed.weight",
+    says="ForeignParameterError: assigning to the data of embed.weight",
     cure="with torch.no_grad(): param.copy_(new)",
 )
 def data_of_its_own() -> None:
@@ -270,8 +270,8 @@ def untied_too_late() -> None:
 
 @mistake(
     typed="`weight_norm(model.head)`, after `fully_shard`",
-    says="ForeignParameterError: parameter head.weight was replaced by something its unit cannot "
-    "take over",
+    says="ForeignParameterError: parameter head.weight was replaced by a tensor that its unit "
+    "cannot adopt",
     cure="parametrize, or remove parameters, before fully_shard",
 )
 def late_parametrization() -> None:
@@ -307,7 +307,7 @@ def weights_on_one_rank() -> None:
 @mistake(
     typed="models of different depth",
     says="RankDisagreementError: ranks built different models",
-    cure="build the model from the same configuration and in the same order on every rank",
+    cure="build the model from the same configuration, in the same order, on every rank",
 )
 def different_models() -> None:
     model = net()
@@ -319,7 +319,7 @@ def different_models() -> None:
 @mistake(
     typed="a parameter frozen on one rank",
     says="RankDisagreementError: ranks built different models",
-    cure="build the model from the same configuration and in the same order on every rank",
+    cure="build the model from the same configuration, in the same order, on every rank",
 )
 def frozen_on_one_rank() -> None:
     model = net()
@@ -330,7 +330,7 @@ def frozen_on_one_rank() -> None:
 @mistake(
     typed="`mp_policy` of one rank",
     says="RankDisagreementError: ranks built different models",
-    cure="build the model from the same configuration and in the same order on every rank",
+    cure="build the model from the same configuration, in the same order, on every rank",
 )
 def a_policy_of_one_rank() -> None:
     dtype = torch.bfloat16 if dist.get_rank() else None
@@ -340,7 +340,7 @@ def a_policy_of_one_rank() -> None:
 @mistake(
     typed="`mesh` of one rank",
     says="RankDisagreementError: ranks built different models",
-    cure="build the model from the same configuration and in the same order on every rank",
+    cure="build the model from the same configuration, in the same order, on every rank",
 )
 def a_mesh_of_one_rank() -> None:
     shape = (1, 2) if dist.get_rank() else (2, 1)

@@ -21,7 +21,7 @@ from tests.mistakes.table import mistake
 @mistake(
     typed="`copy.deepcopy(model)`",
     says="DeepcopyError: FSDP does not support deepcopy",
-    cure="build a second model, fully_shard it alike, and "
+    cure="build a second model, shard it the same way, and "
     "second.load_state_dict(model.state_dict())",
 )
 def a_deep_copy() -> None:
@@ -31,7 +31,7 @@ def a_deep_copy() -> None:
 @mistake(
     typed="`copy.deepcopy(model)` for a model with sharded blocks",
     says="DeepcopyError: FSDP does not support deepcopy",
-    cure="build a second model, fully_shard it alike, and "
+    cure="build a second model, shard it the same way, and "
     "second.load_state_dict(model.state_dict())",
 )
 def a_deep_copy_around_units() -> None:
@@ -43,7 +43,7 @@ def a_deep_copy_around_units() -> None:
 @mistake(
     typed="`torch.save(model, path)`",
     says="PickleError: a sharded module cannot be pickled: FSDPNet",
-    cure="torch.save(model.state_dict(), a path of each rank), or shardgrad.checkpoint.save",
+    cure="torch.save(model.state_dict(), a path per rank), or shardgrad.checkpoint.save",
 )
 def saved_as_a_whole() -> None:
     torch.save(sharded(), io.BytesIO())
@@ -52,7 +52,7 @@ def saved_as_a_whole() -> None:
 @mistake(
     typed="`pickle.dumps(model)`",
     says="PickleError: a sharded module cannot be pickled: FSDPNet",
-    cure="torch.save(model.state_dict(), a path of each rank), or shardgrad.checkpoint.save",
+    cure="torch.save(model.state_dict(), a path per rank), or shardgrad.checkpoint.save",
 )
 def pickled() -> None:
     pickle.dumps(sharded())
@@ -121,7 +121,7 @@ def a_function_in_a_checkpoint() -> None:
     typed="`model.load_state_dict(..., assign=True)` in part",
     says="MetaParameterError: FSDP parameters should be materialized from meta device before "
     "training",
-    cure="model.to_empty(device=...) and initialise, or load_state_dict(..., assign=True)",
+    cure="model.to_empty(device=...) and initialize, or load_state_dict(..., assign=True)",
 )
 def half_loaded() -> None:
     with torch.device("meta"):

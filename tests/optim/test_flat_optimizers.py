@@ -286,7 +286,7 @@ def test_a_gradient_that_is_sharded_otherwise_is_refused() -> None:
     before = [p.to_local().clone() for p in model.parameters()]
     mesh = model[0].weight.device_mesh
     model[0].weight.grad = distribute_tensor(torch.ones(3, 5), mesh, [Replicate()])
-    with pytest.raises(ForeignParameterError, match="sharded like its parameter"):
+    with pytest.raises(ForeignParameterError, match="sharded as its parameter"):
         optim.step()
     assert all(
         torch.equal(p.to_local(), old) for p, old in zip(model.parameters(), before, strict=True)

@@ -114,7 +114,7 @@ def _of_named_axes() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (_of_last_dim, 'zero_stage="hfsdp" for weight, cut on dim 1'),
+        (_of_last_dim, 'zero_stage="hfsdp" for weight, which is sharded on dim 1'),
         (_of_dtensors, 'zero_stage="hfsdp" for weight, which is a DTensor already'),
         (_of_extensions, 'zero_stage="hfsdp" for 0.weight, which has fsdp_pre_all_gather'),
         pytest.param(

@@ -315,7 +315,7 @@ def test_what_cannot_be_done_with_dtensors_is_refused() -> None:
     model = parallelize(mlps(), mesh["tp"])
     with pytest.raises(errors.UnsupportedError, match="reshard_after_forward as an int"):
         shardgrad.fully_shard(model, mesh=mesh["dp"], reshard_after_forward=2)
-    with pytest.raises(errors.MeshError, match="do not fit together"):
+    with pytest.raises(errors.MeshError, match="cannot be combined"):
         shardgrad.fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
     model[1].elsewhere = nn.Parameter(torch.ones(4, device="meta"))
     with pytest.raises(errors.DeviceError, match="elsewhere on meta"):
