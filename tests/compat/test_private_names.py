@@ -15,7 +15,7 @@ import shardgrad
 from benchmarks.reading import private_names
 
 FOLDERS = (
-    *("checks", "compat", "diagnosis", "engine", "features", "ops", "optim"),
+    *("checks", "compat", "diagnosis", "engine", "features", "integrations", "ops", "optim"),
     *("patch", "sharding"),
 )
 

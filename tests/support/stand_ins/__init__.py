@@ -1,0 +1,3 @@
+"""Stand-ins for packages that need a GPU or a build: plain torch, the documented contract, nothing
+else.
+"""
