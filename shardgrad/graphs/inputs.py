@@ -21,11 +21,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from shardgrad.engine.streams import Stream, wait_for_stream
 from shardgrad.errors import StepInputError
+from shardgrad.graphs.memory import Memory, extent
+from shardgrad.graphs.outputs import plain_tensors
 from shardgrad.graphs.pool import GraphPool
+from shardgrad.graphs.reads import Reads
 
 __all__ = ["InputBuffers", "Inputs", "flatten_inputs", "objects_in"]
 
@@ -201,19 +204,37 @@ class InputBuffers:
         with torch.inference_mode(False):  # later calls with this key may be outside of the mode
             self.buffers = [torch.empty_like(each, device=pool.device) for each in inputs.tensors]
         self._given = inputs.arguments
-        self._copies: list[torch.Tensor] = []  # what an eager call has passed
+        self._captured: list[torch.Tensor] = []  # what the latest capture has passed
         self._written: set[int] = set()  # the arguments that the step writes
 
-    def arguments(self, *, copied: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns (args, kwargs) for the step: with copies of the buffers, which the program may
-        keep, or for a capture with the buffers themselves.
-
-        The buffers are detached to new tensor objects each time, so that autograd state of one call
-        does not reach the next.
+    def for_capture(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns (args, kwargs) with the buffers, as new tensor objects each time, so that
+        autograd state of one call does not reach the next.
         """
         with torch.inference_mode(False):  # inference tensors do not count writes
-            tensors = [each.clone() if copied else each.detach() for each in self.buffers]
-        self._copies = tensors if copied else []
+            self._captured = [each.data for each in self.buffers]  # counts writes from 0
+        return self._filled(self._captured)
+
+    def for_eager_call(self, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns (args, kwargs) with the program's own tensors where they are on the device, so
+        that writes reach it, also through other tensors that share the memory, and with copies of
+        the others.
+
+        Streams: on the current stream, after `load`.
+        """
+        # Outside of inference mode, autograd cannot save an inference tensor.
+        is_inference = torch.is_inference_mode_enabled()
+        with torch.inference_mode(False):
+            return self._filled(
+                [
+                    given.detach()
+                    if self._is_on_device(given) and (is_inference or not given.is_inference())
+                    else buffer.clone()
+                    for given, buffer in zip(inputs.tensors, self.buffers, strict=True)
+                ]
+            )
+
+    def _filled(self, tensors: Iterable[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         filled: tuple[tuple[Any, ...], dict[str, Any]] = _filled(self._given, iter(tensors))
         return filled
 
@@ -235,23 +256,45 @@ class InputBuffers:
                 source.record_stream(stream)
         torch._foreach_copy_(self.buffers, sources)
 
-    def write_back(self, inputs: Inputs) -> None:
-        """Copies what the step wrote into its arguments, such as a hidden state, to the program's
-        tensors on the device. The eager calls before a capture show which ones it writes.
-
-        Streams: on the current stream, after the step.
-        """
-        for index, copy in enumerate(self._copies):
-            if copy._version:
+    def note_writes(self, reads: Reads) -> None:
+        """Notes after a capture which arguments the step writes, such as a hidden state."""
+        for index, passed in enumerate(self._captured):
+            if passed._version or reads.writes(passed):
                 self._written.add(index)
-        sources, self._copies = self._copies or self.buffers, []
+
+    def is_shared(self, inputs: Inputs, reads: Reads) -> bool:
+        """Returns whether an argument shares memory with another one, or with memory outside of
+        the graph, and the step writes one of the two. A replay reads and writes copies of the
+        arguments, so it would not see in one what it has written to the other.
+        """
+        own = {i: each for i, each in enumerate(inputs.tensors) if self._is_on_device(each)}
+        for index in self._written & own.keys():
+            begin, end = extent(own[index])
+            others = Memory(each for i, each in own.items() if i != index)
+            overlaps_itself = end - begin < own[index].nbytes
+            if overlaps_itself or others.holds(own[index]) or reads.memory.holds(own[index]):
+                return True
+        return any(map(reads.written_memory.holds, own.values()))
+
+    def write_back(self, inputs: Inputs, outputs: Any) -> None:
+        """Copies what a replay has written into the step's arguments to the program's tensors on
+        the device, except to outputs of an earlier replay, where this one's are now.
+
+        Streams: on the current stream, after the replay.
+        """
+        if not self._written:
+            return
+        overwritten = Memory(plain_tensors(tree_leaves(outputs)))
         for index in self._written:
             given = inputs.tensors[index].detach()  # autograd does not continue across calls
-            if given.device == sources[index].device:
-                given.copy_(sources[index].detach())
+            if self._is_on_device(given) and not overwritten.holds(given):
+                given.copy_(self.buffers[index].detach())
+
+    def _is_on_device(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == self._pool.device.type
 
     def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.device.type == self._pool.device.type:
+        if self._is_on_device(tensor):
             return tensor
         is_ready = self._pool.device.type != "cuda" or (
             tensor.is_pinned() and tensor.is_contiguous()

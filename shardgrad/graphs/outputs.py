@@ -16,6 +16,7 @@ from torch.utils._pytree import (
 )
 
 from shardgrad.errors import StepOutputError
+from shardgrad.graphs.memory import Memory
 
 __all__ = [
     "apart_from",
@@ -62,14 +63,10 @@ def apart_from(state: Iterable[torch.Tensor], outputs: Any) -> Any:
     Streams: the current one.
     Capture: safe.
     """
-    places = [
-        (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in plain_tensors(state)
-    ]
+    memory = Memory(plain_tensors(state))
 
     def copied(leaf: torch.Tensor) -> torch.Tensor:
-        addresses = [tensor.data_ptr() for tensor in plain_tensors([leaf])]
-        is_state = any(begin <= each < end for begin, end in places for each in addresses)
-        return leaf.clone() if is_state else leaf
+        return leaf.clone() if any(map(memory.holds, plain_tensors([leaf]))) else leaf
 
     return tree_map_only(torch.Tensor, copied, outputs)
 

@@ -28,6 +28,7 @@ from shardgrad.engine.param import fsdp_param_of
 from shardgrad.engine.streams import Stream, is_capturing
 from shardgrad.errors import CaptureError
 from shardgrad.graphs.closed_over import Place, address_of, closed_over, elements, value_of
+from shardgrad.graphs.memory import Memory
 from shardgrad.graphs.outputs import plain_tensors
 
 __all__ = ["Reads"]
@@ -55,6 +56,8 @@ class Reads(TorchDispatchMode):
         numbers: the values other than tensors that the function closes over, by the names of their
             places.
         groups: the process groups whose collectives in the block have device tensors.
+        memory, written_memory: the memory that existed before the block and that it reads or
+            writes, and what it writes of it. Set by `close`.
 
     Raises:
         CaptureError: in the block, at an operation that uses a sharded module that is not among
@@ -211,13 +214,26 @@ class Reads(TorchDispatchMode):
         and still exists. The name is that of its place, or "" if the function does not close over
         it.
         """
-        for identity, name in self._written.items():
-            if identity not in self._memory:
-                continue
-            storage = torch.UntypedStorage._new_with_weak_ptr(self._memory[identity].cdata)
+        for identity, content in self._existing():
+            if identity in self._written:
+                yield self._written[identity], content
+
+    def writes(self, tensor: torch.Tensor) -> bool:
+        """Returns whether an operation of the block wrote the tensor's storage."""
+        return _identity(tensor) in self._written
+
+    def _existing(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yields (identity, bytes) of each storage in `_memory` that still exists."""
+        for identity, memory in self._memory.items():
+            storage = torch.UntypedStorage._new_with_weak_ptr(memory.cdata)
             if storage is not None and storage.nbytes():
                 empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
-                yield name, empty.set_(storage, 0, (storage.nbytes(),), (1,))
+                yield identity, empty.set_(storage, 0, (storage.nbytes(),), (1,))
+
+    def close(self) -> None:
+        """Sets `memory` and `written_memory`."""
+        self.memory = Memory(content for _, content in self._existing())
+        self.written_memory = Memory(content for _, content in self.written())
 
     @property
     def is_gone(self) -> bool:

@@ -61,6 +61,10 @@ _KEPT = (
     "gradients of an earlier call, which the program keeps and a replay would write over. Clone "
     "what is kept"
 )
+_SHARED = (
+    "memory that two arguments share, or an argument and what the step closes over, and that it "
+    "writes. Pass a clone, or pass it once"
+)
 _LOST = 3  # consecutive uncompared graphs after which capture is refused
 _IN_A_ROW = 7  # consecutive calls with something new after which the program is warned
 
@@ -287,25 +291,25 @@ class GraphedStep(Generic[_P, _R]):
         elif not kind.refused:
             news = self._what_is_new(kind, guards)
         self._before = key
-        if captured is not None and captured.is_compared and captured.prepare():
+        if captured is not None and captured.is_compared and not _why_not(captured, kind, inputs):
             self._note("")
             kind.buffers.load(inputs, caller)
-            self.replays += 1
-            outputs = captured.replay()
-            kind.buffers.write_back(inputs)
-            return outputs
+            return self._replay(captured, kind, inputs)
         with self.pool.turn(caller):
             kind.buffers.load(inputs, self.pool.stream)
             try:
-                outputs = self._run_on_pool(kind, captured, news, caller)
-                kind.buffers.write_back(inputs)
-                return outputs
+                return self._run_on_pool(kind, captured, news, caller, inputs)
             except CollectiveError as error:
                 self._require_same_on_all_ranks(error)
                 raise
 
     def _run_on_pool(
-        self, kind: _InputKind, captured: CapturedStep | None, news: str, caller: Stream
+        self,
+        kind: _InputKind,
+        captured: CapturedStep | None,
+        news: str,
+        caller: Stream,
+        inputs: Inputs,
     ) -> Any:
         """Runs a call without a graph, with a graph that is not compared yet, or with one that must
         not be replayed.
@@ -315,15 +319,20 @@ class GraphedStep(Generic[_P, _R]):
         if captured is None and is_warm and not (news or kind.refused):
             captured, news = self._capture_or_refuse(kind, self._before, kind.seen[guards])
             self.captures += captured is not None
-        if captured is not None and not captured.prepare():
-            captured, news = None, _KEPT
+        if captured is not None and (why_not := _why_not(captured, kind, inputs)):
+            captured, news = None, why_not
         self._note(news)
         if captured is None:
-            return self._run_eagerly(kind, guards, caller)
+            return self._run_eagerly(kind, guards, caller, inputs)
         if is_known and not captured.is_compared:
-            return self._compare(captured, kind, guards, caller)
+            return self._compare(captured, kind, guards, caller, inputs)
+        return self._replay(captured, kind, inputs)
+
+    def _replay(self, captured: CapturedStep, kind: _InputKind, inputs: Inputs) -> Any:
         self.replays += 1
-        return captured.replay()
+        outputs = captured.replay()
+        kind.buffers.write_back(inputs, outputs)
+        return outputs
 
     def _what_is_new(self, kind: _InputKind, guards: Hashable) -> str:
         """Describes a difference to earlier calls for which a capture has to wait; "" if there is
@@ -367,12 +376,14 @@ class GraphedStep(Generic[_P, _R]):
                 depth=6,
             )
 
-    def _run_eagerly(self, kind: _InputKind, guards: Hashable, caller: Stream) -> Any:
+    def _run_eagerly(
+        self, kind: _InputKind, guards: Hashable, caller: Stream, inputs: Inputs
+    ) -> Any:
         def call_region(call: Callable[[], Any]) -> None:
             self._note_border()
             call()
 
-        args, kwargs = kind.buffers.arguments(copied=True)
+        args, kwargs = kind.buffers.for_eager_call(inputs)
         redraws = Redraws(self.pool)
         with handle_eager_calls(call_region), redraws.noted():
             outputs = detached(self._function(*args, **kwargs))
@@ -483,7 +494,12 @@ class GraphedStep(Generic[_P, _R]):
         return captured, ""
 
     def _compare(
-        self, first: CapturedStep, kind: _InputKind, guards: Hashable, caller: Stream
+        self,
+        first: CapturedStep,
+        kind: _InputKind,
+        guards: Hashable,
+        caller: Stream,
+        inputs: Inputs,
     ) -> Any:
         """Captures the step a second time and compares both graphs from the same state. A result
         that differs depends on a value that was frozen, such as a number that Python has changed
@@ -496,13 +512,13 @@ class GraphedStep(Generic[_P, _R]):
         try:
             again, _ = self._capture_or_refuse(kind, first.key, first.redraws)
             if again is None:
-                return self._run_eagerly(kind, guards, caller)
+                return self._run_eagerly(kind, guards, caller, inputs)
             again.is_compared = True
-            self.replays += 1
             # A comparison replays both graphs, but functions passed to `outside` must run only
             # once.
             if first.has_eager_regions:
-                return again.replay()
+                return self._replay(again, kind, inputs)
+            self.replays += 1
             outputs, frozen = comparison.frozen(first.replay, again.replay, again.reads.groups)
             if frozen:
                 self._graphs.remove(again)
@@ -511,6 +527,7 @@ class GraphedStep(Generic[_P, _R]):
                 if self._settings.on_uncapturable == "raise":
                     comparison.restore()
                 self._refuse_frozen(kind, frozen, first.reads.numbers, again.reads.numbers)
+            kind.buffers.write_back(inputs, outputs)
             return outputs
         finally:
             first.reset()
@@ -523,7 +540,7 @@ class GraphedStep(Generic[_P, _R]):
             each.quiesce()
         captured = CapturedStep(key, self.pool, self._capturables, self._generators, redraws)
         restore = host_snapshot(self._capturables, self.pool.device, self._generators)
-        args, kwargs = kind.buffers.arguments(copied=False)
+        args, kwargs = kind.buffers.for_capture()
         captured.reads = reads = Reads(
             self._function,
             self._modules,
@@ -547,6 +564,8 @@ class GraphedStep(Generic[_P, _R]):
             restore()
             raise
         reads.leave_out(self.pool.segments())
+        reads.close()
+        kind.buffers.note_writes(reads)
         has_graphs(self)
         return captured
 
@@ -699,6 +718,13 @@ class GraphedStep(Generic[_P, _R]):
         if not self._closed:
             self.reset()
             self._closed = True
+
+
+def _why_not(captured: CapturedStep, kind: _InputKind, inputs: Inputs) -> str:
+    """Returns why a graph must not be replayed in this call; "" after preparing a replay."""
+    if kind.buffers.is_shared(inputs, captured.reads):
+        return _SHARED
+    return "" if captured.prepare() else _KEPT
 
 
 _MODES: tuple[Callable[[], Hashable], ...] = (

@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -148,6 +149,56 @@ def with_a_cache(graphed: Any, device: torch.device) -> Values:
     return [*seen, cache.cpu()]
 
 
+SHARED: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
+    "one tensor given twice": lambda memory: (memory[:16], memory[:16]),
+    "two views of one tensor": lambda memory: (memory[:16], memory[1:17]),
+    "a row that is expanded": lambda memory: (memory[:1].expand(16, WIDTH), memory[1:17].clone()),
+    "written, and closed over": lambda memory: (memory[2:], memory[:16].clone()),
+    "read, and written by closure": lambda memory: (memory[:16].clone(), memory[2:]),
+}
+
+
+def with_shared_memory(
+    graphed: Any, device: torch.device, arguments: Callable[[Tensor], tuple[Tensor, Tensor]]
+) -> Values:
+    """A step writes its first argument and a tensor that it closes over, and reads its second."""
+    model, memory = build(), torch.zeros(18, WIDTH, device=device)
+
+    @graphed(model, warmup=WARMUP)
+    @torch.no_grad()
+    def step(x: Tensor, written: Tensor, read: Tensor) -> Tensor:
+        written[1].add_(x[0])
+        memory[-1].add_(memory[2] + 1)
+        return model(x + read)
+
+    seen = []
+    for number in range(STEPS):
+        seen += [step(batch(number, device), *arguments(memory)).cpu(), memory.cpu()]
+    return seen
+
+
+def with_arguments_that_are_written(graphed: Any, device: torch.device) -> Values:
+    """The result of a call is an argument of the next, which writes it, as a collective does
+    another one.
+    """
+    model, state = build(), torch.zeros(16, WIDTH, device=device)
+    received = torch.zeros(16, WIDTH, device=device)
+
+    @graphed(model, warmup=WARMUP)
+    @torch.no_grad()
+    def step(x: Tensor, state: Tensor, received: Tensor) -> Tensor:
+        state.mul_(0.5)
+        dist.all_gather_into_tensor(received, x + received)
+        return model(x) + state
+
+    seen = []
+    for number in range(STEPS):
+        state = step(batch(number, device), state, received)
+        seen += [state.cpu(), received.cpu()]
+    require_replays(step)
+    return seen
+
+
 def _with_another_region(block: Any) -> Callable[[Tensor], Tensor]:
     """Returns a block's forward as a region of which a part is one, too."""
     inner = functools.partial(checkpoint, block.forward, use_reentrant=False)
@@ -159,6 +210,20 @@ def _with_another_region(block: Any) -> Callable[[Tensor], Tensor]:
 
 def test_a_cache_that_is_passed_along_is_filled_in_inference_mode(device: torch.device) -> None:
     eager, ours = (with_a_cache(each, device) for each in (plain, shardgrad.graphed_step))
+    assert all(map(torch.equal, eager, ours))
+
+
+@pytest.mark.parametrize("shared", SHARED)
+def test_arguments_may_share_memory(device: torch.device, shared: str) -> None:
+    eager = with_shared_memory(plain, device, SHARED[shared])
+    ours = with_shared_memory(shardgrad.graphed_step, device, SHARED[shared])
+    assert all(map(torch.equal, eager, ours))
+
+
+def test_what_a_step_writes_into_its_arguments_is_there_after_it(device: torch.device) -> None:
+    eager, ours = (
+        with_arguments_that_are_written(each, device) for each in (plain, shardgrad.graphed_step)
+    )
     assert all(map(torch.equal, eager, ours))
 
 
