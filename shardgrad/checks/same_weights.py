@@ -92,7 +92,7 @@ def _compare(groups: Sequence[ParamGroup], ranks: dist.ProcessGroup, device: tor
     params = [p for group in groups for p in group.params]
     own, is_unknown = torch.stack([_whole_and_unknown(p, device) for p in params]).unbind(1)
     largest = torch.stack([own, -own, is_unknown])
-    with recorder.group_log(ranks).waiting("checksums of the weights", largest):
+    with recorder.group_log(ranks).waiting("checksums of the weights"):
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=ranks)
     differs = (largest[0] != -largest[1]) & (largest[2] == 0)
     numbers = differs.nonzero().flatten().tolist()
@@ -116,7 +116,7 @@ def _error(
     names: Sequence[str], own: torch.Tensor, ranks: dist.ProcessGroup
 ) -> RankDisagreementError:
     totals = [torch.empty_like(own) for _ in range(ranks.size())]
-    with recorder.group_log(ranks).waiting("checksums of the weights", own):
+    with recorder.group_log(ranks).waiting("checksums of the weights"):
         dist.all_gather(totals, own, group=ranks)
     parties: dict[int, list[int]] = {}
     for rank, total in zip(dist.get_process_group_ranks(ranks), totals, strict=True):

@@ -1,12 +1,10 @@
-"""The flight recorder: records what this rank is doing, and the collectives that it has started in
-each process group.
+"""The flight recorder: records what this rank is doing, and the collective that it started last.
 
 [Note: Flight recorder]
-When a collective hangs, every rank knows only its own side. So each rank records, for every process
-group, the number of collectives that it has started, and name, number of elements and dtype of the
-last few. A rank with a lower count is late. A rank with a different collective under the same
-number is out of order. Recording takes about a microsecond per collective and a fixed amount of
-memory. Nothing is sent until a rank stalls (`watchdog.py`).
+When a collective hangs, every rank knows only its own side. So each rank records the last
+collective that it has started, with its number in its process group, and the one that the host
+waits for. Recording takes about a microsecond per collective. Nothing is sent until a rank stalls
+(`watchdog.py`).
 
 A replay of a graph runs no Python. So under `graphed_step`, the collectives of a graph are recorded
 once, at the capture, and only the step number advances with replays.
@@ -18,7 +16,6 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -27,7 +24,6 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from shardgrad.errors import CollectiveError, ShardgradError
 
 if TYPE_CHECKING:  # programs that only read records do not need torch
-    import torch
     import torch.distributed as dist
 
 __all__ = ["FIX", "Entry", "FlightRecorder", "GroupLog", "recorder"]
@@ -40,7 +36,6 @@ FIX = (
 )
 
 _SLICE = timedelta(seconds=1)
-_ENTRIES = 64  # prefetching lets two ranks of a group be fewer collectives apart
 
 
 class Entry(NamedTuple):
@@ -49,15 +44,10 @@ class Entry(NamedTuple):
     Attributes:
         seq_id: its number in the process group, from 1.
         name: for example "all-gather of layers.3".
-        numel: elements that this rank contributed; 0 for Python objects, whose size differs between
-            ranks.
-        dtype: of the elements.
     """
 
     seq_id: int
     name: str
-    numel: int
-    dtype: str
 
 
 class GroupLog:
@@ -67,7 +57,6 @@ class GroupLog:
         name: the name of the process group, the same on all its ranks.
         ranks: global ranks of the group.
         count: number of collectives started.
-        recent: the last collectives.
         host_waits: the class of works whose wait can be interrupted, those of gloo.
     """
 
@@ -75,28 +64,21 @@ class GroupLog:
         self.name = name
         self.ranks = ranks
         self.count = 0
-        self.recent: deque[Entry] = deque(maxlen=_ENTRIES)
         self.host_waits: type | None = None
         self._recorder = recorder
 
-    def record(self, name: str, chunk: torch.Tensor | None) -> Entry:
+    def record(self, name: str) -> Entry:
         """Records a collective that this rank is about to start.
-
-        Args:
-            name: the name of the collective.
-            chunk: this rank's contribution; None for Python objects.
 
         Streams: host work only. Capture: safe.
         """
         self.count += 1
-        numel, dtype = (0, "objects") if chunk is None else (chunk.numel(), str(chunk.dtype))
-        entry = Entry(self.count, name, numel, dtype)
-        self.recent.append(entry)
+        self._recorder.last = entry = Entry(self.count, name)
         self._recorder.progress_s = time.monotonic()
         self._recorder.reported = None
         return entry
 
-    def start(self, name: str, chunk: torch.Tensor, call: Callable[[], _T]) -> tuple[Entry, _T]:
+    def start(self, name: str, call: Callable[[], _T]) -> tuple[Entry, _T]:
         """Records a collective and starts it by `call`; returns its entry and the result of `call`.
 
         Raises:
@@ -104,7 +86,7 @@ class GroupLog:
         """
         # Record before the start, so that the record has the collective even if `call` never
         # returns.
-        entry = self.record(name, chunk)
+        entry = self.record(name)
         try:
             return entry, call()
         except RuntimeError as error:
@@ -144,10 +126,9 @@ class GroupLog:
         )
 
     @contextmanager
-    def waiting(self, name: str, chunk: torch.Tensor | None = None) -> Iterator[None]:
+    def waiting(self, name: str) -> Iterator[None]:
         """Records a collective; the block starts it and waits for it on the host."""
-        entry = self.record(name, chunk)
-        self._recorder.waits_in = self, entry
+        self._recorder.waits_in = self, self.record(name)
         yield
         self._recorder.waits_in = None
 
@@ -160,6 +141,7 @@ class FlightRecorder:
         phase: the phase of the step, such as "forward" or "checkpoint"; empty if the program does
             not set it.
         unit: the unit whose forward or backward ran last; empty before the first.
+        last: the collective that was started last.
         progress_s: `time.monotonic()` when the last collective or phase was started.
         waits_in: the collective that the host waits for, or waited for when it failed.
         reported: the error that this rank has raised since its last collective: its first line, and
@@ -171,6 +153,7 @@ class FlightRecorder:
         self.step = 0
         self.phase = ""
         self.unit = ""
+        self.last: Entry | None = None
         self.progress_s = time.monotonic()
         self.waits_in: tuple[GroupLog, Entry] | None = None
         self.reported: tuple[str, str] | None = None
@@ -200,10 +183,6 @@ class FlightRecorder:
             log = self._logs[group] = GroupLog(self, group.group_name, ranks)
             log.host_waits = dist.Work if dist.get_backend(group) == "gloo" else None
         return log
-
-    def group_logs(self) -> list[GroupLog]:
-        """Returns the logs of all process groups that are alive."""
-        return list(self._logs.values())
 
 
 recorder = FlightRecorder()

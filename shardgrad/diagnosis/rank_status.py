@@ -6,7 +6,6 @@ Nothing here communicates; `watchdog.py` collects the statuses.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -37,7 +36,7 @@ class RankStatus:
         waiting_for: the recorded collective that the host waits for, if any.
         awaited: the ranks that have to join that collective.
         call: the function that the program has called, and where: "full_tensor() at train.py:12".
-        collectives: the last collectives that were started, oldest first, by process group name.
+        last: the collective that was started last, if any was.
     """
 
     rank: int
@@ -50,7 +49,7 @@ class RankStatus:
     waiting_for: Entry | None
     awaited: tuple[int, ...]
     call: str
-    collectives: dict[str, tuple[Entry, ...]]
+    last: Entry | None
 
     @property
     def place(self) -> str:
@@ -58,11 +57,11 @@ class RankStatus:
         steps, else the program's line.
         """
         where = self.location if self.step or not self.call else self.call
-        if self.waiting_for is None:
-            last = max(self.collectives.values(), key=_last, default=())
-            after = f", after the {last[-1].name}, number {last[-1].seq_id}" if last else ""
-            return where + after * (self.waits == "device")
-        return f"the {self.waiting_for.name}, {where}"
+        if self.waiting_for is not None:
+            return f"the {self.waiting_for.name}, {where}"
+        if self.waits == "device" and self.last is not None:
+            return f"{where}, after the {self.last.name}, number {self.last.seq_id}"
+        return where
 
 
 def describe_location(recorder: FlightRecorder) -> str:
@@ -111,7 +110,7 @@ def rank_status(
         waiting_for=entry,
         awaited=() if log is None else log.ranks,
         call=program_call(calls),
-        collectives={log.name: tuple(log.recent) for log in recorder.group_logs()},
+        last=recorder.last,
     )
 
 
@@ -119,8 +118,8 @@ class Diagnosis(NamedTuple):
     """Why ranks cannot go on.
 
     Attributes:
-        culprits: the ranks that the others wait for, that failed, or that called other collectives;
-            empty if no rank is more to blame than another.
+        culprits: the ranks that the others wait for, or that failed; empty if no rank is more to
+            blame than another.
         sentence: what these ranks did, and where the others wait.
         fix: what to do next.
     """
@@ -160,20 +159,15 @@ def diagnose(
     """Returns which rank blocks the others permanently, where they wait, and why.
 
     Checks these causes in order: a rank that failed or has ended; ranks that wait on different
-    lines of the program; a rank that called other collectives; a rank that has never sharded a
-    model. A rank that is late or silent may still join, so it is not a cause.
+    lines of the program or in different collectives; a rank that has never sharded a model. A rank
+    that is late or silent may still join, so it is not a cause.
 
     Args:
         statuses: the statuses of the ranks that answered, by rank.
         world_size: number of ranks.
         unwatched: ranks that have never started a watchdog.
     """
-    return (
-        _failed(statuses)
-        or _apart(statuses, world_size)
-        or _desynchronized(statuses)
-        or _never_sharded(statuses, unwatched)
-    )
+    return _failed(statuses) or _apart(statuses, world_size) or _never_sharded(statuses, unwatched)
 
 
 def _failed(statuses: Mapping[int, RankStatus]) -> Diagnosis | None:
@@ -198,15 +192,14 @@ def _failed(statuses: Mapping[int, RankStatus]) -> Diagnosis | None:
 
 
 def _apart(statuses: Mapping[int, RankStatus], world_size: int) -> Diagnosis | None:
-    """Finds ranks that all wait, on different lines of the program."""
+    """Finds ranks that all wait, on different lines of the program or in different collectives."""
     ranks = [t for _, t in sorted(statuses.items())]
     if len(ranks) < world_size or not all(t.waits and t.call for t in ranks):
         return None
-    # Ranks that wait for the device may be on the same line but after different collectives.
-    by_line = {(t.call, t.place if t.waits == "device" else ""): t for t in ranks[::-1]}
-    if len(by_line) == 1:
+    by_place = {(t.call, t.place): t for t in ranks[::-1]}
+    if len(by_place) == 1:
         return None
-    apart = sorted(by_line.values(), key=lambda t: t.rank)
+    apart = sorted(by_place.values(), key=lambda t: t.rank)
     places = "; ".join(f"rank {t.rank} in {t.place}" for t in apart[:_NAMED])
     return Diagnosis(
         (),
@@ -226,32 +219,6 @@ def _fix(statuses: Iterable[RankStatus], otherwise: str = _OTHERWISE) -> str:
     return "; ".join(fixes) or otherwise
 
 
-def _desynchronized(statuses: Mapping[int, RankStatus]) -> Diagnosis | None:
-    """Finds the first collective of a process group that its ranks called differently."""
-    for group in dict.fromkeys(name for t in statuses.values() for name in t.collectives):
-        made: dict[int, dict[int, str]] = defaultdict(dict)  # collectives, by number and rank
-        for rank, t in sorted(statuses.items()):
-            for entry in t.collectives.get(group, ()):
-                made[entry.seq_id][rank] = f"{entry.name} ({entry.numel} x {entry.dtype})"
-        seq_id = min((n for n, what in made.items() if len(set(what.values())) > 1), default=None)
-        if seq_id is None:
-            continue
-        # The majority is taken to be right; if there is a tie, the side with the lowest rank.
-        (right, _), (wrong, _), *_ = Counter(made[seq_id].values()).most_common()
-        agreeing, odd = (
-            [rank for rank, what in made[seq_id].items() if what == one] for one in (right, wrong)
-        )
-        first = statuses[odd[0]]
-        where = f"in {first.call}" if first.call and not first.step else f"at step {first.step}"
-        return Diagnosis(
-            tuple(odd),
-            f"{_ranks(odd)} called another collective {where}: the {wrong} instead of "
-            f"the {right} of {_ranks(agreeing).lower()} (number {seq_id} in their group).",
-            _fix(statuses.values()),
-        )
-    return None
-
-
 def _never_sharded(
     statuses: Mapping[int, RankStatus], unwatched: Sequence[int]
 ) -> Diagnosis | None:
@@ -262,10 +229,6 @@ def _never_sharded(
     what = f"{_ranks(never)} {has} not called fully_shard."
     sentence = " ".join([what, *_waiting_ranks(statuses, never)])
     return Diagnosis(never, sentence, _NEVER_SHARDED)
-
-
-def _last(entries: Sequence[Entry]) -> int:
-    return entries[-1].seq_id if entries else 0
 
 
 def _waiting_ranks(statuses: Mapping[int, RankStatus], culprits: Sequence[int]) -> list[str]:

@@ -78,5 +78,5 @@ def _sent_by(rank: int, text: str, group: dist.ProcessGroup) -> str:
 
 def _wait_for(collective: Callable[..., dist.Work], group: dist.ProcessGroup) -> None:
     log = recorder.group_log(group)
-    entry = log.record("comparison of the ranks", None)
+    entry = log.record("comparison of the ranks")
     log.wait_for(collective(group=group, async_op=True), entry)

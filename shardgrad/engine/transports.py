@@ -142,7 +142,7 @@ class Transport(ABC):
     def all_reduce(self, chunk: torch.Tensor, *, what: str) -> Work:
         """Sums `chunk` over the ranks, in place."""
         call = partial(dist.all_reduce, chunk, group=self.group, async_op=True)
-        entry, work = self._log.start(what, chunk, call)
+        entry, work = self._log.start(what, call)
         return PendingWork(entry, work, [chunk], self._log)
 
 
@@ -238,7 +238,7 @@ class StreamTransport(Transport):
     def all_gather(self, chunk: torch.Tensor, staging: Chunks, tag: MessageTag) -> Work:
         """See `Transport.all_gather`. Capture: safe once the communicator exists."""
         call = partial(_all_gather, staging.whole, chunk, group=self.group)
-        self._log.start(tag.what, chunk, call)
+        self._log.start(tag.what, call)
         return CompletedWork((staging.whole,))
 
     def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
@@ -248,7 +248,7 @@ class StreamTransport(Transport):
         # NCCL reduces in place if the result is this rank's part of its input.
         own = receive.part(0) if receive.count else send.part(self.rank)
         call = partial(_reduce_scatter, own, send.whole, group=self.group)
-        self._log.start(tag.what, own, call)
+        self._log.start(tag.what, call)
         return CompletedWork((own,))
 
 
@@ -310,7 +310,7 @@ class ExchangeTransport(Transport):
                 self._digits[key] = digits
             received.ends.fill_(-1)
             ends.copy_(digits)  # last, because sent chunks may be among the received ones
-        entry, work = self._log.start(tag.what, sent, call)
+        entry, work = self._log.start(tag.what, call)
         return PendingWork(entry, work, chunks, self._log, tag, received)
 
 

@@ -267,5 +267,5 @@ class _CommTransport(StreamTransport):
     ) -> Work:
         tensors = {"output_tensor": into, "input_tensor": given}
         call = partial(self._comm, **tensors, **options, group=self.group, async_op=False)
-        entry, work = self._log.start(tag.what, chunk, call)
+        entry, work = self._log.start(tag.what, call)
         return PendingWork(entry, work, [into], self._log)

@@ -126,7 +126,7 @@ class StreamExchange(StreamTransport):
     def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
         """See `Transport.reduce_scatter`: a chunk of each rank, in rank order."""
         call = partial(dist.all_to_all_single, receive.whole, send.whole, group=self.group)
-        self._log.start(tag.what, send.part(0), call)
+        self._log.start(tag.what, call)
         return CompletedWork(receive.parts)
 
 

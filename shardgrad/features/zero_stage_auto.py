@@ -81,7 +81,7 @@ def _least(nbytes: int, root: Unit) -> int:
     least = torch.tensor([nbytes], dtype=torch.int64, device=root.mesh.device)
     for group in (root.mesh.shard_group, root.mesh.replicate_group):
         if group is not None and group.size() > 1:
-            with recorder.group_log(group).waiting("memory that is left", least):
+            with recorder.group_log(group).waiting("memory that is left"):
                 dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
     return int(least.item())
 

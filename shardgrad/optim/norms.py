@@ -265,7 +265,7 @@ def _all_reduce(value: torch.Tensor, group: dist.ProcessGroup, norm_type: float)
         value.copy_(there)
         return
     if not math.isinf(norm_type):
-        with recorder.group_log(group).waiting(_WHAT, value):
+        with recorder.group_log(group).waiting(_WHAT):
             dist.all_reduce(value, group=group)
         return
     # Send the extreme and the count in one message; a minimum is sent as a maximum of the negated
@@ -276,7 +276,7 @@ def _all_reduce(value: torch.Tensor, group: dist.ProcessGroup, norm_type: float)
     message = torch.stack(
         [(total * sign).nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf), count]
     )
-    with recorder.group_log(group).waiting(_WHAT, message):
+    with recorder.group_log(group).waiting(_WHAT):
         dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
     total, count = message.unbind()
     value.copy_(torch.stack([total * sign, count]))

@@ -57,7 +57,7 @@ class World:
     def any(self, flag: bool) -> bool:
         """Returns whether `flag` is true on any rank. A collective."""
         vote = torch.tensor([int(flag)])
-        with recorder.group_log(self.control).waiting("vote of the ranks", vote):
+        with recorder.group_log(self.control).waiting("vote of the ranks"):
             dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self.control)
         return bool(vote.item())
 
