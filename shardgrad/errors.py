@@ -16,7 +16,6 @@ __all__ = [
     "CaptureError",
     "CheckpointError",
     "CheckpointSaveError",
-    "CheckpointVersionError",
     "CollectiveError",
     "ContainerError",
     "CustomCommError",
@@ -224,10 +223,6 @@ class CheckpointError(ShardgradError, RuntimeError, ValueError):
 
 class CheckpointSaveError(ShardgradError, RuntimeError):
     """A checkpoint could not be written; earlier ones are untouched."""
-
-
-class CheckpointVersionError(CheckpointError):
-    """A checkpoint in a format of another shardgrad version, which this one does not read."""
 
 
 class PartnerUnavailableError(ShardgradError, ImportError):

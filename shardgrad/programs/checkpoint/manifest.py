@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from shardgrad.errors import CheckpointError, CheckpointVersionError
+from shardgrad.errors import CheckpointError
 from shardgrad.programs.checkpoint.files import (
     content_of,
     damaged,
@@ -89,28 +89,21 @@ def read(folder: Path) -> Manifest:
     """Returns the manifest of a checkpoint; an empty one if another tool wrote the checkpoint.
 
     Raises:
-        CheckpointError: it is damaged.
-        CheckpointVersionError: a newer shardgrad wrote it.
+        CheckpointError: it is damaged, or of another version.
     """
     path = folder / MANIFEST
     if not os.path.lexists(path):
         return {}
     try:
         found = json.loads(content_of(path, _MOST_NBYTES))
-        if found["version"] != _VERSION and type(found["version"]) is int:
-            raise CheckpointVersionError(
-                "another version of shardgrad wrote the checkpoint",
-                expected=f"version {_VERSION} of its manifest",
-                got=f"version {found['version']}",
-                where=printable(path),
-                fix="pip install --upgrade shardgrad; or remove its manifest.json, and load it "
-                "without checksums",
-            )
+        if found["version"] != _VERSION:
+            raise ValueError(f"version {found['version']}")
         manifest = {name: (int(n), int(crc)) for name, (n, crc) in found["files"].items()}
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise damaged(path, "a manifest", f"{type(error).__name__}: {error}") from error
+        what = f"a manifest of version {_VERSION}"
+        raise damaged(path, what, f"{type(error).__name__}: {error}") from error
     if not all(map(is_name, manifest)):
         raise damaged(path, "names of files in the folder", printable(list(manifest)))
     return manifest
