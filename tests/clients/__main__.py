@@ -13,6 +13,7 @@ import click
 import torch
 
 from benchmarks.records import RESULTS, ROOT, append, environment, read
+from tests.clients.catalogue import CLIENTS, Client
 from tests.clients.programs import under_both, under_fsdp2
 from tests.support.processes import CONTEXT
 from tests.support.ranks import RankError, Ranks
@@ -20,112 +21,6 @@ from tests.support.ranks import RankError, Ranks
 PAGE = ROOT / "docs" / "reference" / "clients.md"
 RECORDS = RESULTS / "clients.jsonl"
 LIMIT_S = 120.0
-
-_PROGRAMS = "tests.clients.programs"
-_FRAMEWORKS = "tests.clients.frameworks"
-_HF = "transformers"
-
-# What runs, packages it is from, `module:function`, arguments.
-Client = tuple[str, tuple[str, ...], str, dict[str, Any]]
-
-
-def _clients() -> Iterator[Client]:
-    for name in ("llama", "qwen", "gpt2", "mixtral", "vit", "t5"):
-        program = "tests.clients.test_transformers:sharded_by_hand"
-        yield f"Transformers: {name}", (_HF,), program, {"name": name}
-    for name in (
-        "mistral", "qwen2", "gemma", "gemma2", "phi", "phi3", "olmo2", "gpt_neox", "stablelm",
-        "granite", "cohere", "smollm3", "opt", "qwen2_moe", "falcon", "bloom",
-        "gpt_oss", "glm4", "nemotron", "exaone4", "olmoe",
-    ):  # fmt: skip
-        yield f"Transformers: {name}", (_HF,), f"{_PROGRAMS}:language_model", {"name": name}
-    for name in ("bert", "roberta"):
-        yield f"Transformers: {name}", (_HF,), f"{_PROGRAMS}:encoder", {"name": name}
-    yield "Transformers: whisper", (_HF,), f"{_PROGRAMS}:whisper", {}
-    yield "Transformers: clip", (_HF,), f"{_PROGRAMS}:clip", {}
-    for name in (
-        "sharded_while_it_is_loaded",
-        "checkpointed_activations",
-        "generates_between_steps",
-    ):
-        program = f"tests.clients.test_transformers:{name}"
-        yield f"Transformers: {name.replace('_', ' ')}", (_HF,), program, {}
-    accelerate = "tests.clients.test_accelerate"
-    both = ("accelerate", _HF)
-    yield "Accelerate: FSDP2 plugin", both, f"{accelerate}:with_the_plugin", {}
-    options = {"efficient_loading": True}
-    yield "Accelerate: efficient loading", both, f"{accelerate}:with_the_plugin", options
-    yield "Accelerate: bf16", both, f"{accelerate}:in_mixed_precision", {"reduce_dtype": None}
-    options = {"reduce_dtype": torch.float32}
-    yield "Accelerate: bf16, sums in fp32", both, f"{accelerate}:in_mixed_precision", options
-    yield "Transformers: Trainer", (*both,), f"{accelerate}:with_the_trainer", {}
-    peft = "tests.clients.test_peft"
-    for dtype in (torch.float32, torch.bfloat16):
-        what = f"PEFT: LoRA, {str(dtype).removeprefix('torch.')}"
-        yield what, ("peft", _HF), f"{peft}:sharded_by_hand", {"dtype": dtype}
-    yield "PEFT: LoRA through Accelerate", ("peft", *both), f"{peft}:through_accelerate", {}
-    lightning = "tests.clients.test_lightning:with_lightnings_trainer"
-    yield "Lightning: ModelParallelStrategy", ("lightning",), lightning, {}
-    for gathers in (False, True):
-        how = "gathered in float8" if gathers else "float8 layers"
-        program = "tests.clients.test_torchao:float8_layers"
-        yield f"torchao: {how}", ("torchao",), program, {"gathers_float8": gathers}
-    yield "diffusers: UNet2DModel", ("diffusers",), f"{_PROGRAMS}:diffusion", {}
-    yield "x-transformers: decoder", ("x-transformers",), f"{_PROGRAMS}:x_transformer", {}
-    yield "PyTorch: nn.Transformer", ("torch",), f"{_PROGRAMS}:torchs_transformer", {}
-    yield "PyTorch: DCP in between", ("torch",), f"{_PROGRAMS}:dcp_in_between", {}
-    for name in (
-        "alignment", "moving_average", "hooks_on_activations", "optimizer_in_backward",
-        "gradient_read_between",
-    ):  # fmt: skip
-        yield (
-            f"PyTorch: {name.replace('_', ' ')}",
-            ("torch",),
-            f"tests.clients.test_loops:{name}",
-            {},
-        )
-    for package, module, name in (
-        ("lion-pytorch", "lion_pytorch", "Lion"),
-        ("schedulefree", "schedulefree", "AdamWScheduleFree"),
-        ("schedulefree", "schedulefree", "SGDScheduleFree"),
-        ("prodigyopt", "prodigyopt", "Prodigy"),
-        *(
-            ("pytorch_optimizer", "pytorch_optimizer", name)
-            for name in (
-                "AdaBelief",
-                "AdEMAMix",
-                "Tiger",
-                "Grams",
-                "Ranger",
-                "Lion",
-                "ScheduleFreeAdamW",
-                "AdaPNM",
-                "QHAdam",
-                "Yogi",
-            )
-        ),
-    ):
-        options = {"package": module, "name": name}
-        yield f"{package}: {name}", (package, _HF), f"{_PROGRAMS}:optimizer_of", options
-    ignite = ("pytorch-ignite", _HF)
-    yield "Ignite: Engine", ignite, f"{_PROGRAMS}:ignite_engine", {}
-    for what, package, name in (
-        ("verl: FSDP2 workers", "verl", "with_verl"),
-        ("SkyRL: FSDP2 workers", "skyrl", "with_skyrl"),
-        ("AReaL: FSDP engine", "areal", "with_areal"),
-        ("LLaMA-Factory: FSDP2Engine", "llamafactory", "with_llama_factory"),
-        ("NeMo Automodel: FSDP2", "nemo-automodel", "with_nemo_automodel"),
-        ("axolotl: Accelerate", "axolotl", "with_axolotl"),
-        ("TRL: reference model", "trl", "with_trl"),
-        ("prime-rl: trainer", "prime-rl", "with_prime_rl"),
-        ("torchtune: recipes", "torchtune", "with_torchtune"),
-        ("OLMo-core: transformer", "ai2-olmo-core", "with_olmo_core"),
-        ("composer: FSDP2", "mosaicml", "with_composer"),
-        ("VeOmni: FSDP2", "veomni", "with_veomni"),
-    ):
-        yield what, (package,), f"{_FRAMEWORKS}:{name}", {}
-    for name in ("Muon", "NorMuon", "Dion", "Dion2"):
-        yield f"dion: {name}", ("dion",), f"{_FRAMEWORKS}:with_dion", {"name": name}
 
 
 @click.command()
@@ -141,12 +36,11 @@ def main(only_page: bool, only: tuple[str, ...], sources: str) -> None:
     written.
     """
     if not only_page:
-        clients = [*_clients()]
-        chosen = [each for each in clients if not only or any(word in each[0] for word in only)]
+        chosen = [each for each in CLIENTS if not only or any(word in each.name for word in only)]
         record = measured(chosen, sources)
         if only:
             record["summary"] |= _others([*read(RECORDS)][-1], record["summary"])
-            names = [name for name, *_ in clients if name in record["summary"]]
+            names = [each.name for each in CLIENTS if each.name in record["summary"]]
             record["summary"] = {name: record["summary"][name] for name in names}
         append(RESULTS, record)
     PAGE.write_text(written([*read(RECORDS)][-1]), encoding="utf-8")
@@ -157,13 +51,13 @@ def measured(clients: list[Client], sources: str = "") -> dict[str, Any]:
     """Returns the record."""
     started, ranks, summary = environment(), Ranks(2), {}
     CONTEXT.set_forkserver_preload(["tests.support.preloaded"])
-    for name, packages, program, options in clients:
-        versions = {package: _version(package, sources) for package in packages}
+    for client in clients:
+        versions = {package: _version(package, sources) for package in client.packages}
         if None in versions.values():
             continue
-        found = {"versions": versions} | _judged(ranks, program, options, sources)
-        click.echo(f"{name}: {found['verdict']} {found.get('error', '')}")
-        summary[name] = found
+        found = {"versions": versions} | _judged(ranks, client, sources)
+        click.echo(f"{client.name}: {found['verdict']} {found.get('error', '')}")
+        summary[client.name] = found
     ranks.stop()
     config = {"torch": torch.__version__, "ranks": 2}
     return {
@@ -186,8 +80,8 @@ def _version(package: str, sources: str) -> str | None:
     return next((each.version for each in found), None)
 
 
-def _judged(ranks: Ranks, program: str, options: dict[str, Any], sources: str) -> dict[str, Any]:
-    arguments = program, options, sources
+def _judged(ranks: Ranks, client: Client, sources: str) -> dict[str, Any]:
+    arguments = client.program, client.options, sources
     try:
         found: dict[str, Any] = ranks.run(under_both, *arguments, timeout_s=LIMIT_S)[0]
     except RankError as error:

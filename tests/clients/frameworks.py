@@ -5,7 +5,7 @@ The frameworks themselves start clusters and rollout engines. What is here needs
 sources: `python -m tests.clients --sources FOLDER`, where `pip install --no-deps --target FOLDER`
 has put them (`--ignore-requires-python` for those that want a newer one).
 
-A client is a function here, and a line in `_clients()` of `__main__.py`. It imports what the
+A client is a function here, and a line in `catalogue.py`. It imports what the
 framework has for FSDP2, by `alone` if the package imports too much, after `absent` for what is not
 installed; builds a tiny model; lets the framework shard it; trains; and returns the model and what
 is to be equal under both engines: losses, norms, saved states.

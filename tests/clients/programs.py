@@ -1,7 +1,7 @@
 """Programs of many packages for the record of clients: models, optimizers and loops as they come.
 
 Each is a client program (`tests/support/under_patch.py`): it shards with FSDP2's functions, trains,
-and returns its model and what it noted. `tests/clients/__main__.py` lists them.
+and returns its model and what it noted. `tests/clients/catalogue.py` lists them.
 """
 
 from __future__ import annotations
@@ -15,13 +15,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tests.support.parity import Tensors
-from tests.support.under_patch import _under_both, shared_folder, whole
+from tests.support.under_patch import (
+    _under_both,
+    same_bits_under_both,
+    shared_folder,
+    whole,
+)
 
 
 def under_fsdp2(program: str, options: dict[str, Any], sources: str = "") -> None:
-    """Runs a program, named `module:function`, as it is."""
+    """Runs a program, named `module:function` of this folder, as it is."""
     torch.manual_seed(0)
     _named(program, sources)(**options)
 
@@ -40,11 +46,16 @@ def under_both(program: str, options: dict[str, Any], sources: str = "") -> dict
     return {"verdict": "same bits" if is_same else "differs", "off": off, "values": len(theirs)}
 
 
-def _named(program: str, sources: str) -> Any:
+def same_bits(program: str, options: dict[str, Any]) -> None:
+    """Runs a program with both engines, which have to end in the same bits."""
+    same_bits_under_both(_named(program), **options)
+
+
+def _named(program: str, sources: str = "") -> Any:
     if sources and sources not in sys.path:
         sys.path.append(sources)  # the last, as packages there may bring tests of their own
     module, _, name = program.partition(":")
-    return getattr(importlib.import_module(module), name)
+    return getattr(importlib.import_module(f"tests.clients.{module}"), name)
 
 
 def shard(model: nn.Module, units: list[nn.Module], **options: Any) -> nn.Module:
@@ -72,7 +83,7 @@ def train(
 # -- models
 
 
-def language_model(name: str, **options: Any) -> tuple[nn.Module, Tensors]:
+def language_model(name: str, *, bf16: bool = False, **options: Any) -> tuple[nn.Module, Tensors]:
     """A model of Transformers by the name of its architecture, each block a unit."""
     import transformers as hf
 
@@ -82,7 +93,94 @@ def language_model(name: str, **options: Any) -> tuple[nn.Module, Tensors]:
     config = hf.AutoConfig.for_model(name, **sizes)
     model = hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     model.train()
-    return tiny_models.sharded(model), tiny_models.train(model)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    sharded = tiny_models.sharded(model, **({"mp_policy": policy} if bf16 else {}))
+    return sharded, tiny_models.train(sharded)
+
+
+def vit() -> tuple[nn.Module, Tensors]:
+    """Images in, classes out."""
+    import transformers as hf
+
+    from tests.support import tiny_models
+
+    sizes = {name: tiny_models._DECODER[name] for name in ("hidden_size", "intermediate_size")}
+    config = hf.ViTConfig(
+        **sizes, num_hidden_layers=2, num_attention_heads=4, image_size=8, patch_size=4,
+        num_labels=5,
+    )  # fmt: skip
+    model = tiny_models.sharded(hf.ViTForImageClassification(config))
+
+    def loss_of(generator: torch.Generator) -> Tensor:
+        pixels = torch.randn(3, 3, 8, 8, generator=generator)
+        return model(pixels, labels=torch.randint(5, (3,), generator=generator)).loss
+
+    return model, train(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loss_of)
+
+
+def t5() -> tuple[nn.Module, Tensors]:
+    """An encoder and a decoder that share their embedding, and relative positions in the first
+    blocks.
+    """
+    import transformers as hf
+
+    from tests.support import tiny_models
+
+    config = hf.T5Config(
+        vocab_size=64, d_model=16, d_kv=4, d_ff=24, num_layers=2, num_heads=4,
+        decoder_start_token_id=0, pad_token_id=0, eos_token_id=2,
+    )  # fmt: skip
+    model = tiny_models.sharded(hf.T5ForConditionalGeneration(config))
+    return model, tiny_models.train(model)
+
+
+def sharded_while_it_is_loaded() -> tuple[nn.Module, Tensors]:
+    """`from_pretrained` builds on meta, shards by the model's own plan, and streams the weights
+    in.
+    """
+    import transformers
+
+    from tests.support.tiny_models import llama, train
+
+    with shared_folder() as folder:
+        if dist.get_rank() == 0:
+            llama().save_pretrained(folder)
+        dist.barrier()
+        plan = transformers.distributed.DistributedConfig(fsdp_size=dist.get_world_size())
+        model = transformers.LlamaForCausalLM.from_pretrained(folder, distributed_config=plan)
+    return model, train(model)
+
+
+def checkpointed_activations() -> tuple[nn.Module, Tensors]:
+    from tests.support.tiny_models import llama, sharded, train
+
+    model = llama()
+    model.gradient_checkpointing_enable()
+    return sharded(model), train(model)
+
+
+def generates_between_steps() -> tuple[nn.Module, Tensors]:
+    """As a loop of reinforcement learning does: `generate` is not forward, and calls it many
+    times.
+    """
+    from torch.distributed.fsdp import register_fsdp_forward_method
+
+    from tests.support.tiny_models import batch, llama, sharded, train
+
+    model = sharded(llama())
+    register_fsdp_forward_method(model, "generate")
+    notes = train(model, steps=1)
+    prompt = batch(model, 7)["input_ids"]
+    notes["generated"] = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=4,
+        do_sample=False,
+        synced_gpus=True,
+    )
+    model.reshard()  # else the next optimizer would be built over what generate has left whole
+    notes.update(train(model))
+    return model, notes
 
 
 def encoder(name: str) -> tuple[nn.Module, Tensors]:

@@ -34,70 +34,6 @@ def llama(*, tied: bool = False, **options: Any) -> nn.Module:
     return hf.LlamaForCausalLM(config)
 
 
-def qwen() -> nn.Module:
-    return hf.Qwen3ForCausalLM(hf.Qwen3Config(**_DECODER, head_dim=4))
-
-
-def mixtral() -> nn.Module:
-    """A mixture of experts: which parameters take part depends on each rank's tokens."""
-    config = hf.MixtralConfig(
-        **_DECODER, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True
-    )
-    return hf.MixtralForCausalLM(config)
-
-
-def gpt2() -> nn.Module:
-    """Learned positions, dropout, and a head that is the embedding."""
-    return hf.GPT2LMHeadModel(
-        hf.GPT2Config(
-            vocab_size=VOCABULARY,
-            n_positions=32,
-            n_embd=16,
-            n_layer=2,
-            n_head=4,
-            bos_token_id=1,
-            eos_token_id=2,
-        )
-    )
-
-
-def vit() -> nn.Module:
-    """Images in, classes out."""
-    config = hf.ViTConfig(
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        image_size=8,
-        patch_size=4,
-        num_labels=5,
-    )
-    return hf.ViTForImageClassification(config)
-
-
-def t5() -> nn.Module:
-    """An encoder and a decoder that share their embedding, and relative positions in the first
-    blocks.
-    """
-    config = hf.T5Config(
-        vocab_size=VOCABULARY,
-        d_model=16,
-        d_kv=4,
-        d_ff=24,
-        num_layers=2,
-        num_heads=4,
-        decoder_start_token_id=0,
-        pad_token_id=0,
-        eos_token_id=2,
-    )
-    return hf.T5ForConditionalGeneration(config)
-
-
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    make.__name__: make for make in (llama, qwen, gpt2, mixtral, vit, t5)
-}
-
-
 def blocks(model: nn.Module) -> list[nn.Module]:
     """Returns the modules that Transformers says must not be split."""
     names = set(model._no_split_modules)
@@ -107,11 +43,6 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 def batch(model: nn.Module, step: int) -> dict[str, Tensor]:
     """Returns this rank's inputs and labels of a step."""
     generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-    if model.main_input_name == "pixel_values":
-        pixels = torch.randn(
-            ROWS, 3, 8, 8, generator=generator, dtype=next(model.parameters()).dtype
-        )
-        return {"pixel_values": pixels, "labels": torch.randint(5, (ROWS,), generator=generator)}
     tokens = torch.randint(3, VOCABULARY, (ROWS, 7), generator=generator)
     return {"input_ids": tokens, "labels": tokens}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,8 +17,7 @@ from tests.support.parity import (
     token_loss,
     tower,
 )
-from tests.support.ranks import Ranks
-from tests.support.under_patch import same_bits_under_both, whole
+from tests.support.under_patch import whole
 
 
 def sharded(model: Tower) -> Tower:
@@ -165,11 +163,3 @@ def gradient_read_between() -> tuple[nn.Module, Tensors]:
         optimizer.step()
         optimizer.zero_grad()
     return model, notes
-
-
-@pytest.mark.parametrize(
-    "program",
-    [alignment, moving_average, hooks_on_activations, optimizer_in_backward, gradient_read_between],
-)
-def test_a_loop_written_for_fsdp2_equals_it(client_ranks: Ranks, program: Any) -> None:
-    client_ranks.run(same_bits_under_both, program, timeout_s=100)
