@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import json
-import pickle
 import shutil
 import warnings
-import zipfile
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -128,100 +125,6 @@ POINTERS = st.one_of(
 )
 
 
-# -- pickles, by their grammar: programs that may share, nest, change and name anything
-
-STRINGS = st.one_of(
-    st.sampled_from(["ha", "torch", "Size", "os", "system", "w", "x" * 1000]), st.text(max_size=8)
-)
-OPCODES = st.one_of(
-    st.sampled_from(
-        [b"N", b"\x88", b"}", b"]", b")", b"(", b"t", b"l", b"d", b"\x85", b"\x86", b"\x87"]
-    ),
-    st.sampled_from(
-        [b"a", b"e", b"s", b"u", b"b", b"R", b"\x81", b"\x93", b"\x94", b"0", b"2", b"Q", b"\x8f"]
-    ),
-    st.integers(0, 12).map(lambda number: b"h%c" % number),
-    st.integers(0, 12).map(lambda number: b"q%c" % number),
-    st.integers(-(2**70), 2**70).map(lambda number: pickle.dumps(number, protocol=2)[2:-1]),
-    STRINGS.map(
-        lambda text: pickle.dumps(text, protocol=4)[11:-2] if len(text.encode()) < 200 else b"N"
-    ),
-    st.sampled_from(["torch Size", "torch float32", "os system", "collections OrderedDict"]).map(
-        lambda name: b"c%b\n%b\n" % tuple(part.encode() for part in name.split())
-    ),
-)
-# A run of opcodes again and again: doubling, deepening; not so often that nothing ends.
-PROGRAMS = st.tuples(
-    st.lists(OPCODES, max_size=12),
-    st.lists(OPCODES, max_size=6),
-    st.integers(0, 12),
-    st.lists(OPCODES, max_size=6),
-).map(lambda parts: b"\x80\x02" + b"".join([*parts[0], *parts[1] * parts[2], *parts[3]]) + b".")
-
-
-def feed_list_of_contents(program: bytes) -> str:
-    """A program of opcodes as torch's list of contents."""
-    return load_damaged("torch", {".metadata": program})
-
-
-def metadata_of_torch() -> Any:
-    return pickle.loads((samples() / "torch" / ".metadata").read_bytes())
-
-
-def feed_attributes(case: tuple[str, str, Any]) -> str:
-    """A list of contents of torch's of which one attribute is another plain object."""
-    part, name, value = case
-    metadata = metadata_of_torch()
-    parts = {"storage": metadata.storage_data, "tensor": metadata.state_dict_metadata}
-    for each in parts[part].values() if part in parts else [metadata]:
-        object.__setattr__(each, name, value)
-    return load_damaged("torch", {".metadata": pickle.dumps(metadata)})
-
-
-ATTRIBUTES = st.tuples(
-    st.sampled_from(["storage", "tensor", "metadata"]),
-    st.sampled_from(
-        [
-            *(
-                "relative_path",
-                "offset",
-                "length",
-                "transform_descriptors",
-                "size",
-                "chunks",
-                "properties",
-            ),
-            *("planner_data", "storage_data", "state_dict_metadata"),
-        ]
-    ),
-    st.one_of(
-        ODD, ODD.map(lambda x: (x, x)), st.integers(0, 10).map(lambda levels: nested(levels))
-    ),
-)
-
-
-def nested(levels: int) -> Any:
-    leaf: Any = ("ha",)
-    for _ in range(levels):
-        leaf = (leaf, leaf)
-    return leaf
-
-
-def feed_archive(program: bytes) -> str:
-    """A program of opcodes in the archive of a value, with right checksums."""
-    stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w") as archive:
-        for name, content in (("data.pkl", program), ("version", b"3\n"), ("byteorder", b"little")):
-            archive.writestr(f"archive/{name}", content)
-    (data,) = (samples() / "torch").glob("*.distcp")
-    before, metadata = data.read_bytes(), metadata_of_torch()
-    info = next(info for index, info in metadata.storage_data.items() if index.offset is None)
-    object.__setattr__(info, "offset", len(before))
-    object.__setattr__(info, "length", len(stream.getvalue()))
-    contents = {".metadata": pickle.dumps(metadata), data.name: before + stream.getvalue()}
-    return load_damaged("torch", contents)
-
-
 FILES = st.tuples(st.integers(0, 2), EDITS)
 TARGETS = {
     "manifest": Target(CHANGES, feed_manifest),
@@ -232,7 +135,4 @@ TARGETS = {
     "files": Target(FILES, lambda case: feed_file("ours", case)),
     "files of torch": Target(FILES, lambda case: feed_file("torch", case)),
     "latest": Target(POINTERS, feed_pointer),
-    "list of contents of torch": Target(PROGRAMS, feed_list_of_contents),
-    "attributes in a list of torch": Target(ATTRIBUTES, feed_attributes),
-    "archive of torch": Target(PROGRAMS, feed_archive),
 }

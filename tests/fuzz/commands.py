@@ -19,19 +19,12 @@ from hypothesis import strategies as st
 from shardgrad.programs.checkpoint import Series
 from shardgrad.programs.cli import main
 from shardgrad.programs.function_named import function_named
-from shardgrad.programs.plan.planning import make_plan
 from shardgrad.programs.plan.request import Request
 from shardgrad.programs.train.config import TrainConfig
 from shardgrad.programs.train.failure import TrainingError, explain
 from shardgrad.programs.train.texts import read_text
 from tests.fuzz.checkpoints import samples
-from tests.fuzz.inputs import (
-    EDITS,
-    ODD_TEXTS,
-    Target,
-    edited,
-    scratch,
-)
+from tests.fuzz.inputs import ODD_TEXTS, Target, scratch
 from tests.fuzz.runs import VARIABLES
 
 # The system passes on no null characters.
@@ -206,79 +199,9 @@ def _kept() -> frozenset[str]:
     return frozenset(os.listdir(_workplace()))
 
 
-# -- commands that read a damaged checkpoint
-
-READING = st.sampled_from(
-    [
-        ("verify",),
-        ("export",),
-        ("export", "--only", "w"),
-    ]
-)
-DAMAGED = st.tuples(READING, st.sampled_from(["ours", "torch"]), st.integers(0, 2), EDITS)
-
-
-def feed_damaged(case: tuple[tuple[str, ...], str, int, list[tuple[int, str, bytes]]]) -> str:
-    """A command on a checkpoint of which one file is damaged."""
-    (command, *options), kind, number, edits = case
-    right, folder = samples() / kind, samples() / f"{kind}-damaged"
-    files = sorted(path.name for path in right.iterdir())
-    name = files[number % len(files)]
-    before = (right / name).read_bytes()
-    (folder / name).write_bytes(edited(before, edits))
-    target = scratch() / "exported"
-    try:
-        paths = [str(folder), str(target)] if command == "export" else [str(folder)]
-        outcome = call(["checkpoint", command, *paths, *options], {})
-    finally:
-        (folder / name).write_bytes(before)
-        if target.is_dir():
-            shutil.rmtree(target)
-    assert target.exists() is False
-    return outcome
-
-
-# -- plans
-
-SIZES = st.one_of(st.integers(1, 64), st.sampled_from([2**10, 2**16, 2**20, 2**22, 2**24]))
-REQUESTS = st.fixed_dictionaries(
-    {"preset": st.just("tiny")},
-    optional={
-        "ranks": SIZES.filter(lambda size: size <= 2**20),
-        "batch_size": SIZES.filter(lambda size: size <= 2**16),
-        "seq_len": SIZES.filter(lambda size: size <= 2**22),
-        "accumulate": st.integers(1, 3),
-        "stage": st.sampled_from(["1", "2", "3", "hfsdp"]),
-        "mesh": st.sampled_from([None, "2", "2x4", "4x16", "1024x1024"]),
-        "precision": st.sampled_from(["fp32", "bf16-mixed"]),
-        "activation_checkpointing": st.sampled_from(["none", "selective", "full"]),
-        "no_sync": st.booleans(),
-    },
-)
-
-
-def feed_request(fields: dict[str, Any]) -> str:
-    """A request that may make sense, planned."""
-    from shardgrad.programs.plan.hardware import Machine
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            made = make_plan(Request(**fields), Machine())
-        except TrainingError:
-            return "refused"
-    assert made.rehearsal.memory.peak_nbytes > 0
-    assert 0 < made.step_range_s[0] <= made.timeline.step_s <= made.step_range_s[1]
-    return "planned"
-
-
 TARGETS = {
-    **{
-        " ".join(words): Target(
-            st.tuples(lines_of(words), st.one_of(st.just({}), VARIABLES)), lambda case: call(*case)
-        )
-        for words, _ in commands(main)
-    },
-    "commands on a damaged checkpoint": Target(DAMAGED, feed_damaged),
-    "requests of a plan": Target(REQUESTS, feed_request),
+    " ".join(words): Target(
+        st.tuples(lines_of(words), st.one_of(st.just({}), VARIABLES)), lambda case: call(*case)
+    )
+    for words, _ in commands(main)
 }

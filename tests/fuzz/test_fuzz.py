@@ -12,7 +12,6 @@ from tests.fuzz.checkpoints import feed_file
 from tests.fuzz.targets import TARGETS
 
 INPUTS = 60  # for each target
-FEWER = {"requests of a plan": 3}  # these take seconds
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -20,7 +19,7 @@ def test_whatever_comes_in_is_taken_or_refused_by_a_typed_error(name: str) -> No
     target = TARGETS[name]
 
     @settings(
-        max_examples=FEWER.get(name, INPUTS),
+        max_examples=INPUTS,
         deadline=None,
         database=None,
         suppress_health_check=list(HealthCheck),
