@@ -1,7 +1,7 @@
 """States on the host between steps: the same training, bit for bit, and the same state dicts.
 
 That copies are in order, and what a device holds, is shown by
-`tests/simulated/test_simulated_host_states.py` and `tests/gpu/test_gpu_optimizers.py`.
+`tests/cuda_runtime/test_host_states.py` and `tests/gpu/test_gpu_optimizers.py`.
 """
 
 from __future__ import annotations

@@ -7,15 +7,12 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
-import shardgrad
 from shardgrad.engine.streams import AcceleratorStreams
 from shardgrad.engine.unit import units_under
 from tests.simulated.accelerator.device import NAME, checked
@@ -79,55 +76,6 @@ def test_gradients_that_a_failed_backward_has_bound_are_taken_back() -> None:
     )
     for ours, theirs in zip(after, without, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-
-
-class _TwoStreams(nn.Module):
-    """Its second layer runs beside the first, in another stream."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = (nn.Linear(6, 6, bias=False) for _ in range(2))
-        self.side = torch.Stream(NAME)
-        self.fails = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        home = torch.accelerator.current_stream()
-        first = self.first(x)
-        first = TrapInBackward.apply(first) if self.fails else first
-        self.side.wait_stream(home)
-        with self.side:  # called later, so its backward has run when that of the first raises
-            second = self.second(x)
-        home.wait_stream(self.side)
-        second.record_stream(home)
-        return first + second
-
-
-@on_virtual_ranks(1, checks=True)
-def test_a_failed_backward_has_left_its_streams_when_parameters_are_freed() -> None:
-    """Autograd joins the streams of a backward only at its end."""
-    model = _TwoStreams().to(NAME)
-    shardgrad.fully_shard(model, mesh=init_device_mesh(NAME, (1,)), reshard_after_forward=True)
-    x = torch.ones(2, 6, device=NAME, requires_grad=True)
-    for model.fails in (False, True, False):
-        with pytest.raises(Trap) if model.fails else nullcontext():
-            model(x).square().mean().backward()
-        model.zero_grad()
-
-
-@on_virtual_ranks(2, checks=True)
-def test_a_rank_without_a_batch_gathers_what_its_optimizer_has_written() -> None:
-    """The first unit is the one that no earlier gather has ordered."""
-    torch.manual_seed(0)
-    model = nn.Linear(6, 6).to(NAME)
-    shardgrad.fully_shard(model, mesh=init_device_mesh(NAME, (2,)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x = torch.ones(2, 6, device=NAME)
-    for has_batch in (True, torch.distributed.get_rank() == 0):
-        with shardgrad.participate(model):
-            if has_batch:
-                model(x).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @on_virtual_ranks(2, checks=True)

@@ -112,7 +112,7 @@ class Sharded(Script):
             ranks = self.program.ranks if sharding.mesh == "flat" else 2
             options["shard_placement_fn"] = lambda p: _columns(p, ranks)
         if sharding.offload:
-            options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=self._device != "cpu")
         if sharding.wire_dtype:
             options["gradient_policy"] = shardgrad.GradientPolicy(
                 wire_dtype=getattr(torch, sharding.wire_dtype)

@@ -15,11 +15,8 @@ from tests.simulated.accelerator.virtual_ranks import one_at_a_time
 from tests.support.parity import ROWS, VOCABULARY, Tower, tower
 
 
-def sharded_tower(replicas: int = 1, *, on_host: bool = False, **options: Any) -> Tower:
-    ranks = dist.get_world_size()
-    shape = (ranks,) if replicas == 1 else (replicas, ranks // replicas)
-    names = ("replicate", "shard")[-len(shape) :]
-    options = {"mesh": init_device_mesh(NAME, shape, mesh_dim_names=names)} | options
+def sharded_tower(*, on_host: bool = False, **options: Any) -> Tower:
+    options = {"mesh": init_device_mesh(NAME, (dist.get_world_size(),))} | options
     with one_at_a_time():
         model = tower()
     model = model if on_host else model.to(NAME)
