@@ -137,7 +137,7 @@ def adapt(value: Any) -> Capturable:
         OptionError: no adapter is registered for its class.
     """
     raise OptionError(
-        f"graphed_step was given a {type(value).__name__}",
+        f"graphed_step does not support objects of type {type(value).__name__}",
         expected="modules, optimizers, shardgrad.GradScaler, generators, or a "
         "shardgrad.graphs.Capturable",
         got=_hint(value),
@@ -148,13 +148,12 @@ def adapt(value: Any) -> Capturable:
 def _hint(value: Any) -> str:
     if isinstance(value, torch.amp.GradScaler):
         return (
-            "torch's GradScaler, which reads on the host whether to skip; shardgrad.GradScaler "
-            "does not"
+            "torch's GradScaler, which reads on the host whether to skip: use shardgrad.GradScaler"
         )
     if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
-        return "a schedule; step it between calls, outside of the graph"
+        return "a scheduler: step it between calls, outside of the graph"
     if callable(value):
-        return "a function, which goes into the second pair of parentheses"
+        return "a function: pass it in the second pair of parentheses"
     return repr(value)
 
 

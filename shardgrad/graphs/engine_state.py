@@ -185,11 +185,11 @@ class ModuleState(Capturable):
         names = [name for name, one in self._registered().items() if one is not before.get(name)]
         if names:
             raise CaptureError(
-                f"the step replaces {names[0]}, which a replay would not",
-                expected="the module's buffers, parameters and modules of the step's beginning",
-                got=f"{len(names)} others",
+                f"the step replaces {names[0]}, which a replay would not do",
+                expected="the same modules, parameters and buffers as at the start of the step",
+                got=f"{len(names)} replaced",
                 where=names[0],
-                fix=f"write a buffer in place, self.{names[0].rpartition('.')[2]}.copy_(...); "
+                fix=f"write buffers in place: self.{names[0].rpartition('.')[2]}.copy_(...); "
                 "replace parameters and modules between calls",
             )
 
@@ -206,7 +206,7 @@ class ModuleState(Capturable):
         shards = [shard for shard in self._shards() if shard.has_memory and shard not in others]
         if not all(shard.are_absent() for shard in shards):
             raise CaptureAgain(
-                "gradients are there at a border of a graph, and their memory is its own"
+                "gradients exist at a border of a graph, in memory that the graph owns"
             )
         if shards and not is_capturing(shards[0].flat.device):
             for shard in shards:
@@ -271,7 +271,7 @@ class ModuleState(Capturable):
     def before_replays(self) -> Callable[[], bool]:
         """See `Capturable`."""
         if not self._is_placed:  # the group's tables of offsets must be copied from the host again
-            raise CaptureAgain("other parameters require a gradient than in the call before")
+            raise CaptureAgain("requires_grad changed since the previous call")
         self._with_memory = {shard for shard in self._shards() if shard.has_memory}
         self._registered_before = self._registered()
         found = [(shard, shard.begin_capture()) for shard in self._shards()]
@@ -346,7 +346,7 @@ class ModuleState(Capturable):
             if shard is not None and shard.has_memory:
                 yield f"gradient shard of {unit}", shard.flat
                 if shard.nonfinite is not None:
-                    yield f"verdict of the gradients of {unit}", shard.nonfinite
+                    yield f"non-finite flag of the gradients of {unit}", shard.nonfinite
             for what, buffer in grads.buffers().items():
                 yield f"{what} of {unit}", buffer
 
@@ -371,8 +371,8 @@ def _refuse_uncapturable_groups(groups: Iterable[ParamGroup]) -> None:
         where = f"unit {group.name or 'root'!r}"
         if group.shard_memory.is_offloaded:
             raise CaptureError(
-                "CPUOffloadPolicy and graphed_step exclude each other: the optimizer runs on the "
-                "host, and a graph repeats work of the device only",
+                "graphed_step does not support CPUOffloadPolicy: the optimizer runs on the host, "
+                "and a graph repeats only device work",
                 expected=f"shards on {group.mesh.device}",
                 got=f"shards on {group.shard_memory.device}",
                 where=where,
@@ -381,10 +381,9 @@ def _refuse_uncapturable_groups(groups: Iterable[ParamGroup]) -> None:
         for p in group.params:
             if not _has_known_memory(local_of(p.sharded)):
                 raise CaptureError(
-                    f"{p.name} is a tensor whose memory is not known, so it cannot be compared or "
-                    "put back after a capture",
-                    expected="__tensor_flatten__ and __tensor_unflatten__, which name the tensors "
-                    "that a wrapper subclass consists of",
+                    f"{p.name} is a tensor whose memory is unknown, so it cannot be compared or "
+                    "restored after a capture",
+                    expected="a wrapper subclass with __tensor_flatten__ and __tensor_unflatten__",
                     got=type(local_of(p.sharded)).__name__,
                     where=where,
                     fix="add both methods to the class, or call the step without graphed_step",

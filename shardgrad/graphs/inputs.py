@@ -109,25 +109,25 @@ def _require_plain(tensor: torch.Tensor, index: int) -> None:
     elif tensor.layout is not torch.strided:
         why = f"its layout is {tensor.layout}"
     elif tensor.requires_grad:
-        why = "it requires a gradient, which would go to a copy of it"
+        why = "it requires a gradient, which only its copy would get"
     elif tensor.is_meta:
         why = "it has no data (device meta)"
     if why:
         raise StepInputError(
             f"input {index} of a graphed step cannot be copied: {why}",
-            expected="plain dense tensors that require no gradient",
+            expected="dense torch.Tensor objects that do not require a gradient",
             got=f"{type(tensor).__name__} of shape {tuple(tensor.shape)}, {tensor.layout}",
-            fix="make it inside the step, or pass x.detach()",
+            fix="create it inside the step, or pass x.detach()",
         )
 
 
 def _comparable(leaf: Any, index: int) -> Hashable:
     if not isinstance(leaf, Hashable):
         raise StepInputError(
-            f"input {index} of a graphed step cannot be compared with the next call's",
+            f"input {index} of a graphed step is not hashable, so calls cannot be compared",
             expected="tensors, numbers, None, booleans, strings, and trees or dataclasses of them",
             got=type(leaf).__name__,
-            fix="torch.utils._pytree.register_pytree_node makes a class a tree",
+            fix="register its class with torch.utils._pytree.register_pytree_node",
         )
     return leaf
 

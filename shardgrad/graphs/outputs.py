@@ -45,9 +45,9 @@ def detached(outputs: Any) -> Any:
         raise StepOutputError(
             f"a graphed step returned a {type(leaf).__name__}, output{keystr(path)}",
             expected="tensors and None, in any tree",
-            got=f"{leaf!r}, which would be the same after every replay",
-            fix="return the tensor it was made of, without .item(); or compute it outside of the "
-            "step",
+            got=f"{leaf!r}, which a replay would not update",
+            fix="return a tensor, without .item(), or compute the value outside of the step; a "
+            "function with yield or async def cannot be a step",
         )
 
     return tree_map_with_path(check, outputs)

@@ -86,9 +86,9 @@ class GraphPool:
         """
         if self._policy is None:
             raise OptionError(
-                "the pool's memory cannot be given back",
+                "the pool's memory cannot be released",
                 expected="a pool with offload_policy=SleepPolicy()",
-                got="one without",
+                got="a pool without it",
                 fix="shardgrad.GraphPool(offload_policy=shardgrad.SleepPolicy())",
             )
         if self._memory is not None and not self._is_away:
@@ -210,11 +210,10 @@ class GraphPool:
             graph.capture_begin(self._handle, capture_error_mode="thread_local")
         elif generators:
             raise CaptureError(
-                f"graphs of {self.device.type} support the device's default generator only",
+                f"graphs on {self.device.type} support only the device's default generator",
                 expected="operations without generator=",
                 got=f"{len(generators)} generators",
-                fix="leave torch.Generator out of graphed_step(...), and generator= out of the "
-                "step",
+                fix="omit torch.Generator in graphed_step(...), and generator= in the step",
             )
         else:
             graph = torch.accelerator.Graph(pool=self._handle)
@@ -294,11 +293,11 @@ def _alone(device: torch.device) -> Iterator[None]:
     other = _threads_capturing.setdefault(device, thread)
     if other is not thread:
         raise CaptureError(
-            f"{thread.name} was to capture on {device} while {other.name} captures there",
+            f"{thread.name} cannot capture on {device} while {other.name} captures on it",
             expected="one capture at a time on a device",
-            got="two threads that capture at once",
-            fix="a threading.Lock around the calls of both steps, until each has its graphs; or a "
-            "process for each",
+            got="two concurrent captures",
+            fix="hold a threading.Lock around the calls of both steps until both are captured, or "
+            "use one process per step",
         )
     try:
         yield

@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 _BLOCKING = {
-    "CUDA_LAUNCH_BLOCKING": "makes the host wait at every launch, a setting for debugging",
+    "CUDA_LAUNCH_BLOCKING": "makes the host wait at every launch, for debugging",
     "TORCH_NCCL_BLOCKING_WAIT": "makes the host wait for every collective",
     "NCCL_BLOCKING_WAIT": "makes the host wait for every collective",
     "PYTORCH_NO_CUDA_MEMORY_CACHING": "allocates from the driver, which a capture forbids",
@@ -40,42 +40,42 @@ _BLOCKING = {
 
 _SCALER = CaptureError(
     "torch.amp.GradScaler reads on the host whether to skip the step",
-    fix="shardgrad.GradScaler, passed to graphed_step(...) as well",
+    fix="use shardgrad.GradScaler, and pass it to graphed_step(...)",
 )
 _SAVED_STATE = CaptureError(
-    "torch.utils.checkpoint saves the state of random numbers, which graphs of this device cannot",
-    fix="torch.utils.checkpoint.checkpoint(..., preserve_rng_state=False), if nothing is drawn "
-    "there",
+    "torch.utils.checkpoint saves the RNG state, which a graph on this device cannot do",
+    fix="torch.utils.checkpoint.checkpoint(..., preserve_rng_state=False), if it draws no "
+    "random numbers",
 )
 _VALIDATED = CaptureError(
     "torch.distributions validates its arguments on the host",
     fix="validate_args=False, or torch.distributions.Distribution.set_default_validate_args(False)",
 )
 _HOST_READ = CaptureError(
-    "a call reads on the host what the device computes, or waits for it",
-    fix="return what the host reads from the step, and read it afterwards; torch.where instead of "
-    "an if; shardgrad.graphs.outside for what the host does in the middle",
+    "a call reads a value of the device on the host, or waits for the device",
+    fix="return the value from the step and read it afterwards; use torch.where instead of an if, "
+    "and shardgrad.graphs.outside for host work in the middle of the step",
 )
 # By cudaError_t. CUDA raises those about streams at the call that breaks the capture.
 _CUDA_ERRORS: dict[int | None, CaptureError] = {
     900: _HOST_READ,
     904: CaptureError(
-        "work that the step launched on another stream is not waited for in it",
+        "the step launches work on another stream and does not wait for it",
         fix="torch.cuda.current_stream().wait_stream(side) after that work, inside the step",
     ),
     905: CaptureError(
-        "the step waits for work that another stream did outside of it",
+        "the step waits for work that was launched on another stream before it",
         fix="side.wait_stream(torch.cuda.current_stream()) before that work, inside the step",
     ),
     906: CaptureError(
         "the step uses the default stream while another one is captured",
-        fix="work on torch.cuda.current_stream(), or on a torch.cuda.Stream() of the program's",
+        fix="use torch.cuda.current_stream(), or a torch.cuda.Stream()",
     ),
 }
 _COPY = CaptureError(
-    "a call copies a tensor or a number from the host",
-    fix="make it before the step and pass it as an argument; or torch.full, torch.arange with "
-    "device=, and fill_ for an element",
+    "a call copies a tensor or a number from the host to the device",
+    fix="create it before the step and pass it as an argument; or use torch.full or torch.arange "
+    "with device=, and fill_ for an element",
 )
 # Errors that torch raises itself, before it calls CUDA.
 _MESSAGES = {"Cannot copy between CPU and CUDA tensors": _COPY}
@@ -104,7 +104,7 @@ def environment_issues(device: torch.device, optimizers: Sequence[Optimizer]) ->
     Capture: called outside of a capture; it reads nothing from the device.
     """
     found = [
-        CaptureError(f"a step of {type(each).__name__} cannot be recorded: {why}", fix=cure(each))
+        CaptureError(f"a step of {type(each).__name__} cannot be captured: {why}", fix=cure(each))
         for each in optimizers
         if (why := why_not_capturable(each)) is not None
     ]
@@ -112,9 +112,9 @@ def environment_issues(device: torch.device, optimizers: Sequence[Optimizer]) ->
         if not has_kernels("cuda"):
             found.append(
                 CaptureError(
-                    "shardgrad's kernels for CUDA were not built, and the references of norms and "
-                    "updates, which run in their place, wait for the device",
-                    fix=f"{build_command()}, with an nvcc of CUDA {torch.version.cuda} on PATH",
+                    "shardgrad's CUDA kernels were not built, and the Python replacements for "
+                    "norms and updates wait for the device",
+                    fix=f"{build_command()}, with nvcc of CUDA {torch.version.cuda} on PATH",
                 )
             )
         found += [
@@ -126,8 +126,8 @@ def environment_issues(device: torch.device, optimizers: Sequence[Optimizer]) ->
     if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
         found.append(
             CaptureError(
-                "anomaly detection is on, and reads every gradient on the host to look for NaNs",
-                fix="torch.autograd.set_detect_anomaly(False), or its check_nan=False",
+                "anomaly detection reads every gradient on the host to check for NaNs",
+                fix="torch.autograd.set_detect_anomaly(False), or check_nan=False",
             )
         )
     return found
@@ -173,11 +173,11 @@ def require_launch_order(groups: Iterable[dist.ProcessGroup]) -> None:
     names = sorted(group.group_desc for group in groups if group.size() > 1)
     if len(names) > 1 and os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT", "0") in ("", "0"):
         raise CaptureError(
-            f"it sends on {len(names)} communicators ({', '.join(names)}), whose collectives have "
-            "no order in a graph, so ranks that start them differently wait for each other",
-            expected="one communicator, or NCCL that orders their launches",
+            f"it uses {len(names)} communicators ({', '.join(names)}), and a graph does not order "
+            "their collectives: ranks that start them in different orders would deadlock",
+            expected="one communicator, or NCCL_LAUNCH_ORDER_IMPLICIT=1",
             got="NCCL_LAUNCH_ORDER_IMPLICIT=0",
-            fix="export NCCL_LAUNCH_ORDER_IMPLICIT=1, before Python starts, on every rank",
+            fix="export NCCL_LAUNCH_ORDER_IMPLICIT=1 on every rank, before Python starts",
         )
 
 
@@ -188,12 +188,12 @@ def _of_allocator() -> Iterator[CaptureError]:
         return
     if backend != "native":
         yield _setting(
-            f"the allocator is {backend}, whose memory graphs of torch are not tested with",
-            "leave backend: out of PYTORCH_CUDA_ALLOC_CONF",
+            f"torch does not test graphs with the {backend} allocator",
+            "remove backend: from PYTORCH_CUDA_ALLOC_CONF",
         )
     elif _has_expandable_segments() and os.environ.get("NCCL_GRAPH_REGISTER") != "0":
         yield _setting(
-            "the allocator has expandable segments, memory that NCCL tries to register for graphs",
+            "the allocator uses expandable segments, which NCCL tries to register for graphs",
             "export NCCL_GRAPH_REGISTER=0",
         )
 

@@ -142,7 +142,7 @@ class Reads(TorchDispatchMode):
                 if runs_on_host and id(tensor) in written:
                     _refuse_write_on_host(found[0][0].name if found else "a tensor")
                 if not found and (runs_on_host or tensor.ndim == 0):
-                    place = Place("a tensor of the host", tensor)
+                    place = Place("a host tensor", tensor)
                     found = self._candidates[identity] = [(place, address_of(tensor))]
             for place, address in found:
                 if place not in self.places:
@@ -176,7 +176,7 @@ class Reads(TorchDispatchMode):
                 own = torch.get_device_module(leaf.device).default_generators
                 if _CDATA(leaf) not in map(_CDATA, (*self._generators, *own)):
                     raise CaptureError(
-                        "it draws from a torch.Generator that graphed_step was not given",
+                        "it draws from a torch.Generator that was not passed to graphed_step",
                         fix="graphed_step(..., generator)",
                     )
 
@@ -188,8 +188,8 @@ class Reads(TorchDispatchMode):
         stream = torch.accelerator.current_stream(device)
         if stream != self._stream and not is_capturing(device):
             raise CaptureError(
-                "it writes on a stream that is not captured, which a replay would not",
-                expected="streams that wait for the step's, and that it waits for",
+                "it writes on a stream that is not captured, so a replay would not write",
+                expected="a stream that waits for the step's stream, and that the step waits for",
                 got=str(stream),
                 fix="inside the step, side.wait_stream(torch.cuda.current_stream()) before that "
                 "work, and torch.cuda.current_stream().wait_stream(side) after it",
@@ -203,9 +203,9 @@ class Reads(TorchDispatchMode):
         for place in self.places:
             if memory.intersection(map(_identity, plain_tensors([place.found()]))):
                 raise CaptureError(
-                    f"it keeps an argument in {place.name}, and reads it in the next call",
-                    expected="memory of the program's for what the next call reads",
-                    got="the graph's input, which the next call writes over",
+                    f"it stores an argument in {place.name}, and reads it in the next call",
+                    expected="a copy in the program's own memory",
+                    got="the graph's input, which the next call overwrites",
                     fix=f"{place.name}.copy_(...), or pass it as an argument",
                 )
 
@@ -260,19 +260,19 @@ class Reads(TorchDispatchMode):
 
 def _refuse_write_on_host(name: str) -> NoReturn:
     raise CaptureError(
-        f"it writes {name} on the host, which a replay would not",
-        expected="writes to memory of the device",
-        got="an operation of the host",
+        f"it writes {name} on the host, so a replay would not write it",
+        expected="writes to device memory",
+        got="an operation on the host",
         where=name,
-        fix="keep it on the device, or write it after the call, or in shardgrad.graphs.outside",
+        fix="keep it on the device, or write it after the call or in shardgrad.graphs.outside",
     )
 
 
 def _refuse_not_given(name: str) -> NoReturn:
     raise CaptureError(
-        f"it uses {name}, a sharded module that graphed_step was not given",
+        f"it uses {name}, a sharded module that was not passed to graphed_step",
         expected="every sharded module that the step uses",
-        got="one whose state a graph can neither guard nor put back",
+        got="a module whose state the graph cannot guard or restore",
         fix=f"graphed_step(..., {name})",
     )
 

@@ -104,12 +104,12 @@ class Redraws:
         drawn = self._default.get_offset() - self._begin
         if drawn != self._drawn:
             raise ReplayMismatchError(
-                "a graph draws more or fewer random numbers than its step did eagerly, so its "
-                "recomputed regions do not draw those of their forward",
-                expected=f"the generator's offset moved by {self._drawn}",
-                got=f"moved by {drawn}",
+                "a graph drew more or fewer random numbers than the eager step, so its recomputed "
+                "regions did not draw the numbers of their forward",
+                expected=f"the generator's offset to advance by {self._drawn}",
+                got=f"an advance by {drawn}",
                 fix="torch.utils.checkpoint.checkpoint(..., preserve_rng_state=False); or draw the "
-                "same when captured: does the step ask whether it is?",
+                "same numbers whether or not the step is being captured",
             )
 
     def save(self, get_device_states: Callable[..., Any], args: Any) -> tuple[Any, Any]:

@@ -58,8 +58,7 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 _KEPT = (
-    "gradients of an earlier call, which the program keeps and a replay would write over. Clone "
-    "what is kept"
+    "gradients of an earlier call, which the program keeps and a replay would overwrite. Clone them"
 )
 _SHARED = (
     "memory that two arguments share, or an argument and what the step closes over, and that it "
@@ -102,7 +101,7 @@ class StepSettings:
             if not fits:
                 got = repr(getattr(self, name))
                 raise OptionError(
-                    f"graphed_step was given {name}={got}", expected=expected, got=got
+                    f"graphed_step does not accept {name}={got}", expected=expected, got=got
                 )
 
 
@@ -216,10 +215,10 @@ class GraphedStep(Generic[_P, _R]):
     ) -> None:
         if not callable(function):
             raise OptionError(
-                "graphed_step makes a function one graph",
-                expected="the function that takes a step",
+                "graphed_step must be applied to a function",
+                expected="the function that runs a step",
                 got=f"a {type(function).__name__}",
-                fix="graphed_step(model, optimizer)(step), and not (step(batch))",
+                fix="graphed_step(model, optimizer)(step), not graphed_step(...)(step(batch))",
             )
         functools.update_wrapper(self, function)
         self._function = function
@@ -256,9 +255,9 @@ class GraphedStep(Generic[_P, _R]):
             return self
         name = self._function.__name__
         raise CaptureError(
-            f"{self._name} was decorated in a class, and is called without an object",
-            expected="the method of an object, or a function",
-            got="a function of the class",
+            f"{self._name} was decorated in a class, so a call would not get self",
+            expected="a function, or the method of an object",
+            got="an unbound method",
             fix=f"in __init__, self.{name} = graphed_step(...)(self.{name}); or @staticmethod",
         )
 
@@ -348,21 +347,21 @@ class GraphedStep(Generic[_P, _R]):
         moved = {place.name for place, key in now if before.get(place, key) != key}
         if not kind.seen:
             return (
-                f"shapes or numbers of its arguments: {difference(self._before[0], kind.key)}. Pad "
-                "shapes and round numbers to a few values with bucket=, or pass a tensor for a "
-                "number"
+                f"shapes or numbers in its arguments: {difference(self._before[0], kind.key)}. Use "
+                "bucket= to pad shapes and round numbers to a few values, or pass numbers as "
+                "tensors"
             )
         if guards not in kind.seen:
             return (
-                f"what a graph would freeze: {difference(self._before[1], guards)}. For a number "
-                "of an optimizer: an optimizer of shardgrad.optim, which keeps it on the device, "
-                "or torch's Adam or AdamW with capturable=True for a learning rate; for its state, "
-                "write into the tensors that are there"
+                f"state that a graph would freeze: {difference(self._before[1], guards)}. For an "
+                "optimizer's numbers, use shardgrad.optim, which keeps them on the device, or, for "
+                "a learning rate, torch's Adam or AdamW with capturable=True; for its state, write "
+                "into the existing tensors"
             )
         if moved:
             return (
-                f"the tensor in {listed(sorted(moved))}, which it reads and is not given. Pass it "
-                "as an argument, or write into the tensor that is there, on the device"
+                f"the tensor in {listed(sorted(moved))}, which it reads without getting it as an "
+                "argument. Pass it as an argument, or write into the existing tensor, on the device"
             )
         return ""
 
@@ -371,8 +370,8 @@ class GraphedStep(Generic[_P, _R]):
         self._with_news = self._with_news + 1 if news else 0
         if self._with_news == _IN_A_ROW:
             self._warn(
-                f"ran eagerly, and is not captured: in each of {_IN_A_ROW} calls in a row "
-                f"something was new that chooses its graph; in the last, {news}.",
+                f"runs eagerly and is not captured: in each of the last {_IN_A_ROW} calls, "
+                f"something that selects its graph was new. In the last call: {news}.",
                 depth=6,
             )
 
@@ -391,9 +390,9 @@ class GraphedStep(Generic[_P, _R]):
         self.eager_steps += 1
         if self.eager_steps == 1 and not self.pool.can_capture:
             self._warn(
-                f"runs eagerly on every call: {self.pool.device.type} has no graphs. The numbers "
-                "are the same, and what keeps a step from being a graph shows on a device that has "
-                "them.",
+                f"runs eagerly on every call, because {self.pool.device.type} has no graphs. The "
+                "results are the same. Whether it can be captured shows only on a device with "
+                "graphs.",
                 depth=6,
             )
         kind.seen.pop(guards, None)
@@ -433,13 +432,13 @@ class GraphedStep(Generic[_P, _R]):
         """
         latest = next(reversed(self._kinds.values()), None)
         if not self.pool.can_capture:
-            why = f"every call runs eagerly, since {self.pool.device.type} has no graphs"
+            why = f"every call runs eagerly, because {self.pool.device.type} has no graphs"
         elif latest is not None and latest.refused:
             why = f"it {latest.refused.splitlines()[0]}"
         elif self._news:
             why = f"new in the latest call: {self._news.partition('. ')[0]}"
         else:
-            why = "a call is captured once one with the same inputs and guards has run eagerly"
+            why = "a call is captured after one with the same inputs and guards has run eagerly"
         return (
             f"{self._name}: {self.captures} graphs captured, {self.replays} calls replayed, "
             f"{self.eager_steps} eager; {why}"
@@ -577,9 +576,9 @@ class GraphedStep(Generic[_P, _R]):
         lost = [each.reads for each in uncompared if each.reads.is_gone]
         if len(lost) == _LOST:
             raise CaptureError(
-                f"it reads memory that is gone in the next call, {_LOST} times in a row",
+                f"it reads memory that was freed before the next call, {_LOST} times in a row",
                 where=listed(lost[-1].gone()),
-                fix="pass the tensor as an argument, or write into one that stays",
+                fix="pass the tensor as an argument, or keep one tensor and write into it",
             )
 
     def _state(self) -> Iterator[torch.Tensor]:
@@ -598,7 +597,7 @@ class GraphedStep(Generic[_P, _R]):
             kind,
             f"could not be captured: {cause.what}",
             where="; ".join(filter(None, (getattr(cause, "where", None), line))),
-            fix=cause.fix or "make the call that raises before or after the step",
+            fix=cause.fix or "move the call that raises before or after the step",
             issues=issues,
             error=error,
         )
@@ -614,17 +613,17 @@ class GraphedStep(Generic[_P, _R]):
         captures, and the numbers that changed in between.
         """
         changed = [
-            f"{name} was {reprlib.repr(value)} and is {reprlib.repr(now[name])}"
+            f"{name} changed from {reprlib.repr(value)} to {reprlib.repr(now[name])}"
             for name, value in before.items()
             if name in now and now[name] != value
         ]
         self._refuse_kind(
             kind,
-            "would be wrong as a graph: captured again in the next call, it gives other bits of "
-            f"{listed(names)}",
+            "would be wrong as a graph: captured again in the next call, it computed different "
+            f"values of {listed(names)}",
             where=f"between the two captures, {listed(changed)}" if changed else "",
-            fix="pass what changes from call to call as an argument, a tensor for a number; step "
-            "schedules between calls; draw random numbers on the device; pass state that the step "
+            fix="pass values that change between calls as arguments, and numbers as tensors; step "
+            "schedulers between calls; draw random numbers on the device; pass state that the step "
             "writes to graphed_step(...) as a shardgrad.graphs.Capturable",
         )
 
@@ -649,10 +648,10 @@ class GraphedStep(Generic[_P, _R]):
         raise CaptureError(
             f"{self._name} {what}{found}",
             expected="a step that launches the same work every time and never waits for the device",
-            got="a step that does not; models, optimizers and random numbers are as before the "
-            "call",
+            got="a step that a replay cannot repeat; this call changed no model, optimizer or "
+            "random state",
             where=where or None,
-            fix=f"{fix}; or on_uncapturable='eager'. Calling again goes on eagerly",
+            fix=f"{fix}; or on_uncapturable='eager'. Further calls run eagerly",
         ) from error
 
     def _require_same_on_all_ranks(self, error: CollectiveError) -> None:
@@ -662,11 +661,11 @@ class GraphedStep(Generic[_P, _R]):
         what = announced()
         if what:
             raise CaptureError(
-                f"ranks did not capture {self._name} together. On {what}",
+                f"not all ranks could capture {self._name}. On {what}",
                 expected="a capture on every rank, or on none",
                 got=str(error).splitlines()[0],
                 where=f"rank {dist.get_rank()}",
-                fix="look at that rank: what it does in a step has to be what the others do",
+                fix="make this rank run the same operations in a step as the others",
             ) from error
 
     def _warn(self, what: str, *, depth: int) -> None:
@@ -680,8 +679,8 @@ class GraphedStep(Generic[_P, _R]):
         if self._closed:
             why, fix = "it was closed", "build another graphed_step"
         elif threading.get_ident() != self._thread_id:
-            why = "it belongs to the thread that built it"
-            fix = "one graphed_step for each thread, or one thread"
+            why = "it was built in another thread"
+            fix = "build a graphed_step in each thread, or call it from one thread"
         elif _thread.step is not None or is_capturing(self.pool.device):
             why = "it was called inside another step or capture"
             fix = "call the undecorated function there: step.__wrapped__"
@@ -689,7 +688,7 @@ class GraphedStep(Generic[_P, _R]):
             return
         raise CaptureError(
             f"{self._name} cannot be called: {why}",
-            expected="calls one after the other, from the thread that built it, before close()",
+            expected="one call at a time, in the thread that built it, before close()",
             got=why,
             fix=fix,
         )

@@ -118,7 +118,7 @@ def captured_on_two_communicators() -> tuple[str, list[str], list[str]]:
 
 def test_collectives_of_two_communicators_need_an_order_and_have_it(ranks: Ranks) -> None:
     for refusal, found, without in ranks.run(captured_on_two_communicators):
-        assert "it sends on 3 communicators" in refusal
+        assert "it uses 3 communicators" in refusal
         assert "export NCCL_LAUNCH_ORDER_IMPLICIT=1" in refusal
         assert found == []
         assert any("are of two communicators and have no order" in each for each in without)

@@ -533,7 +533,7 @@ REFUSED = {
     "a scaler of torch's": (
         partial(nanogpt, fp16=True),
         r"torch\.amp\.GradScaler reads on the host[\s\S]*"
-        r"in update: scaler\.step\(optimizer\)\n  try:      shardgrad\.GradScaler, passed to",
+        r"in update: scaler\.step\(optimizer\)\n  try:      use shardgrad\.GradScaler",
     ),
     "an optimizer with its defaults": (
         partial(fsdp2_tutorial, capturable=False),
@@ -543,47 +543,50 @@ REFUSED = {
     ),
     "tokens counted on the host": (
         partial(torchtitan, counts_on_host=True),
-        r"total: Any = valid_tokens\.item\(\)[\s\S]*return what the host reads",
+        r"total: Any = valid_tokens\.item\(\)[\s\S]*return the value from the step",
     ),
     "a generator that is not given": (
         partial(mixed_up, given=False),
-        r"a torch\.Generator that graphed_step was not given[\s\S]*in train_step: share = torch"
+        r"a torch\.Generator that was not passed to graphed_step[\s\S]*in train_step: share = torch"
         r"[\s\S]*\n  try:      graphed_step\(\.\.\., generator\)",
     ),
     "class weights that are made in the step": (
         class_weights,
         r"copies a tensor or a number from the host[\s\S]*in train_step: made = torch\.tensor"
-        r"[\s\S]*\n  try:      make it before the step",
+        r"[\s\S]*\n  try:      create it before the step",
     ),
     "a queue whose end is a number": (
         queue,
-        r"gives other bits of rows\n[\s\S]*state\['next'\] was 4 and is 8[\s\S]*pass what changes",
+        r"computed different values of rows\n[\s\S]*state\['next'\] changed from 4 to 8[\s\S]*"
+        r"pass values that change",
     ),
     "the batch of before": (
         batch_of_before,
-        r"keeps an argument in held\.last, and reads it in the next call[\s\S]*"
+        r"stores an argument in held\.last, and reads it in the next call[\s\S]*"
         r"\n  try:      held\.last\.copy_\(\.\.\.\), or pass it",
     ),
     "a module that counts on the host": (
         cumulative_average,
-        r"a call reads on the host[\s\S]*module 0\.norm, [\s\S]* in forward: return torch\.as_",
+        r"a call reads a value of the device on the host[\s\S]*module 0\.norm, [\s\S]*"
+        r" in forward: return torch\.as_",
     ),
     "a count on the host": (
         count_on_the_host,
-        r"it writes seen on the host, which a replay would not[\s\S]*"
+        r"it writes seen on the host, so a replay would not write it[\s\S]*"
         r"in train_step: seen\.add_\(1\)\n  try:      keep it on the device",
     ),
     "a schedule in the step": (
         partial(transformers, schedule_inside=True),
-        r"gives other bits of learning rate of group 0 of AdamW[\s\S]*step schedules between calls",
+        r"computed different values of learning rate of group 0 of AdamW[\s\S]*"
+        r"step schedulers between calls",
     ),
     "Accelerate's context in the step": (
         partial(accelerate, counts_inside=True),
-        r"accumulate\.number was 5 and is 7[\s\S]*pass what changes from call to call",
+        r"accumulate\.number changed from 5 to 7[\s\S]*pass values that change between calls",
     ),
     "a log in the step": (
         partial(lightning, logs_inside=True),
-        r"in update_of: self\.logged = float\(loss\)\n  try:      return what the host reads",
+        r"in update_of: self\.logged = float\(loss\)\n  try:      return the value from the step",
     ),
     "a distribution that looks at its arguments": (
         partial(policy_update, uses_distributions=True),
@@ -735,11 +738,11 @@ def in_two_threads() -> None:
 FAR = {
     "work that is not joined": (
         partial(side_stream, waits_before=True, waits_after=False),
-        r"not waited for in it[\s\S]*current_stream\(\)\.wait_stream\(side\) after that work",
+        r"does not wait for it[\s\S]*current_stream\(\)\.wait_stream\(side\) after that work",
     ),
     "a wait for work of before": (
         partial(side_stream, waits_before=False, works=False, waits_after=True),
-        r"outside of it[\s\S]*in step: torch.*wait_stream\(side\)[\s\S]*side\.wait_stream\(torch",
+        r"before it[\s\S]*in step: torch.*wait_stream\(side\)[\s\S]*side\.wait_stream\(torch",
     ),
     "work that did not wait": (
         partial(side_stream, waits_before=False, waits_after=True),
@@ -756,7 +759,7 @@ FAR = {
     ),
     "two threads": (
         in_two_threads,
-        r"other was to capture on cuda:0 while MainThread captures there[\s\S]*threading\.Lock",
+        r"other cannot capture on cuda:0 while MainThread captures on it[\s\S]*threading\.Lock",
     ),
 }
 

@@ -82,7 +82,7 @@ class Trainer:
 WEIGHT = torch.nn.Parameter(torch.ones(2))
 SCHEDULE = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD([WEIGHT], lr=0.1))
 REFUSED: dict[str, tuple[Callable[[], object], type[ShardgradError], str]] = {
-    "no warm-up": (decorated(warmup=0), OptionError, "given warmup=0"),
+    "no warm-up": (decorated(warmup=0), OptionError, "accept warmup=0"),
     "a policy that there is not": (
         decorated(on_uncapturable="ignore"),
         OptionError,
@@ -94,8 +94,8 @@ REFUSED: dict[str, tuple[Callable[[], object], type[ShardgradError], str]] = {
         "torch's GradScaler, which reads on the host",
     ),
     "a schedule": (decorated(SCHEDULE), OptionError, "step it between calls"),
-    "a function": (decorated(doubled), OptionError, "goes into the second pair of parentheses"),
-    "a number": (decorated(3), OptionError, "graphed_step was given a int"),
+    "a function": (decorated(doubled), OptionError, "pass it in the second pair of parentheses"),
+    "a number": (decorated(3), OptionError, "objects of type int"),
     "an input with a gradient": (given(WEIGHT * 1), StepInputError, "requires a gradient, which"),
     "a sparse input": (
         given(torch.eye(2).to_sparse()),
@@ -108,7 +108,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[ShardgradError], str]] = {
         StepInputError,
         "it is a Tagged",
     ),
-    "an object without a hash": (given({1}), StepInputError, "cannot be compared with the next"),
+    "an object without a hash": (given({1}), StepInputError, "is not hashable"),
     "an output that is a number": (given(3), StepOutputError, "returned a int"),
     "a call after close": (after_close, CaptureError, "it was closed"),
     "a call from another thread": (in_another_thread, CaptureError, "the thread that built it"),

@@ -39,7 +39,7 @@ def test_kernels_that_were_not_built_are_named_with_how_to_build_them(
 ) -> None:
     monkeypatch.setattr(preflight, "has_kernels", lambda device_type: False)
     (found,) = environment_issues(CUDA, [])
-    assert found.what.startswith("shardgrad's kernels for CUDA were not built")
+    assert found.what.startswith("shardgrad's CUDA kernels were not built")
     assert found.fix.startswith("pip install --no-build-isolation")
     assert environment_issues(CPU, []) == []
 
@@ -47,7 +47,7 @@ def test_kernels_that_were_not_built_are_named_with_how_to_build_them(
 def test_an_optimizer_that_reads_the_host_is_named_with_another() -> None:
     weights = [nn.Parameter(torch.ones(2))]
     (found,) = environment_issues(CUDA, [torch.optim.AdamW(weights)])
-    assert found.what.startswith("a step of AdamW cannot be recorded: ")
+    assert found.what.startswith("a step of AdamW cannot be captured: ")
     assert (found.fix or "").startswith("shardgrad.optim.AdamW; or AdamW(..., capturable=True)")
     (found,) = environment_issues(CUDA, [torch.optim.Adagrad(weights)])
     assert (found.fix or "").endswith("or shardgrad.graphs.outside(optimizer.step)")
@@ -61,7 +61,7 @@ def test_expandable_segments_clash_with_registration_unless_that_is_off(
     (found,) = environment_issues(CUDA, [])
     assert found.fix == "export NCCL_GRAPH_REGISTER=0, before Python starts"
     assert environment_issues(CPU, []) == []
-    with pytest.raises(CaptureError, match="the allocator has expandable segments"):
+    with pytest.raises(CaptureError, match="the allocator uses expandable segments"):
         refuse_harmful_settings()
     monkeypatch.setenv("NCCL_GRAPH_REGISTER", "0")
     assert environment_issues(CUDA, []) == []
@@ -72,9 +72,9 @@ def test_an_allocator_that_is_not_torchs_own_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     allocator(monkeypatch, backend="cudaMallocAsync")
-    with pytest.raises(CaptureError, match="the allocator is cudaMallocAsync") as caught:
+    with pytest.raises(CaptureError, match="with the cudaMallocAsync allocator") as caught:
         refuse_harmful_settings()
-    assert (caught.value.fix or "").startswith("leave backend: out of PYTORCH_CUDA_ALLOC_CONF")
+    assert (caught.value.fix or "").startswith("remove backend: from PYTORCH_CUDA_ALLOC_CONF")
 
 
 def test_issues_are_numbered_each_with_what_to_type() -> None:
@@ -100,7 +100,7 @@ def test_settings_that_block_are_named(name: str, monkeypatch: pytest.MonkeyPatc
 def test_anomaly_detection_is_an_obstacle_only_if_it_looks_for_nans() -> None:
     with torch.autograd.detect_anomaly():
         (found,) = environment_issues(CPU, [])
-        assert found.what.startswith("anomaly detection is on")
+        assert found.what.startswith("anomaly detection reads every gradient")
     with torch.autograd.detect_anomaly(check_nan=False):
         assert environment_issues(CPU, []) == []
 

@@ -77,7 +77,8 @@ def test_a_device_without_graphs_is_told_once() -> None:
         return x + 1
 
     with pytest.warns(
-        shardgrad.UncapturableStepWarning, match="runs eagerly on every call: cpu has no graphs"
+        shardgrad.UncapturableStepWarning,
+        match="runs eagerly on every call, because cpu has no graphs",
     ) as caught:
         step(torch.ones(2))
     assert caught[0].filename == __file__
@@ -94,7 +95,7 @@ def test_seven_new_shapes_in_a_row_are_a_warning_with_the_last() -> None:
         for rows in (1, 2, 3, 4, 5, 6, 6, *range(7, 13)):
             step(torch.ones(rows, 4))
     with pytest.warns(
-        shardgrad.UncapturableStepWarning, match="7 calls in a row.*12x4 became 13x4"
+        shardgrad.UncapturableStepWarning, match="the last 7 calls.*12x4 became 13x4"
     ) as caught:
         step(torch.ones(13, 4))
     assert caught[0].filename == __file__
@@ -234,19 +235,29 @@ def test_a_step_says_in_a_sentence_how_its_calls_have_run() -> None:
     step(torch.ones(3, 4))
     assert step.status() == (
         "training.<locals>.step: 0 graphs captured, 0 calls replayed, 1 eager; every call runs "
-        "eagerly, since cpu has no graphs"
+        "eagerly, because cpu has no graphs"
     )
 
 
 def test_what_a_step_returned_is_refused_in_place_of_its_function() -> None:
     loss: Any = torch.ones(())
-    with pytest.raises(shardgrad.ShardgradError, match=r"not \(step\(batch\)\)"):
+    with pytest.raises(
+        shardgrad.ShardgradError, match=r"not graphed_step\(\.\.\.\)\(step\(batch\)\)"
+    ):
         shardgrad.graphed_step()(loss)
 
 
 def test_an_output_that_is_no_tensor_is_refused_with_its_place() -> None:
     with pytest.raises(StepOutputError, match=r"returned a str, output\[1\]"):
         shardgrad.graphed_step()(lambda x: (x, "done"))(torch.ones(2))
+
+
+def test_a_function_that_yields_is_refused_with_what_to_do() -> None:
+    def step(x: torch.Tensor) -> Iterator[torch.Tensor]:
+        yield x
+
+    with pytest.raises(StepOutputError, match="yield or async def cannot be a step"):
+        shardgrad.graphed_step()(step)(torch.ones(2))
 
 
 def test_reset_begins_anew_and_close_ends() -> None:
