@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
 from collections import deque
@@ -48,72 +49,55 @@ def reads_a_global() -> torch.Tensor:
     return targets * 2
 
 
-def new_global() -> None:
-    global targets
-    targets = torch.ones(2)
+# The name of a place, a step that reads it, and what holds the tensor there, under which key.
+Case = tuple[str, Callable[[], Any], Any, Any]
 
 
-def in_a_global() -> tuple[str, Callable[[], Any], Callable[[], Any]]:
-    return "targets", reads_a_global, new_global
+def in_a_global() -> Case:
+    return "targets", reads_a_global, globals(), "targets"
 
 
-def in_a_function_that_is_called() -> tuple[str, Callable[[], Any], Callable[[], Any]]:
-    return "targets", lambda: reads_a_global() + 1, new_global
+def in_a_function_that_is_called() -> Case:
+    return "targets", lambda: reads_a_global() + 1, globals(), "targets"
 
 
-def in_a_closure() -> tuple[str, Callable[[], Any], Callable[[], Any]]:
+def cell_of(function: Any) -> Any:
+    """Returns the variable that a function closes over."""
+    return function.__closure__[0]
+
+
+def in_a_closure() -> Case:
     mine = torch.ones(2)
 
-    def replace() -> None:
-        nonlocal mine
-        mine = torch.ones(2)
+    def step() -> torch.Tensor:
+        return mine * 2
 
-    return "mine", lambda: mine * 2, replace
+    return "mine", step, cell_of(step), "cell_contents"
 
 
-def in_an_object() -> tuple[str, Callable[[], Any], Callable[[], Any]]:
+def in_an_object() -> Case:
     trainer = Trainer()
-
-    def replace() -> None:
-        trainer.batch = Trainer().batch
-
-    return "trainer.batch['targets'][1]", lambda: trainer.batch["targets"][1] * 2, replace
+    return "trainer.batch['targets'][1]", lambda: trainer.batch["targets"][1] * 2, trainer, "batch"
 
 
-def in_the_object_of_a_method() -> tuple[str, Callable[[], Any], Callable[[], Any]]:
+def in_the_object_of_a_method() -> Case:
     trainer = Trainer()
-
-    def replace() -> None:
-        trainer.batch["targets"][1] = torch.ones(2)
-
-    return "self.batch['targets'][1]", trainer.step, replace
+    return "self.batch['targets'][1]", trainer.step, trainer.batch["targets"], 1
 
 
-def in_a_callable_object() -> tuple[str, Callable[[], Any], Callable[[], Any]]:
+def in_a_callable_object() -> Case:
     trainer = Trainer()
-
-    def replace() -> None:
-        trainer.batch["targets"] = [torch.ones(2), torch.ones(2)]
-
-    return "self.batch['targets'][1]", trainer, replace
+    return "self.batch['targets'][1]", trainer, trainer.batch, "targets"
 
 
-def in_a_module() -> tuple[str, Callable[[], Any], Callable[[], Any]]:
+def in_a_module() -> Case:
     model = nn.Sequential(Masked())
-
-    def replace() -> None:
-        model[0]._mask = torch.ones(2)
-
-    return "model.0._mask", lambda: model[0]() + 1, replace
+    return "model.0._mask", lambda: model[0]() + 1, model[0], "_mask"
 
 
-def in_a_partial() -> tuple[str, Callable[[], Any], Callable[[], Any]]:
+def in_a_partial() -> Case:
     held = [torch.ones(2)]
-
-    def replace() -> None:
-        held[0] = torch.ones(2)
-
-    return "self.args[0][0]", functools.partial(lambda given: given[0] * 2, held), replace
+    return "self.args[0][0]", functools.partial(lambda given: given[0] * 2, held), held, 0
 
 
 @dataclass(slots=True)
@@ -123,13 +107,9 @@ class Slots:
     mask: torch.Tensor
 
 
-def in_a_slot() -> tuple[str, Callable[[], Any], Callable[[], Any]]:
+def in_a_slot() -> Case:
     held = Slots(torch.ones(2))
-
-    def replace() -> None:
-        held.mask = torch.ones(2)
-
-    return "held.mask", lambda: held.mask * 2, replace
+    return "held.mask", lambda: held.mask * 2, held, "mask"
 
 
 class Settings:
@@ -149,25 +129,18 @@ class Settings:
         return cls.scale * 2
 
 
-def in_a_class() -> tuple[str, Callable[[], Any], Callable[[], Any]]:
-    def replace() -> None:
-        Settings.scale = torch.ones(2)
-
-    return "Settings.scale", lambda: Settings.of_class(), replace
+def in_a_class() -> Case:
+    return "Settings.scale", lambda: Settings.of_class(), Settings, "scale"
 
 
-def in_an_object_that_had_it_of_its_class() -> tuple[str, Callable[[], Any], Callable[[], Any]]:
+def in_an_object_that_had_it_of_its_class() -> Case:
     settings = Settings()
-
-    def replace() -> None:
-        settings.scale = torch.ones(2)
-
-    return "settings.scale", lambda: settings.scale * 2, replace
+    return "settings.scale", lambda: settings.scale * 2, settings, "scale"
 
 
-def in_a_method_that_a_property_calls() -> tuple[str, Callable[[], Any], Callable[[], Any]]:
+def in_a_method_that_a_property_calls() -> Case:
     settings = Settings()
-    return "targets", lambda: settings.as_property + 1, new_global
+    return "targets", lambda: settings.as_property + 1, globals(), "targets"
 
 
 @torch.no_grad()
@@ -175,8 +148,8 @@ def without_gradients() -> torch.Tensor:
     return targets * 2
 
 
-def in_a_function_that_torch_wraps() -> tuple[str, Callable[[], Any], Callable[[], Any]]:
-    return "targets", lambda: without_gradients(), new_global
+def in_a_function_that_torch_wraps() -> Case:
+    return "targets", lambda: without_gradients(), globals(), "targets"
 
 
 class Scaled(torch.autograd.Function):
@@ -187,48 +160,35 @@ class Scaled(torch.autograd.Function):
         return x * targets
 
 
-def in_a_function_of_autograd() -> tuple[str, Callable[[], Any], Callable[[], Any]]:
-    return "targets", lambda: Scaled.apply(torch.ones(2)), new_global
+def in_a_function_of_autograd() -> Case:
+    return "targets", lambda: Scaled.apply(torch.ones(2)), globals(), "targets"
 
 
-def in_a_hook() -> tuple[str, Callable[[], Any], Callable[[], Any]]:
+def in_a_hook() -> Case:
     model, steering = nn.Identity(), torch.ones(2)
 
-    def replace() -> None:
-        nonlocal steering
-        steering = torch.ones(2)
+    def hook(module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+        return output * steering
 
-    model.register_forward_hook(lambda module, args, output: output * steering)
-    return "steering", lambda: model(torch.ones(2)), replace
+    model.register_forward_hook(hook)
+    return "steering", lambda: model(torch.ones(2)), cell_of(hook), "cell_contents"
 
 
-def in_a_module_that_was_not_given() -> tuple[str, Callable[[], Any], Callable[[], Any]]:
+def in_a_module_that_was_not_given() -> Case:
     norm = nn.LayerNorm(2, bias=False)
-
-    def replace() -> None:
-        norm.weight = nn.Parameter(torch.ones(2))
-
-    return "norm.weight", lambda: norm.weight * 2, replace
+    return "norm.weight", lambda: norm.weight * 2, norm, "weight"
 
 
-def by_a_key_that_is_no_number() -> tuple[str, Callable[[], Any], Callable[[], Any]]:
+def by_a_key_that_is_no_number() -> Case:
     param = nn.Parameter(torch.ones(2))
     averages = {param: torch.ones(2)}
-
-    def replace() -> None:
-        averages[param] = torch.ones(2)
-
-    return "averages[Parameter]", lambda: averages[param] * 2, replace
+    return "averages[Parameter]", lambda: averages[param] * 2, averages, param
 
 
-def in_the_second_of_two_variables() -> tuple[str, Callable[[], Any], Callable[[], Any]]:
+def in_the_second_of_two_variables() -> Case:
     held = SimpleNamespace()
     held.best = held.latest = torch.ones(2)
-
-    def replace() -> None:
-        held.latest = torch.ones(2)
-
-    return "held.latest", lambda: held.latest * 2, replace
+    return "held.latest", lambda: held.latest * 2, held, "latest"
 
 
 def read(step: Callable[[], Any]) -> Reads:
@@ -261,12 +221,15 @@ def read(step: Callable[[], Any]) -> Reads:
     ],
 )
 def test_a_tensor_that_is_replaced_between_steps_is_named_where_the_step_finds_it(
-    case: Callable[[], tuple[str, Callable[[], Any], Callable[[], Any]]],
+    case: Callable[[], Case],
 ) -> None:
-    name, step, replace = case()
+    name, step, owner, key = case()
     (place, before) = one_of(read(step), name)
     assert place.key() == before
-    replace()
+    if isinstance(owner, dict | list):
+        owner[key] = copy.deepcopy(owner[key])
+    else:
+        setattr(owner, key, copy.deepcopy(getattr(owner, key)))
     (_, after) = one_of(read(step), name)
     # The place of the first step shows what is there now.
     assert place.key() == after != before
