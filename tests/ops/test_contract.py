@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from shardgrad import ops
 from tests.support.segments import (
@@ -20,6 +20,7 @@ from tests.support.segments import (
     BACKENDS,
     REFERENCES,
     SGD,
+    UNTOUCHED,
     assert_same_bits,
     hyper,
     needs_library,
@@ -27,6 +28,7 @@ from tests.support.segments import (
 )
 
 UPDATES = ("adam_", "sgd_")
+OFFSETS = (1, 2, 3, 4, 8)  # elements: of four bytes, 8 and 4 begin at a multiple of 16 bytes
 EACH = pytest.mark.parametrize("name", REFERENCES)
 
 
@@ -80,6 +82,15 @@ def example(name: str, sizes: Sequence[int] = (8,)) -> dict[str, Any]:
         **{f"switch {i}": switch for i, switch in enumerate(switches)},
         "seed": 7,
     }
+
+
+# What has numbers in some dtype, and what errors call it.
+NUMBERS = {
+    "param": (UPDATES, "param"), "grad": (UPDATES, "grad"), "first": (UPDATES, "states"),
+    "flat": (("norm_",), "flat"), "grads": (("pack",), "grads"), "slot": (("pack",), "slot"),
+    "gathered": (("unpack",), "gathered"), "unsharded": (("unpack",), "unsharded"),
+    "chunks": (("sum_chunks",), "chunks"), "out": (("sum_chunks",), "out"),
+}  # fmt: skip
 
 
 def tensors(arguments: dict[str, Any]) -> list[Tensor]:
@@ -140,6 +151,51 @@ def test_results_are_the_same_whatever_the_threads(name: str) -> None:
         if one.is_floating_point():
             assert_same_bits(two, one)
             assert_same_bits(three, one)
+
+
+def moved(tensor: Tensor, offset: int) -> Tensor:
+    """Returns a copy that begins so many elements behind where an allocation does, and ends where
+    it ends.
+    """
+    storage = torch.full((offset + tensor.numel(),), UNTOUCHED).to(tensor.dtype)
+    storage[offset:] = tensor.reshape(-1)
+    return storage[offset:]
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@EACH
+def test_results_are_the_same_wherever_memory_begins(name: str, dtype: torch.dtype) -> None:
+    """Each tensor in turn, and all together, begin a few elements later; nothing before is
+    written.
+    """
+    sizes = (4096, 0, 511, 9001)
+    kept = ("param", "master")  # whose dtypes go together
+    names = [each for each in example(name) if each in (*NUMBERS, "second", "master")]
+    names = [each for each in names if (name, each) != ("norm_", "out")]
+
+    def run(changed: Sequence[str], offset: int, adds: bool) -> list[Tensor]:
+        arguments = example(name, sizes)
+        for each in names:
+            by, to = offset if each in changed else 0, None if each in kept else dtype
+            arguments[each] = tree_map(
+                lambda one, by=by, to=to: moved(one if to is None else one.to(to), by),
+                arguments[each],
+            )
+        if "adds" in arguments:
+            arguments["adds"] = adds
+        operator("compiled", name)(*arguments.values())
+        for one in tensors({each: arguments[each] for each in names}):
+            before = one.new_empty(0).set_(one.untyped_storage(), 0, (one.storage_offset(),))
+            assert (before == torch.tensor(UNTOUCHED).to(one.dtype)).all()
+        return [one for one in tensors(arguments) if one.is_floating_point()]
+
+    several = [*((each,) for each in names), names]
+    for adds in (False, True):
+        expected = run((), 0, adds)
+        for changed, offset in itertools.product(several, OFFSETS):
+            for ours, right in zip(run(changed, offset, adds), expected, strict=True):
+                assert_same_bits(ours, right, f"{changed} moved by {offset}")
 
 
 # -- what is refused
@@ -208,15 +264,6 @@ def test_arguments_that_would_leave_their_memory_are_refused(
 ) -> None:
     for name in names:
         require_refused(name, change, message)
-
-
-# What has numbers in some dtype, and what errors call it.
-NUMBERS = {
-    "param": (UPDATES, "param"), "grad": (UPDATES, "grad"), "first": (UPDATES, "states"),
-    "flat": (("norm_",), "flat"), "grads": (("pack",), "grads"), "slot": (("pack",), "slot"),
-    "gathered": (("unpack",), "gathered"), "unsharded": (("unpack",), "unsharded"),
-    "chunks": (("sum_chunks",), "chunks"), "out": (("sum_chunks",), "out"),
-}  # fmt: skip
 
 
 @needs_library

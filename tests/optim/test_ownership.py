@@ -8,9 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardgrad.optim.ownership import Exchange, Matrix, buckets, owners
-from shardgrad.programs.plan.cost import CostModel
-from shardgrad.programs.plan.hardware import Machine
-from shardgrad.programs.plan.recording import Kernel, Transfer
 
 shapes = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 30)), min_size=1, max_size=20)
 worlds = st.integers(1, 64)
@@ -78,47 +75,17 @@ def test_only_padding_travels_besides_the_pieces(
 LLAMA_8B = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096)] + [(14336, 4096)] * 2
 LLAMA_8B += [(4096, 14336)]
 
-# Bytes that pass for each element that a rank has, in float32: gradient, momentum and message;
-# the copies into matrices and back; result and weight.
-PASSED_NBYTES = 14 + 8 + 10
-ADAMW_NBYTES = 28  # weight, two moments and the gradient are read, all but the last written
-
-
-def kernel_s(cost: CostModel, *, flops: float = 0.0, nbytes: float = 0.0) -> float:
-    return cost.kernel_s(Kernel("compute", "optimizer", True, flops, 0.0, "bf16", round(nbytes)))
-
 
 @pytest.mark.parametrize(
-    ("world_size", "number", "waiting", "milliseconds"),
-    [
-        (8, 6, 0.8, (121, 10, 8, 9)),
-        (16, 3, 2.5, (62, 5, 22, 5)),
-        (32, 1, 0.1, (30, 3, 16, 2)),
-        (64, 1, 5.8, (16, 1, 10, 1)),
-    ],
+    ("world_size", "number", "waiting"), [(8, 6, 0.8), (16, 3, 2.5), (32, 1, 0.1), (64, 1, 5.8)]
 )
 def test_eight_billion_parameters_keep_all_ranks_busy(
-    world_size: int, number: int, waiting: float, milliseconds: tuple[int, ...]
+    world_size: int, number: int, waiting: float
 ) -> None:
-    """Of the time of Newton-Schulz the percent for which a rank waits for the slowest. By the
-    planner's roofline on H100s the milliseconds of Newton-Schulz, of passes over memory, of the
-    exchanges, and of AdamW over the same matrices.
-    """
+    """Of the time of Newton-Schulz the percent for which a rank waits for the slowest."""
     segments = [cut_over(LLAMA_8B, world_size)] * 32
     found = buckets(segments, world_size)
     loads = [owners([m for i in each for m in segments[i]], world_size)[1] for each in found]
     assert len(found) == number
     mean = sum(map(sum, loads)) / world_size
-    slowest = sum(map(max, loads))
-    assert 100 * (slowest / mean - 1) < waiting
-    cost = CostModel(Machine(), world_size)
-    numel = 32 * sum(rows * columns for rows, columns in LLAMA_8B)
-    sent = [2 * len(each) * numel // 32 // world_size for each in found]  # bytes of a rank, bf16
-    exchanges = [Transfer("compute", "exchange", "shard", world_size, n) for n in sent]
-    seconds = (
-        kernel_s(cost, flops=2 * 5 * slowest),  # five steps, two operations a multiplication
-        kernel_s(cost, nbytes=PASSED_NBYTES * numel / world_size),
-        2 * sum(map(cost.transfer_s, exchanges)),
-        kernel_s(cost, nbytes=ADAMW_NBYTES * numel / world_size),
-    )
-    assert tuple(round(1e3 * each) for each in seconds) == milliseconds
+    assert 100 * (sum(map(max, loads)) / mean - 1) < waiting
