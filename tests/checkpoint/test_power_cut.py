@@ -1,13 +1,10 @@
-"""After a power failure at any moment, what is left is loadable: complete, or older; and no `fsync`
-is for nothing.
-"""
+"""After a power failure at any moment, what is left is loadable: complete, or older."""
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -173,64 +170,18 @@ SCENARIOS: dict[str, tuple[Scenario, Callable[[Path, Promises], None]]] = {
 }
 
 
-def play(name: str, tmp_path: Path, *, ignored: str | None = None) -> PowerCut:
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_power_failure_at_any_moment_leaves_what_was_promised(name: str, tmp_path: Path) -> None:
     """Plays a scenario with power failures at every moment, and checks what each could leave."""
     if name == "exported to safetensors":
         pytest.importorskip("safetensors")
     scenario, check = SCENARIOS[name]
     promises = Promises()
-    for folder in ("root", "scratch"):
-        (tmp_path / folder).mkdir(parents=True)
-    model = PowerCut(
-        tmp_path / "root",
-        lambda folder: check(folder, promises),
-        tmp_path / "scratch",
-        ignored=ignored,
-    )
+    root, scratch = tmp_path / "root", tmp_path / "scratch"
+    for folder in (root, scratch):
+        folder.mkdir()
+    model = PowerCut(root, lambda folder: check(folder, promises), scratch)
     with model.watching():
-        scenario(tmp_path / "root", promises)
-    return model
-
-
-@pytest.fixture(scope="module")
-def played(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], PowerCut]:
-    """Plays a scenario once for all tests."""
-    return cache(lambda name: play(name, tmp_path_factory.mktemp("played")))
-
-
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_a_power_failure_at_any_moment_leaves_what_was_promised(
-    name: str, played: Callable[[str], PowerCut]
-) -> None:
-    model = played(name)
+        scenario(root, promises)
     assert model.moments > 5
     assert model.folders > 5 * model.moments
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_every_sync_is_needed(tmp_path: Path, played: Callable[[str], PowerCut]) -> None:
-    """Each line that calls `fsync` is left out once; then something has to be lost in some
-    scenario.
-    """
-    numbers = itertools.count()
-    reached: dict[str, list[str]] = {}
-    for name in SCENARIOS:
-        for site in sorted(played(name).sites - {""}):
-            reached.setdefault(site, []).append(name)
-    assert len(reached) >= 8
-    needless = {
-        site
-        for site, names in reached.items()
-        if not any(is_lost(name, tmp_path / str(next(numbers)), site) for name in names)
-    }
-    assert not needless
-
-
-def is_lost(name: str, tmp_path: Path, site: str) -> bool:
-    """Returns whether a scenario loses something without the `fsync` of a line."""
-    try:
-        play(name, tmp_path, ignored=site)
-    except Exception:  # a check that fails while ranks agree becomes a CheckpointSaveError
-        return True
-    return False

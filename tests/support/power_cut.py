@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -68,11 +67,8 @@ class PowerCut:
         check: is called with a folder as a power failure could have left this one; raises if it is
             wrong.
         scratch: where those folders are made.
-        ignored: calls of `fsync` that do nothing, by their `site`.
 
     Attributes:
-        sites: where `fsync` was called: functions of the library, from the outer to the inner one,
-            and the line.
         moments: how many changes there were.
         folders: how many folders were checked.
     """
@@ -82,19 +78,15 @@ class PowerCut:
         root: Path,
         check: Callable[[Path], None],
         scratch: Path,
-        *,
-        ignored: str | None = None,
     ) -> None:
         self._path = root
         self._root = _Node(entries={})
         self._pending: list[_Change] = []
         self._check = check
         self._scratch = scratch
-        self._ignored = ignored
         self._numbers = count()
         self._draw = random.Random(0)
         self._is_checking = False  # what a check does is not watched
-        self.sites: set[str] = set()
         self.moments = self.folders = 0
 
     @contextmanager
@@ -106,12 +98,9 @@ class PowerCut:
         def fsync(descriptor: int) -> None:
             if self._is_checking:
                 return
-            site = _site()
-            self.sites.add(site)
             self.cut()
-            if site != self._ignored:
-                real["fsync"](descriptor)
-                self._synced(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+            real["fsync"](descriptor)
+            self._synced(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
 
         def moving(function: Callable[..., None]) -> Callable[..., None]:
             def move(source: Any, target: Any, **options: Any) -> None:
@@ -256,17 +245,3 @@ class PowerCut:
             assert folder.entries is not None
             node = folder.entries.pop(path.name)
             self._pending.append(_Change(folder, ((path.name, node, False),)))
-
-
-def _site() -> str:
-    """Returns the lines of the library that led to a call of `fsync`; nothing if another library
-    made it.
-    """
-    frame, names = sys._getframe(2), []
-    while frame is not None and len(names) < 2:
-        module = frame.f_globals.get("__name__", "")
-        if not module.startswith("shardgrad."):
-            break
-        names.append(f"{module}, {frame.f_code.co_name}, line {frame.f_lineno}")
-        frame = frame.f_back  # type: ignore[assignment]
-    return " from ".join(names)
