@@ -323,7 +323,7 @@ class Workers:
         process.join(_GRACE_S)
         code = process.exitcode
         if code is not None and code < 0:
-            hint = ", as the system does when memory runs out" if -code == signal.SIGKILL else ""
+            hint = ", as when the system runs out of memory" if -code == signal.SIGKILL else ""
             how = f"was ended by {signal.Signals(-code).name}{hint}"
         else:
             how = f"ended{'' if code is None else f' with status {code}'} without a word"

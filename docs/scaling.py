@@ -89,7 +89,7 @@ def short_cases() -> list[Case]:
 
 def weak_table(preset: str) -> list[str]:
     lines = [
-        "| GPUs | layout | needs | fits in 80 GiB | step | exposed | tokens/s a GPU | of the "
+        "| GPUs | layout | needs | fits in 80 GiB | step | exposed | tokens/s per GPU | of the "
         "first |",
         "|---:|---|---:|---|---:|---:|---:|---:|",
     ]

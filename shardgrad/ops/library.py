@@ -83,9 +83,9 @@ def check_kernels(device_type: str) -> None:
         return
     if not has_kernels(device_type):
         warnings.warn(
-            "shardgrad: its kernels for CUDA were not built; the slower Python reference ops are "
-            "used. Some wait for the device, so no step with them can be captured. To build the "
-            f"kernels, with nvcc of CUDA {torch.version.cuda} on PATH, type: {build_command()}",
+            "shardgrad: the CUDA kernels were not built, so the slower Python reference ops are "
+            "used. Some of them wait for the device, so a step with them cannot be captured. To "
+            f"build the kernels with nvcc of CUDA {torch.version.cuda} on PATH: {build_command()}",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -127,8 +127,8 @@ def load_compiled() -> None:
     else:
         what = f"there is no compiled library {_PATH}"
     warnings.warn(
-        f"shardgrad: {what}; the slower Python reference ops are used. To build it with a C++17 "
-        f"compiler, type: {build_command()}",
+        f"shardgrad: {what}, so the slower Python reference ops are used. To build it with a C++17 "
+        f"compiler: {build_command()}",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -55,9 +55,9 @@ def require_virtual(tensors: Iterable[torch.Tensor]) -> None:
     """Refuses tensors whose memory cannot be released."""
     if not all(map(is_virtual, tensors)):
         raise OptionError(
-            "the memory of a unit cannot be given back",
+            "the memory of a unit cannot be released",
             expected="offload_policy=SleepPolicy() in each fully_shard of the model",
-            got="a unit without",
+            got="a unit without it",
             fix="fully_shard(module, offload_policy=shardgrad.SleepPolicy())",
         )
 

@@ -61,7 +61,7 @@ def clip_grad_norm_(
     except (TypeError, ValueError) as error:
         raise OptionError(
             "max_norm and norm_type must be numbers",
-            expected="what float() reads",
+            expected="values that float() accepts",
             got=f"max_norm={max_norm!r}, norm_type={norm_type!r}",
             fix="max_norm=1.0, norm_type=2.0",
         ) from error

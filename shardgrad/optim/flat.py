@@ -211,16 +211,20 @@ class FlatOptimizer(Optimizer):
         if not param.is_floating_point():
             what = "complex" if param.is_complex() else str(param.dtype)
             raise self._cannot_update(
-                name, f"it is {what}", "floating-point parameters; torch.optim has others"
+                name,
+                f"it is {what}",
+                "pass only floating-point parameters; torch.optim supports others",
             )
         if managed is not None and not group_of(managed).is_flat:
             raise self._cannot_update(
-                name, "its shard is a tensor subclass (fsdp_pre_all_gather)", "torch.optim for it"
+                name,
+                "its shard is a tensor subclass (fsdp_pre_all_gather)",
+                "use torch.optim for it",
             )
         if managed is None and is_replaced(param):
             raise self._cannot_update(
                 name,
-                "fully_shard has put a sharded one in its place",
+                "fully_shard has replaced it",
                 "model.parameters() after fully_shard",
             )
 
@@ -231,14 +235,14 @@ class FlatOptimizer(Optimizer):
             raise self._cannot_update(
                 f"of shape {tuple(foreign[0].shape)}",
                 "another engine shards it, or it was replaced after fully_shard",
-                "one optimizer for each engine's parameters",
+                "build one optimizer for each engine's parameters",
             )
 
     @staticmethod
     def _cannot_update(param: Any, why: str, fix: str) -> OptimizerParameterError:
         return OptimizerParameterError(
-            f"an optimizer was given parameter {param}, and {why}",
-            expected="dense floating-point parameters, sharded by shardgrad.fully_shard or plain",
+            f"the optimizer cannot update parameter {param}: {why}",
+            expected="dense floating-point parameters, sharded by shardgrad or unsharded",
             got=why,
             fix=fix,
         )
@@ -265,8 +269,8 @@ class FlatOptimizer(Optimizer):
             return
         if self._is_capturing():
             raise CaptureError(
-                "the optimizer's groups or state were edited while a graph is being captured",
-                expected="the groups and the state of before the capture",
+                "the optimizer's groups or state were edited during a capture",
+                expected="the groups and the state from before the capture",
                 got="an entry that was removed or replaced, which every replay would repeat",
                 fix="edit optimizer.param_groups and optimizer.state between calls of the graphed "
                 "step",
@@ -286,7 +290,7 @@ class FlatOptimizer(Optimizer):
         params = [param for group in groups for param in group["params"]]
         if len(set(map(id, params))) < len(params):
             raise self._cannot_update(
-                "of two groups", "it would be updated twice", "one group for each parameter"
+                "of two groups", "it would be updated twice", "put each parameter in one group"
             )
         new = [
             segment
@@ -602,5 +606,5 @@ class FlatOptimizer(Optimizer):
             raise self._cannot_update(
                 segment.names[0],
                 "it is on the meta device",
-                "model.to_empty(device=...) and initialise it first",
+                "model.to_empty(device=...), and initialize it, first",
             )

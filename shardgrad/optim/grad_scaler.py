@@ -69,7 +69,7 @@ class GradScaler:
             and growth_interval > 0
         ):
             raise OptionError(
-                "the loss scaler's settings are outside their ranges",
+                "a setting of the loss scaler is outside its range",
                 expected="init_scale > 0, growth_factor > 1, 0 < backoff_factor < 1, "
                 "growth_interval > 0",
                 got=f"{init_scale!r}, {growth_factor!r}, {backoff_factor!r}, {growth_interval!r}",
@@ -239,10 +239,10 @@ class GradScaler:
         if self._state is None:
             if is_capturing(device):
                 raise CaptureError(
-                    "a loss scaler meets its first loss while a graph is being captured",
+                    "a loss scaler scaled its first loss during a capture",
                     expected="one iteration before the capture",
-                    got="a scale that every replay would reset",
-                    fix="one iteration as warm-up",
+                    got="a new scale, which every replay would reset",
+                    fix="run one iteration before the capture",
                 )
             scale, good_steps = self._initial
             self._state = _ScalerState(

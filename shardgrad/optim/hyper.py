@@ -150,7 +150,7 @@ class OptimGroup(dict[str, Any]):
                 raise CaptureError(
                     f"the optimizer's {name} is a tensor on {value.device}",
                     expected=f"a number, or a tensor on {device}",
-                    got="a value the graph would read once, when it is captured",
+                    got="a value that would be read only once, during the capture",
                     fix=f"group[{name!r}] = float(group[{name!r}])",
                 )
             place = mirror[self._slots[name]]
@@ -217,8 +217,8 @@ class OptimGroup(dict[str, Any]):
 
     def _refuse_capturing(self, key: str) -> NoReturn:
         raise CaptureError(
-            f"the optimizer's {key} was assigned while a graph is being captured",
-            expected="an assignment between replays: it takes effect at the next one",
-            got="one that every replay would repeat with the same value",
+            f"the optimizer's {key} was assigned during a capture",
+            expected="an assignment between replays, for the next one",
+            got="an assignment that every replay would repeat with the same value",
             fix="move scheduler.step() and assignments out of the captured function",
         )

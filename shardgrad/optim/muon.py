@@ -118,7 +118,7 @@ class Muon(FlatOptimizer):
     ) -> None:
         if ns_dtype not in _ITERATION_DTYPES:
             raise OptionError(
-                "matrices cannot be orthogonalised in this dtype",
+                "matrices cannot be orthogonalized in this dtype",
                 expected="torch.bfloat16, torch.float32 or torch.float64",
                 got=repr(ns_dtype),
                 fix="ns_dtype=torch.bfloat16",
@@ -153,15 +153,15 @@ class Muon(FlatOptimizer):
                 f"Muon was given parameter {name}, which is not a matrix",
                 expected="parameters with two dimensions, or contiguous ones with three",
                 got=f"shape {tuple(param.shape)} with strides {param.stride()}",
-                fix="a second optimizer for the others: shardgrad.optim.AdamW",
+                fix="use a second optimizer for it, such as shardgrad.optim.AdamW",
             )
         if managed is not None and not _is_cut_by_rows(managed.sharding):
             raise OptimizerParameterError(
-                f"Muon was given parameter {name}, whose rows are cut",
+                f"Muon was given parameter {name}, whose rows are split",
                 expected="matrices that are sharded along dim 0 by data parallelism only, or a "
                 "stack that is sharded along dim 0",
                 got=f"a DTensor with placements {managed.sharding.placements}",
-                fix="shardgrad.optim.AdamW, or torch.optim.Muon, for this parameter",
+                fix="use shardgrad.optim.AdamW, or torch.optim.Muon, for this parameter",
             )
         if managed is None and isinstance(param, DTensor):
             raise OptimizerParameterError(
@@ -176,8 +176,7 @@ class Muon(FlatOptimizer):
             raise unsupported(
                 "Muon under CPUOffloadPolicy without a backend for "
                 f"{group_of(managed).shard_memory.device}",
-                instead='init_process_group("cpu:gloo,cuda:nccl"): matrices travel from host to '
-                "host",
+                instead='init_process_group("cpu:gloo,cuda:nccl"): matrices are sent between hosts',
             )
 
     def validate_group(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:

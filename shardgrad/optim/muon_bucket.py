@@ -241,10 +241,10 @@ class Bucket:
         except RuntimeError as error:
             members = dist.get_process_group_ranks(group)
             raise CollectiveError(
-                "the exchange of matrices failed: another rank is late, gone, or running something "
-                "else",
+                "the exchange of matrices failed: another rank is late, has exited or is out "
+                "of sync",
                 expected=f"every rank of {members} to call optimizer.step() with the same "
-                "gradients bound",
+                "gradients",
                 got=str(error).splitlines()[0],
                 where=f"rank {dist.get_rank()}, the bucket of {self.segments[0].names[0]}",
                 fix="call step(), and set gradients to None, on all ranks or on none",

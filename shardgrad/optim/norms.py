@@ -57,7 +57,7 @@ def norm_of(
     """
     if math.isnan(norm_type) or (norm_type < 0 and not math.isinf(norm_type)):
         raise OptionError(
-            "there is no norm of this type",
+            "norm_type is not supported",
             expected="0, a positive number, or an infinity",
             got=repr(norm_type),
             fix="norm_type=2.0",
@@ -137,7 +137,7 @@ def _parts(gradients: Gradients, norm_type: float) -> list[_Part]:
             grad = grad.to_local()
         if grad.layout is not torch.strided:
             raise GradientError(
-                "a gradient has no norm here",
+                "a gradient is not dense, so its norm cannot be computed",
                 expected="a dense gradient",
                 got=f"layout {grad.layout}, shape {tuple(grad.shape)}",
                 fix="sparse=False in the embedding",
@@ -223,7 +223,7 @@ def _sharding_groups(grad: DTensor) -> tuple[dist.ProcessGroup, ...]:
     """Returns the process groups over which another library's DTensor is sharded."""
     if any(placement.is_partial() for placement in grad.placements):
         raise GradientError(
-            "a gradient is still a sum to be done",
+            "a gradient is a partial sum",
             expected="a DTensor that is sharded or replicated",
             got=f"placements {grad.placements}",
             fix="grad.redistribute(...) before clipping",

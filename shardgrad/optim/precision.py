@@ -48,21 +48,21 @@ class Precision:
     def __post_init__(self) -> None:
         if self.moment_dtype not in (None, torch.float32, torch.bfloat16, torch.float64):
             raise OptionError(
-                "moments cannot be kept in this dtype",
+                "moment_dtype is not supported",
                 expected="None, torch.float32, torch.bfloat16 or torch.float64",
                 got=repr(self.moment_dtype),
                 fix="moment_dtype=torch.bfloat16",
             )
         if self.master not in (None, "float32", "remainder"):
             raise OptionError(
-                "there is no such master copy",
+                "master is not supported",
                 expected='None, "float32" or "remainder"',
                 got=repr(self.master),
                 fix='master="float32"',
             )
         if self.master is not None and self.stochastic_rounding:
             raise OptionError(
-                "stochastic rounding is for weights without a master copy",
+                "stochastic rounding excludes a master copy",
                 expected="one of master and stochastic_rounding",
                 got=f"master={self.master!r} and stochastic_rounding=True",
                 fix="leave one out",
@@ -85,9 +85,9 @@ class Precision:
             dtypes["remainder"] = torch.int16
         elif self.master == "remainder" and param_dtype is torch.float16:
             raise OptionError(
-                "a remainder completes bf16 weights only",
-                expected="parameters of torch.bfloat16, or wider ones, which need none",
-                got="parameters of torch.float16",
+                "master='remainder' requires bf16 weights",
+                expected="parameters in torch.bfloat16, or in wider dtypes, which need none",
+                got="parameters in torch.float16",
                 fix='master="float32"',
             )
         return dtypes

@@ -121,12 +121,12 @@ class _Segment(ABC):
         """
         if is_capturing(self.device):
             raise CaptureError(
-                "the first step of an optimizer is in a capture",
-                expected="tables and state that an eager step has made",
-                got="parameters that no step has updated yet, or new places of their gradients",
+                "the first step of an optimizer runs in a capture",
+                expected="an earlier eager step, which creates tables and state",
+                got="parameters that no step has updated yet, or gradients at new addresses",
                 where=f"parameters {', '.join(self.names)}",
-                fix="a boolean argument of the step that says whether it updates: each value runs "
-                "eagerly once; or a larger warmup=",
+                fix="pass the step a boolean that says whether it updates, since each value runs "
+                "eagerly once; or use a larger warmup=",
             )
         return rows.to(self.device)
 
@@ -264,10 +264,10 @@ class ShardedSegment(_Segment):
                     raise OptimizerParameterError(
                         f"parameter {managed.name} was replaced after the optimizer was built",
                         expected="the parameter the optimizer was given",
-                        got="another one in its place: load_state_dict(assign=True), or "
+                        got="another parameter, from load_state_dict(assign=True) or "
                         "model.to(dtype)",
                         where=f"unit {self._group.name or 'root'!r}",
-                        fix="build the optimizer after the last change of this kind",
+                        fix="build the optimizer after the last such change",
                     )
             self._memory = self._memory_now()
             self._generation = self._group.generation
@@ -278,15 +278,15 @@ class ShardedSegment(_Segment):
                 f"{', '.join(self.names)} shared a flat shard with parameters that have left it "
                 "since the optimizer was built",
                 expected="the shard that the optimizer was built over",
-                got="one that got fsdp_pre_all_gather, or that fully_shard gave to an outer unit",
+                got="parameters that got fsdp_pre_all_gather, or moved to an outer unit",
                 where=f"unit {group_of(self._members[0]).name}",
-                fix="build the optimizer after that, with torch.optim for what has "
+                fix="build the optimizer after that, and use torch.optim for parameters with "
                 "fsdp_pre_all_gather",
             )
         raise OptimizerParameterError(
-            f"the data of a parameter among {', '.join(self.names)} was replaced",
-            expected="the piece of the shard that the engine gathers from",
-            got="another tensor, which the next forward would not see",
+            f"the data of one of the parameters {', '.join(self.names)} was replaced",
+            expected="a view of the shard that the engine gathers",
+            got="another tensor, which the next forward would not use",
             where=f"unit {self._group.name or 'root'!r}",
             fix="change parameters in place: param.copy_(new) under torch.no_grad()",
         )
@@ -401,13 +401,13 @@ class PlainSegment(_Segment):
         """Refuses a parameter that is no longer part of the model: it would not be trained."""
         param, got = self.params[0], ""
         if is_replaced(param):
-            got = "the parameter from before fully_shard, which has put a sharded one in its place"
+            got = "the parameter from before fully_shard, which has replaced it"
         elif not self.has_data:
-            got = "one on the meta device, which model.to_empty() has replaced by another"
+            got = "a parameter on the meta device, which model.to_empty() has replaced"
         if got:
             raise OptimizerParameterError(
-                f"parameter {self.names[0]} is not part of the model any more",
-                expected="a parameter that the model computes with",
+                f"parameter {self.names[0]} is no longer part of the model",
+                expected="a parameter that the model uses",
                 got=got,
                 fix="build the optimizer after fully_shard and after to_empty",
             )
@@ -418,18 +418,18 @@ class PlainSegment(_Segment):
         if _form_of(local) != self._form or local.device != device:
             shape, strides, dtype = self._form
             raise OptimizerParameterError(
-                f"the data of parameter {self.names[0]} was replaced by something else",
+                f"the data of parameter {self.names[0]} was replaced by a different tensor",
                 expected=f"{dtype} of shape {shape} with strides {strides} on {device}",
                 got=f"{local.dtype} of shape {tuple(local.shape)} with strides {local.stride()} on "
                 f"{local.device}",
-                fix="build the optimizer after the last change of this kind",
+                fix="build the optimizer after the last such change",
             )
         if grad.layout is not torch.strided or grad.shape != local.shape:
             raise GradientError(
                 f"the gradient of parameter {self.names[0]} cannot be used",
                 expected=f"a dense tensor of shape {tuple(local.shape)}",
                 got=f"layout {grad.layout}, shape {tuple(grad.shape)}",
-                fix="sparse=False in the embedding, or torch.optim.SparseAdam for it",
+                fix="sparse=False in the embedding, or torch.optim.SparseAdam for this parameter",
             )
 
     def local_views(self, flat: torch.Tensor) -> list[torch.Tensor]:

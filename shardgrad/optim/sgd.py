@@ -117,7 +117,7 @@ class SGD(FlatOptimizer):
             )
         if new["momentum"] and not old["momentum"]:
             raise OptionError(
-                "this group was built without momentum",
+                "momentum cannot be added to a group that was built without it",
                 expected="momentum=0, as it was, or an optimizer built with momentum",
                 got=f"momentum={new['momentum']!r}",
                 fix="SGD(..., momentum=0.9)",

@@ -43,7 +43,7 @@ def load_state(
     saved_groups = state_dict["param_groups"]
     ours, theirs = ([len(g["params"]) for g in g_list] for g_list in (groups, saved_groups))
     if ours != theirs:
-        raise misfit("its groups are others", f"groups of {ours} parameters", f"groups of {theirs}")
+        raise misfit("its groups differ", f"groups of {ours} parameters", f"groups of {theirs}")
     ids = chain.from_iterable(group["params"] for group in saved_groups)
     params = chain.from_iterable(group["params"] for group in groups)
     saved_state = state_dict["state"]
@@ -68,7 +68,7 @@ def copies_into(
     ]
     if unknown:
         raise misfit(
-            f"parameter {number} has state this optimizer does not keep",
+            f"parameter {number} has state that this optimizer does not keep",
             f"{sorted(ours)}",
             f"{sorted(unknown)}",
         )
@@ -92,7 +92,9 @@ def _count(number: int, step: Any, momentum: Any) -> torch.Tensor:
         step = float(momentum is not None)
     count = torch.as_tensor(step, dtype=torch.float32)
     if count.numel() != 1:
-        raise misfit(f"step of parameter {number} has another shape", "()", str(tuple(count.shape)))
+        raise misfit(
+            f"step of parameter {number} has the wrong shape", "()", str(tuple(count.shape))
+        )
     count = count.reshape(())
     if isinstance(momentum, torch.Tensor):
         count = count.maximum(local_tensor(momentum).any().to(count))
@@ -109,11 +111,11 @@ def local_part(into: torch.Tensor, value: Any, what: str) -> torch.Tensor:
         what: the name for the error message.
 
     Raises:
-        OptimizerStateError: `value` has another shape, or is not a tensor.
+        OptimizerStateError: `value` has the wrong shape, or is not a tensor.
     """
     if not isinstance(value, torch.Tensor) or value.shape != into.shape:
         got = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-        raise misfit(f"{what} has another shape", str(tuple(into.shape)), str(got))
+        raise misfit(f"{what} has the wrong shape", str(tuple(into.shape)), str(got))
     if not isinstance(into, DTensor):
         return value.full_tensor() if isinstance(value, DTensor) else value
     if not isinstance(value, DTensor):

@@ -32,9 +32,8 @@ def function_named(target: str, *, flag: str) -> Callable[[], Any]:
         inspect.signature(function).bind()
     except (Exception, SystemExit) as error:  # SystemExit: of a program that runs when imported
         raise OptionError(
-            f"{flag} {target} is no function that can be called",
-            expected="module:function, of a module in this directory or installed, without "
-            "arguments",
+            f"{flag} {target} does not name a function without arguments",
+            expected="module:function, in a module that is installed or in this directory",
             got=f"{type(error).__name__}: {error}",
             fix=f"{flag} train:build, where python -c 'import train' works",
         ) from error

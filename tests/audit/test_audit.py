@@ -24,9 +24,9 @@ def audited(name: str, *options: str) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("seeded_by_rank", "First in end of 0.weight, and 3 more: it is off by "),
-        ("unused_on_rank_1", "First in end of 0.weight, and 3 more: it is off by "),
-        ("another_model_on_rank_1", "runs without its engine, and fails with it: rank"),
+        ("seeded_by_rank", "First difference: 0.weight, and 3 more: it is off by "),
+        ("unused_on_rank_1", "First difference: 0.weight, and 3 more: it is off by "),
+        ("another_model_on_rank_1", "runs without its engine but fails with it: rank"),
     ],
 )
 def test_a_mistake_is_named_with_its_first_parameter(name: str, words: str) -> None:
@@ -38,20 +38,22 @@ def test_a_mistake_is_named_with_its_first_parameter(name: str, words: str) -> N
 @pytest.mark.parametrize("engine", ["ddp", "fsdp1", "fsdp2", "shardgrad"])
 def test_a_program_that_trains_by_itself_passes_with_any_engine(engine: str) -> None:
     status, said = audited(f"trains_with_{engine}")
-    assert "2 ranks end as they do without an engine: 4 values agree." in said
+    assert "2 ranks reproduce the run without an engine: 4 values agree." in said
     assert status == 0
 
 
 def test_values_that_a_program_returns_are_compared() -> None:
     status, said = audited("trains_and_returns_losses")
-    assert "2 ranks end as they do without an engine: 1 values agree." in said
+    assert "2 ranks reproduce the run without an engine: 1 values agree." in said
     assert status == 0
 
 
 def test_a_program_that_trains_something_else_with_its_engine_is_found() -> None:
     status, said = audited("trains_past_the_wrapper")
-    assert "do not end as they do without an engine. First in end of 0.weight, and 3 more" in said
-    assert "and ranks have different values, as where gradients are not averaged." in said
+    assert (
+        "do not reproduce the run without an engine. First difference: 0.weight, and 3 more" in said
+    )
+    assert "and ranks have different values, as when gradients are not averaged." in said
     assert status == 1
 
 
@@ -72,8 +74,11 @@ def test_a_rank_has_the_environment_of_a_launcher() -> None:
 @pytest.mark.parametrize(
     ("target", "words"),
     [
-        ("nothing", ["--audit nothing is no function", "try:      --audit train:build"]),
-        ("no.such.module:build", ["is no function that can be called", "ModuleNotFoundError"]),
+        ("nothing", ["--audit nothing does not name", "try:      --audit train:build"]),
+        (
+            "no.such.module:build",
+            ["does not name a function without arguments", "ModuleNotFoundError"],
+        ),
         (f"{PROGRAMS}:absent", ["has no attribute 'absent'"]),
         (f"{PROGRAMS}:a_number", ["got:      TypeError: 7 is not a callable object"]),
         (
@@ -104,7 +109,7 @@ def test_a_rank_that_does_not_end_after_another_is_not_waited_for(
     monkeypatch.setattr(audit, "_TIMEOUT_S", 3.0)
     left, failure = _run(f"{PROGRAMS}:rank_1_stays", 2)
     assert not left
-    assert failure.endswith("rank_1_stays(): 1 of 2 ranks still waited when the rest ended")
+    assert failure.endswith("rank_1_stays(): 1 of 2 ranks still waited after the others ended")
 
 
 # -- what the numbers say
@@ -126,20 +131,22 @@ def test_only_what_is_not_finite_in_either_run_is_no_difference() -> None:
         assert said(broken, broken, expected=broken) == ""
         assert said(WEIGHT, WEIGHT, expected=broken) != ""
         for ranks in ((WEIGHT, broken), (broken, WEIGHT), (broken, broken)):
-            assert said(*ranks).startswith("end of w: it is zero or not finite in one of the runs")
+            assert said(*ranks).startswith("w: it is zero or not finite in one of the runs")
 
 
 def test_the_first_value_that_differs_is_told_with_how_far_and_where() -> None:
-    alike = "end of w: it is off by 100.00%, on all ranks alike"
+    alike = "w: it is off by 100.00%, equally on all ranks"
     assert said(2 * WEIGHT, 2 * WEIGHT) == alike
-    assert said(2 * WEIGHT, WEIGHT).startswith("end of w: it is off by 100.00%, and ranks have")
+    assert said(2 * WEIGHT, WEIGHT).startswith("w: it is off by 100.00%, and ranks have")
     # As far off as the other, on the other side.
-    assert said(2 * WEIGHT, 0 * WEIGHT).startswith("end of w: it is off by 100.00%, and ranks have")
-    zero = "end of w: it is zero or not finite in one of the runs, on all ranks alike"
+    assert said(2 * WEIGHT, 0 * WEIGHT).startswith("w: it is off by 100.00%, and ranks have")
+    zero = "w: it is zero or not finite in one of the runs, equally on all ranks"
     assert said(WEIGHT, WEIGHT, expected=0 * WEIGHT) == zero
-    assert said(WEIGHT[:2], WEIGHT[:2]) == "end of w: it has shape {(2, 2)} instead of (3, 2)"
+    assert said(WEIGHT[:2], WEIGHT[:2]) == "w: it has shape {(2, 2)} instead of (3, 2)"
     more = {"v": WEIGHT, "w": WEIGHT, "x": WEIGHT}
     other = {"v": WEIGHT, "w": 2 * WEIGHT, "x": 2 * WEIGHT}
-    assert _difference(more, [other]) == alike.replace("of w", "of w, and 1 more")
+    assert _difference(more, [other]) == alike.replace("w:", "w, and 1 more:")
     for expected, found in (({}, more), (more, {})):
-        assert _difference(expected, [found]).endswith("not every rank has it in both runs")
+        assert _difference(expected, [found]).endswith(
+            "it does not exist on every rank in both runs"
+        )

@@ -127,7 +127,9 @@ def test_parts_are_loaded_only_when_they_are_named_optional(saved: Path) -> None
     ours = {"model": {"weight": torch.zeros(ROWS, 1000), "new": torch.ones(2)}}
     with pytest.raises(CheckpointError, match=r"model\.new"):
         checkpoint.load(ours, saved)
-    with pytest.raises(CheckpointError, match=r"0\.3 is also there, .* nothing is also .* step is"):
+    with pytest.raises(
+        CheckpointError, match=r"0\.3 is only in the checkpoint, .* nothing is only .* step is"
+    ):
         checkpoint.load(ours, saved, optional=("model.*",))
     assert not ours["model"]["weight"].any()
     checkpoint.load(ours, saved, optional=("*",))
@@ -180,7 +182,7 @@ def test_a_name_that_is_taken_is_left_alone(saved: Path, tmp_path: Path) -> None
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
     for taken in (tmp_path / "mine", saved):
-        with pytest.raises(CheckpointSaveError, match="exists already"):
+        with pytest.raises(CheckpointSaveError, match="already exists"):
             checkpoint.save(small(1), taken)
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "years of work"
     assert same(checkpoint.load(state(1), saved), state())
@@ -318,7 +320,7 @@ def test_what_does_not_fit_is_named_all_of_it(saved: Path) -> None:
     )
     ours = state(1)
     del ours["model"]["turned"]
-    with pytest.raises(CheckpointError, match=r"model\.turned is also there"):
+    with pytest.raises(CheckpointError, match=r"model\.turned is only in the checkpoint"):
         checkpoint.load(ours, saved)
 
 

@@ -74,7 +74,7 @@ OTHER_CLASSES = (
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        *((content, "has no place in a list of contents") for content in OTHER_CLASSES),
+        *((content, "is not allowed in the metadata of a checkpoint") for content in OTHER_CLASSES),
         *((content, "") for content in (pickle.dumps({"w": 1}), b"\x80\x02r", b"")),
     ],
 )

@@ -259,7 +259,7 @@ def test_what_a_run_that_went_back_abandoned_is_neither_latest_nor_kept_for_it(
         save(series, step)
     (tmp_path / "latest").write_text("step_000020\n")
     again = Series(tmp_path, keep=keep)  # another process, or the same one
-    with pytest.raises(CheckpointSaveError, match=r"step_000030 exists already(.|\n)*recover"):
+    with pytest.raises(CheckpointSaveError, match=r"step_000030 already exists(.|\n)*recover"):
         save(again, 30, number=31)
     again.recover()
     assert names(tmp_path) == ["step_000010", "step_000020"]

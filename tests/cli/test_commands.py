@@ -100,7 +100,8 @@ def test_doctor_counts_what_prevents_a_graph_and_fails_if_anything_does(
     monkeypatch.setattr(preflight, "environment_issues", lambda *_: issues)
     done = CliRunner().invoke(main, ["doctor"])
     assert done.exit_code == len(issues)
-    assert ("1 issue for a graph" if issues else "No issues for a graph") in done.output
+    count = "1 issue" if issues else "No issues"
+    assert f"{count} that would prevent a graph" in done.output
     assert "not in this build of torch" in done.output or torch.version.cuda is not None
 
 

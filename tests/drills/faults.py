@@ -89,7 +89,7 @@ def _everywhere(name: str, action: str, **facts: Any) -> list[Fault]:
 
 CATALOGUE: tuple[Fault, ...] = (
     *_everywhere("killed", "kill", words=("ended by SIGKILL",)),
-    *_everywhere("stopped", "stop", expects=_E.SAYS, words=("Another rank ended",)),
+    *_everywhere("stopped", "stop", expects=_E.SAYS, words=("Another rank exited",)),
     *_everywhere("slowed for a moment", "sleep", seconds=0.7, expects=_E.SURVIVES),
     Fault(
         "slowed beyond the limit",
@@ -97,7 +97,7 @@ CATALOGUE: tuple[Fault, ...] = (
         (*_DATA, *_OPTIMIZER),
         _E.SAYS,
         seconds=3 * TIMEOUT_S,
-        words=("Another rank ended",),
+        words=("Another rank exited",),
     ),
     Fault("segmentation fault", "crash", (*_FORWARD, *_BACKWARD), words=("ended by SIGSEGV",)),
     Fault("abort in a library", "abort", (*_FORWARD, *_BACKWARD), words=("ended by SIGABRT",)),
@@ -153,6 +153,6 @@ CATALOGUE: tuple[Fault, ...] = (
         "poison gradient",
         _BACKWARD[:1],
         _E.SAYS,
-        words=("stopped being finite at step", "the norm of the gradients"),
+        words=("became non-finite at step", "the norm of the gradients"),
     ),
 )

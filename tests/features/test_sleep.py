@@ -254,7 +254,7 @@ def test_what_cannot_sleep_is_refused() -> None:
     optimizer.step()
     optimizer.zero_grad()
     for use in (optimizer.offload, lambda: shardgrad.sleep(model, level=2)):
-        with pytest.raises(OptionError, match=r"(?s)cannot be given back.*SleepPolicy\(\)"):
+        with pytest.raises(OptionError, match=r"(?s)cannot be released.*SleepPolicy\(\)"):
             use()
     with pytest.raises(OptionError, match=r"(?s)pool's memory cannot.*GraphPool.*SleepPolicy\(\)"):
         shardgrad.GraphPool().offload()

@@ -750,8 +750,8 @@ FAR = {
     ),
     "the first update": (
         first_update,
-        r"the first step of an optimizer is in a capture[\s\S]*0\.weight, 0\.bias; [\s\S]*"
-        r"in step: optimizer\.step\(\)\n  try:      a boolean argument of the step",
+        r"the first step of an optimizer runs in a capture[\s\S]*0\.weight, 0\.bias; [\s\S]*"
+        r"in step: optimizer\.step\(\)\n  try:      pass the step a booleanep",
     ),
     "a sharded module that is not given": (
         an_average_that_is_not_given,

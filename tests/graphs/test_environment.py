@@ -112,4 +112,4 @@ def test_the_doctor_finds_nothing_wrong_with_this_machine() -> None:
     done = CliRunner().invoke(main, ["doctor"])
     assert done.exit_code == 0, done.output
     assert torch.__version__ in done.output
-    assert done.output.endswith("No issues for a graph in this environment.\n")
+    assert done.output.endswith("No issues that would prevent a graph in this environment.\n")

@@ -183,7 +183,7 @@ def a_rate_that_is_nan() -> None:
 
 @mistake(
     typed="`optim.load_state_dict` of another model's optimizer",
-    says="OptimizerStateError: the optimizer state was not loaded: its groups are others",
+    says="OptimizerStateError: the optimizer state was not loaded: its groups differ",
     cure="load it into an optimizer built the same way, over a model with the same parameters in "
     "order",
 )

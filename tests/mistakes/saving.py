@@ -88,7 +88,7 @@ def a_full_state_dict_without_options() -> None:
 @mistake(
     typed="`checkpoint.load` of a folder that is not there",
     says="CheckpointError: the checkpoint's file .metadata is missing or damaged",
-    cure="correct the path, or take an older checkpoint",
+    cure="correct the path, or use an older checkpoint",
 )
 def no_checkpoint() -> None:
     checkpoint.load({"model": sharded().state_dict()}, "/tmp/there/is/none")

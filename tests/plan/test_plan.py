@@ -392,11 +392,11 @@ def test_a_model_of_ones_own_is_planned() -> None:
     [
         (["--model", "nowhere:build"], "No module named 'nowhere'"),
         (["--model", "math:build"], "has no attribute 'build'"),
-        (["--model", f"{__name__}:fails"], "cannot be built of fake tensors"),
+        (["--model", f"{__name__}:fails"], "cannot be built with fake tensors"),
         (["--model", f"{__name__}:reads_values"], "reads a tensor's value"),
         (["--model", f"{__name__}:branches"], "values"),
         (["--model", f"{__name__}:with_scalar"], "has no loss"),
-        (["--model", f"{__name__}:without_parameters"], "without parameters to train"),
+        (["--model", f"{__name__}:without_parameters"], "without trainable parameters"),
     ],
 )
 def test_what_cannot_be_planned_is_refused_in_a_sentence(arguments: list[str], words: str) -> None:

@@ -22,7 +22,7 @@ def test_a_gpu_without_kernels_is_told_once_with_what_to_type(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(library, "has_kernels", lambda device_type: False)
     library.check_kernels.cache_clear()
-    with pytest.warns(RuntimeWarning, match=r"kernels for CUDA were not built.* type: pip install"):
+    with pytest.warns(RuntimeWarning, match=r"CUDA kernels were not built.* PATH: pip install"):
         library.check_kernels("cuda")
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -322,7 +322,7 @@ def test_what_cannot_be_done_with_dtensors_is_refused() -> None:
         shardgrad.fully_shard(model, mesh=mesh["dp"])
     del model[1].elsewhere
     sharded = shardgrad.fully_shard(model, mesh=mesh["dp"])
-    with pytest.raises(errors.OptimizerParameterError, match="whose rows are cut"):
+    with pytest.raises(errors.OptimizerParameterError, match="whose rows are split"):
         shardgrad.optim.Muon([sharded.get_parameter("0.up.weight")])
 
 

@@ -21,7 +21,7 @@ def told_again(own: Exception) -> Exception:
     """
     try:
         try:
-            raise CheckpointSaveError("a rank could not do its part") from own
+            raise CheckpointSaveError("a rank failed in its part") from own
         except CheckpointSaveError:
             raise own from None
     except Exception as error:
@@ -37,7 +37,7 @@ def test_an_error_that_is_the_cause_of_its_own_context_is_explained() -> None:
 def test_a_full_disk_is_found_behind_what_it_led_to() -> None:
     full = OSError(errno.ENOSPC, "No space left on device")
     assert str(explain(told_again(full))).startswith("The disk is full")
-    behind = CheckpointSaveError("a rank could not do its part")
+    behind = CheckpointSaveError("a rank failed in its part")
     behind.__cause__ = full
     assert str(explain(behind)).startswith("The disk is full")
 
@@ -49,7 +49,7 @@ def test_too_many_open_files_name_the_limit_whoever_met_it() -> None:
     )
     for met in (gloo, OSError(errno.EMFILE, "Too many open files", "ascii.py")):
         said = str(explain(met))
-        assert f"its limit is {limit}: ulimit -n " in said
+        assert f"(its limit is {limit}): run ulimit -n " in said
         assert "enforce" not in said
 
 
@@ -58,4 +58,4 @@ def test_what_the_store_or_a_collective_of_torch_raises_is_another_ranks_end() -
         dist.init_process_group("gloo", store=dist.HashStore(), rank=1, world_size=2, timeout=SHORT)
     failure = explain(caught.value)
     assert isinstance(failure, PeerLost)
-    assert str(failure).startswith("Another rank ended, or did not answer within --timeout (")
+    assert str(failure).startswith("Another rank exited, or did not respond within --timeout (")

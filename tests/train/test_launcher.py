@@ -22,7 +22,7 @@ def test_a_run_that_a_launcher_starts_several_times_is_refused(
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UsageError, match="as by torchrun, and this program starts its own ranks"):
+    with pytest.raises(UsageError, match="as by torchrun, but this program starts its own ranks"):
         prepare({"run_dir": "nowhere"}, resume=None)
 
 
@@ -72,12 +72,12 @@ print(prepare({}, resume=Path(sys.argv[1])).ranks, "torch" in sys.modules)
         (
             -signal.SIGKILL,
             1,
-            "Rank 3 was ended by SIGKILL, as the system does when memory runs out.",
+            "Rank 3 was ended by SIGKILL, as when the system runs out of memory.",
         ),
         (
             -signal.SIGABRT,
             1,
-            "Rank 3 was ended by SIGABRT, as gloo does to a rank that is sent more",
+            "Rank 3 was ended by SIGABRT, as when gloo receives more",
         ),
         (-signal.SIGSEGV, 1, "Rank 3 was ended by SIGSEGV."),
         (7, 7, "Rank 3 ended with status 7 without a report."),

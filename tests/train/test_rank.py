@@ -26,8 +26,8 @@ def test_two_ranks_tell_where_they_waited_for_a_lost_one(monkeypatch: pytest.Mon
     recorder.enter("forward", step=5)
     for number in (0, 1):
         assert told(GONE, number).startswith(
-            f"Rank {number} failed at step 5, forward of layers.1: Another rank ended, or did not "
-            "answer within --timeout (the all-gather of layers.1 failed"
+            f"Rank {number} failed at step 5, forward of layers.1: Another rank exited, or did not "
+            "respond within --timeout (the all-gather of layers.1 failed"
         )
     assert told(GONE, 2) == ""
 
@@ -43,11 +43,11 @@ def test_an_error_of_one_rank_is_its_own_report(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_save_that_failed_on_another_rank_is_that_ranks_report() -> None:
-    shared, own = (CheckpointSaveError("a rank could not do its part") for _ in range(2))
+    shared, own = (CheckpointSaveError("a rank failed in its part") for _ in range(2))
     own.__cause__ = OSError(errno.EFBIG, "File too large")
     recorder.enter("checkpoint")
     assert told(shared, 0) == ""
-    assert "checkpoint: The disk is full or a quota is used up" in told(own, 1)
+    assert "checkpoint: The disk is full or a quota is exceeded" in told(own, 1)
 
 
 def test_what_all_ranks_find_together_is_said_by_rank_0() -> None:

@@ -174,7 +174,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_to_the_bit(
     folder = copy_as_of_half(two_ranks, tmp_path / "resumed")
     status, _, errors = end(start("--resume", folder, "--steps", str(HALF)))
     assert (status, len(errors.splitlines())) == (2, 1), errors
-    assert f"already made {HALF} steps" in errors
+    assert f"already taken {HALF} steps" in errors
     assert (folder / "checkpoints" / f"step_{STEPS:06d}").exists(), "removed for nothing"
     assert f"Resumed after step {HALF}." in train("--resume", folder)
     assert losses(folder) == losses(two_ranks)
@@ -286,7 +286,7 @@ def test_a_loss_that_is_not_finite_stops_before_it_is_saved(tmp_path: Path) -> N
     options = ["--ranks", "1", "--lr", "1e30", "--log-every", "100"]
     status, _, errors = end(start(*MICRO, *options, "--run-dir", folder))
     assert status == 1
-    assert "stopped being finite at step 2" in errors
+    assert "became non-finite at step 2" in errors
     assert not (folder / "checkpoints" / "latest").exists()
 
 
@@ -340,6 +340,6 @@ def test_a_file_that_may_not_grow_is_reported_like_a_full_disk(tmp_path: Path) -
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (100_000, 100_000))
     status, _, errors = end(process)
     assert status == 1
-    assert "The disk is full or a quota is used up" in errors
+    assert "The disk is full or a quota is exceeded" in errors
     assert "No checkpoint had been written yet" in errors
     assert "Traceback" not in errors

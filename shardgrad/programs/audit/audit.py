@@ -65,7 +65,7 @@ def audit(target: str, *, ranks: int = 2) -> tuple[bool, str]:
             expected=f"{target} to run without its engine",
             got=why,
             where=f"{target.rpartition(':')[2]}()",
-            fix="use what plain tensors and modules have as well",
+            fix="use only methods that plain tensors and modules have too",
         )
     reference = references[0]
     if isinstance(reference, str):
@@ -76,12 +76,15 @@ def audit(target: str, *, ranks: int = 2) -> tuple[bool, str]:
             fix="return model",
         )
     if failure:
-        return False, f"The program runs without its engine, and fails with it: {failure}"
+        return False, f"The program runs without its engine but fails with it: {failure}"
     difference = _difference(reference, [{} if isinstance(run, str) else run for run in runs])
     if difference:
-        what = "do not end as they do without an engine"
-        return False, f"{ranks} ranks {what}. First in {difference}."
-    return True, f"{ranks} ranks end as they do without an engine: {len(reference)} values agree."
+        what = "do not reproduce the run without an engine"
+        return False, f"{ranks} ranks {what}. First difference: {difference}."
+    return (
+        True,
+        f"{ranks} ranks reproduce the run without an engine: {len(reference)} values agree.",
+    )
 
 
 # -- comparing
@@ -104,14 +107,14 @@ def _difference(expected: _Values, ranks: Sequence[_Values]) -> str:
         return ""
     name, words = next(iter(differing.items()))
     more = f", and {len(differing) - 1} more" if len(differing) > 1 else ""
-    return f"end of {name}{more}: {words}"
+    return f"{name}{more}: {words}"
 
 
 def _how(expected: torch.Tensor | None, held: Sequence[torch.Tensor | None]) -> str:
     """Returns how what ranks have of a value differs from what is expected, if it does."""
     tensors = [tensor for tensor in held if tensor is not None]
     if expected is None or len(tensors) < len(held):
-        return "not every rank has it in both runs"
+        return "it does not exist on every rank in both runs"
     shapes = {tuple(tensor.shape) for tensor in tensors}
     if shapes != {tuple(expected.shape)}:
         return f"it has shape {shapes} instead of {tuple(expected.shape)}"
@@ -120,8 +123,8 @@ def _how(expected: torch.Tensor | None, held: Sequence[torch.Tensor | None]) -> 
         return ""
     how = f"off by {off:.2%}" if off < math.inf else "zero or not finite in one of the runs"
     if any(_off(tensor, tensors[0]) for tensor in tensors):
-        return f"it is {how}, and ranks have different values, as where gradients are not averaged"
-    return f"it is {how}, on all ranks alike"
+        return f"it is {how}, and ranks have different values, as when gradients are not averaged"
+    return f"it is {how}, equally on all ranks"
 
 
 def _off(values: torch.Tensor, expected: torch.Tensor) -> float:
@@ -165,8 +168,11 @@ def _run(target: str, world: int, *, engine: bool = True) -> tuple[list[_Values 
             left, limit_s = world, None
             while not ranks.join(limit_s):
                 if len(ranks.sentinels) == left:
-                    where = f"at an unknown place of {name}"
-                    return [], f"{where}: {left} of {world} ranks still waited when the rest ended"
+                    where = f"at an unknown place in {name}"
+                    return (
+                        [],
+                        f"{where}: {left} of {world} ranks still waited after the others ended",
+                    )
                 left, limit_s = len(ranks.sentinels), _TIMEOUT_S
         except ProcessException as error:
             print(error.msg, file=sys.stderr)

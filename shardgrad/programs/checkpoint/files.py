@@ -74,7 +74,7 @@ def open_plain(path: Path) -> BinaryIO:
         raise damaged(path, "a regular file", error.strerror or "nothing") from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise damaged(path, "a regular file", "something else")
+        raise damaged(path, "a regular file", "another kind of file")
     return os.fdopen(descriptor, "rb")
 
 
@@ -95,7 +95,7 @@ def content_of(path: Path, most: int) -> bytes:
         try:
             return stream.read()
         except OSError as error:
-            raise damaged(path, "a file that can be read", error.strerror or "an error") from error
+            raise damaged(path, "a readable file", error.strerror or "an error") from error
 
 
 def damaged(path: Path, expected: str, got: str) -> CheckpointError:
@@ -105,6 +105,6 @@ def damaged(path: Path, expected: str, got: str) -> CheckpointError:
         expected=expected,
         got=printable(got),
         where=printable(path),
-        fix="correct the path, or take an older checkpoint; `shardgrad checkpoint verify` tells "
-        "which are undamaged",
+        fix="correct the path, or use an older checkpoint; `shardgrad checkpoint verify` finds "
+        "undamaged ones",
     )

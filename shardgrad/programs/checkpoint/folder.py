@@ -44,11 +44,11 @@ def published(final: Path) -> Iterator[Path]:
     final = Path(os.path.abspath(final))
     if final.exists() and not (final.is_dir() and not any(final.iterdir())):
         raise CheckpointSaveError(
-            f"{printable(final)} exists already",
+            f"{printable(final)} already exists",
             expected="a new name",
             got="a checkpoint" if _is_complete(final) else "other files",
-            fix="choose another name, or remove what is there; if a run went back, "
-            "series.recover() removes the checkpoints after the one it goes on from",
+            fix="choose another name, or remove it; if a run resumes from an earlier checkpoint, "
+            "series.recover() removes the later ones",
         )
     make_folder(final.parent)
     lock.require_no_other(final.parent)
@@ -84,8 +84,8 @@ class Series:
     def __init__(self, folder: Path | str, *, keep: int = 2) -> None:
         if keep < 1:
             raise OptionError(
-                "the newest checkpoint is always kept",
-                expected="keep of at least 1",
+                "keep must be positive, since the newest checkpoint is always kept",
+                expected="at least 1",
                 got=repr(keep),
                 fix="keep=2",
             )

@@ -89,7 +89,7 @@ def load(
     def require_used(unused: list[set[str]]) -> None:
         left = set.intersection(*unused)
         if left:
-            raise _misfit(folder, [f"{printable(name)} is also there" for name in left])
+            raise _misfit(folder, [f"{printable(name)} is only in the checkpoint" for name in left])
 
     def check() -> None:
         manifest.check(folder, files, sorted(files)[peers.rank :: peers.count])
@@ -131,10 +131,10 @@ class _Reader(FileSystemReader):
         if view.read(len(_ZIP)) != _ZIP:
             raise CheckpointError(
                 "an entry of the checkpoint is damaged, or not a zip archive",
-                expected="what torch.save writes",
-                got="something else",
+                expected="a zip archive, as torch.save writes it",
+                got="other bytes",
                 where=printable(sinfo.relative_path),
-                fix="another checkpoint",
+                fix="use another checkpoint",
             )
         view.seek(0)
         return view
@@ -179,9 +179,9 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 def _misfit(folder: Path, odd: list[str]) -> CheckpointError:
     return CheckpointError(
         "the checkpoint does not fit, and nothing was loaded",
-        expected="its entries, shapes and kinds of dtypes in the state",
+        expected="a state with the same entries, shapes and kinds of dtypes",
         got=listed(odd),
         where=printable(folder),
-        fix="build the model and the optimizer that were saved; or, where a difference is meant, "
-        "name it in `optional`",
+        fix="build the model and the optimizer that were saved; or list intended differences "
+        "in `optional`",
     )

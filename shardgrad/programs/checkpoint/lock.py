@@ -98,7 +98,7 @@ def _lock(descriptor: int, folder: Path) -> None:
             if error.errno in _NOT_SUPPORTED:
                 warnings.warn(
                     f"{folder} is on a file system without locks ({error.strerror}): a second "
-                    "process that writes there is not noticed.",
+                    "process that writes there is not detected.",
                     stacklevel=5,
                 )
                 return
@@ -118,7 +118,7 @@ def _lock(descriptor: int, folder: Path) -> None:
         holder = "another one"
     raise CheckpointSaveError(
         f"{printable(folder)} is being written by another process",
-        expected="one process that writes there",
+        expected="one writing process",
         got=printable(holder),
-        fix="wait until it has ended, or end it; or write into another folder",
+        fix="wait for it to end, or stop it; or write into another folder",
     )

@@ -132,7 +132,7 @@ def check(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
                 while block := stream.read(_BLOCK_NBYTES):
                     checksum = zlib.crc32(block, checksum)
             except OSError as error:
-                raise damaged(path, "a file that can be read", str(error)) from error
+                raise damaged(path, "a readable file", str(error)) from error
         if checksum != right:
             raise damaged(path, f"CRC-32 {right:08x}", f"{checksum:08x}")
 
@@ -153,7 +153,7 @@ def verify(folder: Path | str) -> Manifest:
             expected=f"a file {MANIFEST}, which `shardgrad.checkpoint.save` writes",
             got="none",
             where=printable(folder),
-            fix="correct the path; what another tool wrote can be loaded, and not verified",
+            fix="correct the path; checkpoints of other tools can be loaded but not verified",
         )
     check(Path(folder), manifest, manifest)
     return manifest

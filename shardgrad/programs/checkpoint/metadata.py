@@ -53,7 +53,9 @@ class _Unpickler(pickle.Unpickler):
             found = getattr(torch, name, None)
             found = found if isinstance(found, torch.dtype) else None
         if found is None:
-            raise pickle.UnpicklingError(f"{module}.{name} has no place in a list of contents")
+            raise pickle.UnpicklingError(
+                f"{module}.{name} is not allowed in the metadata of a checkpoint"
+            )
         return found
 
 
@@ -74,17 +76,17 @@ def read_metadata(folder: Path | str, manifest: Manifest | None = None) -> Metad
     if manifest:
         right = manifest.get(METADATA)
         if right != (len(content), zlib.crc32(content)):
-            raise damaged(path, "the file of which the manifest has the checksum", "another")
+            raise damaged(path, "the checksum in the manifest", "another checksum")
     try:
         found = _Unpickler(io.BytesIO(content)).load()
         for info in found.storage_data.values():
             name = info.relative_path
             if not is_name(name) or (manifest and name not in manifest):
-                raise ValueError(f"{printable(name)} is no file of the checkpoint")
+                raise ValueError(f"{printable(name)} is not a file of the checkpoint")
         require_whole(found)
     except Exception as error:  # a damaged pickle raises whatever its bytes spell
         raise damaged(
-            path, "a list of contents and nothing else", f"{type(error).__name__}: {error}"
+            path, "metadata of a checkpoint", f"{type(error).__name__}: {error}"
         ) from error
     metadata: Metadata = found
     return metadata
@@ -102,6 +104,6 @@ def require_whole(metadata: Metadata) -> None:
             numel = sum(math.prod(chunk.sizes) for chunk in stored.chunks)
             if numel != math.prod(stored.size):
                 raise ValueError(
-                    f"its parts on these ranks do not cover the tensor {printable(name)}: {numel} "
+                    f"the parts on these ranks do not cover the tensor {printable(name)}: {numel} "
                     f"elements of {tuple(stored.size)}"
                 )

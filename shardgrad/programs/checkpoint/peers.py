@@ -122,9 +122,9 @@ class Peers:
         if isinstance(error, CheckpointError | CheckpointSaveError):
             return error
         return self._error(
-            "a rank could not do its part of the checkpoint",
+            "a rank failed in its part of the checkpoint",
             expected="no error",
             got=printable(f"{type(error).__name__}: {error}"),
             where=None if self._where is None else printable(self._where),
-            fix="remove the cause, and try again; checkpoints written before are untouched",
+            fix="remove the cause, and try again; earlier checkpoints are untouched",
         )

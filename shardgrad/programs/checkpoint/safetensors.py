@@ -53,7 +53,7 @@ def export_checkpoint(
     if not stored:
         groups = {name.partition(".")[0] for name in metadata.state_dict_metadata}
         raise CheckpointError(
-            f"the checkpoint has no tensors below {printable(only)}",
+            f"the checkpoint has no tensors under {printable(only)}",
             expected=f"one of {listed(groups)}",
             got=printable(only),
             where=printable(checkpoint),

@@ -22,7 +22,9 @@ def flatten(state: Mapping[Any, Any]) -> dict[str, Any]:
     try:
         leaves, _ = flatten_state_dict(dict(state))
     except ValueError as error:
-        raise _refused(str(error), "two entries of this name", "keys that differ as text") from None
+        raise _refused(
+            str(error), "two entries with this name", "keys that differ as strings"
+        ) from None
     for name, leaf in leaves.items():
         if isinstance(leaf, torch.Tensor):
             if leaf.layout is not torch.strided or leaf.is_meta:
@@ -55,8 +57,8 @@ def _require_data(name: str, leaf: Any) -> None:
         raise _refused(
             name,
             f"a {type(leaf).__name__}",
-            "tensors, or numbers, texts, booleans and None, in dictionaries and lists; tuples have "
-            "no tensors in them",
+            "tensors, numbers, strings, booleans and None in dictionaries and lists; tuples "
+            "without tensors",
         )
 
 

@@ -36,8 +36,7 @@ def _for_export(_: click.Context, __: click.Parameter, path: Path) -> Path:
         names = os.listdir(path) if path.is_dir() else [path.name] if path.exists() else []
         if names:
             raise click.BadParameter(
-                f"{path} is not empty, and would be replaced: choose another name, or remove what "
-                "is there."
+                f"{path} is not empty and would be replaced: choose another name, or remove it."
             )
         with tempfile.TemporaryDirectory(dir=path.absolute().parent):
             pass

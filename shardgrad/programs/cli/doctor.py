@@ -44,7 +44,7 @@ def doctor(ctx: click.Context, /, audit: str | None, ranks: int | None) -> None:
     if audit is not None:
         _audit(audit, ranks or 2)
     if ranks is not None:
-        raise click.UsageError("--ranks is for --audit: leave it out.", ctx)
+        raise click.UsageError("--ranks requires --audit: omit it, or add --audit.", ctx)
     from shardgrad.graphs.preflight import environment_issues
 
     device = _device()
@@ -54,7 +54,7 @@ def doctor(ctx: click.Context, /, audit: str | None, ranks: int | None) -> None:
     for issue in issues:
         click.echo(f"\n{click.style('issue', fg='red')}: {issue}")
     count = f"{len(issues) or 'No'} issue{'' if len(issues) == 1 else 's'}"
-    click.echo(f"\n{count} for a graph in this environment.")
+    click.echo(f"\n{count} that would prevent a graph in this environment.")
     sys.exit(1 if issues else 0)
 
 

@@ -39,7 +39,7 @@ def plan(ctx: click.Context, /, mfu: float | None, **options: Any) -> None:
     """
     asked = given_for(Request, options)
     if {"preset", "model"} <= asked.keys():
-        raise click.UsageError("--preset and --model name a model each: give one.", ctx)
+        raise click.UsageError("--preset and --model exclude each other: give one.", ctx)
     # Before PyTorch is imported, which takes seconds.
     machine = Machine(**given_for(Machine, options))
     asked.setdefault("ranks", math.prod(mesh_shape(options["mesh"]) or (8,)))

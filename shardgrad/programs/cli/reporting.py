@@ -53,10 +53,7 @@ def _sentence(error: Exception) -> str:
     if isinstance(error, TrainingError | ShardgradError):
         return str(error)
     first, _, _ = str(error).partition("\n")
-    return (
-        f"{type(error).__name__}: {first}; this error was not expected: --debug prints where it "
-        "was raised."
-    )
+    return f"{type(error).__name__}: {first} (unexpected error: --debug prints its traceback)"
 
 
 def _status(error: Exception) -> int:

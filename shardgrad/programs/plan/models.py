@@ -68,14 +68,14 @@ def _user_model(reference: str) -> PlanModel:
     except Exception as error:
         first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
         raise UsageError(
-            f"{reference} cannot be built of fake tensors, which have no values "
-            f"({type(error).__name__}: {first}): leave what reads values to a later step."
+            f"{reference} cannot be built with fake tensors, which have no values "
+            f"({type(error).__name__}: {first}): do not read values of tensors in it."
         ) from error
     module, loss = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
     if not isinstance(module, nn.Module):
         raise UsageError(f"{reference} returned {type(module).__name__}: return a torch.nn.Module.")
     if not any(param.requires_grad for param in module.parameters()):
-        raise UsageError(f"{reference} returned a model without parameters to train: add some.")
+        raise UsageError(f"{reference} returned a model without trainable parameters: add some.")
     if loss is None and not callable(getattr(module, "loss", None)):
         raise UsageError(
             f"{type(module).__name__} has no loss(tokens, targets): add one, or let {reference} "

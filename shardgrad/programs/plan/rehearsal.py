@@ -85,8 +85,8 @@ def _rehearse(request: Request) -> Rehearsal:
                 trainer.step()
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise TrainingError(
-                f"{request.name} decides by values which operations to run ({error.func}), and "
-                "a plan has no values: plan a variant with fixed shapes."
+                f"{request.name} chooses operations by values of tensors ({error.func}), and a "
+                "plan has no values: plan a variant with fixed shapes."
             ) from error
         except ShardgradError as error:
             raise UsageError(f"{request.name} cannot be sharded like this: {error}") from error

@@ -28,7 +28,7 @@ def _heading(plan: Plan) -> str:
         f"[bold]{request.name}[/bold], {_numel(rehearsal.parameters)} parameters in "
         f"{rehearsal.units} units, on {request.ranks} x {plan.cost.machine.device}: {mesh}, stage "
         f"{request.stage}, {request.precision}, {request.accumulate} x {request.batch_size} x "
-        f"{request.seq_len} tokens a rank"
+        f"{request.seq_len} tokens per rank"
     )
 
 
@@ -40,7 +40,7 @@ def _memory(plan: Plan) -> Table:
     verdict = "[green]fits" if plan.fits else "[red]does not fit"
     room = f"{nice_nbytes(plan.needed_nbytes)} of {nice_nbytes(machine.memory_nbytes)}"
     return _table(
-        ("memory of a rank", "between steps", "at the peak"),
+        ("memory per rank", "between steps", "at the peak"),
         *(
             (owner, nice_nbytes(low), nice_nbytes(high))
             for owner, low, high in sizes
@@ -67,7 +67,7 @@ def _traffic(plan: Plan) -> RenderableType:
     if not alike:
         return "No traffic: there is one rank."
     return _table(
-        ("traffic of a rank in a step", "over", "count", "sent", "busy"),
+        ("traffic per rank and step", "over", "count", "sent", "busy"),
         *(
             (
                 f"{kind}, axis {axis}",
@@ -91,18 +91,18 @@ def _time(plan: Plan) -> Table:
     if slow > fast:
         steps = [
             ("[bold]step", f"[bold]{_ms(fast)} to {_ms(slow)}"),
-            ("[bold]tokens/s, a rank", f"[bold]{least:,.0f} to {most:,.0f}"),
-            ("", "give --mfu, as measured on one node, for one number; likely:"),
+            ("[bold]tokens/s per rank", f"[bold]{least:,.0f} to {most:,.0f}"),
+            ("", "for one number, give --mfu as measured on one node; likely:"),
             ("step", _ms(timeline.step_s)),
         ]
     return _table(
-        ("time of a step", ""),
+        ("time per step", ""),
         *steps,
         ("compute stream busy", _ms(timeline.compute_s)),
         ("exposed communication", f"{_ms(timeline.exposed_s)} of {_ms(timeline.transfers_s)}"),
         ("host launches", _ms(timeline.host_s)),
-        ("tokens/s, a rank", f"{plan.tokens_per_s:,.0f}"),
-        ("tokens/s, all ranks", f"{plan.tokens_per_s * plan.rehearsal.request.ranks:,.0f}"),
+        ("tokens/s per rank", f"{plan.tokens_per_s:,.0f}"),
+        ("tokens/s of all ranks", f"{plan.tokens_per_s * plan.rehearsal.request.ranks:,.0f}"),
         ("MFU, as PaLM counts", f"{plan.mfu:.1%}"),
     )
 

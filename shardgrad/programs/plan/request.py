@@ -116,6 +116,6 @@ def mesh_shape(text: str | None, ranks: int | None = None) -> tuple[int, ...]:
     shape = tuple(int(part) for part in found.groups() if part)
     if ranks not in (None, math.prod(shape)):
         raise UsageError(
-            f"--mesh {text} has room for {math.prod(shape)} ranks, not {ranks}: correct one."
+            f"--mesh {text} has {math.prod(shape)} ranks, but --ranks is {ranks}: correct one."
         )
     return shape

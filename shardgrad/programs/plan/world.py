@@ -76,7 +76,7 @@ def fake_world(shape: tuple[int, ...]) -> Iterator[DeviceMesh]:
 
     if dist.is_initialized():
         raise TrainingError(
-            "A plan needs a separate process: this one has joined a process group already."
+            "A plan needs its own process: this one has already joined a process group."
         )
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=math.prod(shape))
     try:

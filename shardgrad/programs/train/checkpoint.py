@@ -91,7 +91,7 @@ def load_state(series: Series, state: TrainState, world: World) -> None:
     except CheckpointError as error:
         raise CheckpointUnusable(
             f"{path} cannot be used ({error.what}; {error.got}, at {error.where}): {error.fix}. "
-            f"Training goes on from the checkpoint whose name is in {series.folder / 'latest'}."
+            f"Training resumes from the checkpoint that is named in {series.folder / 'latest'}."
         ) from error
     set_state_dict(
         state.model,

@@ -171,8 +171,8 @@ def _same_global_batch(saved: TrainConfig, ranks: int) -> dict[str, int]:
     per_rank, rest = divmod(total, ranks)
     if rest or not per_rank:
         raise UsageError(
-            f"The run's {total} sequences per step cannot be shared by {ranks} ranks: use a number "
-            "of ranks that divides it, or give --batch-size and accept another loss curve."
+            f"The run's {total} sequences per step cannot be divided among {ranks} ranks: use a "
+            "number of ranks that divides it, or give --batch-size and accept another loss curve."
         )
     batch_size = max(size for size in range(1, saved.batch_size + 1) if per_rank % size == 0)
     return {"batch_size": batch_size, "accumulate": per_rank // batch_size}

@@ -57,13 +57,13 @@ def explain(error: BaseException) -> TrainingError:
     reason = operating_system_reason(error)
     if reason is not None and reason.errno in _NO_SPACE:
         return TrainingError(
-            f"The disk is full or a quota is used up ({_words_of(reason)}): free some space."
+            f"The disk is full or a quota is exceeded ({_words_of(reason)}): free some space."
         )
     text = str(error).lower()
     if _FILES_WORDS in text:  # gloo's words, too, in an error of its own
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return TrainingError(
-            f"A process has too many open files, and its limit is {limit}: ulimit -n "
+            f"A process has too many open files (its limit is {limit}): run ulimit -n "
             f"{max(1024, 2 * limit)}, and start again."
         )
     if isinstance(error, OSError):
@@ -80,8 +80,8 @@ def explain(error: BaseException) -> TrainingError:
         call.filename.endswith("/distributed_c10d.py") for call in calls_of(error)
     ):
         return PeerLost(
-            f"Another rank ended, or did not answer within --timeout ({_first_line(error)}): look "
-            "for its message."
+            f"Another rank exited, or did not respond within --timeout ({_first_line(error)}): "
+            "look for its message."
         )
     return TrainingError(
         f"{type(error).__name__}: {_first_line(error)} (run again with --debug for the traceback)"

@@ -43,7 +43,7 @@ def continued(
         tokens = torch.tensor([list(text[-window:])], device=device)
         logits: Tensor = model(tokens)[0, -1, :BYTE_VALUES].double().cpu()
         if not logits.isfinite().all():
-            raise TrainingError("The model's logits are not finite: take an earlier checkpoint.")
+            raise TrainingError("The model's logits are not finite: use an earlier checkpoint.")
         shares = torch.softmax(logits / _TEMPERATURE, dim=-1)
         text.append(int(torch.multinomial(shares, 1, generator=generator)))
     model.train()

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 RUNS = Path("runs")
 _RANKS_PER_CORE = 16  # more only wait for each other
 _WHY: dict[int, str] = {
-    signal.SIGKILL: ", as the system does when memory runs out",
-    signal.SIGABRT: ", as gloo does to a rank that is sent more than it expects",
+    signal.SIGKILL: ", as when the system runs out of memory",
+    signal.SIGABRT: ", as when gloo receives more bytes than it expects",
 }
 
 
@@ -46,8 +46,8 @@ def prepare(given: Mapping[str, Any], *, resume: Path | None) -> TrainConfig:
     """
     if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         raise UsageError(
-            "RANK and WORLD_SIZE are set, as by torchrun, and this program starts its own ranks: "
-            "leave the launcher out, or unset them; for several machines, copy "
+            "RANK and WORLD_SIZE are set, as by torchrun, but this program starts its own ranks: "
+            "run it without a launcher, or unset them; for several machines, copy "
             "examples/multi_node/train.py."
         )
     config = _new_run(given) if resume is None else _old_run(given, resume)
@@ -57,8 +57,8 @@ def prepare(given: Mapping[str, Any], *, resume: Path | None) -> TrainConfig:
     most = _RANKS_PER_CORE * available_cores()
     if config.ranks is not None and config.ranks > most:
         raise UsageError(
-            f"{config.ranks} ranks are to start on this machine, which has {available_cores()} "
-            f"cores: start at most {most} with --ranks."
+            f"--ranks {config.ranks} is too many for the {available_cores()} cores of this "
+            f"machine: use at most {most}."
         )
     try:
         config.folder.mkdir(parents=True, exist_ok=True)
@@ -97,7 +97,7 @@ def _new_run(given: Mapping[str, Any]) -> TrainConfig:
 
 def _old_run(given: Mapping[str, Any], folder: Path) -> TrainConfig:
     if "run_dir" in given:
-        raise UsageError(f"--resume {folder} goes on in that folder: leave out --run-dir.")
+        raise UsageError(f"--resume {folder} continues in that folder: omit --run-dir.")
     saved = TrainConfig(**read_settings(folder / "config.json"))
     if not any(folder.glob("checkpoints/*")):
         raise UsageError(

@@ -57,7 +57,7 @@ def train(config: TrainConfig, world: World, stop: StopRequest, *, resume: bool)
         load_state(series, state, world)
     if state.step >= config.steps:
         raise UsageError(
-            f"The run has already made {state.step} steps: give a larger --steps to continue."
+            f"The run has already taken {state.step} steps: give a larger --steps to continue."
         )
     # Not before it is known that this run goes on.
     Peers(world.control).broadcast("recovery", series.recover)
@@ -121,12 +121,12 @@ class Run:
             self._display.stepped(state.step)
             if self._is_due(config.log_every):
                 self._report()
-            recorder.enter("vote whether to go on")
+            recorder.enter("vote on stopping")
             is_stopping = self.world.any(stop.requested) and state.step < config.steps
             if is_stopping or self._is_due(config.checkpoint_every):
                 self._save()
             if is_stopping:
-                raise Interrupted(f"Stopped as asked after step {state.step}, which is saved.")
+                raise Interrupted(f"Stopped after step {state.step}, as requested; it is saved.")
         self._close()
 
     def _is_due(self, every: int) -> bool:
@@ -173,7 +173,7 @@ class Run:
         ranks = [str(rank) for rank, step, which in bad if (step, which) == (first, 0)]
         what = f"the loss of rank {', '.join(ranks)}" if ranks else "the norm of the gradients"
         raise TrainingError(
-            "The loss or the gradients stopped being finite at step "
+            "The loss or the gradients became non-finite at step "
             f"{self.state.step - len(own) + 1 + first}: {what}. Lower --lr, or use --precision "
             "fp32."
         )

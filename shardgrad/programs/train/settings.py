@@ -26,7 +26,7 @@ class Text(click.types.StringParamType):
         path may have.
         """
         if not value or "\0" in value:
-            self.fail(f"{value!r} is empty, or has a null character: leave it out.", param, ctx)
+            self.fail(f"{value!r} is empty or contains a null character: correct it.", param, ctx)
         return str(value)
 
 
@@ -39,7 +39,7 @@ class Whole(click.IntRange):
         """Returns the number."""
         number: int = super().convert(value, param, ctx)
         if number >= 2**63:
-            self.fail("it has more than 63 bits: give a smaller number.", param, ctx)
+            self.fail("it needs more than 63 bits: give a smaller number.", param, ctx)
         return number
 
 

@@ -50,7 +50,7 @@ def read_text(
         raise UsageError(f"{where} cannot be read ({reason_of(error)}): correct --data.") from error
     if len(text) <= seq_len:
         raise UsageError(
-            f"{name_of(path)} holds {len(text)} bytes, too few for sequences of {seq_len}: give "
+            f"{name_of(path)} has {len(text)} bytes, too few for sequences of {seq_len}: give "
             "more text with --data, or lower --seq-len."
         )
     return text, count
@@ -65,8 +65,8 @@ def _files_of(root: Path, suffix: str) -> Iterator[Path]:
         return
     if not root.is_dir():  # nothing, or a pipe or a device, which cannot be read on every rank
         raise UsageError(
-            f"There is no file or folder at {root}: correct --data, or leave it out of a new run "
-            "to train on the source of Python's standard library."
+            f"There is no file or folder at {root}: correct --data, or omit it in a new run to "
+            "train on the source of Python's standard library."
         )
     for folder, subfolders, names in os.walk(root):
         # Assigned in place: os.walk visits the folders of this list, in its order.
