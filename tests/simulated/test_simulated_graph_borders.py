@@ -1,5 +1,5 @@
-"""What a call leaves to the next one, if either is a graph: clip factors, verdicts, the program's
-event.
+"""What a call leaves to the next one, if either is a graph: a verdict, the program's event,
+settings. Clip factors and gradients are left by kept programs (`test_matrix.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from tests.simulated.programs.graphed import (
     loss_of,
     require_replays,
     same_on,
-    training_step,
     weights,
 )
 
@@ -58,29 +57,6 @@ def scaler_updated_in_the_next_call(graphed: Graphed) -> Values:
     require_replays(step, 2, 17)
     require_replays(update, 1, 17)
     return seen + weights(model)
-
-
-def optimizer_after_clips_in_parts(graphed: Graphed) -> Values:
-    """Only the optimizer's step is a graph; each unit's gradients are clipped in two parts."""
-    model = build(Setup())
-    optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
-    params = list(model.parameters())
-
-    @graphed(model, optimizer)
-    def step(x: Tensor) -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
-    for number in range(9):
-        x = batch(number)
-        if number % 3 == 2:
-            x[0, 0] = torch.inf
-        loss_of(model, x).backward()
-        for part in (params[::2], params[1::2]):
-            shardgrad.clip_grad_norm_(part, 0.1)
-        step(x)
-    require_replays(step, 1, 6)
-    return [optimizer.skipped_steps.item(), *weights(model)]
 
 
 def event_of_the_optimizer(graphed: Graphed) -> Values:
@@ -180,19 +156,6 @@ def write_after_an_error(graphed: Graphed) -> Values:
     return weights(model)
 
 
-def gradients_of_before_the_call(graphed: Graphed) -> Values:
-    """The program's own backward before each call leaves gradients, which the step adds to."""
-    model = build(Setup())
-    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=0.01)
-    step = training_step(graphed, model, optimizer)
-    losses = []
-    for number in range(8):
-        loss_of(model, batch(number)).backward()
-        losses.append(step(batch(-1 - number)).cpu())
-    require_replays(step, captures=1, replays=5)
-    return [*losses, *weights(model)]
-
-
 def _record_post_optim_event(model: nn.Module, device: torch.device) -> None:
     event = torch.Event(device)
     event.record(torch.accelerator.current_stream())
@@ -203,12 +166,10 @@ def _record_post_optim_event(model: nn.Module, device: torch.device) -> None:
     "program",
     [
         scaler_updated_in_the_next_call,
-        optimizer_after_clips_in_parts,
         event_of_the_optimizer,
         write_on_another_stream,
         modes_that_the_step_sets,
         write_after_an_error,
-        gradients_of_before_the_call,
     ],
     ids=lambda program: program.__name__.replace("_", " "),
 )

@@ -107,27 +107,6 @@ def test_a_batch_of_the_host_is_read_after_it_has_arrived(graphed: Graphed) -> V
     return [*losses, *weights(model)]
 
 
-@same_bits_as_eager(1)
-def test_a_state_that_is_passed_along_has_what_the_step_wrote_into_it(graphed: Graphed) -> Values:
-    """As the hidden state of truncated backpropagation."""
-    model = build(Setup())
-    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=0.01)
-
-    @graphed(model, optimizer)
-    def step(x: Tensor, state: dict[str, Tensor]) -> Tensor:
-        loss = loss_of(model, x + state["hidden"])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        state["hidden"].mul_(0.5).add_(x, alpha=0.1)
-        return loss
-
-    hidden = torch.zeros_like(batch(0))
-    losses = [step(batch(number), {"hidden": hidden}).cpu() for number in range(7)]
-    require_replays(step, captures=1, replays=4)
-    return [*losses, hidden, *weights(model)]
-
-
 @pytest.mark.parametrize("clone", [False, True])
 @on_virtual_ranks(1)
 def test_outputs_are_overwritten_unless_they_are_cloned(clone: bool) -> None:
@@ -759,12 +738,3 @@ def test_a_status_is_not_made_of_what_another_step_of_the_pool_left() -> None:
         assert step.poll() == status, "what lies there now is not this step's any more"
     step.close()
     other.close()
-
-
-@on_virtual_ranks(1)
-def test_the_pool_knows_what_its_graphs_hold() -> None:
-    step = shardgrad.graphed_step(warmup=1)(lambda x: (x * 2).sum())
-    for _ in range(3):
-        step(torch.ones(1 << 20, device=NAME))
-    assert step.pool.nbytes >= 4 << 20
-    step.close()
