@@ -26,13 +26,19 @@ from shardgrad.errors import CaptureError, ReplayMismatchError
 from shardgrad.graphs import GraphedStep, inputs
 from shardgrad.graphs.capturable import OptimizerState
 from shardgrad.graphs.outputs import plain_tensors
-from tests.support.graphed import on_one_gpu, step_of
+from tests.support.graphed import (
+    Graphed,
+    Values,
+    on_one_gpu,
+    require_replays,
+    same_bits_as_eager,
+    step_of,
+)
 from tests.support.tensor_extensions import Narrowed, Quantized, extended
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 WIDTH = 64
 STEPS, WARMUP = 20, 3
-Values = list[Any]
 
 
 @pytest.fixture
@@ -69,21 +75,10 @@ def weights(model: nn.Module) -> list[Tensor]:
     return [p.to_local().detach().cpu().clone() for p in model.parameters()]
 
 
-def plain(*capturables: Any, **settings: Any) -> Callable[[Any], Any]:
-    """Stands where `graphed_step` does, and leaves the function as it is."""
-    return lambda function: function
-
-
-def require_replays(step: Any) -> None:
-    """Asserts that all calls of a graphed step but the warm-up were replays of one graph."""
-    if isinstance(step, GraphedStep):
-        assert (step.captures, step.replays) == (1, STEPS - WARMUP)
-
-
-# -- programs
-
-
-def recomputed_and_logged(graphed: Any, device: torch.device) -> Values:
+@same_bits_as_eager
+def test_dropout_of_recomputed_layers_is_that_of_eager(
+    graphed: Graphed, device: torch.device
+) -> Values:
     """Layers with dropout are computed again in backward, one inside of another region, and all of
     them twice for the second loss. The host reads the first loss before its backward.
     """
@@ -114,25 +109,33 @@ def recomputed_and_logged(graphed: Any, device: torch.device) -> Values:
 
     for number in range(STEPS):
         step(batch(number, device))
-    require_replays(step)
+    require_replays(step, 1, STEPS - WARMUP)
     return log + weights(model)
 
 
-def with_extensions(
-    graphed: Any, device: torch.device, kind: type[Narrowed], **options: Any
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=["", "kept"])
+@pytest.mark.parametrize("kind", [Narrowed, Quantized])
+@same_bits_as_eager
+def test_weights_with_all_gather_extensions_are_captured(
+    graphed: Graphed, device: torch.device, kind: type[Narrowed], options: dict[str, Any]
 ) -> Values:
-    """Weights that send another dtype, and that have scales of their own for each step."""
+    """As torchao's float8 weights, whose scales are tensors, too: they send another dtype, and have
+    scales of their own for each step.
+    """
     torch.manual_seed(0)
     model = on_one_gpu(extended(kind, WIDTH, 96, WIDTH), **options)
     rate = torch.tensor(1e-2, device=device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, capturable=True)
     step = graphed(model, optimizer, warmup=WARMUP)(step_of(model, optimizer, 1.0))
     losses = [step(batch(number, device)).item() for number in range(STEPS)]
-    require_replays(step)
+    require_replays(step, 1, STEPS - WARMUP)
     return losses + list(plain_tensors(p.to_local().detach().cpu() for p in model.parameters()))
 
 
-def with_a_cache(graphed: Any, device: torch.device) -> Values:
+@same_bits_as_eager
+def test_a_cache_that_is_passed_along_is_filled_in_inference_mode(
+    graphed: Graphed, device: torch.device
+) -> Values:
     """A decoder's step, called in inference mode, writes into a cache that it is passed."""
     model = build()
 
@@ -145,7 +148,7 @@ def with_a_cache(graphed: Any, device: torch.device) -> Values:
     with torch.inference_mode():
         cache = torch.zeros(16, WIDTH, device=device)
         seen = [step(batch(number, device), cache).cpu() for number in range(STEPS)]
-    require_replays(step)
+    require_replays(step, 1, STEPS - WARMUP)
     return [*seen, cache.cpu()]
 
 
@@ -195,7 +198,7 @@ def with_arguments_that_are_written(graphed: Any, device: torch.device) -> Value
     for number in range(STEPS):
         state = step(batch(number, device), state, received)
         seen += [state.cpu(), received.cpu()]
-    require_replays(step)
+    require_replays(step, 1, STEPS - WARMUP)
     return seen
 
 
@@ -203,47 +206,6 @@ def _with_another_region(block: Any) -> Callable[[Tensor], Tensor]:
     """Returns a block's forward as a region of which a part is one, too."""
     inner = functools.partial(checkpoint, block.forward, use_reentrant=False)
     return lambda x: checkpoint(lambda y: F.dropout(inner(y), 0.2), x, use_reentrant=False)
-
-
-# -- tests
-
-
-def test_a_cache_that_is_passed_along_is_filled_in_inference_mode(device: torch.device) -> None:
-    eager, ours = (with_a_cache(each, device) for each in (plain, shardgrad.graphed_step))
-    assert all(map(torch.equal, eager, ours))
-
-
-@pytest.mark.parametrize("shared", SHARED)
-def test_arguments_may_share_memory(device: torch.device, shared: str) -> None:
-    eager = with_shared_memory(plain, device, SHARED[shared])
-    ours = with_shared_memory(shardgrad.graphed_step, device, SHARED[shared])
-    assert all(map(torch.equal, eager, ours))
-
-
-def test_what_a_step_writes_into_its_arguments_is_there_after_it(device: torch.device) -> None:
-    eager, ours = (
-        with_arguments_that_are_written(each, device) for each in (plain, shardgrad.graphed_step)
-    )
-    assert all(map(torch.equal, eager, ours))
-
-
-def test_dropout_of_recomputed_layers_is_that_of_eager(device: torch.device) -> None:
-    eager, ours = (recomputed_and_logged(each, device) for each in (plain, shardgrad.graphed_step))
-    for expected, got in zip(eager, ours, strict=True):
-        assert torch.equal(torch.as_tensor(expected), torch.as_tensor(got))
-
-
-@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=["", "kept"])
-@pytest.mark.parametrize("kind", [Narrowed, Quantized])
-def test_weights_with_all_gather_extensions_are_captured(
-    device: torch.device, kind: type[Narrowed], options: dict[str, Any]
-) -> None:
-    """As torchao's float8 weights, whose scales are tensors, too."""
-    eager, ours = (
-        with_extensions(each, device, kind, **options) for each in (plain, shardgrad.graphed_step)
-    )
-    for expected, got in zip(eager, ours, strict=True):
-        assert torch.equal(torch.as_tensor(expected), torch.as_tensor(got))
 
 
 def test_what_a_capture_froze_in_such_weights_is_named(device: torch.device) -> None:
@@ -413,7 +375,11 @@ class Tempered(nn.Module):
         self.register_buffer("scale", torch.tensor(1.0))
 
 
-def of_the_host(graphed: Any, device: torch.device, where: str) -> Values:
+@pytest.mark.parametrize("where", ["closure", "buffer", "learning rate"])
+@same_bits_as_eager
+def test_a_number_that_changes_in_a_tensor_of_the_host_is_another_graph(
+    graphed: Graphed, device: torch.device, where: str
+) -> Values:
     """A number in a tensor of the host changes in place long after it was captured."""
     model, tempered, rate = build(), Tempered(), torch.tensor(0.1)
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
@@ -434,18 +400,8 @@ def of_the_host(graphed: Any, device: torch.device, where: str) -> Values:
         if call in (8, 14):
             number.mul_(0.5)
         losses.append(step(batch(call, device)).item())
-    if isinstance(step, GraphedStep):
-        assert (step.captures, step.replays) == (3, STEPS - WARMUP - 2)
+    require_replays(step, 3, STEPS - WARMUP - 2)
     return losses + weights(model)
-
-
-@pytest.mark.parametrize("where", ["closure", "buffer", "learning rate"])
-def test_a_number_that_changes_in_a_tensor_of_the_host_is_another_graph(
-    where: str, device: torch.device
-) -> None:
-    eager, ours = (of_the_host(each, device, where) for each in (plain, shardgrad.graphed_step))
-    for expected, got in zip(eager, ours, strict=True):
-        assert torch.equal(torch.as_tensor(expected), torch.as_tensor(got))
 
 
 def test_the_numbers_of_an_optimizer_are_not_read_on_the_device(device: torch.device) -> None:
@@ -486,10 +442,11 @@ def of_a_distribution(graphed: Any, device: torch.device, every: int) -> Values:
     return losses + weights(model)
 
 
-def test_memory_that_the_program_has_let_go_of_is_in_no_replay(device: torch.device) -> None:
-    eager, ours = (of_a_distribution(each, device, 8) for each in (plain, shardgrad.graphed_step))
-    for expected, got in zip(eager, ours, strict=True):
-        assert torch.equal(torch.as_tensor(expected), torch.as_tensor(got))
+@same_bits_as_eager
+def test_memory_that_the_program_has_let_go_of_is_in_no_replay(
+    graphed: Graphed, device: torch.device
+) -> Values:
+    return of_a_distribution(graphed, device, 8)
 
 
 def test_memory_that_each_call_makes_anew_before_the_step_is_refused(device: torch.device) -> None:

@@ -28,16 +28,14 @@ from shardgrad.sharding import zero_copy
 from tests.simulated.accelerator.device import NAME, Graph, checked
 from tests.simulated.accelerator.virtual_ranks import VirtualRanks, on_virtual_ranks, one_at_a_time
 from tests.simulated.programs.graphed import (
-    Graphed,
     Setup,
-    Values,
     batch,
     build,
     loss_of,
-    require_replays,
     same_on,
     weights,
 )
+from tests.support.graphed import Graphed, Values, require_replays
 
 Optimizer = Callable[[nn.Module], torch.optim.Optimizer]
 

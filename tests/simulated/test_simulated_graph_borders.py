@@ -14,16 +14,14 @@ from torch import Tensor, nn
 import shardgrad
 from tests.simulated.accelerator.device import NAME
 from tests.simulated.programs.graphed import (
-    Graphed,
     Setup,
-    Values,
     batch,
     build,
     loss_of,
-    require_replays,
     same_on,
     weights,
 )
+from tests.support.graphed import Graphed, Values, require_replays
 
 
 def scaler_updated_in_the_next_call(graphed: Graphed) -> Values:

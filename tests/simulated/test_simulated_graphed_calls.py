@@ -29,19 +29,16 @@ from tests.simulated.accelerator.device import NAME, checked
 from tests.simulated.accelerator.virtual_ranks import VirtualRanks, on_virtual_ranks
 from tests.simulated.programs.graphed import (
     WIDTH,
-    Graphed,
     Setup,
-    Values,
     batch,
     build,
-    eager,
     loss_of,
-    require_replays,
     same_bits_as_eager,
     same_on,
     training_step,
     weights,
 )
+from tests.support.graphed import Graphed, Values, eager, require_replays
 from tests.support.processes import FairClock
 
 # -- what a call may bring

@@ -17,17 +17,15 @@ from tests.simulated.accelerator.device import NAME
 from tests.simulated.accelerator.virtual_ranks import on_virtual_ranks, one_at_a_time
 from tests.simulated.programs.graphed import (
     WIDTH,
-    Graphed,
     Setup,
-    Values,
     batch,
     build,
     loss_of,
-    require_replays,
     same_bits_as_eager,
     training_step,
     weights,
 )
+from tests.support.graphed import Graphed, Values, require_replays
 
 
 @same_bits_as_eager(2)

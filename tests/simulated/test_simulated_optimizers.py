@@ -17,16 +17,14 @@ import shardgrad
 from tests.simulated.accelerator.device import NAME, Graph, checked
 from tests.simulated.accelerator.virtual_ranks import VirtualRanks, on_virtual_ranks
 from tests.simulated.programs.graphed import (
-    Graphed,
     Setup,
-    Values,
     batch,
     build,
     loss_of,
-    require_replays,
     same_bits_as_eager,
     weights,
 )
+from tests.support.graphed import Graphed, Values, require_replays
 
 Optimizer = Callable[[Any], torch.optim.Optimizer]
 

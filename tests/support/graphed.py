@@ -1,16 +1,52 @@
-"""The step that most tests of graphs take, which `graphed_step` decorates, or nothing does."""
+"""What tests of graphed steps share: the oracle, which is the same program without a graph, and the
+step that most of them take.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardgrad
+from tests.support.parity import judged_by
 
 Step = Callable[[Tensor], Tensor]
+Graphed = Callable[..., Any]  # `graphed_step`, or what stands for it
+Values = list[Any]
+Program = Callable[..., Values]
+
+
+def eager(*capturables: Any, **settings: Any) -> Callable[[Any], Any]:
+    """Stands where `graphed_step` does, and leaves the function as it is."""
+    return lambda function: function
+
+
+def require_same(right: Values, ours: Values) -> None:
+    """Asserts that a program gave the same values, bit for bit, with and without graphs."""
+    assert len(right) == len(ours)
+    for number, (expected, got) in enumerate(zip(right, ours, strict=True)):
+        same = torch.equal(expected, got) if isinstance(got, Tensor) else expected == got
+        assert same, f"value {number}: {expected} and {got}"
+
+
+def same_bits_as_eager(program: Program) -> Callable[..., None]:
+    """Makes a test of a program that is given `graphed_step`, or what stands for it."""
+    return judged_by(_both, program)
+
+
+def _both(program: Program, **parameters: Any) -> None:
+    require_same(program(eager, **parameters), program(shardgrad.graphed_step, **parameters))
+
+
+def require_replays(step: Any, captures: int, replays: int) -> None:
+    """Asserts what a graphed step did; an eager one has done nothing of the kind."""
+    if isinstance(step, shardgrad.graphs.GraphedStep):
+        assert (step.captures, step.replays) == (captures, replays)
+        step.close()
 
 
 def on_one_gpu(model: nn.Sequential, **options: object) -> nn.Sequential:

@@ -387,15 +387,17 @@ def close_to_unsharded(
 
 def as_under_fsdp2(program: Program) -> Callable[..., None]:
     """Makes a program a test, under `on_ranks`: `same_bits_as_fsdp2`."""
-    return _judged_by(same_bits_as_fsdp2, program)
+    return judged_by(same_bits_as_fsdp2, program)
 
 
 def as_unsharded(program: Program) -> Callable[..., None]:
     """Makes a program a test, under `on_ranks`: `close_to_unsharded`."""
-    return _judged_by(close_to_unsharded, program)
+    return judged_by(close_to_unsharded, program)
 
 
-def _judged_by(judge: Callable[..., None], program: Program) -> Callable[..., None]:
+def judged_by(judge: Callable[..., None], program: Callable[..., Any]) -> Callable[..., None]:
+    """Makes a program a test that gives it to a judge, with the test's parameters."""
+
     @wraps(program)
     def test(**parameters: Any) -> None:
         judge(program, **parameters)

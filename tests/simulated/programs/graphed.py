@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import shardgrad
 from tests.simulated.accelerator.device import NAME, checked
 from tests.simulated.accelerator.virtual_ranks import VirtualRanks, one_at_a_time
+from tests.support.graphed import Program, eager, require_same
+from tests.support.parity import judged_by
 
 WIDTH = 6
 
@@ -120,28 +121,14 @@ def weights(*models: nn.Module) -> list[Tensor]:
 
 # -- the oracle: the same program without a graph
 
-Graphed = Callable[..., Any]  # `graphed_step`, or what stands for it
-Values = list[Any]
-Program = Callable[..., Values]
-
-
-def eager(*capturables: Any, **settings: Any) -> Callable[[Any], Any]:
-    """Stands where `graphed_step` does, and leaves the function as it is."""
-    return lambda function: function
-
 
 def both(program: Program, *args: Any) -> None:
-    """Asserts that a program gives the same values, bit for bit, with and without graphs."""
+    """Asserts that a program gives the same values with and without graphs, and has no hazard."""
     with checked():
         right = program(eager, *args)
     with checked():
         ours = program(shardgrad.graphed_step, *args)
-    assert len(right) == len(ours)
-    for number, (expected, got) in enumerate(zip(right, ours, strict=True)):
-        if isinstance(expected, Tensor):
-            assert torch.equal(expected, got), f"value {number} differs"
-        else:
-            assert expected == got, f"value {number}: {expected} and {got}"
+    require_same(right, ours)
 
 
 def same_on(ranks: int, program: Program, *args: Any) -> None:
@@ -152,21 +139,7 @@ def same_on(ranks: int, program: Program, *args: Any) -> None:
 def same_bits_as_eager(ranks: int) -> Callable[[Program], Callable[..., None]]:
     """Makes a test of a program that is given `graphed_step`, or what stands for it: `same_on`."""
 
-    def decorate(program: Program) -> Callable[..., None]:
-        @wraps(program)
-        def test(**parameters: Any) -> None:
-            same_on(ranks, partial(program, **parameters))
+    def judge(program: Program, **parameters: Any) -> None:
+        same_on(ranks, partial(program, **parameters))
 
-        signature = inspect.signature(program)
-        others = list(signature.parameters.values())[1:]
-        test.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]
-        return test
-
-    return decorate
-
-
-def require_replays(step: Any, captures: int, replays: int) -> None:
-    """Asserts what a graphed step did; an eager one has done nothing of the kind."""
-    if isinstance(step, shardgrad.graphs.GraphedStep):
-        assert (step.captures, step.replays) == (captures, replays)
-        step.close()
+    return partial(judged_by, judge)
