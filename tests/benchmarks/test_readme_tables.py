@@ -31,7 +31,7 @@ NAMES = (
 )
 
 
-def make_record(*, task: Task | None = None) -> dict[str, Any]:
+def make_record() -> dict[str, Any]:
     """A record of several engines."""
     outcome = Outcome()
     outcome.hardware = {
@@ -57,7 +57,7 @@ def make_record(*, task: Task | None = None) -> dict[str, Any]:
         "load_average_1min": 0.1,
         "time": "now",
     }
-    return record_of(task or Task(), Length(), NAMES, outcome, started)
+    return record_of(Task(), Length(), NAMES, outcome, started)
 
 
 def changed(**environment: Any) -> dict[str, Any]:
