@@ -48,7 +48,6 @@ class Work(dist._Work):
         super().__init__()
         self._done = done
         self._tensors = list(tensors)
-        self._future: Any = None
 
     def wait(self, timeout: Any = None) -> bool:
         """Makes the current stream wait; the host goes on."""
@@ -56,21 +55,6 @@ class Work(dist._Work):
             self._done.wait(torch.accelerator.current_stream(self._tensors[0].device))
         self._tensors = []
         return True
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def is_completed(self) -> bool:
-        return self._done.query()
-
-    def is_success(self) -> bool:
-        return True
-
-    def get_future(self) -> Any:
-        if self._future is None:
-            self._future = torch.futures.Future()
-            self._future.set_result(self._tensors)
-        return self._future
 
 
 class SimulatedGroup(dist.ProcessGroup):
@@ -91,7 +75,6 @@ class SimulatedGroup(dist.ProcessGroup):
         self._number = device.native().group_of(f"{self._name} of {members}", self._size, timeout_s)
         self._device = torch.device(device.NAME, device.native().current_device())
         self.stream = torch.Stream(self._device, priority=-1)
-        self._token = torch.zeros(1, dtype=torch.uint8, device=self._device)
         device.name_stream(self.stream, f"communication of group {self._name}")
 
     def getBackendName(self) -> str:
@@ -186,25 +169,6 @@ class SimulatedGroup(dist.ProcessGroup):
 
     _reduce_scatter_base = reduce_scatter_single
 
-    # Functional collectives, and so DTensor, come this way with one tensor in each list.
-
-    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
-        return self._all(self.all_gather_single, outputs, inputs, opts)
-
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-
-    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
-        return self._all(self.reduce_scatter_single, outputs, inputs, opts)
-
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-
-    @staticmethod
-    def _all(launch: Any, outputs: Any, inputs: Any, opts: Any) -> Work:
-        works = [launch(output, given, opts) for output, given in zip(outputs, inputs, strict=True)]
-        for work in works[:-1]:
-            work.wait()
-        return works[-1]
-
     def all_to_all_single(
         self,
         output: torch.Tensor,
@@ -220,46 +184,14 @@ class SimulatedGroup(dist.ProcessGroup):
             opts,
         )
 
-    alltoall_base = all_to_all_single
-
-    def allgather(self, outputs: Any, inputs: Sequence[torch.Tensor], opts: Any = None) -> Work:
-        return self._launch("all_gather", inputs, outputs[0], opts)
-
-    def reduce_scatter(
-        self, outputs: Sequence[torch.Tensor], inputs: Any, opts: Any = None
-    ) -> Work:
-        return self._launch(
-            "reduce_scatter", inputs[0], outputs, opts, opts.reduceOp if opts else None
-        )
-
-    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
-        return self._launch("all_to_all", inputs, outputs, opts)
-
     def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Work:
         return self._launch("all_reduce", tensors, tensors, opts, opts.reduceOp if opts else None)
-
-    allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Work:
         return self.allreduce(tensors, opts)  # what others than the root get is undefined
 
     def broadcast(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Work:
         return self._launch("broadcast", tensors, tensors, opts, root=opts.rootRank if opts else 0)
-
-    def scatter(self, outputs: Sequence[torch.Tensor], inputs: Any, opts: Any = None) -> Work:
-        root = opts.rootRank if opts else 0
-        return self._launch(
-            "scatter", inputs[0] if self._rank == root else [], outputs, opts, root=root
-        )
-
-    def gather(self, outputs: Any, inputs: Sequence[torch.Tensor], opts: Any = None) -> Work:
-        return self._launch("all_gather", inputs, outputs[0] if outputs else [], opts)
-
-    def barrier(self, opts: Any = None) -> Work:
-        work = self._launch("all_reduce", [self._token], [self._token], opts, dist.ReduceOp.MAX)
-        work.wait()
-        torch.accelerator.current_stream(self._device).synchronize()
-        return work
 
 
 def _reduction(op: Any) -> str:

@@ -311,42 +311,23 @@ def _device_module(module: ModuleType) -> ModuleType:
     functions: dict[str, Any] = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
-        "init": lambda: None,
         "_lazy_init": lambda: None,
         "_is_in_bad_fork": lambda: False,
-        "is_bf16_supported": lambda: True,
         "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
         "device_count": lambda: module.DEVICES,
         "current_device": module.current_device,
-        "set_device": lambda device: torch.accelerator.set_device_index(_index(device)),
-        "synchronize": lambda device=None: torch.accelerator.synchronize(_index(device)),
-        "current_stream": lambda device=None: torch.accelerator.current_stream(_index(device)),
-        "set_stream": torch.accelerator.set_stream,
-        "stream": lambda stream: contextlib.nullcontext() if stream is None else stream,
         "device": lambda device: torch.accelerator.device_index(_index(device)),
-        "Stream": lambda device=None, **o: torch.Stream(torch.device(NAME, _index(device)), **o),
-        "Event": lambda device=None, **o: torch.Event(torch.device(NAME, _index(device)), **o),
         "is_current_stream_capturing": lambda: module.capturing(module.current_device()),
         "manual_seed": _seed,
         "manual_seed_all": _seed,
         "memory_allocated": lambda device=None: module.memory(_index(device))["live"],
-        "max_memory_allocated": lambda device=None: module.memory(_index(device))["peak"],
         "memory_reserved": lambda device=None: module.memory(_index(device))["reserved"],
-        # At least as much as ever was live; no more is counted.
-        "max_memory_reserved": lambda device=None: max(
-            module.memory(_index(device))[name] for name in ("peak", "reserved")
-        ),
-        "reset_peak_memory_stats": lambda device=None: module.reset_peak(_index(device)),
-        "memory_stats": lambda device=None: module.memory(_index(device)),
         "empty_cache": lambda: module.empty_cache(module.current_device()),
         "get_rng_state": lambda device=None: torch.ops.simulated.generator_state(_readable(device)),
         "set_rng_state": lambda state, device=None: torch.ops.simulated.set_generator_state(
             _readable(device), state
         ),
     }
-    functions["default_stream"] = lambda device=None: torch.Stream(
-        stream_id=0, device_index=_index(device), device_type=_device_type()
-    )
     for name, function in functions.items():
         setattr(made, name, function)
     return made
