@@ -65,7 +65,6 @@ class CapturedStep:
         self._graph: DeviceGraph  # the graph that is being captured
         self._capture = ExitStack()
         self._before_replays = list(filter(None, [each.before_replays() for each in capturables]))
-        self._snapshots: list[Callable[[], None]] = []  # restore the host state after a replay
         self._kept: list[Any] = []
 
     # -- a capture
@@ -81,13 +80,16 @@ class CapturedStep:
         except BaseException:
             self._destroy()
             raise
+        if self.redraws.generators:
+            self._parts = [self.redraws.begin_replay, *self._parts, self.redraws.end_replay]
         # A replay need not restore host state that guards cover and that the step leaves as it was.
         # Eager regions may change it, so then everything is restored.
-        self._snapshots = [
+        self._parts += [
             each.snapshot()
             for each, before in zip(self._capturables, self.key[1][1:], strict=True)
             if self.has_eager_regions or not each.is_guarded or each.guards() != before
         ]
+        self._parts += [each.replayed for each in self._capturables]
         self._kept = [each.known_to_graph() for each in self._capturables]
 
     def _begin(self) -> None:
@@ -136,14 +138,8 @@ class CapturedStep:
         """Replays the step on the current stream and returns its outputs, always the same
         tensors.
         """
-        self.redraws.begin_replay()
         for part in self._parts:
             part()
-        self.redraws.end_replay()
-        for restore in self._snapshots:
-            restore()
-        for each in self._capturables:
-            each.replayed()
         return self.outputs
 
     # -- the end

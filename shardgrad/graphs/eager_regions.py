@@ -14,7 +14,7 @@ from typing import Any, ParamSpec
 import torch
 from torch.utils._pytree import tree_map_only
 
-__all__ = ["handle_eager_calls", "outside"]
+__all__ = ["handle_eager_calls", "is_in_step", "outside"]
 
 _P = ParamSpec("_P")
 Handler = Callable[[Callable[[], Any]], None]
@@ -60,6 +60,11 @@ def outside(call: Callable[_P, Any], *args: _P.args, **kwargs: _P.kwargs) -> Non
         call(*given, **named)
     else:
         handler(lambda: call(*given, **named))
+
+
+def is_in_step() -> bool:
+    """Returns whether this thread runs the function of a graphed step."""
+    return _thread.handler is not None
 
 
 @contextmanager

@@ -138,6 +138,10 @@ class ModuleState(Capturable):
     def guards(self) -> Hashable:
         """See `Capturable`."""
         shards = self._shards()
+        if GradMemory.HELD in map(_MEMORY, shards):  # after an eager call
+            for context in self._contexts:
+                context.free_gradients()
+            self.at_eager_border()  # gradients that exist now: a capture would use their addresses
         with torch._C.DisableTorchFunctionSubclass():  # makes DTensor attributes 3 times as fast
             grads = [None if g is None else g.data_ptr() for g in map(_GRAD, self._plain)]
             bound = self._bound(shards)
@@ -150,7 +154,7 @@ class ModuleState(Capturable):
                 ("addresses", tuple(map(_ADDRESS, self._addressed))),
                 ("gradients", tuple(grads), bound),
                 ("memory of gradients", tuple(memory)),
-                ("switches", self._switched()),
+                ("switches", *starmap(getitem, self._switches)),
             )
 
     def _bound(self, shards: Sequence[GradShard]) -> Hashable:
@@ -163,9 +167,6 @@ class ModuleState(Capturable):
         if all(map(is_, found, repeat(None))):
             return ()
         return tuple([tuple(shard.settle()) for shard in shards])
-
-    def _switched(self) -> tuple[Hashable, ...]:
-        return tuple(starmap(getitem, self._switches))
 
     def quiesce(self) -> None:
         """See `Capturable`, and [Note: The border of a capture] in `engine/streams.py`."""
@@ -254,10 +255,6 @@ class ModuleState(Capturable):
             before, self._trains = self._trains, tuple(map(_REQUIRES_GRAD, self._trainable))
         self._is_placed = self._trains == before
         self._join_post_optim_events()
-        if GradMemory.HELD in map(_MEMORY, self._shards()):  # after an eager call
-            for context in self._contexts:
-                context.free_gradients()
-            self.at_eager_border()  # gradients that exist now: a capture would use their addresses
         if not self._is_placed:
             for grads in self._grad_groups:
                 grads.refresh_trainable()
@@ -298,7 +295,7 @@ class ModuleState(Capturable):
         ]
         gradients = [(p, p.grad) for p in self._plain]
         states = [(shard, shard.host_state()) for shard in self._shards()]
-        places, switches = self._switches, self._switched()
+        switches = [(owner, name, owner[name]) for owner, name in self._switches]
 
         def restore() -> None:
             for register, content in registers:
@@ -308,7 +305,7 @@ class ModuleState(Capturable):
                     param.grad = grad
             for shard, state in states:
                 shard.restore(state)
-            for (owner, name), value in zip(places, switches, strict=True):
+            for owner, name, value in switches:
                 owner[name] = value
 
         return restore

@@ -81,6 +81,7 @@ _COPY = CaptureError(
 _MESSAGES = {"Cannot copy between CPU and CUDA tensors": _COPY}
 # Functions of torch in which an error in a capture has only one cause.
 _RAISING = {
+    torch.amp.GradScaler.step.__code__: _SCALER,
     checkpoint.get_device_states.__code__: _SAVED_STATE,
     Distribution.__init__.__code__: _VALIDATED,
     Distribution._validate_sample.__code__: _VALIDATED,
@@ -138,8 +139,6 @@ def cause_of(error: BaseException) -> ShardgradError:
     if isinstance(error, ShardgradError):
         return error
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        if isinstance(frame.f_locals.get("self"), torch.amp.GradScaler):
-            return _SCALER
         if frame.f_code in _RAISING:
             return _RAISING[frame.f_code]
     for message, issue in _MESSAGES.items():

@@ -87,8 +87,6 @@ class Redraws:
         """Sets the regions' generators for the next replay to where the regions began in
         forward.
         """
-        if not any(self._drawing):
-            return
         seed, self._begin = self._default.initial_seed(), self._default.get_offset()
         for start, generator in filter(None, self._drawing):
             generator.manual_seed(seed).set_offset(self._begin + start)
@@ -99,8 +97,6 @@ class Redraws:
         Raises:
             ReplayMismatchError: the recomputed regions drew other numbers than in forward.
         """
-        if not any(self._drawing):
-            return
         drawn = self._default.get_offset() - self._begin
         if drawn != self._drawn:
             raise ReplayMismatchError(

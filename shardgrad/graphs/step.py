@@ -33,7 +33,7 @@ from shardgrad.graphs.captured import CapturedStep, Key
 from shardgrad.graphs.changes import difference
 from shardgrad.graphs.closed_over import Place
 from shardgrad.graphs.comparison import Comparison
-from shardgrad.graphs.eager_regions import handle_eager_calls
+from shardgrad.graphs.eager_regions import handle_eager_calls, is_in_step
 from shardgrad.graphs.host_state import host_snapshot
 from shardgrad.graphs.inputs import InputBuffers, Inputs, flatten_inputs, objects_in
 from shardgrad.graphs.lifetime import has_graphs, has_no_graphs
@@ -66,15 +66,6 @@ _SHARED = (
 )
 _LOST = 3  # consecutive uncompared graphs after which capture is refused
 _IN_A_ROW = 7  # consecutive calls with something new after which the program is warned
-
-
-class _ThreadState(threading.local):
-    """The graphed step that the calling thread is running."""
-
-    step: object | None = None
-
-
-_thread = _ThreadState()
 
 
 class UncapturableStepWarning(UserWarning):
@@ -267,22 +258,16 @@ class GraphedStep(Generic[_P, _R]):
         if self._settings.bucket is not None:
             args, kwargs = self._settings.bucket(*args, **kwargs)  # type: ignore[assignment]
         inputs = flatten_inputs(args, kwargs)
-        _thread.step = self
-        try:
-            caller = self.pool.follow()
-            self.pool.calls = self._call = self.pool.calls + 1
-            outputs = self._outputs = self._run(inputs, caller)
-            if self._settings.clone_outputs:
-                outputs = clones(outputs)
-            return outputs  # type: ignore[no-any-return]
-        finally:
-            _thread.step = None
+        caller = self.pool.follow()
+        self.pool.calls = self._call = self.pool.calls + 1
+        outputs = self._outputs = self._run(inputs, caller)
+        return clones(outputs) if self._settings.clone_outputs else outputs  # type: ignore[no-any-return]
 
     def _run(self, inputs: Inputs, caller: Stream) -> Any:
         kind = self._kind(inputs, caller)
         for each in self._capturables:
             each.begin_call()
-        guards = (_modes(self.pool.device), *(each.guards() for each in self._capturables))
+        guards = _modes(self.pool.device), *[each.guards() for each in self._capturables]
         key = kind.key, guards
         captured, news = self._look_up(key), ""
         if captured is not None:
@@ -681,7 +666,7 @@ class GraphedStep(Generic[_P, _R]):
         elif threading.get_ident() != self._thread_id:
             why = "it was built in another thread"
             fix = "build a graphed_step in each thread, or call it from one thread"
-        elif _thread.step is not None or is_capturing(self.pool.device):
+        elif is_in_step() or is_capturing(self.pool.device):
             why = "it was called inside another step or capture"
             fix = "call the undecorated function there: step.__wrapped__"
         else:
@@ -730,12 +715,12 @@ _MODES: tuple[Callable[[], Hashable], ...] = (
     torch.is_grad_enabled,
     torch.is_inference_mode_enabled,
     torch.get_default_dtype,
-    torch.get_float32_matmul_precision,
-    torch.are_deterministic_algorithms_enabled,
-    torch.backends.cuda.flash_sdp_enabled,
-    torch.backends.cuda.mem_efficient_sdp_enabled,
-    torch.backends.cuda.math_sdp_enabled,
-    torch.backends.cuda.cudnn_sdp_enabled,
+    torch._C._get_float32_matmul_precision,
+    torch._C._get_deterministic_algorithms,
+    torch._C._get_flash_sdp_enabled,
+    torch._C._get_mem_efficient_sdp_enabled,
+    torch._C._get_math_sdp_enabled,
+    torch._C._get_cudnn_sdp_enabled,
 )
 
 
