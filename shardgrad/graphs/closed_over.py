@@ -38,7 +38,7 @@ __all__ = ["Place", "address_of", "closed_over", "elements", "value_of"]
 _MOST_PARTS = 1_000  # limit of attributes or elements followed in one object
 _MOST_OBJECTS = 20_000  # limit of objects visited in one search
 _NUMBERS = (bool, int, float, complex, str)
-_LEAVES = (bytes, torch.dtype, torch.device, type(None), Optimizer)
+_NOT_FOLLOWED = (bytes, torch.dtype, torch.device, type(None), Optimizer)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _CODE = (FunctionType, staticmethod, classmethod, property, functools.cached_property)
 
@@ -66,10 +66,12 @@ class Place:
 
     def found(self) -> Any:
         """Returns the value that is there now; None if the place no longer exists."""
-        try:
-            return _end_of(self.way, self.root)
-        except _GONE:
-            return None
+        value = self.root
+        with suppress(*_GONE):
+            for part_of in self.way:
+                value = part_of(value)
+            return value
+        return None
 
     def key(self) -> Hashable:
         """Returns the address and host value of the tensor there. A replay reads that tensor only
@@ -124,39 +126,26 @@ def closed_over(
     # "self".
     first = "" if isinstance(function, FunctionType | MethodType) else "self"
     roots = [(first, function), *((type(each).__name__, each) for each in objects)]
-    waiting = deque((Place(name, root), root) for name, root in roots)
+    waiting = deque(Place(name, root) for name, root in roots)
     seen: dict[int, Any] = {}  # holds the objects too: bound methods are temporary, ids are reused
     for _ in range(_MOST_OBJECTS):
         if not waiting:
             return
-        place, value = waiting.popleft()
-        if isinstance(value, _NUMBERS):
-            yield place, value
-            continue
-        if id(value) in seen and not isinstance(value, torch.Tensor):
-            continue
-        seen[id(value)] = value
-        is_leaf = isinstance(value, torch.Tensor) or (
-            isinstance(value, list | tuple | dict) and given.issuperset(map(id, elements(value)))
+        place = waiting.popleft()
+        value = place.found()
+        are_given = isinstance(value, list | tuple | dict) and given.issuperset(
+            map(id, elements(value))
         )
-        if is_leaf or isinstance(value, nn.Module):
+        if are_given or isinstance(value, (torch.Tensor, *_NUMBERS)):
             yield place, value
-        if is_leaf:
-            continue
-        root, way = (value, ()) if isinstance(value, nn.Module) else (place.root, place.way)
-        for name, on in islice(_parts(value, given), _MOST_PARTS):
-            with suppress(*_GONE):  # for example a closure variable that is not assigned yet
-                part = _end_of(on, value)
-                if not isinstance(part, _LEAVES):
-                    is_behind = name.startswith((".", "["))
-                    full = place.name + name if is_behind else name or place.name
-                    waiting.append((Place(full, root, (*way, *on)), part))
-
-
-def _end_of(way: _Way, root: Any) -> Any:
-    for part_of in way:
-        root = part_of(root)
-    return root
+        elif id(value) not in seen and not isinstance(value, _NOT_FOLLOWED):
+            seen[id(value)] = value
+            if isinstance(value, nn.Module):
+                yield place, value
+                place = Place(place.name, value)
+            for name, on in islice(_parts(value, given), _MOST_PARTS):
+                full = place.name + name if name.startswith((".", "[")) else name or place.name
+                waiting.append(Place(full, place.root, (*place.way, *on)))
 
 
 def _parts(value: Any, given: frozenset[int]) -> Iterator[tuple[str, _Way]]:
@@ -183,12 +172,11 @@ def _parts(value: Any, given: frozenset[int]) -> Iterator[tuple[str, _Way]]:
     elif isinstance(value, type):
         yield from _attributes(_of_classes(value))
     elif isinstance(value, nn.Module):
-        own = vars(value)
-        yield from _attributes([name for name in own if name not in _OF_EVERY_MODULE])
-        yield from _attributes([name for name in own if name.endswith("_hooks") and own[name]])
-        tensors = (value._parameters | value._buffers).items()
-        yield from _attributes([name for name, tensor in tensors if id(tensor) not in given])
-        yield from _attributes(list(value._modules))
+        own, tensors = vars(value), value._parameters | value._buffers
+        hooks = [name for name in own if name.endswith("_hooks") and own[name]]
+        names = [*hooks, *(name for name in own if name not in _OF_EVERY_MODULE)]
+        names += [name for name, tensor in tensors.items() if id(tensor) not in given]
+        yield from _attributes([*names, *value._modules])
         yield from _of_its_class(value)
     elif not isinstance(value, ModuleType) and not _is_torchs_or_ours(type(value)):
         yield from _attributes(list(getattr(value, "__dict__", ())))

@@ -64,14 +64,14 @@ class Comparison:
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def _state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields (name, tensor) of the memory to compare: the current state of capturables, and
-        other memory with a name.
+        """Yields (name, tensor) of the memory to restore: the current state of capturables, and
+        other memory. Memory without a name is not compared.
         """
         for number, each in enumerate(self._capturables):
             suffix = f" (capturable {number})" if len(self._capturables) > 1 else ""
             for name, tensor in each.tensors():
                 yield from _inner(name + suffix, tensor)
-        yield from ((name, tensor) for name, tensor in self._others if name)
+        yield from self._others
 
     def restore(self) -> None:
         """Restores the state for the next step: always the host state, and device memory once
@@ -107,7 +107,10 @@ class Comparison:
         Capture: not safe.
         """
         self.restore()  # only host state yet, which the second capture has changed
-        self._copy_memory()
+        # Staging buffers may have released their memory since.
+        self._others = [(n, t) for n, t in self._others if t.untyped_storage().nbytes()]
+        memory = [tensor for _, tensor in self._state()]
+        self._copies = list(zip(memory, _copies(memory, self._device), strict=True))
         of_first: dict[str, set[Hashable]] = {}
         of_again: dict[str, set[Hashable]] = {}
         outputs: Any = None
@@ -132,14 +135,8 @@ class Comparison:
         """Adds the digests of a replay's outputs and memory to `seen`, by name."""
         of_outputs = (_inner(f"output{path}", leaf) for path, leaf in named(outputs))
         for name, tensor in chain(chain.from_iterable(of_outputs), self._state()):
-            seen.setdefault(name, set()).add(_digest(tensor))
-
-    def _copy_memory(self) -> None:
-        # Staging buffers may have released their memory since.
-        self._others = [(n, t) for n, t in self._others if t.untyped_storage().nbytes()]
-        scratch = [tensor for name, tensor in self._others if not name]
-        memory = [*scratch, *(tensor for _, tensor in self._state())]
-        self._copies = list(zip(memory, _copies(memory, self._device), strict=True))
+            if name:
+                seen.setdefault(name, set()).add(_digest(tensor))
 
 
 def _inner(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -170,19 +167,19 @@ def _copies(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch
     The device memory does not come from torch's allocator, so that it does not raise the
     allocator's peak and is released as soon as the copies are dropped.
     """
-    sizes = [-(-each.nbytes // _ALIGNMENT) * _ALIGNMENT for each in tensors if each.is_cuda]
-    has_room = bool(sizes) and has_kernels("cuda")
+    sizes = [-(-each.nbytes // _ALIGNMENT) * _ALIGNMENT for each in tensors]
+    has_room = has_kernels("cuda") and device.type == "cuda"
     has_room = has_room and 2 * sum(sizes) <= torch.cuda.mem_get_info(device)[0]
-    pieces = iter(virtual_zeros(sum(sizes), torch.uint8, device).split(sizes) if has_room else ())
-
-    def copy(tensor: torch.Tensor) -> torch.Tensor:
-        if not has_room or not tensor.is_cuda:
-            return tensor.detach().to("cpu", copy=True)
-        place: torch.Tensor = next(pieces)[: tensor.nbytes].view(tensor.dtype)
-        place.view(tensor.shape).copy_(tensor.detach())
-        return place.view(tensor.shape)
-
-    return list(map(copy, tensors))
+    home = device if has_room else torch.device("cpu")
+    places = virtual_zeros(sum(sizes), torch.uint8, home).split(sizes)
+    copies = [
+        place[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for place, tensor in zip(places, tensors, strict=True)
+    ]
+    with torch.no_grad():
+        for copy, tensor in zip(copies, tensors, strict=True):
+            copy.copy_(tensor)
+    return copies
 
 
 def _digest(tensor: torch.Tensor) -> Hashable:

@@ -93,8 +93,7 @@ class ModuleState(Capturable):
             of = bound.setdefault(group.gradient_policy.attribute, [])
             of += [p.sharded for p in group.params]
         self._gradients = [(attrgetter(name), of) for name, of in bound.items()]
-        self._modules = list(self._module.modules())
-        self._module_ids = tuple(map(id, self._modules))
+        self._modules = tuple(self._module.modules())
         # Other host state that a step may set: (dictionary, key) of each value.
         of_unit = "reshard_after_forward", "reshard_after_backward", "unshard_in_backward"
         self._switches = [
@@ -148,7 +147,7 @@ class ModuleState(Capturable):
             # A shard without memory has neither live flags nor a verdict.
             memory = [s.memory is not GradMemory.NONE and _memory_of(s) for s in shards]
             return (
-                ("modules", self._module_ids),
+                ("modules", self._modules),
                 ("replaced parameters", self._generations),
                 ("requires_grad", self._trains),
                 ("addresses", tuple(map(_ADDRESS, self._addressed))),
@@ -271,13 +270,12 @@ class ModuleState(Capturable):
             raise CaptureAgain("requires_grad changed since the previous call")
         self._with_memory = {shard for shard in self._shards() if shard.has_memory}
         self._registered_before = self._registered()
-        found = [(shard, shard.begin_capture()) for shard in self._shards()]
+        # Each list is filled by the capture.
+        overwritten = [(shard, shard.begin_capture()) for shard in self._shards()]
 
         def overwrites_nothing_held() -> bool:
-            return not any(
-                {*overwritten}.intersection(shard.held())
-                for shard, overwritten in found
-                if overwritten
+            return all(
+                set(places).isdisjoint(shard.held()) for shard, places in overwritten if places
             )
 
         return overwrites_nothing_held
@@ -311,10 +309,8 @@ class ModuleState(Capturable):
         return restore
 
     def known_to_graph(self) -> Any:
-        """See `Capturable`. A change of `requires_grad` replaces the group's tensors. Modules are
-        kept because the guards compare their ids, which must not be reused.
-        """
-        return self._modules, [grads.known_to_graph() for grads in self._grad_groups]
+        """See `Capturable`. A change of `requires_grad` replaces the group's tensors."""
+        return [grads.known_to_graph() for grads in self._grad_groups]
 
     def replayed(self) -> None:
         """See `Capturable`. Also drops unsharded parameters that are kept: they are stale now, as

@@ -96,10 +96,9 @@ class Reads(TorchDispatchMode):
         given = frozenset(map(id, chain.from_iterable(registered)))
         for place, value in closed_over(function, [*modules, *objects], given):
             if isinstance(value, nn.Module):
-                for param in value.parameters():
-                    if id(param) not in given and fsdp_param_of(param) is not None:
-                        for tensor in plain_tensors([param]):
-                            self._others.setdefault(tensor.data_ptr(), place.name)
+                sharded = filter(fsdp_param_of, value.parameters())
+                for tensor in plain_tensors(p for p in sharded if id(p) not in given):
+                    self._others.setdefault(tensor.data_ptr(), place.name)
             elif isinstance(value, torch.Tensor | list | tuple | dict):
                 found = place, address_of(value)
                 for tensor in plain_tensors(elements(value)):

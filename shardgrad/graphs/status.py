@@ -72,18 +72,17 @@ class StatusReader:
         named = [*of_outputs, *reports]
         if not named:
             return None
-        names, stream = [name for name, _ in named], self._pool.follow()
+        stream = self._pool.follow()
         with torch.no_grad():
-            numbers = torch.stack([value.detach().reshape(()).double() for _, value in named])
-            host = torch.empty_like(numbers, device="cpu", pin_memory=numbers.is_cuda)
-            host.copy_(numbers, non_blocking=True)
-            arrived = None if stream is None else stream.record_event()
+            numbers = torch.stack([value.reshape(()).double() for _, value in named])
+            host = numbers.to("cpu", non_blocking=True)  # to pinned memory
+        arrived = None if stream is None else stream.record_event()
 
         def read() -> StepStatus | None:
             if arrived is not None and not arrived.query():
                 return None
-            found, values = host.tolist(), dict.fromkeys(names, 0.0)
-            for name, value in zip(names, found, strict=True):
+            found, values = host.tolist(), dict.fromkeys((name for name, _ in named), 0.0)
+            for (name, _), value in zip(named, found, strict=True):
                 values[name] += value
             return StepStatus(step, values, all(map(math.isfinite, found[: len(of_outputs)])))
 

@@ -223,7 +223,8 @@ class GraphedStep(Generic[_P, _R]):
         # Both in order of use, the most recently used last.
         self._kinds: OrderedDict[Hashable, _InputKind] = OrderedDict()
         self._graphs: list[CapturedStep] = []
-        # Keys, in the last call, of the places of tensors that captured functions close over.
+        # Keys of the places of tensors that captured functions close over, in the last call that
+        # was captured or for which there was no graph.
         self._places: Mapping[Place, Hashable] = {}
         self._thread_id = threading.get_ident()
         self._closed = False
@@ -269,11 +270,8 @@ class GraphedStep(Generic[_P, _R]):
             each.begin_call()
         guards = _modes(self.pool.device), *[each.guards() for each in self._capturables]
         key = kind.key, guards
-        captured, news = self._look_up(key), ""
-        if captured is not None:
-            self._places = captured.reads.places
-        elif not kind.refused:
-            news = self._what_is_new(kind, guards)
+        captured = self._look_up(key)
+        news = "" if captured or kind.refused else self._what_is_new(kind, guards)
         self._before = key
         if captured is not None and captured.is_compared and not _why_not(captured, kind, inputs):
             self._note("")
@@ -324,7 +322,7 @@ class GraphedStep(Generic[_P, _R]):
 
         A call is captured only after an eager call with the same key and guards, which did the lazy
         initialization, and only if the tensors that captures read by closure are where they were in
-        the last call, since they are likely to stay there then.
+        the last call without a graph, since they are likely to stay there then.
         """
         reads = (place for captured in self._graphs for place in captured.reads.places)
         before, self._places = self._places, {place: place.key() for place in reads}
