@@ -20,7 +20,7 @@ from torch.utils import checkpoint
 
 from shardgrad.errors import ReplayMismatchError
 from shardgrad.graphs.pool import GraphPool
-from shardgrad.graphs.torch_patches import Patch, Replacement
+from shardgrad.graphs.torch_patches import replace
 
 __all__ = ["Redraws"]
 
@@ -76,10 +76,11 @@ class Redraws:
         if self._pool.device.type != "cuda":
             yield
             return
+        replace(checkpoint, "get_device_states", _saving)
+        replace(torch.random, "fork_rng", _recomputing)
         self._recomputed, _on_streams[stream] = 0, self
         try:
-            with _patch.active(_replacements):
-                yield
+            yield
         finally:
             del _on_streams[stream]
 
@@ -154,12 +155,6 @@ class _Saved(list[int]):
 
 # The redraws of the calls that are running, by the stream of their pool.
 _on_streams: dict[torch.Stream, Redraws] = {}
-_patch = Patch()
-
-
-def _replacements() -> Iterator[Replacement]:
-    yield checkpoint, "get_device_states", _saving
-    yield torch.random, "fork_rng", _recomputing
 
 
 def _saving(get_device_states: Callable[..., Any]) -> Callable[..., Any]:

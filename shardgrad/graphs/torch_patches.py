@@ -1,62 +1,23 @@
-"""Replaces functions of torch for the duration of a block.
+"""Replaces functions of torch, each once and until the process ends.
 
-Blocks of several threads may overlap: a function is replaced when the first block begins and
-restored when the last one ends. So a replacement must behave like the original in threads that are
-outside of any block.
+A replacement must behave like the original wherever no graphed step is concerned.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Patch", "Replacement"]
+__all__ = ["replace"]
 
-# Module, attribute, and a function that returns the replacement for the original.
-Replacement = tuple[Any, str, Callable[[Callable[..., Any]], Callable[..., Any]]]
-
-
-class Patch:
-    """Replaces functions while at least one block is active."""
-
-    def __init__(self) -> None:
-        # Reentrant, since garbage collection in one block may run the finalizer that ends another.
-        self._lock = threading.RLock()
-        self._blocks = 0
-        self._undo: list[Callable[[], None]] = []
-
-    @contextmanager
-    def active(self, replacements: Callable[[], Iterable[Replacement]]) -> Iterator[None]:
-        """Replaces functions inside the block.
-
-        Args:
-            replacements: yields the replacements. Called if no other block is active.
-        """
-        with self._lock:
-            if not self._blocks:
-                for owner, name, make in replacements():
-                    self._undo.append(_replace(owner, name, make(getattr(owner, name))))
-            self._blocks += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._blocks -= 1
-                while not self._blocks and self._undo:
-                    self._undo.pop()()
+_lock = threading.Lock()
+_replaced: set[tuple[Any, str]] = set()
 
 
-def _replace(owner: Any, name: str, function: Callable[..., Any]) -> Callable[[], None]:
-    """Assigns a function of a module. Returns a function that restores the original, unless another
-    library has replaced it in the meantime.
-    """
-    original = getattr(owner, name)
-    setattr(owner, name, function)
-
-    def undo() -> None:
-        if getattr(owner, name) is function:
-            setattr(owner, name, original)
-
-    return undo
+def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """Assigns `make` of the original to a function of a module, in the first call for it."""
+    with _lock:
+        if (owner, name) not in _replaced:
+            _replaced.add((owner, name))
+            setattr(owner, name, make(getattr(owner, name)))

@@ -208,6 +208,22 @@ def _with_another_region(block: Any) -> Callable[[Tensor], Tensor]:
     return lambda x: checkpoint(lambda y: F.dropout(inner(y), 0.2), x, use_reentrant=False)
 
 
+def test_a_region_outside_of_steps_draws_again_what_it_drew(device: torch.device) -> None:
+    x = torch.ones(16, WIDTH, device=device, requires_grad=True)
+    shardgrad.graphed_step()(torch.square)(x.detach())  # has replaced functions of torch
+
+    def gradient(layer: Callable[[Tensor], Tensor]) -> Tensor:
+        torch.manual_seed(0)
+        loss = F.dropout(layer(F.dropout(x, 0.2)), 0.2).sum()
+        return torch.autograd.grad(loss, x)[0]
+
+    def layer(x: Tensor) -> Tensor:
+        return F.dropout(x, 0.5).square()
+
+    region = functools.partial(checkpoint, layer, use_reentrant=False)
+    assert torch.equal(gradient(region), gradient(layer))
+
+
 def test_what_a_capture_froze_in_such_weights_is_named(device: torch.device) -> None:
     model = on_one_gpu(extended(Narrowed, WIDTH, WIDTH))
     calls = itertools.count(1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import re
 import threading
 import warnings
@@ -17,8 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import distributed_c10d
-from torch.utils import checkpoint
 
 import shardgrad
 from shardgrad.engine.streams import is_capturing
@@ -435,38 +432,6 @@ def test_graphs_are_destroyed_before_the_process_group() -> None:
     with pytest.raises(CaptureError, match="closed"):
         step(torch.ones(2, device=NAME))
     dist.init_process_group("simulated", store=dist.HashStore(), rank=0, world_size=1)
-
-
-@on_virtual_ranks(1)
-def test_torchs_functions_are_replaced_only_while_there_are_graphs() -> None:
-    model = build(Setup(recomputes=True))
-
-    def functions() -> tuple[Any, ...]:
-        modules = dist, distributed_c10d
-        ends = tuple(module.destroy_process_group for module in modules)
-        return *ends, checkpoint.get_device_states
-
-    torchs = functions()
-
-    @shardgrad.graphed_step(model, warmup=1)
-    def step(x: Tensor) -> Tensor:
-        loss = loss_of(model, x)
-        loss.backward()
-        return loss
-
-    for number in range(3):
-        step(batch(number))
-    assert step.captures == 1
-    assert checkpoint.get_device_states is torchs[2], "replaced for the length of a capture"
-    assert functions() != torchs
-    step.reset()
-    assert functions() == torchs
-    for number in range(3):
-        step(batch(number))
-    assert functions() != torchs
-    del step
-    gc.collect()
-    assert functions() == torchs
 
 
 # -- what is found before a capture
