@@ -121,14 +121,8 @@ class CapturedStep:
         return len(self._graphs) > 1
 
     def is_of(self, key: Hashable) -> bool:
-        """Returns whether the graph was captured with this key and the memory it reads is
-        unchanged.
-        """
-        return (
-            self.key == key
-            and not self.reads.is_gone
-            and all(place.key() == found for place, found in self.reads.places.items())
-        )
+        """Returns whether the graph was captured with this key and what it reads is unchanged."""
+        return self.key == key and self.reads.are_unchanged
 
     def prepare(self) -> bool:
         """Prepares a replay; returns False if the graph must not be replayed now."""

@@ -235,15 +235,19 @@ class Reads(TorchDispatchMode):
         self.written_memory = Memory(content for _, content in self.written())
 
     @property
-    def is_gone(self) -> bool:
-        """True if the program has freed device memory that the block read from outside of the
-        graph. A replay would then read other data at its address.
+    def are_unchanged(self) -> bool:
+        """False if a replay would not read what an eager step would: the program has replaced a
+        tensor that the block read, or has freed device memory from outside of the graph.
         """
-        return any(map(_EXPIRED, self._on_device))
+        return not any(map(_EXPIRED, self._on_device)) and all(
+            place.key() == found for place, found in self.places.items()
+        )
 
-    def gone(self) -> list[str]:
-        """Returns descriptions of the freed memory; see `is_gone`."""
-        return [what for memory, (what, _) in self._on_device.items() if _EXPIRED(memory)]
+    def changed(self) -> list[str]:
+        """Returns descriptions of what has changed; see `are_unchanged`."""
+        replaced = [place.name for place, found in self.places.items() if place.key() != found]
+        freed = [what for memory, (what, _) in self._on_device.items() if _EXPIRED(memory)]
+        return sorted({*replaced, *freed})
 
     def leave_out(self, segments: Iterable[tuple[int, int]]) -> None:
         """Drops records of memory in these address ranges, which is the graph's own. Inductor

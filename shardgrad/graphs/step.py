@@ -31,7 +31,6 @@ from shardgrad.errors import CaptureError, CollectiveError, OptionError, listed
 from shardgrad.graphs.capturable import CaptureAgain, capturable
 from shardgrad.graphs.captured import CapturedStep, Key
 from shardgrad.graphs.changes import difference
-from shardgrad.graphs.closed_over import Place
 from shardgrad.graphs.comparison import Comparison
 from shardgrad.graphs.eager_regions import handle_eager_calls, is_in_step
 from shardgrad.graphs.host_state import host_snapshot
@@ -119,8 +118,8 @@ def graphed_step(
     Guards are the host state that decides what a step launches: for example which parameters
     require a gradient, which gradients are not None, training mode, and the numbers in the param
     groups of an optimizer that is not from `shardgrad.optim`. The graph reads a tensor that the
-    function closes over at its address. If the program replaces that tensor, the step runs eagerly
-    once, and is captured again if the next call finds the same tensor.
+    function closes over at its address. If the program replaces that tensor, the step is captured
+    again; if it does so before each call, an error says so.
 
     An operation that a graph cannot contain raises at its line. Exceptions of the function other
     than RuntimeError pass through a capture unchanged, and the call can be repeated. To find values
@@ -223,9 +222,6 @@ class GraphedStep(Generic[_P, _R]):
         # Both in order of use, the most recently used last.
         self._kinds: OrderedDict[Hashable, _InputKind] = OrderedDict()
         self._graphs: list[CapturedStep] = []
-        # Keys of the places of tensors that captured functions close over, in the last call that
-        # was captured or for which there was no graph.
-        self._places: Mapping[Place, Hashable] = {}
         self._thread_id = threading.get_ident()
         self._closed = False
         self._outputs: Any = None
@@ -318,16 +314,8 @@ class GraphedStep(Generic[_P, _R]):
 
     def _what_is_new(self, kind: _InputKind, guards: Hashable) -> str:
         """Describes a difference to earlier calls for which a capture has to wait; "" if there is
-        none.
-
-        A call is captured only after an eager call with the same key and guards, which did the lazy
-        initialization, and only if the tensors that captures read by closure are where they were in
-        the last call without a graph, since they are likely to stay there then.
+        none: if an eager call had the same key and guards and did the lazy initialization.
         """
-        reads = (place for captured in self._graphs for place in captured.reads.places)
-        before, self._places = self._places, {place: place.key() for place in reads}
-        now = self._places.items()
-        moved = {place.name for place, key in now if before.get(place, key) != key}
         if not kind.seen:
             return (
                 f"shapes or numbers in its arguments: {difference(self._before[0], kind.key)}. Use "
@@ -340,11 +328,6 @@ class GraphedStep(Generic[_P, _R]):
                 "optimizer's numbers, use shardgrad.optim, which keeps them on the device, or, for "
                 "a learning rate, torch's Adam or AdamW with capturable=True; for its state, write "
                 "into the existing tensors"
-            )
-        if moved:
-            return (
-                f"the tensor in {listed(sorted(moved))}, which it reads without getting it as an "
-                "argument. Pass it as an argument, or write into the existing tensor, on the device"
             )
         return ""
 
@@ -459,7 +442,7 @@ class GraphedStep(Generic[_P, _R]):
         """
         try:
             refuse_harmful_settings()
-            self._refuse_memory_of_one_call(key)
+            self._refuse_reads_of_one_call(key)
             captured = self._capture(kind, key, redraws)
         except CollectiveError:
             raise  # another rank did not join, so an eager step would fail as well
@@ -470,7 +453,6 @@ class GraphedStep(Generic[_P, _R]):
         except RuntimeError as error:
             self._refuse_capture(kind, error)
             return None, ""
-        self._places = {**self._places, **captured.reads.places}
         self._graphs.append(captured)
         self._evict()
         return captured, ""
@@ -551,16 +533,17 @@ class GraphedStep(Generic[_P, _R]):
         has_graphs(self)
         return captured
 
-    def _refuse_memory_of_one_call(self, key: Key) -> None:
-        """Refuses a capture after several graphs whose memory was freed before the next call, so
-        that none of them could be compared.
+    def _refuse_reads_of_one_call(self, key: Key) -> None:
+        """Refuses a capture after several graphs that read what the program replaced or freed
+        before the next call, so that none of them could be compared.
         """
-        uncompared = [each for each in self._graphs if each.key == key and not each.is_compared]
-        lost = [each.reads for each in uncompared if each.reads.is_gone]
-        if len(lost) == _LOST:
+        latest = [each for each in self._graphs if each.key == key][-_LOST:]
+        lost = [each.reads.changed() for each in latest if not each.is_compared]
+        if len(lost) == _LOST and all(lost):
             raise CaptureError(
-                f"it reads memory that was freed before the next call, {_LOST} times in a row",
-                where=listed(lost[-1].gone()),
+                "it reads memory that was replaced or freed before the next call, "
+                f"{_LOST} times in a row",
+                where=listed(lost[-1]),
                 fix="pass the tensor as an argument, or keep one tensor and write into it",
             )
 
@@ -688,7 +671,6 @@ class GraphedStep(Generic[_P, _R]):
             captured.reset()
         self._graphs.clear()
         self._kinds.clear()
-        self._places = {}
         self._begin_counting()
         has_no_graphs(self)
 

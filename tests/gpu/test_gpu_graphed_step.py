@@ -416,7 +416,8 @@ def test_a_number_that_changes_in_a_tensor_of_the_host_is_another_graph(
         if call in (8, 14):
             number.mul_(0.5)
         losses.append(step(batch(call, device)).item())
-    require_replays(step, 3, STEPS - WARMUP - 2)
+    eager = 2 if where == "learning rate" else 0  # guards have to be seen in an eager call
+    require_replays(step, 3, STEPS - WARMUP - eager)
     return losses + weights(model)
 
 
@@ -466,7 +467,7 @@ def test_memory_that_the_program_has_let_go_of_is_in_no_replay(
 
 
 def test_memory_that_each_call_makes_anew_before_the_step_is_refused(device: torch.device) -> None:
-    says = r"it reads memory that was freed before the next call, 3 times[\s\S]*shape \(2,\) that"
+    says = r"that was replaced or freed before the next call, 3 times[\s\S]*shape \(2,\) that"
     with pytest.raises(CaptureError, match=says):
         of_a_distribution(shardgrad.graphed_step, device, 1)
 
