@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from operator import call
 from typing import Any
 
 import torch
@@ -104,11 +105,11 @@ class CapturedStep:
         for each in self._capturables:
             each.quiesce()
 
-    def _split(self, call: Callable[[], Any]) -> None:
+    def _split(self, region: Callable[[], Any]) -> None:
         self._end()
-        # Restore the host state that the call finds when the step runs eagerly.
+        # Restore the host state that the region finds when the step runs eagerly.
         self._parts += [each.snapshot() for each in self._capturables]
-        self._parts.append(call)
+        self._parts.append(region)
         self._begin()
         for each in self._capturables:
             each.after_eager_region()
@@ -120,13 +121,9 @@ class CapturedStep:
         """True if calls are made between graphs."""
         return len(self._graphs) > 1
 
-    def is_of(self, key: Hashable) -> bool:
-        """Returns whether the graph was captured with this key and what it reads is unchanged."""
-        return self.key == key and self.reads.are_unchanged
-
     def prepare(self) -> bool:
         """Prepares a replay; returns False if the graph must not be replayed now."""
-        return all(prepare() for prepare in self._before_replays)
+        return all(map(call, self._before_replays))
 
     def replay(self) -> Any:
         """Replays the step on the current stream and returns its outputs, always the same

@@ -162,7 +162,7 @@ class ModuleState(Capturable):
         Also copies gradients that the program has assigned into the shard, and updates the live
         flags.
         """
-        found = chain.from_iterable(map(read, params) for read, params in self._gradients)
+        found = chain.from_iterable(starmap(map, self._gradients))
         if all(map(is_, found, repeat(None))):
             return ()
         return tuple([tuple(shard.settle()) for shard in shards])
@@ -281,7 +281,7 @@ class ModuleState(Capturable):
         return overwrites_nothing_held
 
     def _shards(self) -> list[GradShard]:
-        return [shard for shard in map(_GRAD_SHARD, self._grad_groups) if shard is not None]
+        return list(filter(None, map(_GRAD_SHARD, self._grad_groups)))
 
     def snapshot(self) -> Callable[[], None]:
         """See `Capturable`."""

@@ -267,7 +267,8 @@ class InputBuffers:
         the graph, and the step writes one of the two. A replay reads and writes copies of the
         arguments, so it would not see in one what it has written to the other.
         """
-        own = {i: each for i, each in enumerate(inputs.tensors) if self._is_on_device(each)}
+        kind = self._pool.device.type
+        own = {i: each for i, each in enumerate(inputs.tensors) if each.device.type == kind}
         for index in self._written & own.keys():
             begin, end = extent(own[index])
             others = Memory(each for i, each in own.items() if i != index)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable
+from operator import mul
 
 import torch
 
@@ -32,8 +33,8 @@ class Memory:
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
     """Returns the address of a tensor's first element, and the one after its last element."""
-    begin, sizes = tensor.data_ptr(), tensor.shape
+    begin, strides = tensor.data_ptr(), tensor.stride()
     if not tensor.numel():
         return begin, begin
-    last = sum((size - 1) * stride for size, stride in zip(sizes, tensor.stride(), strict=True))
+    last = sum(map(mul, tensor.shape, strides)) - sum(strides)
     return begin, begin + (last + 1) * tensor.itemsize

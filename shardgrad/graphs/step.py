@@ -19,6 +19,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
+from operator import call, methodcaller
 from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
 import torch
@@ -64,6 +65,7 @@ _SHARED = (
     "writes. Pass a clone, or pass it once"
 )
 _LOST = 3  # consecutive uncompared graphs after which capture is refused
+_GUARDS = methodcaller("guards")
 _IN_A_ROW = 7  # consecutive calls with something new after which the program is warned
 
 
@@ -264,7 +266,7 @@ class GraphedStep(Generic[_P, _R]):
         kind = self._kind(inputs, caller)
         for each in self._capturables:
             each.begin_call()
-        guards = _modes(self.pool.device), *[each.guards() for each in self._capturables]
+        guards = _modes(self.pool.device), *map(_GUARDS, self._capturables)
         key = kind.key, guards
         captured = self._look_up(key)
         news = "" if captured or kind.refused else self._what_is_new(kind, guards)
@@ -344,9 +346,9 @@ class GraphedStep(Generic[_P, _R]):
     def _run_eagerly(
         self, kind: _InputKind, guards: Hashable, caller: Stream, inputs: Inputs
     ) -> Any:
-        def call_region(call: Callable[[], Any]) -> None:
+        def call_region(region: Callable[[], Any]) -> None:
             self._note_border()
-            call()
+            region()
 
         args, kwargs = kind.buffers.for_eager_call(inputs)
         redraws = Redraws(self.pool)
@@ -374,7 +376,7 @@ class GraphedStep(Generic[_P, _R]):
     def _look_up(self, key: Hashable) -> CapturedStep | None:
         # A list, since hashing thousands of guards is slower than comparing them.
         for captured in reversed(self._graphs):
-            if captured.is_of(key):
+            if captured.key == key and captured.reads.are_unchanged:
                 if captured is not self._graphs[-1]:
                     self._graphs.remove(captured)
                     self._graphs.append(captured)
@@ -708,7 +710,7 @@ def _modes(device: torch.device) -> Hashable:
     """Returns the modes of torch that change what code launches. They are guards of every step."""
     kind = device.type
     autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-    return autocast, *[mode() for mode in _MODES]
+    return autocast, *map(call, _MODES)
 
 
 @contextmanager
