@@ -262,7 +262,7 @@ def listed(names: Sequence[object], most: int = 3, separator: str = ", ") -> str
 def unsupported(name: str, *, instead: str) -> UnsupportedError:
     """Returns the error for a name of FSDP2's API that is not supported yet."""
     return UnsupportedError(
-        f"shardgrad does not support {name} yet",
+        f"shardgrad does not yet support {name}",
         expected="an option that this version supports",
         got=name,
         fix=instead,

@@ -115,7 +115,7 @@ def refuse_combinations(
         if stage.over_both_axes and (place.sharding.dim or place.mesh.levels is None):
             what = f"dim {place.sharding.dim}" if place.sharding.dim else "a separate mesh"
             raise unsupported(
-                f'zero_stage="hfsdp" for {name}, which is sharded on {what},',
+                f'zero_stage="hfsdp" for {name}, which is sharded on {what}',
                 instead="zero_stage=3",
             )
         if is_int and place.sharding.came_as_dtensor:
@@ -146,5 +146,5 @@ def refuse_two_levels(names: Mapping[nn.Parameter, str], stage: Stage) -> None:
         if is_extension(param) or isinstance(param, DTensor):
             what = "has fsdp_pre_all_gather" if is_extension(param) else "is a DTensor already"
             raise unsupported(
-                f'zero_stage="hfsdp" for {name}, which {what},', instead="zero_stage=3"
+                f'zero_stage="hfsdp" for {name}, which {what}', instead="zero_stage=3"
             )

@@ -184,7 +184,7 @@ class StateView:
         if len(self._unit.hooks) > 1:
             raise unsupported(
                 f"torch's FSDPMemTracker over {self._unit.name or 'root'!r}, a unit of several "
-                "modules,",
+                "modules",
                 instead="a unit for each module: the tracker expects the hooks of one module",
             )
         return self._unit.hooks[0]

@@ -29,7 +29,7 @@ def lazy_init(unit: Unit) -> RootContext:
             "fully_shard requires a single root module but got several",
             expected="one module that contains the others",
             got=", ".join(type(module).__name__ for module in unit.modules),
-            fix="call fully_shard on their parent as well, and run that",
+            fix="call fully_shard on their parent too, and run the parent",
         )
     root_module = unit.modules[0]
     units = units_under(root_module) if len(unit.modules) == 1 else [unit]

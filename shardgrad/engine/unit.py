@@ -367,8 +367,8 @@ class Unit:
             for tensor in tensors:
                 if isinstance(tensor, torch.Tensor) and group.has_memory_of(_inside(tensor)):
                     raise UnsupportedError(
-                        "a unit returns a parameter, or a view of one, whose memory it frees after "
-                        "its forward",
+                        "a unit returned a parameter, or a view of one, whose memory is freed "
+                        "after its forward",
                         expected="outputs with memory of their own",
                         got=f"a tensor of shape {tuple(tensor.shape)} in the parameters' memory",
                         where=f"unit {self.name or 'root'!r}",

@@ -103,7 +103,7 @@ def regroup(group: ParamGroup) -> Callable[[], list[ParamGroup]] | None:
         )
         if group.mesh.levels is not None:
             raise unsupported(
-                f'zero_stage="hfsdp" for {p.name}, which has fsdp_pre_all_gather,',
+                f'zero_stage="hfsdp" for {p.name}, which has fsdp_pre_all_gather',
                 instead="zero_stage=3",
             )
     return partial(_apart, group, list(leaving)) if leaving else None

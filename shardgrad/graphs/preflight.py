@@ -52,7 +52,7 @@ _VALIDATED = CaptureError(
     fix="validate_args=False, or torch.distributions.Distribution.set_default_validate_args(False)",
 )
 _HOST_READ = CaptureError(
-    "a call reads a value of the device on the host, or waits for the device",
+    "a call reads a device value on the host, or waits for the device",
     fix="return the value from the step and read it afterwards; use torch.where instead of an if, "
     "and shardgrad.graphs.outside for host work in the middle of the step",
 )
@@ -68,7 +68,7 @@ _CUDA_ERRORS: dict[int | None, CaptureError] = {
         fix="side.wait_stream(torch.cuda.current_stream()) before that work, inside the step",
     ),
     906: CaptureError(
-        "the step uses the default stream while another one is captured",
+        "the step uses the default stream while it is captured on another one",
         fix="use torch.cuda.current_stream(), or a torch.cuda.Stream()",
     ),
 }

@@ -633,7 +633,7 @@ class GraphedStep(Generic[_P, _R]):
                 expected="a capture on every rank, or on none",
                 got=str(error).splitlines()[0],
                 where=f"rank {dist.get_rank()}",
-                fix="make this rank run the same operations in a step as the others",
+                fix="make that rank run the same operations in a step as the others",
             ) from error
 
     def _warn(self, what: str, *, depth: int) -> None:

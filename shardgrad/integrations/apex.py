@@ -118,7 +118,7 @@ class FusedAdam(Optimizer):
                 f"apex's FusedAdam cannot be built: {error}",
                 expected="options that apex accepts together",
                 got=", ".join(f"{key}={value}" for key, value in options.items()),
-                fix="other options, or shardgrad.optim.AdamW",
+                fix="use other options, or shardgrad.optim.AdamW",
             ) from error
         for group, theirs in zip(self.param_groups, self._apex.param_groups, strict=True):
             group |= {**theirs, "params": group["params"]}
@@ -254,9 +254,7 @@ class FusedAdam(Optimizer):
         saved_groups = state_dict["param_groups"]
         ours, theirs = ([len(g["params"]) for g in gs] for gs in (self.param_groups, saved_groups))
         if ours != theirs:
-            raise misfit(
-                "its groups are others", f"groups of {ours} parameters", f"groups of {theirs}"
-            )
+            raise misfit("its groups differ", f"groups of {ours} parameters", f"groups of {theirs}")
         keys = chain.from_iterable(group["params"] for group in saved_groups)
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         for number, (key, param) in enumerate(zip(keys, self._params(), strict=True)):
@@ -330,8 +328,8 @@ def _refuse_unreachable(param: nn.Parameter, number: int) -> None:
         why = f"it would read the gradient, which is {group.gradient_dtype}, as {param.dtype}"
         fix = "GradientPolicy(dtype=None), or shardgrad.optim.AdamW"
     elif _memory_of(param).numel() > 2**31 - 1:
-        why = "its kernels count the elements of a tensor in 32 bits, and would update a part"
-        fix = "more ranks, or shardgrad.optim.AdamW"
+        why = "its kernels count elements in 32 bits, and would update only a part"
+        fix = "use more ranks, or shardgrad.optim.AdamW"
     else:
         return
     raise OptimizerParameterError(
@@ -352,6 +350,6 @@ def _require_same_memory(param: nn.Parameter, local: nn.Parameter) -> None:
             f"a parameter of shape {tuple(param.shape)} was replaced or moved after the optimizer "
             "was built",
             expected="the parameter and the memory that the model trains",
-            got="others, which a step would not reach",
+            got="another parameter or other memory, which a step would not update",
             fix="build the optimizer after the last model.to(...) or load_state_dict(assign=True)",
         )

@@ -225,7 +225,7 @@ class FlatOptimizer(Optimizer):
             raise self._cannot_update(
                 name,
                 "fully_shard has replaced it",
-                "model.parameters() after fully_shard",
+                "pass model.parameters() after fully_shard",
             )
 
     def _refuse_two_engines(self, group: OptimGroup, sharded: Mapping[ParamGroup, Any]) -> None:

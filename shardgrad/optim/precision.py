@@ -62,10 +62,10 @@ class Precision:
             )
         if self.master is not None and self.stochastic_rounding:
             raise OptionError(
-                "stochastic rounding excludes a master copy",
+                "stochastic_rounding and master exclude each other",
                 expected="one of master and stochastic_rounding",
                 got=f"master={self.master!r} and stochastic_rounding=True",
-                fix="leave one out",
+                fix="pass only one of them",
             )
 
     @property

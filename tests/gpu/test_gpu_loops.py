@@ -567,7 +567,7 @@ REFUSED = {
     ),
     "a module that counts on the host": (
         cumulative_average,
-        r"a call reads a value of the device on the host[\s\S]*module 0\.norm, [\s\S]*"
+        r"a call reads a device value on the host[\s\S]*module 0\.norm, [\s\S]*"
         r" in forward: return torch\.as_",
     ),
     "a count on the host": (

@@ -307,11 +307,11 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
         optimizer = apex.FusedAdam(model, **HYPER)
         descend(model, optimizer, range(1))
         saved, before = optimizer.state_dict(), moments(optimizer)
-        with pytest.raises(OptimizerStateError, match="groups are others"):
+        with pytest.raises(OptimizerStateError, match="its groups differ"):
             apex.FusedAdam(plane((5, 3)), **HYPER).load_state_dict(saved)
         for entry, words in (
             ({"max_exp_avg_sq": torch.zeros(5, 3)}, "does not keep"),
-            ({"exp_avg": torch.zeros(5)}, "another shape"),
+            ({"exp_avg": torch.zeros(5)}, "the wrong shape"),
         ):
             broken = {**saved, "state": {**saved["state"], 3: entry}}
             with pytest.raises(OptimizerStateError, match=words):

@@ -209,7 +209,7 @@ def a_dtype_as_text() -> None:
 
 @mistake(
     typed="`offload_policy=CPUOffload(offload_params=True)` of FSDP1",
-    says="UnsupportedError: shardgrad does not support CPUOffload yet",
+    says="UnsupportedError: shardgrad does not yet support CPUOffload",
     cure="offload_policy=CPUOffloadPolicy()",
 )
 def offload_of_fsdp1() -> None:
@@ -218,7 +218,7 @@ def offload_of_fsdp1() -> None:
 
 @mistake(
     typed="`offload_policy=True`",
-    says="UnsupportedError: shardgrad does not support bool yet",
+    says="UnsupportedError: shardgrad does not yet support bool",
     cure="offload_policy=CPUOffloadPolicy()",
 )
 def true_for_offload() -> None:
@@ -408,7 +408,7 @@ def tied_too_late() -> None:
 @mistake(
     typed="`fully_shard([a, b])` over units, run as roots",
     says="RootError: fully_shard requires a single root module but got several",
-    cure="call fully_shard on their parent as well, and run that",
+    cure="call fully_shard on their parent too, and run the parent",
 )
 def several_roots() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))

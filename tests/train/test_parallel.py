@@ -26,7 +26,9 @@ def test_each_rank_of_a_machine_has_an_accelerator_and_none_too_many_is_started(
         torch.device("cuda", 1),
     ]
     assert _choose_device("cpu", 1) == torch.device("cpu")
-    with pytest.raises(UsageError, match="has 2 accelerators but more ranks: use --ranks 2"):
+    with pytest.raises(
+        UsageError, match="more ranks than this machine's 2 accelerators: use --ranks 2"
+    ):
         _choose_device("auto", 2)
 
 

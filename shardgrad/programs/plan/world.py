@@ -165,7 +165,7 @@ class _Observer(TorchDispatchMode):
         if self._recorder.phase in ("model", "forward"):
             raise TrainingError(
                 "The model reads a tensor's value (.item(), nonzero, a mask as an "
-                "index), which a plan has no values for: plan a variant that decides nothing by "
+                "index), but a plan has no values: plan a variant that does not depend on "
                 "values, for example with a fixed capacity per expert."
             )
         return 0

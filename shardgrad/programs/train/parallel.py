@@ -94,6 +94,6 @@ def _choose_device(wish: str, rank: int) -> torch.device:
     count = torch.accelerator.device_count()
     if rank >= count:
         raise UsageError(
-            f"This machine has {count} accelerators but more ranks: use --ranks {count}."
+            f"There are more ranks than this machine's {count} accelerators: use --ranks {count}."
         )
     return torch.device(accelerator.type, rank)
