@@ -19,6 +19,7 @@ import torch
 from shardgrad.engine.streams import wait_for_device
 from shardgrad.graphs.capturable import Capturable
 from shardgrad.graphs.eager_regions import handle_eager_calls
+from shardgrad.graphs.inputs import InputBuffers
 from shardgrad.graphs.pool import DeviceGraph, GraphPool
 from shardgrad.graphs.reads import Reads
 from shardgrad.graphs.recomputation import Redraws
@@ -38,9 +39,10 @@ class CapturedStep:
         capturables: those of the step. They are quiesced wherever a graph begins or ends.
         generators: random generators to register with the graphs, besides the device's default one.
         redraws: the random numbers of recomputed regions, from an eager call of the step.
+        buffers: the static inputs.
 
     Attributes:
-        key, redraws: as given.
+        key, redraws, buffers: as given.
         is_compared: True once a second capture has been compared with this one.
         reads: the memory that the captured call reads by closure. Set by the capture.
         outputs: the outputs of the captured call, which every replay overwrites. Set by the
@@ -57,8 +59,10 @@ class CapturedStep:
         capturables: Sequence[Capturable],
         generators: Sequence[torch.Generator],
         redraws: Redraws,
+        buffers: InputBuffers,
     ) -> None:
         self.key, self.redraws, self.is_compared = key, redraws, False
+        self.buffers = buffers
         self._pool, self._capturables = pool, capturables
         self._generators = [*generators, *redraws.generators]
         self._graphs: list[DeviceGraph] = []

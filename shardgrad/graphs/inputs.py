@@ -30,7 +30,7 @@ from shardgrad.graphs.outputs import plain_tensors
 from shardgrad.graphs.pool import GraphPool
 from shardgrad.graphs.reads import Reads
 
-__all__ = ["InputBuffers", "Inputs", "flatten_inputs", "objects_in"]
+__all__ = ["InputBuffers", "Inputs", "flatten_inputs", "for_eager_call", "objects_in"]
 
 _LEAVES = (torch.Tensor, bool, int, float, str, type(None))  # the most frequent leaves
 _STATIC = (nn.Parameter, nn.Buffer)
@@ -172,6 +172,25 @@ def _instance(kind: Any, names: Sequence[str], parts: list[Any]) -> Any:
     return instance
 
 
+def for_eager_call(inputs: Inputs, device: torch.device) -> Any:
+    """Returns (args, kwargs) with the program's own tensors where they are on the device, so that
+    writes reach it, also through other tensors that share the memory, and with copies of the
+    others.
+
+    Streams: on the current stream.
+    """
+    is_inference = torch.is_inference_mode_enabled()
+
+    def passed(given: torch.Tensor) -> torch.Tensor:
+        if given.device.type != device.type:
+            return given.to(device, non_blocking=True)
+        # Outside of inference mode, autograd cannot save an inference tensor.
+        return given.detach() if is_inference or not given.is_inference() else given.clone()
+
+    with torch.inference_mode(False):
+        return _filled(inputs.arguments, map(passed, inputs.tensors))
+
+
 def _filled(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
     """Returns the tree with its copied tensors replaced by the next ones of `tensors`."""
     node = _opened(value)
@@ -207,36 +226,13 @@ class InputBuffers:
         self._captured: list[torch.Tensor] = []  # what the latest capture has passed
         self._written: set[int] = set()  # the arguments that the step writes
 
-    def for_capture(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def for_capture(self) -> Any:
         """Returns (args, kwargs) with the buffers, as new tensor objects each time, so that
         autograd state of one call does not reach the next.
         """
         with torch.inference_mode(False):  # inference tensors do not count writes
             self._captured = [each.data for each in self.buffers]  # counts writes from 0
-        return self._filled(self._captured)
-
-    def for_eager_call(self, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns (args, kwargs) with the program's own tensors where they are on the device, so
-        that writes reach it, also through other tensors that share the memory, and with copies of
-        the others.
-
-        Streams: on the current stream, after `load`.
-        """
-        # Outside of inference mode, autograd cannot save an inference tensor.
-        is_inference = torch.is_inference_mode_enabled()
-        with torch.inference_mode(False):
-            return self._filled(
-                [
-                    given.detach()
-                    if self._is_on_device(given) and (is_inference or not given.is_inference())
-                    else buffer.clone()
-                    for given, buffer in zip(inputs.tensors, self.buffers, strict=True)
-                ]
-            )
-
-    def _filled(self, tensors: Iterable[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        filled: tuple[tuple[Any, ...], dict[str, Any]] = _filled(self._given, iter(tensors))
-        return filled
+        return _filled(self._given, iter(self._captured))
 
     def load(self, inputs: Inputs, stream: Stream) -> None:
         """Copies a call's tensors into the buffers.

@@ -14,13 +14,13 @@ import functools
 import reprlib
 import threading
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from operator import call, methodcaller
 from typing import Any, Generic, Literal, ParamSpec, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,7 @@ from shardgrad.graphs.changes import difference
 from shardgrad.graphs.comparison import Comparison
 from shardgrad.graphs.eager_regions import handle_eager_calls, is_in_step
 from shardgrad.graphs.host_state import host_snapshot
-from shardgrad.graphs.inputs import InputBuffers, Inputs, flatten_inputs, objects_in
+from shardgrad.graphs.inputs import InputBuffers, Inputs, flatten_inputs, for_eager_call, objects_in
 from shardgrad.graphs.lifetime import has_graphs, has_no_graphs
 from shardgrad.graphs.other_ranks import announce, announced
 from shardgrad.graphs.outputs import apart_from, clones, detached, used_on
@@ -173,24 +173,6 @@ def graphed_step(
     return lambda function: GraphedStep(function, capturables, settings)
 
 
-@dataclass
-class _InputKind:
-    """Calls with the same input key.
-
-    Attributes:
-        key: the input key.
-        buffers: the static input buffers of the graphs.
-        seen: the most recent guards of eager calls of this kind, each with the random numbers that
-            the call's recomputed regions drew.
-        refused: why these calls always run eagerly; "" if they may be captured.
-    """
-
-    key: Hashable
-    buffers: InputBuffers
-    seen: dict[Hashable, Redraws] = field(default_factory=dict)
-    refused: str = ""
-
-
 class GraphedStep(Generic[_P, _R]):
     """A function that is captured and replayed as a graph. `graphed_step` returns it.
 
@@ -221,15 +203,19 @@ class GraphedStep(Generic[_P, _R]):
         self._capturables = list(map(capturable, objects))
         devices = (tensor.device for tensor in self._state())
         self.pool = settings.pool or GraphPool(next(devices, None))
-        # Both in order of use, the most recently used last.
-        self._kinds: OrderedDict[Hashable, _InputKind] = OrderedDict()
-        self._graphs: list[CapturedStep] = []
+        self._graphs: list[CapturedStep] = []  # in order of use, the most recently used last
+        # By input key: the buffers of the graphs, and why calls always run eagerly.
+        self._buffers: WeakValueDictionary[Hashable, InputBuffers] = WeakValueDictionary()
+        self._refused: dict[Hashable, str] = {}
+        # The keys of the latest eager calls, each with the random numbers that the call's
+        # recomputed regions drew.
+        self._seen: dict[Key, Redraws] = {}
         self._thread_id = threading.get_ident()
         self._closed = False
         self._outputs: Any = None
         self._call = 0
         self._status = StatusReader(self.pool, self._capturables)
-        self._before: Key = None, ()  # the key of the last call
+        self._before: Key = None, ()  # the key of the latest call
         self._news = ""  # what was new in the last call, so that it was not captured; or ""
         self._with_news = 0  # consecutive calls with something new
         self._begin_counting()
@@ -263,70 +249,63 @@ class GraphedStep(Generic[_P, _R]):
         return clones(outputs) if self._settings.clone_outputs else outputs  # type: ignore[no-any-return]
 
     def _run(self, inputs: Inputs, caller: Stream) -> Any:
-        kind = self._kind(inputs, caller)
         for each in self._capturables:
             each.begin_call()
         guards = _modes(self.pool.device), *map(_GUARDS, self._capturables)
-        key = kind.key, guards
+        key = inputs.key, guards
         captured = self._look_up(key)
-        news = "" if captured or kind.refused else self._what_is_new(kind, guards)
+        news = "" if captured or inputs.key in self._refused else self._what_is_new(key)
         self._before = key
-        if captured is not None and captured.is_compared and not _why_not(captured, kind, inputs):
+        if captured is not None and captured.is_compared and not _why_not(captured, inputs):
             self._note("")
-            kind.buffers.load(inputs, caller)
-            return self._replay(captured, kind, inputs)
+            return self._replay(captured, inputs, caller)
         with self.pool.turn(caller):
-            kind.buffers.load(inputs, self.pool.stream)
             try:
-                return self._run_on_pool(kind, captured, news, caller, inputs)
+                return self._run_on_pool(captured, news, inputs, caller)
             except CollectiveError as error:
                 self._require_same_on_all_ranks(error)
                 raise
 
     def _run_on_pool(
-        self,
-        kind: _InputKind,
-        captured: CapturedStep | None,
-        news: str,
-        caller: Stream,
-        inputs: Inputs,
+        self, captured: CapturedStep | None, news: str, inputs: Inputs, caller: Stream
     ) -> Any:
         """Runs a call without a graph, with a graph that is not compared yet, or with one that must
         not be replayed.
         """
-        is_known, guards = captured is not None, self._before[1]
+        is_known, key = captured is not None, self._before
         is_warm = self.eager_steps >= self._settings.warmup and self.pool.can_capture
-        if captured is None and is_warm and not (news or kind.refused):
-            captured, news = self._capture_or_refuse(kind, self._before, kind.seen[guards])
+        if captured is None and is_warm and not (news or inputs.key in self._refused):
+            captured, news = self._capture_or_refuse(inputs, self._seen[key])
             self.captures += captured is not None
-        if captured is not None and (why_not := _why_not(captured, kind, inputs)):
+        if captured is not None and (why_not := _why_not(captured, inputs)):
             captured, news = None, why_not
         self._note(news)
         if captured is None:
-            return self._run_eagerly(kind, guards, caller, inputs)
+            return self._run_eagerly(inputs, caller)
         if is_known and not captured.is_compared:
-            return self._compare(captured, kind, guards, caller, inputs)
-        return self._replay(captured, kind, inputs)
+            return self._compare(captured, inputs, caller)
+        return self._replay(captured, inputs, self.pool.stream)
 
-    def _replay(self, captured: CapturedStep, kind: _InputKind, inputs: Inputs) -> Any:
+    def _replay(self, captured: CapturedStep, inputs: Inputs, stream: Stream) -> Any:
         self.replays += 1
+        captured.buffers.load(inputs, stream)
         outputs = captured.replay()
-        kind.buffers.write_back(inputs, outputs)
+        captured.buffers.write_back(inputs, outputs)
         return outputs
 
-    def _what_is_new(self, kind: _InputKind, guards: Hashable) -> str:
+    def _what_is_new(self, key: Key) -> str:
         """Describes a difference to earlier calls for which a capture has to wait; "" if there is
         none: if an eager call had the same key and guards and did the lazy initialization.
         """
-        if not kind.seen:
+        if all(seen != key[0] for seen, _ in self._seen):
             return (
-                f"shapes or numbers in its arguments: {difference(self._before[0], kind.key)}. Use "
+                f"shapes or numbers in its arguments: {difference(self._before[0], key[0])}. Use "
                 "bucket= to pad shapes and round numbers to a few values, or pass numbers as "
                 "tensors"
             )
-        if guards not in kind.seen:
+        if key not in self._seen:
             return (
-                f"state that a graph would freeze: {difference(self._before[1], guards)}. For an "
+                f"state that a graph would freeze: {difference(self._before[1], key[1])}. For an "
                 "optimizer's numbers, use shardgrad.optim, which keeps them on the device, or, for "
                 "a learning rate, torch's Adam or AdamW with capturable=True; for its state, write "
                 "into the existing tensors"
@@ -343,14 +322,12 @@ class GraphedStep(Generic[_P, _R]):
                 depth=6,
             )
 
-    def _run_eagerly(
-        self, kind: _InputKind, guards: Hashable, caller: Stream, inputs: Inputs
-    ) -> Any:
+    def _run_eagerly(self, inputs: Inputs, caller: Stream) -> Any:
         def call_region(region: Callable[[], Any]) -> None:
             self._note_border()
             region()
 
-        args, kwargs = kind.buffers.for_eager_call(inputs)
+        args, kwargs = for_eager_call(inputs, self.pool.device)
         redraws = Redraws(self.pool)
         with handle_eager_calls(call_region), redraws.noted():
             outputs = detached(self._function(*args, **kwargs))
@@ -363,10 +340,11 @@ class GraphedStep(Generic[_P, _R]):
                 "graphs.",
                 depth=6,
             )
-        kind.seen.pop(guards, None)
-        kind.seen[guards] = redraws
-        if len(kind.seen) > self._settings.max_graphs:
-            del kind.seen[next(iter(kind.seen))]
+        self._seen.pop(self._before, None)
+        self._seen[self._before] = redraws
+        # Those that have a graph may be among them, so as many others are kept.
+        if len(self._seen) > 2 * self._settings.max_graphs:
+            del self._seen[next(iter(self._seen))]
         return used_on(outputs, caller)
 
     def _note_border(self) -> None:
@@ -398,11 +376,11 @@ class GraphedStep(Generic[_P, _R]):
         """Returns one sentence: how many calls ran which way since the last reset, and why the
         latest kind of call runs eagerly, if it does.
         """
-        latest = next(reversed(self._kinds.values()), None)
+        refused = self._refused.get(self._before[0])
         if not self.pool.can_capture:
             why = f"every call runs eagerly, because {self.pool.device.type} has no graphs"
-        elif latest is not None and latest.refused:
-            why = f"it {latest.refused.splitlines()[0]}"
+        elif refused is not None:
+            why = f"it {refused.splitlines()[0]}"
         elif self._news:
             why = f"new in the latest call: {self._news.partition('. ')[0]}"
         else:
@@ -412,40 +390,21 @@ class GraphedStep(Generic[_P, _R]):
             f"{self.eager_steps} eager; {why}"
         )
 
-    def _kind(self, inputs: Inputs, caller: Stream) -> _InputKind:
-        key = inputs.key
-        kind = self._kinds.get(key)
-        if kind is None:
-            with self.pool.turn(caller):  # allocates buffers on the pool's stream, not the caller's
-                kind = self._kinds[key] = _InputKind(key, InputBuffers(inputs, self.pool))
-            self._evict()
-        self._kinds.move_to_end(key)
-        return kind
-
-    def _evict(self) -> None:
-        """Drops the least recently used graphs and input buffers beyond `max_graphs`."""
-        while len(self._graphs) > self._settings.max_graphs:
-            self._graphs.pop(0).reset()
-        with_graphs = {captured.key[0] for captured in self._graphs}
-        idle = [key for key in self._kinds if key not in with_graphs]
-        for key in idle[: -self._settings.max_graphs]:
-            del self._kinds[key]
-
     # -- capturing
 
     def _capture_or_refuse(
-        self, kind: _InputKind, key: Key, redraws: Redraws
+        self, inputs: Inputs, redraws: Redraws
     ) -> tuple[CapturedStep | None, str]:
-        """Captures a step.
+        """Captures a step. Drops the least recently used graphs beyond `max_graphs`.
 
         Returns:
             The captured step, or None if the call has to run eagerly. Then also the reason if only
-            this call does; "" if all later calls of this kind do, too.
+            this call does; "" if all later calls with the same input key do, too.
         """
         try:
             refuse_harmful_settings()
-            self._refuse_reads_of_one_call(key)
-            captured = self._capture(kind, key, redraws)
+            self._refuse_reads_of_one_call()
+            captured = self._capture(inputs, redraws)
         except CollectiveError:
             raise  # another rank did not join, so an eager step would fail as well
         except CaptureAgain as again:
@@ -453,20 +412,14 @@ class GraphedStep(Generic[_P, _R]):
         # torch, the device and shardgrad raise a RuntimeError for what a graph cannot contain. Any
         # other exception is the program's, and passes through as in an eager call.
         except RuntimeError as error:
-            self._refuse_capture(kind, error)
+            self._refuse_capture(error)
             return None, ""
         self._graphs.append(captured)
-        self._evict()
+        while len(self._graphs) > self._settings.max_graphs:
+            self._graphs.pop(0).reset()
         return captured, ""
 
-    def _compare(
-        self,
-        first: CapturedStep,
-        kind: _InputKind,
-        guards: Hashable,
-        caller: Stream,
-        inputs: Inputs,
-    ) -> Any:
+    def _compare(self, first: CapturedStep, inputs: Inputs, caller: Stream) -> Any:
         """Captures the step a second time and compares both graphs from the same state. A result
         that differs depends on a value that was frozen, such as a number that Python has changed
         since the first capture.
@@ -476,15 +429,16 @@ class GraphedStep(Generic[_P, _R]):
         )
         self._graphs.remove(first)
         try:
-            again, _ = self._capture_or_refuse(kind, first.key, first.redraws)
+            again, _ = self._capture_or_refuse(inputs, first.redraws)
             if again is None:
-                return self._run_eagerly(kind, guards, caller, inputs)
+                return self._run_eagerly(inputs, caller)
             again.is_compared = True
             # A comparison replays both graphs, but functions passed to `outside` must run only
             # once.
             if first.has_eager_regions:
-                return self._replay(again, kind, inputs)
+                return self._replay(again, inputs, self.pool.stream)
             self.replays += 1
+            again.buffers.load(inputs, self.pool.stream)
             outputs, frozen = comparison.frozen(first.replay, again.replay, again.reads.groups)
             if frozen:
                 self._graphs.remove(again)
@@ -492,33 +446,37 @@ class GraphedStep(Generic[_P, _R]):
                 again.reset()
                 if self._settings.on_uncapturable == "raise":
                     comparison.restore()
-                self._refuse_frozen(kind, frozen, first.reads.numbers, again.reads.numbers)
-            kind.buffers.write_back(inputs, outputs)
+                self._refuse_frozen(frozen, first.reads.numbers, again.reads.numbers)
+            again.buffers.write_back(inputs, outputs)
             return outputs
         finally:
             first.reset()
             del comparison  # frees its copies of the state, before the cache is emptied
             torch.get_device_module(self.pool.device).empty_cache()
 
-    def _capture(self, kind: _InputKind, key: Key, redraws: Redraws) -> CapturedStep:
+    def _capture(self, inputs: Inputs, redraws: Redraws) -> CapturedStep:
         """Captures a step. Restores all state if that fails."""
         for each in self._capturables:
             each.quiesce()
-        captured = CapturedStep(key, self.pool, self._capturables, self._generators, redraws)
+        buffers = self._buffers.get(inputs.key) or InputBuffers(inputs, self.pool)
+        self._buffers[inputs.key] = buffers
+        captured = CapturedStep(
+            self._before, self.pool, self._capturables, self._generators, redraws, buffers
+        )
         restore = host_snapshot(self._capturables, self.pool.device, self._generators)
-        args, kwargs = kind.buffers.for_capture()
+        args, kwargs = buffers.for_capture()
         captured.reads = reads = Reads(
             self._function,
             self._modules,
             objects_in((args, kwargs)),
             self.pool.stream,
-            chain(self._state(), kind.buffers.buffers),
+            chain(self._state(), buffers.buffers),
             self._generators,
         )
         try:
             with _stale_streams_overridden(), captured.captured(), reads:
                 outputs = detached(self._function(*args, **kwargs))
-                reads.refuse_kept(kind.buffers.buffers)
+                reads.refuse_kept(buffers.buffers)
                 if self.pool.device.type == "cuda":
                     require_launch_order(reads.groups)
                 # The state after the function ran: gradients may have been allocated in the
@@ -531,15 +489,15 @@ class GraphedStep(Generic[_P, _R]):
             raise
         reads.leave_out(self.pool.segments())
         reads.close()
-        kind.buffers.note_writes(reads)
+        buffers.note_writes(reads)
         has_graphs(self)
         return captured
 
-    def _refuse_reads_of_one_call(self, key: Key) -> None:
+    def _refuse_reads_of_one_call(self) -> None:
         """Refuses a capture after several graphs that read what the program replaced or freed
         before the next call, so that none of them could be compared.
         """
-        latest = [each for each in self._graphs if each.key == key][-_LOST:]
+        latest = [each for each in self._graphs if each.key == self._before][-_LOST:]
         lost = [each.reads.changed() for each in latest if not each.is_compared]
         if len(lost) == _LOST and all(lost):
             raise CaptureError(
@@ -553,16 +511,15 @@ class GraphedStep(Generic[_P, _R]):
         """Yields the tensors that hold the state of all capturables."""
         return (tensor for each in self._capturables for _, tensor in each.tensors())
 
-    def _refuse_capture(self, kind: _InputKind, error: Exception) -> None:
-        """Refuses further captures of this kind, and names the program's line that raised."""
+    def _refuse_capture(self, error: Exception) -> None:
+        """Refuses further captures with this input key. Names the program's line that raised."""
         cause, line = cause_of(error), line_that_raised(error, self._modules)
         issues = (
             ""
             if cause is error
             else explain(environment_issues(self.pool.device, self._optimizers))
         )
-        self._refuse_kind(
-            kind,
+        self._refuse(
             f"could not be captured: {cause.what}",
             where="; ".join(filter(None, (getattr(cause, "where", None), line))),
             fix=cause.fix or "move the call that raises before or after the step",
@@ -571,13 +528,9 @@ class GraphedStep(Generic[_P, _R]):
         )
 
     def _refuse_frozen(
-        self,
-        kind: _InputKind,
-        names: Sequence[str],
-        before: Mapping[str, Any],
-        now: Mapping[str, Any],
+        self, names: Sequence[str], before: Mapping[str, Any], now: Mapping[str, Any]
     ) -> None:
-        """Refuses further captures of this kind. Names the results that differ between two
+        """Refuses further captures with this input key. Names the results that differ between two
         captures, and the numbers that changed in between.
         """
         changed = [
@@ -585,8 +538,7 @@ class GraphedStep(Generic[_P, _R]):
             for name, value in before.items()
             if name in now and now[name] != value
         ]
-        self._refuse_kind(
-            kind,
+        self._refuse(
             "would be wrong as a graph: captured again in the next call, it computed different "
             f"values of {listed(names)}",
             where=f"between the two captures, {listed(changed)}" if changed else "",
@@ -595,9 +547,8 @@ class GraphedStep(Generic[_P, _R]):
             "writes to graphed_step(...) as a shardgrad.graphs.Capturable",
         )
 
-    def _refuse_kind(
+    def _refuse(
         self,
-        kind: _InputKind,
         what: str,
         *,
         where: str,
@@ -605,8 +556,8 @@ class GraphedStep(Generic[_P, _R]):
         issues: str = "",
         error: Exception | None = None,
     ) -> None:
-        """Makes all later calls of this kind run eagerly, and raises or warns."""
-        kind.refused = what
+        """Makes all later calls with this input key run eagerly, and raises or warns."""
+        self._refused[self._before[0]] = what
         announce(f"{self._name} {what}")
         found = f"\n{issues}" if issues else ""
         if self._settings.on_uncapturable != "raise":
@@ -672,7 +623,8 @@ class GraphedStep(Generic[_P, _R]):
         for captured in self._graphs:
             captured.reset()
         self._graphs.clear()
-        self._kinds.clear()
+        self._refused.clear()
+        self._seen.clear()
         self._begin_counting()
         has_no_graphs(self)
 
@@ -686,9 +638,9 @@ class GraphedStep(Generic[_P, _R]):
             self._closed = True
 
 
-def _why_not(captured: CapturedStep, kind: _InputKind, inputs: Inputs) -> str:
+def _why_not(captured: CapturedStep, inputs: Inputs) -> str:
     """Returns why a graph must not be replayed in this call; "" after preparing a replay."""
-    if kind.buffers.is_shared(inputs, captured.reads):
+    if captured.buffers.is_shared(inputs, captured.reads):
         return _SHARED
     return "" if captured.prepare() else _KEPT
 
