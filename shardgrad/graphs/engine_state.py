@@ -87,12 +87,11 @@ class ModuleState(Capturable):
         self._trainable = [*sharded, *self._plain]
         self._addressed = [*self._plain, *self._module.buffers()]
         self._registration = Registration(params)
-        # The sharded parameters, grouped by the attribute that their gradient is bound to.
-        bound: dict[str, list[nn.Parameter]] = {}
-        for group in self._groups:
-            of = bound.setdefault(group.gradient_policy.attribute, [])
-            of += [p.sharded for p in group.params]
-        self._gradients = [(attrgetter(name), of) for name, of in bound.items()]
+        # The sharded parameters of each group, with the getter of their gradients.
+        self._gradients = [
+            (attrgetter(group.gradient_policy.attribute), [p.sharded for p in group.params])
+            for group in self._groups
+        ]
         self._modules = tuple(self._module.modules())
         # Other host state that a step may set: (dictionary, key) of each value.
         of_unit = "reshard_after_forward", "reshard_after_backward", "unshard_in_backward"

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import _resolve_process_group
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -229,8 +230,19 @@ class Reads(TorchDispatchMode):
                 empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
                 yield identity, empty.set_(storage, 0, (storage.nbytes(),), (1,))
 
-    def close(self) -> None:
-        """Sets `memory` and `written_memory`."""
+    def close(self, segments: Iterable[tuple[int, int]]) -> None:
+        """Sets `memory` and `written_memory`.
+
+        Args:
+            segments: the address ranges of the graph's own memory. Inductor allocates it without a
+                dispatched operation, so it looked like memory of the program.
+        """
+        for begin, end in segments:
+            self._on_device = {
+                memory: (what, address)
+                for memory, (what, address) in self._on_device.items()
+                if not begin <= address < end
+            }
         self.memory = Memory(content for _, content in self._existing())
         self.written_memory = Memory(content for _, content in self.written())
 
@@ -248,17 +260,6 @@ class Reads(TorchDispatchMode):
         replaced = [place.name for place, found in self.places.items() if place.key() != found]
         freed = [what for memory, (what, _) in self._on_device.items() if _EXPIRED(memory)]
         return sorted({*replaced, *freed})
-
-    def leave_out(self, segments: Iterable[tuple[int, int]]) -> None:
-        """Drops records of memory in these address ranges, which is the graph's own. Inductor
-        allocates it without a dispatched operation, so it looked like memory of the program.
-        """
-        for begin, end in segments:
-            self._on_device = {
-                memory: (what, address)
-                for memory, (what, address) in self._on_device.items()
-                if not begin <= address < end
-            }
 
 
 def _refuse_write_on_host(name: str) -> NoReturn:
@@ -284,13 +285,11 @@ def _groups(leaves: Sequence[Any]) -> Iterator[dist.ProcessGroup]:
     """Yields the process group among a collective's arguments, if any tensor is on a device."""
     if all(leaf.device.type == "cpu" for leaf in leaves if isinstance(leaf, torch.Tensor)):
         return
-    named: dict[str, dist.ProcessGroup]
-    named = {name: group for group, name in dist.distributed_c10d._world.pg_names.items()}
     for leaf in leaves:
-        if isinstance(leaf, str) and leaf in named:  # of a functional collective
-            yield named[leaf]
-        elif isinstance(leaf, torch.ScriptObject):
-            with suppress(RuntimeError):  # a ReduceOp
+        with suppress(RuntimeError):  # a string that names no group, or a ReduceOp
+            if isinstance(leaf, str):  # of a functional collective
+                yield _resolve_process_group(leaf)  # type: ignore[arg-type]
+            elif isinstance(leaf, torch.ScriptObject):
                 yield dist.ProcessGroup.unbox(leaf)
 
 

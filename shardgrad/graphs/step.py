@@ -218,10 +218,7 @@ class GraphedStep(Generic[_P, _R]):
         self._before: Key = None, ()  # the key of the latest call
         self._news = ""  # what was new in the last call, so that it was not captured; or ""
         self._with_news = 0  # consecutive calls with something new
-        self._begin_counting()
-
-    def _begin_counting(self) -> None:
-        self.eager_steps = self.captures = self.replays = 0
+        self.reset()
 
     # -- a call
 
@@ -487,8 +484,7 @@ class GraphedStep(Generic[_P, _R]):
                 each.abort_capture()
             restore()
             raise
-        reads.leave_out(self.pool.segments())
-        reads.close()
+        reads.close(self.pool.segments())
         buffers.note_writes(reads)
         has_graphs(self)
         return captured
@@ -625,7 +621,7 @@ class GraphedStep(Generic[_P, _R]):
         self._graphs.clear()
         self._refused.clear()
         self._seen.clear()
-        self._begin_counting()
+        self.eager_steps = self.captures = self.replays = 0
         has_no_graphs(self)
 
     def close(self) -> None:
