@@ -751,7 +751,7 @@ FAR = {
     "the first update": (
         first_update,
         r"the first step of an optimizer runs in a capture[\s\S]*0\.weight, 0\.bias; [\s\S]*"
-        r"in step: optimizer\.step\(\)\n  try:      pass the step a booleanep",
+        r"in step: optimizer\.step\(\)\n  try:      pass the step a boolean",
     ),
     "a sharded module that is not given": (
         an_average_that_is_not_given,

@@ -240,7 +240,7 @@ class Sharded(Script):
         gone: set[str] = set()
         for text in texts:
             _, is_named, rest = text.partition("In units ")
-            gone.update(rest.partition(" they had been added")[0].split(", ") if is_named else ())
+            gone.update(rest.partition(", they had been added")[0].split(", ") if is_named else ())
         return [i for i, name in enumerate(names) if gone.issuperset(name.split(", "))]
 
     # -- streams
