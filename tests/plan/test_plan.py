@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import cache
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,10 +15,8 @@ from click.testing import CliRunner, Result
 from torch import nn
 
 from shardgrad.programs.cli import main
-from shardgrad.programs.plan import rehearsal, world
 from shardgrad.programs.plan.cost import CostModel, compute_s, model_flops, nodes_of
 from shardgrad.programs.plan.hardware import TAKEN_NBYTES, Machine
-from shardgrad.programs.plan.memory import Memory
 from shardgrad.programs.plan.planning import Plan, make_plan, plan_of
 from shardgrad.programs.plan.recording import Event, Kernel, Marked, Transfer, Waited
 from shardgrad.programs.plan.rehearsal import Rehearsal, rehearse
@@ -72,41 +69,6 @@ def test_shards_and_states_between_steps_are_what_the_shapes_come_to() -> None:
     assert resting["optimizer state"] == pytest.approx(2 * pieces, rel=0.05)
 
 
-def changes_of_a_step() -> tuple[Memory, list[tuple[str, int]]]:
-    """Returns the memory over a step, and owner and bytes of each storage that came or went."""
-    seen: list[tuple[str, int]] = []
-    changes: list[tuple[str, int]] = []
-    step, add = rehearsal._Trainer.step, Memory._add
-
-    def stepped(trainer: rehearsal._Trainer) -> None:
-        seen.clear()
-        step(trainer)
-        changes[:] = seen
-
-    def added(memory: Memory, known: Any, nbytes: int) -> None:
-        seen.append((str(known), nbytes))
-        add(memory, known, nbytes)
-
-    with (
-        mock.patch.object(rehearsal._Trainer, "step", stepped),
-        mock.patch.object(Memory, "_add", added),
-    ):
-        return rehearse(TINY).memory, changes
-
-
-def test_a_peak_is_the_largest_sum_of_what_came_and_went() -> None:
-    memory, changes = changes_of_a_step()
-    assert changes
-    assert memory.resting["gradients"]
-    assert not any(owner == "gradients" and nbytes for owner, nbytes in changes), "as in a graph"
-    now = peak = start = sum(memory.resting.values())
-    for _, nbytes in changes:
-        now += nbytes
-        peak = max(peak, now)
-    assert memory.peak_nbytes == peak
-    assert now == start, "a steady step ends with what it began with"
-
-
 def test_checkpointing_and_smaller_batches_take_less_memory() -> None:
     plain = plan_for(batch_size=8).rehearsal.memory.peak_nbytes
     assert (
@@ -157,15 +119,6 @@ def test_a_plan_says_the_same_again_in_the_same_process() -> None:
 def test_the_order_of_collectives_does_not_depend_on_the_number_of_ranks(ranks: int) -> None:
     kinds = [(each.kind, each.axis) for each in transfers(rehearsal_of(ranks=ranks))]
     assert kinds == [(each.kind, each.axis) for each in transfers(rehearsal_of())]
-
-
-def test_two_levels_take_as_many_operations_for_many_ranks_as_for_few() -> None:
-    counts = []
-    for outer in (4, 256):
-        with mock.patch.object(world, "_view", wraps=world._view) as view:
-            rehearse(replace(TINY, mesh=f"{outer}x2", ranks=outer * 2, stage="hfsdp"))
-        counts.append(view.call_count)
-    assert counts[0] == counts[1]
 
 
 # -- the clock
@@ -255,10 +208,10 @@ def test_an_exchange_between_nodes_is_limited_by_the_card_of_each_rank() -> None
 
 
 def test_a_small_all_reduce_over_many_nodes_goes_along_a_tree() -> None:
+    """A ring would take two rounds, of which a gather is one."""
     small = Transfer("reduce", "all-reduce", "shard", 512, 1024)
     cost = CostModel(H100, 512)
-    ring_s = min(cost._ring_s(small, protocol) for protocol in range(3))
-    assert cost.transfer_s(small) < ring_s / 4
+    assert cost.transfer_s(small) < cost.transfer_s(replace(small, kind="all-gather")) / 2
 
 
 def test_a_flat_ring_over_4096_ranks_spends_milliseconds_on_latency() -> None:
