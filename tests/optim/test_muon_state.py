@@ -4,7 +4,6 @@ refusals.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,7 +28,6 @@ from shardgrad.optim import ownership
 from tests.support.muon import (
     EXACT,
     TIGHT,
-    cut_like,
     everything,
     exactly,
     muon,
@@ -46,120 +44,6 @@ from tests.support.parity import (
     tower,
 )
 from tests.support.ranks import Ranks, on_ranks
-
-# -- state
-
-
-def steps(engine: Engine, model: nn.Module, optim: torch.optim.Optimizer, which: range) -> None:
-    for step in which:
-        model(engine.inputs(step, 6, dtype=torch.float64)).square().mean().backward()
-        optim.step()
-        model.zero_grad()
-
-
-def small(engine: Engine, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = engine.fully_shard(stack(6, 5, 4))
-    return model, muon(engine, [p for p in model.parameters() if p.ndim == 2], lr=0.05, **options)
-
-
-def whole(tree: dict[str, Any]) -> dict[str, Any]:
-    """Returns a state dict with whole tensors, as a checkpoint for another world would have
-    them.
-    """
-    state = {
-        key: {
-            name: v.full_tensor() if isinstance(v, DTensor) else v.clone()
-            for name, v in of_one.items()
-        }
-        for key, of_one in tree["state"].items()
-    }
-    return {"state": state, "param_groups": tree["param_groups"]}
-
-
-def weights(model: nn.Module) -> Tensors:
-    return {
-        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
-        for name, p in model.named_parameters()
-    }
-
-
-def put(model: nn.Module, values: Tensors) -> None:
-    with torch.no_grad():
-        for name, param in model.named_parameters():
-            param.copy_(
-                cut_like(param, values[name]) if isinstance(param, DTensor) else values[name]
-            )
-
-
-def start(engine: Engine) -> tuple[dict[str, Any], Tensors]:
-    """Takes three steps and returns whole state and weights."""
-    with exactly():
-        model, optim = small(engine)
-        steps(engine, model, optim, range(3))
-        if engine is not UNSHARDED:
-            model.reshard()
-        return whole(optim.state_dict()), weights(model)
-
-
-def go_on(engine: Engine, state: dict[str, Any], values: Tensors, first: int = 3) -> Tensors:
-    """Takes three more from there."""
-    with exactly():
-        model, optim = small(engine, momentum=0.1)
-        put(model, values)
-        # torch's optimizer goes on in the tensors it is given, which the ranks of a test share.
-        optim.load_state_dict(copy.deepcopy(state))
-        assert optim.param_groups[0]["momentum"] == 0.95
-        steps(engine, model, optim, range(first, first + 3))
-        return engine.snapshot(model)
-
-
-def state_goes_between_us_and_torch(*, to_torch: bool, from_torch: bool) -> None:
-    saver = UNSHARDED if from_torch else GATHERED
-    reader = UNSHARDED if to_torch else GATHERED
-    with exactly():
-        model, optim = small(UNSHARDED)
-        steps(UNSHARDED, model, optim, range(6))
-        right = UNSHARDED.snapshot(model)
-    assert_close(go_on(reader, *start(saver)), right, tolerance=TIGHT)
-
-
-@pytest.mark.parametrize(
-    ("from_torch", "to_torch"),
-    [(False, False), (True, False), (False, True)],
-    ids=["ours", "load", "save"],
-)
-def test_state_is_saved_and_loaded_here_and_in_torch(
-    two_ranks: Ranks, from_torch: bool, to_torch: bool
-) -> None:
-    two_ranks.run(state_goes_between_us_and_torch, to_torch=to_torch, from_torch=from_torch)
-
-
-def go_on_alike(state: dict[str, Any], values: Tensors) -> None:
-    """Batches depend on the world's size, so both sides run in the new one."""
-    ours, theirs = go_on(GATHERED, state, values), go_on(UNSHARDED, state, values)
-    assert_close(ours, theirs, tolerance=TIGHT)
-
-
-def test_state_of_two_ranks_is_loaded_on_four(two_ranks: Ranks, four_ranks: Ranks) -> None:
-    state, values = two_ranks.run(start, GATHERED)[0]
-    four_ranks.run(go_on_alike, state, values)
-
-
-@on_ranks(2)
-def test_state_of_fsdp2_and_torch_loads_here_and_ours_there() -> None:
-    """torch's Muon over FSDP2's DTensors keeps a DTensor momentum, cut like ours."""
-    theirs = fsdp.fully_shard(stack(6, 5, 4))
-    torchs = torch.optim.Muon([p for p in theirs.parameters() if p.ndim == 2], lr=0.05)
-    theirs(SHARDGRAD.inputs(0, 6)).square().mean().backward()
-    torchs.step()
-    _, optim = small(SHARDGRAD)
-    optim.load_state_dict(torchs.state_dict())
-    for ours, right in zip(optim.state.values(), torchs.state.values(), strict=True):
-        assert isinstance(ours["momentum_buffer"], DTensor)
-        assert torch.equal(ours["momentum_buffer"].to_local(), right["momentum_buffer"].to_local())
-        assert ours["step"] == 1
-    torchs.load_state_dict(optim.state_dict())
-
 
 # -- groups
 

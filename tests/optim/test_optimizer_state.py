@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from itertools import pairwise
+from itertools import pairwise, permutations, product
 from typing import Any
 
 import pytest
@@ -11,35 +11,36 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
 
 import shardgrad
 from shardgrad.errors import DeepcopyError, OptimizerStateError
+from tests.support.muon import cut_like, everything, exactly, muon
 from tests.support.parity import (
     FSDP2,
     GATHERED,
     SHARDGRAD,
     UNSHARDED,
     Engine,
-    Tensors,
     assert_close,
     assert_same_bits,
-    float64,
     token_loss,
     tower,
 )
 from tests.support.ranks import on_ranks
+from tests.support.under_patch import whole
 
 
 def adamw(engine: Engine, model: nn.Module, **options: Any) -> torch.optim.Optimizer:
     home = shardgrad.optim if engine in (SHARDGRAD, GATHERED) else torch.optim
-    return home.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, **options)
+    return home.AdamW(model.parameters(), **{"lr": 1e-2, "weight_decay": 0.1, **options})
 
 
 def run(engine: Engine, model: nn.Module, optim: torch.optim.Optimizer, steps: range) -> None:
     for step in steps:
         token_loss(model, engine.tokens(step)).backward()
         optim.step()
-        optim.zero_grad()
+        model.zero_grad()
 
 
 def build(engine: Engine, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -47,34 +48,43 @@ def build(engine: Engine, **options: Any) -> tuple[nn.Module, torch.optim.Optimi
     return model, adamw(engine, model, **options)
 
 
-def whole_state(model: nn.Module, optim: torch.optim.Optimizer) -> Tensors:
-    found: Tensors = {}
-    for name, param in model.named_parameters():
-        for key in ("step", "exp_avg", "exp_avg_sq"):
-            value = optim.state[param][key]
-            value = value.full_tensor() if isinstance(value, DTensor) else value
-            found[f"{name}.{key}"] = value.to(torch.float64, copy=True)
-    return found
+def adamw_of(engine: Engine, model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return adamw(engine, model, **options)
 
 
-@pytest.mark.parametrize(("source", "target"), [(FSDP2, SHARDGRAD), (SHARDGRAD, FSDP2)])
+def muon_of(engine: Engine, model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return muon(engine, [p for p in model.parameters() if p.ndim == 2], **options)
+
+
+WAYS = [
+    *((adamw_of, *way) for other in (FSDP2, UNSHARDED) for way in permutations((GATHERED, other))),
+    *((muon_of, *way) for way in product((GATHERED, UNSHARDED), repeat=2)),
+]
+
+
+@pytest.mark.parametrize(("make", "source", "target"), WAYS)
 @on_ranks(2)
-def test_a_state_goes_between_us_and_torch_under_fsdp2(source: Engine, target: Engine) -> None:
+def test_a_state_goes_between_us_and_torch(make: Any, source: Engine, target: Engine) -> None:
     """Two steps under `source`, two under `target`, equal four steps of the unsharded oracle."""
-    with float64():
-        model, optim = build(source)
+    with exactly():
+        models = [engine.shard_tower(tower()) for engine in (source, target, UNSHARDED)]
+        model, other, oracle = models
+        optim, oracle_optim = make(source, model), make(UNSHARDED, oracle)
+        other_optim = make(target, other, lr=1.0)  # the rate is loaded, too
         run(source, model, optim, range(2))
-        other, other_optim = build(target)
+        saved = optim.state_dict()
+        if UNSHARDED in (source, target):  # as a checkpoint of a plain run has it
+            saved["state"] = tree_map(whole, saved["state"])
         with torch.no_grad():
-            for ours, theirs in zip(other.parameters(), model.parameters(), strict=True):
-                ours.copy_(theirs)
-        other_optim.load_state_dict(copy.deepcopy(optim.state_dict()))
+            for into, value in zip(other.parameters(), model.parameters(), strict=True):
+                full = whole(value)
+                into.copy_(cut_like(into, full) if isinstance(into, DTensor) else full)
+        other_optim.load_state_dict(copy.deepcopy(saved))
         run(target, other, other_optim, range(2, 4))
-        oracle, oracle_optim = build(UNSHARDED)
         run(UNSHARDED, oracle, oracle_optim, range(4))
-        whole = {name: param.full_tensor() for name, param in other.named_parameters()}
-        assert_close(whole, dict(oracle.named_parameters()))
-        assert_close(whole_state(other, other_optim), whole_state(oracle, oracle_optim))
+        right, found = everything(oracle, oracle_optim), everything(other, other_optim)
+        ours = {name: found[name].double() for name in right}  # of torch's state, which counts so
+        assert_close(ours, {name: value.double() for name, value in right.items()})
 
 
 @on_ranks(2)
@@ -111,21 +121,10 @@ def test_a_loaded_state_says_nothing_about_how_torch_computes() -> None:
 
 
 @on_ranks(2)
-def test_the_state_of_an_unsharded_run_loads() -> None:
-    """An unsharded run's state, as `torch.load` gives it."""
-    with float64():
-        oracle, oracle_optim = build(UNSHARDED)
-        run(UNSHARDED, oracle, oracle_optim, range(2))
-        model, optim = build(GATHERED)
-        optim.load_state_dict(oracle_optim.state_dict())
-        assert_same_bits(whole_state(model, optim), whole_state(oracle, oracle_optim))
-
-
-@on_ranks(2)
 def test_a_state_that_does_not_fit_is_refused_before_anything_changes() -> None:
     model, optim = build(SHARDGRAD)
     run(SHARDGRAD, model, optim, range(2))
-    right, lr = whole_state(model, optim), optim.param_groups[0]["lr"]
+    right, lr = everything(model, optim), optim.param_groups[0]["lr"]
 
     def refused(change: Any, error: type[Exception] = OptimizerStateError) -> None:
         saved = copy.deepcopy(optim.state_dict())
@@ -134,7 +133,7 @@ def test_a_state_that_does_not_fit_is_refused_before_anything_changes() -> None:
         with pytest.raises(error):
             optim.load_state_dict(saved)
         assert optim.param_groups[0]["lr"] == lr
-        assert_same_bits(whole_state(model, optim), right)
+        assert_same_bits(everything(model, optim), right)
 
     refused(lambda saved: saved["param_groups"].append(saved["param_groups"][0]))
     refused(lambda saved: saved["param_groups"][0]["params"].pop())

@@ -23,6 +23,7 @@ from tests.support.parity import (
     token_loss,
     tower,
 )
+from tests.support.under_patch import whole
 
 EXACT = {"ns_dtype": torch.float64}
 
@@ -105,9 +106,8 @@ def cut_like(param: DTensor, whole: Tensor) -> DTensor:
 
 
 def everything(model: nn.Module, optim: torch.optim.Optimizer) -> Tensors:
-    found = {name: p.full_tensor().clone() for name, p in model.named_parameters()}
+    """Returns copies of parameters and of their state, whole."""
+    found = {name: whole(p) for name, p in model.named_parameters()}
     for i, state in optim.state_dict()["state"].items():
-        for key, value in state.items():
-            whole = value.full_tensor() if isinstance(value, DTensor) else value
-            found[f"{key} of {i}"] = whole.clone()
+        found |= {f"{key} of {i}": whole(value) for key, value in state.items()}
     return found
