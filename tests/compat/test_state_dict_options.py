@@ -1,15 +1,13 @@
-"""Checkpoints between engines, worlds and meshes; every option of torch's state-dict functions."""
+"""State dicts between engines, with every option of torch's functions."""
 
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -27,7 +25,6 @@ from tests.support.parity import (
     FSDP2,
     SHARDGRAD,
     Engine,
-    Tensors,
     assert_same_bits,
     token_loss,
     tower,
@@ -40,55 +37,6 @@ def trained(engine: Engine, **options: Any) -> Trained:
     model, optim = build(engine, **options)
     take_steps(engine, model, optim)
     return model, optim
-
-
-# -- between worlds and meshes
-
-
-def save(engine: str, folder: str, replicas: int) -> Tensors:
-    model, optim = trained(ENGINES[engine], replicas=replicas)
-    saved_model, saved_optim = get_state_dict(model, optim)
-    dcp.save({"model": saved_model, "optim": saved_optim}, checkpoint_id=folder)
-    return whole(model, optim)
-
-
-def load(engine: str, folder: str, replicas: int, right: Tensors) -> None:
-    model, optim = build(ENGINES[engine], seed=1, replicas=replicas)
-    state_model, state_optim = get_state_dict(model, optim)
-    state = {"model": state_model, "optim": state_optim}
-    dcp.load(state, checkpoint_id=folder)
-    set_state_dict(model, optim, model_state_dict=state["model"], optim_state_dict=state["optim"])
-    assert_same_bits(whole(model, optim), right)
-
-
-@pytest.mark.parametrize(
-    ("source", "target", "writers", "write_replicas", "readers", "read_replicas"),
-    [
-        ("fsdp2", "shardgrad", 2, 1, 4, 1),
-        ("fsdp2", "shardgrad", 4, 2, 2, 1),
-        ("fsdp2", "shardgrad", 4, 1, 4, 4),
-        ("shardgrad", "fsdp2", 4, 1, 2, 1),
-        ("shardgrad", "fsdp2", 2, 1, 4, 2),
-        ("shardgrad", "fsdp2", 4, 2, 4, 1),
-    ],
-)
-def test_a_checkpoint_of_one_engine_loads_in_the_other_in_another_world(
-    two_ranks: Ranks,
-    four_ranks: Ranks,
-    tmp_path: Path,
-    source: str,
-    target: str,
-    writers: int,
-    write_replicas: int,
-    readers: int,
-    read_replicas: int,
-) -> None:
-    worlds = {2: two_ranks, 4: four_ranks}
-    right = worlds[writers].run(save, source, str(tmp_path), write_replicas)[0]
-    worlds[readers].run(load, target, str(tmp_path), read_replicas, right)
-
-
-# -- options
 
 
 def assert_same_state(ours: Any, theirs: Any) -> None:
