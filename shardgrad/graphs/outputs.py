@@ -23,6 +23,7 @@ __all__ = [
     "clones",
     "detached",
     "host_value",
+    "is_of_host",
     "named",
     "plain_tensors",
     "scalars",
@@ -91,13 +92,18 @@ def plain_tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield value
 
 
+def is_of_host(tensor: torch.Tensor) -> bool:
+    """Returns whether the device gets the tensor by value; it reads pinned memory by address."""
+    return tensor.device.type == "cpu" and not tensor.is_pinned()
+
+
 def host_value(tensor: torch.Tensor) -> bytes:
     """Returns the bytes of a CPU tensor, which reaches the device by value. Returns b"" for device
     tensors and for pinned memory, which the device reads by address.
     """
     value = b""
     for each in plain_tensors([tensor]):
-        if each.device.type == "cpu" and not each.is_pinned():
+        if is_of_host(each):
             # A copy, since `numpy()` makes a storage non-resizable.
             copy = each.detach().clone(memory_format=torch.contiguous_format)
             value += bytes(copy.view(-1).view(torch.uint8).numpy())

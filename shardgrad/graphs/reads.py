@@ -30,7 +30,7 @@ from shardgrad.engine.streams import Stream, is_capturing
 from shardgrad.errors import CaptureError
 from shardgrad.graphs.closed_over import Place, address_of, closed_over, elements, value_of
 from shardgrad.graphs.memory import Memory
-from shardgrad.graphs.outputs import plain_tensors
+from shardgrad.graphs.outputs import is_of_host, plain_tensors
 
 __all__ = ["Reads"]
 
@@ -124,7 +124,7 @@ class Reads(TorchDispatchMode):
         tensors = list(plain_tensors(leaves))
         written = set(map(id, _written(func, args, kwargs)))
         is_captured = self._stream is not None and is_capturing(self._stream.device)
-        runs_on_host = is_captured and all(map(_is_of_host, tensors))
+        runs_on_host = is_captured and all(map(is_of_host, tensors))
         if "c10d" in func.namespace:
             self.groups.update(_groups(leaves))
         if is_captured:
@@ -136,7 +136,7 @@ class Reads(TorchDispatchMode):
             if identity in self._made:
                 continue
             found = self._candidates.get(identity, [])
-            if _is_of_host(tensor) and self._stream is not None:
+            if is_of_host(tensor) and self._stream is not None:
                 if not is_captured:  # in an eager region, which every replay runs again
                     continue
                 if runs_on_host and id(tensor) in written:
@@ -303,11 +303,6 @@ def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator
         is_write = each.alias_info is not None and each.alias_info.is_write
         if is_write or func.namespace == "c10d":
             yield from plain_tensors(tree_leaves(given.get(each.name)))
-
-
-def _is_of_host(tensor: torch.Tensor) -> bool:
-    """Returns whether the device gets the tensor by value; it reads pinned memory by address."""
-    return tensor.device.type == "cpu" and not tensor.is_pinned()
 
 
 def _identity(tensor: torch.Tensor) -> int:
