@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -108,30 +107,12 @@ def _install(folder: Path, python: Path, version: str) -> None:
     [site_packages] = folder.glob("lib/python3*/site-packages")
     install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     try:
-        if not _link_torch(folder, site_packages, version):
-            subprocess.run([*install, "--no-deps", f"torch=={version}"], check=True)
+        subprocess.run([*install, "--no-deps", f"torch=={version}"], check=True)
         subprocess.run([*install, *PACKAGES, *TOOLS], check=True)
     except subprocess.CalledProcessError:
         _leave(f"torch {version} for CUDA, or a package that it needs, could not be installed")
     if not (site_packages / "torch/lib/libtorch_cuda.so").exists():
         _leave(f"pip installs a torch {version} that was not built for CUDA")
-
-
-def _link_torch(folder: Path, site_packages: Path, version: str) -> bool:
-    """Takes the files of the same torch from the venv of `make test-torch`; returns False if it has
-    none.
-    """
-    other = folder.parent / f".venv-torch-{version}/lib/{site_packages.parent.name}"
-    dist_info = other / f"site-packages/torch-{version}.dist-info"
-    try:
-        files = importlib.metadata.Distribution.at(dist_info).files or []
-        for file in files:
-            target = site_packages / file
-            target.parent.mkdir(parents=True, exist_ok=True)
-            os.link(file.locate(), target)
-    except OSError:  # not installed, by half, or on another file system
-        return False
-    return bool(files)
 
 
 def _provide_ops(folder: Path, python: Path, made_of: Sequence[str]) -> None:

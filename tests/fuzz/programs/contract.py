@@ -15,7 +15,10 @@ from tests.fuzz.programs.program import Block, Op, Program
 # Ends the state in which a failed backward is not cleared yet.
 _FORWARDS = ("train", "evaluate", "forward", "participate")
 _SETTINGS = ("sync", "sync_unit", "all_reduce", "last", "keep", "whole")
-_GRAPHED = ("train", "evaluate", "sync", "all_reduce", "last", "clip", "scaled", "step", "zero")
+_GRAPHED = (
+    *("train", "evaluate", "sync", "all_reduce", "last", "clip", "scaled", "step", "zero"),
+    "freeze",
+)
 MOST_GRAPHS = 2
 
 
@@ -279,11 +282,8 @@ def fits(program: Program) -> bool:
         return False
     for block in blocks:
         # What runs again in backward has to do what it did in forward.
-        if block.recompute and block.kind in ("experts", "buffer", "again"):
-            return False
-        if block.recompute and any(
-            inner.kind in ("experts", "buffer", "again") for inner in block.inner
-        ):
+        outer_and_inner = (block, *block.inner) if block.recompute else ()
+        if any(each.kind in ("experts", "buffer", "again") for each in outer_and_inner):
             return False
         if block.kind == "buffer" and sharding.param_dtype:
             return False

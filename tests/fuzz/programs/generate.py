@@ -273,7 +273,6 @@ def _ending(state: State) -> list[Op]:
 
 def _op(rng: random.Random, kind: str, program: Program) -> Op:
     n = rng.randrange(MICROS)
-    blocks = len(program.model.blocks)
     hows: dict[str, tuple[str, ...]] = {
         "train": ("", "", "", "x", "side", "both") if program.model.aux else ("", "", "", "x"),
         "forward": ("", "", "both") if program.model.aux else ("", "x"),
@@ -302,20 +301,17 @@ def _op(rng: random.Random, kind: str, program: Program) -> Op:
         return Op(do, n, " ".join(filter(None, (*words, inside))))
     if kind == "unfreeze":
         return Op("freeze", rng.randrange(24), "un")
-    if kind in ("freeze", "hook", "poke", "write"):
-        n = rng.randrange(24)
-    elif kind in ("partial", "skip"):
-        n = rng.randrange(blocks)
-    elif kind == "backward":
-        n = rng.randrange(2)
-    elif kind == "fail_backward":
-        n = rng.randrange(max(1, len(program.model.order)))
-    elif kind in ("sync", "all_reduce", "last", "keep", "whole"):
-        n = rng.randrange(2)
-    elif kind in ("sync_unit", "unshard", "reshard"):
-        n = rng.randrange(8)
-    elif kind == "graphed":
-        n = rng.choice((4, 5))
+    below = dict.fromkeys(("freeze", "hook", "poke", "write"), 24)
+    below |= dict.fromkeys(
+        ("backward", "sync", "all_reduce", "last", "keep", "whole", "graphed"), 2
+    )
+    below |= dict.fromkeys(("sync_unit", "unshard", "reshard"), 8)
+    below |= dict.fromkeys(("partial", "skip"), len(program.model.blocks))
+    below["fail_backward"] = max(1, len(program.model.order))
+    if kind in below:
+        n = rng.randrange(below[kind])
     elif kind in ("step", "zero", "look", "save", "load", "resume", "edit", "assign", "renew"):
         n = 0
+    if kind == "graphed":  # as many calls
+        n += 4
     return Op(kind, n, rng.choice(hows.get(kind, ("",))))

@@ -10,27 +10,22 @@ import fcntl
 import hashlib
 import importlib.machinery
 import importlib.util
-import os
 import shutil
-import subprocess
 import sys
 import sysconfig
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
 import torch
 from torch.utils.cpp_extension import include_paths, library_paths
 
+from tests.ops.on_host.build import compile_library
+
 MODULE = "simulated_accelerator"
 _SOURCES = Path(__file__).with_name("csrc")
 _CACHE = Path(__file__).parents[3] / "build" / "simulated"
 # -O1: the kernels are torch's own, and compiling takes half the time.
 _FLAGS = ["-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror"]
-
-
-class BuildError(RuntimeError):
-    """g++ refused the sources."""
 
 
 def compiler() -> str | None:
@@ -46,41 +41,20 @@ def _digest() -> str:
     return state.hexdigest()[:16]
 
 
-def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise BuildError(f"{' '.join(command)}\n{done.stderr[-5000:]}")
-
-
-def _compile(source: Path, folder: Path, gcc: str) -> Path:
-    target = folder / f"{source.stem}.o"
+def _build(library: Path) -> None:
     includes = [*include_paths(), sysconfig.get_paths()["include"]]
-    flags = [flag for path in includes for flag in ("-isystem", path)]
-    _run([gcc, *_FLAGS, *flags, "-c", str(source), "-o", str(target)])
-    return target
-
-
-def _build(folder: Path) -> None:
-    gcc = compiler()
-    if gcc is None:
-        raise BuildError("the simulated accelerator is written in C++, and there is no g++ on PATH")
-    jobs = int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))
-    with ThreadPoolExecutor(max(1, jobs)) as pool:
-        objects = list(pool.map(lambda s: _compile(s, folder, gcc), sorted(_SOURCES.glob("*.cpp"))))
     where = [flag for path in library_paths() for flag in (f"-L{path}", f"-Wl,-rpath,{path}")]
-    libraries = ["-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10"]
-    whole = folder / "library.so"
-    _run([gcc, "-shared", *map(str, objects), *where, *libraries, "-o", str(whole)])
-    for path in objects:
-        path.unlink()
-    whole.rename(folder / f"{MODULE}.so")
+    compile_library(
+        library,
+        sorted(_SOURCES.glob("*.cpp")),
+        [*_FLAGS, *(flag for path in includes for flag in ("-isystem", path))],
+        [*where, "-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10"],
+    )
 
 
 def build() -> Path:
-    """Returns the library, compiling it if these sources have not been compiled for this torch yet.
-
-    Raises:
-        BuildError: there is no g++, or it refused the sources; the message has its output.
+    """Returns the library, compiling it if these sources have not been compiled for this torch
+    yet.
     """
     folder = _CACHE / _digest()
     library = folder / f"{MODULE}.so"
@@ -90,7 +64,7 @@ def build() -> Path:
     with (_CACHE / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
-            _build(folder)
+            _build(library)
     return library
 
 
