@@ -23,7 +23,7 @@ from benchmarks.engines.task import PRECISIONS, Length, Task, check, smoke
 from benchmarks.run import Run, option
 from shardgrad.programs.plan.request import mesh_shape
 from shardgrad.programs.train.failure import TrainingError, UsageError
-from shardgrad.programs.train.presets import PRESETS, suggestion
+from shardgrad.programs.train.presets import PRESETS
 
 _ALL = "all"
 
@@ -172,7 +172,7 @@ def _names(engines: Sequence[str]) -> list[str]:
     """The engines in the order of the catalogue, the base always among them."""
     for name in engines:
         if name != _ALL and name not in ENGINES:
-            raise UsageError(f"There is no engine {name!r}: {suggestion(name, list(ENGINES))}")
+            raise UsageError(f"There is no engine {name!r}: there are {', '.join(ENGINES)}.")
     wanted = {*(engines or DEFAULT), BASE}
     return [name for name in ENGINES if name in wanted or _ALL in wanted]
 

@@ -20,12 +20,10 @@ def main() -> None:
     _write_what_can_be_written()
     try:
         from shardgrad.programs.cli import main as command_line
-        from shardgrad.programs.cli.reporting import reported
     except KeyboardInterrupt:
         print("shardgrad: interrupted.", file=sys.stderr)
         sys.exit(130)
-    with reported("shardgrad"):  # `--help` may be written to a full disk
-        command_line(prog_name="shardgrad")
+    command_line(prog_name="shardgrad")
 
 
 def _write_what_can_be_written() -> None:

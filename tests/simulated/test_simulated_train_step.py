@@ -5,7 +5,7 @@ numbers.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -44,9 +44,7 @@ class Seen(list[float]):
 def trained(config: TrainConfig) -> Seen:
     """Trains with an evaluation in between; returns losses, norms, and what it said."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    place = OwnWorld(
-        rank, ranks, torch.device(NAME, rank), cast(dist.ProcessGroup, dist.group.WORLD)
-    )
+    place = OwnWorld(rank, ranks, torch.device(NAME, rank))
     with one_at_a_time():
         model = build_model(config, init_device_mesh(NAME, (ranks,)), place.device)
     state = TrainState(model, build_optimizer(model, config))

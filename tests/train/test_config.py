@@ -37,10 +37,10 @@ def test_settings_are_read_from_a_file_of_some_size_only(tmp_path: Path) -> None
             read_settings(path)
 
 
-def test_for_a_misspelt_name_another_is_proposed(tmp_path: Path) -> None:
+def test_a_file_with_an_unknown_name_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_text('{"stepz": 3}')
-    with pytest.raises(UsageError, match="did you mean 'steps'"):
+    with pytest.raises(UsageError, match=r"x.json cannot be read \(there is no setting 'stepz'"):
         read_settings(path)
 
 
@@ -59,14 +59,6 @@ def test_ranks_that_cannot_share_the_batch_are_refused_unless_it_is_given_anew()
     with pytest.raises(UsageError, match="16 sequences per step cannot be divided among 3 ranks"):
         resumed(SAVED, {"ranks": 3})
     assert resumed(SAVED, {"ranks": 3, "batch_size": 5}).batch_size == 5
-
-
-def test_the_largest_batch_is_shared_at_once() -> None:
-    """The divisor is looked for among the sizes up to the saved one."""
-    saved = TrainConfig(ranks=2, batch_size=3 * 2**18, accumulate=2**40)
-    config = resumed(saved, {"ranks": 3})
-    assert config.batch_size * config.accumulate * 3 == 3 * 2**18 * 2**40 * 2
-    assert config.batch_size <= saved.batch_size
 
 
 def test_a_resumed_run_keeps_what_is_not_given_anew() -> None:
@@ -89,5 +81,5 @@ def test_the_command_line_has_every_setting() -> None:
 def test_a_value_of_a_file_is_checked_as_on_a_command_line(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text('{"steps": -7}')
-    with pytest.raises(UsageError, match="sets 'steps': -7 is not in the range"):
+    with pytest.raises(UsageError, match=r"config.json cannot be read \(steps: -7 is not in"):
         read_settings(path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardgrad.programs.train.corpus import Sampler, unigram_entropy
+from shardgrad.programs.train.corpus import Sampler
 from shardgrad.programs.train.failure import UsageError
 from shardgrad.programs.train.texts import read_text
 
@@ -62,13 +61,6 @@ def test_a_text_holds_a_sequence_and_the_byte_after_it(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(b"1234")
     with pytest.raises(UsageError, match="holds 4 bytes, too few for sequences of 4"):
         read(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("text", "entropy"), [(bytes(range(256)), math.log(256)), (b"ab" * 128, math.log(2))]
-)
-def test_the_unigram_entropy_is_that_of_the_frequencies(text: bytes, entropy: float) -> None:
-    assert unigram_entropy(torch.tensor(list(text))) == pytest.approx(entropy)
 
 
 @given(first=st.integers(0, 10**12), count=st.integers(1, 6), seed=st.integers(0, 2**40))

@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from shardgrad.programs.train import loop
 from shardgrad.programs.train.checkpoint import TrainState
@@ -109,4 +108,4 @@ class Alone(World):
 
 
 def alone() -> Alone:
-    return Alone(0, 1, CPU, cast(dist.ProcessGroup, None))
+    return Alone(0, 1, CPU)

@@ -6,6 +6,7 @@ a second.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import click
@@ -13,7 +14,7 @@ import click
 from shardgrad.programs.cli.checkpoint import checkpoint
 from shardgrad.programs.cli.doctor import doctor
 from shardgrad.programs.cli.plan import plan
-from shardgrad.programs.cli.reporting import reported
+from shardgrad.programs.cli.reporting import report
 from shardgrad.programs.cli.train import train
 
 
@@ -25,16 +26,22 @@ def _print_version(ctx: click.Context, _: click.Parameter, value: bool) -> None:
         ctx.exit()
 
 
-class _Group(click.Group):
-    def invoke(self, ctx: click.Context) -> Any:
-        """Runs a command, and reports what ends it before it has begun."""
-        with reported(ctx.command_path):
-            return super().invoke(ctx)
+class _Program(click.Group):
+    def main(self, *args: Any, **options: Any) -> Any:
+        """Runs a command and exits. Every error is a message on standard error."""
+        try:
+            status = super().main(*args, **{**options, "standalone_mode": False})
+        except click.ClickException as error:
+            error.show()
+            status = error.exit_code
+        except Exception as error:
+            status = report(error)
+        sys.exit(status)
 
 
 @click.group(
     name="shardgrad",
-    cls=_Group,
+    cls=_Program,
     commands=[doctor, plan, train, checkpoint],
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="\b\nExamples:\n  shardgrad doctor\n  shardgrad plan --preset 8b --ranks 64\n"

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
-from fnmatch import fnmatch
 from pathlib import Path
 
 import click
 
-from shardgrad.programs.cli.command import Command
 from shardgrad.programs.text import printable
 from shardgrad.programs.train.failure import reason_of
 
@@ -19,13 +16,7 @@ _PARTS = (".metadata", "manifest.json", "latest", "checkpoints", "step_*", "*.di
 
 def _with_checkpoint(_: click.Context, __: click.Parameter, path: Path) -> Path:
     """Refuses a path where nothing is of a checkpoint, before PyTorch is imported."""
-    try:
-        names = os.listdir(path) if path.is_dir() else [path.name]
-    except OSError as error:
-        raise click.BadParameter(
-            f"{path} cannot be read ({error.strerror}): correct the path."
-        ) from error
-    if not any(fnmatch(name, part) for name in names for part in _PARTS):
+    if not any(found for part in _PARTS for found in path.glob(part)):
         raise click.BadParameter(f"There is no checkpoint in {path}: correct the path.")
     return path
 
@@ -33,8 +24,7 @@ def _with_checkpoint(_: click.Context, __: click.Parameter, path: Path) -> Path:
 def _for_export(_: click.Context, __: click.Parameter, path: Path) -> Path:
     """Refuses a path where no new folder can be written, before PyTorch is imported."""
     try:
-        names = os.listdir(path) if path.is_dir() else [path.name] if path.exists() else []
-        if names:
+        if any(path.iterdir()) if path.is_dir() else path.exists():
             raise click.BadParameter(
                 f"{path} is not empty and would be replaced: choose another name, or remove it."
             )
@@ -48,7 +38,9 @@ def _for_export(_: click.Context, __: click.Parameter, path: Path) -> Path:
 
 
 _PATH = click.argument(
-    "path", type=click.Path(exists=True, path_type=Path), callback=_with_checkpoint
+    "path",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    callback=_with_checkpoint,
 )
 
 
@@ -61,7 +53,7 @@ def checkpoint() -> None:
     """
 
 
-@checkpoint.command(cls=Command, examples=["shardgrad checkpoint verify runs/first"])
+@checkpoint.command(epilog="Example: shardgrad checkpoint verify runs/first")
 @_PATH
 def verify(path: Path) -> None:
     """Read every byte of a checkpoint and compare it with its checksums."""
@@ -76,9 +68,7 @@ def verify(path: Path) -> None:
     )
 
 
-@checkpoint.command(
-    cls=Command, examples=["shardgrad checkpoint export runs/first weights --only model"]
-)
+@checkpoint.command(epilog="Example: shardgrad checkpoint export runs/first weights --only model")
 @_PATH
 @click.argument("target", type=click.Path(path_type=Path), callback=_for_export)
 @click.option(

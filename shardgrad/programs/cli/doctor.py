@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from shardgrad.programs.cli.command import Command
 from shardgrad.programs.text import escaped
 
 if TYPE_CHECKING:
@@ -17,9 +16,8 @@ if TYPE_CHECKING:
 
 
 @click.command(
-    cls=Command,
     short_help="Print versions and devices; check a machine, or a program.",
-    examples=["shardgrad doctor", "shardgrad doctor --audit train:main"],
+    epilog="\b\nExamples:\n  shardgrad doctor\n  shardgrad doctor --audit train:main",
 )
 @click.option(
     "--audit",

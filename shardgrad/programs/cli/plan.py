@@ -7,19 +7,18 @@ from typing import Any
 
 import click
 
-from shardgrad.programs.cli.command import Command
 from shardgrad.programs.plan.hardware import Machine
 from shardgrad.programs.plan.request import Request, mesh_shape
 from shardgrad.programs.train.settings import Number, given_for, options_of
 
-_EXAMPLES = [
-    "shardgrad plan --preset 8b --ranks 64 --activation-checkpointing full",
-    "shardgrad plan --preset 70b --mesh 64x8 --stage hfsdp --device h200",
-    "shardgrad plan --preset 1b --device a100 --network eth100 --mfu 0.42",
-]
 
-
-@click.command(cls=Command, examples=_EXAMPLES)
+@click.command(
+    epilog="""\b
+Examples:
+  shardgrad plan --preset 8b --ranks 64 --activation-checkpointing full
+  shardgrad plan --preset 70b --mesh 64x8 --stage hfsdp --device h200
+  shardgrad plan --preset 1b --device a100 --network eth100 --mfu 0.42"""
+)
 @options_of(Request, Machine)
 @click.option(
     "--mfu",

@@ -1,65 +1,41 @@
-"""How every command reports an expected error: one message on standard error, and the exit
-status.
-"""
+"""How every command reports an error: one message on standard error, and the exit status."""
 
 from __future__ import annotations
 
 import os
 import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import NoReturn
 
 import click
 
 from shardgrad.errors import OptionError, PartnerUnavailableError, ShardgradError
 from shardgrad.programs.text import escaped
-from shardgrad.programs.train.failure import Interrupted, TrainingError, explain
+from shardgrad.programs.train.failure import Interrupted, TrainingError, UnexpectedError, explain
 
 
-@contextmanager
-def reported(program: str, *, debug: bool = False) -> Iterator[None]:
-    """Prints an error of the block, and exits. Errors of click pass.
+def report(error: Exception) -> int:
+    """Prints a message, with the traceback of an error that no command expects.
 
-    The exit status is 2 for a missing package and for an option with a wrong value, the error's own
-    for a `TrainingError`, 130 for Ctrl-C, and 1 for other errors.
-
-    Args:
-        program: prefix of the message, such as "shardgrad train".
-        debug: print the traceback first.
+    Returns:
+        The exit status: 2 for a missing package and for an option with a wrong value, the error's
+        own for a `TrainingError`, 130 for Ctrl-C, and 1 for other errors.
     """
-    try:
-        yield
-    except (click.ClickException, click.exceptions.Exit, click.Abort):
-        raise
-    except KeyboardInterrupt:
-        _exit(f"{program}: interrupted.", Interrupted.exit_status)
-    except BrokenPipeError:  # `| head`: click ends the program in silence
-        raise
-    except Exception as error:
-        if debug:
-            traceback.print_exc()
-        if not _flushed() and isinstance(error, OSError):
-            error.filename = "standard output"  # which the system leaves out
-        _exit(f"{program}: {_sentence(error)}", _status(error))
+    if not _flushed() and isinstance(error, OSError):
+        error.filename = "standard output"  # which the system leaves out
+    failure = _as_failure(error)
+    if isinstance(failure, UnexpectedError):
+        traceback.print_exception(error)
+    for line in f"shardgrad: {failure}".split("\n"):  # a ShardgradError has several lines
+        click.echo(escaped(line), err=True)
+    return 2 if isinstance(error, PartnerUnavailableError | OptionError) else failure.exit_status
 
 
-def _sentence(error: Exception) -> str:
+def _as_failure(error: Exception) -> TrainingError:
+    if isinstance(error, click.Abort):  # Ctrl-C
+        return Interrupted("interrupted.")
     if isinstance(error, PartnerUnavailableError):
-        return f"{error.what}: {error.fix}"
-    if isinstance(error, OSError):
-        return str(explain(error))
-    if isinstance(error, TrainingError | ShardgradError):
-        return str(error)
-    first, _, _ = str(error).partition("\n")
-    return f"{type(error).__name__}: {first} (unexpected error: --debug prints its traceback)"
-
-
-def _status(error: Exception) -> int:
-    if isinstance(error, TrainingError):
-        return error.exit_status
-    return 2 if isinstance(error, PartnerUnavailableError | OptionError) else 1
+        return TrainingError(f"{error.what}: {error.fix}")
+    return TrainingError(str(error)) if isinstance(error, ShardgradError) else explain(error)
 
 
 def _flushed() -> bool:
@@ -72,9 +48,3 @@ def _flushed() -> bool:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return False
     return True
-
-
-def _exit(message: str, status: int) -> NoReturn:
-    for line in message.split("\n"):  # a ShardgradError has several lines
-        click.echo(escaped(line), err=True)
-    sys.exit(status)

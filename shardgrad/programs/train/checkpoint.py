@@ -16,10 +16,6 @@ from shardgrad.programs.checkpoint import Series, load, save
 from shardgrad.programs.checkpoint.peers import Peers
 from shardgrad.programs.train.failure import CheckpointUnusable, UsageError
 from shardgrad.programs.train.model import Transformer
-from shardgrad.programs.train.parallel import World
-
-# Each rank has its own generator. On another number of ranks, entries are missing or unused.
-_OPTIONAL = ("rng_*",)
 
 
 @dataclass
@@ -40,7 +36,7 @@ class TrainState:
     samples: int = 0
 
 
-def lock(series: Series, world: World) -> None:
+def lock(series: Series) -> None:
     """Locks the folder of a run's checkpoints until this process ends, so that only this run writes
     there. A collective.
 
@@ -48,14 +44,14 @@ def lock(series: Series, world: World) -> None:
         UsageError: another process writes there; on every rank.
     """
     try:
-        Peers(world.control).broadcast("lock", series.acquire)
+        Peers().broadcast("lock", series.acquire)
     except CheckpointSaveError as error:
         if error.__cause__ is not None and not isinstance(error.__cause__, CheckpointSaveError):
             raise
         raise UsageError(f"{error.what} ({error.got}): {error.fix}.") from error
 
 
-def save_state(series: Series, state: TrainState, world: World) -> Path:
+def save_state(series: Series, state: TrainState) -> Path:
     """Saves the state as the checkpoint of its step, which `latest` names from then on. A
     collective.
 
@@ -70,12 +66,11 @@ def save_state(series: Series, state: TrainState, world: World) -> Path:
     with warnings.catch_warnings():
         # torch's warnings about its own internals would break the progress display.
         warnings.filterwarnings("ignore", module=r"torch\.distributed.*")
-        publish = partial(series.publish, final)
-        save(_gather_state(state, world), final, group=world.control, then=publish)
+        save(_gather_state(state), final, then=partial(series.publish, final))
     return final
 
 
-def load_state(series: Series, state: TrainState, world: World) -> None:
+def load_state(series: Series, state: TrainState) -> None:
     """Loads the newest checkpoint into `state`; the number of ranks may differ. A collective.
 
     Raises:
@@ -87,7 +82,7 @@ def load_state(series: Series, state: TrainState, world: World) -> None:
             f"There is no checkpoint in {series.folder}: start the run again without --resume."
         )
     try:
-        loaded = load(_gather_state(state, world), path, optional=_OPTIONAL, group=world.control)
+        loaded = load(_gather_state(state), path)
     except CheckpointError as error:
         raise CheckpointUnusable(
             f"{path} cannot be used ({error.what}; {error.got}, at {error.where}): {error.fix}. "
@@ -99,24 +94,18 @@ def load_state(series: Series, state: TrainState, world: World) -> None:
         model_state_dict=loaded["model"],
         optim_state_dict=loaded["optimizer"],
     )
-    state.step, state.samples = loaded["progress"]["step"], loaded["progress"]["samples"]
-    generators = loaded[f"rng_{world.rank}"]
-    torch.set_rng_state(generators["cpu"])
-    if world.device.type != "cpu":
-        module = torch.get_device_module(world.device)
-        module.set_rng_state(generators[world.device.type], world.device)
+    state.step, state.samples = loaded["step"], loaded["samples"]
 
 
-def _gather_state(state: TrainState, world: World) -> dict[str, Any]:
-    """Returns the state as nested dictionaries of tensors, which are saved from and loaded into."""
+def _gather_state(state: TrainState) -> dict[str, Any]:
+    """Returns the state as nested dictionaries of tensors, which are saved from and loaded into.
+
+    Random state is no part of it: a step draws no numbers.
+    """
     model, optimizer = get_state_dict(state.model, state.optimizer)
-    generators = {"cpu": torch.get_rng_state()}
-    if world.device.type != "cpu":
-        module = torch.get_device_module(world.device)
-        generators[world.device.type] = module.get_rng_state(world.device)
     return {
         "model": model,
         "optimizer": optimizer,
-        "progress": {"step": state.step, "samples": state.samples},
-        f"rng_{world.rank}": generators,  # one entry per rank: generators are not sharded
+        "step": state.step,
+        "samples": state.samples,
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any
 import click
 
 from shardgrad.programs.train.failure import UsageError, reason_of
-from shardgrad.programs.train.presets import PRESETS, suggestion
+from shardgrad.programs.train.presets import PRESETS
 from shardgrad.programs.train.settings import Number, Whole, converted, setting
 
 _MOST_NBYTES = 2**20  # of a file of settings
@@ -36,7 +37,7 @@ class TrainConfig:
     ranks: int | None = setting(
         None,
         "Number of ranks to start.  [default: one per accelerator, else 2]",
-        Whole(1),
+        Whole(1, 256),
     )
     device: str = setting(
         "auto",
@@ -114,29 +115,21 @@ def read_settings(path: Path) -> dict[str, Any]:
         UsageError: the file cannot be read or parsed, has an unknown name, or a value that makes no
             sense.
     """
+    known = {one.name: one for one in dataclasses.fields(TrainConfig)}
     try:
         found = path.stat()  # before it is opened: a pipe would be waited for
         if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_NBYTES:
             raise ValueError("not a file of at most 1 MiB")
         settings = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        for name in settings.keys() - known.keys():
+            raise ValueError(f"there is no setting {name!r}")
+        given = {name: value for name, value in settings.items() if value is not None}
+        return {name: converted(known[name], value) for name, value in given.items()}
+    except (OSError, ValueError, RecursionError, AttributeError) as error:
         raise UsageError(
             f"{path} cannot be read ({reason_of(error)}): correct it, or the folder given to "
             "--resume."
         ) from error
-    if not isinstance(settings, dict):
-        raise UsageError(f'{path} contains no settings: write {{"name": value}} for each.')
-    known = {one.name: one for one in dataclasses.fields(TrainConfig)}
-    for name in settings:
-        if name not in known:
-            raise UsageError(
-                f"{path} sets {name!r}, which does not exist: {suggestion(name, list(known))}"
-            )
-    return {
-        name: converted(f"{path} sets {name!r}", known[name], value)
-        for name, value in settings.items()
-        if value is not None
-    }
 
 
 def resumed(saved: TrainConfig, changes: Mapping[str, Any]) -> TrainConfig:
@@ -174,5 +167,5 @@ def _same_global_batch(saved: TrainConfig, ranks: int) -> dict[str, int]:
             f"The run's {total} sequences per step cannot be divided among {ranks} ranks: use a "
             "number of ranks that divides it, or give --batch-size and accept another loss curve."
         )
-    batch_size = max(size for size in range(1, saved.batch_size + 1) if per_rank % size == 0)
+    batch_size = math.gcd(per_rank, saved.batch_size)
     return {"batch_size": batch_size, "accumulate": per_rank // batch_size}

@@ -9,15 +9,6 @@ import torch
 from torch import Tensor
 
 
-def unigram_entropy(text: Tensor) -> float:
-    """Returns the entropy of the byte frequencies in nats per byte: the loss without any
-    context.
-    """
-    counts = torch.bincount(text)
-    shares = counts[counts > 0].double() / counts.sum()
-    return float(-(shares * shares.log()).sum())
-
-
 @dataclass(frozen=True)
 class Sampler:
     """Sequences drawn from a text, with replacement.

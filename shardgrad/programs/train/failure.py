@@ -42,6 +42,10 @@ class PeerLost(TrainingError):
     """Another rank ended or does not answer. A consequence, reported only if no cause is known."""
 
 
+class UnexpectedError(TrainingError):
+    """An error that no sentence explains: its traceback is printed before it."""
+
+
 def explain(error: BaseException) -> TrainingError:
     """Translates an exception into a `TrainingError`; returns the exception if it is one
     already.
@@ -83,9 +87,7 @@ def explain(error: BaseException) -> TrainingError:
             f"Another rank exited, or did not respond within --timeout ({_first_line(error)}): "
             "look for its message."
         )
-    return TrainingError(
-        f"{type(error).__name__}: {_first_line(error)} (run again with --debug for the traceback)"
-    )
+    return UnexpectedError(f"{type(error).__name__}: {_first_line(error)}")
 
 
 def operating_system_reason(error: BaseException) -> OSError | None:

@@ -25,8 +25,6 @@ from shardgrad.programs.train.texts import read_text
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-RUNS = Path("runs")
-_RANKS_PER_CORE = 16  # more only wait for each other
 _WHY: dict[int, str] = {
     signal.SIGKILL: ", as when the system runs out of memory",
     signal.SIGABRT: ", as when gloo receives more bytes than it expects",
@@ -54,12 +52,6 @@ def prepare(given: Mapping[str, Any], *, resume: Path | None) -> TrainConfig:
     if config.tensorboard:
         require("tensorboard", feature="--tensorboard")
     read_text(config.data, seq_len=config.seq_len)
-    most = _RANKS_PER_CORE * available_cores()
-    if config.ranks is not None and config.ranks > most:
-        raise UsageError(
-            f"--ranks {config.ranks} is too many for the {available_cores()} cores of this "
-            f"machine: use at most {most}."
-        )
     try:
         config.folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=config.folder):
@@ -72,21 +64,11 @@ def prepare(given: Mapping[str, Any], *, resume: Path | None) -> TrainConfig:
     return config
 
 
-def newest_run() -> Path:
-    """Returns the folder in `runs/` that was started last."""
-    configs = sorted(RUNS.glob("*/config.json"), key=lambda path: path.stat().st_mtime)
-    if not configs:
-        raise UsageError(
-            f"There is no run in {RUNS}/ to resume: give its folder, --resume RUN_DIR."
-        )
-    return configs[-1].parent
-
-
 def _new_run(given: Mapping[str, Any]) -> TrainConfig:
     config = TrainConfig(**given)
     if config.run_dir is None:
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-{config.preset}"
-        config = dataclasses.replace(config, run_dir=str(RUNS / name))
+        config = dataclasses.replace(config, run_dir=f"runs/{name}")
     if (config.folder / "config.json").exists():
         raise UsageError(
             f"{config.folder} already holds a run: resume it with --resume {config.folder}, or "
@@ -106,14 +88,7 @@ def _old_run(given: Mapping[str, Any], folder: Path) -> TrainConfig:
     return resumed(saved, {**given, "run_dir": str(folder)})
 
 
-def available_cores() -> int:
-    """Returns the number of cores this process may use; in a container, fewer than the machine
-    has.
-    """
-    return len(os.sched_getaffinity(0))
-
-
-def launch_ranks(config: TrainConfig, *, resume: bool, debug: bool) -> int:
+def launch_ranks(config: TrainConfig, *, resume: bool) -> int:
     """Trains in processes that torchrun's agent starts on this machine.
 
     Ctrl-C reaches the ranks themselves; SIGTERM is forwarded to them.
@@ -122,7 +97,6 @@ def launch_ranks(config: TrainConfig, *, resume: bool, debug: bool) -> int:
     Args:
         config: settings, as `prepare` returns them.
         resume: start from the newest checkpoint in the folder.
-        debug: print tracebacks.
 
     Returns:
         The exit status. The ranks have said what happened; what a rank could not say, this has.
@@ -136,12 +110,11 @@ def launch_ranks(config: TrainConfig, *, resume: bool, debug: bool) -> int:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     if config.ranks is None:
-        ranks = min(2, available_cores())
+        ranks = min(2, len(os.sched_getaffinity(0)))
         if config.device != "cpu" and torch.accelerator.is_available():
             ranks = torch.accelerator.device_count()
         config = dataclasses.replace(config, ranks=ranks)
-    if not debug:
-        logging.disable()  # the agent reports each end of a rank with a traceback
+    logging.disable()  # the agent reports each end of a rank with a traceback
     # A new interpreter is started with -c, which puts the working directory first on sys.path: a
     # threading.py there would be imported for the standard library's.
     os.environ["PYTHONSAFEPATH"] = "1"
@@ -162,7 +135,7 @@ def launch_ranks(config: TrainConfig, *, resume: bool, debug: bool) -> int:
         signals_to_handle="SIGTERM",
     )
     try:
-        elastic_launch(launch, run_rank)(config, resume, debug)
+        elastic_launch(launch, run_rank)(config, resume)
     except SignalException:
         return Interrupted.exit_status
     except ChildFailedError as error:

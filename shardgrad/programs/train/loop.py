@@ -15,7 +15,7 @@ from shardgrad.programs.checkpoint import Series
 from shardgrad.programs.checkpoint.peers import Peers
 from shardgrad.programs.train.checkpoint import TrainState, load_state, lock, save_state
 from shardgrad.programs.train.config import TrainConfig
-from shardgrad.programs.train.corpus import Sampler, unigram_entropy
+from shardgrad.programs.train.corpus import Sampler
 from shardgrad.programs.train.display import Display
 from shardgrad.programs.train.failure import Interrupted, TrainingError, UsageError
 from shardgrad.programs.train.generate import continued, shown
@@ -46,21 +46,18 @@ def train(config: TrainConfig, world: World, stop: StopRequest, *, resume: bool)
     content, files = read_text(config.data, seq_len=config.seq_len)
     text = torch.frombuffer(content, dtype=torch.uint8)
     series = Series(config.folder / "checkpoints", keep=config.keep)
-    lock(series, world)
+    lock(series)
     mesh = init_device_mesh(world.device.type, (world.world_size,))
     model = build_model(config, mesh, world.device)
     state = TrainState(model, build_optimizer(model, config))
-    # The initial weights are the same on every rank. Numbers drawn later (dropout) must differ
-    # between ranks.
-    torch.manual_seed(config.seed + world.rank)
     if resume:
-        load_state(series, state, world)
+        load_state(series, state)
     if state.step >= config.steps:
         raise UsageError(
             f"The run has already taken {state.step} steps: give a larger --steps to continue."
         )
     # Not before it is known that this run goes on.
-    Peers(world.control).broadcast("recovery", series.recover)
+    Peers().broadcast("recovery", series.recover)
     title = f"{config.preset} on {world.world_size} x {world.device.type}"
     with Display(config.steps, title, leads=world.leads) as display:
         display.note(
@@ -183,7 +180,7 @@ class Run:
         began_s = time.perf_counter()
         if self._results:
             self._gather_results()
-        path = save_state(self._series, self.state, self.world)
+        path = save_state(self._series, self.state)
         seconds = time.perf_counter() - began_s
         self._record.write("checkpoint", step=self.state.step, path=str(path), seconds=seconds)
 
@@ -204,10 +201,8 @@ class Run:
             for line in shown(sample).split("\n"):
                 note(f"  {line}")
         elapsed = timedelta(seconds=round(time.perf_counter() - self._began_s))
-        entropy = unigram_entropy(self._text)
-        self._record.draw(unigram_entropy=entropy)
+        self._record.draw()
         note(
             f"Done: {config.steps} steps, the last {config.steps - self._first_step} "
-            f"in {elapsed}. Loss {self._loss:.4f} nats per byte; byte-unigram "
-            f"entropy {entropy:.4f}. Everything is in {config.folder}"
+            f"in {elapsed}. Loss {self._loss:.4f} nats per byte. Everything is in {config.folder}"
         )

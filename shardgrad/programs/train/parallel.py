@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from shardgrad.diagnosis.flight_recorder import recorder
+from shardgrad.diagnosis.flight_recorder import GroupLog, recorder
 from shardgrad.programs.train.config import TrainConfig
 from shardgrad.programs.train.failure import UsageError
 
@@ -24,15 +24,13 @@ class World:
     Args:
         rank: 0 to `world_size - 1`.
         world_size: number of ranks.
-        device: device that this rank trains on.
-        control: a gloo group for host-side collectives, which therefore never wait for the
-            accelerator.
+        device: device that this rank trains on. Collectives of host values go over gloo, and
+            therefore never wait for an accelerator.
     """
 
     rank: int
     world_size: int
     device: torch.device
-    control: dist.ProcessGroup
 
     @property
     def leads(self) -> bool:
@@ -50,15 +48,15 @@ class World:
     def gather(self, thing: _Thing) -> list[_Thing]:
         """Returns every rank's object, in the order of ranks. A collective."""
         things: list[Any] = [None] * self.world_size
-        with recorder.group_log(self.control).waiting("all-gather of the ranks' reports"):
-            dist.all_gather_object(things, thing, group=self.control)
+        with _log().waiting("all-gather of the ranks' reports"):
+            dist.all_gather_object(things, thing)
         return things
 
     def any(self, flag: bool) -> bool:
         """Returns whether `flag` is true on any rank. A collective."""
         vote = torch.tensor([int(flag)])
-        with recorder.group_log(self.control).waiting("vote of the ranks"):
-            dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self.control)
+        with _log().waiting("vote of the ranks"):
+            dist.all_reduce(vote, op=dist.ReduceOp.MAX)
         return bool(vote.item())
 
 
@@ -77,14 +75,17 @@ def join(config: TrainConfig) -> World:
     else:
         torch.accelerator.set_device_index(device.index)
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
-    limit = timedelta(seconds=config.timeout)
     dist.init_process_group(
         backend,
-        timeout=limit,
+        timeout=timedelta(seconds=config.timeout),
         # NCCL's communicator exists from the start then.
         device_id=None if device.type == "cpu" else device,
     )
-    return World(rank, world_size, device, dist.new_group(backend="gloo", timeout=limit))
+    return World(rank, world_size, device)
+
+
+def _log() -> GroupLog:
+    return recorder.group_log(dist.distributed_c10d._get_default_group())
 
 
 def _choose_device(wish: str, rank: int) -> torch.device:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -84,9 +83,3 @@ PRESETS: Mapping[str, TransformerConfig] = {
         rope_theta=500_000.0,
     ),
 }
-
-
-def suggestion(name: str, known: list[str]) -> str:
-    """Returns `did you mean 'width'?` if a known name is close, else the list of known names."""
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"there are {', '.join(sorted(known))}."

@@ -20,6 +20,7 @@ from shardgrad.programs.train.failure import (
     CheckpointUnusable,
     PeerLost,
     TrainingError,
+    UnexpectedError,
     UsageError,
     explain,
 )
@@ -29,7 +30,7 @@ _PATIENCE_S = 5.0  # for the launcher
 _TELLERS = (0, 1)  # of the ranks that wait for another: if one of these is lost, the other tells it
 
 
-def run_rank(config: TrainConfig, resume: bool, debug: bool) -> None:
+def run_rank(config: TrainConfig, resume: bool) -> None:
     """Trains as the rank given by the environment (`RANK`, `WORLD_SIZE`, ...).
 
     A failure ends the process, with the exit status of the error, after this rank or another has
@@ -38,7 +39,6 @@ def run_rank(config: TrainConfig, resume: bool, debug: bool) -> None:
     Args:
         config: resolved settings, the same on every rank.
         resume: start from the newest checkpoint in the folder.
-        debug: print tracebacks.
     """
     stop = StopRequest().install()
     has_joined = False
@@ -57,7 +57,7 @@ def run_rank(config: TrainConfig, resume: bool, debug: bool) -> None:
         # A launcher that has seen another rank end says how, and terminates this one.
         is_told = isinstance(failure, PeerLost) and stop.terminated_within(_PATIENCE_S)
         stop.close()
-        if debug:
+        if isinstance(failure, UnexpectedError):
             traceback.print_exc()
         try:
             if not is_told:

@@ -83,7 +83,7 @@ class RunRecord:
                     events.append(json.loads(line))
         return events
 
-    def draw(self, *, unigram_entropy: float) -> None:
+    def draw(self) -> None:
         """Draws the loss curve, if matplotlib is installed."""
         if not self._leads or find_spec("matplotlib") is None:
             return
@@ -92,9 +92,5 @@ class RunRecord:
         figure = Figure(figsize=(8, 4.5), layout="constrained")
         axes = figure.add_subplot(xlabel="step", ylabel="loss (nats per byte)")
         steps = [event for event in self.events() if event["event"] == "step"]
-        axes.plot(
-            [event["step"] for event in steps], [event["loss"] for event in steps], label="training"
-        )
-        axes.axhline(unigram_entropy, linestyle="--", color="grey", label="byte-unigram entropy")
-        axes.legend()
+        axes.plot([event["step"] for event in steps], [event["loss"] for event in steps])
         figure.savefig(self._folder / "loss.png", dpi=120)

@@ -13,8 +13,6 @@ from typing import Any
 
 import click
 
-from shardgrad.programs.train.failure import UsageError
-
 _Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 
 
@@ -71,17 +69,17 @@ def setting(
     return dataclasses.field(default=default, metadata={"help": words, "kind": kind})
 
 
-def converted(what: str, one: dataclasses.Field[Any], value: object) -> Any:
+def converted(one: dataclasses.Field[Any], value: object) -> Any:
     """Returns the value of a setting that is no text yet, or that a file has.
 
     Raises:
-        UsageError: it makes no sense; the text begins with `what`.
+        ValueError: it makes no sense.
     """
     kind = click.BOOL if isinstance(one.default, bool) else one.metadata["kind"]
     try:
         return kind.convert(str(value), None, None)
     except click.BadParameter as error:
-        raise UsageError(f"{what}: {error.message}") from None
+        raise ValueError(f"{one.name}: {error.message}") from None
 
 
 def options_of(*classes: Any) -> _Decorator:
