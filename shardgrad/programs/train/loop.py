@@ -30,75 +30,52 @@ from shardgrad.programs.train.texts import name_of, read_text
 _PROMPT_BYTES = 40  # of the sample at the end
 
 
-def train(config: TrainConfig, world: World, stop: StopRequest, *, resume: bool) -> None:
-    """Trains as one of the ranks, until the last step or a request to stop.
-
-    Args:
-        config: settings, the same on every rank. The folder is on a disk visible to all ranks.
-        world: this rank.
-        stop: checked after every step.
-        resume: start from the newest checkpoint in the folder.
-
-    Raises:
-        Interrupted: `stop` was requested; the state is saved.
-        TrainingError: the run cannot continue.
-    """
-    content, files = read_text(config.data, seq_len=config.seq_len)
-    text = torch.frombuffer(content, dtype=torch.uint8)
-    series = Series(config.folder / "checkpoints", keep=config.keep)
-    lock(series)
-    mesh = init_device_mesh(world.device.type, (world.world_size,))
-    model = build_model(config, mesh, world.device)
-    state = TrainState(model, build_optimizer(model, config))
-    if resume:
-        load_state(series, state)
-    if state.step >= config.steps:
-        raise UsageError(
-            f"The run has already taken {state.step} steps: give a larger --steps to continue."
-        )
-    # Not before it is known that this run goes on.
-    Peers().broadcast("recovery", series.recover)
-    title = f"{config.preset} on {world.world_size} x {world.device.type}"
-    with Display(config.steps, title, leads=world.leads) as display:
-        display.note(
-            f"{count_parameters(model):,} parameters, {world.world_size} "
-            f"rank{'s' * (world.world_size > 1)} on {world.device.type}; {len(text):,} bytes from "
-            f"{files} files of {name_of(config.data)}; run folder {config.folder}"
-        )
-        if state.step:
-            display.note(f"Resumed after step {state.step}.")
-        Run(config, world, state, text, series, display).until_done(stop)
-
-
 class Run:
     """A run on this rank: its steps, and the reports, checks and checkpoints between them.
 
     Args:
-        config: resolved settings.
+        config: resolved settings, the same on every rank. The folder is on a disk visible to all
+            ranks.
         world: this rank.
-        state: the state that steps change.
-        text: what is trained on.
-        series: the checkpoints of the run.
-        display: progress display.
+        resume: start from the newest checkpoint in the folder.
+
+    Raises:
+        TrainingError: the run cannot begin.
     """
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        world: World,
-        state: TrainState,
-        text: Tensor,
-        series: Series,
-        display: Display,
-    ) -> None:
-        self.config, self.world, self.state = config, world, state
-        self._text, self._series, self._display = text, series, display
+    def __init__(self, config: TrainConfig, world: World, *, resume: bool) -> None:
+        self.config, self.world = config, world
+        content, files = read_text(config.data, seq_len=config.seq_len)
+        self._text = torch.frombuffer(content, dtype=torch.uint8)
+        self._series = Series(config.folder / "checkpoints", keep=config.keep)
+        lock(self._series)
+        model = build_model(
+            config, init_device_mesh(world.device.type, (world.world_size,)), world.device
+        )
+        self.state = state = TrainState(model, build_optimizer(model, config))
+        if resume:
+            load_state(self._series, state)
+        if state.step >= config.steps:
+            raise UsageError(
+                f"The run has already taken {state.step} steps: give a larger --steps to continue."
+            )
+        # Not before it is known that this run goes on.
+        Peers().broadcast("recovery", self._series.recover)
         # Loss and gradient norm of each step since the last report, on the device: steps do not
         # wait for it.
         self._results: list[Tensor] = []
-        self._step = TrainStep(state, Sampler(text, config.seq_len, config.seed), config, world)
+        sampler = Sampler(self._text, config.seq_len, config.seed)
+        self._step = TrainStep(state, sampler, config, world)
         self._first_step = state.step
         self._loss = float("nan")  # as reported last
+        where = f"{world.world_size} x {world.device.type}"
+        self._display = Display(config.steps, f"{config.preset} on {where}", leads=world.leads)
+        self._display.note(
+            f"{count_parameters(model):,} parameters on {where}; {len(self._text):,} bytes from "
+            f"{files} files of {name_of(config.data)}; run folder {config.folder}"
+        )
+        if state.step:
+            self._display.note(f"Resumed after step {state.step}.")
         self._began_s = self._reported_s = time.perf_counter()
         self._record = RunRecord(config.folder, leads=world.leads, tensorboard=config.tensorboard)
         self._record.begin(
@@ -111,7 +88,17 @@ class Run:
         )
 
     def until_done(self, stop: StopRequest) -> None:
-        """Trains, reports, checks and saves until the last step or a request to stop."""
+        """Trains, reports, checks and saves until the last step or a request to stop.
+
+        Raises:
+            Interrupted: `stop` was requested; the state is saved.
+            TrainingError: the run cannot continue.
+        """
+        with self._display:
+            self._train(stop)
+            self._close()
+
+    def _train(self, stop: StopRequest) -> None:
         config, state = self.config, self.state
         while state.step < config.steps:
             self._results.append(torch.stack(self._step()))
@@ -124,7 +111,6 @@ class Run:
                 self._save()
             if is_stopping:
                 raise Interrupted(f"Stopped after step {state.step}, as requested; it is saved.")
-        self._close()
 
     def _is_due(self, every: int) -> bool:
         return self.state.step % every == 0 or self.state.step == self.config.steps

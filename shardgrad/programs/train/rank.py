@@ -45,12 +45,12 @@ def run_rank(config: TrainConfig, resume: bool) -> None:
     try:
         import torch.distributed as dist
 
-        from shardgrad.programs.train.loop import train
+        from shardgrad.programs.train.loop import Run
         from shardgrad.programs.train.parallel import join
 
         world = join(config)
         has_joined = True
-        train(config, world, stop, resume=resume)
+        Run(config, world, resume=resume).until_done(stop)
         dist.destroy_process_group()
     except BaseException as error:  # CheckpointException of torch is not an Exception
         failure = explain(error)
