@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
+from random import Random
 
 import torch
 from torch import Tensor
@@ -40,7 +40,6 @@ class Sampler:
         return sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous()
 
     def _start(self, number: int) -> int:
-        # A hash, not a generator: the n-th value takes constant time and is the same in every
+        # A generator of its own: the n-th value takes constant time, and is the same in every
         # PyTorch release.
-        digest = hashlib.blake2b(f"{self.seed}/{number}".encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "little") % (len(self.text) - self.seq_len)
+        return Random(f"{self.seed}/{number}").randrange(len(self.text) - self.seq_len)

@@ -4,9 +4,9 @@ head.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from functools import partial
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -160,17 +160,12 @@ def materialise(model: Transformer, part: nn.Module, *, device: torch.device, se
             # 2 * layers projections are added to the residual stream: its initial variance does not
             # grow with depth.
             std /= math.sqrt(2 * model.config.layers)
-        generator = torch.Generator(device).manual_seed(_seed_of(seed, name))
+        generator = torch.Generator(device).manual_seed(crc32(f"{seed}/{name}".encode()))
         for param in module.parameters(recurse=False):
             if param.ndim < 2:
                 nn.init.ones_(param)
             else:
                 nn.init.normal_(param, std=std, generator=generator)
-
-
-def _seed_of(seed: int, name: str) -> int:
-    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1  # manual_seed takes a signed 64-bit number
 
 
 def rotary_tables(sequence: int, config: TransformerConfig, like: Tensor) -> tuple[Tensor, Tensor]:
