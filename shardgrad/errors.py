@@ -15,7 +15,6 @@ __all__ = [
     "BackwardFinalizationError",
     "CaptureError",
     "CheckpointError",
-    "CheckpointSaveError",
     "CollectiveError",
     "ContainerError",
     "CustomCommError",
@@ -218,11 +217,7 @@ class OptimizerStateError(ShardgradError, ValueError):
 
 
 class CheckpointError(ShardgradError, RuntimeError, ValueError):
-    """A checkpoint that is incomplete, damaged or does not fit, or a state that cannot be saved."""
-
-
-class CheckpointSaveError(ShardgradError, RuntimeError):
-    """A checkpoint could not be written; earlier ones are untouched."""
+    """A checkpoint that is incomplete, damaged or does not fit, or cannot be saved."""
 
 
 class PartnerUnavailableError(ShardgradError, ImportError):

@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from shardgrad import checkpoint
 from shardgrad.errors import (
     CheckpointError,
-    CheckpointSaveError,
     PartnerUnavailableError,
 )
 from shardgrad.programs.cli import main
@@ -96,7 +95,7 @@ def test_an_export_that_cannot_be_written_leaves_nothing(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(package, "save_file", full)
-    with pytest.raises(CheckpointSaveError, match="No space left"):
+    with pytest.raises(CheckpointError, match="No space left"):
         checkpoint.export_checkpoint(saved, tmp_path / "st")
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]
 

@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from shardgrad.errors import CheckpointSaveError
+from shardgrad.errors import CheckpointError
 from shardgrad.programs.train.failure import PeerLost, explain
 
 SHORT = timedelta(seconds=0.1)
@@ -21,15 +21,15 @@ def told_again(own: Exception) -> Exception:
     """
     try:
         try:
-            raise CheckpointSaveError("a rank failed in its part") from own
-        except CheckpointSaveError:
+            raise CheckpointError("a rank failed in its part") from own
+        except CheckpointError:
             raise own from None
     except Exception as error:
         return error
 
 
 def test_an_error_that_is_the_cause_of_its_own_context_is_explained() -> None:
-    own = CheckpointSaveError("this is no checkpoint")
+    own = CheckpointError("this is no checkpoint")
     assert told_again(own).__context__ is not None
     assert "this is no checkpoint" in str(explain(told_again(own)))
 
@@ -37,7 +37,7 @@ def test_an_error_that_is_the_cause_of_its_own_context_is_explained() -> None:
 def test_a_full_disk_is_found_behind_what_it_led_to() -> None:
     full = OSError(errno.ENOSPC, "No space left on device")
     assert str(explain(told_again(full))).startswith("The disk is full")
-    behind = CheckpointSaveError("a rank failed in its part")
+    behind = CheckpointError("a rank failed in its part")
     behind.__cause__ = full
     assert str(explain(behind)).startswith("The disk is full")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardgrad.diagnosis.flight_recorder import recorder
-from shardgrad.errors import CheckpointSaveError, CollectiveError
+from shardgrad.errors import CheckpointError, CollectiveError
 from shardgrad.programs.train import rank
 from shardgrad.programs.train.failure import UsageError, explain
 
@@ -43,7 +43,7 @@ def test_an_error_of_one_rank_is_its_own_report(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_save_that_failed_on_another_rank_is_that_ranks_report() -> None:
-    shared, own = (CheckpointSaveError("a rank failed in its part") for _ in range(2))
+    shared, own = (CheckpointError("a rank failed in its part") for _ in range(2))
     own.__cause__ = OSError(errno.EFBIG, "File too large")
     recorder.enter("checkpoint")
     assert told(shared, 0) == ""

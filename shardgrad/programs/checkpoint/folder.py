@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from shardgrad.errors import CheckpointError, CheckpointSaveError, OptionError
+from shardgrad.errors import CheckpointError, OptionError
 from shardgrad.programs.checkpoint import lock
 from shardgrad.programs.checkpoint.files import content_of, make_folder, replace_synced, sync
 from shardgrad.programs.checkpoint.metadata import METADATA
@@ -36,14 +36,14 @@ def published(final: Path) -> Iterator[Path]:
         gets the name.
 
     Raises:
-        CheckpointSaveError: the final path exists and is no empty folder, or another process writes
+        CheckpointError: the final path exists and is no empty folder, or another process writes
             into the folder that it is in.
         OSError: the folder cannot be created, or given its name.
     """
     # abspath, not resolve, which would follow links; "." has no name that a suffix can be added to.
     final = Path(os.path.abspath(final))
     if final.exists() and not (final.is_dir() and not any(final.iterdir())):
-        raise CheckpointSaveError(
+        raise CheckpointError(
             f"{printable(final)} already exists",
             expected="a new name",
             got="a checkpoint" if _is_complete(final) else "other files",
@@ -98,7 +98,7 @@ class Series:
         If the lock was removed, as by `rm -rf checkpoints` under a run, it is taken again.
 
         Raises:
-            CheckpointSaveError: another process writes there; the error says which and since when.
+            CheckpointError: another process writes there; the error says which and since when.
             OSError: the folder cannot be written.
         """
         lock.acquire(self.folder)
@@ -137,7 +137,7 @@ class Series:
         """Writes a checkpoint's name into `latest`, and removes the oldest others beyond `keep`.
 
         Raises:
-            CheckpointSaveError: another process writes there.
+            CheckpointError: another process writes there.
             OptionError: the name is not one of a step.
             OSError: `latest` could not be written and is unchanged.
         """
@@ -153,7 +153,7 @@ class Series:
         checkpoints of later steps than that in `latest`. Call it before the first save.
 
         Raises:
-            CheckpointSaveError: another process writes there.
+            CheckpointError: another process writes there.
         """
         self.acquire()
         newest = self.latest()

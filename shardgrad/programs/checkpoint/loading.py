@@ -62,7 +62,7 @@ def load(
     tensor that one rank wrote.
     """
     folder = Path(folder)
-    peers = Peers(group, error=CheckpointError, where=folder)
+    peers = Peers(group, where=folder)
 
     def look() -> tuple[Metadata, manifest.Manifest]:
         """Returns what the checkpoint is to hold."""

@@ -18,7 +18,7 @@ import time
 import warnings
 from pathlib import Path
 
-from shardgrad.errors import CheckpointSaveError
+from shardgrad.errors import CheckpointError
 from shardgrad.programs.checkpoint.files import make_folder
 from shardgrad.programs.text import printable
 
@@ -37,7 +37,7 @@ def acquire(folder: Path) -> None:
     """Makes this process the one that writes into a folder; does nothing if it is already.
 
     Raises:
-        CheckpointSaveError: another process is; the error says which and since when.
+        CheckpointError: another process is; the error says which and since when.
         OSError: the folder cannot be written.
     """
     with _one_thread:
@@ -68,7 +68,7 @@ def require_no_other(folder: Path) -> None:
     """Checks that no other process writes into a folder.
 
     Raises:
-        CheckpointSaveError: one does; the error says which and since when.
+        CheckpointError: one does; the error says which and since when.
     """
     with _one_thread:
         if _path_in(folder).exists() and not _holds(folder):
@@ -116,7 +116,7 @@ def _lock(descriptor: int, folder: Path) -> None:
         holder = f"process {found['process']} on {found['host']}, since {found['since']}"
     except (OSError, ValueError, TypeError, LookupError, RecursionError):
         holder = "another one"
-    raise CheckpointSaveError(
+    raise CheckpointError(
         f"{printable(folder)} is being written by another process",
         expected="one writing process",
         got=printable(holder),

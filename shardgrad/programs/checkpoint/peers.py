@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from shardgrad.diagnosis.flight_recorder import GroupLog, recorder
-from shardgrad.errors import CheckpointError, CheckpointSaveError, ShardgradError
+from shardgrad.errors import CheckpointError, ShardgradError
 from shardgrad.extras import require
 from shardgrad.programs.text import printable
 
@@ -39,7 +39,6 @@ class Peers:
 
     Args:
         group: a process group; None is the default group, or this process alone.
-        error: the type that errors without a type of ours become.
         where: the checkpoint, which such errors name.
     """
 
@@ -47,11 +46,9 @@ class Peers:
         self,
         group: dist.ProcessGroup | None = None,
         *,
-        error: type[ShardgradError] = CheckpointSaveError,
         where: Path | None = None,
     ) -> None:
         self._torch = _DistWrapper(group, dist.is_initialized(), 0)
-        self._error = error
         self._where = where
         self.rank = self._torch.get_rank()
         self.count = self._torch.get_world_size()
@@ -119,9 +116,9 @@ class Peers:
 
     def _told(self, error: Exception) -> ShardgradError:
         """Returns an error as one of ours, which can be sent to the other ranks."""
-        if isinstance(error, CheckpointError | CheckpointSaveError):
+        if isinstance(error, CheckpointError):
             return error
-        return self._error(
+        return CheckpointError(
             "a rank failed in its part of the checkpoint",
             expected="no error",
             got=printable(f"{type(error).__name__}: {error}"),

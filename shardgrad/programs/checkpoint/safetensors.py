@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from shardgrad.errors import CheckpointError, CheckpointSaveError
+from shardgrad.errors import CheckpointError
 from shardgrad.extras import require
 from shardgrad.programs.checkpoint.files import sync, write_synced
 from shardgrad.programs.checkpoint.folder import published
@@ -39,7 +39,7 @@ def export_checkpoint(
     Raises:
         PartnerUnavailableError: safetensors is not installed.
         CheckpointError: the checkpoint is damaged, or has no tensors below the name.
-        CheckpointSaveError: the files could not be written.
+        CheckpointError: the files could not be written.
     """
     require("safetensors", feature="a safetensors file")
     checkpoint, folder = Path(checkpoint), Path(folder)
@@ -83,10 +83,10 @@ def export_checkpoint(
                 index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
                 path = aside / "model.safetensors.index.json"
                 write_synced(path, json.dumps(index, indent=2) + "\n")
-    except (CheckpointError, CheckpointSaveError):
+    except CheckpointError:
         raise
     except Exception as error:
-        raise CheckpointSaveError(
+        raise CheckpointError(
             "the weights could not be written",
             expected="no error",
             got=printable(f"{type(error).__name__}: {error}"),

@@ -45,7 +45,7 @@ def save(
 
     Raises:
         CheckpointError: the state has an entry that is not data; on every rank.
-        CheckpointSaveError: a rank could not write, or the ranks together do not hold an entire
+        CheckpointError: a rank could not write, or the ranks together do not hold an entire
             tensor, or the path is taken; on every rank.
 
     Streams: reads tensors on the current stream, and waits for it.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from shardgrad.errors import CheckpointError, CheckpointSaveError
+from shardgrad.errors import CheckpointError
 from shardgrad.programs.checkpoint import Series, load, save
 from shardgrad.programs.checkpoint.peers import Peers
 from shardgrad.programs.train.failure import CheckpointUnusable, UsageError
@@ -45,8 +45,8 @@ def lock(series: Series) -> None:
     """
     try:
         Peers().broadcast("lock", series.acquire)
-    except CheckpointSaveError as error:
-        if error.__cause__ is not None and not isinstance(error.__cause__, CheckpointSaveError):
+    except CheckpointError as error:
+        if error.__cause__ is not None and not isinstance(error.__cause__, CheckpointError):
             raise
         raise UsageError(f"{error.what} ({error.got}): {error.fix}.") from error
 
@@ -59,7 +59,7 @@ def save_state(series: Series, state: TrainState) -> Path:
         The folder of the checkpoint.
 
     Raises:
-        CheckpointSaveError: on every rank if any rank could not write. Existing checkpoints are
+        CheckpointError: on every rank if any rank could not write. Existing checkpoints are
             unchanged.
     """
     final = series.path_of(state.step)

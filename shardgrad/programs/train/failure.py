@@ -8,7 +8,7 @@ import errno
 import resource
 
 from shardgrad.diagnosis.thread_stacks import calls_of
-from shardgrad.errors import CheckpointError, CheckpointSaveError, CollectiveError
+from shardgrad.errors import CheckpointError, CollectiveError
 from shardgrad.programs.text import printable
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -52,7 +52,7 @@ def explain(error: BaseException) -> TrainingError:
     """
     if isinstance(error, TrainingError):
         return error
-    if isinstance(error, CheckpointSaveError | CheckpointError):
+    if isinstance(error, CheckpointError):
         if error.__cause__ is not None:  # what happened on this rank
             return explain(error.__cause__)
         return TrainingError(

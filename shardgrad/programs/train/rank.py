@@ -13,7 +13,7 @@ from pathlib import Path
 
 from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.diagnosis.rank_status import describe_location
-from shardgrad.errors import CheckpointError, CheckpointSaveError
+from shardgrad.errors import CheckpointError
 from shardgrad.programs.text import escaped
 from shardgrad.programs.train.config import TrainConfig
 from shardgrad.programs.train.failure import (
@@ -94,7 +94,7 @@ def _report(
     error: BaseException, failure: TrainingError, rank: int, folder: Path, *, has_joined: bool
 ) -> str:
     """Returns what this rank is to tell of a failure; nothing, if another rank tells it."""
-    if isinstance(error, CheckpointSaveError | CheckpointError) and error.__cause__ is None:
+    if isinstance(error, CheckpointError) and error.__cause__ is None:
         return ""  # the rank that could not do its part tells it
     if isinstance(error, TrainingError):  # all ranks have found it together, once they have met
         text = "" if has_joined and rank else str(failure)
