@@ -12,40 +12,31 @@ from hypothesis import strategies as st
 
 from shardgrad.programs.train.corpus import Sampler
 from shardgrad.programs.train.failure import UsageError
-from shardgrad.programs.train.texts import read_text
+from shardgrad.programs.train.texts import LIMIT_NBYTES, read_text
 
 
-def read(path: Path | None, **limit: int) -> bytes:
-    text, _ = read_text(None if path is None else str(path), seq_len=4, **limit)
-    return bytes(text)
+def read(path: Path | None) -> bytes:
+    return bytes(read_text(None if path is None else str(path), seq_len=4))
 
 
-def test_the_standard_library_is_read_alike_each_time_and_no_further_than_the_limit() -> None:
-    first, second = read(None, limit_nbytes=200_000), read(None, limit_nbytes=200_000)
-    assert len(first) == 200_000
-    assert first == second
-    assert first.startswith(Path(abc_file()).read_bytes()[:1000])
+def test_the_standard_library_is_read_alike_each_time() -> None:
+    import __future__ as first_module  # by name
+
+    text = read(None)
+    assert text == read(None)
+    assert text.startswith(Path(str(first_module.__file__)).read_bytes())
 
 
-def abc_file() -> str:
-    # The first file of the order is the first top-level module by name.
-    import __future__ as first_module
-
-    return str(first_module.__file__)
-
-
-def test_a_folder_is_read_in_the_order_of_paths_without_hidden_files(tmp_path: Path) -> None:
-    for name in ("b/2", "b/1", "a", "c", ".hidden", ".git/config", "__pycache__/x"):
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(f"<{name}>" * 30)
-    assert read(tmp_path).decode() == "<a>" * 30 + "<c>" * 30 + "<b/1>" * 30 + "<b/2>" * 30
+def test_a_text_is_read_no_further_than_the_limit(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(b"words")
+    os.truncate(tmp_path / "text", LIMIT_NBYTES + 1)
+    assert len(read(tmp_path / "text")) == LIMIT_NBYTES
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        *(("nothing", "no file or folder at .*nothing"), ("pipe", "no file or folder at .*pipe")),
+        *(("", "no file at"), ("nothing", "no file at .*nothing"), ("pipe", "no file at .*pipe")),
         *(("x" * 300, "correct --data"), ("\0", "correct --data")),
     ],
 )
@@ -57,10 +48,10 @@ def test_a_path_without_text_is_refused_in_words(tmp_path: Path, name: str, word
 
 def test_a_text_holds_a_sequence_and_the_byte_after_it(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(b"12345")
-    assert read(tmp_path).decode() == "12345"
+    assert read(tmp_path / "text").decode() == "12345"
     (tmp_path / "text").write_bytes(b"1234")
-    with pytest.raises(UsageError, match="holds 4 bytes, too few for sequences of 4"):
-        read(tmp_path)
+    with pytest.raises(UsageError, match="has 4 bytes, too few for sequences of 4"):
+        read(tmp_path / "text")
 
 
 @given(first=st.integers(0, 10**12), count=st.integers(1, 6), seed=st.integers(0, 2**40))

@@ -17,7 +17,7 @@ from shardgrad.programs.train.settings import given_for, options_of
     epilog="""\b
 Examples:
   shardgrad train
-  shardgrad train --preset small --data my_texts/ --steps 2000 --ranks 4
+  shardgrad train --preset small --data my_text --steps 2000 --ranks 4
   shardgrad train --precision bf16-mixed --activation-checkpointing
   shardgrad train --resume runs/NAME --ranks 4""",
 )

@@ -30,7 +30,7 @@ class TrainConfig:
         click.Choice(tuple(PRESETS)),
     )
     data: str | None = setting(
-        None, "File or folder to train on, read as bytes.  [default: Python's standard library]"
+        None, "File to train on, read as bytes.  [default: Python's standard library]"
     )
     seed: int = setting(0, "Seed of the initial weights and of the order of the data.", Whole(0))
 

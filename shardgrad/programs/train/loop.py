@@ -45,7 +45,7 @@ class Run:
 
     def __init__(self, config: TrainConfig, world: World, *, resume: bool) -> None:
         self.config, self.world = config, world
-        content, files = read_text(config.data, seq_len=config.seq_len)
+        content = read_text(config.data, seq_len=config.seq_len)
         self._text = torch.frombuffer(content, dtype=torch.uint8)
         self._series = Series(config.folder / "checkpoints", keep=config.keep)
         lock(self._series)
@@ -71,8 +71,8 @@ class Run:
         where = f"{world.world_size} x {world.device.type}"
         self._display = Display(config.steps, f"{config.preset} on {where}", leads=world.leads)
         self._display.note(
-            f"{count_parameters(model):,} parameters on {where}; {len(self._text):,} bytes from "
-            f"{files} files of {name_of(config.data)}; run folder {config.folder}"
+            f"{count_parameters(model):,} parameters on {where}; {len(self._text):,} bytes of "
+            f"{name_of(config.data)}; run folder {config.folder}"
         )
         if state.step:
             self._display.note(f"Resumed after step {state.step}.")
