@@ -79,7 +79,9 @@ def test_micro_batches_together_are_the_whole_batch() -> None:
     (whole, whole_state), *others = results
     for part, state in others:
         torch.testing.assert_close(part, whole)
-        torch.testing.assert_close(state.model.state_dict(), whole_state.model.state_dict())
+        # Adam divides by the size of a gradient, and so amplifies roundings of small ones.
+        ours, theirs = state.model.state_dict(), whole_state.model.state_dict()
+        torch.testing.assert_close(ours, theirs, rtol=0.0, atol=0.01 * config.lr)
         assert (state.step, state.samples) == (whole_state.step, whole_state.samples) == (1, 4)
 
 
