@@ -85,6 +85,9 @@ class Reads(TorchDispatchMode):
         self._made: set[int] = set()  # storages that operations of the block created
         self._state = set(map(_identity, plain_tensors(state)))
         self._generators = generators
+        # Tensors outside of `state` that require a gradient, and the one that each has when the
+        # block first reads it, by id.
+        self._leaves: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         # By storage: weak references to those that existed before the block; a description and the
         # address of those on a device; and the name of the place of those that the block writes.
         self._memory: dict[int, StorageWeakRef] = {}
@@ -135,6 +138,8 @@ class Reads(TorchDispatchMode):
                 _refuse_not_given(name)
             if identity in self._made:
                 continue
+            if tensor.requires_grad and tensor.is_leaf and fsdp_param_of(tensor) is None:
+                self._leaves.setdefault(id(tensor), (tensor, tensor.grad))
             found = self._candidates.get(identity, [])
             if is_of_host(tensor) and self._stream is not None:
                 if not is_captured:  # in an eager region, which every replay runs again
@@ -208,6 +213,20 @@ class Reads(TorchDispatchMode):
                     got="the graph's input, which the next call overwrites",
                     fix=f"{place.name}.copy_(...), or pass it as an argument",
                 )
+
+    def take_leaves(self) -> list[torch.Tensor]:
+        """Returns the tensors outside of `state` that the block reads and that have a gradient when
+        it begins or ends, and restores these gradients. Forgets all such tensors, so that they can
+        be freed.
+        """
+        leaves, self._leaves = self._leaves.values(), {}
+        found = []
+        for leaf, before in leaves:
+            is_known = _identity(leaf) in self._state
+            if not is_known and not (leaf.grad is None and before is None):
+                leaf.grad = before
+                found.append(leaf)
+        return found
 
     def written(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields (name, bytes) of each storage that existed before the block, was written in it,

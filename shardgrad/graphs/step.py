@@ -474,6 +474,7 @@ class GraphedStep(Generic[_P, _R]):
             with _stale_streams_overridden(), captured.captured(), reads:
                 outputs = detached(self._function(*args, **kwargs))
                 reads.refuse_kept(buffers.buffers)
+                self._guard_leaves(reads.take_leaves())
                 if self.pool.device.type == "cuda":
                     require_launch_order(reads.groups)
                 # The state after the function ran: gradients may have been allocated in the
@@ -488,6 +489,21 @@ class GraphedStep(Generic[_P, _R]):
         buffers.note_writes(reads)
         has_graphs(self)
         return captured
+
+    def _guard_leaves(self, leaves: Sequence[torch.Tensor]) -> None:
+        """Makes tensors whose gradients cross the border of the step parameters of a module that
+        the step is given, as it were.
+
+        Raises:
+            CaptureAgain: there are any.
+        """
+        if leaves:
+            module = nn.Module()
+            # Not `register_parameter`, which takes instances of `nn.Parameter` only.
+            named: dict[str, Any] = {f"leaf {i}": leaf for i, leaf in enumerate(leaves)}
+            module._parameters.update(named)
+            self._capturables.append(capturable(module))
+            raise CaptureAgain("gradients of tensors that are parameters of no module")
 
     def _refuse_reads_of_one_call(self) -> None:
         """Refuses a capture after several graphs that read what the program replaced or freed

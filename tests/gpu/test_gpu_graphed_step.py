@@ -161,8 +161,10 @@ SHARED: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
 }
 
 
-def with_shared_memory(
-    graphed: Any, device: torch.device, arguments: Callable[[Tensor], tuple[Tensor, Tensor]]
+@pytest.mark.parametrize("arguments", SHARED.values(), ids=SHARED)
+@same_bits_as_eager
+def test_arguments_may_share_memory(
+    graphed: Graphed, device: torch.device, arguments: Callable[[Tensor], tuple[Tensor, Tensor]]
 ) -> Values:
     """A step writes its first argument and a tensor that it closes over, and reads its second."""
     model, memory = build(), torch.zeros(18, WIDTH, device=device)
@@ -180,7 +182,10 @@ def with_shared_memory(
     return seen
 
 
-def with_arguments_that_are_written(graphed: Any, device: torch.device) -> Values:
+@same_bits_as_eager
+def test_what_a_step_writes_into_its_arguments_is_there_after_it(
+    graphed: Graphed, device: torch.device
+) -> Values:
     """The result of a call is an argument of the next, which writes it, as a collective does
     another one.
     """
@@ -199,6 +204,33 @@ def with_arguments_that_are_written(graphed: Any, device: torch.device) -> Value
         state = step(batch(number, device), state, received)
         seen += [state.cpu(), received.cpu()]
     require_replays(step, 1, STEPS - WARMUP)
+    return seen
+
+
+@same_bits_as_eager
+def test_a_parameter_of_no_module_has_its_gradient_after_the_step(
+    graphed: Graphed, device: torch.device
+) -> Values:
+    """An optimizer outside of the step trains it with the gradients of two calls."""
+    model, temperature = build(), torch.zeros((), device=device, requires_grad=True)
+    optimizer = torch.optim.SGD([temperature], lr=0.1)
+
+    @graphed(model, warmup=WARMUP)
+    def step(x: Tensor) -> Tensor:
+        loss = loss_of(model, x) * temperature.exp()
+        loss.backward()
+        model.zero_grad()
+        return loss
+
+    seen = []
+    for number in range(STEPS):
+        loss = step(batch(number, device))
+        assert temperature.grad is not None
+        seen += [loss.cpu(), temperature.grad.cpu()]
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert not isinstance(step, GraphedStep) or step.replays
     return seen
 
 
