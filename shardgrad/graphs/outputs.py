@@ -55,11 +55,12 @@ def detached(outputs: Any) -> Any:
 
 
 def apart_from(state: Iterable[torch.Tensor], outputs: Any) -> Any:
-    """Returns the outputs, with a copy of each that shares memory with the step's state.
+    """Returns the outputs, with a copy of each that shares memory with the step's state or inputs.
 
     A graph's outputs live as long as the graph. An output that is a gradient would count as one
     that the program keeps ([Note: Kept gradients] in `engine/grad_shard.py`): the engine would give
-    up that memory, and replays would no longer write the gradients there.
+    up that memory, and replays would no longer write the gradients there. An output that is an
+    input may be another argument of the next call, which copies its arguments one after the other.
 
     Streams: the current one.
     Capture: safe.

@@ -479,7 +479,8 @@ class GraphedStep(Generic[_P, _R]):
                     require_launch_order(reads.groups)
                 # The state after the function ran: gradients may have been allocated in the
                 # capture.
-                captured.outputs = apart_from(self._state(), outputs)
+                kept = chain(self._state(), buffers.buffers)
+                captured.outputs = apart_from(kept, outputs)
         except BaseException:
             for each in self._capturables:
                 each.abort_capture()

@@ -208,6 +208,28 @@ def test_what_a_step_writes_into_its_arguments_is_there_after_it(
 
 
 @same_bits_as_eager
+def test_two_arguments_that_a_step_returns_may_be_those_of_the_next_call(
+    graphed: Graphed, device: torch.device
+) -> Values:
+    """In the other order, after one of them was written."""
+    model = build()
+    first, second = torch.zeros(16, WIDTH, device=device), torch.ones(16, WIDTH, device=device)
+
+    @graphed(model, warmup=WARMUP)
+    @torch.no_grad()
+    def step(x: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        first.add_(model(x))
+        return second, first
+
+    seen = []
+    for number in range(STEPS):
+        first, second = step(batch(number, device), first, second)
+        seen += [first.cpu(), second.cpu()]
+    require_replays(step, 1, STEPS - WARMUP)
+    return seen
+
+
+@same_bits_as_eager
 def test_a_parameter_of_no_module_has_its_gradient_after_the_step(
     graphed: Graphed, device: torch.device
 ) -> Values:
