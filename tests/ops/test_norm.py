@@ -33,22 +33,15 @@ def rooted(value: float, norm_type: float) -> float:
 
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_norms_are_torchs_in_float64(backend: str, dtype: torch.dtype, norm_type: float) -> None:
+@pytest.mark.parametrize("dead", [(), (0, 4)], ids=str)
+def test_norms_of_live_rows_are_torchs_in_float64(
+    backend: str, dead: tuple[int, ...], dtype: torch.dtype, norm_type: float
+) -> None:
     s = Segment.of(grad=dtype)
-    whole = torch.cat(s.grads()).double()
-    value, not_finite = run_norm(backend, s, norm_type)
-    expected = torch.linalg.vector_norm(whole, norm_type).item()
-    assert rooted(value, norm_type) == pytest.approx(expected, **CLOSE)
-    assert not_finite == 0
-
-
-@pytest.mark.parametrize("norm_type", NORM_TYPES)
-def test_only_live_rows_count(backend: str, norm_type: float) -> None:
-    s = Segment.of()
-    s.touched[[1, 5]] = 0  # of rows 0 and 4
-    for i in (0, 4):
+    for i in dead:
+        s.touched[s.pieces[i][5]] = 0
         s.grads()[i].fill_(math.nan)
-    whole = torch.cat([grad for i, grad in enumerate(s.grads()) if i not in (0, 4)]).double()
+    whole = torch.cat([grad for i, grad in enumerate(s.grads()) if i not in dead]).double()
     value, not_finite = run_norm(backend, s, norm_type)
     expected = torch.linalg.vector_norm(whole, norm_type).item()
     assert rooted(value, norm_type) == pytest.approx(expected, **CLOSE)
