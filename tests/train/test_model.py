@@ -1,6 +1,8 @@
-"""The transformer: its sizes, its initial values, and what attention may and may not see."""
+"""The transformer: its sizes, its initial values, and that it is a Llama."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,10 +11,9 @@ from shardgrad.programs.train.model import (
     Transformer,
     count_parameters,
     materialise,
-    rotary_tables,
-    rotate,
 )
 from shardgrad.programs.train.presets import PRESETS, TransformerConfig
+from tests.support.under_patch import skip_without
 
 SMALL = TransformerConfig(width=16, layers=2, heads=2, kv_heads=2, hidden=24)
 CPU = torch.device("cpu")
@@ -54,45 +55,41 @@ def test_initial_values_do_not_depend_on_the_order_of_filling_nor_on_other_draws
         assert torch.equal(value, together[name]), name
 
 
-def test_a_token_changes_no_earlier_logits_but_its_own_and_later_ones() -> None:
-    model = built()
-    tokens = torch.randint(256, (1, 9))
-    changed = tokens.clone()
-    changed[0, 5] = (changed[0, 5] + 1) % 256
-    before, after = model(tokens), model(changed)
-    assert torch.equal(before[:, :5], after[:, :5])
-    assert not torch.isclose(before[:, 5:], after[:, 5:]).all(dim=-1).any()
+NAMES = {
+    **{"self_attn.q": "attention.query", "self_attn.k": "attention.key"},
+    **{"self_attn.v": "attention.value", "self_attn.o": "attention.output"},
+    **{"_proj": "", "mlp": "feed_forward", "input_layernorm": "attention_norm"},
+    **{"post_attention_layernorm": "feed_forward_norm", "embed_tokens": "embedding"},
+    **{"lm_head": "head", "model.": ""},
+}
 
 
-def test_rotated_queries_and_keys_know_their_distance_and_not_their_places() -> None:
-    cosine, sine = rotary_tables(12, SMALL, torch.empty(0))
-    query, key = (torch.randn(8).expand(1, 1, 12, 8) for _ in range(2))
-    scores = (rotate(query, cosine, sine) @ rotate(key, cosine, sine).transpose(-1, -2))[0, 0]
-    for distance in range(-11, 12):
-        diagonal = scores.diagonal(distance)
-        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal))
-    assert len({round(float(score), 4) for score in scores[0]}) == 12
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_is_the_llama_of_transformers(tied: bool) -> None:
+    """Which shows what attention sees, rotations, queries that share keys, and a tied head."""
+    skip_without("transformers")
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-
-def test_grouped_queries_equal_full_heads_with_repeated_keys_and_values() -> None:
-    grouped_config = TransformerConfig(width=16, layers=1, heads=4, kv_heads=2, hidden=24)
-    grouped, full = (
-        built(grouped_config),
-        built(TransformerConfig(width=16, layers=1, heads=4, kv_heads=4, hidden=24)),
+    config = replace(SMALL, heads=4, kv_heads=2, tied=tied)
+    theirs = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.width,
+            intermediate_size=config.hidden,
+            num_hidden_layers=config.layers,
+            num_attention_heads=config.heads,
+            num_key_value_heads=config.kv_heads,
+            rms_norm_eps=config.norm_eps,
+            rope_theta=config.rope_theta,
+            tie_word_embeddings=tied,
+        )
     )
-    state = grouped.state_dict()
-    for name in ("layers.0.attention.key.weight", "layers.0.attention.value.weight"):
-        state[name] = state[name].view(2, 4, 16).repeat_interleave(2, dim=0).view(16, 16)
-    full.load_state_dict(state)
-    tokens = torch.randint(256, (2, 7))
-    torch.testing.assert_close(grouped(tokens), full(tokens))
-
-
-def test_a_tied_head_is_the_embedding_and_an_untied_one_is_its_own() -> None:
-    untied = TransformerConfig(width=16, layers=2, heads=2, kv_heads=2, hidden=24, tied=False)
-    assert count_parameters(built(untied)) == count_parameters(built()) + 256 * 16
-    model = built()
-    model.loss(torch.tensor([[1, 2]]), torch.tensor([[2, 3]])).backward()
-    # Rows that were never an input get a gradient too: as outputs.
-    assert model.embedding.weight.grad is not None
-    assert model.embedding.weight.grad[200].abs().sum() > 0
+    model, state = built(config), {}
+    for name, value in theirs.named_parameters():
+        for there, here in NAMES.items():
+            name = name.replace(there, here)
+        state[name] = value
+    model.load_state_dict(state)
+    tokens = torch.randint(256, (2, 9))
+    torch.testing.assert_close(model(tokens), theirs(tokens).logits)
+    assert count_parameters(model) == count_parameters(theirs)
