@@ -7,7 +7,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
@@ -17,8 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardgrad.engine import same_model
-from shardgrad.engine.param_group import ParamState
-from shardgrad.engine.unit import units_under
 from shardgrad.errors import DesyncError, RankDisagreementError
 from shardgrad.version import digest_of_sources
 from tests.support.parity import (
@@ -111,30 +108,6 @@ def test_the_step_after_a_failed_one_communicates_like_any_other(where: str, who
     assert seen[1]
     assert sorted(seen[3]) == sorted(seen[1])
     assert seen[3] == seen[1] or not whole
-
-
-@on_ranks(2)
-def test_steps_after_a_first_forward_that_failed_gather_as_early_as_any_others() -> None:
-    seen = []
-    for fails in (True, False):
-        model = trapped_tower(0, None)
-        ahead: list[ParamState] = []
-        for layer, later in pairwise([model.embedding, *model.layers]):
-            group = units_under(later)[0].groups[0]
-            layer.register_forward_pre_hook(
-                lambda *_, group=group, ahead=ahead: ahead.append(group.state)
-            )
-        if fails:
-            model.layers[0].armed = "forward"
-            with pytest.raises(Trap):
-                token_loss(model, SHARDGRAD.tokens(0))
-            model.layers[0].armed = None
-            ahead.clear()
-        for step in range(2):
-            token_loss(model, SHARDGRAD.tokens(step)).backward()
-        seen.append(ahead)
-    assert ParamState.UNSHARDING in seen[1]
-    assert seen[0] == seen[1]
 
 
 # -- disagreement
