@@ -17,7 +17,6 @@ from torch import nn
 
 from shardgrad.engine.grad_group import grads_of
 from shardgrad.engine.param_group import ParamGroup
-from shardgrad.engine.transports import PendingWork, Transport
 from shardgrad.engine.unit import units_under
 from shardgrad.features import zero_stage_auto
 from shardgrad.features.zero_stage_auto import stay_unsharded
@@ -31,6 +30,7 @@ from tests.support.parity import (
     make_optimizer,
     token_loss,
     tower,
+    watching_collectives,
 )
 from tests.support.ranks import on_ranks
 
@@ -45,31 +45,11 @@ def groups_of(model: nn.Module) -> list[ParamGroup]:
 
 
 @contextmanager
-def counted() -> Iterator[Counter[tuple[str, int]]]:
-    """Counts the bytes that this rank receives, by kind of message and ranks that exchange them."""
-    received: Counter[tuple[str, int]] = Counter()
-    waited, reduced = PendingWork.wait, Transport.all_reduce
-
-    def wait(self: Any) -> list[torch.Tensor]:
-        chunks = waited(self)
-        if not self._received.count:
-            return chunks  # of an all-reduce
-        kind = "gather" if self._tag.what.startswith("all-gather") else "reduce"
-        # Room for the chunks of all ranks, or of the other one; this rank's own does not travel.
-        chunk_nbytes = self._received.whole.nbytes // self._received.count
-        ranks = len(self._log.ranks)
-        received[kind, ranks] += (ranks - 1) * chunk_nbytes
-        return chunks
-
-    def all_reduce(self: Any, chunk: torch.Tensor, *, what: str) -> Any:
-        received["all-reduce", self.size] += 2 * (self.size - 1) * chunk.nbytes // self.size
-        return reduced(self, chunk, what=what)
-
-    PendingWork.wait, Transport.all_reduce = wait, all_reduce  # type: ignore[method-assign]
-    try:
-        yield received
-    finally:
-        PendingWork.wait, Transport.all_reduce = waited, reduced  # type: ignore[method-assign]
+def counted() -> Iterator[Counter[str]]:
+    """Counts the bytes that this rank sends, in groups of two."""
+    sent: Counter[str] = Counter()
+    with watching_collectives(lambda name, chunk: sent.update(nbytes=chunk.nbytes)):
+        yield sent
 
 
 def step_once(model: Tower, optim: torch.optim.Optimizer, micro_batches: int, seed: int) -> None:
@@ -80,29 +60,29 @@ def step_once(model: Tower, optim: torch.optim.Optimizer, micro_batches: int, se
     optim.zero_grad()
 
 
-def traffic_of(stage: int | str, **options: Any) -> tuple[dict[tuple[str, int], int], int, int]:
-    """Returns what one step of two micro-batches receives, and the bytes of one chunk of each
-    kind.
+def traffic_of(stage: int | str, **options: Any) -> tuple[int, int, int]:
+    """Returns the bytes that one step of two micro-batches sends, and those of one chunk of shards
+    and of gradients.
     """
     model = SHARDGRAD.shard_tower(tower(), reshard_after_forward=None, zero_stage=stage, **options)
     model.set_reshard_after_forward(stage in (3, "hfsdp"))  # nothing is whole by chance
     optim = make_optimizer("sgd", model)
     step_once(model, optim, 2, 0)
-    with counted() as received:
+    with counted() as sent:
         step_once(model, optim, 2, 2)
     groups = groups_of(model)
     shards = sum(group.layout.chunk_numel for group in groups) * 4
     gradients = sum(grads_of(group).layout.chunk_numel for group in groups) * 4
-    return dict(received), shards, gradients
+    return sent["nbytes"], shards, gradients
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @on_ranks(2)
 def test_a_stage_sends_what_the_docs_say(stage: int) -> None:
-    """On two ranks a whole gather or reduction receives one chunk."""
-    received, shards, gradients = traffic_of(stage)
+    """On two ranks a whole gather or reduction sends one chunk."""
+    sent, shards, gradients = traffic_of(stage)
     gathers, reductions = {1: (1, 1), 2: (1, 2), 3: (4, 2)}[stage]
-    assert received == {("gather", 2): gathers * shards, ("reduce", 2): reductions * gradients}
+    assert sent == gathers * shards + reductions * gradients
 
 
 @on_ranks(4)
@@ -111,10 +91,10 @@ def test_the_outer_axis_carries_little() -> None:
     less.
     """
     mesh = hsdp_mesh(2, 2)
-    received, shards, gradients = traffic_of("hfsdp", mesh=mesh)
+    sent, shards, gradients = traffic_of("hfsdp", mesh=mesh)
     # Outer: a chunk a step, and one a reduction. Inner: two chunks in each of four gathers, two
     # reductions.
-    assert received == {("gather", 2): (1 + 4 * 2) * shards, ("reduce", 2): (2 + 2 * 2) * gradients}
+    assert sent == (1 + 4 * 2) * shards + (2 + 2 * 2) * gradients
 
 
 @on_ranks(2)
@@ -130,9 +110,9 @@ def test_auto_keeps_units_unsharded_as_long_as_every_rank_has_room() -> None:
             step_once(model, optim, 1, 0)
             assert stay_unsharded(model) == []
             step_once(model, optim, 1, 1)
-        with counted() as received:
+        with counted() as sent:
             step_once(model, optim, 1, 2)
-        found[stage] = SHARDGRAD.snapshot(model), received["gather", 2]
+        found[stage] = SHARDGRAD.snapshot(model), sent["nbytes"]
     assert stay_unsharded(model) == [units_under(model)[1].name]
     assert_same_bits(found["auto"][0], found[3][0])
     assert found[3][1] - found["auto"][1] == group.layout.chunk_numel * 4  # one gather of a chunk
