@@ -118,13 +118,10 @@ class Diagnosis(NamedTuple):
     """Why ranks cannot go on.
 
     Attributes:
-        culprits: the ranks that the others wait for, or that failed; empty if no rank is more to
-            blame than another.
-        sentence: what these ranks did, and where the others wait.
+        sentence: what the ranks did that the others wait for, and where those wait.
         fix: what to do next.
     """
 
-    culprits: tuple[int, ...]
     sentence: str
     fix: str
 
@@ -180,12 +177,11 @@ def _failed(statuses: Mapping[int, RankStatus]) -> Diagnosis | None:
     ]
     if not failed:
         return None
-    first, culprits = failed[0], tuple(t.rank for t in failed)
+    first, culprits = failed[0], [t.rank for t in failed]
     where = f"at {first.location}" if first.step or not first.call else f"in {first.call}"
     what = "has finished its program" if first.error is None else f"failed {where} ({first.error})"
     waiting = [t for t in statuses.values() if t.waits and t.rank not in culprits]
     return Diagnosis(
-        culprits,
         " ".join([f"Rank {first.rank} {what}.", *_waiting_ranks(statuses, culprits)]),
         first.fix or _fix(waiting, _ENDED if first.error is None else _OTHERWISE),
     )
@@ -201,11 +197,8 @@ def _apart(statuses: Mapping[int, RankStatus], world_size: int) -> Diagnosis | N
         return None
     apart = sorted(by_place.values(), key=lambda t: t.rank)
     places = "; ".join(f"rank {t.rank} in {t.place}" for t in apart[:_NAMED])
-    return Diagnosis(
-        (),
-        f"Ranks wait for each other in different collectives: {places}.",
-        _fix(apart),
-    )
+    sentence = f"Ranks wait for each other in different collectives: {places}."
+    return Diagnosis(sentence, _fix(apart))
 
 
 def _fix(statuses: Iterable[RankStatus], otherwise: str = _OTHERWISE) -> str:
@@ -219,16 +212,13 @@ def _fix(statuses: Iterable[RankStatus], otherwise: str = _OTHERWISE) -> str:
     return "; ".join(fixes) or otherwise
 
 
-def _never_sharded(
-    statuses: Mapping[int, RankStatus], unwatched: Sequence[int]
-) -> Diagnosis | None:
-    never = tuple(unwatched)
+def _never_sharded(statuses: Mapping[int, RankStatus], never: Sequence[int]) -> Diagnosis | None:
     if not never or not any(t.waits for t in statuses.values()):
         return None
     has = "has" if len(never) == 1 else "have"
     what = f"{_ranks(never)} {has} not called fully_shard."
     sentence = " ".join([what, *_waiting_ranks(statuses, never)])
-    return Diagnosis(never, sentence, _NEVER_SHARDED)
+    return Diagnosis(sentence, _NEVER_SHARDED)
 
 
 def _waiting_ranks(statuses: Mapping[int, RankStatus], culprits: Sequence[int]) -> list[str]:

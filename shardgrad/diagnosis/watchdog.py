@@ -298,7 +298,7 @@ def _warn_or_give_up(diagnosis: Diagnosis, statuses: dict[int, RankStatus]) -> N
     if dist.get_rank() in lost:
         return
     awaited = recorder.waits_in
-    if awaited is not None and lost.intersection(diagnosis.culprits, awaited[0].ranks):
+    if awaited is not None and lost.intersection(awaited[0].ranks):
         entry = awaited[1]
         recorder.verdict = (
             entry,

@@ -44,7 +44,6 @@ def test_a_rank_that_has_never_sharded_is_named_with_who_waits_for_it_and_where(
     heard = {rank: account_of(rank, rank_that_began(UNITS)) for rank in (0, 2)}
     finding = diagnose(heard, 3, unwatched=[1])
     assert finding is not None
-    assert finding.culprits == (1,)
     assert finding.sentence == (
         "Rank 1 has not called fully_shard. Ranks 0, 2 were waiting for it in the "
         "reduce-scatter of layers.1, step 412, forward."
@@ -67,7 +66,6 @@ def test_a_failure_comes_before_its_consequences() -> None:
     heard[1] = account_of(1, rank_that_began(UNITS[:1]), error=ValueError("no"))
     finding = diagnose(heard, 4)  # rank 3 is silent
     assert finding is not None
-    assert finding.culprits == (1,)
     assert finding.sentence.startswith(
         "Rank 1 failed at step 412, forward (ValueError: no). Ranks 0, 2"
     )

@@ -79,7 +79,7 @@ def test_a_model_is_the_llama_of_transformers(tied: bool) -> None:
             num_hidden_layers=config.layers,
             num_attention_heads=config.heads,
             num_key_value_heads=config.kv_heads,
-            rms_norm_eps=config.norm_eps,
+            rms_norm_eps=1e-5,
             rope_theta=config.rope_theta,
             tie_word_embeddings=tied,
         )

@@ -15,6 +15,8 @@ from torch.nn import functional
 from shardgrad.programs.train.presets import TransformerConfig
 
 _projection = partial(nn.Linear, bias=False)
+_norm = partial(nn.RMSNorm, eps=1e-5)
+_INIT_STD = 0.02  # of weights; of projections into the residual stream, over sqrt(2 * layers)
 
 
 class Attention(nn.Module):
@@ -68,9 +70,9 @@ class Block(nn.Module):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.attention_norm = _norm(config.width)
         self.attention = Attention(config)
-        self.feed_forward_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.feed_forward_norm = _norm(config.width)
         self.feed_forward = FeedForward(config)
 
     def forward(self, stream: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -94,7 +96,7 @@ class Transformer(nn.Module):
             config.vocab_size, config.width
         )  # of a tied model, the head too
         self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.norm = _norm(config.width)
         self.head = None if config.tied else _projection(config.width, config.vocab_size)
 
     @property
@@ -155,7 +157,7 @@ def materialise(model: Transformer, part: nn.Module, *, device: torch.device, se
         if module not in inside or not any(p.is_meta for p in module.parameters(recurse=False)):
             continue
         module.to_empty(device=device, recurse=False)
-        std = model.config.init_std
+        std = _INIT_STD
         if name.endswith((".output", ".down")):
             # 2 * layers projections are added to the residual stream: its initial variance does not
             # grow with depth.

@@ -25,9 +25,6 @@ class TransformerConfig:
             the model.
         tied: use the transposed embedding as output head.
         rope_theta: base of RoPE's wavelengths.
-        norm_eps: number added to the mean square in RMSNorm.
-        init_std: standard deviation of initial weights; for projections into the residual stream,
-            divided by sqrt(2 * layers).
     """
 
     width: int
@@ -38,8 +35,6 @@ class TransformerConfig:
     vocab_size: int = BYTE_VALUES
     tied: bool = True
     rope_theta: float = 10_000.0
-    norm_eps: float = 1e-5
-    init_std: float = 0.02
 
     @property
     def head_width(self) -> int:
