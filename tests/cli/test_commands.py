@@ -141,13 +141,15 @@ def test_a_command_that_is_interrupted_says_so_in_a_line_and_in_its_status(tmp_p
 def test_an_error_that_was_not_expected_comes_with_its_traceback(tmp_path: Path) -> None:
     arguments = ["train", "--run-dir", str(tmp_path / "run")]
     failing = mock.patch(
-        "shardgrad.programs.train.launch.launch_ranks", side_effect=ValueError("a bug\nof ours")
+        "shardgrad.programs.train.launch.launch_ranks",
+        side_effect=ValueError("a bug \x1b\nof ours"),
     )
     with failing:
         result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 1
     assert result.stderr.startswith("Traceback")
-    assert result.stderr.endswith("\nshardgrad: ValueError: a bug\n")
+    assert "\x1b" not in result.stderr
+    assert result.stderr.endswith("\nshardgrad: ValueError: a bug \\x1b\n")
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])

@@ -23,9 +23,8 @@ def report(error: Exception) -> int:
     if not _flushed() and isinstance(error, OSError):
         error.filename = "standard output"  # which the system leaves out
     failure = _as_failure(error)
-    if isinstance(failure, UnexpectedError):
-        traceback.print_exception(error)
-    for line in f"shardgrad: {failure}".split("\n"):  # a ShardgradError has several lines
+    before = traceback.format_exception(error) if isinstance(failure, UnexpectedError) else ()
+    for line in "".join([*before, f"shardgrad: {failure}"]).split("\n"):
         click.echo(escaped(line), err=True)
     return 2 if isinstance(error, PartnerUnavailableError | OptionError) else failure.exit_status
 

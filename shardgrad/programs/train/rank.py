@@ -57,9 +57,10 @@ def run_rank(config: TrainConfig, resume: bool) -> None:
         # A launcher that has seen another rank end says how, and terminates this one.
         is_told = isinstance(failure, PeerLost) and stop.terminated_within(_PATIENCE_S)
         stop.close()
-        if isinstance(failure, UnexpectedError):
-            traceback.print_exc()
         try:
+            if isinstance(failure, UnexpectedError):
+                for line in traceback.format_exc().splitlines():
+                    print(escaped(line), file=sys.stderr)
             if not is_told:
                 rank = int(os.environ["RANK"])
                 tell(_report(error, failure, rank, config.folder, has_joined=has_joined))
