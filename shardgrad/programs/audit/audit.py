@@ -218,7 +218,7 @@ def _backend(rank: int, world: int) -> str:
     """Chooses gloo, or the accelerator's backend if each rank has a device, which becomes the
     current one.
     """
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    found = torch.accelerator.current_accelerator(check_available=True)
     if found is None or torch.accelerator.device_count() < world:
         return "gloo"
     torch.accelerator.set_device_index(rank)

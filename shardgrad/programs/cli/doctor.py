@@ -71,7 +71,7 @@ def _audit(target: str, ranks: int) -> NoReturn:
 def _device() -> torch.device:
     import torch
 
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    found = torch.accelerator.current_accelerator(check_available=True)
     return torch.device("cpu") if found is None else torch.device(found.type, 0)
 
 
