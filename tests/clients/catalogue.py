@@ -56,7 +56,8 @@ def _models() -> Iterator[Client]:
     ):  # fmt: skip
         yield Client(f"Transformers: {name}", _HF, "programs:language_model", {"name": name})
     for name in ("bert", "roberta"):
-        yield Client(f"Transformers: {name}", _HF, "programs:encoder", {"name": name})
+        options = {"name": name, "kind": "MaskedLM"}
+        yield Client(f"Transformers: {name}", _HF, "programs:language_model", options)
     for name in ("whisper", "clip"):
         yield Client(f"Transformers: {name}", _HF, f"programs:{name}")
 

@@ -231,7 +231,7 @@ def with_prime_rl() -> tuple[nn.Module, Tensors]:
     )
     dims = SimpleNamespace(ep_enabled=False, dp_replicate_enabled=True, get_mesh=lambda _: mesh)
     prime.setup_fsdp(model, config, dims)
-    return model, tiny_models.train(model, adamw(model), steps=3)
+    return model, tiny_models.train(model, steps=3)
 
 
 # -- fine-tuning and pretraining
@@ -331,7 +331,7 @@ def with_torchtune() -> tuple[nn.Module, Tensors]:
     tune.load_from_full_model_state_dict(
         model, state, torch.device("cpu"), strict=True, cpu_offload=False
     )
-    notes = train(model, adamw(model), partial(of_the_next_token, model))
+    notes = train(model, partial(of_the_next_token, model))
     full = tune.gather_cpu_state_dict(model, True, device=torch.device("cpu"))
     return model, notes | {f"in the state: {name}": tensor for name, tensor in full.items()}
 
@@ -345,7 +345,7 @@ def with_olmo_core() -> tuple[nn.Module, Tensors]:
     model = config.build(init_device="cpu")
     model.apply_fsdp(dp_mesh=init_device_mesh("cpu", (2,)), prefetch_factor=1)
     model.init_weights(device=torch.device("cpu"), max_seq_len=32)
-    return model, train(model, adamw(model), partial(of_the_next_token, model))
+    return model, train(model, partial(of_the_next_token, model))
 
 
 def with_composer() -> tuple[nn.Module, Tensors]:
@@ -359,7 +359,7 @@ def with_composer() -> tuple[nn.Module, Tensors]:
     config = parallelism.FSDP2Config(device_mesh=init_device_mesh("cpu", (2,)))
     policy = CustomPolicy(lambda module: module in units)
     fsdp2.prepare_fully_shard(model, config, precision.Precision.AMP_BF16, policy)
-    return model, tiny_models.train(model, adamw(model), steps=3)
+    return model, tiny_models.train(model, steps=3)
 
 
 def with_veomni() -> tuple[nn.Module, Tensors]:
@@ -374,7 +374,7 @@ def with_veomni() -> tuple[nn.Module, Tensors]:
     with mock.patch.object(veomni, "get_parallel_state", return_value=state):
         veomni.parallelize_model_fsdp2(model, init_device="meta")
     return model, tiny_models.train(
-        model, adamw(model), lambda _, norm: model.clip_grad_norm_(norm), steps=3
+        model, clip=lambda _, norm: model.clip_grad_norm_(norm), steps=3
     )
 
 

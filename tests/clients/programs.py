@@ -66,10 +66,8 @@ def shard(model: nn.Module, units: list[nn.Module], **options: Any) -> nn.Module
     return fully_shard(model, **options)
 
 
-def train(
-    model: nn.Module, optimizer: Any, loss_of: Callable[[torch.Generator], Tensor]
-) -> Tensors:
-    notes: Tensors = {}
+def train(model: nn.Module, loss_of: Callable[[torch.Generator], Tensor]) -> Tensors:
+    optimizer, notes = torch.optim.AdamW(model.parameters(), lr=1e-2), Tensors()
     for step in range(3):
         loss = loss_of(torch.Generator().manual_seed(100 * step + dist.get_rank()))
         loss.backward()
@@ -83,7 +81,9 @@ def train(
 # -- models
 
 
-def language_model(name: str, *, bf16: bool = False, **options: Any) -> tuple[nn.Module, Tensors]:
+def language_model(
+    name: str, *, kind: str = "CausalLM", bf16: bool = False, **options: Any
+) -> tuple[nn.Module, Tensors]:
     """A model of Transformers by the name of its architecture, each block a unit."""
     import transformers as hf
 
@@ -91,8 +91,8 @@ def language_model(name: str, *, bf16: bool = False, **options: Any) -> tuple[nn
 
     sizes = {**tiny_models._DECODER, "tie_word_embeddings": False, **options}
     config = hf.AutoConfig.for_model(name, **sizes)
-    model = hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    model.train()
+    of_its_kind = getattr(hf, f"AutoModelFor{kind}")
+    model = of_its_kind.from_config(config, attn_implementation="eager").train()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     sharded = tiny_models.sharded(model, **({"mp_policy": policy} if bf16 else {}))
     return sharded, tiny_models.train(sharded)
@@ -115,7 +115,7 @@ def vit() -> tuple[nn.Module, Tensors]:
         pixels = torch.randn(3, 3, 8, 8, generator=generator)
         return model(pixels, labels=torch.randint(5, (3,), generator=generator)).loss
 
-    return model, train(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loss_of)
+    return model, train(model, loss_of)
 
 
 def t5() -> tuple[nn.Module, Tensors]:
@@ -183,19 +183,6 @@ def generates_between_steps() -> tuple[nn.Module, Tensors]:
     return model, notes
 
 
-def encoder(name: str) -> tuple[nn.Module, Tensors]:
-    """An encoder of Transformers with masked language modelling."""
-    import transformers as hf
-
-    from tests.support import tiny_models
-
-    config = hf.AutoConfig.for_model(name, **tiny_models._DECODER)
-    model = hf.AutoModelForMaskedLM.from_config(config, attn_implementation="eager")
-    layers = [each for each in model.modules() if type(each).__name__.endswith("Layer")]
-    shard(model, [each for each in layers if len(list(each.parameters())) > 4])
-    return model, tiny_models.train(model)
-
-
 def whisper() -> tuple[nn.Module, Tensors]:
     import transformers as hf
 
@@ -213,7 +200,7 @@ def whisper() -> tuple[nn.Module, Tensors]:
         sound = torch.randn(3, 8, 20, generator=generator)
         return model(sound, labels=torch.randint(3, 64, (3, 7), generator=generator)).loss
 
-    return model, train(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loss_of)
+    return model, train(model, loss_of)
 
 
 def clip() -> tuple[nn.Module, Tensors]:
@@ -238,7 +225,7 @@ def clip() -> tuple[nn.Module, Tensors]:
         texts = torch.randint(3, 64, (3, 7), generator=generator)
         return model(texts, images, return_loss=True).loss.mean()
 
-    return model, train(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loss_of)
+    return model, train(model, loss_of)
 
 
 def diffusion() -> tuple[nn.Module, Tensors]:
@@ -260,7 +247,7 @@ def diffusion() -> tuple[nn.Module, Tensors]:
         noisy = scheduler.add_noise(clean, noise, time)
         return (model(noisy, time).sample - noise).square().mean()
 
-    return model, train(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loss_of)
+    return model, train(model, loss_of)
 
 
 def x_transformer() -> tuple[nn.Module, Tensors]:
@@ -277,7 +264,7 @@ def x_transformer() -> tuple[nn.Module, Tensors]:
     def loss_of(generator: torch.Generator) -> Tensor:
         return model(torch.randint(64, (3, 9), generator=generator))
 
-    return model, train(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loss_of)
+    return model, train(model, loss_of)
 
 
 def torchs_transformer() -> tuple[nn.Module, Tensors]:
@@ -288,7 +275,7 @@ def torchs_transformer() -> tuple[nn.Module, Tensors]:
         source, target = (torch.randn(3, 5, 16, generator=generator) for _ in range(2))
         return model(source, target).square().mean()
 
-    return model, train(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loss_of)
+    return model, train(model, loss_of)
 
 
 # -- optimizers
