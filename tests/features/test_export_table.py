@@ -18,6 +18,7 @@ from shardgrad.errors import MetaParameterError, RootError, UnsupportedParameter
 from tests.support.parity import SHARDGRAD, hsdp_mesh, stack, token_loss, tower
 from tests.support.ranks import Ranks, on_ranks
 from tests.support.tensor_extensions import Narrowed, extended
+from tests.support.under_patch import whole
 
 
 def read(row: Any) -> torch.Tensor:
@@ -30,11 +31,11 @@ def read(row: Any) -> torch.Tensor:
     return found[: row.nbytes].view(row.dtype).view(shape)
 
 
-def assert_is(model: nn.Module, whole: dict[str, torch.Tensor]) -> None:
+def assert_is(model: nn.Module, right: dict[str, torch.Tensor]) -> None:
     table = shardgrad.export_table(model)
-    assert list(table) == list(whole)
+    assert list(table) == list(right)
     for name, row in table.items():
-        value, (begin, end) = whole[name], row.rows
+        value, (begin, end) = right[name], row.rows
         assert row.shape == value.shape
         assert torch.equal(read(row), value.narrow(row.dim, begin, end - begin)), name
         assert torch.equal(row.local, read(row))
@@ -45,10 +46,7 @@ def assert_is(model: nn.Module, whole: dict[str, torch.Tensor]) -> None:
 
 
 def whole_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {
-        name: getattr(param, "full_tensor", lambda p=param: p)().detach().clone()
-        for name, param in model.named_parameters()
-    }
+    return {name: whole(param) for name, param in model.named_parameters()}
 
 
 def every_address_is_that_of_its_rows(**options: Any) -> None:
@@ -70,9 +68,9 @@ def test_replicas_are_named_as_holders_of_the_same_rows(four_ranks: Ranks) -> No
 @on_ranks(2)
 def test_a_parameter_sharded_by_columns_says_so() -> None:
     model = stack(4, 6)
-    whole = {name: param.detach().clone() for name, param in model.named_parameters()}
+    right = whole_of(model)
     SHARDGRAD.fully_shard(model, shard_placement_fn=lambda p: Shard(1) if p.ndim == 2 else None)
-    assert_is(model, whole)
+    assert_is(model, right)
     assert shardgrad.export_table(model)["0.weight"].dim == 1
 
 

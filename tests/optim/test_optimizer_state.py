@@ -48,16 +48,12 @@ def build(engine: Engine, **options: Any) -> tuple[nn.Module, torch.optim.Optimi
     return model, adamw(engine, model, **options)
 
 
-def adamw_of(engine: Engine, model: nn.Module, **options: Any) -> torch.optim.Optimizer:
-    return adamw(engine, model, **options)
-
-
 def muon_of(engine: Engine, model: nn.Module, **options: Any) -> torch.optim.Optimizer:
     return muon(engine, [p for p in model.parameters() if p.ndim == 2], **options)
 
 
 WAYS = [
-    *((adamw_of, *way) for other in (FSDP2, UNSHARDED) for way in permutations((GATHERED, other))),
+    *((adamw, *way) for other in (FSDP2, UNSHARDED) for way in permutations((GATHERED, other))),
     *((muon_of, *way) for way in product((GATHERED, UNSHARDED), repeat=2)),
 ]
 
