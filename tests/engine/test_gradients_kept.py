@@ -236,7 +236,7 @@ def test_a_failed_backward_drops_with_a_warning_what_it_has_begun_to_write(
             model(batch())
     (warning,) = [str(each.message) for each in caught if "a backward failed" in str(each.message)]
     lost = "1, 2" if not earlier_syncs else "2" if buffers == 1 else ""
-    assert (f"In units {lost} they had been added" in warning) == bool(lost)
+    assert (f"In units {lost}, they had been added" in warning) == bool(lost)
     set_sync(model, True)
     model(batch(2)).square().sum().backward()
     expected = {}
