@@ -135,6 +135,7 @@ class CapturedStep:
         """
         for part in self._parts:
             part()
+        self.reads.put_back()
         return self.outputs
 
     # -- the end

@@ -73,6 +73,18 @@ class Place:
             return value
         return None
 
+    def put(self, value: Any) -> None:
+        """Assigns a value to this attribute or key; does nothing for an element of a sequence."""
+        *way, last = self.way
+        owner = Place(self.name, self.root, tuple(way)).found()
+        getter: Any = last.__reduce__()  # its class, and what it was made with
+        kind, (name,) = getter
+        with suppress(*_GONE):
+            if kind is attrgetter:
+                setattr(owner, name, value)
+            elif isinstance(owner, dict):
+                owner[name] = value
+
     def key(self) -> Hashable:
         """Returns the address and host value of the tensor there. A replay reads that tensor only
         if the key equals the one of the capture.

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import chain
 from operator import attrgetter
 from typing import Any, NoReturn
@@ -98,7 +99,9 @@ class Reads(TorchDispatchMode):
         self._candidates: dict[int, list[tuple[Place, Hashable]]] = {}
         registered = (chain(each.parameters(), each.buffers()) for each in modules)
         given = frozenset(map(id, chain.from_iterable(registered)))
-        for place, value in closed_over(function, [*modules, *objects], given):
+        self._search = partial(closed_over, function, [*modules, *objects], given)
+        self._left: list[tuple[Place, torch.Tensor]] = []  # what the block made and left in places
+        for place, value in self._search():
             if isinstance(value, nn.Module):
                 sharded = filter(fsdp_param_of, value.parameters())
                 for tensor in plain_tensors(p for p in sharded if id(p) not in given):
@@ -241,6 +244,13 @@ class Reads(TorchDispatchMode):
         """Returns whether an operation of the block wrote the tensor's storage."""
         return _identity(tensor) in self._written
 
+    def put_back(self) -> None:
+        """Assigns the tensors that the block made and left in attributes and dictionaries that the
+        function closes over, such as a loss for the log. A replay has written them.
+        """
+        for place, value in self._left:
+            place.put(value)
+
     def _existing(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Yields (identity, bytes) of each storage in `_memory` that still exists."""
         for identity, memory in self._memory.items():
@@ -250,12 +260,19 @@ class Reads(TorchDispatchMode):
                 yield identity, empty.set_(storage, 0, (storage.nbytes(),), (1,))
 
     def close(self, segments: Iterable[tuple[int, int]]) -> None:
-        """Sets `memory` and `written_memory`.
+        """Sets `memory` and `written_memory`, and finds what `put_back` assigns.
 
         Args:
             segments: the address ranges of the graph's own memory. Inductor allocates it without a
                 dispatched operation, so it looked like memory of the program.
         """
+        self._left = [
+            (place, value)
+            for place, value in self._search()
+            if isinstance(value, torch.Tensor)
+            and not isinstance(value, nn.Parameter)
+            and self._made.issuperset(map(_identity, plain_tensors([value])))
+        ]
         for begin, end in segments:
             self._on_device = {
                 memory: (what, address)

@@ -230,6 +230,32 @@ def test_two_arguments_that_a_step_returns_may_be_those_of_the_next_call(
 
 
 @same_bits_as_eager
+def test_tensors_that_a_step_leaves_in_attributes_are_those_of_the_latest_call(
+    graphed: Graphed, device: torch.device
+) -> Values:
+    """The log has a graph's loss, and after it that of another graph; then the program drops it."""
+    model, log = build(), dict[str, Tensor]()
+    model[0].register_forward_hook(lambda unit, _, output: setattr(unit, "scale", output.norm()))
+
+    @graphed(model, warmup=WARMUP)
+    def step(x: Tensor) -> None:
+        loss = loss_of(model, x)
+        log["loss"] = loss.detach()
+        loss.backward()
+        model.zero_grad()
+
+    seen = []
+    for number in range(STEPS):
+        step(batch(number, device)[number % 2 :])
+        scale = model[0].scale
+        assert isinstance(scale, Tensor)
+        seen += [log["loss"].cpu(), scale.detach().cpu()]
+        if number % 3 == 0:
+            log.clear()
+    return seen
+
+
+@same_bits_as_eager
 def test_a_parameter_of_no_module_has_its_gradient_after_the_step(
     graphed: Graphed, device: torch.device
 ) -> Values:
