@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 import shardgrad
-from tests.simulated.accelerator.device import NAME
 from tests.simulated.programs.graphed import (
     Setup,
     batch,
@@ -74,29 +73,6 @@ def event_of_the_optimizer(graphed: Graphed) -> Values:
     seen = [step(batch(number)).item() for number in range(7)]
     require_replays(step, 1, 4)
     return seen + weights(model)
-
-
-def write_on_another_stream(graphed: Graphed) -> Values:
-    """The program takes the optimizer's steps on a stream of its own, and says so by an event."""
-    model, other = build(Setup()), torch.Stream(NAME)
-    optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
-
-    @graphed(model)
-    def step(x: Tensor) -> Tensor:
-        loss = loss_of(model, x)
-        loss.backward()
-        return loss
-
-    for number in range(8):
-        step(batch(number))
-        other.wait_stream(torch.accelerator.current_stream())
-        with other:
-            optimizer.step()
-            optimizer.zero_grad()
-            _record_post_optim_event(model, other.device)
-    require_replays(step, 1, 5)
-    torch.accelerator.current_stream().wait_stream(other)
-    return weights(model)
 
 
 def modes_that_the_step_sets(graphed: Graphed) -> Values:
@@ -165,7 +141,6 @@ def _record_post_optim_event(model: nn.Module, device: torch.device) -> None:
     [
         scaler_updated_in_the_next_call,
         event_of_the_optimizer,
-        write_on_another_stream,
         modes_that_the_step_sets,
         write_after_an_error,
     ],

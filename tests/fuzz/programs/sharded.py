@@ -265,7 +265,8 @@ class Sharded(Script):
 
     def do(self, op: Op) -> Seen:
         if self._updated is not None and (
-            op.do not in ("forward", "train", "zero", "move") or op.how
+            op.do not in ("forward", "train", "zero", "move", "graphed")
+            or (op.how and op.do != "graphed")
         ):
             torch.accelerator.current_stream().wait_event(self._updated)
         return super().do(op)
