@@ -34,9 +34,6 @@ def train_with(engine: Engine, model: nn.Module, loop: Loop, steps: int = 3) -> 
     return engine.snapshot(model)
 
 
-# -- lists of modules
-
-
 # -- what goes in and comes out
 
 

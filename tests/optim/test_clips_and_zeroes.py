@@ -16,8 +16,9 @@ import shardgrad
 from tests.support.parity import SHARDGRAD, UNSHARDED, Route
 from tests.support.ranks import on_ranks
 
-OPERATIONS = ("backward", "clip", "clip", "assign", "hide", "poison", "step", "step", "zero")
-PROGRAMS, LENGTH, LR = 25, 14, 0.1
+OPERATIONS = ("backward", "clip", "assign", "hide", "poison", "step", "zero")
+OPERATIONS += ("clip", "poison", "step")  # twice as often
+PROGRAMS, LENGTH, LR = 60, 14, 0.1
 RANKS, WIDTH = 2, 4
 LAYERS, ROOT = 4, {2, 3}  # layers, and those that are not units of their own
 
@@ -93,6 +94,7 @@ class Both:
             if rank == dist.get_rank():
                 self.params[bad].grad.to_local()[row, 0] = value
             self.clip(must=(bad,))
+            self.clip()  # perhaps of others: what was found is not forgotten
 
     def assign(self) -> None:
         place = self.rng.randrange(LAYERS)
@@ -164,27 +166,6 @@ def test_clips_zeroes_and_steps_in_any_order_are_torchs_and_skip_what_is_not_fin
                 raise
         for optim, skipped in zip(both.optims, both.skipped, strict=True):
             assert optim.skipped_steps.item() >= skipped, f"seed {seed}: {done}"
-
-
-@on_ranks(RANKS)
-def test_parts_that_are_clipped_one_by_one_step_together_or_not_at_all() -> None:
-    for bad in ((), (0,), (1,), (2, 3), (0, 3)):
-        model = layers()
-        for unit in (model.layers[0], model.layers[1], model):
-            shardgrad.fully_shard(unit)
-        params = list(model.parameters())
-        optimizer = shardgrad.optim.SGD(params, lr=LR)
-        model(
-            SHARDGRAD.inputs(0, WIDTH, dtype=torch.float64), *range(LAYERS)
-        ).square().mean().backward()
-        for place in bad:
-            params[place].grad.to_local()[0, 0] = math.inf
-        for part in (params[:1], params[1:2], params[2:]):
-            shardgrad.clip_grad_norm_(part, 1.0)
-        before = [param.to_local().clone() for param in params]
-        optimizer.step()
-        for param, old in zip(params, before, strict=True):
-            assert torch.equal(param.to_local(), old) == bool(bad), f"bad: {bad}"
 
 
 def test_a_gradient_in_another_memory_order_than_its_parameter_is_read_by_its_indices() -> None:

@@ -197,6 +197,3 @@ def test_experts_of_other_ranks_are_left_to_them() -> None:
         torch.optim.Muon(whole, lr=0.02).step()
         difference = weight.detach().full_tensor() - torch.stack(whole)
     assert difference.abs().max() < TIGHT
-
-
-# -- whether a parameter changes

@@ -42,9 +42,6 @@ def sharded_stack(engine: Engine, **options: Any) -> nn.Sequential:
     return engine.shard_stack(stack(*SIZES), **options)
 
 
-# -- which they are
-
-
 # -- numbers
 
 
