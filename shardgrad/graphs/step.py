@@ -457,6 +457,8 @@ class GraphedStep(Generic[_P, _R]):
             each.quiesce()
         buffers = self._buffers.get(inputs.key) or InputBuffers(inputs, self.pool)
         self._buffers[inputs.key] = buffers
+        # Code that runs kernels while it is captured, such as autotuning, needs valid indices.
+        buffers.load(inputs, self.pool.stream)
         captured = CapturedStep(
             self._before, self.pool, self._capturables, self._generators, redraws, buffers
         )

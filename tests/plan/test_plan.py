@@ -355,7 +355,7 @@ def test_a_model_of_ones_own_is_planned() -> None:
 def test_what_cannot_be_planned_is_refused_in_a_sentence(arguments: list[str], words: str) -> None:
     result = run(*arguments)
     assert result.exit_code in (1, 2), result.output
-    assert result.stderr.startswith("shardgrad plan: ")
+    assert result.stderr.startswith("shardgrad: ")
     assert words in result.stderr
     assert not result.stdout
     assert not isinstance(result.exception, UsageError), "a traceback is no sentence"
