@@ -323,6 +323,8 @@ class Unit:
                 self._refuse_outputs_in_parameters(output)
                 for group in self.groups:
                     group.reshard_after_forward()
+            elif not self.waiting_modules and context.hides_after_forward(self):
+                self.show_sharded()
         if torch.is_grad_enabled():
             # Any output may get its gradient first, and some may get none, so each has the hook.
             # Backward is expected to reach the unit that ran before next.
@@ -751,6 +753,14 @@ class RootContext:
             return unit.reshard_after_forward
         return unit is not self.root and not (unit is self._stays and torch.is_grad_enabled())
 
+    def hides_after_forward(self, unit: Unit) -> bool:
+        """Returns whether `unit` keeps its unsharded memory after its forward only because backward
+        begins with it. The rest of the root's forward then finds sharded parameters.
+        """
+        is_kept = unit.held or unit.is_called_around or self.gather_through is not None
+        is_first = unit is self._stays and unit.reshard_after_forward is None
+        return is_first and unit is not self.root and not is_kept
+
     def leave_forward(self, unit: Unit) -> None:
         """Closes the forward that `unit` opened, and drops prefetched parameters that were not
         used.
@@ -775,11 +785,8 @@ class RootContext:
                         group.reshard_after_forward()
                     if not is_kept:
                         group.cancel_unshard()
-            # Parameters that the engine keeps unsharded for its own next use are not visible:
-            # losses, clipping and optimizers find sharded ones.
-            is_first = each is self._stays and each.reshard_after_forward is None
-            is_hidden = not torch.is_grad_enabled() or (is_first and each is not self.root)
-            if is_hidden and not (each.held or each.is_called_around or is_kept):
+            # After an evaluation, losses, clipping and optimizers find sharded parameters.
+            if not torch.is_grad_enabled() and not (each.held or each.is_called_around or is_kept):
                 each.show_sharded()
         self._wait_until_read()
 

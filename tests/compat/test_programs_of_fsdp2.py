@@ -125,6 +125,26 @@ def test_a_forward_without_inputs_uses_parameters_directly(engine: Engine) -> Te
     return engine.snapshot(model)
 
 
+@on_ranks(2)
+@as_under_fsdp2
+def test_a_penalty_in_the_roots_forward_finds_the_shards_of_its_blocks(engine: Engine) -> Tensors:
+    class Penalized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.blocks(x)
+            squares = [p.square().sum() for p in self.blocks.parameters()]
+            return x + 0.1 * sum(squares).full_tensor()
+
+    torch.manual_seed(0)
+    model = Penalized()
+    for block in model.blocks:
+        engine.fully_shard(block)
+    return train_squares(engine, engine.fully_shard(model), 5)
+
+
 # -- beside torch's data parallelism
 
 
