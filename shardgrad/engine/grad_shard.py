@@ -50,6 +50,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, auto
+from functools import cache
 from itertools import repeat
 from operator import add, attrgetter, gt, is_, is_not, ne
 from typing import cast
@@ -67,7 +68,7 @@ from shardgrad.sharding.dtensor import dtensor_like, in_own_storage, storages_of
 from shardgrad.sharding.layout import Piece, ShardLayout
 from shardgrad.sharding.param_sharding import groups_cut_over
 
-__all__ = ["GradMemory", "GradShard", "HostState"]
+__all__ = ["GradMemory", "GradShard", "HostState", "references_when_bound", "uses_of"]
 
 # The `.grad` of a parameter: OWN (its gradient in the shard), None, or an assigned tensor.
 OWN = True
@@ -78,10 +79,11 @@ HostState = tuple[tuple[Bound, ...], torch.Tensor | None, frozenset[int], tuple[
 
 
 _VERSION = attrgetter("_version")
-_uses_of: Callable[[int], int] = torch._C._storage_Use_Count
+uses_of: Callable[[int], int] = torch._C._storage_Use_Count
 
 
-def _references_when_bound() -> int:
+@cache
+def references_when_bound() -> int:
     """Returns how many references a `.grad` holds to its tensor; depends on torch's version."""
     param, grad = torch.zeros(1), torch.zeros(1)
     before = sys.getrefcount(grad)
@@ -153,7 +155,7 @@ class GradShard:
             elif param.dtype != dtype:
                 param.grad_dtype = dtype
         self._gradient_of = attrgetter(self.attribute)
-        self._references_when_bound = 1 if policy.decoupled else _references_when_bound()
+        self._references_when_bound = 1 if policy.decoupled else references_when_bound()
         # Meta and fake tensors share the storage of the flat memory.
         self._is_watched = bool(params) and self._nothing.untyped_storage().device.type != "meta"
         self._overwritten: list[int] = []
@@ -324,7 +326,7 @@ class GradShard:
 
     def _counts(self) -> list[int]:
         """Returns the reference counts of gradients, local tensors, then storages."""
-        return [*map(sys.getrefcount, self._watched), *map(_uses_of, self._storages)]
+        return [*map(sys.getrefcount, self._watched), *map(uses_of, self._storages)]
 
     def held(self) -> list[int]:
         """Returns the places for which the program holds more than the bound gradient."""

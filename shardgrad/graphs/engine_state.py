@@ -17,17 +17,18 @@ call runs eagerly.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import chain, repeat, starmap
 from operator import attrgetter, getitem, is_
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardgrad.engine.grad_group import SWITCHES
-from shardgrad.engine.grad_shard import GradMemory, GradShard
+from shardgrad.engine.grad_shard import GradMemory, GradShard, references_when_bound, uses_of
 from shardgrad.engine.param import fsdp_param_of, local_of
 from shardgrad.engine.param_group import SHARDED, ParamGroup, Registration
 from shardgrad.engine.replaced_params import adopt
@@ -72,6 +73,9 @@ class ModuleState(Capturable):
         self._registered_before: dict[str, Any] = {}  # `_registered` before the present capture
         self._trains: tuple[bool, ...] = ()  # `requires_grad` of `_trainable` in this call
         self._is_placed = False  # True if `_trains` is as in the call before
+        # Of plain parameters: the gradients before the present capture, and those in its memory.
+        self._gradients_before: list[torch.Tensor | None] = []
+        self._own_gradients: list[_OwnGradient] = []
         self._collect()
 
     def _collect(self) -> None:
@@ -271,9 +275,11 @@ class ModuleState(Capturable):
         self._registered_before = self._registered()
         # Each list is filled by the capture.
         overwritten = [(shard, shard.begin_capture()) for shard in self._shards()]
+        self._gradients_before = list(map(_GRAD, self._plain))
+        own = self._own_gradients = []
 
         def overwrites_nothing_held() -> bool:
-            return all(
+            return not any(each.is_held() for each in own) and all(
                 set(places).isdisjoint(shard.held()) for shard, places in overwritten if places
             )
 
@@ -309,6 +315,12 @@ class ModuleState(Capturable):
 
     def known_to_graph(self) -> Any:
         """See `Capturable`. A change of `requires_grad` replaces the group's tensors."""
+        pairs = zip(self._plain, self._gradients_before, strict=True)
+        self._own_gradients += [
+            _OwnGradient(p) for p, before in pairs if p.grad is not None and p.grad is not before
+        ]
+        for own in self._own_gradients:
+            own.unheld = own.references()
         return [grads.known_to_graph() for grads in self._grad_groups]
 
     def replayed(self) -> None:
@@ -385,6 +397,33 @@ def _refuse_uncapturable_groups(groups: Iterable[ParamGroup]) -> None:
 def _has_known_memory(tensor: torch.Tensor) -> bool:
     is_wrapper = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     return not is_wrapper or is_traceable_wrapper_subclass(tensor)
+
+
+class _OwnGradient:
+    """The gradient of a plain parameter in a graph's memory, which every replay overwrites.
+
+    Attributes:
+        unheld: `references` while the gradient is bound to the parameter and not held otherwise.
+    """
+
+    def __init__(self, param: nn.Parameter) -> None:
+        self._param = param
+        self._grad = cast(torch.Tensor, param.grad)
+        self._storage = self._grad.untyped_storage()._cdata
+        self.unheld = (0, 0)
+
+    def references(self) -> tuple[int, int]:
+        """Returns the reference counts of the gradient and of its storage."""
+        return sys.getrefcount(self._grad), uses_of(self._storage)
+
+    def is_held(self) -> bool:
+        """Returns whether the program holds more than the bound gradient: see
+        [Note: Kept gradients] in `engine/grad_shard.py`.
+        """
+        of_tensor, of_storage = self.references()
+        if self._param.grad is not self._grad:
+            of_tensor += references_when_bound()
+        return of_tensor > self.unheld[0] or of_storage > self.unheld[1]
 
 
 class OptimState(Capturable):

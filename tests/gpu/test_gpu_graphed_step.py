@@ -132,6 +132,32 @@ def test_weights_with_all_gather_extensions_are_captured(
     return losses + list(plain_tensors(p.to_local().detach().cpu() for p in model.parameters()))
 
 
+@pytest.mark.parametrize("view", [False, True])
+@same_bits_as_eager
+def test_a_gradient_of_a_plain_module_that_the_program_keeps_is_not_overwritten(
+    graphed: Graphed, device: torch.device, view: bool
+) -> Values:
+    model, adapter = build(), nn.Linear(WIDTH, WIDTH).to(device)
+
+    @graphed(model, adapter, warmup=WARMUP)
+    def step(x: Tensor) -> Tensor:
+        loss = model(adapter(x)).square().mean()
+        loss.backward()
+        model.zero_grad()
+        return loss
+
+    kept: Values = []
+    for number in range(2 * STEPS):
+        step(batch(number, device))
+        if number >= STEPS:
+            grad = adapter.weight.grad
+            kept.append(grad[0] if view else grad)
+            del grad
+        adapter.zero_grad()
+    require_replays(step, 1, STEPS + 1 - WARMUP)  # then the program holds what the next would write
+    return [each.cpu() for each in kept]
+
+
 @same_bits_as_eager
 def test_a_cache_that_is_passed_along_is_filled_in_inference_mode(
     graphed: Graphed, device: torch.device
