@@ -379,7 +379,9 @@ def policy_update(
     def log_probabilities(tokens: Tensor) -> Tensor:
         logits = policy(tokens[:, :-1])[0]
         if uses_distributions:
-            return torch.distributions.Categorical(logits=logits).log_prob(tokens[:, 1:])
+            # Explicitly: torch.compile, which another test may have used, turns it off by default.
+            chances = torch.distributions.Categorical(logits=logits, validate_args=True)
+            return chances.log_prob(tokens[:, 1:])
         return logits.log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
 
     @graphed(policy, optimizer)
