@@ -22,7 +22,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, islice
-from operator import attrgetter, itemgetter
+from operator import getitem
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -42,7 +42,8 @@ _NOT_FOLLOWED = (bytes, torch.dtype, torch.device, type(None), Optimizer)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _CODE = (FunctionType, staticmethod, classmethod, property, functools.cached_property)
 
-_Way = tuple[Callable[[Any], Any], ...]  # getters, each applied to the result of the one before
+# From one object to the next: (getattr, name) or (getitem, key).
+_Way = tuple[tuple[Callable[[Any, Any], Any], Any], ...]
 
 # The exceptions of a way whose attribute or element no longer exists.
 _GONE = (AttributeError, LookupError, TypeError, ValueError)
@@ -57,7 +58,7 @@ class Place:
     Attributes:
         name: as the program writes it, such as "batch['targets']" or "self.mask".
         root: the object at which the way starts: the function, an argument, or an `nn.Module`.
-        way: the getters that lead from the root to the value.
+        way: the attributes, keys and indices that lead from the root to the value.
     """
 
     name: str
@@ -68,19 +69,17 @@ class Place:
         """Returns the value that is there now; None if the place no longer exists."""
         value = self.root
         with suppress(*_GONE):
-            for part_of in self.way:
-                value = part_of(value)
+            for get, name in self.way:
+                value = get(value, name)
             return value
         return None
 
     def put(self, value: Any) -> None:
         """Assigns a value to this attribute or key; does nothing for an element of a sequence."""
-        *way, last = self.way
+        *way, (get, name) = self.way
         owner = Place(self.name, self.root, tuple(way)).found()
-        getter: Any = last.__reduce__()  # its class, and what it was made with
-        kind, (name,) = getter
         with suppress(*_GONE):
-            if kind is attrgetter:
+            if get is getattr:
                 setattr(owner, name, value)
             elif isinstance(owner, dict):
                 owner[name] = value
@@ -169,8 +168,8 @@ def _parts(value: Any, given: frozenset[int]) -> Iterator[tuple[str, _Way]]:
             yield from _variables(value)
         yield from _attributes(("__defaults__", "__kwdefaults__", "__wrapped__"))
     elif isinstance(value, MethodType):
-        yield "self", (attrgetter("__self__"),)
-        yield "", (attrgetter("__func__"),)
+        yield "self", ((getattr, "__self__"),)
+        yield "", ((getattr, "__func__"),)
     elif isinstance(value, functools.partial):
         yield from _attributes(("func", "args", "keywords"))
     elif isinstance(value, property):
@@ -178,9 +177,9 @@ def _parts(value: Any, given: frozenset[int]) -> Iterator[tuple[str, _Way]]:
     elif isinstance(value, list | tuple | dict | deque):
         for key in list(value) if isinstance(value, dict) else range(len(value) - 1):
             name = repr(key) if isinstance(key, _NUMBERS) else type(key).__name__
-            yield f"[{name}]", (itemgetter(key),)
+            yield f"[{name}]", ((getitem, key),)
         if not isinstance(value, dict) and value:  # by -1, since appending changes what is last
-            yield f"[{len(value) - 1}]", (itemgetter(-1),)
+            yield f"[{len(value) - 1}]", ((getitem, -1),)
     elif isinstance(value, type):
         yield from _attributes(_of_classes(value))
     elif isinstance(value, nn.Module):
@@ -211,25 +210,25 @@ def _of_its_class(value: Any) -> Iterator[tuple[str, _Way]]:
     """
     defined = _of_classes(type(value)).items()
     yield from _attributes([name for name, part in defined if not isinstance(part, _CODE)])
-    yield "", (attrgetter("__class__"),)
+    yield "", ((getattr, "__class__"),)
 
 
 def _attributes(names: Iterable[str]) -> Iterator[tuple[str, _Way]]:
-    return ((f".{name}", (attrgetter(name),)) for name in names)
+    return ((f".{name}", ((getattr, name),)) for name in names)
 
 
 def _variables(function: FunctionType) -> Iterator[tuple[str, _Way]]:
-    cells, variables = attrgetter("__closure__"), attrgetter("__globals__")
+    cells, variables = (getattr, "__closure__"), (getattr, "__globals__")
     for index, name in enumerate(function.__code__.co_freevars):
-        yield name, (cells, itemgetter(index), attrgetter("cell_contents"))
+        yield name, (cells, (getitem, index), (getattr, "cell_contents"))
     names = set(_names(function.__code__))
     for name in names & function.__globals__.keys():
         part = function.__globals__[name]
         if not isinstance(part, ModuleType):
-            yield name, (variables, itemgetter(name))
+            yield name, (variables, (getitem, name))
         elif is_of_the_program(getattr(part, "__file__", None) or ""):
             for inner in names & vars(part).keys():
-                yield f"{name}.{inner}", (variables, itemgetter(name), attrgetter(inner))
+                yield f"{name}.{inner}", (variables, (getitem, name), (getattr, inner))
 
 
 def _names(code: CodeType) -> Iterator[str]:

@@ -231,6 +231,7 @@ class ModuleState(Capturable):
             context.comm_ctx.streams.forget_events()
             context.post_optim_event = None  # one that is set was recorded in the capture
             context.abort()
+        self._gradients_before = []
         others, self._with_memory = self._with_memory, None
         if others is not None:
             for shard in (each for each in self._shards() if each not in others):
@@ -316,11 +317,12 @@ class ModuleState(Capturable):
     def known_to_graph(self) -> Any:
         """See `Capturable`. A change of `requires_grad` replaces the group's tensors."""
         pairs = zip(self._plain, self._gradients_before, strict=True)
-        self._own_gradients += [
+        own, self._own_gradients, self._gradients_before = self._own_gradients, [], []
+        own += [
             _OwnGradient(p) for p, before in pairs if p.grad is not None and p.grad is not before
         ]
-        for own in self._own_gradients:
-            own.unheld = own.references()
+        for each in own:
+            each.unheld = each.references()
         return [grads.known_to_graph() for grads in self._grad_groups]
 
     def replayed(self) -> None:

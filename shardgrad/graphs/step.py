@@ -243,7 +243,8 @@ class GraphedStep(Generic[_P, _R]):
         caller = self.pool.follow()
         self.pool.calls = self._call = self.pool.calls + 1
         outputs = self._outputs = self._run(inputs, caller)
-        return clones(outputs) if self._settings.clone_outputs else outputs  # type: ignore[no-any-return]
+        result: _R = clones(outputs) if self._settings.clone_outputs else outputs
+        return result
 
     def _run(self, inputs: Inputs, caller: Stream) -> Any:
         for each in self._capturables:

@@ -235,7 +235,7 @@ class FusedAdam(Optimizer):
                 moment = torch.zeros_like(local.detach(), dtype=torch.float32)
                 self._apex.state[local][name] = moment
                 self.state[param][name] = (
-                    moment if managed_by(param) is None else dtensor_like(moment, param)  # type: ignore[arg-type]
+                    dtensor_like(moment, param) if isinstance(param, DTensor) else moment
                 )
 
     def state_dict(self) -> dict[str, Any]:
