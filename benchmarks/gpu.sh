@@ -165,10 +165,9 @@ if in_stage 1 && ((nodes == 1)); then
     # Each builds on the one before: what is wrong in an early part explains the later ones.
     part copy 20 "$python" -c "$copies"
     part test-kernels 60 "${test[@]}" tests/gpu/test_gpu_kernels.py tests/gpu/test_gpu_optimizers.py
-    part test-eager 50 "${test[@]}" tests/gpu/test_gpu_one_rank.py
     part test-random 60 "${test[@]}" tests/gpu/test_gpu_random_programs.py
-    part test-captures 60 "${test[@]}" tests/gpu/test_gpu_refusals.py tests/gpu/test_gpu_graphed_step.py tests/gpu/test_gpu_captures_in_turn.py
-    part test-nccl 40 "${test[@]}" tests/gpu/test_gpu_nccl_alone.py
+    part test-captures 60 "${test[@]}" tests/gpu/test_gpu_refusals.py tests/gpu/test_gpu_graphed_step.py
+    part test-nccl 40 "${test[@]}" tests/gpu/test_gpu_nccl_alone.py tests/gpu/test_gpu_doctor.py
     part test-upstream 40 "${test[@]}" tests/gpu/test_gpu_upstream_bugs.py
     part test-loops 60 "${test[@]}" tests/gpu/test_gpu_loops.py
     part test-sleep 60 "${test[@]}" tests/gpu/test_gpu_sleep.py

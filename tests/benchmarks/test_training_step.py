@@ -5,6 +5,8 @@ said.
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -114,6 +116,18 @@ def test_one_command_measures_on_two_machines_and_continues(
         [*command, "--out", str(path.parents[1])], capture_output=True, text=True, check=True
     )
     assert "done before" in again.stdout
+
+
+def test_each_file_of_gpu_tests_is_a_part_of_the_command_for_gpus() -> None:
+    listed = subprocess.run(
+        ["bash", str(ROOT / "benchmarks" / "gpu.sh"), "--list"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHON": sys.executable},
+    )
+    named = set(re.findall(r"tests/gpu/\w+\.py", listed.stdout))
+    assert named == {f"tests/gpu/{path.name}" for path in (ROOT / "tests/gpu").glob("test_*.py")}
 
 
 def test_processes_without_an_address_and_other_benchmarks_are_refused_in_a_sentence(
