@@ -1,6 +1,6 @@
 """Random mistakes in consequential files: operators that cosmic-ray replaces, calls left out.
 
-Each is tried against the tests of its folder, the quickest first, for as long as `LIMIT_S`.
+Each is tried against the tests of its folder, the quickest first.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+ROOT = Path(__file__).parents[2]
 TESTS = {
     "engine": (
         "tests/engine/test_gradients_kept.py tests/test_module.py tests/engine tests/checks"
@@ -24,45 +25,41 @@ TESTS = {
     "graphs": "tests/graphs tests/simulated/test_simulated_graphed_calls.py"
     " tests/simulated/test_simulated_graphed_step.py",
 }
-LIMIT_S = 180
 # Annotations are full of them, and nothing runs there.
 _LEFT_ALONE = "ReplaceBinaryOperator_BitOr"
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """A file of the package, its text with the mistake, and which tests should notice."""
+    """What is broken, a file of the project, its text then, and tests that should notice."""
 
-    path: Path
+    name: str
+    path: str
     text: str
-    tests: tuple[str, ...]
-
-    def difference(self, original: str) -> str:
-        """Returns the lines that differ."""
-        lines = difflib.unified_diff(
-            original.splitlines(), self.text.splitlines(), n=0, lineterm=""
-        )
-        return "\n".join(line for line in lines if not line.startswith(("---", "+++")))
+    tests: list[str]
 
 
-def drawn(root: Path, count: int, seed: int) -> list[Mutant]:
+def drawn(count: int, seed: int) -> Iterator[Mutant]:
     """Draws mutants, as many of each folder, each on a line of its own."""
     chance = random.Random(seed)
-    found: list[Mutant] = []
     for folder, tests in TESTS.items():
-        by_line: dict[tuple[Path, int], list[Callable[[], str | None]]] = {}
-        for file in sorted((root / "shardgrad" / folder).rglob("*.py")):
-            for line, make in _mutants(file):
-                by_line.setdefault((file, line), []).append(make)
+        found = [
+            (file, *each)
+            for file in sorted((ROOT / "shardgrad" / folder).rglob("*.py"))
+            for each in _mutants(file)
+        ]
+        chance.shuffle(found)
+        by_line = {(file, line): make for file, line, make in found}
         lines = chance.sample(sorted(by_line), min(len(by_line), count // len(TESTS)))
         for file, line in lines:
-            text = chance.choice(by_line[file, line])()
-            if text is not None:
-                found.append(Mutant(file, text, tuple(tests.split())))
-    return found
+            before, path = file.read_text(encoding="utf-8"), str(file.relative_to(ROOT))
+            after = by_line[file, line]()
+            texts = before.splitlines(), after.splitlines()
+            difference = "\n".join(difflib.unified_diff(*texts, path, path, n=0, lineterm=""))
+            yield Mutant(difference, path, after, tests.split())
 
 
-def _mutants(file: Path) -> Iterator[tuple[int, Callable[[], str | None]]]:
+def _mutants(file: Path) -> Iterator[tuple[int, Callable[[], str]]]:
     """Yields lines and what makes a mutant there: an operator of cosmic-ray, or a call left out."""
     from cosmic_ray.commands import init
     from cosmic_ray.mutating import mutate_code
