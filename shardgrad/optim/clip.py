@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -19,7 +20,7 @@ __all__ = ["clip_grad_norm_"]
 @outside_graphs
 def clip_grad_norm_(
     parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor],
-    max_norm: float,
+    max_norm: float | torch.Tensor,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
@@ -36,7 +37,8 @@ def clip_grad_norm_(
 
     Args:
         parameters: a model, a parameter, or parameters, from any units and meshes, or from none.
-        max_norm: the maximum; with `inf`, gradients are not scaled.
+        max_norm: the maximum; with `inf`, gradients are not scaled. A device scalar is read on the
+            device, so that a graph clips at its present value.
         norm_type: 2, 1, `inf`, or any other p >= 0.
         error_if_nonfinite: raise if the norm is not finite. The host waits for the device.
 
@@ -56,8 +58,9 @@ def clip_grad_norm_(
         OptionError: `max_norm` or `norm_type` is not a number, or `max_norm` is negative, or there
             is no such norm.
     """
+    is_on_device = isinstance(max_norm, torch.Tensor) and max_norm.device.type != "cpu"
     try:
-        limit, order = float(max_norm), float(norm_type)
+        limit, order = max_norm if is_on_device else float(max_norm), float(norm_type)
     except (TypeError, ValueError) as error:
         raise OptionError(
             "max_norm and norm_type must be numbers",
@@ -65,7 +68,7 @@ def clip_grad_norm_(
             got=f"max_norm={max_norm!r}, norm_type={norm_type!r}",
             fix="max_norm=1.0, norm_type=2.0",
         ) from error
-    if not limit >= 0:
+    if not is_on_device and not limit >= 0:
         raise OptionError(
             "max_norm must not be negative",
             expected="a number >= 0, or inf",
@@ -88,6 +91,6 @@ def clip_grad_norm_(
             got=f"a norm of {norm.item()}",
             fix="error_if_nonfinite=False; shardgrad.optim then skips the step",
         )
-    if limit != float("inf"):
+    if is_on_device or limit != math.inf:
         gradients.multiply((limit / (norm + 1e-6)).clamp(max=1.0))
     return norm

@@ -62,5 +62,7 @@ def test_blocks_that_are_compiled_are_captured_and_have_the_bits_of_an_eager_ste
     # compilations may differ in their last bits.
     *_, expected = (trained() for _ in range(2))
     for ours, right in zip(expected, trained(compiled=False), strict=True):
-        torch.testing.assert_close(ours, right)
+        # AdamW divides a gradient by its own size, so the rounding of a small one shows: by 2e-5
+        # on one H200. A step changes a weight by 1e-2.
+        torch.testing.assert_close(ours, right, rtol=1e-3, atol=1e-4)
     assert all(map(torch.equal, trained(graphed=True), expected))

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import shardgrad
-from tests.support.graphed import on_one_gpu
+from tests.support.graphed import on_one_gpu, require_replays, same_bits_as_eager
 
 pytestmark = [
     pytest.mark.gpu,
@@ -48,6 +48,26 @@ def test_muon_trains_on_a_device_as_on_the_cpu() -> None:
     # Newton-Schulz multiplies in bfloat16: its step of 1e-2 is right to some parts in a hundred.
     for ours, right in zip(weights(sharded), plain.parameters(), strict=True):
         torch.testing.assert_close(ours, right.detach(), rtol=1e-2, atol=5e-4)
+
+
+@same_bits_as_eager
+def test_a_limit_that_is_computed_on_the_device_clips_at_its_present_value(graph: Any) -> Any:
+    model = on_one_gpu(layers())
+    optim = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+    limit = torch.ones((), device=DEVICE)
+
+    @graph(model, optim)
+    def step(x: torch.Tensor) -> torch.Tensor:
+        model(x).square().mean().backward()
+        norm = shardgrad.clip_grad_norm_(model, limit)
+        limit.copy_(0.9 * torch.minimum(limit, norm))
+        optim.step()
+        optim.zero_grad()
+        return norm
+
+    norms = [step(batch(number).to(DEVICE)).clone() for number in range(6)]
+    require_replays(step, 1, 3)
+    return [*norms, limit, *weights(model)]
 
 
 # -- states on the host
