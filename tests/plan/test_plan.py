@@ -16,8 +16,8 @@ from torch import nn
 
 from shardgrad.programs.cli import main
 from shardgrad.programs.plan.cost import CostModel, compute_s, model_flops, nodes_of
-from shardgrad.programs.plan.hardware import TAKEN_NBYTES, Machine
-from shardgrad.programs.plan.planning import Plan, make_plan, plan_of
+from shardgrad.programs.plan.hardware import DEVICES, TAKEN_NBYTES, Machine
+from shardgrad.programs.plan.planning import Plan, plan_of
 from shardgrad.programs.plan.recording import Event, Kernel, Marked, Transfer, Waited
 from shardgrad.programs.plan.rehearsal import Rehearsal, rehearse
 from shardgrad.programs.plan.request import Request
@@ -125,7 +125,7 @@ def test_the_order_of_collectives_does_not_depend_on_the_number_of_ranks(ranks: 
 
 
 def kernel(stream: str = "compute", nbytes: int = 268 * 10**6) -> Kernel:
-    return Kernel(stream, "forward", False, 0.0, 0.0, "bf16", nbytes)
+    return Kernel(stream, "forward", True, 0.0, 0.0, "bf16", nbytes)
 
 
 def gather(stream: str = "gather", nbytes: int = 10**9) -> Transfer:
@@ -167,7 +167,7 @@ def test_launching_one_by_one_takes_the_host_its_time() -> None:
 
 def test_a_given_mfu_is_what_compute_alone_reaches() -> None:
     events = rehearsal_of().events
-    plan = make_plan(TINY, H100, mfu=0.5)
+    plan = plan_for(Machine(mfu=0.5))
     cost = CostModel(H100, 16, plan.cost.compute_scale)
     assert model_flops(events) / (compute_s(events, cost) * 989e12) == pytest.approx(0.5)
     assert plan.step_range_s == (plan.timeline.step_s,) * 2
@@ -255,9 +255,10 @@ def test_each_byte_at_the_peak_has_the_owner_that_it_has_between_steps() -> None
 def test_a_margin_is_left_for_fragmentation() -> None:
     plan = plan_for()
     margin = plan.needed_nbytes - plan.rehearsal.memory.reserved_nbytes - TAKEN_NBYTES
-    assert margin == int(0.12 * H100.memory_nbytes)
-    without = (plan.needed_nbytes - margin) / 2**30
-    assert not plan_of(rehearsal_of(), Machine(memory_gib=without)).fits
+    assert margin == int(0.12 * H100.gpu.memory_nbytes)
+    small = replace(H100.gpu, memory_nbytes=plan.needed_nbytes - margin)
+    with mock.patch.dict(DEVICES, {"h100": small}):
+        assert not plan_for().fits
 
 
 # -- recomputation and compilation

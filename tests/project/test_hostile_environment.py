@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import warnings
+from contextlib import redirect_stdout
 
 import pytest
 import torch
@@ -58,7 +59,7 @@ def test_what_a_run_shows_is_escaped(capsys: pytest.CaptureFixture[str]) -> None
     Display(1, EVIL).note(EVIL)
     stream = io.StringIO()
     console = Console(file=stream, width=100, force_terminal=True, color_system=None)
-    with Display(1, EVIL, console=console) as display:
+    with redirect_stdout(stream), Display(1, EVIL, console=console) as display:
         display.note(EVIL)
         display.stepped(1)
     for shown in (capsys.readouterr().out, stream.getvalue()):

@@ -8,10 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from shardgrad.programs.train.config import TrainConfig
 from shardgrad.programs.train.failure import UsageError
-from shardgrad.programs.train.launch import _status_of, prepare
+from shardgrad.programs.train.launch import _status_of, launch_ranks, prepare
+from shardgrad.programs.train.parallel import _choose_device
 from tests.support.processes import run
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +42,22 @@ def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UsageError, match="already holds a run"):
         prepare({"run_dir": str(tmp_path)}, resume=None)
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_each_rank_has_an_accelerator_and_more_ranks_are_refused(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = torch.device("cuda") if count else None
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: found)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: bool(count))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+    devices = [str(_choose_device("auto", rank)) for rank in range(2)]
+    assert devices == (["cuda:0", "cuda:1"] if count else ["cpu", "cpu"])
+    assert str(_choose_device("cpu", 1)) == "cpu"
+    if count:
+        with pytest.raises(UsageError, match="more ranks than this machine's 2 accelerators"):
+            launch_ranks(TrainConfig(ranks=3), resume=False)
 
 
 def stopped_after_60_steps(folder: Path) -> None:

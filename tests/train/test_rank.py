@@ -15,9 +15,9 @@ from shardgrad.programs.train.failure import UsageError, explain
 GONE = CollectiveError("the all-gather of layers.1 failed", got="Connection closed by peer")
 
 
-def told(error: Exception, number: int, *, has_joined: bool = True) -> str:
+def told(error: Exception, number: int) -> str:
     """What a rank tells, of a run without a checkpoint."""
-    return rank._report(error, explain(error), number, Path("none"), has_joined=has_joined)
+    return rank._report(error, explain(error), number, Path("none"))
 
 
 def test_two_ranks_tell_where_they_waited_for_a_lost_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +53,3 @@ def test_a_save_that_failed_on_another_rank_is_that_ranks_report() -> None:
 def test_what_all_ranks_find_together_is_said_by_rank_0() -> None:
     error = UsageError("not possible")
     assert [told(error, number) for number in (0, 1)] == [str(error), ""]
-
-
-def test_a_rank_that_has_not_met_the_others_speaks_for_itself() -> None:
-    assert told(UsageError("no such device"), 1, has_joined=False) == "no such device"

@@ -6,14 +6,14 @@ A machine is a torchrun of its own on this one. They share the files, as machine
 
 from __future__ import annotations
 
-import importlib.util
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +24,8 @@ import torch.distributed.checkpoint as dcp
 from tests.support import processes
 from tests.support.processes import FairClock
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "multi_node"
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "multi_node"
 PATIENCE_S = 180.0  # of which the time is left out in which a core is waited for
 
 
@@ -50,12 +51,9 @@ class Host:
     def lose(self) -> None:
         """Ends everything on it at once, without a word to anybody."""
         if self.process is not None:
-            with_children = _descendants(self.process.pid)
-            for pid in with_children:
-                try:
+            for pid in _descendants(self.process.pid):
+                with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
             self.process.wait(10)
 
 
@@ -68,22 +66,26 @@ def _descendants(pid: int) -> list[int]:
     return found
 
 
-@contextmanager
-def two_hosts(folder: Path) -> Iterator[list[Host]]:
-    environment = {
+def environment(folder: Path, port: int, **more: str) -> dict[str, str]:
+    """Returns the environment of a launcher on this machine."""
+    return {
         **os.environ,
         "PYTHON": sys.executable,
-        "PYTHONPATH": os.pathsep.join([str(EXAMPLE.parents[1]), *sys.path]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
         "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "HEAD": "127.0.0.1",
         "ADDRESS": "127.0.0.1",
-        "PORT": str(29_400 + os.getpid() % 500),
+        "PORT": str(port + os.getpid() % 500),
         "FOLDER": str(folder),
+        **more,
     }
+
+
+@contextmanager
+def two_hosts(folder: Path) -> Iterator[list[Host]]:
+    network = {"GLOO_SOCKET_IFNAME": "lo", "HEAD": "127.0.0.1"}
     hosts = [
-        Host(folder / f"host{i}.log", {**environment, "IS_HOST": str(int(i == 0))})
-        for i in range(2)
+        Host(folder / f"host{i}.log", environment(folder, 29_400, **network, IS_HOST=is_host))
+        for i, is_host in enumerate("10")
     ]
     try:
         yield hosts
@@ -114,18 +116,15 @@ def wait_for_steps(host: Host, ranks: int, count: int = 3) -> None:
 
 
 def trained_by_one_process(steps: int) -> dict[str, torch.Tensor]:
-    spec = importlib.util.spec_from_file_location("multi_node_train", EXAMPLE / "train.py")
-    assert spec is not None
-    assert spec.loader is not None
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
-    model = example.build()
+    example = runpy.run_path(str(EXAMPLE / "train.py"))
+    model = example["build"]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(steps):
-        example.loss_of(model, example.batch(step)).backward()
+        example["loss_of"](model, example["batch"](step)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return model.state_dict()
+    weights: dict[str, torch.Tensor] = model.state_dict()
+    return weights
 
 
 @pytest.mark.long
@@ -171,24 +170,19 @@ def test_the_slurm_file_trains_where_its_commands_are_stand_ins(tmp_path: Path) 
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     folder = tmp_path / "run"
-    environment = {
-        **os.environ,
+    slurm = {
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "PYTHON": sys.executable,
-        "PYTHONPATH": os.pathsep.join([str(EXAMPLE.parents[1]), *sys.path]),
         "IS_HOST": "1",
-        "ADDRESS": "127.0.0.1",
         "SLURM_JOB_NODELIST": "node[1]",
         "SLURM_NNODES": "1",
         "SLURM_GPUS_ON_NODE": "1",
         "SLURM_JOB_ID": "7",
-        "SLURM_SUBMIT_DIR": str(EXAMPLE.parents[1]),
-        "OMP_NUM_THREADS": "1",
-        "PORT": str(28_900 + os.getpid() % 500),
-        "FOLDER": str(folder),
+        "SLURM_SUBMIT_DIR": str(ROOT),
     }
     ran = processes.run(
-        ["bash", str(EXAMPLE / "job.sbatch"), "--steps", "2"], env=environment, timeout_s=PATIENCE_S
+        ["bash", str(EXAMPLE / "job.sbatch"), "--steps", "2"],
+        env=environment(folder, 28_900, **slurm),
+        timeout_s=PATIENCE_S,
     )
     assert ran.returncode == 0, ran.stderr[-4000:]
     assert "step 2 on 1 ranks" in ran.stdout

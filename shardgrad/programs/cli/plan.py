@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import click
 
 from shardgrad.programs.plan.hardware import Machine
 from shardgrad.programs.plan.request import Request, mesh_shape
-from shardgrad.programs.train.settings import Number, given_for, options_of
+from shardgrad.programs.train.settings import given_for, options_of
 
 
 @click.command(
@@ -17,17 +18,11 @@ from shardgrad.programs.train.settings import Number, given_for, options_of
 Examples:
   shardgrad plan --preset 8b --ranks 64 --activation-checkpointing full
   shardgrad plan --preset 70b --mesh 64x8 --stage hfsdp --device h200
-  shardgrad plan --preset 1b --device a100 --network eth100 --mfu 0.42"""
-)
-@options_of(Request, Machine)
-@click.option(
-    "--mfu",
-    type=Number(0, 1, min_open=True),
-    help="Measured MFU of forward and backward without communication, to calibrate the predicted "
-    "time.",
+  shardgrad plan --preset 1b --device a100 --network eth100 --mfu 0.42""",
+    params=options_of(Request, Machine),
 )
 @click.pass_context
-def plan(ctx: click.Context, /, mfu: float | None, **options: Any) -> None:
+def plan(ctx: click.Context, /, **options: Any) -> None:
     """Predict memory, traffic and time of one training step.
 
     The engine itself runs the step on fake tensors in a fake process group, so that any number of
@@ -60,7 +55,5 @@ def plan(ctx: click.Context, /, mfu: float | None, **options: Any) -> None:
     warnings.filterwarnings(
         "ignore", message=".*torch.distributed.* is deprecated", category=FutureWarning
     )
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=100)
-    show(make_plan(request, machine, mfu=mfu), console)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
+    show(make_plan(request, machine), console)

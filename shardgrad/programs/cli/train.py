@@ -20,8 +20,8 @@ Examples:
   shardgrad train --preset small --data my_text --steps 2000 --ranks 4
   shardgrad train --precision bf16-mixed --activation-checkpointing
   shardgrad train --resume runs/NAME --ranks 4""",
+    params=options_of(TrainConfig),
 )
-@options_of(TrainConfig)
 @click.option(
     "--resume",
     type=click.Path(path_type=Path),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import click
 
 from shardgrad.programs.plan.request import MOST_RANKS
-from shardgrad.programs.train.settings import Number, Whole, setting
+from shardgrad.programs.train.settings import Number, setting, whole
 
 GB, GIB = 1e9, 2**30
 # Of the peak, what cuBLAS reaches on transformer shapes at full power, and of the memory's
@@ -109,23 +109,24 @@ class Machine:
     """A cluster, as the command line describes it."""
 
     device: str = setting("h100", "Device type.", click.Choice(tuple(DEVICES)))
-    memory_gib: float | None = setting(
-        None,
-        "Memory of each device in GiB.  [default: that of the device type]",
-        Number(1, 2.0**30),
-    )
-    node: int = setting(8, "Number of devices in a node.", Whole(1, MOST_RANKS))
+    node: int = setting(8, "Number of devices in a node.", whole(1, MOST_RANKS))
     network: str = setting(
         "ib400", "Type of the network cards that connect nodes.", click.Choice(tuple(NETWORKS))
     )
     cards: int | None = setting(
         None,
         "Number of network cards in a node.  [default: one per device]",
-        Whole(1, MOST_RANKS),
+        whole(1, MOST_RANKS),
     )
     graph: bool = setting(
         False,
         "Assume that the step is one CUDA graph, without per-operation launches.",
+    )
+    mfu: float | None = setting(
+        None,
+        "Measured MFU of forward and backward without communication, to calibrate the predicted "
+        "time.",
+        Number(0, 1, min_open=True),
     )
 
     @property
@@ -139,22 +140,11 @@ class Machine:
         return NETWORKS[self.network]
 
     @property
-    def cards_per_node(self) -> int:
-        """Number of network cards in a node."""
-        return self.cards or self.node
-
-    @property
-    def memory_nbytes(self) -> int:
-        """Memory of a device in bytes."""
-        given = self.memory_gib
-        return self.gpu.memory_nbytes if given is None else int(given * GIB)
-
-    @property
     def margin_nbytes(self) -> int:
         """Memory to leave free: fragmentation of the allocator, and what NCCL and libraries take
         later.
         """
-        return int(_MARGIN * self.memory_nbytes)
+        return int(_MARGIN * self.gpu.memory_nbytes)
 
     @property
     def launch_s(self) -> float:
@@ -171,4 +161,4 @@ class Machine:
         each node once. A collective with fewer ranks in a node runs at the same time as those of
         the other devices, which use the other cards.
         """
-        return self.cards_per_node * self.card.bandwidth * ranks_per_node / self.node
+        return (self.cards or self.node) * self.card.bandwidth * ranks_per_node / self.node

@@ -39,7 +39,7 @@ class Plan:
     @property
     def fits(self) -> bool:
         """Whether the device has enough memory, with a margin."""
-        return self.needed_nbytes <= self.cost.machine.memory_nbytes
+        return self.needed_nbytes <= self.cost.machine.gpu.memory_nbytes
 
     @property
     def tokens_per_s(self) -> float:
@@ -60,23 +60,13 @@ class Plan:
         return model_flops(self.rehearsal.events) / (self.timeline.step_s * peak_flops)
 
 
-def make_plan(request: Request, machine: Machine, *, mfu: float | None = None) -> Plan:
+def make_plan(request: Request, machine: Machine) -> Plan:
     """Rehearses a step, and predicts its memory and time on a machine.
-
-    Args:
-        request: the step.
-        machine: the machine.
-        mfu: measured MFU of forward and backward without communication, with PaLM's count of FLOPs.
 
     Raises:
         UsageError, TrainingError: as `rehearse`.
     """
-    rehearsal = rehearse(request)
-    if mfu is None:
-        return plan_of(rehearsal, machine)
-    measured_s = model_flops(rehearsal.events) / (_peak_flops(request, machine) * mfu)
-    roofline_s = compute_s(rehearsal.events, CostModel(machine, request.shards))
-    return plan_of(rehearsal, machine, compute_scale=measured_s / roofline_s)
+    return plan_of(rehearse(request), machine)
 
 
 def plan_of(rehearsal: Rehearsal, machine: Machine, *, compute_scale: float | None = None) -> Plan:
@@ -86,8 +76,13 @@ def plan_of(rehearsal: Rehearsal, machine: Machine, *, compute_scale: float | No
         rehearsal: the step.
         machine: the machine.
         compute_scale: factor on the roofline's durations of kernels in forward and backward, if it
-            is known; else those of published runs give a range.
+            is known; else it follows from the machine's MFU, or published runs give a range.
     """
+    if compute_scale is None and machine.mfu is not None:
+        peak_flops = _peak_flops(rehearsal.request, machine)
+        measured_s = model_flops(rehearsal.events) / (peak_flops * machine.mfu)
+        roofline = CostModel(machine, rehearsal.request.shards)
+        compute_scale = measured_s / compute_s(rehearsal.events, roofline)
     scales = machine.gpu.slowdowns if compute_scale is None else (compute_scale,) * 3
     costs = [CostModel(machine, rehearsal.request.shards, scale) for scale in scales]
     fast, likely, slow = (play(rehearsal.events, cost) for cost in costs)

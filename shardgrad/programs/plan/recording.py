@@ -32,7 +32,7 @@ class Kernel:
     Attributes:
         stream: "compute", "gather", "reduce" or "second".
         phase: "forward", "backward" or "optimizer".
-        is_engine: True for the engine's operations, False for the model's.
+        is_of_model: whether it is the model's, in forward or backward.
         flops: multiplications and additions of matrix products and convolutions.
         palm_flops: `flops`, with attention counted as if it were not causal.
         dtype: dtype of the products, such as "bf16".
@@ -41,16 +41,11 @@ class Kernel:
 
     stream: str
     phase: str
-    is_engine: bool
+    is_of_model: bool
     flops: float
     palm_flops: float
     dtype: str
     nbytes: int
-
-    @property
-    def is_of_model(self) -> bool:
-        """Whether it is the model's, in forward or backward."""
-        return not self.is_engine and self.phase != "optimizer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +101,7 @@ class Recorder:
         phase: current phase of the step; before the first, what is built.
         stream: name of the current stream.
         axes: name of the mesh axis of a process group, by the group's name.
-        events: events of the step, in the host's order.
+        events: events in the host's order.
         memory: of the step.
     """
 
@@ -115,12 +110,6 @@ class Recorder:
     axes: dict[str, str] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
     memory: Memory = field(default_factory=Memory)
-    _marks: int = 0
-
-    def new_mark(self) -> int:
-        """Returns the number of the next event to record on a stream."""
-        self._marks += 1
-        return self._marks
 
     @contextmanager
     def on(self, stream: str) -> Iterator[None]:
@@ -130,14 +119,6 @@ class Recorder:
             yield
         finally:
             self.stream = former
-
-    def saw(self, tensor: torch.Tensor) -> None:
-        """Records the storage of a tensor, if it is new."""
-        self.memory.saw(tensor.untyped_storage(), stream=self.stream, phase=self.phase)
-
-    def resized(self, storage: torch.UntypedStorage) -> None:
-        """Records a resize of a storage."""
-        self.memory.resized(storage, stream=self.stream, phase=self.phase)
 
 
 class _RecordingEvent:
@@ -151,14 +132,13 @@ class _RecordingEvent:
         self._stream: Stream = None
 
     def record(self, stream: Stream) -> None:
-        self._now = self._recorder.new_mark()
+        self._now = len(self._recorder.events)  # a number that no other mark has
         self._stream = stream
         self._recorder.events.append(Marked(self._now, str(stream)))
 
     def wait(self, stream: Stream) -> None:
-        if (
-            self._now is not None and stream != self._stream
-        ):  # work of one stream is in order already
+        # Work of one stream is in order already.
+        if self._now is not None and stream != self._stream:
             self._recorder.events.append(Waited(self._now, str(stream)))
 
     def wait_on_host(self) -> None:

@@ -80,7 +80,7 @@ def _rehearse(request: Request) -> Rehearsal:
                 parameters = count_parameters(plan_model.module)
                 trainer = _Trainer(request, plan_model, mesh, recorder)
                 trainer.step()
-                recorder.events.clear()
+                warm_up = len(recorder.events)
                 recorder.memory.start_over(trainer.owners())
                 trainer.step()
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -94,7 +94,7 @@ def _rehearse(request: Request) -> Rehearsal:
             request=request,
             parameters=parameters,
             units=len({group.name for group in trainer.groups}),
-            events=tuple(recorder.events),
+            events=tuple(recorder.events[warm_up:]),
             memory=recorder.memory,
         )
 

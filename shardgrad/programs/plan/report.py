@@ -38,7 +38,7 @@ def _memory(plan: Plan) -> Table:
     owners = sorted(dict.fromkeys((*resting, *peak)), key=lambda owner: -peak.get(owner, 0))
     sizes = ((owner, resting.get(owner, 0), peak.get(owner, 0)) for owner in owners)
     verdict = "[green]fits" if plan.fits else "[red]does not fit"
-    room = f"{nice_nbytes(plan.needed_nbytes)} of {nice_nbytes(machine.memory_nbytes)}"
+    room = f"{nice_nbytes(plan.needed_nbytes)} of {nice_nbytes(machine.gpu.memory_nbytes)}"
     return _table(
         ("memory per rank", "between steps", "at the peak"),
         *(

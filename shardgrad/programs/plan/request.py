@@ -10,7 +10,7 @@ import click
 
 from shardgrad.programs.train.failure import UsageError
 from shardgrad.programs.train.presets import PRESETS
-from shardgrad.programs.train.settings import Whole, setting
+from shardgrad.programs.train.settings import setting, whole
 
 MOST_RANKS = 2**20
 _MESH = re.compile(r"([1-9][0-9]{0,8})(?:x([1-9][0-9]{0,8}))?")
@@ -31,7 +31,7 @@ class Request:
     ranks: int = setting(
         8,
         "Number of ranks.  [default: the size of --mesh, or 8]",
-        Whole(1, MOST_RANKS),
+        whole(1, MOST_RANKS),
     )
     mesh: str | None = setting(
         None,
@@ -61,9 +61,9 @@ class Request:
     )
 
     # Beyond the limits, torch could not count the elements of an activation.
-    batch_size: int = setting(1, "Sequences per rank in each micro-batch.", Whole(1, 2**16))
-    seq_len: int = setting(8192, "Tokens per sequence.", Whole(1, 2**22))
-    accumulate: int = setting(1, "Micro-batches per step.", Whole(1, 2**20))
+    batch_size: int = setting(1, "Sequences per rank in each micro-batch.", whole(1, 2**16))
+    seq_len: int = setting(8192, "Tokens per sequence.", whole(1, 2**22))
+    accumulate: int = setting(1, "Micro-batches per step.", whole(1, 2**20))
     no_sync: bool = setting(False, "Reduce gradients only after the last micro-batch.")
 
     def __post_init__(self) -> None:

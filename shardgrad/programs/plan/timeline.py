@@ -39,30 +39,29 @@ class Timeline:
 def play(events: Sequence[Event], cost: CostModel) -> Timeline:
     """Returns what the time of a step is made of."""
     host_s = 0.0
-    streams: dict[str, float] = defaultdict(float)  # when each is free
-    links: dict[str, float] = defaultdict(float)
+    free_s: dict[str, float] = defaultdict(float)  # when a stream or a link is free
     marks: dict[int, float] = defaultdict(float)
     busy: list[_Span] = []  # the compute stream
     moved: list[_Span] = []  # the links
     for event in events:
         if isinstance(event, Marked):
-            marks[event.mark] = streams[event.stream]
+            marks[event.mark] = free_s[event.stream]
         elif isinstance(event, Waited):
-            streams[event.stream] = max(streams[event.stream], marks[event.mark])
-        elif isinstance(event, Kernel):
-            host_s += cost.machine.launch_s
-            begin = max(streams[event.stream], host_s)
-            end = streams[event.stream] = begin + cost.kernel_s(event)
-            if event.stream == "compute":
-                busy.append((begin, end))
+            free_s[event.stream] = max(free_s[event.stream], marks[event.mark])
         else:
             host_s += cost.machine.launch_s
-            link = cost.links_of(event)
-            begin = max(streams[event.stream], host_s, links[link])
-            end = links[link] = streams[event.stream] = begin + cost.transfer_s(event)
-            moved.append((begin, end))
+            if isinstance(event, Kernel):
+                link, took_s = event.stream, cost.kernel_s(event)
+            else:
+                link, took_s = cost.links_of(event), cost.transfer_s(event)
+            begin = max(host_s, free_s[event.stream], free_s[link])
+            end = free_s[event.stream] = free_s[link] = begin + took_s
+            if link == "compute":
+                busy.append((begin, end))
+            elif link != event.stream:
+                moved.append((begin, end))
     return Timeline(
-        step_s=max([host_s, *streams.values()]),
+        step_s=max([host_s, *free_s.values()]),
         host_s=host_s,
         compute_s=sum(end - begin for begin, end in busy),
         exposed_s=_covered_s([*busy, *moved]) - _covered_s(busy),

@@ -105,7 +105,7 @@ def _watched_resizes(recorder: Recorder) -> Iterator[None]:
 
     def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
         original(storage, size)
-        recorder.resized(storage)
+        recorder.memory.resized(storage, stream=recorder.stream, phase=recorder.phase)
         return storage
 
     torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign,assignment]
@@ -133,7 +133,7 @@ class _Observer(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
+        kwargs, recorder = kwargs or {}, self._recorder
         if func is _prim.device.default:  # half of all calls
             return args[0].device if isinstance(args[0], FakeTensor) else func(*args)
         if DTensor in types:
@@ -142,7 +142,7 @@ class _Observer(TorchDispatchMode):
             return _view(func, args, kwargs, args[0])
         inputs = list(_tensors((*args, *kwargs.values()) if kwargs else args))
         is_real = not any(isinstance(tensor, FakeTensor) for tensor in inputs)
-        if inputs and is_real and self._recorder.phase != "model":
+        if inputs and is_real and recorder.phase != "model":
             if func is _aten.lift_fresh.default:
                 return args[0]
             with no_dispatch():
@@ -156,9 +156,11 @@ class _Observer(TorchDispatchMode):
         result = func(*args, **kwargs)
         for tensor in _tensors((result,)):
             if isinstance(tensor, FakeTensor):
-                self._recorder.saw(tensor)
+                recorder.memory.saw(
+                    tensor.untyped_storage(), stream=recorder.stream, phase=recorder.phase
+                )
         if func._overloadpacket.__name__ not in _NO_KERNEL:
-            self._recorder.events.append(self._kernel(func, args, kwargs, inputs, result))
+            recorder.events.append(self._kernel(func, args, kwargs, inputs, result))
         return result
 
     def _answer(self) -> int:
@@ -185,10 +187,11 @@ class _Observer(TorchDispatchMode):
         if name in _LOOK_UPS:
             nbytes += written
         flops, palm_flops = _flops(func, args, kwargs, result)
+        is_engine = func.namespace == "shardgrad" or recorder.stream != "compute"
         return Kernel(
             recorder.stream,
             recorder.phase,
-            func.namespace == "shardgrad" or recorder.stream != "compute",
+            not is_engine and recorder.phase != "optimizer",
             flops,
             palm_flops,
             "bf16" if inputs and inputs[0].dtype in _HALVES else "fp32",

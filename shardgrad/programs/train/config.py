@@ -15,7 +15,7 @@ import click
 
 from shardgrad.programs.train.failure import UsageError, reason_of
 from shardgrad.programs.train.presets import PRESETS
-from shardgrad.programs.train.settings import Number, Whole, converted, setting
+from shardgrad.programs.train.settings import Number, converted, setting, whole
 
 _MOST_NBYTES = 2**20  # of a file of settings
 
@@ -32,12 +32,12 @@ class TrainConfig:
     data: str | None = setting(
         None, "File to train on, read as bytes.  [default: Python's standard library]"
     )
-    seed: int = setting(0, "Seed of the initial weights and of the order of the data.", Whole(0))
+    seed: int = setting(0, "Seed of the initial weights and of the order of the data.", whole(0))
 
     ranks: int | None = setting(
         None,
         "Number of ranks to start.  [default: one per accelerator, else 2]",
-        Whole(1, 256),
+        whole(1, 256),
     )
     device: str = setting(
         "auto",
@@ -63,23 +63,23 @@ class TrainConfig:
     )
     timeout: float = setting(120.0, "Timeout of collectives, in seconds.", Number(1, 1e8))
 
-    steps: int = setting(400, "Number of optimizer steps.", Whole(1))
-    batch_size: int = setting(8, "Sequences per rank in each micro-batch.", Whole(1, 2**20))
+    steps: int = setting(400, "Number of optimizer steps.", whole(1))
+    batch_size: int = setting(8, "Sequences per rank in each micro-batch.", whole(1, 2**20))
     accumulate: int = setting(
-        1, "Micro-batches per step, whose gradients are accumulated.", Whole(1)
+        1, "Micro-batches per step, whose gradients are accumulated.", whole(1)
     )
-    seq_len: int = setting(128, "Length of a sequence in bytes.", Whole(2))
+    seq_len: int = setting(128, "Length of a sequence in bytes.", whole(2))
 
     lr: float = setting(3e-3, "Peak learning rate.", Number(0))
 
-    log_every: int = setting(10, "Steps between two lines of metrics.", Whole(1))
+    log_every: int = setting(10, "Steps between two lines of metrics.", whole(1))
     tensorboard: bool = setting(
         False, "Write the metrics for TensorBoard too, into the run folder."
     )
     sample_bytes: int = setting(
         60,
         "Length of the text that the trained model writes at the end; 0 for none.",
-        Whole(0, 2**20),
+        whole(0, 2**20),
     )
 
     run_dir: str | None = setting(
@@ -87,9 +87,9 @@ class TrainConfig:
         "Folder of the run.  [default: runs/<time>-<preset>]",
     )
     checkpoint_every: int = setting(
-        100, "Steps between two checkpoints; the last step is always saved.", Whole(1)
+        100, "Steps between two checkpoints; the last step is always saved.", whole(1)
     )
-    keep: int = setting(2, "Number of checkpoints to keep.", Whole(1))
+    keep: int = setting(2, "Number of checkpoints to keep.", whole(1))
 
     @property
     def folder(self) -> Path:

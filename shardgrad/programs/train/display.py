@@ -4,25 +4,11 @@ rank 0.
 
 from __future__ import annotations
 
-import errno
-import os
-
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from shardgrad.programs.checkpoint.files import named_in_errors
 from shardgrad.programs.text import escaped
-
-
-class RunConsole(Console):
-    """A console that raises where nothing reads it any more; rich would exit in silence."""
-
-    def on_broken_pipe(self) -> None:
-        """Called by rich.
-
-        Raises:
-            BrokenPipeError: each time.
-        """
-        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
 class Display(Progress):
@@ -38,7 +24,7 @@ class Display(Progress):
     def __init__(
         self, steps: int, title: str, *, leads: bool = True, console: Console | None = None
     ) -> None:
-        console = console or RunConsole(quiet=not leads)
+        console = console or Console()
         super().__init__(
             TextColumn("{task.description}", markup=False),
             BarColumn(),
@@ -46,17 +32,14 @@ class Display(Progress):
             console=console,
             disable=not leads or not console.is_terminal or console.is_dumb_terminal,
         )
+        self._leads = leads
         self._bar = self.add_task(escaped(title), total=steps)
 
     def note(self, text: str) -> None:
-        """Prints a line, above the bar."""
-        try:
-            self.console.print(
-                escaped(text), markup=False, emoji=False, highlight=False, soft_wrap=True
-            )
-        except OSError as error:
-            error.filename = "standard output"
-            raise
+        """Prints a line; rich has it appear above the bar."""
+        if self._leads:
+            with named_in_errors("standard output"):
+                print(escaped(text), flush=True)
 
     def stepped(self, step: int) -> None:
         """Moves the bar, without waiting for the step's results."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from shardgrad.programs.text import escaped
 from shardgrad.programs.train.failure import TrainingError
 from shardgrad.programs.train.presets import BYTE_VALUES
 
@@ -38,7 +37,6 @@ def continued(
     """
     generator = torch.Generator().manual_seed(seed)
     text = bytearray(prompt)
-    model.eval()
     for _ in range(count):
         tokens = torch.tensor([list(text[-window:])], device=device)
         logits: Tensor = model(tokens)[0, -1, :BYTE_VALUES].double().cpu()
@@ -46,11 +44,4 @@ def continued(
             raise TrainingError("The model's logits are not finite: use an earlier checkpoint.")
         shares = torch.softmax(logits / _TEMPERATURE, dim=-1)
         text.append(int(torch.multinomial(shares, 1, generator=generator)))
-    model.train()
     return bytes(text)
-
-
-def shown(text: bytes) -> str:
-    """Returns bytes as lines of text, in which other control characters are escaped."""
-    lines = text.decode("utf-8", errors="backslashreplace").replace("\t", "    ").split("\n")
-    return "\n".join(map(escaped, lines))

@@ -66,7 +66,7 @@ def prepare(given: Mapping[str, Any], *, resume: Path | None) -> TrainConfig:
 
 def _new_run(given: Mapping[str, Any]) -> TrainConfig:
     config = TrainConfig(**given)
-    if config.run_dir is None:
+    if not config.run_dir:
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-{config.preset}"
         config = dataclasses.replace(config, run_dir=f"runs/{name}")
     if (config.folder / "config.json").exists():
@@ -94,12 +94,11 @@ def launch_ranks(config: TrainConfig, *, resume: bool) -> int:
     Ctrl-C reaches the ranks themselves; SIGTERM is forwarded to them.
     When a rank fails, the others are asked to stop, and killed after 30 seconds.
 
-    Args:
-        config: settings, as `prepare` returns them.
-        resume: start from the newest checkpoint in the folder.
-
     Returns:
         The exit status. The ranks have said what happened; what a rank could not say, this has.
+
+    Raises:
+        UsageError: there are more ranks than accelerators.
     """
     # How long ranks that were asked to stop may take to save, before the agent kills them.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "3600")
@@ -109,11 +108,15 @@ def launch_ranks(config: TrainConfig, *, resume: bool) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    if config.ranks is None:
-        ranks = min(2, len(os.sched_getaffinity(0)))
-        if config.device != "cpu" and torch.accelerator.is_available():
-            ranks = torch.accelerator.device_count()
-        config = dataclasses.replace(config, ranks=ranks)
+    count = 0
+    if config.device != "cpu" and torch.accelerator.is_available():
+        count = torch.accelerator.device_count()
+    ranks = config.ranks or count or min(2, len(os.sched_getaffinity(0)))
+    if 0 < count < ranks:
+        raise UsageError(
+            f"There are more ranks than this machine's {count} accelerators: use --ranks {count}."
+        )
+    config = dataclasses.replace(config, ranks=ranks)
     logging.disable()  # the agent reports each end of a rank with a traceback
     # A new interpreter is started with -c, which puts the working directory first on sys.path: a
     # threading.py there would be imported for the standard library's.
@@ -126,7 +129,7 @@ def launch_ranks(config: TrainConfig, *, resume: bool) -> int:
     launch = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
-        nproc_per_node=config.ranks or 1,
+        nproc_per_node=ranks,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         local_addr="localhost",

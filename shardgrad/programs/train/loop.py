@@ -18,7 +18,7 @@ from shardgrad.programs.train.config import TrainConfig
 from shardgrad.programs.train.corpus import Sampler
 from shardgrad.programs.train.display import Display
 from shardgrad.programs.train.failure import Interrupted, TrainingError, UsageError
-from shardgrad.programs.train.generate import continued, shown
+from shardgrad.programs.train.generate import continued
 from shardgrad.programs.train.model import count_parameters
 from shardgrad.programs.train.parallel import World
 from shardgrad.programs.train.record import RunRecord
@@ -184,7 +184,7 @@ class Run:
                 device=self.world.device,
             )
             note("The model writes:")
-            for line in shown(sample).split("\n"):
+            for line in sample.decode(errors="backslashreplace").expandtabs(4).split("\n"):
                 note(f"  {line}")
         elapsed = timedelta(seconds=round(time.perf_counter() - self._began_s))
         self._record.draw()

@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from shardgrad.diagnosis.flight_recorder import GroupLog, recorder
 from shardgrad.programs.train.config import TrainConfig
-from shardgrad.programs.train.failure import UsageError
 
 _Thing = TypeVar("_Thing")
 
@@ -61,11 +60,7 @@ class World:
 
 
 def join(config: TrainConfig) -> World:
-    """Initializes the process groups of a rank.
-
-    Args:
-        config: settings; the device and the timeout are used.
-    """
+    """Initializes the process group of a rank."""
     recorder.enter("start")
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = _choose_device(config.device, rank)
@@ -92,9 +87,4 @@ def _choose_device(wish: str, rank: int) -> torch.device:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if wish == "cpu" or accelerator is None:
         return torch.device("cpu")
-    count = torch.accelerator.device_count()
-    if rank >= count:
-        raise UsageError(
-            f"There are more ranks than this machine's {count} accelerators: use --ranks {count}."
-        )
     return torch.device(accelerator.type, rank)

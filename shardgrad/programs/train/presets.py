@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 BYTE_VALUES = 256
 
@@ -42,39 +42,23 @@ class TransformerConfig:
         return self.width // self.heads
 
 
+_LLAMA_3 = TransformerConfig(
+    width=4096,
+    layers=32,
+    heads=32,
+    kv_heads=8,
+    hidden=14_336,
+    vocab_size=128_256,
+    tied=False,
+    rope_theta=500_000.0,
+)
 PRESETS: Mapping[str, TransformerConfig] = {
     "tiny": TransformerConfig(width=192, layers=2, heads=3, kv_heads=3, hidden=576),
     "small": TransformerConfig(width=384, layers=6, heads=6, kv_heads=6, hidden=1024),
     "gpt2": TransformerConfig(
         width=768, layers=12, heads=12, kv_heads=12, hidden=2048, vocab_size=50_257
     ),
-    "1b": TransformerConfig(
-        width=2048,
-        layers=16,
-        heads=32,
-        kv_heads=8,
-        hidden=8192,
-        vocab_size=128_256,
-        rope_theta=500_000.0,
-    ),
-    "8b": TransformerConfig(
-        width=4096,
-        layers=32,
-        heads=32,
-        kv_heads=8,
-        hidden=14_336,
-        vocab_size=128_256,
-        tied=False,
-        rope_theta=500_000.0,
-    ),
-    "70b": TransformerConfig(
-        width=8192,
-        layers=80,
-        heads=64,
-        kv_heads=8,
-        hidden=28_672,
-        vocab_size=128_256,
-        tied=False,
-        rope_theta=500_000.0,
-    ),
+    "1b": replace(_LLAMA_3, width=2048, layers=16, hidden=8192, tied=True),
+    "8b": _LLAMA_3,
+    "70b": replace(_LLAMA_3, width=8192, layers=80, heads=64, hidden=28_672),
 }

@@ -35,22 +35,15 @@ def run_rank(config: TrainConfig, resume: bool) -> None:
 
     A failure ends the process, with the exit status of the error, after this rank or another has
     said what happened.
-
-    Args:
-        config: resolved settings, the same on every rank.
-        resume: start from the newest checkpoint in the folder.
     """
     stop = StopRequest().install()
-    has_joined = False
     try:
         import torch.distributed as dist
 
         from shardgrad.programs.train.loop import Run
         from shardgrad.programs.train.parallel import join
 
-        world = join(config)
-        has_joined = True
-        Run(config, world, resume=resume).until_done(stop)
+        Run(config, join(config), resume=resume).until_done(stop)
         dist.destroy_process_group()
     except BaseException as error:  # CheckpointException of torch is not an Exception
         failure = explain(error)
@@ -62,8 +55,7 @@ def run_rank(config: TrainConfig, resume: bool) -> None:
                 for line in traceback.format_exc().splitlines():
                     print(escaped(line), file=sys.stderr)
             if not is_told:
-                rank = int(os.environ["RANK"])
-                tell(_report(error, failure, rank, config.folder, has_joined=has_joined))
+                tell(_report(error, failure, int(os.environ["RANK"]), config.folder))
         finally:
             # Not sys.exit: the backends' threads may wait for ranks that have ended.
             os._exit(failure.exit_status)
@@ -91,14 +83,12 @@ def resume_hint(folder: Path) -> str:
     return f"The newest checkpoint is {newest.name}; resume with: shardgrad train --resume {folder}"
 
 
-def _report(
-    error: BaseException, failure: TrainingError, rank: int, folder: Path, *, has_joined: bool
-) -> str:
+def _report(error: BaseException, failure: TrainingError, rank: int, folder: Path) -> str:
     """Returns what this rank is to tell of a failure; nothing, if another rank tells it."""
     if isinstance(error, CheckpointError) and error.__cause__ is None:
         return ""  # the rank that could not do its part tells it
-    if isinstance(error, TrainingError):  # all ranks have found it together, once they have met
-        text = "" if has_joined and rank else str(failure)
+    if isinstance(error, TrainingError):  # all ranks have found it together
+        text = "" if rank else str(failure)
     elif isinstance(failure, PeerLost) and rank not in _TELLERS:
         text = ""
     else:

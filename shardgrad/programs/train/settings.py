@@ -8,37 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import click
 
-_Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 
-
-class Text(click.types.StringParamType):
-    """A text that may be a path."""
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> str:
-        """Returns the text; refuses one that a shell gives for an unknown variable, and one that no
-        path may have.
-        """
-        if not value or "\0" in value:
-            self.fail(f"{value!r} is empty or contains a null character: correct it.", param, ctx)
-        return str(value)
-
-
-class Whole(click.IntRange):
-    """A whole number that torch can count with."""
-
-    name = "integer"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> int:
-        """Returns the number."""
-        number: int = super().convert(value, param, ctx)
-        if number >= 2**63:
-            self.fail("it needs more than 63 bits: give a smaller number.", param, ctx)
-        return number
+def whole(least: int, most: int = 10**12) -> click.IntRange:
+    """Returns the type of a whole number that torch can count with."""
+    return click.IntRange(least, most)
 
 
 class Number(click.FloatRange):
@@ -54,11 +31,7 @@ class Number(click.FloatRange):
         return number
 
 
-def setting(
-    default: Any,
-    words: str,
-    kind: Any = Text(),  # noqa: B008  # it has no state
-) -> Any:
+def setting(default: Any, words: str, kind: Any = click.STRING) -> Any:
     """Declares a field of a dataclass as a setting, whose option has the field's name with dashes.
 
     Args:
@@ -82,18 +55,11 @@ def converted(one: dataclasses.Field[Any], value: object) -> Any:
         raise ValueError(f"{one.name}: {error.message}") from None
 
 
-def options_of(*classes: Any) -> _Decorator:
-    """Returns a decorator that adds one option to a command for each setting of dataclasses; one
-    that was not given is None.
+def options_of(*classes: Any) -> list[click.Parameter]:
+    """Returns an option of a command for each setting of dataclasses; one that was not given is
+    None.
     """
-
-    def add(command: Callable[..., None]) -> Callable[..., None]:
-        for each in reversed(classes):
-            for one in reversed(dataclasses.fields(each)):
-                command = _option(one)(command)
-        return command
-
-    return add
+    return [_option(one) for each in classes for one in dataclasses.fields(each)]
 
 
 def given_for(cls: Any, flags: dict[str, Any]) -> dict[str, Any]:
@@ -102,12 +68,12 @@ def given_for(cls: Any, flags: dict[str, Any]) -> dict[str, Any]:
     return {name: flags[name] for name in names if flags[name] is not None}
 
 
-def _option(one: dataclasses.Field[Any]) -> _Decorator:
+def _option(one: dataclasses.Field[Any]) -> click.Option:
     default, words, kind = one.default, one.metadata["help"], one.metadata["kind"]
     flag = "--" + one.name.replace("_", "-")
     if isinstance(default, bool):
         switch = f"--no-{flag[2:]}" if default else flag
-        return click.option(switch, one.name, flag_value=not default, default=None, help=words)
+        return click.Option([switch, one.name], flag_value=not default, default=None, help=words)
     if default is not None and "[default" not in words:
         words += f"  [default: {default}]"
-    return click.option(flag, one.name, type=kind, default=None, help=words)
+    return click.Option([flag, one.name], type=kind, default=None, help=words)

@@ -33,13 +33,14 @@ def build_model(config: TrainConfig, mesh: DeviceMesh, device: torch.device) -> 
     with torch.device("meta"):
         model = Transformer(PRESETS[config.preset])
 
-    def fill(part: nn.Module) -> None:
-        materialise(model, part, device=device, seed=config.seed)
-
-    def wrap(block: nn.Module) -> nn.Module:
-        return checkpoint_wrapper(block) if config.activation_checkpointing else block
-
-    shard_in_order(model, model.layers, model.ends, fill=fill, wrap=wrap, arguments=arguments)
+    shard_in_order(
+        model,
+        model.layers,
+        model.ends,
+        fill=lambda part: materialise(model, part, device=device, seed=config.seed),
+        wrap=checkpoint_wrapper if config.activation_checkpointing else lambda block: block,
+        arguments=arguments,
+    )
     return model
 
 
