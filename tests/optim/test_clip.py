@@ -26,6 +26,7 @@ from tests.support.parity import (
     stack,
     token_loss,
     tower,
+    unchanged,
 )
 from tests.support.ranks import Ranks, on_ranks
 
@@ -33,11 +34,10 @@ NORMS = [2.0, 1.0, math.inf, 3.5, -math.inf]
 
 
 def clip(engine: Engine, params: Any, *args: Any, **kwargs: Any) -> Tensor:
-    home = torch.nn.utils if engine is UNSHARDED else shardgrad
-    params = (
-        params.parameters() if isinstance(params, nn.Module) and engine is UNSHARDED else params
-    )
-    norm: Tensor = home.clip_grad_norm_(params, *args, **kwargs)
+    if engine is UNSHARDED:
+        norm: Tensor = nn.utils.clip_grad_norm_(params.parameters(), *args, **kwargs)
+    else:
+        norm = shardgrad.clip_grad_norm_(params, *args, **kwargs)
     assert norm.dtype == torch.float64
     return norm
 
@@ -50,15 +50,18 @@ def clipped(engine: Engine, norm_type: float, mesh: tuple[int, int] | None) -> T
     return {"norm": norm, **engine.snapshot(model)}
 
 
+@pytest.mark.parametrize(("ranks", "mesh"), [(2, None), (4, (2, 2))], ids=["shards", "replicas"])
+def test_every_norm_is_torchs_and_counts_replicas_once(
+    worlds: dict[int, Ranks], ranks: int, mesh: tuple[int, int] | None
+) -> None:
+    worlds[ranks].renewed().run(norms_are_torchs, mesh)
+
+
 def norms_are_torchs(mesh: tuple[int, int] | None) -> None:
     with float64():
         for norm_type in NORMS:
             ours, theirs = clipped(GATHERED, norm_type, mesh), clipped(UNSHARDED, norm_type, mesh)
             assert_close(ours, theirs, tolerance=1e-12)
-
-
-def test_every_norm_is_torchs(two_ranks: Ranks) -> None:
-    two_ranks.run(norms_are_torchs, None)
 
 
 @on_ranks(2)
@@ -73,10 +76,6 @@ def test_a_table_that_is_kept_is_for_training_even_if_an_evaluation_makes_it() -
     with torch.inference_mode():
         rows, _ = _table_of_one(12_345, torch.device("cpu"))
     assert not rows.is_inference()
-
-
-def test_replicas_are_counted_once(four_ranks: Ranks) -> None:
-    four_ranks.run(norms_are_torchs, (2, 2))
 
 
 @on_ranks(2)
@@ -109,7 +108,7 @@ def test_units_on_other_meshes_and_plain_parameters_share_a_norm() -> None:
     for engine in (SHARDGRAD, UNSHARDED):
         model = build(engine)
         # The same on each rank.
-        model(UNSHARDED.inputs(0, 5, dtype=torch.float64)).square().mean().backward()
+        UNSHARDED.loss(model, 0, 5, dtype=torch.float64).backward()
         norms.append(clip(engine, model, 0.1))
     torch.testing.assert_close(norms[0], norms[1], rtol=1e-6, atol=0)
 
@@ -118,18 +117,19 @@ def test_units_on_other_meshes_and_plain_parameters_share_a_norm() -> None:
 def test_bad_arguments_are_refused() -> None:
     model = SHARDGRAD.fully_shard(stack(5, 3))
     model(SHARDGRAD.inputs(0, 5)).sum().backward()
-    before = model[0].weight.grad.to_local().clone()
-    with pytest.raises(OptionError, match="max_norm"):
-        shardgrad.clip_grad_norm_(model, -1.0)
-    with pytest.raises(OptionError, match="norm_type is not supported"):
-        shardgrad.clip_grad_norm_(model, 1.0, norm_type=-2.0)
-    for limit, order in ((None, 2.0), (1.0, "two"), (1j, 2.0), (model, 2.0)):
-        with pytest.raises(OptionError, match="must be numbers"):
-            shardgrad.clip_grad_norm_(model, limit, norm_type=order)
     model[0].bias.grad.fill_(math.nan)
-    with pytest.raises(GradientError, match="non-finite"):
-        shardgrad.clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
-    assert torch.equal(model[0].weight.grad.to_local(), before)
+    no_numbers = [(limit, 2.0, "must be numbers") for limit in (None, 1j, model)]
+    with unchanged([model[0].weight.grad]):
+        for limit, order, words in (
+            (-1.0, 2.0, "max_norm"),
+            (1.0, -2.0, "norm_type is not supported"),
+            (1.0, "two", "must be numbers"),
+            *no_numbers,
+        ):
+            with pytest.raises(OptionError, match=words):
+                shardgrad.clip_grad_norm_(model, limit, norm_type=order)
+        with pytest.raises(GradientError, match="non-finite"):
+            shardgrad.clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
     table = nn.Embedding(5, 3, sparse=True)
     table(torch.tensor([1])).sum().backward()
     with pytest.raises(GradientError, match="dense"):
@@ -155,7 +155,7 @@ def test_an_infinity_is_found_whatever_parts_of_its_unit_were_clipped(
     params = list(model.parameters())
     optim = shardgrad.optim.SGD(params, lr=0.1)
     scaler = make and make()
-    loss = model(SHARDGRAD.inputs(0, 5)).square().mean()
+    loss = SHARDGRAD.loss(model, 0, 5)
     (loss if scaler is None else scaler.scale(loss)).backward()
     params[bad].grad.mul_(math.inf)
     if scaler is not None:

@@ -166,12 +166,3 @@ def test_clips_zeroes_and_steps_in_any_order_are_torchs_and_skip_what_is_not_fin
                 raise
         for optim, skipped in zip(both.optims, both.skipped, strict=True):
             assert optim.skipped_steps.item() >= skipped, f"seed {seed}: {done}"
-
-
-def test_a_gradient_in_another_memory_order_than_its_parameter_is_read_by_its_indices() -> None:
-    ours, right = (nn.Parameter(torch.arange(15.0).view(3, 5)) for _ in range(2))
-    grad = torch.randn(5, 3).t()
-    for param, home in ((ours, shardgrad.optim), (right, torch.optim)):
-        param.grad = grad
-        home.SGD([param], lr=LR).step()
-    torch.testing.assert_close(ours, right)

@@ -29,6 +29,7 @@ from tests.support.parity import (
     stack,
     token_loss,
     tower,
+    unchanged,
 )
 from tests.support.ranks import Ranks, on_ranks
 
@@ -42,13 +43,6 @@ RULES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def build(rule: str, engine: Engine, params: Any) -> torch.optim.Optimizer:
-    """Returns our optimizer for our engine, and torch's for the unsharded oracle."""
-    name, options = RULES[rule]
-    home = torch.optim if engine is UNSHARDED else shardgrad.optim
-    return getattr(home, name)(params, **options)
-
-
 def decayed_and_not(model: nn.Module) -> list[dict[str, Any]]:
     """Two groups that lie interleaved in every unit."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
@@ -58,7 +52,8 @@ def decayed_and_not(model: nn.Module) -> list[dict[str, Any]]:
 
 def train_by(engine: Engine, rule: str) -> Tensors:
     model = engine.shard_tower(tower())
-    optim = build(rule, engine, decayed_and_not(model))
+    name, options = RULES[rule]
+    optim = getattr(engine.optim, name)(decayed_and_not(model), **options)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optim, max_lr=[1e-2, 5e-3], total_steps=8, cycle_momentum=rule not in ("sgd",)
     )
@@ -122,7 +117,7 @@ def test_no_megabyte_is_allocated_after_the_first_step(name: str) -> None:
     shardgrad.fully_shard(model, gradient_policy=GradientPolicy(dtype=grad_dtype))
     optim = make(model.parameters())
     for step in range(2):
-        model(SHARDGRAD.inputs(step, 1024, dtype=param_dtype)).square().mean().backward()
+        SHARDGRAD.loss(model, step, 1024, dtype=param_dtype).backward()
         with torch.profiler.profile(profile_memory=True) as profile:
             if name != "looks for itself":
                 shardgrad.clip_grad_norm_(model, 1e-3)
@@ -218,7 +213,7 @@ def test_gradients_are_read_in_their_own_dtype(policy: GradientPolicy) -> None:
     shardgrad.fully_shard(model, gradient_policy=policy, mp_policy=mixed)
     params = list(model.parameters())
     optim = shardgrad.optim.SGD(params, lr=1.0, master="float32")
-    model(SHARDGRAD.inputs(0, 40, dtype=torch.bfloat16)).square().mean().backward()
+    SHARDGRAD.loss(model, 0, 40, dtype=torch.bfloat16).backward()
     grads = [getattr(p, policy.attribute).to_local() for p in params]
     assert {grad.dtype for grad in grads} == {policy.dtype or torch.bfloat16}
     expected = [p.to_local().float() - g.float() for p, g in zip(params, grads, strict=True)]
@@ -248,46 +243,47 @@ def test_parameters_of_two_engines_in_one_optimizer_are_refused() -> None:
     assert len(optim.param_groups) == 1
 
 
-@on_ranks(2)
-def test_a_replaced_parameter_is_refused_before_anything_changes() -> None:
-    for replace in (_replace_object, _replace_local, _assign_data):
-        model = SHARDGRAD.fully_shard(stack(5, 4, 3))
-        optim = shardgrad.optim.SGD(model.parameters(), lr=0.1)
-        model(SHARDGRAD.inputs(0, 5)).sum().backward()
-        before = [p.to_local().clone() for p in model.parameters()]
-        replace(model)
-        with pytest.raises(OptimizerParameterError, match=r"2\.weight|0\.weight"):
-            optim.step()
-        kept = [p for name, p in model.named_parameters() if name in ("0.bias", "2.bias")]
-        for p, old in zip(kept, (before[1], before[3]), strict=True):
-            assert torch.equal(p.to_local(), old)
-
-
-def _replace_object(model: nn.Module) -> None:
+def replace_object(model: nn.Module) -> None:
     state = {name: value.clone() for name, value in model.state_dict().items()}
     model.load_state_dict(state, assign=True)
 
 
-def _replace_local(model: nn.Module) -> None:
+def replace_local(model: nn.Module) -> None:
     weight = model[2].weight
     weight._local_tensor = torch.zeros_like(weight._local_tensor)
 
 
-def _assign_data(model: nn.Module) -> None:
+def assign_data(model: nn.Module) -> None:
     """Torch leaves the local tensor of a DTensor as it is, so nothing would be changed."""
     model[2].weight.data = torch.zeros_like(model[2].weight)
 
 
+def assign_a_replicated_gradient(model: nn.Module) -> None:
+    weight = model[2].weight
+    weight.grad = distribute_tensor(torch.ones(3, 4), weight.device_mesh, [Replicate()])
+
+
+NAMED = r"2\.weight|0\.weight"
+
+
+@pytest.mark.parametrize("kind", [shardgrad.optim.SGD, shardgrad.optim.Muon])
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (replace_object, OptimizerParameterError, NAMED),
+        (replace_local, OptimizerParameterError, NAMED),
+        (assign_data, OptimizerParameterError, NAMED),
+        (assign_a_replicated_gradient, ForeignParameterError, "sharded as its parameter"),
+    ],
+)
 @on_ranks(2)
-def test_a_gradient_that_is_sharded_otherwise_is_refused() -> None:
-    model = SHARDGRAD.fully_shard(stack(5, 3))
-    optim = shardgrad.optim.SGD(model.parameters(), lr=0.1)
-    model(SHARDGRAD.inputs(0, 5)).sum().backward()
-    before = [p.to_local().clone() for p in model.parameters()]
-    mesh = model[0].weight.device_mesh
-    model[0].weight.grad = distribute_tensor(torch.ones(3, 5), mesh, [Replicate()])
-    with pytest.raises(ForeignParameterError, match="sharded as its parameter"):
+def test_what_is_no_longer_as_it_was_sharded_is_refused_before_anything_changes(
+    kind: Any, change: Callable[[nn.Module], None], error: type[Exception], words: str
+) -> None:
+    model = SHARDGRAD.shard_stack(stack(5, 4, 3))
+    optim = kind([p for p in model.parameters() if p.ndim == 2], lr=0.1)
+    SHARDGRAD.loss(model, 0, 5).backward()
+    states = [value for state in optim.state.values() for value in state.values()]
+    change(model)
+    with unchanged([*model.parameters(), *states]), pytest.raises(error, match=words):
         optim.step()
-    assert all(
-        torch.equal(p.to_local(), old) for p, old in zip(model.parameters(), before, strict=True)
-    )

@@ -68,7 +68,7 @@ def train(model: torch.nn.Module, optim: Any, steps: range) -> Tensors:
     schedule = torch.optim.lr_scheduler.ExponentialLR(optim, 0.9)
     dtype = next(model.parameters()).dtype
     for step in steps:
-        model(SHARDGRAD.inputs(step, 6, dtype=dtype)).square().mean().backward()
+        SHARDGRAD.loss(model, step, 6, dtype=dtype).backward()
         optim.found_inf = torch.tensor(float(step % 3 == 1))
         optim.step()
         schedule.step()
@@ -124,7 +124,7 @@ def test_states_on_the_host_have_nothing_to_give_back() -> None:
     shardgrad.fully_shard(model, offload_policy=shardgrad.SleepPolicy())
     optim = shardgrad.optim.AdamW(model.parameters(), states_on_host=True)
     for level in (1, 2):
-        model(SHARDGRAD.inputs(level, 6)).square().mean().backward()
+        SHARDGRAD.loss(model, level, 6).backward()
         optim.step()
         optim.zero_grad()
         before = everything(model, optim)

@@ -28,8 +28,7 @@ Make = Callable[..., torch.optim.Optimizer]
 
 
 def adamw(engine: Engine, params: Any, **options: Any) -> torch.optim.Optimizer:
-    home = torch.optim if engine is UNSHARDED else shardgrad.optim
-    return home.AdamW(params, **options)
+    return engine.optim.AdamW(params, **options)
 
 
 EACH = pytest.mark.parametrize("make", [adamw, muon])
@@ -47,7 +46,7 @@ def train_with_gaps(engine: Engine, make: Make) -> Tensors:
     model = engine.fully_shard(stack(5, 4, 3))
     optim = make(engine, [p for p in model.parameters() if p.ndim == 2], lr=0.1)
     for step in range(4):
-        model(engine.inputs(step, 5, dtype=torch.float64)).square().mean().backward()
+        engine.loss(model, step, 5).backward()
         if step == 1:
             model[0].weight.grad = None
         if step == 2:
@@ -69,7 +68,7 @@ def train_with_units_that_rest(engine: Engine, make: Make) -> Tensors:
     for step, used in enumerate([(0,), (0, 1), (1, 2), (0, 1, 2), (2,), (0, 1)]):
         if step == 3:
             model.layers[1].weight.requires_grad_(False)
-        model(engine.inputs(step, 4, dtype=torch.float64), *used).square().mean().backward()
+        model(engine.inputs(step, 4), *used).square().mean().backward()
         optim.step()
         optim.zero_grad()
     return engine.snapshot(model)

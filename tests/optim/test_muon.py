@@ -39,36 +39,30 @@ def trains_as_torch_does_unsharded(**options: Any) -> None:
         assert_close(train(GATHERED, **options), train(UNSHARDED, **options), tolerance=TIGHT)
 
 
+OTHER_ITERATION = {
+    "ns_steps": 3,
+    "ns_coefficients": (1.875, -1.25, 0.375),
+    "eps": 0.5,
+    "adjust_lr_fn": "original",
+}
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("ranks", "options"),
     [
-        {},
-        {"nesterov": False, "adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.0},
-        {
-            "ns_steps": 3,
-            "ns_coefficients": (1.875, -1.25, 0.375),
-            "eps": 0.5,
-            "adjust_lr_fn": "original",
-        },
+        (1, {}),
+        (2, {}),
+        (2, {"nesterov": False, "adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.0}),
+        (2, OTHER_ITERATION),
+        (4, {}),  # with short pieces
+        (4, {"mesh": (2, 2)}),
     ],
-    ids=["defaults", "match_rms", "other_iteration"],
+    ids=["one", "defaults", "match_rms", "other_iteration", "four", "hybrid"],
 )
 def test_ten_steps_follow_torch_unsharded_with_schedules(
-    two_ranks: Ranks, options: dict[str, Any]
+    worlds: dict[int, Ranks], ranks: int, options: dict[str, Any]
 ) -> None:
-    two_ranks.run(trains_as_torch_does_unsharded, **options)
-
-
-def test_four_ranks_with_short_pieces(four_ranks: Ranks) -> None:
-    four_ranks.run(trains_as_torch_does_unsharded)
-
-
-def test_hybrid_sharding(four_ranks: Ranks) -> None:
-    four_ranks.run(trains_as_torch_does_unsharded, mesh=(2, 2))
-
-
-def test_a_group_of_one(worlds: dict[int, Ranks]) -> None:
-    worlds[1].run(trains_as_torch_does_unsharded)
+    worlds[ranks].renewed().run(trains_as_torch_does_unsharded, **options)
 
 
 @on_ranks(2)
@@ -81,7 +75,7 @@ def train_narrow(engine: Engine) -> Tensors:
     model = engine.fully_shard(stack(5, 3, 2, 5))
     optim = muon(engine, [p for p in model.parameters() if p.ndim == 2], lr=0.02)
     for step in range(10):
-        model(engine.inputs(step, 5, dtype=model[0].weight.dtype)).square().mean().backward()
+        engine.loss(model, step, 5, dtype=model[0].weight.dtype).backward()
         optim.step()
         optim.zero_grad()
     return engine.snapshot(model)

@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-import shardgrad
 from shardgrad.errors import DeepcopyError, OptimizerStateError
 from tests.support.muon import cut_like, everything, exactly, muon
 from tests.support.parity import (
@@ -24,28 +22,15 @@ from tests.support.parity import (
     Engine,
     assert_close,
     assert_same_bits,
-    token_loss,
     tower,
 )
 from tests.support.ranks import on_ranks
+from tests.support.two_engines import build, take_steps
 from tests.support.under_patch import whole
 
 
 def adamw(engine: Engine, model: nn.Module, **options: Any) -> torch.optim.Optimizer:
-    home = shardgrad.optim if engine in (SHARDGRAD, GATHERED) else torch.optim
-    return home.AdamW(model.parameters(), **{"lr": 1e-2, "weight_decay": 0.1, **options})
-
-
-def run(engine: Engine, model: nn.Module, optim: torch.optim.Optimizer, steps: range) -> None:
-    for step in steps:
-        token_loss(model, engine.tokens(step)).backward()
-        optim.step()
-        model.zero_grad()
-
-
-def build(engine: Engine, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = engine.shard_tower(tower())
-    return model, adamw(engine, model, **options)
+    return engine.optim.AdamW(model.parameters(), **{"lr": 1e-2, **options})
 
 
 def muon_of(engine: Engine, model: nn.Module, **options: Any) -> torch.optim.Optimizer:
@@ -67,7 +52,7 @@ def test_a_state_goes_between_us_and_torch(make: Any, source: Engine, target: En
         model, other, oracle = models
         optim, oracle_optim = make(source, model), make(UNSHARDED, oracle)
         other_optim = make(target, other, lr=1.0)  # the rate is loaded, too
-        run(source, model, optim, range(2))
+        take_steps(source, model, optim, range(2))
         saved = optim.state_dict()
         if UNSHARDED in (source, target):  # as a checkpoint of a plain run has it
             saved["state"] = tree_map(whole, saved["state"])
@@ -76,8 +61,8 @@ def test_a_state_goes_between_us_and_torch(make: Any, source: Engine, target: En
                 full = whole(value)
                 into.copy_(cut_like(into, full) if isinstance(into, DTensor) else full)
         other_optim.load_state_dict(copy.deepcopy(saved))
-        run(target, other, other_optim, range(2, 4))
-        run(UNSHARDED, oracle, oracle_optim, range(4))
+        take_steps(target, other, other_optim, range(2, 4))
+        take_steps(UNSHARDED, oracle, oracle_optim, range(4))
         right, found = everything(oracle, oracle_optim), everything(other, other_optim)
         ours = {name: found[name].double() for name in right}  # of torch's state, which counts so
         assert_close(ours, {name: value.double() for name, value in right.items()})
@@ -86,7 +71,7 @@ def test_a_state_goes_between_us_and_torch(make: Any, source: Engine, target: En
 @on_ranks(2)
 def test_state_is_one_dtensor_for_each_parameter_in_flat_memory() -> None:
     model, optim = build(SHARDGRAD)
-    run(SHARDGRAD, model, optim, range(1))
+    take_steps(SHARDGRAD, model, optim, range(1))
     for param in model.parameters():
         state = optim.state[param]
         assert set(state) == {"step", "exp_avg", "exp_avg_sq"}
@@ -107,10 +92,10 @@ def test_a_loaded_state_says_nothing_about_how_torch_computes() -> None:
     """`capturable=False` of a saved group would make a capture be refused; it is torch's affair."""
     _, optim = build(SHARDGRAD)
     before = {key: value for key, value in optim.param_groups[0].items() if key != "params"}
-    other, other_optim = build(FSDP2, foreach=False)
-    run(FSDP2, other, other_optim, range(1))
+    other, other_optim = build(FSDP2)
+    take_steps(FSDP2, other, other_optim, range(1))
     saved = copy.deepcopy(other_optim.state_dict())
-    saved["param_groups"][0].update(capturable=True, lr=0.5)
+    saved["param_groups"][0].update(capturable=True, foreach=False, lr=0.5)
     optim.load_state_dict(saved)
     after = {key: value for key, value in optim.param_groups[0].items() if key != "params"}
     assert after == before | {"lr": 0.5}
@@ -119,7 +104,7 @@ def test_a_loaded_state_says_nothing_about_how_torch_computes() -> None:
 @on_ranks(2)
 def test_a_state_that_does_not_fit_is_refused_before_anything_changes() -> None:
     model, optim = build(SHARDGRAD)
-    run(SHARDGRAD, model, optim, range(2))
+    take_steps(SHARDGRAD, model, optim, range(2))
     right, lr = everything(model, optim), optim.param_groups[0]["lr"]
 
     def refused(change: Any, error: type[Exception] = OptimizerStateError) -> None:
@@ -148,12 +133,11 @@ def test_momentum_goes_both_ways_and_is_not_taken_for_a_fresh_start(counts: bool
 
     def sgd(engine: Engine) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = engine.shard_tower(tower())
-        home = shardgrad.optim if engine is SHARDGRAD else torch.optim
-        return model, home.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
+        return model, engine.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
 
     (model, optim), (other, other_optim) = sgd(SHARDGRAD), sgd(FSDP2)
-    run(SHARDGRAD, model, optim, range(2))
-    run(FSDP2, other, other_optim, range(2))
+    take_steps(SHARDGRAD, model, optim, range(2))
+    take_steps(FSDP2, other, other_optim, range(2))
     mine, theirs = copy.deepcopy(optim.state_dict()), copy.deepcopy(other_optim.state_dict())
     for state in theirs["state"].values() if counts else ():
         state["step"] = torch.zeros(())
@@ -162,8 +146,8 @@ def test_momentum_goes_both_ways_and_is_not_taken_for_a_fresh_start(counts: bool
     optim.load_state_dict(theirs)
     other_optim.load_state_dict(mine)
     # Dampening tells whether the first step is taken for the first one again.
-    run(SHARDGRAD, model, optim, range(2, 4))
-    run(FSDP2, other, other_optim, range(2, 4))
+    take_steps(SHARDGRAD, model, optim, range(2, 4))
+    take_steps(FSDP2, other, other_optim, range(2, 4))
     for ours, right in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(ours.to_local(), right.to_local(), rtol=1e-5, atol=1e-6)
 
@@ -177,7 +161,7 @@ def test_hooks_run_and_copies_are_refused() -> None:
     optim.register_state_dict_post_hook(lambda o, s: calls.append("saved"))
     optim.register_step_pre_hook(lambda o, a, k: calls.append("step"))
     optim.load_state_dict(optim.state_dict())
-    run(SHARDGRAD, model, optim, range(1))
+    take_steps(SHARDGRAD, model, optim, range(1))
     assert calls == ["saved", "before", "after", "step"]
     with pytest.raises(DeepcopyError, match="state_dict"):
         copy.deepcopy(optim)
@@ -194,6 +178,5 @@ def test_an_optimizer_built_over_a_meta_model_allocates_at_its_first_step() -> N
     torch.manual_seed(0)
     for param in model.parameters():
         torch.nn.init.normal_(param)
-    run(SHARDGRAD, model, optim, range(1))
+    take_steps(SHARDGRAD, model, optim, range(1))
     assert len(optim.state) == len(list(model.parameters()))
-    assert dist.get_world_size() == 2

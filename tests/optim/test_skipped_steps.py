@@ -28,7 +28,7 @@ def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing_not_even_coun
     for step in range(3):
         before = everything(model, optim)
         is_broken = step == 1
-        model(SHARDGRAD.inputs(step, 6)).square().mean().backward()
+        SHARDGRAD.loss(model, step, 6).backward()
         if is_broken and dist.get_rank() == 1:
             model[0].weight.grad.to_local()[0, 0] = value
         if finder.startswith("clip"):
@@ -58,7 +58,7 @@ def test_a_step_is_not_skipped_for_what_the_program_has_written_over() -> None:
     for layer in [*layers, model]:
         shardgrad.fully_shard(layer)
     steps = [shardgrad.optim.SGD(layer.parameters(), lr=0.1) for layer in layers]
-    model(SHARDGRAD.inputs(0, 4)).square().mean().backward()
+    SHARDGRAD.loss(model, 0, 4).backward()
     for layer in layers:
         layer.weight.grad.to_local()[0, 0] = math.inf
     shardgrad.clip_grad_norm_(model, 1.0)
@@ -79,7 +79,7 @@ def test_a_step_in_inference_mode_may_be_the_first() -> None:
             param.grad = torch.ones_like(param)
         shardgrad.clip_grad_norm_(model, 1.0)
         optim.step()
-    model(SHARDGRAD.inputs(0, 4)).square().mean().backward()
+    SHARDGRAD.loss(model, 0, 4).backward()
     shardgrad.clip_grad_norm_(model, 1.0)
     optim.step()
     assert optim.skipped_steps.item() == 0

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -25,6 +24,7 @@ from tests.support.parity import (
     tower,
 )
 from tests.support.ranks import Ranks, on_ranks
+from tests.support.stand_ins.apex_fused_adam import adam
 
 # A step of Adam hardly depends on the scale of a gradient; with a large epsilon it does.
 HYPER: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-2, "weight_decay": 0.1}
@@ -45,6 +45,7 @@ class FusedAdam(Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
+            numbers = {name: group[name] for name in (*HYPER, "step")}
             for param in group["params"]:
                 grad = getattr(param, self.attribute, None)
                 state = self.state[param]
@@ -56,32 +57,16 @@ class FusedAdam(Optimizer):
                 if grad is None:
                     continue
                 assert isinstance(param, DTensor) == isinstance(grad, DTensor)
-                tensors = [param.data, grad.data, *state.values()]
+                tensors = [grad.data, param.data, *state.values()]
                 tensors = [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
                 if tensors[0].numel():
-                    _kernel(group, *tensors)
+                    adam([[t] for t in tensors], **numbers, decoupled=True, bias_correction=True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         assert set_to_none
         for group in self.param_groups:
             for param in group["params"]:
                 setattr(param, self.attribute, None)
-
-
-def _kernel(
-    group: dict[str, Any], p: Tensor, grad: Tensor, m: Tensor, v: Tensor, *main: Tensor
-) -> None:
-    """Updates a parameter in float32, from its main copy if there is one."""
-    beta1, beta2 = group["betas"]
-    g, weight = grad.float(), (main[0] if main else p).float()
-    m.copy_(beta1 * m + (1 - beta1) * g)
-    v.copy_(beta2 * v + (1 - beta2) * g * g)
-    scaled = (m / (1 - beta1 ** group["step"])) / (
-        (v / (1 - beta2 ** group["step"])).sqrt() + group["eps"]
-    )
-    weight = weight - group["lr"] * (scaled + group["weight_decay"] * weight)
-    for each in (p, *main):
-        each.copy_(weight)
 
 
 def _train(engine: Engine) -> Tensors:

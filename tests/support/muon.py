@@ -58,10 +58,9 @@ def muon(engine: Engine, params: Any, **options: Any) -> torch.optim.Optimizer:
 
 def both(engine: Engine, model: nn.Module, **options: Any) -> list[torch.optim.Optimizer]:
     """Muon for matrices, AdamW for the rest, which lies between them in every unit."""
-    home = torch.optim if engine is UNSHARDED else shardgrad.optim
     matrices = [p for p in model.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if p.ndim != 2]
-    return [muon(engine, matrices, **{"lr": 0.02, **options}), home.AdamW(others, lr=1e-2)]
+    return [muon(engine, matrices, **{"lr": 0.02, **options}), engine.optim.AdamW(others, lr=1e-2)]
 
 
 def train(

@@ -7,7 +7,7 @@ program under two engines and comparing what comes back is how most tests here j
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, wraps
@@ -176,9 +176,19 @@ class Engine:
                 self.fully_shard(layer, **options)
         return self.fully_shard(model, **options)
 
+    @property
+    def optim(self) -> Any:
+        """Where a program of this engine has its optimizers from."""
+        return shardgrad.optim if self.name == "shardgrad" else torch.optim
+
     def sync(self, model: nn.Module, flag: bool) -> None:
         if not self.whole_batch:
             model.set_requires_gradient_sync(flag)
+
+    def loss(self, model: nn.Module, step: int, *shape: int, **options: Any) -> Tensor:
+        """Returns the mean of the squares of what a model makes of this rank's inputs."""
+        loss: Tensor = model(self.inputs(step, *shape, **options)).square().mean()
+        return loss
 
     def read(self, tensor: Tensor) -> Tensor:
         """Returns a copy of a tensor: whole if the engine gathers, else this rank's piece."""
@@ -220,13 +230,12 @@ class Engine:
         tokens, targets = torch.randint(VOCABULARY, shape, generator=generator)
         return self.mine(tokens), self.mine(targets)
 
-    def inputs(self, step: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Returns this rank's random inputs of a step."""
+    def inputs(self, step: int, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Returns this rank's random inputs of a step, by default in the default dtype."""
         generator = torch.Generator().manual_seed(2_000 + step)
         rows = ROWS * dist.get_world_size()
-        return self.mine(
-            torch.randn(rows, *shape, generator=generator, dtype=torch.float64).to(dtype)
-        )
+        everything = torch.randn(rows, *shape, generator=generator, dtype=torch.float64)
+        return self.mine(everything.to(dtype or torch.get_default_dtype()))
 
 
 def _leave_alone(module: Any, **_: Any) -> Any:
@@ -295,12 +304,7 @@ def train(
 
 def train_squares(engine: Engine, model: nn.Module, width: int, **options: Any) -> Tensors:
     """Trains on the squares of a model's outputs, of random inputs of this width."""
-
-    def loss(number: int) -> Tensor:
-        x = engine.inputs(number, width, dtype=torch.get_default_dtype())
-        return model(x).square().mean()
-
-    return train(engine, model, loss=loss, **options)
+    return train(engine, model, loss=lambda number: engine.loss(model, number, width), **options)
 
 
 @contextmanager
@@ -364,6 +368,18 @@ def assert_close(ours: Tensors, theirs: Tensors, *, tolerance: float = 1e-10) ->
             atol=tolerance,
             msg=lambda text, name=name: f"{name}: {text}",
         )
+
+
+@contextmanager
+def unchanged(params: Iterable[Any]) -> Iterator[None]:
+    """Requires that this rank's part of some tensors is at the end as it was."""
+    before = [(param, _local(param).clone()) for param in params]
+    yield
+    assert all(torch.equal(_local(param), was) for param, was in before)
+
+
+def _local(param: Tensor) -> Tensor:
+    return (param.to_local() if isinstance(param, DTensor) else param).detach()
 
 
 Program = Callable[..., Tensors]

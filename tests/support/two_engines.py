@@ -7,7 +7,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-import shardgrad
 from tests.support.parity import (
     FSDP2,
     SHARDGRAD,
@@ -26,8 +25,7 @@ def build(engine: Engine, seed: int = 0, replicas: int = 1) -> Trained:
     """Returns a sharded tower and its AdamW: each engine with the optimizer its users have."""
     mesh = {} if replicas == 1 else {"mesh": hsdp_mesh(replicas, dist.get_world_size() // replicas)}
     model = engine.shard_tower(tower(seed), **mesh)
-    home = shardgrad.optim if engine is SHARDGRAD else torch.optim
-    return model, home.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    return model, engine.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
 
 
 def take_steps(
