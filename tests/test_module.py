@@ -242,7 +242,7 @@ def test_clipping_the_norm_of_gradients_is_bit_for_bit_like_fsdp2(
     optim = make_optimizer("sgd", model)
     found = {}
     for step in range(3):
-        model(engine.inputs(step, 5)).square().mean().backward()
+        engine.loss(model, step, 5).backward()
         with CommDebugMode() as communicated:
             norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05, norm_type=norm_type)
         found[f"norm {step}"] = norm.full_tensor()

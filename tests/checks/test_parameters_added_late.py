@@ -41,7 +41,7 @@ def blocks(engine: Engine, **options: Any) -> nn.Sequential:
 
 
 def loss_of(engine: Engine, model: nn.Module, step: int = 0) -> Tensor:
-    return model(engine.inputs(step, WIDTH, dtype=torch.get_default_dtype())).square().mean()
+    return engine.loss(model, step, WIDTH)
 
 
 def an_adapter(model: nn.Sequential) -> None:

@@ -35,7 +35,7 @@ def params_of(modules: Parts) -> list[nn.Parameter]:
 
 def loss_of(engine: Engine, modules: Parts, step: int = 0) -> Tensor:
     model, head = modules
-    return head(model(engine.inputs(step, WIDTH, dtype=torch.get_default_dtype()))).square().mean()
+    return head(model(engine.inputs(step, WIDTH))).square().mean()
 
 
 def steps(modules: Parts, optimizer: torch.optim.Optimizer, count: int = 3) -> list[str]:
@@ -96,9 +96,7 @@ def frozen() -> Parts:
 
 
 def in_ddp() -> Parts:
-    torch.manual_seed(0)
-    head = nn.Linear(WIDTH, 2)
-    model = shardgrad.fully_shard(nn.Linear(WIDTH, WIDTH), ignored_params=set(head.parameters()))
+    model, head = ignored()
     return model, DistributedDataParallel(head)
 
 

@@ -50,7 +50,7 @@ def test_a_part_may_call_the_model_that_it_is_of(
     for module in (unit, model):
         engine.fully_shard(module, reshard_after_forward=reshard_after_forward)
     for step, part in enumerate((model[0], unit[0])):
-        x = engine.inputs(step, WIDTH, dtype=torch.get_default_dtype())
+        x = engine.inputs(step, WIDTH)
         for grads in (False, True):
             with torch.set_grad_enabled(grads):
                 loss = part(x, model).square().mean()
@@ -83,7 +83,7 @@ def test_multihead_attention_may_have_its_projection_sharded(
     torch.manual_seed(0)
     model = engine.fully_shard(Attention(is_unit=is_unit, engine=engine))
     for step in range(3):
-        x = engine.inputs(step, 5, WIDTH, dtype=torch.get_default_dtype())
+        x = engine.inputs(step, 5, WIDTH)
         model(x).square().mean().backward()
         with torch.no_grad():
             model.eval()(x)
@@ -106,19 +106,12 @@ def test_a_registered_method_may_be_what_the_loss_comes_from(engine: Engine) -> 
     return engine.snapshot(model)
 
 
-def two_units_under_a_root_that_owns_nothing(engine: Engine) -> nn.Sequential:
-    model = stack(5, 7, 5)
-    for module in (model[0], model[2], model):
-        engine.fully_shard(module)
-    return model
-
-
 @on_ranks(2)
 @as_unsharded
 def test_forward_of_a_root_that_owns_nothing_may_be_called_by_its_name(engine: Engine) -> Tensors:
-    model = two_units_under_a_root_that_owns_nothing(engine)
+    model = engine.shard_stack(stack(5, 7, 5))
     for step in range(3):
-        x = engine.inputs(step, 5, dtype=torch.get_default_dtype())
+        x = engine.inputs(step, 5)
         (model.forward(x) if step != 1 else model(x)).square().mean().backward()
     return engine.snapshot(model)
 
@@ -128,10 +121,10 @@ def test_forward_of_a_root_that_owns_nothing_may_be_called_by_its_name(engine: E
 @as_unsharded
 def test_a_unit_may_train_long_before_its_root(engine: Engine, *, in_flight: bool) -> Tensors:
     """Its last reduction may be in flight when the root takes over."""
-    model = two_units_under_a_root_that_owns_nothing(engine)
+    model = engine.shard_stack(stack(5, 7, 5))
     optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(6):
-        x = engine.inputs(step, 5, dtype=torch.get_default_dtype())
+        x = engine.inputs(step, 5)
         used = model[0] if step < 3 else model
         adds_up = in_flight and step == 2
         if adds_up and not engine.whole_batch:

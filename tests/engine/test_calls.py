@@ -16,23 +16,11 @@ from tests.support.parity import (
     Engine,
     Tensors,
     as_unsharded,
-    make_optimizer,
     stack,
+    train,
+    train_squares,
 )
 from tests.support.ranks import on_ranks
-
-Loop = Callable[[Engine, nn.Module, int], None]
-
-
-def train_with(engine: Engine, model: nn.Module, loop: Loop, steps: int = 3) -> Tensors:
-    """Runs `loop` for forward and backward of every step."""
-    optim = make_optimizer("adamw", model)
-    for step in range(steps):
-        optim.zero_grad()
-        loop(engine, model, step)
-        optim.step()
-    return engine.snapshot(model)
-
 
 # -- what goes in and comes out
 
@@ -88,11 +76,7 @@ def test_backward_finds_the_weights_of_a_unit_whatever_it_returns(
     model = Layers(give)
     for module in (model.a, model.b, model):
         engine.fully_shard(module, reshard_after_forward=True)
-
-    def loop(engine: Engine, model: nn.Module, step: int) -> None:
-        model(engine.inputs(step, 5, dtype=model.a.linear.weight.dtype)).square().mean().backward()
-
-    return train_with(engine, model, loop)
+    return train_squares(engine, model, 5)
 
 
 class Task(nn.Module):
@@ -119,15 +103,15 @@ def test_one_encoder_under_two_roots_equals_an_unsharded_run(
     for module in (encoder[0], encoder, *tasks):
         engine.fully_shard(module)
 
-    def loop(engine: Engine, model: nn.Module, step: int) -> None:
-        x = engine.inputs(step, 5, dtype=torch.float64)
+    def loss(number: int) -> Tensor:
+        x = engine.inputs(number, 5)
+        first = tasks[0](x)
         if together:
-            (tasks[0](x) + tasks[1](x)).backward()
-        else:
-            for task in tasks:
-                task(x).backward()
+            return first + tasks[1](x)
+        first.backward()
+        return tasks[1](x)
 
-    return train_with(engine, tasks, loop)
+    return train(engine, tasks, loss=loss)
 
 
 @on_ranks(2)

@@ -25,7 +25,7 @@ from tests.support.parity import (
     tower,
     watching_collectives,
 )
-from tests.support.ranks import Ranks, on_ranks
+from tests.support.ranks import Ranks
 
 GATHERS, REDUCTIONS = "FSDP::all_gather", "FSDP::post_backward_reduce"
 Switch = Callable[[Any, bool], None]
@@ -98,23 +98,6 @@ def as_often_as_fsdp2(switch: Switch, replicas: int, reshard: bool | None, gathe
     assert counts["all_reduce"] == their_counts["all_reduce"]
 
 
-@pytest.mark.parametrize(
-    ("switch", "reshard", "gathers"),
-    [
-        (kept_after_backward, False, 5),
-        (no_sync, None, 2 * (5 + 3)),
-        (no_sync, False, 2 * 5),
-        (embedding_stays_away, True, 2 * (5 + 4)),
-    ],
-)
-@on_ranks(2)
-def test_a_step_gathers_and_reduces_no_more_often_than_fsdp2(
-    switch: Switch, reshard: bool | None, gathers: int
-) -> None:
-    """Five units. By default the root stays whole, and here the unit that ran last does as well."""
-    as_often_as_fsdp2(switch, 1, reshard, gathers)
-
-
 # Forward and backward gather each of five units, in both micro-batches.
 SWITCHES = [
     (no_sync, 20),
@@ -122,19 +105,23 @@ SWITCHES = [
     (kept_after_backward, 15),
     (root_kept_after_backward, 19),
 ]
-
-
-@pytest.mark.parametrize(("switch", "gathers"), SWITCHES)
-def test_micro_batches_communicate_as_often_as_under_fsdp2(
-    two_ranks: Ranks, switch: Switch, gathers: int
-) -> None:
-    two_ranks.run(as_often_as_fsdp2, switch, 1, True, gathers)
+OF_REPLICAS = [*SWITCHES, (no_all_reduce, 20), (no_all_reduce_of_the_root, 20)]
 
 
 @pytest.mark.parametrize(
-    ("switch", "gathers"), [*SWITCHES, (no_all_reduce, 20), (no_all_reduce_of_the_root, 20)]
+    ("ranks", "switch", "reshard", "gathers"),
+    [
+        # By default the root stays whole, and here the unit that ran last does as well.
+        (2, kept_after_backward, False, 5),
+        (2, no_sync, None, 2 * (5 + 3)),
+        (2, no_sync, False, 2 * 5),
+        (2, embedding_stays_away, True, 2 * (5 + 4)),
+        *((2, switch, True, gathers) for switch, gathers in SWITCHES),
+        *((4, switch, True, gathers) for switch, gathers in OF_REPLICAS),
+    ],
 )
-def test_micro_batches_on_replicas_communicate_as_often_as_under_fsdp2(
-    four_ranks: Ranks, switch: Switch, gathers: int
+def test_micro_batches_communicate_no_more_often_than_under_fsdp2(
+    worlds: dict[int, Ranks], ranks: int, switch: Switch, reshard: bool | None, gathers: int
 ) -> None:
-    four_ranks.run(as_often_as_fsdp2, switch, 2, True, gathers)
+    """Four ranks are two replicas."""
+    worlds[ranks].renewed().run(as_often_as_fsdp2, switch, ranks // 2, reshard, gathers)

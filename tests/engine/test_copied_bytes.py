@@ -10,7 +10,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardgrad.engine.param_group import ZeroCopyGather
@@ -21,10 +20,6 @@ from tests.support.ranks import Ranks
 
 GATHER_IN, GATHER_OUT, REDUCE_IN = "into all-gathers", "out of all-gathers", "into reduce-scatters"
 TAGS = "tags of messages"
-
-
-def nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.itemsize
 
 
 class Copies(TorchDispatchMode):
@@ -43,64 +38,61 @@ class Copies(TorchDispatchMode):
             kind = GATHER_IN if ZeroCopyGather.messages.__name__ in callers else GATHER_OUT
             self.written[kind] += int(args[2][:, 0].sum()) * args[1].itemsize
         elif name == "shardgrad::pack":
-            self.written[REDUCE_IN] += nbytes(args[1])
+            self.written[REDUCE_IN] += args[1].nbytes
         elif name == "aten::copy_" and args[0].shape[-1:] == (TAG_NUMEL,):
-            self.written[TAGS] += nbytes(args[0])
+            self.written[TAGS] += args[0].nbytes
         elif name == "aten::copy_":
-            self.written[GATHER_IN] += nbytes(args[0])
+            self.written[GATHER_IN] += args[0].nbytes
         elif name == "fsdp::all_gather_copy_in":
-            self.written[GATHER_IN] += sum(map(nbytes, args[0]))
+            self.written[GATHER_IN] += sum(each.nbytes for each in args[0])
         elif name == "fsdp::split_with_sizes_copy":
-            self.written[GATHER_OUT] += nbytes(args[0])
+            self.written[GATHER_OUT] += args[0].nbytes
         elif name.startswith("fsdp::chunk_cat"):  # from torch 2.15 on with a suffix
-            self.written[REDUCE_IN] += nbytes(kwargs["out"] if "out" in kwargs else args[-1])
+            self.written[REDUCE_IN] += (kwargs["out"] if "out" in kwargs else args[-1]).nbytes
         return func(*args, **kwargs)
 
 
 def copies_of_a_step(engine: Engine, sizes: tuple[int, ...]) -> Counter[str]:
-    model = stack(*sizes)
-    for layer in model:
-        if isinstance(layer, nn.Linear):
-            engine.fully_shard(layer)
-    engine.fully_shard(model)
+    model = engine.shard_stack(stack(*sizes))
     for step in range(2):
         with Copies() as copies:
             model(engine.inputs(step, sizes[0])).sum().backward()
     return copies.written
 
 
-def both(sizes: tuple[int, ...]) -> tuple[Counter[str], Counter[str]]:
-    return copies_of_a_step(SHARDGRAD, sizes), copies_of_a_step(FSDP2, sizes)
+SIZES = (128, 256, 192, 64)
+
+
+def both(threshold: int) -> tuple[Counter[str], Counter[str]]:
+    """Returns what a step copies here and under FSDP2, if parameters travel by themselves from so
+    many bytes on.
+    """
+    with patch.object(zero_copy, "ZERO_COPY_NBYTES", threshold):
+        ours, theirs = (copies_of_a_step(engine, SIZES) for engine in (SHARDGRAD, FSDP2))
+    return ours, theirs
 
 
 def test_a_step_copies_no_more_bytes_than_fsdp2(two_ranks: Ranks) -> None:
-    sizes = (128, 256, 192, 64)
-    ours, theirs = two_ranks.run(both, sizes)[0]
+    ours, theirs = two_ranks.run(both, zero_copy.ZERO_COPY_NBYTES)[0]
     assert theirs[GATHER_OUT] > 0 < theirs[REDUCE_IN]
     # Between two ranks over gloo the shard is put beside what comes. NCCL sends the shard itself.
     assert ours[GATHER_IN] <= theirs[GATHER_IN]
     # At most two all-gathers of a unit, and a reduction, whose chunks for both ranks have one each.
-    assert 0 < ours[TAGS] <= TAG_NUMEL * 4 * 4 * (len(sizes) - 1)
+    assert 0 < ours[TAGS] <= TAG_NUMEL * 4 * 4 * (len(SIZES) - 1)
     assert ours[GATHER_OUT] <= theirs[GATHER_OUT]
     # Flags and label, one line for each rank and unit.
-    tails = 2 * ALIGNMENT_NBYTES * (len(sizes) - 1)
+    tails = 2 * ALIGNMENT_NBYTES * (len(SIZES) - 1)
     assert ours[REDUCE_IN] - tails <= theirs[REDUCE_IN]
     assert ours.total() <= theirs.total()
-
-
-def of_direct_weights(sizes: tuple[int, ...]) -> tuple[Counter[str], Counter[str]]:
-    with patch.object(zero_copy, "ZERO_COPY_NBYTES", 2**12):
-        return both(sizes)
 
 
 def test_a_direct_parameter_is_copied_neither_out_of_an_all_gather_nor_into_a_reduce_scatter(
     two_ranks: Ranks,
 ) -> None:
-    sizes = (128, 256, 192, 64)
-    ours, theirs = two_ranks.run(of_direct_weights, sizes)[0]
-    biases = sum(sizes[1:]) * torch.float32.itemsize
+    ours, theirs = two_ranks.run(both, 2**12)[0]
+    biases = sum(SIZES[1:]) * torch.float32.itemsize
     # The tail and what fills up a bias, for each rank and unit.
-    lines = 4 * ALIGNMENT_NBYTES * (len(sizes) - 1)
+    lines = 4 * ALIGNMENT_NBYTES * (len(SIZES) - 1)
     assert ours[REDUCE_IN] <= biases + lines
     assert ours[GATHER_OUT] <= 2 * biases + lines  # in forward and in backward
     assert ours[GATHER_IN] <= theirs[GATHER_IN]

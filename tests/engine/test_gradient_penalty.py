@@ -34,7 +34,7 @@ def pre_norm(engine: Engine, **options: Any) -> nn.Sequential:
 
 
 def batch(engine: Engine, step: int) -> Tensor:
-    return engine.inputs(step, WIDTH, dtype=torch.get_default_dtype()).requires_grad_()
+    return engine.inputs(step, WIDTH).requires_grad_()
 
 
 def per_row(value: Tensor) -> Tensor:

@@ -16,11 +16,14 @@ from shardgrad.features.hfsdp import _inner_shard_table
 from shardgrad.programs.plan.world import fake_world
 
 
+def tensors() -> list[Any]:
+    gc.collect()
+    return [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+
+
 def tensors_after_steps(ranks: int) -> int:
     """Returns how many tensors two training steps of two units make that live on."""
-    gc.collect()
-    before = gc.get_objects()  # the objects, so that no new one has the id of one that is gone
-    known = set(map(id, before))
+    before = tensors()
     with fake_world((ranks,)) as mesh:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         for unit in (model[0], model):
@@ -28,11 +31,7 @@ def tensors_after_steps(ranks: int) -> int:
         for _ in range(2):
             model(torch.ones(1, 4)).sum().backward()
             model.zero_grad()
-        gc.collect()
-        return sum(
-            issubclass(type(each), torch.Tensor) and id(each) not in known
-            for each in gc.get_objects()
-        )
+        return len(tensors()) - len(before)
 
 
 @pytest.mark.filterwarnings("ignore::shardgrad.checks.padding.PaddingWarning")
@@ -67,20 +66,14 @@ def test_16384_ranks_compare_their_models_in_as_many_and_as_large_messages_as_8(
 
 def nbytes_of_tables(units: int) -> int:
     """Returns the bytes of tables after a step of alike units over 2,048 machines of 8 ranks."""
-    gc.collect()
-    before = {id(each) for each in gc.get_objects()}
+    before = tensors()  # the objects, so that no new one has the id of one that is gone
+    known = set(map(id, before))
     with fake_world((2048, 8)) as mesh:
         model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(units)))
         for unit in (*model, model):
             fully_shard(unit, mesh=mesh, zero_stage="hfsdp")
         model(torch.ones(1, 4)).sum().backward()
-        tables = [
-            each
-            for each in gc.get_objects()
-            if issubclass(type(each), torch.Tensor)
-            and each.dtype == torch.int64
-            and id(each) not in before
-        ]
+        tables = [t for t in tensors() if t.dtype == torch.int64 and id(t) not in known]
         return sum({each.data_ptr(): each.nbytes for each in tables}.values())
 
 

@@ -60,7 +60,7 @@ def test_ignored_parameters_have_the_gradients_of_fsdp2(engine: Engine) -> Tenso
     engine.fully_shard(model, ignored_params=ignored)
     assert set(model[0].parameters()) == ignored
     assert not any(isinstance(param, DTensor) for param in ignored)
-    model(engine.inputs(0, 5)).square().mean().backward()
+    engine.loss(model, 0, 5).backward()
     return engine.snapshot(model)
 
 
@@ -90,7 +90,7 @@ def only_what_trains_is_reduced(engine: Engine, when: str) -> int:
     if when == "after":
         model[0].requires_grad_(False)
     sent: list[int] = []
-    loss = model(engine.inputs(0, 8)).square().mean()
+    loss = engine.loss(model, 0, 8)
     with watching_collectives(lambda name, chunk: sent.append(chunk.numel())):
         loss.backward()
     return sum(sent)
@@ -149,7 +149,7 @@ def test_gradients_that_wait_outlive_what_is_frozen_and_thawed(
     model = engine.shard_stack(stack(5, 7, 3), **mesh)
 
     def loss(number: int) -> Tensor:
-        return model(engine.inputs(number, 5, dtype=torch.float64)).square().mean()
+        return engine.loss(model, number, 5)
 
     def wait(flag: bool) -> None:
         if waits == "a sum on this rank":
@@ -227,5 +227,5 @@ def test_a_forward_may_freeze_and_thaw_what_it_calls(engine: Engine, *, by_hook:
             layer.register_forward_pre_hook(model.say)
     engine.fully_shard(model)
     for step, model.trained in enumerate((0, 1, 1, 0)):
-        model(engine.inputs(step, 5, dtype=torch.float64)).square().mean().backward()
+        engine.loss(model, step, 5).backward()
     return engine.snapshot(model)

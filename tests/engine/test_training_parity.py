@@ -23,13 +23,11 @@ from tests.support.parity import (
 )
 from tests.support.ranks import Ranks
 
-FP32 = MixedPrecisionPolicy()
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 BF16_REDUCED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 FP32_REDUCED_IN_BF16 = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
 FP16 = MixedPrecisionPolicy(param_dtype=torch.float16)
 
-RESHARD = pytest.mark.parametrize("reshard_after_forward", [None, True, False, 1, 2])
 ACCUMULATION = pytest.mark.parametrize(
     ("micro_batches", "sync_each"),
     [(1, True), (4, True), (4, False)],
@@ -38,6 +36,8 @@ ACCUMULATION = pytest.mark.parametrize(
 
 
 def train_tower(engine: Engine, shard: dict[str, Any], **options: Any) -> Tensors:
+    if shape := shard.get("mesh"):
+        shard = {**shard, "mesh": hsdp_mesh(*shape)}
     return train(engine, engine.shard_tower(tower(), **shard), **options)
 
 
@@ -45,26 +45,22 @@ def train_many_small(engine: Engine, **options: Any) -> Tensors:
     return train(engine, engine.fully_shard(many_small()), **options)
 
 
-def train_hsdp_tower(
-    engine: Engine,
-    shape: tuple[int, int],
-    mp_policy: MixedPrecisionPolicy = FP32,
-    **options: Any,
-) -> Tensors:
-    return train_tower(engine, {"mesh": hsdp_mesh(*shape), "mp_policy": mp_policy}, **options)
-
-
-@RESHARD
 @ACCUMULATION
-def test_two_ranks_train_bit_for_bit_like_fsdp2_however_they_reshard(
-    two_ranks: Ranks, reshard_after_forward: bool | int | None, micro_batches: int, sync_each: bool
+@pytest.mark.parametrize(
+    "shard",
+    [
+        *({"reshard_after_forward": ranks} for ranks in (None, True, False, 1, 2)),
+        {"mp_policy": BF16},
+        {"mesh": (2, 1)},
+        {"mesh": (1, 2)},
+    ],
+    ids=str,
+)
+def test_two_ranks_train_bit_for_bit_like_fsdp2(
+    two_ranks: Ranks, shard: dict[str, Any], micro_batches: int, sync_each: bool
 ) -> None:
     two_ranks.run(
-        same_bits_as_fsdp2,
-        train_tower,
-        {"reshard_after_forward": reshard_after_forward},
-        micro_batches=micro_batches,
-        sync_each=sync_each,
+        same_bits_as_fsdp2, train_tower, shard, micro_batches=micro_batches, sync_each=sync_each
     )
 
 
@@ -73,19 +69,6 @@ def test_many_small_parameters_in_one_unit_train_bit_for_bit_like_fsdp2(
     worlds: dict[int, Ranks], world_size: int, optimizer: str
 ) -> None:
     worlds[world_size].run(same_bits_as_fsdp2, train_many_small, optimizer=optimizer)
-
-
-@ACCUMULATION
-def test_bf16_compute_with_fp32_reduction_is_bit_for_bit_like_fsdp2(
-    two_ranks: Ranks, micro_batches: int, sync_each: bool
-) -> None:
-    two_ranks.run(
-        same_bits_as_fsdp2,
-        train_tower,
-        {"mp_policy": BF16},
-        micro_batches=micro_batches,
-        sync_each=sync_each,
-    )
 
 
 def train_and_compare_distance(shard: dict[str, Any], fraction: float, **options: Any) -> None:
@@ -130,10 +113,3 @@ def test_fp32_on_four_ranks_differs_from_fsdp2_only_by_the_order_of_sums(four_ra
     # The head's shards have odd sizes, so gloo adds some elements with those of another rank. Four
     # terms in another order differ by a few times 2^-24, relative to the largest term.
     four_ranks.run(train_and_compare_distance, {}, 1e-4)
-
-
-@pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
-def test_hsdp_on_two_ranks_trains_bit_for_bit_like_fsdp2(
-    two_ranks: Ranks, shape: tuple[int, int]
-) -> None:
-    two_ranks.run(same_bits_as_fsdp2, train_hsdp_tower, shape)

@@ -13,7 +13,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.fsdp import UnshardHandle
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
 
 import shardgrad
 from shardgrad.engine.unit import unit_of
@@ -26,26 +29,21 @@ from tests.support.parity import (
     as_under_fsdp2,
     assert_same_bits,
     hsdp_mesh,
-    same_bits_as_fsdp2,
     stack,
     tower,
     train,
 )
-from tests.support.ranks import Ranks, on_ranks
+from tests.support.ranks import on_ranks
 
 
-class CountedGather(AllGather):
-    def __init__(self, counts: Counter[str], *, keeps_buffer: bool = False) -> None:
-        self.counts = counts
-        self.keeps_buffer = keeps_buffer
-        self.memory = torch.empty(0)
+class CountedGather(DefaultAllGather):
+    def __init__(self, counts: Counter[str], *, keeps_buffer: bool) -> None:
+        self.counts, self.memory = counts, torch.empty(4096) if keeps_buffer else None
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         self.counts["allocated for gathers"] += 1
-        if not self.keeps_buffer:
-            return torch.empty(*size, dtype=dtype, device=device)
-        if self.memory.numel() * self.memory.itemsize < size[0] * dtype.itemsize:
-            self.memory = torch.empty(*size, dtype=dtype, device=device)
+        if self.memory is None:
+            return super().allocate(size, dtype=dtype, device=device)
         return self.memory.view(dtype)[: size[0]]
 
     def __call__(
@@ -58,31 +56,20 @@ class CountedGather(AllGather):
         self.counts["gathered"] += 1
         begin = input_tensor.numel() * group.rank()
         assert output_tensor[begin:].data_ptr() == input_tensor.data_ptr()  # as under FSDP2
-        return dist.all_gather_into_tensor(
-            output_tensor, input_tensor, group=group, async_op=async_op
-        )
+        return super().__call__(output_tensor, input_tensor, group, async_op)
 
 
-class CountedScatter(ReduceScatter):
+class CountedScatter(DefaultReduceScatter):
     def __init__(self, counts: Counter[str]) -> None:
         self.counts = counts
 
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(self, size: Any, **options: Any) -> torch.Tensor:
         self.counts["allocated for reductions"] += 1
-        return torch.empty(*size, dtype=dtype, device=device)
+        return super().allocate(size, **options)
 
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: Any,
-        op: Any,
-        async_op: bool = False,
-    ) -> Any:
+    def __call__(self, *args: Any, **options: Any) -> Any:
         self.counts["reduced"] += 1
-        return dist.reduce_scatter_tensor(
-            output_tensor, input_tensor, op, group=group, async_op=async_op
-        )
+        return super().__call__(*args, **options)
 
 
 def train_through_own_collectives(engine: Engine, *, keeps_buffer: bool = False) -> Tensors:
@@ -100,11 +87,14 @@ def train_through_own_collectives(engine: Engine, *, keeps_buffer: bool = False)
     return found
 
 
+@pytest.mark.parametrize("keeps_buffer", [False, True])
 @on_ranks(2)
-def test_own_collectives_may_allocate_one_buffer_for_all() -> None:
-    """A program whose `allocate` returns one buffer again and again."""
-    ours = train_through_own_collectives(SHARDGRAD, keeps_buffer=True)
-    assert_same_bits(ours, train_through_own_collectives(SHARDGRAD))
+def test_own_collectives_train_bit_for_bit_like_fsdp2_even_with_one_buffer_for_all(
+    *, keeps_buffer: bool
+) -> None:
+    """A program's `allocate` may return one buffer again and again."""
+    ours = train_through_own_collectives(SHARDGRAD, keeps_buffer=keeps_buffer)
+    assert_same_bits(ours, train_through_own_collectives(FSDP2))
 
 
 @pytest.mark.parametrize(("forced", "replicas"), [(False, 1), (True, 1), (True, 2)])
@@ -267,19 +257,13 @@ def test_units_without_parameters_train_bit_for_bit_like_fsdp2(engine: Engine) -
     return engine.snapshot(model)
 
 
-def symmetric_memory_error(engine: Engine) -> str:
-    model = engine.fully_shard(nn.Linear(2, 2))
-    with pytest.raises(RuntimeError) as caught:
-        model.set_symm_mem_for_comm()
-    return str(caught.value)
-
-
 @pytest.mark.skipif(torch.version.cuda is not None, reason="torch for CUDA has the backend")
 @on_ranks(2)
 def test_symmetric_memory_without_a_backend_is_the_same_error_as_under_fsdp2() -> None:
     """torch for CPUs has no such memory; on a device the same call would succeed."""
-    assert symmetric_memory_error(SHARDGRAD) == symmetric_memory_error(FSDP2)
-
-
-def test_own_collectives_train_bit_for_bit_like_fsdp2(two_ranks: Ranks) -> None:
-    two_ranks.run(same_bits_as_fsdp2, train_through_own_collectives)
+    texts = set()
+    for engine in (SHARDGRAD, FSDP2):
+        with pytest.raises(RuntimeError) as caught:
+            engine.fully_shard(nn.Linear(2, 2)).set_symm_mem_for_comm()
+        texts.add(str(caught.value))
+    assert len(texts) == 1

@@ -21,11 +21,11 @@ from tests.support.ranks import on_ranks
 
 def layers() -> Route:
     torch.manual_seed(0)
-    return Route(nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(3))))
+    return Route(nn.Sequential(*(nn.Linear(5, 5, bias=False) for _ in range(3))))
 
 
-def part(rank: int) -> Tensor:
-    return torch.randn(4, 6, generator=torch.Generator().manual_seed(rank))
+def batch_of(rank: int, step: int = 0) -> Tensor:
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
 @on_ranks(2)
@@ -33,7 +33,7 @@ def test_a_first_forward_with_different_units_on_ranks_leaves_later_ones_alone()
     whole, model = layers(), layers()
     for unit in (*model.layers, model):
         SHARDGRAD.fully_shard(unit)
-    x = part(dist.get_rank())
+    x = batch_of(dist.get_rank())
     with shardgrad.participate(model):
         model(x, 2, dist.get_rank()).sum().backward()
     for which in (1, 0, 1):
@@ -46,9 +46,9 @@ def test_equal_shaped_parameters_used_by_different_ranks_get_their_own_averages(
     whole = layers()
     model = SHARDGRAD.fully_shard(layers())
     optim = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
-    model(part(rank), rank).square().sum().backward()
+    model(batch_of(rank), rank).square().sum().backward()
     for owner in range(size):
-        whole(part(owner), owner).square().sum().backward()
+        whole(batch_of(owner), owner).square().sum().backward()
         grad = model.layers[owner].weight.grad.full_tensor()
         right = whole.layers[owner].weight.grad / size
         torch.testing.assert_close(grad, right, rtol=1e-6, atol=1e-6)
@@ -80,10 +80,6 @@ def sharded_routed() -> Routed:
     SHARDGRAD.fully_shard(model.left)
     SHARDGRAD.fully_shard(model.right)
     return SHARDGRAD.fully_shard(model)
-
-
-def batch_of(rank: int, step: int = 0) -> Tensor:
-    return torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
 # What each of the two ranks runs in successive iterations; None: it has no batch.
@@ -138,6 +134,22 @@ def test_no_unit_is_gathered_before_a_rank_comes_to_it_or_a_later_one() -> None:
     assert all(isinstance(param, DTensor) for param in model.parameters())
 
 
+class Box:
+    """Hides a tensor from who looks for inputs that need gradients."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+def opened(x: Box | Tensor) -> Tensor:
+    return x.x if isinstance(x, Box) else x
+
+
+class Boxes(nn.Linear):
+    def forward(self, x: Tensor) -> Box:
+        return Box(super().forward(x))
+
+
 class Repeated(nn.Module):
     """A layer that is called several times, in reentrant checkpoints ("r") or not ("n"), and a
     scale.
@@ -149,7 +161,8 @@ class Repeated(nn.Module):
         self.scale = nn.Parameter(torch.ones(5)) if "s" in calls else None
         self.calls = calls
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Box | Tensor) -> Tensor:
+        x = opened(x)
         for call in self.calls:
             x = torch.tanh(x)
             if call == "s":
@@ -164,9 +177,7 @@ def repeated(calls: str, unit: str) -> tuple[nn.Module, nn.Module]:
     no inputs ("boxed"), or the root alone.
     """
     torch.manual_seed(0)
-    is_boxed = unit == "boxed"
-    first, second = (Boxes, RepeatedFromABox) if is_boxed else (nn.Linear, Repeated)
-    whole = nn.Sequential(first(5, 5), second(calls))
+    whole = nn.Sequential((Boxes if unit == "boxed" else nn.Linear)(5, 5), Repeated(calls))
     model = deepcopy(whole)
     around = [model[1]]
     for inner in {"layer": [model[1].layer], "root": []}.get(unit, around):
@@ -174,7 +185,12 @@ def repeated(calls: str, unit: str) -> tuple[nn.Module, nn.Module]:
     return whole, SHARDGRAD.fully_shard(model)
 
 
-def have_mean_gradients(model: nn.Module, whole: nn.Module) -> None:
+def have_mean_gradients(model: nn.Module, whole: nn.Module, *ranks: int) -> None:
+    """Requires the gradients that the whole model has of the batches of these ranks, beside those
+    that it has had.
+    """
+    for rank in ranks:
+        (whole(batch_of(rank)).square().sum() / dist.get_world_size()).backward()
     for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-5, atol=1e-5)
 
@@ -194,40 +210,26 @@ def test_a_rank_without_a_batch_joins_one_that_recomputes_by_reentry(calls: str,
         with shardgrad.participate(model):
             if dist.get_rank() == step:
                 model(batch_of(step)).square().sum().backward()
-        (whole(batch_of(step)).square().sum() / dist.get_world_size()).backward()
-        have_mean_gradients(model, whole)
+        have_mean_gradients(model, whole, step)
 
 
-class Box:
-    """Hides a tensor from who looks for inputs that need gradients."""
-
-    def __init__(self, x: Tensor) -> None:
-        self.x = x
+class MayBeBoxed(nn.Linear):
+    def forward(self, x: Box | Tensor) -> Tensor:
+        return super().forward(opened(x))
 
 
-class Boxes(nn.Linear):
-    def forward(self, x: Tensor) -> Box:
-        return Box(super().forward(x))
+class Hidden(nn.Module):
+    """Calls its layer with an input that nobody sees: in a checkpoint and then outside of it, or
+    before one that everybody sees.
+    """
 
-
-class RepeatedFromABox(Repeated):
-    def forward(self, box: Box) -> Tensor:
-        return super().forward(box.x)
-
-
-class FromABox(nn.Linear):
-    def forward(self, box: Box) -> Tensor:
-        return super().forward(box.x)
-
-
-class Hidden(Repeated):
-    """Calls its layer, whose inputs nobody sees, in a checkpoint first and then outside of it."""
-
-    def __init__(self) -> None:
-        super().__init__("rn")
-        self.layer = FromABox(5, 5)
+    def __init__(self, *, recomputes: bool) -> None:
+        super().__init__()
+        self.layer, self.recomputes = MayBeBoxed(5, 5), recomputes
 
     def forward(self, x: Tensor) -> Tensor:
+        if not self.recomputes:
+            return self.layer(torch.tanh(self.layer(Box(x))))
         x = checkpoint(lambda x: self.layer(Box(x)), torch.tanh(x), use_reentrant=True)
         return self.layer(Box(torch.tanh(x)))
 
@@ -235,31 +237,14 @@ class Hidden(Repeated):
 @on_ranks(2)
 def test_a_unit_that_sees_no_inputs_waits_for_a_checkpoint_that_calls_it_too() -> None:
     torch.manual_seed(0)
-    whole = nn.Sequential(nn.Linear(5, 5), Hidden())
+    whole = nn.Sequential(nn.Linear(5, 5), Hidden(recomputes=True))
     model = deepcopy(whole)
     SHARDGRAD.fully_shard(model[1].layer)
     SHARDGRAD.fully_shard(model)
     with shardgrad.participate(model):
         if dist.get_rank() == 0:
             model(batch_of(0)).square().sum().backward()
-    (whole(batch_of(0)).square().sum() / dist.get_world_size()).backward()
-    have_mean_gradients(model, whole)
-
-
-class TwiceFromABox(nn.Linear):
-    """Runs its layer first with an input that nobody sees, then with one that everybody does."""
-
-    def forward(self, box: Box | Tensor) -> Tensor:
-        return super().forward(box.x) if isinstance(box, Box) else super().forward(box)
-
-
-class Twice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = TwiceFromABox(5, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(torch.tanh(self.layer(Box(x))))
+    have_mean_gradients(model, whole, 0)
 
 
 @pytest.mark.parametrize("by", ["a checkpoint", "a call"])
@@ -267,9 +252,9 @@ class Twice(nn.Module):
 def test_gradients_that_come_after_their_reduction_are_refused(by: str) -> None:
     torch.manual_seed(0)
     if by == "a checkpoint":
-        whole = nn.Sequential(Boxes(5, 5), RepeatedFromABox("rn"))
+        whole = nn.Sequential(Boxes(5, 5), Repeated("rn"))
     else:
-        whole = nn.Sequential(nn.Linear(5, 5), Twice())
+        whole = nn.Sequential(nn.Linear(5, 5), Hidden(recomputes=False))
     model = deepcopy(whole)
     SHARDGRAD.fully_shard(model[1] if by == "a checkpoint" else model[1].layer)
     SHARDGRAD.fully_shard(model)
@@ -279,9 +264,7 @@ def test_gradients_that_come_after_their_reduction_are_refused(by: str) -> None:
             model(batch_of(0)).square().sum().backward()
     model.zero_grad()
     model(batch_of(dist.get_rank())).square().sum().backward()  # ranks are where they were
-    for rank in range(dist.get_world_size()):
-        (whole(batch_of(rank)).square().sum() / dist.get_world_size()).backward()
-    have_mean_gradients(model, whole)
+    have_mean_gradients(model, whole, *range(dist.get_world_size()))
 
 
 @on_ranks(2)

@@ -8,7 +8,7 @@ from torch import nn
 
 from shardgrad.engine.unit import units_under
 from shardgrad.errors import LostWorkWarning
-from tests.support.parity import GATHERED, UNSHARDED, Engine, Tensors, assert_close, float64, stack
+from tests.support.parity import GATHERED, UNSHARDED, Engine, Tensors, as_unsharded, stack
 from tests.support.ranks import on_ranks
 
 
@@ -22,15 +22,24 @@ def nbytes_over_fewer_ranks(model: nn.Module) -> int:
     )
 
 
-def frozen_and_thawed(engine: Engine, whens: list[str]) -> Tensors:
-    """Freezes and thaws a weight in turn, before a forward or after one, perhaps the last."""
-    model, found = stack(5, 6, 7, 3), {}
+def over_two(engine: Engine) -> nn.Sequential:
+    """Returns a model that a forward leaves over two of four ranks."""
+    model = stack(5, 6, 7, 3)
     for layer in (model[0], model[2], model):
         engine.fully_shard(layer, reshard_after_forward=2)
+    return model
+
+
+@on_ranks(4)
+@as_unsharded
+def test_weights_over_two_of_four_ranks_may_be_frozen_and_thawed(engine: Engine) -> Tensors:
+    """In turn, before a forward or after one, perhaps the last."""
+    model, found = over_two(engine), {}
+    whens = ["between", "between", "before", "between", "alone", "alone", "before"]
     for step, when in enumerate(whens):
         if when == "before":
             model[2].weight.requires_grad_(step % 2 == 1)
-        loss = model(engine.inputs(step, 5, dtype=torch.float64)).square().mean()
+        loss = engine.loss(model, step, 5)
         if engine is not UNSHARDED:
             assert nbytes_over_fewer_ranks(model) > 0
             assert [param.to_local().shape[0] for param in model[0].parameters()] == [3, 3]
@@ -40,7 +49,7 @@ def frozen_and_thawed(engine: Engine, whens: list[str]) -> Tensors:
             loss.backward()
         elif engine is not UNSHARDED:
             model[2].reshard()
-        model(engine.inputs(step, 5, dtype=torch.float64)).square().mean().backward()
+        engine.loss(model, step, 5).backward()
         assert nbytes_over_fewer_ranks(model) == 0
         found |= {f"{name} in step {step}": x for name, x in engine.snapshot(model).items()}
         model.zero_grad()
@@ -48,19 +57,14 @@ def frozen_and_thawed(engine: Engine, whens: list[str]) -> Tensors:
 
 
 @on_ranks(4)
-def test_a_program_that_reshards_to_two_of_four_ranks_is_the_plain_one() -> None:
-    whens = ["between", "between", "before", "between", "alone", "alone", "before"]
-    with float64():
-        assert_close(*(frozen_and_thawed(engine, whens) for engine in (GATHERED, UNSHARDED)))
-
-
-def stepped_after_a_loss_that_was_dropped(engine: Engine) -> Tensors:
-    """Steps while a forward has left its shards over two ranks, and trains on."""
-    model = stack(5, 6, 7, 3)
-    for layer in (model[0], model[2], model):
-        engine.fully_shard(layer, reshard_after_forward=2)
+@as_unsharded
+def test_a_step_is_seen_by_a_forward_whose_shards_lay_over_two_of_four_ranks(
+    engine: Engine,
+) -> Tensors:
+    """Steps while a forward whose loss is dropped has left its shards there, and trains on."""
+    model = over_two(engine)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    inputs = engine.inputs(0, 5, dtype=torch.float64)
+    inputs = engine.inputs(0, 5)
     model(inputs).square().mean().backward()
     model(inputs)
     optimizer.step()
@@ -70,25 +74,19 @@ def stepped_after_a_loss_that_was_dropped(engine: Engine) -> Tensors:
 
 
 @on_ranks(4)
-def test_a_step_is_seen_by_a_forward_whose_shards_lay_over_two_of_four_ranks() -> None:
-    with float64():
-        assert_close(*map(stepped_after_a_loss_that_was_dropped, (GATHERED, UNSHARDED)))
-
-
-def written_after_evaluations(engine: Engine) -> Tensors:
+@as_unsharded
+def test_what_is_written_to_two_of_four_ranks_shards_stays(engine: Engine) -> Tensors:
     """Changes weights by hand where an evaluation has left them, and trains on."""
-    model = stack(5, 6, 7, 3)
-    for layer in (model[0], model[2], model):
-        engine.fully_shard(layer, reshard_after_forward=2)
+    model = over_two(engine)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = {}
     for step in range(3):
         with torch.no_grad():
-            model(engine.inputs(9, 5, dtype=torch.float64))
+            model(engine.inputs(9, 5))
             model[0].weight.mul_(1.5)
             model[2].bias.add_(0.1)
         for part in range(2):
-            model(engine.inputs(2 * step + part, 5, dtype=torch.float64)).square().mean().backward()
+            engine.loss(model, 2 * step + part, 5).backward()
         found |= {f"{name} in step {step}": x for name, x in engine.snapshot(model).items()}
         optimizer.step()
         optimizer.zero_grad()
@@ -96,16 +94,8 @@ def written_after_evaluations(engine: Engine) -> Tensors:
 
 
 @on_ranks(4)
-def test_what_is_written_to_two_of_four_ranks_shards_stays() -> None:
-    with float64():
-        assert_close(*(written_after_evaluations(engine) for engine in (GATHERED, UNSHARDED)))
-
-
-@on_ranks(4)
 def test_what_is_written_to_two_of_four_ranks_shards_and_dropped_is_told() -> None:
-    model = stack(5, 6, 7, 3)
-    for layer in (model[0], model[2], model):
-        GATHERED.fully_shard(layer, reshard_after_forward=2)
+    model = over_two(GATHERED)
     with torch.no_grad():
         model(torch.ones(2, 5))
         model[0].weight.mul_(1.5)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,8 +23,8 @@ import shardgrad
 from shardgrad.errors import CollectiveError, OptionError
 from shardgrad.features import send_weights
 from shardgrad.features.export_table import ExportedParameter
-from tests.support.processes import CONTEXT
-from tests.support.ranks import Ranks, free_port, on_ranks
+from tests.support.apart import two_ranks_apart
+from tests.support.ranks import Ranks, on_ranks
 
 HIDDEN, HEADS, KV_HEADS, HEAD, MLP = 14, 4, 2, 3, 24
 
@@ -95,19 +96,18 @@ class Copies(TorchDispatchMode):
 
 @contextmanager
 def counting_sent() -> Iterator[list[int]]:
-    """Collects the bytes of every message that this rank sends."""
+    """Yields a list, which has the bytes of every message that this rank has sent in the end."""
     sent: list[int] = []
-    whole = dist.batch_isend_irecv
-
-    def count(ops: Any) -> Any:
-        sent.extend(op.tensor.nbytes for op in ops if op.op is dist.isend)
-        return whole(ops)
-
-    dist.batch_isend_irecv = count
-    try:
+    with mock.patch.object(dist, "batch_isend_irecv", wraps=dist.batch_isend_irecv) as spy:
         yield sent
-    finally:
-        dist.batch_isend_irecv = whole
+    ops = [op for call in spy.call_args_list for op in call.args[0]]
+    sent += [op.tensor.nbytes for op in ops if op.op is dist.isend]
+
+
+def from_rank_0(value: Any = None) -> Any:
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
 
 
 def trainer_mesh(trainers: int, mesh: str) -> DeviceMesh:
@@ -127,11 +127,8 @@ def train_and_send(
     rank, size = dist.get_rank(), dist.get_world_size()
     receivers = list(range(trainers, size))
     devices = trainer_mesh(trainers, mesh)
-    plans: list[Any] = [None]
     if rank >= trainers:
-        dist.broadcast_object_list(plans, src=0)
-        plan = plans[0]
-        place = rank - trainers
+        plan, place = from_rank_0(), rank - trainers
         wanted = shard_of_receiver(layer().state_dict(), place, len(receivers))
         tensors = {
             name: torch.full_like(t, torch.nan, dtype=dtype or t.dtype)
@@ -143,9 +140,7 @@ def train_and_send(
                 shardgrad.receive_weights(tensors, plan)
             senders = {m.sender for m in plan.messages if m.receiver == rank}
             assert said == [1] * len(senders)  # a byte, that all is there
-            right: list[Any] = [None]
-            dist.broadcast_object_list(right, src=0)
-            for name, t in shard_of_receiver(right[0], place, len(receivers)).items():
+            for name, t in shard_of_receiver(from_rank_0(), place, len(receivers)).items():
                 assert torch.equal(tensors[name], t.to(tensors[name].dtype)), name
         assert addresses == {name: t.data_ptr() for name, t in tensors.items()}
         own = sum(t.numel() * t.itemsize for t in tensors.values())
@@ -156,14 +151,8 @@ def train_and_send(
     options = {"shard_placement_fn": lambda p: Shard(1) if p.ndim == 2 else None} if placed else {}
     shardgrad.fully_shard(model, mesh=devices, **options)
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=0.1)
-    if rank == 0:
-        plans[0] = shardgrad.plan_weights(
-            shardgrad.export_table(model), LAYOUT, receivers, dtype=dtype
-        )
-    else:
-        shardgrad.export_table(model)
-    dist.broadcast_object_list(plans, src=0)
-    plan = plans[0]
+    table = shardgrad.export_table(model)
+    plan = from_rank_0(shardgrad.plan_weights(table, LAYOUT, receivers, dtype=dtype))
     mine = [m for m in plan.messages if m.sender == rank]
     assert mine
     columns = sum(m.nbytes for m in mine if m.name in ("o_proj.weight", "down_proj.weight"))
@@ -177,9 +166,7 @@ def train_and_send(
         assert sum(sent) == sum(m.nbytes for m in mine)
         if dtype is None and not placed:
             assert copies.nbytes == columns  # rows are sent from where they are
-        whole = {name: param.full_tensor() for name, param in model.named_parameters()}
-        right = [whole]
-        dist.broadcast_object_list(right, src=0)
+        from_rank_0({name: param.full_tensor() for name, param in model.named_parameters()})
 
 
 @pytest.mark.parametrize("trainers", [1, 2, 3])
@@ -198,11 +185,8 @@ def test_replicas_other_dtypes_and_columns_are_sent_too(
 
 @on_ranks(4)
 def test_messages_in_flight_are_bounded_without_a_deadlock() -> None:
-    whole, send_weights.BATCH_NBYTES = send_weights.BATCH_NBYTES, 100
-    try:
+    with mock.patch.object(send_weights, "BATCH_NBYTES", 100):
         train_and_send()
-    finally:
-        send_weights.BATCH_NBYTES = whole
 
 
 # -- plans, which need no ranks
@@ -296,53 +280,33 @@ def test_another_model_and_another_receiver_are_refused() -> None:
 LIMIT_S = 2.0
 
 
-def trainer_outlives_its_receiver(way: str, port: int, rank: int, pipe: Any) -> None:
-    store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, wait_for_workers=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+def trainer_outlives_its_receiver(tell: Any, rank: int, folder: str, way: str) -> None:
     mesh = trainer_mesh(1, "fsdp")
     group = dist.new_group([0, 1], timeout=timedelta(seconds=60))
     dist.barrier(group)
     if rank == 1:
-        if way == "sleeps":
-            pipe.recv()
+        time.sleep(100 if way == "sleeps" else 0)
         os._exit(0)
     model = shardgrad.fully_shard(layer(), mesh=mesh)
     plan = shardgrad.plan_weights(shardgrad.export_table(model), LAYOUT, [1])
-    if way == "exits":
-        pipe.recv()
     begin = time.monotonic()
-    try:
+    with pytest.raises(CollectiveError) as caught:
         shardgrad.send_weights(model, plan, group, timeout_s=LIMIT_S)
-    except CollectiveError as error:
-        took = time.monotonic() - begin
-        model(torch.ones(2, HIDDEN)).sum().backward()  # its own group is as it was
-        trains = all(p.grad is not None for p in model.parameters())
-        pipe.send((str(error), took, trains))
-    else:
-        pipe.send(("no error", 0.0, False))
-    os._exit(0)
+    took = time.monotonic() - begin
+    model(torch.ones(2, HIDDEN)).sum().backward()  # its own group is as it was
+    trains = all(p.grad is not None for p in model.parameters())
+    tell((str(caught.value), took, trains))
 
 
 @pytest.mark.parametrize("way", ["exits", "sleeps"])
 def test_a_receiver_that_is_gone_is_an_error_within_the_time_limit(way: str) -> None:
-    port = free_port()
-    pipes, processes = [], []
-    for rank in range(2):
-        ours, theirs = CONTEXT.Pipe()
-        args = (way, port, rank, theirs)
-        processes.append(CONTEXT.Process(target=trainer_outlives_its_receiver, args=args))
-        processes[-1].start()
-        pipes.append(ours)
-    try:
-        if way == "exits":
-            processes[1].join(60)
-            pipes[0].send("go")
-        assert pipes[0].poll(90), "the trainer hangs"
-        error, took, trains = pipes[0].recv()
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+    with two_ranks_apart(trainer_outlives_its_receiver, way) as (pipes, _):
+        (trainer,) = [pipe for pipe, rank in pipes.items() if rank == 0]
+        told: Any = ""
+        while isinstance(told, str):  # a warning
+            assert trainer.poll(90), "the trainer hangs"
+            told = trainer.recv()
+    error, took, trains = told
     assert "the transfer of weights failed: rank 1 is late or has exited" in error
     assert f"within {LIMIT_S:g} s" in error
     assert took < LIMIT_S + 20  # of which a busy machine takes its part

@@ -16,8 +16,10 @@ from torch.distributed.tensor import DTensor, Replicate
 import shardgrad
 from shardgrad.errors import AsleepError, OptionError, RootError
 from shardgrad.ops.virtual_memory import bring_back, give_back, virtual_zeros
+from tests.support.muon import cut_like
 from tests.support.parity import SHARDGRAD, assert_same_bits, stack, token_loss, tower
 from tests.support.ranks import on_ranks
+from tests.support.two_engines import take_steps
 
 CYCLES = 20
 LEVELS = [1, 2]
@@ -164,9 +166,7 @@ def test_memory_that_is_given_back_is_that_of_states_shards_and_gradients() -> N
 @on_ranks(2)
 def test_weights_may_be_forgotten_and_are_zeros_then() -> None:
     model, optimizer = built()
-    token_loss(model, SHARDGRAD.tokens(0)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_steps(SHARDGRAD, model, optimizer, range(1))
     right = contents(model, optimizer)
     saved = {name: value.full_tensor() for name, value in model.state_dict().items()}
     shardgrad.sleep(model, optimizer, level=3)
@@ -174,10 +174,7 @@ def test_weights_may_be_forgotten_and_are_zeros_then() -> None:
     assert all(not row.local.any() for row in shardgrad.export_table(model).values())
     with torch.no_grad():
         for name, param in model.named_parameters():
-            own = torch.distributed.tensor.distribute_tensor(
-                saved[name], param.device_mesh, param.placements
-            )
-            param.copy_(own)
+            param.copy_(cut_like(param, saved[name]))
     assert_same_bits(contents(model, optimizer), right)
 
 
@@ -233,9 +230,7 @@ def test_a_use_while_asleep_is_refused_and_changes_nothing() -> None:
 def test_a_backward_whose_forward_came_before_the_sleep_is_refused() -> None:
     model, optimizer = built()
     batch = SHARDGRAD.tokens(0)
-    token_loss(model, batch).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_steps(SHARDGRAD, model, optimizer, range(1))
     right = contents(model, optimizer)
     loss = token_loss(model, batch)
     shardgrad.sleep(model, optimizer, level=2)
@@ -250,9 +245,7 @@ def test_a_backward_whose_forward_came_before_the_sleep_is_refused() -> None:
 @on_ranks(2)
 def test_what_cannot_sleep_is_refused() -> None:
     model, optimizer = built(sleepy=False)
-    token_loss(model, SHARDGRAD.tokens(0)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_steps(SHARDGRAD, model, optimizer, range(1))
     for use in (optimizer.offload, lambda: shardgrad.sleep(model, level=2)):
         with pytest.raises(OptionError, match=r"(?s)cannot be released.*SleepPolicy\(\)"):
             use()
@@ -271,14 +264,10 @@ def test_what_cannot_sleep_is_refused() -> None:
 @on_ranks(2)
 def test_a_sleep_that_is_refused_for_its_graphs_leaves_the_optimizer_as_it_was() -> None:
     model, optimizer = built()
-    token_loss(model, SHARDGRAD.tokens(0)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_steps(SHARDGRAD, model, optimizer, range(1))
     with pytest.raises(OptionError, match="pool's memory cannot"):
         shardgrad.sleep(model, optimizer, shardgrad.GraphPool(), level=2)
-    token_loss(model, SHARDGRAD.tokens(1)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_steps(SHARDGRAD, model, optimizer, range(1))
     shardgrad.sleep(model, optimizer)
     with pytest.raises(OptionError, match="pool's memory cannot"):
         shardgrad.sleep(model, optimizer, shardgrad.GraphPool(), level=2)

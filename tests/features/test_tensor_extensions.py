@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
@@ -120,25 +119,10 @@ def test_extensions_train_on_replicas() -> None:
 
 
 def pre_on_the_way(self: Tensor, mesh: Any) -> Any:
-    return (self.to(torch.bfloat16),), None
+    return (self.to(torch.bfloat16),), {"scale": 1}
 
 
-def post_on_the_way(
-    self: Tensor,
-    outputs: tuple[Tensor, ...],
-    metadata: Any,
-    param_dtype: torch.dtype,
-    *,
-    out: Any = None,
-) -> Any:
-    (gathered,) = outputs
-    assert gathered.dtype == torch.bfloat16
-    if out is not None:
-        with torch.no_grad(), _unsafe_preserve_version_counter(out):
-            out.copy_(gathered)
-        return None
-    wide = gathered.to(param_dtype)
-    return wide, (gathered, wide)
+post_on_the_way = Narrowed.fsdp_post_all_gather
 
 
 def put_methods_on(weight: Any) -> None:
@@ -186,9 +170,9 @@ def test_methods_put_on_local_tensors_later_train_bit_for_bit_like_fsdp2(
     found: Tensors = {}
     for step in range(3):
         if settings:
-            model(engine.inputs(step + 5, 6)).square().mean().backward()
+            engine.loss(model, step + 5, 6).backward()
             model.set_requires_gradient_sync(True)
-        loss = model(engine.inputs(step, 6)).square().mean()
+        loss = engine.loss(model, step, 6)
         loss.backward()
         found[f"loss {step}"] = loss.detach()
         optim = optim or torch.optim.AdamW(params, lr=1e-2)
@@ -240,7 +224,7 @@ def load_extensions(*, first: bool) -> Tensors:
         assert all(isinstance(model[i].weight.to_local(), Narrowed) for i in (0, 2))
     optim = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     for step in range(2):
-        model(SHARDGRAD.inputs(step, 6)).square().mean().backward()
+        SHARDGRAD.loss(model, step, 6).backward()
         optim.step()
     with pytest.raises(errors.OptimizerParameterError, match="tensor subclass"):
         shardgrad.optim.AdamW(model.parameters())

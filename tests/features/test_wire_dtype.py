@@ -125,10 +125,7 @@ class Case:
         return SHARDGRAD.shard_tower(model, **self.all_options())
 
     def shard_stack(self, model: nn.Sequential) -> nn.Sequential:
-        for layer in (*model, model):
-            if isinstance(layer, nn.Linear | nn.Sequential):
-                SHARDGRAD.fully_shard(layer, **self.all_options())
-        return model
+        return SHARDGRAD.shard_stack(model, **self.all_options())
 
     def run(self, model: Tower) -> None:
         for micro in range(self.micro_batches):
@@ -260,7 +257,7 @@ def bytes_of_a_backward(policy: GradientPolicy, replicas: int) -> Counter[str]:
     model = Case(replicas=replicas, options=options).shard_stack(stack(*SIZES))
     sent: Counter[str] = Counter()
     for _ in range(2):
-        loss = model(SHARDGRAD.inputs(0, SIZES[0])).square().mean()
+        loss = SHARDGRAD.loss(model, 0, SIZES[0])
         sent.clear()
         with watching_collectives(lambda name, tensor: sent.update({name: tensor.nbytes})):
             loss.backward()

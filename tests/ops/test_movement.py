@@ -165,11 +165,19 @@ def test_sum_chunks_adds_from_left_to_right_and_rounds_once(
         assert_same_bits(out, expected)
 
 
-def test_the_mean_of_two_float32_chunks_is_torchs_bit_for_bit(backend: Backend) -> None:
+def floats_of_every_kind(*shape: int) -> Tensor:
+    """Returns float32 of random bits, subnormals and NaNs included."""
     generator = torch.Generator().manual_seed(0)
-    bits = torch.randint(-(2**31), 2**31, (2, 100_003), generator=generator)
-    # Every kind of value, subnormals and NaNs included.
-    a, b = bits.to(torch.int32).view(torch.float32)
+    bits = torch.randint(-(2**31), 2**31, shape, generator=generator)
+    return bits.to(torch.int32).view(torch.float32)
+
+
+def all_values(half: torch.dtype) -> Tensor:
+    return torch.arange(-(2**15), 2**15).to(torch.int16).view(half)
+
+
+def test_the_mean_of_two_float32_chunks_is_torchs_bit_for_bit(backend: Backend) -> None:
+    a, b = floats_of_every_kind(2, 100_003)
     a[0], b[0] = -0.0, -0.0
     out = torch.empty_like(a)
     backend("sum_chunks")([a, b], out, 2.0, False)
@@ -185,31 +193,21 @@ def test_sum_chunks_may_write_over_one_of_its_chunks(backend: Backend, which: in
 
 
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
-def test_every_half_width_value_is_read_exactly(backend: Backend, half: torch.dtype) -> None:
-    values = torch.arange(-(2**15), 2**15).to(torch.int16).view(half)
-    out = torch.empty(2**16)
-    backend("sum_chunks")([values], out, 1.0, False)
-    assert_same_bits(out, values.float())
-
-
-@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
-def test_rounding_to_half_width_is_torchs(backend: Backend, half: torch.dtype) -> None:
-    values = torch.arange(-(2**15), 2**15).to(torch.int16).view(half).float()
+def test_half_width_values_are_read_exactly_and_rounding_to_them_is_torchs(
+    backend: Backend, half: torch.dtype
+) -> None:
+    values = all_values(half).float()
     finite = values[values.isfinite()]
     ties = (finite[:-1].double() + finite[1:].double()).div(2).float()  # halfway between neighbours
-    generator = torch.Generator().manual_seed(0)
-    anything = (
-        torch.randint(-(2**31), 2**31, (200_000,), generator=generator)
-        .to(torch.int32)
-        .view(torch.float32)
-    )
     limits = torch.tensor(
         [65504.0, 65519.996, 65520.0, 65536.0, 3.4e38, math.inf, -math.inf, math.nan, 1e-45, -0.0]
     )
-    source = torch.cat([ties, ties.nextafter(ties + 1), ties.nextafter(ties - 1), anything, limits])
-    out = torch.empty(source.shape, dtype=half)
-    backend("sum_chunks")([source], out, 1.0, False)
-    assert_same_bits(out, source.to(half))
+    beside = [ties.nextafter(ties + 1), ties.nextafter(ties - 1)]
+    wide = torch.cat([ties, *beside, floats_of_every_kind(200_000), limits])
+    for source, dtype in ((all_values(half), torch.float32), (wide, half)):
+        out = torch.empty(source.shape, dtype=dtype)
+        backend("sum_chunks")([source], out, 1.0, False)
+        assert_same_bits(out, source.to(dtype))
 
 
 def test_groups_without_parameters_or_elements_do_nothing(backend: Backend) -> None:

@@ -10,7 +10,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardgrad.errors import UnsupportedParameterError
-from tests.support.parity import BYTE_DTYPES, FSDP2, SHARDGRAD, Engine, Tensors, assert_same_bits
+from tests.support.muon import cut_like
+from tests.support.parity import (
+    BYTE_DTYPES,
+    FSDP2,
+    SHARDGRAD,
+    Engine,
+    Tensors,
+    assert_same_bits,
+    train_squares,
+)
 from tests.support.ranks import on_ranks
 
 
@@ -37,14 +46,7 @@ def train_beside(engine: Engine, dtype: torch.dtype, options: dict[str, Any]) ->
     engine.fully_shard(model, **options)
     assert isinstance(model[0].table, DTensor)
     assert model[0].table.dtype is dtype
-    optim = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    found: Tensors = {}
-    for step in range(3):
-        loss = model(engine.inputs(step, 5)).square().mean()
-        loss.backward()
-        found[f"loss {step}"] = loss.detach()
-        optim.step()
-        optim.zero_grad()
+    found = {name: value.float() for name, value in train_squares(engine, model, 5).items()}
     for module in (*model, model):
         module.reshard()
     state = model.state_dict()
@@ -75,10 +77,7 @@ def test_a_meta_model_with_other_dtypes_can_be_filled() -> None:
     SHARDGRAD.fully_shard(model).to_empty(device="cpu")
     with torch.no_grad():
         for name, param in model.named_parameters():
-            source = torch.distributed.tensor.distribute_tensor(
-                whole.get_parameter(name).detach(), param.device_mesh, param.placements
-            )
-            param.to_local().copy_(source.to_local())
+            param.to_local().copy_(cut_like(param, whole.get_parameter(name)).to_local())
     x = SHARDGRAD.inputs(0, 5)
     assert torch.equal(model(x), whole(x))
 

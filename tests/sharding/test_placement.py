@@ -17,6 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, Shard
 from torch.distributed.tensor import DTensor, Shard
 
 import shardgrad
+from tests.support.muon import cut_like
 from tests.support.parity import (
     FSDP2,
     SHARDGRAD,
@@ -134,13 +135,8 @@ def test_replacements_cut_along_another_dim_are_taken_over() -> None:
         for param in donor.parameters():
             param.mul_(3).add_(1)
     shardgrad.fully_shard(model, shard_placement_fn=last_dim)
-    places = {
-        name: (param.device_mesh, param.placements) for name, param in model.named_parameters()
-    }
-    state = {
-        name: torch.distributed.tensor.distribute_tensor(value, *places[name])
-        for name, value in donor.state_dict().items()
-    }
+    values = donor.state_dict()
+    state = {name: cut_like(param, values[name]) for name, param in model.named_parameters()}
     model.load_state_dict(state, assign=True)
     x = SHARDGRAD.inputs(0, 4)
     assert torch.equal(model(x), donor(x))
@@ -190,7 +186,7 @@ def train_mixture(engine: Engine, *, alone: bool) -> Tensors:
     )
     found: Tensors = {}
     for step in range(2):
-        loss = model(engine.inputs(step, 8, dtype=torch.float64)).square().mean()
+        loss = engine.loss(model, step, 8)
         loss.backward()
         found[f"loss {step}"] = loss.detach()
         optim.step()

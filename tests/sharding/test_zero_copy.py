@@ -11,9 +11,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 from shardgrad.sharding import zero_copy
 from tests.support.parity import (
@@ -95,7 +95,8 @@ def test_what_travels_by_itself_has_the_bits_of_what_is_packed(dtype: torch.dtyp
 def test_a_programs_own_all_gather_gets_everything_in_one_message() -> None:
     with weights_direct():
         model = sharded_stack(SHARDGRAD)
-        gather_by_itself(model)
+        for layer in (model[0], model[2]):
+            layer.set_custom_all_gather(DefaultAllGather())
         x = SHARDGRAD.inputs(0, SIZES[0])
         model(x).sum().backward()
         seen: list[tuple[str, int]] = []
@@ -107,20 +108,6 @@ def test_a_programs_own_all_gather_gets_everything_in_one_message() -> None:
 
 
 WEIGHT = SIZES[0] * SIZES[1]
-
-
-def gather_by_itself(model: nn.Module) -> None:
-    class Gather:
-        def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-            return torch.empty(*size, dtype=dtype, device=device)
-
-        def __call__(
-            self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool
-        ) -> None:
-            dist.all_gather_into_tensor(output_tensor, input_tensor, group=group)
-
-    for layer in (model[0], model[2]):
-        layer.set_custom_all_gather(Gather())
 
 
 @on_ranks(2)

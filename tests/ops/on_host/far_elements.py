@@ -45,6 +45,11 @@ def ends(tensor: Tensor, numel: int) -> list[Tensor]:
     return [tensor[:numel], tensor[-numel:]]
 
 
+def assert_same_ends(ours: Tensor, theirs: Tensor, numel: int, divisor: float = 1.0) -> None:
+    for end, right in zip(ends(ours, numel), ends(theirs, numel), strict=True):
+        assert_same_bits(end, right / divisor)
+
+
 def fill(tensor: Tensor, numel: int, seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(seed)
     for end in ends(tensor, numel):
@@ -65,10 +70,7 @@ def test_pack_and_unpack_move_what_lies_behind_2_to_31() -> None:
     OP.pack([grad], slot, table, chunk_numel, 2.0, False)
     chunks = list(slot.view(ranks, -1))
     for chunk, each in zip(chunks, pieces, strict=True):
-        for ours, theirs in zip(
-            ends(chunk[5 : 5 + each.numel()], 2900), ends(each, 2900), strict=True
-        ):
-            assert_same_bits(ours, theirs / 2)
+        assert_same_ends(chunk[5 : 5 + each.numel()], each, 2900, 2.0)
         assert (chunk[5 + each.numel() : 5 + piece + 40] == 0).all()
         assert not chunk[5 + TILE : 5 + TILE + 9].any()  # of a block that did not run
 
@@ -78,8 +80,7 @@ def test_pack_and_unpack_move_what_lies_behind_2_to_31() -> None:
     OP.unpack(slot, unsharded, table, slot.numel() // ranks)
     whole = unsharded[3 : 3 + grad.numel()]
     for ours, theirs in zip([whole[:piece], whole[piece:]], pieces, strict=True):
-        for a, b in zip(ends(ours, 2900), ends(theirs, 2900), strict=True):
-            assert_same_bits(a, b / 2)
+        assert_same_ends(ours, theirs, 2900, 2.0)
     assert not unsharded[-4:].any()
 
 
@@ -148,8 +149,7 @@ def test_updates_reach_rows_and_elements_behind_2_to_31(rule: str) -> None:
         (far.second, small.second, 2),
     ):
         for ours, theirs in zip(far.cut(flat, column), small.cut(near, column), strict=True):
-            for a, b in zip(ends(ours, 2048), ends(theirs, 2048), strict=True):
-                assert_same_bits(a, b)
+            assert_same_ends(ours, theirs, 2048)
 
 
 def test_norms_read_rows_and_elements_behind_2_to_31() -> None:
