@@ -5,7 +5,6 @@ believed.
 from __future__ import annotations
 
 import copy
-import io
 import json
 import os
 from pathlib import Path
@@ -19,7 +18,6 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from shardgrad import checkpoint
 from shardgrad.errors import CheckpointError, OptionError
 from shardgrad.programs.checkpoint import folder as folders
-from shardgrad.programs.checkpoint import manifest
 from shardgrad.programs.text import listed, printable
 
 ROWS, LARGE = 15, 1500  # of the first tensor; a large one has several blocks
@@ -118,7 +116,7 @@ def test_numbers_may_be_loaded_into_another_precision_and_into_no_other_kind(
         checkpoint.load(ours, tmp_path / "c")
         assert torch.equal(ours["x"], values.to(dtype))
     else:
-        with pytest.raises(CheckpointError, match=f"x has {saved} for {dtype}"):
+        with pytest.raises(CheckpointError, match=r"x is a tensor of .* numbers .*, not a "):
             checkpoint.load(ours, tmp_path / "c")
         assert not ours["x"].any()
 
@@ -229,23 +227,6 @@ def test_retention_keeps_the_newest_and_the_one_named_latest(tmp_path: Path) -> 
         checkpoint.Series(tmp_path, keep=0)
 
 
-def test_what_the_system_takes_in_parts_is_written_whole(tmp_path: Path) -> None:
-    """Linux takes at most 2 GiB of a tensor at a time."""
-
-    class TakesFew(io.FileIO):
-        def write(self, data: Any) -> int:
-            return super().write(data[:7])
-
-    class Stream(manifest._SummingStream, TakesFew):
-        pass
-
-    content = bytes(range(100))
-    with Stream(tmp_path / "x", "x") as stream:
-        assert stream.write(content) == len(content)
-    assert (tmp_path / "x").read_bytes() == content
-    manifest.check(tmp_path, {"x": (stream.nbytes, stream.checksum)}, ["x"])
-
-
 def test_a_save_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path) -> None:
         raise OSError(28, "No space left on device")
@@ -310,13 +291,16 @@ def test_what_does_not_fit_is_named_all_of_it(saved: Path) -> None:
     }
     refused(
         saved,
-        r"model.a/b~c has torch.bfloat16 for torch.int64, .*model.weight has shape",
+        r"model.a/b~c is a tensor of real numbers .* not a tensor of whole numbers .*"
+        r"model.weight is a .* with shape \(15, 1000\), not a .* with shape \(1000, 15\)",
         model=wrong,
     )
     refused(saved, "more is missing, other is missing", more=1, other=torch.zeros(1))
-    refused(saved, "step is a tensor, not a value", step=3)
+    refused(saved, r"step is a tensor .*, not a value", step=3)
     refused(
-        saved, "is a value, not a tensor", groups=[state()["groups"][0] | {"lr": torch.zeros(())}]
+        saved,
+        "lr is a value, not a tensor",
+        groups=[state()["groups"][0] | {"lr": torch.zeros(())}],
     )
     ours = state(1)
     del ours["model"]["turned"]

@@ -101,6 +101,15 @@ def test_metadata_of_a_large_model_is_read(tmp_path: Path) -> None:
     assert len(checkpoint.read_metadata(tmp_path / "c").state_dict_metadata) == 2_001
 
 
+def test_a_link_in_a_checkpoint_without_checksums_is_not_followed(tmp_path: Path) -> None:
+    folder = of_torch(tmp_path / "c", lambda _: None)
+    (data,) = folder.glob("*.distcp")
+    data.rename(tmp_path / "elsewhere")
+    data.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=f"{data.name} is missing or damaged"):
+        checkpoint.load(state(), folder)
+
+
 # -- archives
 
 
@@ -158,6 +167,8 @@ def test_nothing_in_an_archive_is_run(key: str, tmp_path: Path) -> None:
 def test_a_file_that_claims_40_gib_is_refused_by_its_size(tmp_path: Path, name: str) -> None:
     checkpoint.save({"w": torch.ones(3)}, tmp_path / "c")
     os.truncate(tmp_path / "c" / name, 40 * 2**30)
+    if name == ".metadata":  # else its size is compared with the one in the manifest
+        (tmp_path / "c" / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match="at most"):
         checkpoint.load({"w": torch.ones(3)}, tmp_path / "c")
 

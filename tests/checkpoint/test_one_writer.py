@@ -5,8 +5,6 @@ no older than before.
 from __future__ import annotations
 
 import errno
-import fcntl
-import json
 import os
 import shutil
 import signal
@@ -184,7 +182,7 @@ def test_a_file_system_without_locks_is_named(
     def unsupported(*_: Any) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(fcntl, "lockf", unsupported)
+    monkeypatch.setattr(os, "lockf", unsupported)
     with pytest.warns(UserWarning, match=r"without locks \(No locks available\)"):
         lock.acquire(tmp_path)
     lock.release(tmp_path)
@@ -198,7 +196,7 @@ def test_a_lock_with_anything_in_it_is_taken_over_when_nothing_holds_it(
 ) -> None:
     (tmp_path / ".lock").write_bytes(content)
     lock.acquire(tmp_path)
-    assert json.loads((tmp_path / ".lock").read_text())["process"] == os.getpid()
+    assert (tmp_path / ".lock").read_text().startswith(f"process {os.getpid()} on ")
 
 
 # -- latest

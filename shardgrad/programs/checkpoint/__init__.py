@@ -9,10 +9,9 @@ Needs `pip install 'shardgrad[checkpoint]'`. For example:
 
 from __future__ import annotations
 
+from shardgrad.programs.checkpoint.contents import read_metadata, verify
 from shardgrad.programs.checkpoint.folder import Series
 from shardgrad.programs.checkpoint.loading import load
-from shardgrad.programs.checkpoint.manifest import verify
-from shardgrad.programs.checkpoint.metadata import read_metadata
 from shardgrad.programs.checkpoint.safetensors import export_checkpoint
 from shardgrad.programs.checkpoint.saving import save
 

@@ -61,41 +61,35 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def open_plain(path: Path) -> BinaryIO:
+@contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
     """Opens a regular file, not a link, for reading.
 
     Raises:
-        CheckpointError: the file is missing or is not a regular file.
+        CheckpointError: the file is missing, is not a regular file, or cannot be read.
     """
     try:
         # Non-blocking, so that opening a named pipe does not wait for a writer.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with os.fdopen(os.open(path, flags), "rb") as stream:
+            if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+                raise OSError("this is another kind of file")
+            yield stream
     except OSError as error:
-        raise damaged(path, "a regular file", error.strerror or "nothing") from error
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise damaged(path, "a regular file", "another kind of file")
-    return os.fdopen(descriptor, "rb")
+        raise damaged(path, "a readable, regular file", str(error)) from error
 
 
 def content_of(path: Path, most: int) -> bytes:
     """Returns what is in a regular file.
 
-    Args:
-        path: of the file.
-        most: bytes it may have; a larger one is refused before any of it is read.
-
     Raises:
-        CheckpointError: it is larger, not there, something else, or cannot be read.
+        CheckpointError: it has more than `most` bytes, and none of them is read; or as `opened`.
     """
-    with open_plain(path) as stream:
+    with opened(path) as stream:
         nbytes = os.fstat(stream.fileno()).st_size
         if nbytes > most:
             raise damaged(path, f"at most {most} bytes", f"{nbytes} bytes")
-        try:
-            return stream.read()
-        except OSError as error:
-            raise damaged(path, "a readable file", error.strerror or "an error") from error
+        return stream.read()
 
 
 def damaged(path: Path, expected: str, got: str) -> CheckpointError:

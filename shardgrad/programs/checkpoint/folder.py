@@ -16,8 +16,8 @@ from pathlib import Path
 
 from shardgrad.errors import CheckpointError, OptionError
 from shardgrad.programs.checkpoint import lock
+from shardgrad.programs.checkpoint.contents import METADATA
 from shardgrad.programs.checkpoint.files import content_of, make_folder, replace_synced, sync
-from shardgrad.programs.checkpoint.metadata import METADATA
 from shardgrad.programs.text import printable
 
 _ASIDE = ".tmp"
@@ -124,14 +124,13 @@ class Series:
         Other processes may save during the call: it finds a checkpoint, and a later call no older
         one.
         """
-        name = self._named()
         while True:
+            name = self._named()
             if name and _is_complete(self.folder / name):
                 return self.folder / name
-            newest = next(reversed(self.complete()), None)
-            before, name = name, self._named()
-            if name == before:  # else the named one was removed because there is a newer one
-                return newest
+            complete = self.complete()
+            if name == self._named():  # else the named one was removed because there is a newer one
+                return complete[-1] if complete else None
 
     def publish(self, path: Path) -> None:
         """Writes a checkpoint's name into `latest`, and removes the oldest others beyond `keep`.
@@ -145,7 +144,7 @@ class Series:
         self.acquire()
         replace_synced(self.folder / _POINTER, path.name + "\n")
         others = [one for one in self.complete() if one != path]
-        for one in others[: max(0, len(others) + 1 - self._keep)]:
+        for one in others[::-1][self._keep - 1 :]:
             _discard(one)
 
     def recover(self) -> None:
@@ -166,11 +165,11 @@ class Series:
     def _named(self) -> str:
         """Returns the name in `latest`, if it is one of a checkpoint."""
         try:
-            text = content_of(self.folder / _POINTER, _POINTER_NBYTES).decode("ascii").strip()
-        except (CheckpointError, ValueError):
+            content = content_of(self.folder / _POINTER, _POINTER_NBYTES)
+        except CheckpointError:
             return ""
         # It may be edited to the path of the folder, or have a slash behind it.
-        name = Path(text).name
+        name = Path(content.decode(errors="replace").strip()).name
         return name if _STEP.fullmatch(name) else ""
 
 

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import increment_version
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from shardgrad.errors import CheckpointError
-from shardgrad.programs.checkpoint import manifest
-from shardgrad.programs.checkpoint.metadata import read_metadata
+from shardgrad.programs.checkpoint.contents import Manifest, check, read_manifest, read_metadata
+from shardgrad.programs.checkpoint.files import opened
 from shardgrad.programs.checkpoint.peers import Peers
 from shardgrad.programs.checkpoint.state import flatten, rebuild
 from shardgrad.programs.text import listed, printable
@@ -63,62 +63,67 @@ def load(
     """
     folder = Path(folder)
     peers = Peers(group, where=folder)
-
-    def look() -> tuple[Metadata, manifest.Manifest]:
-        """Returns what the checkpoint is to hold."""
-        files = manifest.read(folder)
-        return read_metadata(folder, files), files
-
-    metadata, files = peers.broadcast("metadata", look)
     leaves: dict[str, Any] = {}
+
+    def look() -> tuple[Metadata, Manifest]:
+        """Returns what the checkpoint is to hold."""
+        manifest = read_manifest(folder)
+        return read_metadata(folder, manifest), manifest
+
+    def is_optional(name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in optional)
 
     def fit() -> set[str]:
         """Returns the entries that this rank has no place for."""
         leaves.update(flatten(state))
         stored = metadata.state_dict_metadata
         odd = [
-            f"{printable(name)} {words}"
-            for name, leaf in leaves.items()
-            if name in stored or not _matches(name, optional)
-            if (words := _oddity(stored.get(name), leaf))
+            f"{printable(name)} is missing"
+            for name in leaves.keys() - stored.keys()
+            if not is_optional(name)
         ]
-        if odd:
-            raise _misfit(folder, odd)
-        return {name for name in stored.keys() - leaves.keys() if not _matches(name, optional)}
+        for name in leaves.keys() & stored.keys():
+            wanted, found = _kind(leaves[name]), _kind(stored[name])
+            if wanted != found:
+                odd.append(f"{printable(name)} is {found}, not {wanted}")
+        _require_none(odd, folder)
+        return {name for name in stored.keys() - leaves.keys() if not is_optional(name)}
 
     def require_used(unused: list[set[str]]) -> None:
         left = set.intersection(*unused)
-        if left:
-            raise _misfit(folder, [f"{printable(name)} is only in the checkpoint" for name in left])
+        _require_none([f"{printable(name)} is only in the checkpoint" for name in left], folder)
 
-    def check() -> None:
-        manifest.check(folder, files, sorted(files)[peers.rank :: peers.count])
-
+    metadata, manifest = peers.broadcast("metadata", look)
     peers.together("plan", fit, require_used)
     if verify:
-        peers.together("verification", check)
-    values: dict[str, Any] = {}
-    peers.together("reading", lambda: values.update(read(leaves, folder, metadata)))
-    for leaf in leaves.values():
-        if isinstance(leaf, torch.Tensor):
-            # So that autograd and the engine notice the change: a DTensor and its local tensor
-            # count separately.
-            increment_version(leaf)
-    loaded: _State = rebuild(state, values)
+        mine = sorted(manifest)[peers.rank :: peers.count]
+        peers.together("verification", lambda: check(folder, manifest, mine))
+    peers.together("reading", lambda: read(leaves, folder, metadata))
+    # So that autograd and the engine notice the change: a DTensor and its local tensor count
+    # separately.
+    increment_version([leaf for leaf in leaves.values() if isinstance(leaf, torch.Tensor)])
+    loaded: _State = rebuild(state, leaves)
     return loaded
 
 
-def read(leaves: dict[str, Any], folder: Path, metadata: Metadata) -> dict[str, Any]:
-    """Reads entries of a checkpoint into tensors of their shapes, by this process alone; returns
-    those that are no tensors.
-    """
-    planner, reader = _Planner(), _Reader(str(folder))
+def read(leaves: dict[str, Any], folder: Path, metadata: Metadata) -> None:
+    """Reads entries of a checkpoint, by this process alone: tensors in place, and other values."""
+    planner = _Planner(
+        flatten_state_dict=False, flatten_sharded_tensors=False, allow_partial_load=True
+    )
+    reader = _Reader(folder)
+    reader.fs = _PlainFiles()
     # Who coordinates matters to torch's global plan, which is not made.
     planner.set_up_planner(leaves, metadata, is_coordinator=False)
     reader.set_up_storage_reader(metadata, is_coordinator=False)
     with torch.no_grad():
         reader.read_data(planner.create_local_plan(), planner).wait()
-    return planner.values
+
+
+class _PlainFiles(FileSystem):
+    def create_stream(self, path: Any, mode: str) -> Any:
+        """Opens a file for reading, if it is a regular one."""
+        return opened(path)
 
 
 class _Reader(FileSystemReader):
@@ -141,47 +146,32 @@ class _Reader(FileSystemReader):
 
 
 class _Planner(DefaultLoadPlanner):
-    """torch's planner for a flat state; its values are data, where torch's may be any object.
-
-    Attributes:
-        values: what was read that is not a tensor, by name.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, allow_partial_load=True)
-        self.values: dict[str, Any] = {}
+    """torch's planner; its values are data, where torch's may be any object."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Reads a value."""
-        self.values[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 
 
-def _oddity(stored: Any, leaf: Any) -> str:
-    """Returns why an entry of the checkpoint does not fit; nothing if it does."""
-    if stored is None:
-        return "is missing"
-    if not isinstance(stored, TensorStorageMetadata):
-        return "is a value, not a tensor" if isinstance(leaf, torch.Tensor) else ""
-    if not isinstance(leaf, torch.Tensor):
-        return "is a tensor, not a value"
-    dtype = stored.properties.dtype
-    if stored.size != leaf.shape:
-        return f"has shape {tuple(stored.size)} for {tuple(leaf.shape)}"
-    if (dtype.is_floating_point, dtype.is_complex) != (leaf.is_floating_point(), leaf.is_complex()):
-        return f"has {dtype} for {leaf.dtype}"
-    return ""
+def _kind(entry: Any) -> str:
+    """Describes what an entry of a state and one of a checkpoint must have in common."""
+    if isinstance(entry, TensorStorageMetadata):
+        shape, dtype = entry.size, entry.properties.dtype
+    elif isinstance(entry, torch.Tensor):
+        shape, dtype = entry.shape, entry.dtype
+    else:
+        return "a value"
+    numbers = "complex" if dtype.is_complex else "real" if dtype.is_floating_point else "whole"
+    return f"a tensor of {numbers} numbers with shape {tuple(shape)}"
 
 
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def _misfit(folder: Path, odd: list[str]) -> CheckpointError:
-    return CheckpointError(
-        "the checkpoint does not fit, and nothing was loaded",
-        expected="a state with the same entries, shapes and kinds of dtypes",
-        got=listed(odd),
-        where=printable(folder),
-        fix="build the model and the optimizer that were saved; or list intended differences "
-        "in `optional`",
-    )
+def _require_none(odd: list[str], folder: Path) -> None:
+    if odd:
+        raise CheckpointError(
+            "the checkpoint does not fit, and nothing was loaded",
+            expected="a state with the same entries, shapes and kinds of dtypes",
+            got=listed(odd),
+            where=printable(folder),
+            fix="build the model and the optimizer that were saved; or list intended differences "
+            "in `optional`",
+        )

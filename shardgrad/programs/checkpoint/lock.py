@@ -9,8 +9,6 @@ on between hosts; on one that does not, a warning says that a second writer is n
 from __future__ import annotations
 
 import errno
-import fcntl
-import json
 import os
 import socket
 import threading
@@ -24,7 +22,6 @@ from shardgrad.programs.text import printable
 
 _LOCK = ".lock"
 _NOT_SUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
-_TAKEN = {errno.EACCES, errno.EAGAIN}
 
 # The files that this process has locked, by path: closing any descriptor of one would unlock it, so
 # it is opened once. A forked process does not inherit the locks.
@@ -45,15 +42,7 @@ def acquire(folder: Path) -> None:
             return
         release(folder)  # of a file that was removed
         make_folder(folder)
-        path = _path_in(folder)
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(path, flags, 0o644)
-        try:
-            _lock(descriptor, folder)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        _held[path] = descriptor
+        _held[_path_in(folder)] = _opened(folder, os.F_TLOCK)
 
 
 def release(folder: Path) -> None:
@@ -72,8 +61,7 @@ def require_no_other(folder: Path) -> None:
     """
     with _one_thread:
         if _path_in(folder).exists() and not _holds(folder):
-            acquire(folder)
-            release(folder)
+            os.close(_opened(folder, os.F_TEST))
 
 
 def _path_in(folder: Path) -> Path:
@@ -89,36 +77,33 @@ def _holds(folder: Path) -> bool:
         return False
 
 
-def _lock(descriptor: int, folder: Path) -> None:
-    """Locks a file, and writes who has it."""
-    for _ in range(3):
-        try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in _NOT_SUPPORTED:
-                warnings.warn(
-                    f"{folder} is on a file system without locks ({error.strerror}): a second "
-                    "process that writes there is not detected.",
-                    stacklevel=5,
-                )
-                return
-            if error.errno not in _TAKEN:
-                raise
-            time.sleep(0.05)  # a save of another process looks at it for a moment
-            continue
-        since = time.strftime("%Y-%m-%d %H:%M:%S %z")
-        own = {"host": socket.gethostname(), "process": os.getpid(), "since": since}
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(own).encode() + b"\n", 0)
-        return
+def _opened(folder: Path, command: int) -> int:
+    """Opens the lock of a folder, and locks it, or only tests that no other process has."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(_path_in(folder), flags, 0o644)
     try:
-        found = json.loads(os.pread(descriptor, 4096, 0))
-        holder = f"process {found['process']} on {found['host']}, since {found['since']}"
-    except (OSError, ValueError, TypeError, LookupError, RecursionError):
-        holder = "another one"
-    raise CheckpointError(
-        f"{printable(folder)} is being written by another process",
-        expected="one writing process",
-        got=printable(holder),
-        fix="wait for it to end, or stop it; or write into another folder",
-    )
+        os.lockf(descriptor, command, 0)
+        if command == os.F_TLOCK:
+            since = time.strftime("%Y-%m-%d %H:%M:%S %z")
+            own = f"process {os.getpid()} on {socket.gethostname()}, since {since}\n"
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, own.encode(), 0)
+    except OSError as error:
+        if error.errno in _NOT_SUPPORTED:
+            warnings.warn(
+                f"{folder} is on a file system without locks ({error.strerror}): a second "
+                "process that writes there is not detected.",
+                stacklevel=4,
+            )
+            return descriptor
+        holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+        os.close(descriptor)
+        if not isinstance(error, BlockingIOError | PermissionError):
+            raise
+        raise CheckpointError(
+            f"{printable(folder)} is being written by another process",
+            expected="one writing process",
+            got=printable(holder or "another one"),
+            fix="wait for it to end, or stop it; or write into another folder",
+        ) from None
+    return descriptor

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from shardgrad.diagnosis.flight_recorder import GroupLog, recorder
-from shardgrad.errors import CheckpointError, ShardgradError
+from shardgrad.diagnosis.flight_recorder import recorder
+from shardgrad.errors import CheckpointError
 from shardgrad.extras import require
 from shardgrad.programs.text import printable
 
@@ -19,15 +19,6 @@ require("numpy", feature="shardgrad.programs.checkpoint")  # torch's collectives
 
 _Mine = TypeVar("_Mine")
 _Result = TypeVar("_Result")
-
-
-class _Failed(NamedTuple):
-    """What a rank sends in place of a result. torch sends a traceback with it, which torch 2.11
-    cannot pickle with Python 3.13, so that the other ranks wait.
-    """
-
-    rank: int
-    error: ShardgradError
 
 
 class Peers:
@@ -43,17 +34,15 @@ class Peers:
     """
 
     def __init__(
-        self,
-        group: dist.ProcessGroup | None = None,
-        *,
-        where: Path | None = None,
+        self, group: dist.ProcessGroup | None = None, *, where: Path | None = None
     ) -> None:
         self._torch = _DistWrapper(group, dist.is_initialized(), 0)
-        self._where = where
         self.rank = self._torch.get_rank()
         self.count = self._torch.get_world_size()
+        self._where = None if where is None else printable(where)
+        self._whose = f"rank {dist.get_rank()}" if self.count > 1 else ""
         self._cause: Exception | None = None  # of this rank's last failure
-        self._log: GroupLog | None = None
+        self._log = None
         if self.count > 1:
             self._log = recorder.group_log(group or dist.distributed_c10d._get_default_group())
 
@@ -77,51 +66,49 @@ class Peers:
             results: list[Any] | None = self._torch.gather_object(self._tried(work))
             parts: Any = None
             if results is not None:  # on the first rank
-                failed = [each for each in results if isinstance(each, _Failed)]
+                failed = [each for each in results if isinstance(each, CheckpointError)]
                 parts = failed[0] if failed else self._tried(lambda: then(results))
-                if isinstance(parts, _Failed):
+                if isinstance(parts, CheckpointError):
                     parts = [parts] * self.count
-            part: _Result | _Failed = self._torch.scatter_object(parts)
+            part: _Result | CheckpointError = self._torch.scatter_object(parts)
         return self._checked(part)
 
     def broadcast(self, step: str, work: Callable[[], _Result]) -> _Result:
         """Returns what `work` returns on the first rank, where alone it is done."""
         with self._noted(step):
             tried: Any = None if self.rank else self._tried(work)
-            result: _Result | _Failed = self._torch.broadcast_object(tried)
+            result: _Result | CheckpointError = self._torch.broadcast_object(tried)
         return self._checked(result)
 
-    def _tried(self, work: Callable[[], _Result]) -> _Result | _Failed:
+    def _noted(self, step: str) -> AbstractContextManager[None]:
+        """Records a collective that the host waits for in the block."""
+        return self._log.waiting(f"{step} of the checkpoint") if self._log else nullcontext()
+
+    def _tried(self, work: Callable[[], _Result]) -> _Result | CheckpointError:
+        """Returns what the work returns, or the error that is sent in its place."""
+        # torch would send a traceback too, which torch 2.11 cannot pickle with Python 3.13.
         try:
             return work()
         except Exception as error:  # any error: the other ranks must not wait for this one
             self._cause = error
-            return _Failed(self.rank, self._told(error))
+            return self._told(error)
 
-    def _checked(self, result: _Result | _Failed) -> _Result:
-        """Returns what ranks have agreed upon, or raises it."""
-        if not isinstance(result, _Failed):
-            return result
-        told = {**vars(result.error)}
-        if self._log is not None:
-            whose = f"rank {self._log.ranks[result.rank]}"
-            told["where"] = "; ".join(filter(None, (result.error.where, whose)))
-        raise type(result.error)(**told) from self._cause
-
-    def _noted(self, step: str) -> AbstractContextManager[None]:
-        """Records a collective that the host waits for in the block."""
-        return (
-            nullcontext() if self._log is None else self._log.waiting(f"{step} of the checkpoint")
-        )
-
-    def _told(self, error: Exception) -> ShardgradError:
-        """Returns an error as one of ours, which can be sent to the other ranks."""
+    def _told(self, error: Exception) -> CheckpointError:
+        """Returns an error as one that can be sent to the other ranks, with this rank's number."""
+        told: dict[str, Any] = {
+            "what": "a rank failed in its part of the checkpoint",
+            "expected": "no error",
+            "got": printable(f"{type(error).__name__}: {error}"),
+            "where": self._where,
+            "fix": "remove the cause, and try again; earlier checkpoints are untouched",
+        }
         if isinstance(error, CheckpointError):
-            return error
-        return CheckpointError(
-            "a rank failed in its part of the checkpoint",
-            expected="no error",
-            got=printable(f"{type(error).__name__}: {error}"),
-            where=None if self._where is None else printable(self._where),
-            fix="remove the cause, and try again; earlier checkpoints are untouched",
-        )
+            told = vars(error)
+        where = "; ".join(filter(None, (told["where"], self._whose)))
+        return CheckpointError(**{**told, "where": where})
+
+    def _checked(self, result: _Result | CheckpointError) -> _Result:
+        """Returns what ranks have agreed upon, or raises it."""
+        if isinstance(result, CheckpointError):
+            raise result from self._cause
+        return result

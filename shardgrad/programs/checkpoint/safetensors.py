@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from importlib import import_module
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -12,11 +13,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from shardgrad.errors import CheckpointError
 from shardgrad.extras import require
+from shardgrad.programs.checkpoint.contents import read_metadata, verify
 from shardgrad.programs.checkpoint.files import sync, write_synced
 from shardgrad.programs.checkpoint.folder import published
 from shardgrad.programs.checkpoint.loading import read
-from shardgrad.programs.checkpoint.manifest import verify
-from shardgrad.programs.checkpoint.metadata import read_metadata
 from shardgrad.programs.text import listed, printable
 
 FILE_NBYTES = 4 * 2**30
@@ -45,12 +45,14 @@ def export_checkpoint(
     checkpoint, folder = Path(checkpoint), Path(folder)
     metadata = read_metadata(checkpoint, verify(checkpoint))
     prefix = f"{only}." if only else ""
-    stored = {
-        name.removeprefix(prefix): entry
+    tensors = {
+        name.removeprefix(prefix): torch.empty(
+            entry.size, dtype=entry.properties.dtype, device="meta"
+        )
         for name, entry in metadata.state_dict_metadata.items()
         if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
     }
-    if not stored:
+    if not tensors:
         groups = {name.partition(".")[0] for name in metadata.state_dict_metadata}
         raise CheckpointError(
             f"the checkpoint has no tensors under {printable(only)}",
@@ -59,18 +61,12 @@ def export_checkpoint(
             where=printable(checkpoint),
             fix="choose one of these names",
         )
-    sizes = {
-        name: entry.size.numel() * entry.properties.dtype.itemsize for name, entry in stored.items()
-    }
-    files = _named(sizes, file_nbytes)
+    files = _files_of(tensors, file_nbytes)
     try:
         with published(folder) as aside:
-            for file, names in files.items():
-                content = {
-                    name: torch.empty(stored[name].size, dtype=stored[name].properties.dtype)
-                    for name in names
-                }
-                read({prefix + name: content[name] for name in names}, checkpoint, metadata)
+            for file, names in groupby(tensors, files.__getitem__):
+                content = {name: torch.empty_like(tensors[name], device="cpu") for name in names}
+                read({prefix + name: content[name] for name in content}, checkpoint, metadata)
                 import_module("safetensors.torch").save_file(
                     content, aside / file, metadata={"format": "pt"}
                 )
@@ -78,11 +74,10 @@ def export_checkpoint(
                 # mode.
                 (aside / file).chmod(aside.stat().st_mode & 0o666)
                 sync(aside / file)
-            if len(files) > 1:
-                places = {name: file for file, names in files.items() for name in names}
-                index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
-                path = aside / "model.safetensors.index.json"
-                write_synced(path, json.dumps(index, indent=2) + "\n")
+            if len(set(files.values())) > 1:
+                nbytes = sum(tensor.nbytes for tensor in tensors.values())
+                index = {"metadata": {"total_size": nbytes}, "weight_map": files}
+                write_synced(aside / "model.safetensors.index.json", json.dumps(index, indent=2))
     except CheckpointError:
         raise
     except Exception as error:
@@ -95,17 +90,15 @@ def export_checkpoint(
         ) from error
 
 
-def _named(sizes: Mapping[str, int], file_nbytes: int) -> dict[str, list[str]]:
-    """Returns the names of the tensors in each file."""
-    files: list[list[str]] = [[]]
-    filled = 0
-    for name, nbytes in sizes.items():
-        if files[-1] and filled + nbytes > file_nbytes:
-            files.append([])
-            filled = 0
-        files[-1].append(name)
-        filled += nbytes
-    if len(files) == 1:
-        return {"model.safetensors": files[0]}
-    count = len(files)
-    return {f"model-{i:05d}-of-{count:05d}.safetensors": names for i, names in enumerate(files, 1)}
+def _files_of(tensors: Mapping[str, torch.Tensor], file_nbytes: int) -> dict[str, str]:
+    """Returns the file of each tensor."""
+    numbers: dict[str, int] = {}
+    number, filled = 1, 0
+    for name, tensor in tensors.items():
+        if filled and filled + tensor.nbytes > file_nbytes:
+            number, filled = number + 1, 0
+        numbers[name] = number
+        filled += tensor.nbytes
+    if number == 1:
+        return dict.fromkeys(tensors, "model.safetensors")
+    return {name: f"model-{n:05d}-of-{number:05d}.safetensors" for name, n in numbers.items()}

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import os
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from shardgrad.programs.checkpoint import manifest
+from shardgrad.programs.checkpoint.contents import Manifest, require_whole, write_manifest
+from shardgrad.programs.checkpoint.files import named_in_errors
 from shardgrad.programs.checkpoint.folder import published
-from shardgrad.programs.checkpoint.metadata import require_whole
 from shardgrad.programs.checkpoint.peers import Peers
 from shardgrad.programs.checkpoint.state import flatten
 
@@ -54,6 +56,8 @@ def save(
     # are called here, as that function calls them.
     folder = Path(os.path.abspath(folder))
     peers, planner = Peers(group, where=folder), DefaultSavePlanner()
+    writer, files = FileSystemWriter(folder), _SummingFiles()
+    writer.fs = files
     metadata: Metadata  # on the first rank
 
     def plan() -> SavePlan:
@@ -68,21 +72,19 @@ def save(
         plans, metadata = planner.create_global_plan(plans)
         require_whole(metadata)
         aside = publication.enter_context(published(folder))
-        return [(plan, aside.name) for plan in FileSystemWriter(aside).prepare_global_plan(plans)]
+        return [(plan, aside.name) for plan in writer.prepare_global_plan(plans)]
 
-    def write() -> tuple[list[WriteResult], manifest.Manifest]:
+    def write() -> tuple[list[WriteResult], Manifest]:
         """Writes what this rank was told to."""
         planner.finish_plan(part)
-        writer, files = _writer(aside)
         return writer.write_data(part, planner).wait(), files.sums
 
-    def publish(written: list[tuple[list[WriteResult], manifest.Manifest]]) -> None:
+    def publish(written: list[tuple[list[WriteResult], Manifest]]) -> None:
         """Completes the checkpoint, on the first rank."""
-        writer, files = _writer(aside)
         writer.finish(metadata, [results for results, _ in written])
         for _, others in written:
-            files.sums.update(others)  # to that of the metadata
-        manifest.write(aside, files.sums)
+            files.sums.update(others)
+        write_manifest(aside, files.sums)
         publication.close()
         if then is not None:
             then()
@@ -90,11 +92,49 @@ def save(
     with ExitStack() as publication:
         part, name = peers.scatter("plan", plan, begin)
         aside = folder.with_name(name)
+        writer.reset(aside)
         peers.together("writing", write, publish)
 
 
-def _writer(folder: Path) -> tuple[FileSystemWriter, manifest.SummingFiles]:
-    """Returns torch's writer, and its files, which are summed up."""
-    writer = FileSystemWriter(folder)
-    writer.fs = files = manifest.SummingFiles()
-    return writer, files
+class _SummingFiles(FileSystem):
+    """The file system of torch's writer, which also sums up what is written.
+
+    Attributes:
+        sums: size and checksum of every file that was written and closed, by name.
+    """
+
+    def __init__(self) -> None:
+        self.sums: dict[str, tuple[int, int]] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        """Opens a new file for writing."""
+        with named_in_errors(path), _SummingStream(io.FileIO(path, "x")) as stream:
+            try:
+                yield stream
+            except RuntimeError as error:
+                if stream.failure is None:
+                    raise
+                # torch's archive writer tells where it failed, and hides why.
+                raise stream.failure from error
+        # The metadata is written as `.metadata.tmp`, and then renamed.
+        name = Path(path).name.removesuffix(".tmp")
+        self.sums[name] = stream.nbytes, stream.checksum
+
+
+class _SummingStream(io.BufferedWriter):
+    """Keeps nothing back: torch syncs some files before it flushes them."""
+
+    nbytes = checksum = 0
+    failure: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        self.checksum = zlib.crc32(data, self.checksum)
+        try:
+            written = super().write(data)
+            self.flush()
+        except OSError as error:
+            self.failure = error
+            raise
+        self.nbytes += written
+        return written

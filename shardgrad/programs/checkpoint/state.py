@@ -22,15 +22,15 @@ def flatten(state: Mapping[Any, Any]) -> dict[str, Any]:
     try:
         leaves, _ = flatten_state_dict(dict(state))
     except ValueError as error:
-        raise _refused(
-            str(error), "two entries with this name", "keys that differ as strings"
-        ) from None
+        raise _refused(str(error), "two entries whose keys are equal as strings") from None
     for name, leaf in leaves.items():
-        if isinstance(leaf, torch.Tensor):
-            if leaf.layout is not torch.strided or leaf.is_meta:
-                raise _refused(name, f"{leaf.layout} on {leaf.device}", "a dense tensor with data")
+        if not isinstance(leaf, torch.Tensor):
+            odd = _not_data_in(leaf)
         else:
-            _require_data(name, leaf)
+            is_dense = leaf.layout is torch.strided and not leaf.is_meta
+            odd = "" if is_dense else f"a tensor of {leaf.layout} on {leaf.device}"
+        if odd:
+            raise _refused(name, odd)
     return leaves
 
 
@@ -46,26 +46,20 @@ def rebuild(state: Any, values: Mapping[str, Any], name: str = "") -> Any:
     return state
 
 
-def _require_data(name: str, leaf: Any) -> None:
-    if isinstance(leaf, Mapping):
-        for key, value in leaf.items():
-            _require_data(f"{name}.{key}", value)
-    elif type(leaf) in (list, tuple):
-        for i, value in enumerate(leaf):
-            _require_data(f"{name}.{i}", value)
-    elif leaf is not None and type(leaf) not in (bool, int, float, str):
-        raise _refused(
-            name,
-            f"a {type(leaf).__name__}",
-            "tensors, numbers, strings, booleans and None in dictionaries and lists; tuples "
-            "without tensors",
-        )
+def _not_data_in(value: Any) -> str:
+    """Returns what in a value is not data; nothing if all of it is."""
+    parts = list(value.values()) if isinstance(value, Mapping) else value
+    if type(parts) in (list, tuple):
+        return next(filter(None, map(_not_data_in, parts)), "")
+    is_data = value is None or type(value) in (bool, int, float, str)
+    return "" if is_data else f"a {type(value).__name__}"
 
 
-def _refused(name: str, got: str, expected: str) -> CheckpointError:
+def _refused(name: str, got: str) -> CheckpointError:
     return CheckpointError(
         "a state that is not plain data cannot be saved or loaded",
-        expected=expected,
+        expected="dense tensors, numbers, strings, booleans and None in dictionaries and lists; "
+        "tuples without tensors",
         got=got,
         where=printable(name),
         fix="remove it from the state, or represent it by tensors and numbers",
