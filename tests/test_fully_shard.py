@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import shardgrad
-from tests.support.parity import SHARDGRAD, assert_same_bits, stack
+from tests.support.parity import SHARDGRAD, assert_same_bits, stack, train_squares
 from tests.support.ranks import on_ranks
 
 
@@ -74,12 +74,7 @@ def test_a_model_built_and_sharded_in_inference_mode_trains() -> None:
     for is_inference in (False, True):
         with torch.inference_mode(is_inference):
             model = shardgrad.fully_shard(stack(5, 7, 3))
-        optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        for step in range(2):
-            SHARDGRAD.loss(model, step, 5).backward()
-            optim.step()
-            optim.zero_grad()
-        trained.append(SHARDGRAD.snapshot(model))
+        trained.append(train_squares(SHARDGRAD, model, 5, steps=2))
     assert_same_bits(*trained)
 
 

@@ -220,15 +220,12 @@ def test_a_penalty_of_sharded_weights_after_the_forward_trains_like_fsdp2(
     engine: Engine,
 ) -> Tensors:
     model = engine.shard_tower(tower())
-    optim = make_optimizer("adamw", model)
-    for step in range(3):
-        loss = token_loss(model, engine.tokens(step))
-        for param in model.layers.parameters():
-            loss = loss + 0.1 * param.full_tensor().square().sum()
-        loss.backward()
-        optim.step()
-        optim.zero_grad()
-    return engine.snapshot(model)
+
+    def loss(number: int) -> torch.Tensor:
+        squares = [p.full_tensor().square().sum() for p in model.layers.parameters()]
+        return token_loss(model, engine.tokens(number)) + 0.1 * sum(squares)
+
+    return train(engine, model, loss=loss)
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])

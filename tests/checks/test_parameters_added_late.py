@@ -52,18 +52,6 @@ def a_head(model: nn.Sequential) -> None:
     model.append(nn.Linear(WIDTH, 2))
 
 
-@on_ranks(2)
-def test_an_adapter_that_was_frozen_is_refused_when_it_begins_to_train() -> None:
-    model = blocks(SHARDGRAD)
-    an_adapter(model)
-    model[1].lora.requires_grad_(False)
-    for step in range(2):
-        loss_of(SHARDGRAD, model, step).backward()
-    model[1].lora.requires_grad_(True)
-    with pytest.raises(UnownedParameterError, match=r"1\.lora\.weight"):
-        loss_of(SHARDGRAD, model)
-
-
 @pytest.mark.parametrize("trained_before", [False, True], ids=["first", "after_a_step"])
 @on_ranks(2)
 @as_unsharded
@@ -126,14 +114,22 @@ class Agent(nn.Module):
         return self.head(self.model(x))
 
 
+@pytest.mark.parametrize("is_around", [False, True], ids=["an adapter", "a head around"])
 @on_ranks(2)
-def test_a_head_around_the_units_is_refused_when_it_begins_to_train() -> None:
-    agent = Agent(blocks(SHARDGRAD), nn.Linear(WIDTH, 1).requires_grad_(False))
+def test_what_was_frozen_is_refused_when_it_begins_to_train(is_around: bool) -> None:
+    model = blocks(SHARDGRAD)
+    if is_around:
+        late, name = nn.Linear(WIDTH, 1), r"head\.weight"
+        model = Agent(model, late)
+    else:
+        an_adapter(model)
+        late, name = model[1].lora, r"1\.lora\.weight"
+    late.requires_grad_(False)
     for step in range(2):
-        loss_of(SHARDGRAD, agent, step).backward()
-    agent.head.requires_grad_(True)
-    with pytest.raises(UnownedParameterError, match=r"head\.weight"):
-        loss_of(SHARDGRAD, agent)
+        loss_of(SHARDGRAD, model, step).backward()
+    late.requires_grad_(True)
+    with pytest.raises(UnownedParameterError, match=name):
+        loss_of(SHARDGRAD, model)
 
 
 @on_ranks(2)

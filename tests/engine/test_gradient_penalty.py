@@ -42,6 +42,10 @@ def per_row(value: Tensor) -> Tensor:
     return value.square().sum(1).mean()
 
 
+def slope(model: nn.Module, x: Tensor) -> Tensor:
+    return torch.autograd.grad(model(x).square().sum(), x, create_graph=True)[0]
+
+
 def on_inputs(model: nn.Module, x: Tensor) -> None:
     y = model(x)
     (g,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
@@ -49,27 +53,27 @@ def on_inputs(model: nn.Module, x: Tensor) -> None:
 
 
 def after_another_forward(model: nn.Module, x: Tensor) -> None:
-    (g,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    g = slope(model, x)
     with torch.no_grad():
         model(x + 1)
     per_row(g).backward()  # the graph reads parameters before a hook could gather them
 
 
 def beside_another_forward(model: nn.Module, x: Tensor) -> None:
-    (g,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    g = slope(model, x)
     with torch.no_grad():
         model(x + 1)
     (per_row(g) + per_row(model(x - 1))).backward()
 
 
 def of_third_order(model: nn.Module, x: Tensor) -> None:
-    (g,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    g = slope(model, x)
     (h,) = torch.autograd.grad(g.square().sum(), x, create_graph=True)
     (per_row(g) + 0.1 * per_row(h)).backward()
 
 
 def over_a_kept_graph(model: nn.Module, x: Tensor) -> None:
-    (g,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    g = slope(model, x)
     (v,) = torch.autograd.grad(g.sum(), x, retain_graph=True)
     (w,) = torch.autograd.grad((g * v).sum(), x, retain_graph=True)
     (g * (v + w)).sum(1).mean().backward()
@@ -143,6 +147,6 @@ def test_a_penalty_of_a_block_that_runs_before_its_root_equals_an_unsharded_run(
     engine.fully_shard(model[1])
     engine.fully_shard(model)
     x = batch(engine, 0)
-    (grad,) = torch.autograd.grad(model[1](x).square().sum(), x, create_graph=True)
+    grad = slope(model[1], x)
     (per_row(model(batch(engine, 1))) + per_row(grad)).backward()
     return engine.snapshot(model)

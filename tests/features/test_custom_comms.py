@@ -32,6 +32,7 @@ from tests.support.parity import (
     stack,
     tower,
     train,
+    train_squares,
 )
 from tests.support.ranks import on_ranks
 
@@ -245,16 +246,12 @@ def test_units_without_parameters_train_bit_for_bit_like_fsdp2(engine: Engine) -
     handle.wait()
     assert model.wrapper.unshard() is None
     model.wrapper.reshard()
-    optim = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(3):
-        model(engine.inputs(step, 5)).sum().backward()
-        optim.step()
-        optim.zero_grad()
+    found = train_squares(engine, model, 5)
     ignored = nn.Linear(3, 3)
     engine.fully_shard(ignored, ignored_params=set(ignored.parameters()))
     assert type(ignored.weight) is nn.Parameter
     ignored(torch.ones(2, 3)).sum().backward()
-    return engine.snapshot(model)
+    return found
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="torch for CUDA has the backend")

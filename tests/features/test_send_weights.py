@@ -26,11 +26,11 @@ from shardgrad.features.export_table import ExportedParameter
 from tests.support.apart import two_ranks_apart
 from tests.support.ranks import Ranks, on_ranks
 
-HIDDEN, HEADS, KV_HEADS, HEAD, MLP = 14, 4, 2, 3, 24
+HIDDEN, HEADS, KV_HEADS, HEAD = 14, 4, 2, 3
 
 
 class Layer(nn.Module):
-    """The projections of a decoder layer, as a checkpoint names them."""
+    """The projections of an attention, as a checkpoint names them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,25 +38,18 @@ class Layer(nn.Module):
         self.k_proj = nn.Linear(HIDDEN, KV_HEADS * HEAD)
         self.v_proj = nn.Linear(HIDDEN, KV_HEADS * HEAD)
         self.o_proj = nn.Linear(HEADS * HEAD, HIDDEN, bias=False)
-        self.gate_proj = nn.Linear(HIDDEN, MLP, bias=False)
-        self.up_proj = nn.Linear(HIDDEN, MLP, bias=False)
-        self.down_proj = nn.Linear(MLP, HIDDEN)
         self.norm = nn.RMSNorm(HIDDEN)
 
     def forward(self, x: Tensor) -> Tensor:
         heads = self.q_proj(x) + self.k_proj(x).repeat(1, 2) + self.v_proj(x).repeat(1, 2)
-        x = self.norm(x + self.o_proj(heads))
-        return x + self.down_proj(torch.nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.norm(x + self.o_proj(heads))
 
 
-# As vLLM and SGLang have them: heads and hidden units over ranks, fused where read together.
+# As vLLM and SGLang have them: heads over ranks, fused where read together.
 LAYOUT = {
     "qkv_proj.weight": [("q_proj.weight", 0), ("k_proj.weight", 0), ("v_proj.weight", 0)],
     "qkv_proj.bias": [("q_proj.bias", 0), ("k_proj.bias", 0), ("v_proj.bias", 0)],
     "o_proj.weight": [("o_proj.weight", 1)],
-    "gate_up_proj.weight": [("gate_proj.weight", 0), ("up_proj.weight", 0)],
-    "down_proj.weight": [("down_proj.weight", 1)],
-    "down_proj.bias": [("down_proj.bias", None)],
     "norm.weight": [("norm.weight", None)],
 }
 
@@ -155,8 +148,8 @@ def train_and_send(
     plan = from_rank_0(shardgrad.plan_weights(table, LAYOUT, receivers, dtype=dtype))
     mine = [m for m in plan.messages if m.sender == rank]
     assert mine
-    columns = sum(m.nbytes for m in mine if m.name in ("o_proj.weight", "down_proj.weight"))
-    columns *= len(receivers) > 1  # else they are cut by nobody
+    columns = sum(m.nbytes for m in mine if m.name == "o_proj.weight")
+    columns *= len(receivers) > 1  # else it is cut by nobody
     for step in range(steps):
         model(torch.full((2, HIDDEN), 1.0 + step)).square().sum().backward()
         optimizer.step()

@@ -36,7 +36,7 @@ from tests.support.tensor_extensions import (
     Quantized,
     extended,
     train,
-    values,
+    unwrapped,
 )
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -49,8 +49,8 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
         (Narrowed, (5, 7, 3), {}),
         (Narrowed, (6, 8, 4), {"reshard_after_forward": False}),
         (Narrowed, (6, 8, 4), {"mp_policy": BF16}),
-        (Narrowed, (6, 8, 4), {"micro_batches": 2, "sync": False}),
-        (Narrowed, (6, 8, 4), {"fused": True}),
+        (Narrowed, (6, 8, 4), {"micro_batches": 2, "sync_each": False}),
+        (Narrowed, (6, 8, 4), {"optimizer": "fused adamw"}),
         (Quantized, (6, 8, 4), {}),
         (Chunked, (6, 8, 4), {}),
     ],
@@ -108,7 +108,7 @@ def test_extensions_come_from_the_meta_device(engine: Engine, options: dict[str,
             local = param.to_local()
             (local._data if isinstance(local, Narrowed) else local).fill_(0.25 + i)
     model(engine.inputs(0, 5)).float().square().mean().backward()
-    return values(engine, model)
+    return unwrapped(engine.snapshot(model))
 
 
 @on_ranks(4)
@@ -178,7 +178,7 @@ def test_methods_put_on_local_tensors_later_train_bit_for_bit_like_fsdp2(
         optim = optim or torch.optim.AdamW(params, lr=1e-2)
         optim.step()
         if step == 2:
-            found |= values(engine, model)
+            found |= unwrapped(engine.snapshot(model))
         optim.zero_grad()
     return found
 
@@ -228,7 +228,7 @@ def load_extensions(*, first: bool) -> Tensors:
         optim.step()
     with pytest.raises(errors.OptimizerParameterError, match="tensor subclass"):
         shardgrad.optim.AdamW(model.parameters())
-    return values(SHARDGRAD, model)
+    return unwrapped(SHARDGRAD.snapshot(model))
 
 
 @on_ranks(2)

@@ -1,10 +1,9 @@
-"""What is known without a step: optimizers and settings; and `shardgrad doctor`."""
+"""What is known without a step: optimizers and settings."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import nn
 
 from shardgrad.errors import CaptureError
@@ -14,7 +13,6 @@ from shardgrad.graphs.preflight import (
     explain,
     refuse_harmful_settings,
 )
-from shardgrad.programs.cli import main
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -103,13 +101,3 @@ def test_anomaly_detection_is_an_obstacle_only_if_it_looks_for_nans() -> None:
         assert found.what.startswith("anomaly detection reads every gradient")
     with torch.autograd.detect_anomaly(check_nan=False):
         assert environment_issues(CPU, []) == []
-
-
-# -- shardgrad doctor
-
-
-def test_the_doctor_finds_nothing_wrong_with_this_machine() -> None:
-    done = CliRunner().invoke(main, ["doctor"])
-    assert done.exit_code == 0, done.output
-    assert torch.__version__ in done.output
-    assert done.output.endswith("No issues that would prevent a graph in this environment.\n")

@@ -42,11 +42,11 @@ def train(kind: str, micro_batches: int, **options: Any) -> Tensors:
     """Trains layers of one kind with the last of several backwards reducing."""
     if kind == "two axes":
         return tensor_parallel.train(
-            SHARDGRAD, (2, 1), hidden=8, micro_batches=micro_batches, sync=False, **options
+            SHARDGRAD, (2, 1), hidden=8, micro_batches=micro_batches, sync_each=False, **options
         )
     if kind == "extension":
         return tensor_extensions.train(
-            SHARDGRAD, Narrowed, (6, 8, 4), micro_batches=micro_batches, sync=False, **options
+            SHARDGRAD, Narrowed, (6, 8, 4), micro_batches=micro_batches, sync_each=False, **options
         )
     model = SHARDGRAD.shard_stack(stack(6, 8, 4), shard_placement_fn=last_dim, **options)
     return train_squares(SHARDGRAD, model, 6, micro_batches=micro_batches, sync_each=False)

@@ -180,20 +180,7 @@ def train_mixture(engine: Engine, *, alone: bool) -> Tensors:
     for mixture in model if not alone else ():
         engine.fully_shard(mixture, mesh=wide_mesh, shard_placement_fn=choose)
     engine.fully_shard(model, mesh=wide_mesh, shard_placement_fn=choose)
-    optim = torch.optim.AdamW(
-        [{"params": [p for p in model.parameters() if p.device_mesh.size() == n]} for n in (2, 4)],
-        lr=1e-2,
-    )
-    found: Tensors = {}
-    for step in range(2):
-        loss = engine.loss(model, step, 8)
-        loss.backward()
-        found[f"loss {step}"] = loss.detach()
-        optim.step()
-        if step == 1:
-            found |= engine.snapshot(model)
-        optim.zero_grad()
-    return found
+    return train_squares(engine, model, 8, steps=2)
 
 
 @pytest.mark.parametrize("alone", [False, True], ids=["nested", "one_unit"])

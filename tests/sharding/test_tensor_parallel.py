@@ -59,7 +59,7 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
         {"hidden": 6},
         {"mp_policy": BF16},
         {"reshard_after_forward": False, "micro_batches": 2},
-        {"micro_batches": 2, "sync": False},
+        {"micro_batches": 2, "sync_each": False},
         {"max_norm": 0.1},
         {"recomputed": True},
         {"from_meta": True},

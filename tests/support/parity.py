@@ -263,8 +263,9 @@ def token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    if name == "adamw":
-        return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    if name != "sgd":
+        is_fused = name == "fused adamw"
+        return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=is_fused)
     return torch.optim.SGD(model.parameters(), lr=1e-1, momentum=0.9)
 
 
@@ -279,9 +280,10 @@ def train(
     sync_each: bool = True,
     set_to_none: bool = True,
     first_step: int = 0,
+    before_step: Callable[[int], Tensors] = lambda step: {},
 ) -> Tensors:
     """Trains on `loss` of a micro-batch's number, by default that of tokens; returns every step's
-    loss, and the last step's parameters and gradients.
+    loss, what is there before every step, and the last step's parameters and gradients.
     """
     loss = loss or (lambda number: token_loss(model, engine.tokens(number)))
     optim = make_optimizer(optimizer, model)
@@ -295,6 +297,7 @@ def train(
             part.backward()
             total = total + part.detach()
         history[f"loss of step {step}"] = engine.mean(total)
+        history |= before_step(step)
         optim.step()
         if step == first_step + steps - 1:
             history.update(engine.snapshot(model))

@@ -11,8 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils import _pytree as pytree
 
-import shardgrad
-from tests.support.parity import Engine, Tensors, stack
+from tests.support.parity import Engine, Tensors, stack, train_squares
 
 aten = torch.ops.aten
 _KEEPS_CLASS = {
@@ -167,17 +166,8 @@ def extended(kind: type[Narrowed], *sizes: int, on_meta: bool = False) -> nn.Seq
     return model
 
 
-def values(engine: Engine, model: nn.Module) -> Tensors:
-    found: Tensors = {}
-    for module in model.modules():
-        if isinstance(module, shardgrad.FSDPModule | torch.distributed.fsdp.FSDPModule):
-            module.reshard()
-    for name, param in model.named_parameters():
-        local = param.to_local()
-        found[name] = (local._data if isinstance(local, Narrowed) else local).detach().clone()
-        if param.grad is not None:
-            found[f"{name}.grad"] = engine.read(param.grad)
-    return found
+def unwrapped(found: Tensors) -> Tensors:
+    return {name: getattr(value, "_data", value) for name, value in found.items()}
 
 
 def train(
@@ -185,22 +175,11 @@ def train(
     kind: type[Narrowed],
     sizes: tuple[int, ...],
     *,
-    fused: bool = False,
+    optimizer: str = "adamw",
     micro_batches: int = 1,
-    sync: bool = True,
+    sync_each: bool = True,
     **options: Any,
 ) -> Tensors:
     model = engine.shard_stack(extended(kind, *sizes), **options)
-    optim = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False, fused=fused)
-    found: Tensors = {}
-    for step in range(3):
-        for micro in range(micro_batches):
-            engine.sync(model, sync or micro == micro_batches - 1)
-            loss = model(engine.inputs(step, sizes[0])).square().mean()
-            loss.backward()
-            found[f"loss {step}.{micro}"] = loss.detach()
-        optim.step()
-        if step == 2:
-            found |= values(engine, model)
-        optim.zero_grad()
-    return found
+    loop = {"optimizer": optimizer, "micro_batches": micro_batches, "sync_each": sync_each}
+    return unwrapped(train_squares(engine, model, sizes[0], **loop))

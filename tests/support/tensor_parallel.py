@@ -20,10 +20,8 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.parity import (
-    Engine,
-    Tensors,
-)
+from tests.support import parity
+from tests.support.parity import Engine, Tensors
 
 WIDTH = 6
 
@@ -102,7 +100,7 @@ def train(
     *,
     hidden: int = 10,
     micro_batches: int = 1,
-    sync: bool = True,
+    sync_each: bool = True,
     max_norm: float | None = None,
     recomputed: bool = False,
     from_meta: bool = False,
@@ -118,22 +116,18 @@ def train(
                 param.copy_(value)
     for mlp in model if recomputed else ():
         mlp.forward = partial(checkpoint, mlp.forward, use_reentrant=False)
-    optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    found: Tensors = {}
-    for step in range(2):
-        for micro in range(micro_batches):
-            engine.sync(model, sync or micro == micro_batches - 1)
-            loss = model(inputs(step * micro_batches + micro, grid(*shape))).square().mean()
-            loss.backward()
-            found[f"loss {step}.{micro}"] = loss.detach()
-        if max_norm is not None:
-            norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-            found[f"norm {step}"] = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        optim.step()
-        if step == 1:
-            found |= engine.snapshot(model)
-        optim.zero_grad()
-    return found
+
+    def loss(number: int) -> Tensor:
+        return model(inputs(number, grid(*shape))).square().mean()
+
+    def clip(step: int) -> Tensors:
+        if max_norm is None:
+            return {}
+        norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        return {f"norm {step}": norm.full_tensor() if isinstance(norm, DTensor) else norm}
+
+    loop = {"micro_batches": micro_batches, "sync_each": sync_each}
+    return parity.train(engine, model, loss=loss, steps=2, before_step=clip, **loop)
 
 
 needs_dims = pytest.mark.skipif(
