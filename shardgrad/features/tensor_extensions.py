@@ -29,12 +29,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from shardgrad.engine.buffers import RecurringMemory
 from shardgrad.engine.comm_context import CommContext
 from shardgrad.engine.param import FSDPParam, is_extension, local_of, mark_sharded, mark_unsharded
 from shardgrad.engine.param_group import AllGather, ParamGroup
-from shardgrad.engine.streams import Streams
+from shardgrad.engine.streams import Streams, keep_for_current_stream
 from shardgrad.errors import ExtensionError, unsupported
 from shardgrad.features.post_forward import PostForwardGroup
 from shardgrad.sharding.layout import ALIGNMENT_NBYTES, TAG_NUMEL
@@ -224,6 +225,9 @@ class ExtensionGroup(ParamGroup):
         streams = comm_ctx.streams
         with streams.on(streams.gather), torch.inference_mode(mode=False), torch.no_grad():
             comm_ctx.parameters_ready.wait(streams.gather)
+            if self._unsharded is not None:
+                # On one rank nothing is sent, and the last copy-out has read the chunk itself.
+                self._unsharded.filled.wait(streams.gather)
             answers = [self._ask(p) for p in self.params]
             self._metadata = [metadata for _, metadata in answers]
             if not self._tensors:
@@ -313,6 +317,11 @@ class ExtensionGroup(ParamGroup):
                 torch._foreach_copy_(into, pieces)
             for p, inputs, metadata in zip(self.params, self._tensors, self._metadata, strict=True):
                 memory.add(self._finish(p, tuple(place.gathered for place in inputs), metadata))
+            # Such as scales, which were computed on the gather stream. The unsharded parameter
+            # refers to them, and so may what autograd saves.
+            for tensor in tree_leaves(self._metadata):
+                if isinstance(tensor, torch.Tensor):
+                    keep_for_current_stream(tensor)
             self._metadata = []
             memory.filled.record(gather.streams.current())
 

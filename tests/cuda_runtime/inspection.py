@@ -24,6 +24,7 @@ __all__ = [
     "graph",
     "graphs",
     "installed",
+    "late_and_ordered",
     "log",
     "order",
     "short_name",
@@ -119,6 +120,27 @@ def order(how: str, questions: int | None = None) -> Iterator[None]:
         yield
     finally:
         _runtime().hostcuda_order(b"host")
+
+
+@contextlib.contextmanager
+def late_and_ordered() -> Iterator[None]:
+    """Runs the block's work as late as streams allow, and requires that whatever shares memory has
+    an order. On a GPU it does nothing.
+    """
+    import torch
+
+    if not installed():
+        yield
+        return
+    with order("late", 3):
+        trace(True)
+        try:
+            yield
+            torch.cuda.synchronize()
+            unordered = conflicts(log(), 3)
+        finally:
+            trace(False)
+    assert not unordered
 
 
 def short_name(name: str) -> str:

@@ -6,8 +6,6 @@ share a GPU. Without a GPU every order that streams allow may occur (tests/cuda_
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -31,26 +29,9 @@ SEEDS = Path(programs.__file__).parent / "seeds"
 DRAWN = 40
 
 
-@contextmanager
-def watched() -> Iterator[None]:
-    """Runs work as late as streams allow, and looks for work that shares memory without an
-    order.
-    """
-    with inspection.order("late", 3):
-        inspection.trace(True)
-        try:
-            yield
-            torch.cuda.synchronize()
-            unordered = inspection.conflicts(inspection.log(), 3)
-        finally:
-            inspection.trace(False)
-    assert not unordered
-
-
 def require_agreement(program: Program) -> None:
     streams = Streams(torch.device("cuda", 0))
-    orders = watched() if inspection.installed() else nullcontext()
-    with noting_warnings(), zero_copy_as_in(program), orders:
+    with noting_warnings(), zero_copy_as_in(program), inspection.late_and_ordered():
         outcome = compare.run(
             program,
             0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.device_mesh import DeviceMesh
@@ -141,6 +142,33 @@ class Quantized(Narrowed):
         whole = torch.cat(
             [piece.to(param_dtype) * scale for piece, scale in zip(pieces, scales, strict=True)]
         )
+        if out is None:
+            return whole, (whole,)
+        with torch.no_grad(), _unsafe_preserve_version_counter(out):
+            out.copy_(whole)
+        return None
+
+
+class Scaled(Narrowed):
+    """As torchao's float8 weights: gathers int8, with a scale that is the same on all ranks and is
+    not gathered.
+    """
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:  # type: ignore[override]
+        largest = self._data.abs().amax().clamp_min(1e-12)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.get_group())
+        scale = largest / 127
+        return ((self._data / scale).round().to(torch.int8),), scale
+
+    def fsdp_post_all_gather(
+        self,
+        outputs: tuple[Tensor, ...],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: Any = None,
+    ) -> Any:
+        whole = outputs[0].to(param_dtype) * metadata
         if out is None:
             return whole, (whole,)
         with torch.no_grad(), _unsafe_preserve_version_counter(out):
