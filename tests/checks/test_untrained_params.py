@@ -25,8 +25,18 @@ def said(action: Any) -> list[str]:
     return [str(w.message) for w in caught if issubclass(w.category, UntrainedParameterWarning)]
 
 
-def backward(model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
-    model(SHARDGRAD.inputs(0, 5).to(dtype)).square().mean().backward()
+def backward(model: nn.Module) -> None:
+    SHARDGRAD.loss(model, 0, 5, dtype=next(model.parameters()).dtype).backward()
+
+
+def ready(
+    model: nn.Module | None = None, kind: Any = shardgrad.optim.SGD, lr: float = 0.1
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Returns a sharded model and its optimizer, after a backward."""
+    model = SHARDGRAD.fully_shard(model or stack(5, 3))
+    optim = kind(model.parameters(), lr=lr)
+    backward(model)
+    return model, optim
 
 
 def the_wrong_attribute() -> None:
@@ -48,33 +58,28 @@ def gradients_of_a_closure_only_where_they_are_missing() -> None:
 
 
 def steps_that_vanish() -> None:
-    model = SHARDGRAD.fully_shard(stack(5, 3).to(torch.bfloat16))
-    optim = shardgrad.optim.AdamW(model.parameters(), lr=1e-9)
-    backward(model, torch.bfloat16)
+    model, optim = ready(stack(5, 3).to(torch.bfloat16), shardgrad.optim.AdamW, 1e-9)
     (text,) = said(optim.step)
     assert "did not change" in text
     assert "master" in text
     keeping = ({"master": "float32"}, {"master": "remainder"}, {"stochastic_rounding": True})
     for kind, options in product((shardgrad.optim.AdamW, shardgrad.optim.SGD), keeping):
-        backward(model, torch.bfloat16)
+        backward(model)
         optim = kind(model.parameters(), lr=1e-9, **options)
         assert not said(optim.step), "the step is kept elsewhere"
 
 
 def gradients_that_are_missing() -> None:
-    model = SHARDGRAD.fully_shard(Half())
-    optim = shardgrad.optim.SGD(model.parameters(), lr=0.1)
-    backward(model)
+    _, optim = ready(Half())
     (text,) = said(optim.step)
     assert "unused.weight" in text
     assert "used.weight, used.bias" not in text
 
 
 def silence_when_all_is_well() -> None:
-    model = SHARDGRAD.fully_shard(stack(5, 3))
+    model = stack(5, 3)
     model[0].bias.requires_grad_(False)
-    optim = shardgrad.optim.SGD(model.parameters(), lr=0.1)
-    backward(model)
+    _, optim = ready(model)
     assert not said(optim.step)
 
 
@@ -96,9 +101,7 @@ def a_gradient_that_is_only_rounding_is_not_spoken_of() -> None:
 
 
 def a_warm_up_from_zero_is_waited_for() -> None:
-    model = SHARDGRAD.fully_shard(stack(5, 3))
-    optim = shardgrad.optim.SGD(model.parameters(), lr=0.0)
-    backward(model)
+    _, optim = ready(lr=0.0)
     assert not said(optim.step)
     optim.param_groups[0]["lr"] = 1e-30
     assert said(optim.step), (
@@ -113,17 +116,16 @@ def a_pretended_step_is_waited_for() -> None:
     model = SHARDGRAD.fully_shard(stack(5, 3).to(torch.bfloat16))
     optim = torch.optim.AdamW(model.parameters(), lr=1e-9)
     assert not said(lambda: get_optimizer_state_dict(model, optim))
-    backward(model, torch.bfloat16)
+    backward(model)
     (text,) = said(optim.step)
     assert "did not change" in text
 
 
 def a_group_that_is_warmed_up_later_is_not_spoken_of() -> None:
-    model = SHARDGRAD.fully_shard(stack(5, 3))
+    model, _ = ready()
     optim = torch.optim.SGD(
         [{"params": [model[0].weight], "lr": 0.0}, {"params": [model[0].bias]}], lr=0.1
     )
-    backward(model)
     assert not said(optim.step)
 
 
@@ -140,9 +142,7 @@ def groups_without_parameters_or_with_frozen_ones() -> None:
 
 
 def a_skipped_step_is_waited_for() -> None:
-    model = SHARDGRAD.fully_shard(stack(5, 3))
-    optim = shardgrad.optim.SGD(model.parameters(), lr=0.1)
-    backward(model)
+    model, optim = ready()
     model[0].bias.grad.fill_(torch.inf)
     shardgrad.clip_grad_norm_(model, 1.0)
     assert not said(optim.step)

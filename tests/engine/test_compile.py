@@ -21,9 +21,9 @@ from tests.support.parity import (
     Tensors,
     assert_close,
     assert_same_bits,
-    make_optimizer,
     token_loss,
     tower,
+    train,
 )
 from tests.support.ranks import Ranks
 
@@ -76,16 +76,13 @@ def trained(engine: Engine, shard: Shard | None, steps: int = 5) -> tuple[Tensor
     backend = CompileCounterWithBackend(BACKEND)
     model = tower()
     model = engine.shard_tower(model) if shard is None else shard(engine, model, backend)
-    optimizer = make_optimizer("adamw", model)
-    losses, compiled = [], []
-    for step in range(steps):
-        loss = token_loss(model, engine.tokens(step))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
+    compiled: list[int] = []
+
+    def count(step: int) -> Tensors:
         compiled.append(backend.frame_count)
-    return {"losses": torch.stack(losses), **engine.snapshot(model)}, compiled
+        return {}
+
+    return train(engine, model, steps=steps, before_step=count), compiled
 
 
 def compiled_once_and_equal(shard: Shard) -> dict[str, int]:

@@ -20,10 +20,10 @@ from tests.support.parity import (
     Engine,
     Tensors,
     as_under_fsdp2,
-    make_optimizer,
     stack,
     token_loss,
     tower,
+    train,
     train_squares,
     watching_collectives,
 )
@@ -147,15 +147,14 @@ def test_inputs_are_left_alone_if_the_policy_says_so(engine: Engine) -> Tensors:
     engine.fully_shard(model[0], mp_policy=policy)
     engine.fully_shard(model[2], mp_policy=policy)
     engine.fully_shard(model, mp_policy=policy)
-    optim = make_optimizer("adamw", model)
-    for step in range(3):
+
+    def loss(number: int) -> Tensor:
         with pytest.raises(RuntimeError, match="dtype"):
-            model(engine.inputs(step, 5))
+            model(engine.inputs(number, 5))
         model.reset_iter_state()
-        model(engine.inputs(step, 5, dtype=torch.bfloat16)).float().square().mean().backward()
-        optim.step()
-        optim.zero_grad()
-    return engine.snapshot(model)
+        return model(engine.inputs(number, 5, dtype=torch.bfloat16)).float().square().mean()
+
+    return train(engine, model, loss=loss)
 
 
 # -- norms, and lists of modules

@@ -43,7 +43,7 @@ def clip(engine: Engine, params: Any, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def clipped(engine: Engine, norm_type: float, mesh: tuple[int, int] | None) -> Tensors:
-    options = {} if mesh is None or engine is UNSHARDED else {"mesh": hsdp_mesh(*mesh)}
+    options = {} if mesh is None else {"mesh": hsdp_mesh(*mesh)}
     model = engine.shard_tower(tower(), **options)
     token_loss(model, engine.tokens(0)).backward()
     norm = clip(engine, model, 1e-3, norm_type=norm_type)

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 
 import shardgrad
 from shardgrad import errors
+from tests.support import parity
 from tests.support.parity import (
     FSDP2,
     SHARDGRAD,
@@ -255,27 +256,18 @@ def train_on_full_mesh(engine: Engine, sizes: dict[str, int], dims: dict[str, An
     mesh = full_mesh(**sizes)
     model = on_full_mesh(mesh, ("a", "b"))
     engine.fully_shard(model, mesh=mesh, dp_mesh_dims=fsdp.DataParallelMeshDims(**dims))
-    optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    found: Tensors = {}
-    for step in range(2):
-        generator = torch.Generator().manual_seed(step)
-        whole = torch.randn(8, WIDTH, generator=generator, dtype=torch.float64).to(
-            torch.get_default_dtype()
-        )
-        x = distribute_tensor(
-            whole, mesh, [Replicate() if axis == "tp" else Shard(0) for axis in sizes]
-        )
-        loss = model(x).square().mean()
-        loss.backward()
-        found[f"loss {step}"] = loss.full_tensor().detach()
-        optim.step()
-        if step == 1:
-            found |= engine.snapshot(model)
-            for name, param in model.named_parameters():
-                found[f"{name} whole"] = param.full_tensor().detach()
-                places = torch.tensor([hash(str(param.placements)) % 2**31, param.device_mesh.ndim])
-                found[f"{name} places"] = places.double()
-        optim.zero_grad()
+
+    def loss(number: int) -> Tensor:
+        x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(number))
+        cuts = [Replicate() if axis == "tp" else Shard(0) for axis in sizes]
+        x = distribute_tensor(x.to(torch.get_default_dtype()), mesh, cuts)
+        return model(x).square().mean().full_tensor()
+
+    found = parity.train(engine, model, loss=loss, steps=2)
+    for name, param in model.named_parameters():
+        found[f"{name} whole"] = param.full_tensor().detach()
+        places = torch.tensor([hash(str(param.placements)) % 2**31, param.device_mesh.ndim])
+        found[f"{name} places"] = places.double()
     return found
 
 

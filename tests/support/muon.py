@@ -73,7 +73,7 @@ def train(
     """Ten steps with a learning rate, a momentum and a weight decay that change, and a loss that is
     `scaled` by another factor in each, of which optimizers are told as by torch's scaler.
     """
-    sharding = {} if mesh is None or engine is UNSHARDED else {"mesh": hsdp_mesh(*mesh)}
+    sharding = {} if mesh is None else {"mesh": hsdp_mesh(*mesh)}
     model = engine.shard_tower(tower(), **sharding)
     optims = both(engine, model, **options)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
