@@ -5,12 +5,10 @@ from __future__ import annotations
 import gc
 import weakref
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp
-from torch.distributed.tensor import DTensor, Shard
 
 import shardgrad
 from tests.support.parity import (
@@ -19,31 +17,11 @@ from tests.support.parity import (
     WIDTH,
     Block,
     Tower,
-    many_small,
     stack,
     tower,
     train,
 )
-from tests.support.ranks import Ranks, on_ranks
-
-
-def local_shards_are_pieces_of_torch_chunk() -> None:
-    for make in (tower, many_small):
-        whole = dict(make().named_parameters())
-        model = SHARDGRAD.fully_shard(make())
-        start = min(
-            param.to_local().data_ptr() for param in model.parameters() if param.to_local().numel()
-        )
-        for name, param in model.named_parameters():
-            pieces = whole[name].detach().chunk(dist.get_world_size())
-            rank = dist.get_rank()
-            right = pieces[rank] if rank < len(pieces) else whole[name].detach()[:0]
-            assert isinstance(param, nn.Parameter), name
-            assert isinstance(param, DTensor), name
-            assert param.placements == (Shard(0),), name
-            assert (param.shape, param.stride()) == (whole[name].shape, whole[name].stride()), name
-            assert torch.equal(param.to_local(), right), name
-            assert right.numel() == 0 or (param.to_local().data_ptr() - start) % 128 == 0, name
+from tests.support.ranks import on_ranks
 
 
 @on_ranks(2)
@@ -164,10 +142,3 @@ def test_integers_that_are_replaced_by_floats_are_trained() -> None:
     plain = Product().weight.float().div(2).requires_grad_()
     (UNSHARDED.inputs(0, WIDTH) @ plain).sum().div(dist.get_world_size()).backward()
     torch.testing.assert_close(model.weight.grad.full_tensor(), plain.grad)
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_local_shards_are_the_pieces_of_torch_chunk(
-    worlds: dict[int, Ranks], world_size: int
-) -> None:
-    worlds[world_size].run(local_shards_are_pieces_of_torch_chunk)

@@ -6,15 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-import shardgrad
 from shardgrad.errors import GradientError
+from tests.support.parity import SHARDGRAD, stack
 from tests.support.ranks import on_ranks
-
-
-def net() -> nn.Sequential:
-    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
-    shardgrad.fully_shard(model[0])
-    return shardgrad.fully_shard(model)
 
 
 def backward(model: nn.Module) -> None:
@@ -23,7 +17,7 @@ def backward(model: nn.Module) -> None:
 
 @on_ranks(2)
 def test_a_step_before_the_reduction_is_refused() -> None:
-    model = net()
+    model = SHARDGRAD.shard_stack(stack(4, 6, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = [param.full_tensor().clone() for param in model.parameters()]
     model.set_requires_gradient_sync(False)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import shardgrad
@@ -29,21 +29,13 @@ def parts(engine: Engine = SHARDGRAD, **options: Any) -> Parts:
     return model, head
 
 
-def params_of(modules: Parts) -> list[nn.Parameter]:
-    return list(chain.from_iterable(module.parameters() for module in modules))
-
-
-def loss_of(engine: Engine, modules: Parts, step: int = 0) -> Tensor:
-    model, head = modules
-    return head(model(engine.inputs(step, WIDTH))).square().mean()
-
-
 def steps(modules: Parts, optimizer: torch.optim.Optimizer, count: int = 3) -> list[str]:
     """Returns the warnings of some steps, each behind the file and line that it names."""
+    model, head = modules
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in range(count):
-            loss_of(SHARDGRAD, modules, step).backward()
+            head(model(SHARDGRAD.inputs(step, WIDTH))).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
     own = [each for each in caught if issubclass(each.category, shardgrad.UnownedParameterWarning)]
@@ -109,7 +101,8 @@ def test_parameters_that_the_program_looks_after_are_not_warned_of(
     build: Callable[[], Parts],
 ) -> None:
     modules = build()
-    assert steps(modules, torch.optim.SGD(params_of(modules), lr=0.1)) == []
+    params = chain.from_iterable(module.parameters() for module in modules)
+    assert steps(modules, torch.optim.SGD(params, lr=0.1)) == []
 
 
 @on_ranks(2)

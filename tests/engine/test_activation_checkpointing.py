@@ -60,7 +60,7 @@ def test_every_kind_of_recomputation_goes_with_every_kind_of_unit(
     weights.
 
     The first unit of forward is not gathered for backward, where nothing needs its values. Blocks
-    compute in bfloat16, the second time too.
+    compute in bfloat16, the second time too, and so does each module of a list.
     """
     model = tower()
     model.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
@@ -74,7 +74,7 @@ def test_every_kind_of_recomputation_goes_with_every_kind_of_unit(
     if units == "blocks":
         engine.fully_shard(model.embedding)
     else:
-        engine.fully_shard([model.embedding, model.norm, model.head])
+        engine.fully_shard([model.embedding, model.norm, model.head], mp_policy=policy)
         engine.fully_shard(list(model.layers[:2]))
         engine.fully_shard(model.layers[2])
     engine.fully_shard(model)

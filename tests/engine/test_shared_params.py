@@ -19,15 +19,10 @@ from tests.support.parity import (
 from tests.support.ranks import Ranks, on_ranks
 
 
-def tied_tower() -> nn.Module:
-    model = tower()
-    model.head.weight = model.embedding.weight
-    return model
-
-
 @on_ranks(2)
 def test_the_root_owns_a_parameter_that_two_of_its_units_share() -> None:
-    model = tied_tower()
+    model = tower()
+    model.head.weight = model.embedding.weight
     for inner in (model.embedding, model.head):
         SHARDGRAD.fully_shard(inner)
     SHARDGRAD.fully_shard(model)

@@ -28,30 +28,6 @@ from tests.support.parity import (
 from tests.support.ranks import Ranks, on_ranks
 
 
-class LoraLinear(nn.Module):
-    """A frozen linear layer with a trainable low-rank path beside it."""
-
-    def __init__(self, inner: int, outer: int, rank: int = 2) -> None:
-        super().__init__()
-        self.base = nn.Linear(inner, outer).requires_grad_(False)
-        self.down = nn.Parameter(torch.randn(rank, inner) / inner)
-        self.up = nn.Parameter(torch.randn(outer, rank) / rank)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + x @ self.down.T @ self.up.T
-
-
-@on_ranks(2)
-@as_under_fsdp2
-def test_adapters_beside_frozen_layers_train_bit_for_bit_like_fsdp2(engine: Engine) -> Tensors:
-    torch.manual_seed(0)
-    model = nn.Sequential(LoraLinear(5, 7), nn.Tanh(), LoraLinear(7, 3))
-    engine.fully_shard(model[0])
-    engine.fully_shard(model[2])
-    engine.fully_shard(model)
-    return train_squares(engine, model, 5)
-
-
 @on_ranks(2)
 @as_under_fsdp2
 def test_ignored_parameters_have_the_gradients_of_fsdp2(engine: Engine) -> Tensors:
@@ -76,42 +52,39 @@ class TwoDtypes(nn.Module):
         return self.narrow(torch.tanh(self.wide(x)).float())
 
 
-def train_two_dtypes(engine: Engine) -> Tensors:
-    torch.manual_seed(0)
-    return train_squares(engine, engine.fully_shard(TwoDtypes()), 5)
-
-
-def only_what_trains_is_reduced(engine: Engine, when: str) -> int:
-    """Returns how many elements this rank sends to reduce one unit of which a part is frozen."""
-    model = stack(8, 16, 4)
-    if when == "before":
-        model[0].requires_grad_(False)
-    engine.fully_shard(model, reshard_after_forward=False)
-    if when == "after":
-        model[0].requires_grad_(False)
-    sent: list[int] = []
-    loss = engine.loss(model, 0, 8)
-    with watching_collectives(lambda name, chunk: sent.append(chunk.numel())):
-        loss.backward()
-    return sum(sent)
-
-
 @pytest.mark.parametrize("when", ["before", "after"])
 @on_ranks(2)
 def test_only_trainable_elements_of_a_unit_are_reduced(when: str) -> None:
     """Frozen before sharding, or afterwards; it is 144 elements that would travel too."""
-    ours, theirs = (only_what_trains_is_reduced(engine, when) for engine in (SHARDGRAD, FSDP2))
+    sent: dict[str, int] = {}
+    for engine in (SHARDGRAD, FSDP2):
+        model = stack(8, 16, 4)
+        if when == "before":
+            model[0].requires_grad_(False)
+        engine.fully_shard(model, reshard_after_forward=False)
+        if when == "after":
+            model[0].requires_grad_(False)
+        counts: list[int] = []
+        loss = engine.loss(model, 0, 8)
+        with watching_collectives(lambda name, chunk, into=counts: into.append(chunk.numel())):
+            loss.backward()
+        sent[engine.name] = sum(counts)
     trains = 16 * 4 + 4
-    assert theirs == trains
+    assert sent["fsdp2"] == trains
     # Of two ranks each sends the half that is the other's: here without, under FSDP2 with its own,
     # which stays. Beside gradients travel flags, a label and padding to 128 bytes.
-    assert trains / 2 <= ours <= trains / 2 + 3 * 32
+    assert trains / 2 <= sent["shardgrad"] <= trains / 2 + 3 * 32
 
 
-def test_several_dtypes_in_one_unit_equal_an_unsharded_run(two_ranks: Ranks) -> None:
+@on_ranks(2)
+def test_several_dtypes_in_one_unit_equal_an_unsharded_run() -> None:
+    def program(engine: Engine) -> Tensors:
+        torch.manual_seed(0)
+        return train_squares(engine, engine.fully_shard(TwoDtypes()), 5)
+
     # Half of the model computes in fp32, in another order than unsharded: 2^-24 with a margin for
     # Adam.
-    two_ranks.run(close_to_unsharded, train_two_dtypes, tolerance=1e-4)
+    close_to_unsharded(program, tolerance=1e-4)
 
 
 def says_so_at_every_turn(words: list[tuple[bool, bool]]) -> list[list[bool]]:

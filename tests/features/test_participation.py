@@ -40,24 +40,6 @@ def test_a_first_forward_with_different_units_on_ranks_leaves_later_ones_alone()
         assert torch.equal(model(x, 2, which), whole(x, 2, which))
 
 
-@on_ranks(2)
-def test_equal_shaped_parameters_used_by_different_ranks_get_their_own_averages() -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    whole = layers()
-    model = SHARDGRAD.fully_shard(layers())
-    optim = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
-    model(batch_of(rank), rank).square().sum().backward()
-    for owner in range(size):
-        whole(batch_of(owner), owner).square().sum().backward()
-        grad = model.layers[owner].weight.grad.full_tensor()
-        right = whole.layers[owner].weight.grad / size
-        torch.testing.assert_close(grad, right, rtol=1e-6, atol=1e-6)
-    unused = model.layers[2].weight
-    assert unused.grad is None
-    optim.step()
-    assert torch.equal(unused.full_tensor(), whole.layers[2].weight)
-
-
 class Routed(nn.Module):
     """A trunk and two units, of which each rank runs one."""
 

@@ -247,16 +247,19 @@ def test_what_a_step_returned_is_refused_in_place_of_its_function() -> None:
         shardgrad.graphed_step()(loss)
 
 
-def test_an_output_that_is_no_tensor_is_refused_with_its_place() -> None:
-    with pytest.raises(StepOutputError, match=r"returned a str, output\[1\]"):
-        shardgrad.graphed_step()(lambda x: (x, "done"))(torch.ones(2))
+def yields(x: Tensor) -> Iterator[Tensor]:
+    yield x
 
 
-def test_a_function_that_yields_is_refused_with_what_to_do() -> None:
-    def step(x: torch.Tensor) -> Iterator[torch.Tensor]:
-        yield x
-
-    with pytest.raises(StepOutputError, match="yield or async def cannot be a step"):
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        (lambda x: (x, "done"), r"returned a str, output\[1\]"),
+        (yields, "yield or async def cannot be a step"),
+    ],
+)
+def test_what_a_graph_cannot_return_is_refused_with_its_place(step: Any, words: str) -> None:
+    with pytest.raises(StepOutputError, match=words):
         shardgrad.graphed_step()(step)(torch.ones(2))
 
 

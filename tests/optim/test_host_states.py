@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import shardgrad
-from tests.support.muon import everything
 from tests.support.parity import SHARDGRAD, Tensors, assert_same_bits, stack
 from tests.support.ranks import on_ranks
+from tests.support.two_engines import whole
 
 KINDS: dict[str, tuple[torch.dtype, Callable[..., Any]]] = {
     "adamw": (torch.float32, shardgrad.optim.AdamW),
@@ -127,9 +127,9 @@ def test_states_on_the_host_have_nothing_to_give_back() -> None:
         SHARDGRAD.loss(model, level, 6).backward()
         optim.step()
         optim.zero_grad()
-        before = everything(model, optim)
+        before = whole(model, optim)
         shardgrad.sleep(model, optim, level=level)
         saved = optim.state_dict()
         shardgrad.wake(model, optim)
         optim.load_state_dict(saved)
-        assert_same_bits(everything(model, optim), before)
+        assert_same_bits(whole(model, optim), before)

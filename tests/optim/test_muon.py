@@ -125,38 +125,30 @@ def matrices_of(name: str, value: Tensor) -> list[Tensor]:
     return list(value) if name == "experts" else [value]
 
 
-def train_stacks(**options: Any) -> Tensors:
+def matrices_inside_parameters_are_torchs() -> None:
     """The oracle is torch's optimizer over a parameter for each matrix."""
-    torch.manual_seed(0)
-    model = nn.ParameterDict({name: torch.randn(shape) for name, shape in STACKS.items()})
-    pieces = {
-        name: [nn.Parameter(m.detach().clone()) for m in matrices_of(name, param)]
-        for name, param in model.items()
-    }
-    shardgrad.fully_shard(model, **options)
-    attention = {"params": [model["attention"]], "num_heads": HEADS}
-    others = {"params": [model["experts"], model["plain"]]}
-    ours = shardgrad.optim.Muon([attention, others], lr=0.02, **EXACT)
-    torchs = torch.optim.Muon([p for each in pieces.values() for p in each], lr=0.02)
-    for _ in range(GRADIENTS):
-        for name, param in model.items():
-            gradient = torch.randn(STACKS[name])
-            param.grad = cut_like(param, gradient)
-            for piece, part in zip(pieces[name], matrices_of(name, gradient), strict=True):
-                piece.grad = part
-        ours.step()
-        torchs.step()
-    found = {}
-    for name, param in model.items():
-        for i, matrix in enumerate(matrices_of(name, param.detach().full_tensor())):
-            found[f"{name} {i}"] = matrix - pieces[name][i].detach()
-    return found
-
-
-def matrices_inside_parameters_are_torchs(**options: Any) -> None:
     with exactly():
-        for name, difference in train_stacks(**options).items():
-            assert difference.abs().max() < TIGHT, name
+        model = nn.ParameterDict({name: torch.randn(shape) for name, shape in STACKS.items()})
+        pieces = {
+            name: [nn.Parameter(m.detach().clone()) for m in matrices_of(name, param)]
+            for name, param in model.items()
+        }
+        shardgrad.fully_shard(model)
+        attention = {"params": [model["attention"]], "num_heads": HEADS}
+        others = {"params": [model["experts"], model["plain"]]}
+        ours = shardgrad.optim.Muon([attention, others], lr=0.02, **EXACT)
+        torchs = torch.optim.Muon([p for each in pieces.values() for p in each], lr=0.02)
+        for _ in range(GRADIENTS):
+            for name, param in model.items():
+                gradient = torch.randn(STACKS[name])
+                param.grad = cut_like(param, gradient)
+                for piece, part in zip(pieces[name], matrices_of(name, gradient), strict=True):
+                    piece.grad = part
+            ours.step()
+            torchs.step()
+        for name, param in model.items():
+            for i, matrix in enumerate(matrices_of(name, param.detach().full_tensor())):
+                assert (matrix - pieces[name][i]).abs().max() < TIGHT, name
 
 
 def test_experts_and_heads_are_matrices_of_their_own(

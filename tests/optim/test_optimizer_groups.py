@@ -63,17 +63,6 @@ def test_an_assignment_reaches_the_device_at_once() -> None:
     assert optim.param_groups[0]["lr"] == 0.75
 
 
-def test_a_learning_rate_that_is_a_tensor_is_read_at_every_step() -> None:
-    rate = torch.tensor(0.5)
-    p = nn.Parameter(torch.ones(3))
-    optim = SGD([p], lr=rate)
-    for value in (0.5, 0.25):
-        rate.fill_(value)
-        p.grad = torch.ones(3)
-        optim.step()
-    assert torch.equal(p, torch.full((3,), 0.25))
-
-
 BAD = [
     ({"lr": -1.0}, "lr"),
     ({"lr": math.nan}, "lr"),

@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from shardgrad.errors import DeepcopyError, OptimizerStateError
-from tests.support.muon import cut_like, everything, exactly, muon
+from tests.support import under_patch
+from tests.support.muon import cut_like, exactly, muon
 from tests.support.parity import (
     FSDP2,
     GATHERED,
@@ -25,8 +26,7 @@ from tests.support.parity import (
     tower,
 )
 from tests.support.ranks import on_ranks
-from tests.support.two_engines import build, take_steps
-from tests.support.under_patch import whole
+from tests.support.two_engines import build, take_steps, whole
 
 
 def adamw(engine: Engine, model: nn.Module, **options: Any) -> torch.optim.Optimizer:
@@ -55,15 +55,15 @@ def test_a_state_goes_between_us_and_torch(make: Any, source: Engine, target: En
         take_steps(source, model, optim, range(2))
         saved = optim.state_dict()
         if UNSHARDED in (source, target):  # as a checkpoint of a plain run has it
-            saved["state"] = tree_map(whole, saved["state"])
+            saved["state"] = tree_map(under_patch.whole, saved["state"])
         with torch.no_grad():
             for into, value in zip(other.parameters(), model.parameters(), strict=True):
-                full = whole(value)
+                full = under_patch.whole(value)
                 into.copy_(cut_like(into, full) if isinstance(into, DTensor) else full)
         other_optim.load_state_dict(copy.deepcopy(saved))
         take_steps(target, other, other_optim, range(2, 4))
         take_steps(UNSHARDED, oracle, oracle_optim, range(4))
-        right, found = everything(oracle, oracle_optim), everything(other, other_optim)
+        right, found = whole(oracle, oracle_optim), whole(other, other_optim)
         ours = {name: found[name].double() for name in right}  # of torch's state, which counts so
         assert_close(ours, {name: value.double() for name, value in right.items()})
 
@@ -105,7 +105,7 @@ def test_a_loaded_state_says_nothing_about_how_torch_computes() -> None:
 def test_a_state_that_does_not_fit_is_refused_before_anything_changes() -> None:
     model, optim = build(SHARDGRAD)
     take_steps(SHARDGRAD, model, optim, range(2))
-    right, lr = everything(model, optim), optim.param_groups[0]["lr"]
+    right, lr = whole(model, optim), optim.param_groups[0]["lr"]
 
     def refused(change: Any, error: type[Exception] = OptimizerStateError) -> None:
         saved = copy.deepcopy(optim.state_dict())
@@ -114,7 +114,7 @@ def test_a_state_that_does_not_fit_is_refused_before_anything_changes() -> None:
         with pytest.raises(error):
             optim.load_state_dict(saved)
         assert optim.param_groups[0]["lr"] == lr
-        assert_same_bits(everything(model, optim), right)
+        assert_same_bits(whole(model, optim), right)
 
     refused(lambda saved: saved["param_groups"].append(saved["param_groups"][0]))
     refused(lambda saved: saved["param_groups"][0]["params"].pop())

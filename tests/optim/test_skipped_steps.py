@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 import shardgrad
-from tests.support.muon import everything
 from tests.support.parity import SHARDGRAD, stack
 from tests.support.ranks import on_ranks
+from tests.support.two_engines import whole
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan, -math.inf])
@@ -26,7 +26,7 @@ def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing_not_even_coun
     matrices = [p for p in model.parameters() if p.ndim == 2]
     optim = kind(matrices, lr=0.1, check_finite=finder == "check_finite")
     for step in range(3):
-        before = everything(model, optim)
+        before = whole(model, optim)
         is_broken = step == 1
         SHARDGRAD.loss(model, step, 6).backward()
         if is_broken and dist.get_rank() == 1:
@@ -39,7 +39,7 @@ def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing_not_even_coun
             optim.found_inf = torch.tensor(float(is_broken))
         optim.step()
         model.zero_grad()
-        after = everything(model, optim)
+        after = whole(model, optim)
         moved = [n for n, old in before.items() if not torch.equal(after[n], old)]
         if is_broken:
             assert moved == []

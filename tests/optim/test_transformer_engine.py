@@ -18,12 +18,12 @@ from tests.support.parity import (
     SHARDGRAD,
     Engine,
     Tensors,
-    same_bits_as_fsdp2,
+    as_under_fsdp2,
     token_loss,
     tower,
     unchanged,
 )
-from tests.support.ranks import Ranks, on_ranks
+from tests.support.ranks import on_ranks
 from tests.support.stand_ins.apex_fused_adam import adam
 from tests.support.two_engines import take_steps
 
@@ -70,17 +70,15 @@ class FusedAdam(Optimizer):
                 setattr(param, self.attribute, None)
 
 
-def _train(engine: Engine) -> Tensors:
+@on_ranks(2)
+@as_under_fsdp2
+def test_it_gives_the_bits_of_fsdp2(engine: Engine) -> Tensors:
     model = engine.shard_tower(tower())
     optimizer = FusedAdam(model.parameters(), **HYPER)
     take_steps(engine, model, optimizer, range(3))
     states = optimizer.state_dict()["state"]
     moments = {f"{n}.{key}": t.full_tensor() for n, s in states.items() for key, t in s.items()}
     return {**engine.snapshot(model), **moments}
-
-
-def test_it_gives_the_bits_of_fsdp2(two_ranks: Ranks) -> None:
-    two_ranks.run(same_bits_as_fsdp2, _train)
 
 
 @pytest.mark.parametrize("decoupled", [False, True])

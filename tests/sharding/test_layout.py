@@ -16,12 +16,6 @@ SHAPES = st.lists(
 WORLD_SIZES = st.integers(1, 64)
 
 
-def layout_of(
-    shapes: list[tuple[int, ...]], world_size: int, *, with_flags: bool = False
-) -> ShardLayout:
-    return ShardLayout.of(shapes, world_size, alignment=32, with_flags=with_flags)
-
-
 @given(SHAPES, WORLD_SIZES, st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
 def test_every_pointer_is_aligned_on_every_rank(
     shapes: list[tuple[int, ...]], world_size: int, dtype: torch.dtype
@@ -37,7 +31,7 @@ def test_unsharded_offsets_do_not_depend_on_the_world_size(
     shapes: list[tuple[int, ...]], sizes: tuple[int, int]
 ) -> None:
     """An int reshard gathers from fewer ranks into the same buffer."""
-    large, small = (layout_of(shapes, size) for size in sizes)
+    large, small = (ShardLayout.of(shapes, size, alignment=32, with_flags=False) for size in sizes)
     assert [p.unsharded_offset for p in large.pieces] == [p.unsharded_offset for p in small.pieces]
 
 

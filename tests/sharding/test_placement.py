@@ -24,8 +24,7 @@ from tests.support.parity import (
     Engine,
     Tensors,
     as_under_fsdp2,
-    assert_close,
-    float64,
+    closely_as_under_fsdp2,
     stack,
     train_squares,
 )
@@ -162,7 +161,12 @@ class Mixture(nn.Module):
         return self.expert(F.gelu(self.dense(x)))
 
 
-def train_mixture(engine: Engine, *, alone: bool) -> Tensors:
+@pytest.mark.parametrize("alone", [False, True], ids=["nested", "one_unit"])
+@on_ranks(4)
+@closely_as_under_fsdp2
+def test_experts_on_a_mesh_of_their_own_train_like_under_fsdp2(
+    engine: Engine, *, alone: bool
+) -> Tensors:
     torch.manual_seed(0)
     model = nn.Sequential(Mixture(), Mixture())
     with torch.no_grad():
@@ -181,12 +185,3 @@ def train_mixture(engine: Engine, *, alone: bool) -> Tensors:
         engine.fully_shard(mixture, mesh=wide_mesh, shard_placement_fn=choose)
     engine.fully_shard(model, mesh=wide_mesh, shard_placement_fn=choose)
     return train_squares(engine, model, 8, steps=2)
-
-
-@pytest.mark.parametrize("alone", [False, True], ids=["nested", "one_unit"])
-@on_ranks(4)
-def test_experts_on_a_mesh_of_their_own_train_like_under_fsdp2(*, alone: bool) -> None:
-    """In float64: gloo adds up four ranks in another order than we do."""
-    with float64():
-        ours, theirs = (train_mixture(engine, alone=alone) for engine in (SHARDGRAD, FSDP2))
-        assert_close(ours, theirs)

@@ -31,35 +31,18 @@ def cut_shapes(draw: st.DrawFn) -> tuple[list[tuple[int, ...]], list[int], int]:
     return shapes, dims, world_size
 
 
-Cut = tuple[list[tuple[int, ...]], list[int], int]
-
-
-def wholes(shapes: list[tuple[int, ...]]) -> list[torch.Tensor]:
-    return [torch.randn(shape) for shape in shapes]
-
-
-def layout_of(case: Cut, *, with_flags: bool = True) -> ShardLayout:
-    shapes, dims, world_size = case
-    return ShardLayout.of(shapes, world_size, alignment=32, with_flags=with_flags, dims=dims)
-
-
-def packed(
-    layout: ShardLayout,
-    grads: list[torch.Tensor],
-    slot: torch.Tensor,
-    divisor: float,
+@given(cut_shapes(), st.sampled_from([1.0, 3.0]))
+def test_packing_cuts_and_unpacking_puts_together(
+    case: tuple[list[tuple[int, ...]], list[int], int], divisor: float
 ) -> None:
     """Packs everything, as the engine does."""
+    shapes, dims, world_size = case
+    layout = ShardLayout.of(shapes, world_size, alignment=32, with_flags=True, dims=dims)
+    grads = [torch.randn(shape) for shape in shapes]
+    slot = torch.full((layout.world_size * layout.chunk_numel,), 7.0)
     pack_strided(grads, slot, layout, divisor=divisor)
     straight = [grad for i, grad in enumerate(grads) if i not in layout.strided]
     ops.pack(straight, slot, layout.table, chunk_numel=layout.chunk_numel, divisor=divisor)
-
-
-@given(cut_shapes(), st.sampled_from([1.0, 3.0]))
-def test_packing_cuts_and_unpacking_puts_together(case: Cut, divisor: float) -> None:
-    layout, grads = layout_of(case), wholes(case[0])
-    slot = torch.full((layout.world_size * layout.chunk_numel,), 7.0)
-    packed(layout, grads, slot, divisor)
     chunks = list(slot.view(layout.world_size, -1).unbind())
     for rank, chunk in enumerate(chunks):
         for view, grad, piece in zip(

@@ -33,7 +33,7 @@ from tests.support.parity import (
     Tensors,
     assert_close,
     assert_same_bits,
-    float64,
+    closely_as_under_fsdp2,
     same_bits_as_fsdp2,
     unchanged,
 )
@@ -53,37 +53,6 @@ from tests.support.two_engines import whole
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"hidden": 6},
-        {"mp_policy": BF16},
-        {"reshard_after_forward": False, "micro_batches": 2},
-        {"micro_batches": 2, "sync_each": False},
-        {"max_norm": 0.1},
-        {"recomputed": True},
-        {"from_meta": True},
-    ],
-    ids=["default", "uneven", "bf16", "kept", "sync_last", "clipped", "recomputed", "from_meta"],
-)
-def test_two_by_two_ranks_train_bit_for_bit_like_fsdp2(
-    four_ranks: Ranks, options: dict[str, Any]
-) -> None:
-    four_ranks.run(same_bits_as_fsdp2, train, (2, 2), **options)
-
-
-@pytest.mark.parametrize("shape", [(4, 1), (1, 4), (2, 2, 1), (2, 1, 2)], ids=str)
-@on_ranks(4)
-def test_every_shape_of_mesh_trains_like_fsdp2(shape: tuple[int, ...]) -> None:
-    """In float64: gloo adds up four ranks in another order than we do."""
-    with float64():
-        assert_close(train(SHARDGRAD, shape, hidden=12), train(FSDP2, shape, hidden=12))
-
-
-# -- faces and state
-
-
 def along_columns(param: nn.Parameter) -> Shard:
     return Shard(param.ndim - 1)
 
@@ -97,6 +66,38 @@ def left_free(param: nn.Parameter) -> Shard:
     )
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"hidden": 6},
+        {"mp_policy": BF16},
+        {"reshard_after_forward": False, "micro_batches": 2},
+        {"micro_batches": 2, "sync_each": False},
+        {"max_norm": 0.1},
+        {"recomputed": True},
+        {"from_meta": True},
+        {"hidden": 8, "shard_placement_fn": along_columns},
+        {"hidden": 8, "shard_placement_fn": left_free},
+    ],
+    ids=str,
+)
+def test_two_by_two_ranks_train_bit_for_bit_like_fsdp2(
+    four_ranks: Ranks, options: dict[str, Any]
+) -> None:
+    four_ranks.run(same_bits_as_fsdp2, train, (2, 2), **options)
+
+
+@pytest.mark.parametrize("shape", [(4, 1), (1, 4), (2, 2, 1), (2, 1, 2)], ids=str)
+@on_ranks(4)
+@closely_as_under_fsdp2
+def test_every_shape_of_mesh_trains_like_fsdp2(engine: Engine, shape: tuple[int, ...]) -> Tensors:
+    return train(engine, shape, hidden=12)
+
+
+# -- faces and state
+
+
 def describe(engine: Engine, shape: tuple[int, ...], **options: Any) -> dict[str, Any]:
     model = build(engine, shape, 8, **options)
     model(inputs(0, grid(*shape))).sum().backward()
@@ -105,23 +106,13 @@ def describe(engine: Engine, shape: tuple[int, ...], **options: Any) -> dict[str
     engine.snapshot(model)
     faces: dict[str, Any] = {}
     for name, param in model.state_dict().items():
-        assert isinstance(param, DTensor)
-        kind = (param.placements, param.device_mesh.mesh_dim_names, param.shape, param.stride())
-        faces[name] = (
-            *kind,
-            param.device_mesh.mesh.tolist(),
-            param.to_local(),
-            param.full_tensor(),
-        )
+        mesh = param.device_mesh
+        shape_of = (param.shape, param.stride(), param.to_local().shape)
+        faces[name] = (param.placements, mesh.mesh_dim_names, mesh.mesh.tolist(), *shape_of)
     for name, param in model.named_parameters():
         assert param.grad is not None
-        faces[f"{name}.grad"] = (
-            param.grad.placements,
-            param.grad.to_local(),
-            param.grad.full_tensor(),
-        )
-        moment = optim.state[param]["exp_avg"]
-        faces[f"{name}.exp_avg"] = (moment.placements, moment.full_tensor())
+        faces[f"{name}.grad"] = param.grad.placements
+        faces[f"{name}.exp_avg"] = optim.state[param]["exp_avg"].placements
     return faces
 
 
@@ -135,16 +126,7 @@ def describe(engine: Engine, shape: tuple[int, ...], **options: Any) -> dict[str
 def test_placements_meshes_and_state_are_those_of_fsdp2(
     shape: tuple[int, ...], options: dict[str, Any]
 ) -> None:
-    ours, theirs = describe(SHARDGRAD, shape, **options), describe(FSDP2, shape, **options)
-    assert ours.keys() == theirs.keys()
-    for name, right in theirs.items():
-        for ours_is, theirs_is in zip(ours[name], right, strict=True):
-            same = (
-                torch.equal(ours_is, theirs_is)
-                if isinstance(theirs_is, Tensor)
-                else ours_is == theirs_is
-            )
-            assert same, f"{name}: {ours_is} is not {theirs_is}"
+    assert describe(SHARDGRAD, shape, **options) == describe(FSDP2, shape, **options)
 
 
 @on_ranks(4)
@@ -200,8 +182,7 @@ def test_norms_count_each_element_once_over_both_axes(norm_type: float) -> None:
     """Some parameters are replicated over tensor-parallel ranks, the others are cut."""
     ours = train_flat(shardgrad.optim, shardgrad.clip_grad_norm_, norm_type)
     theirs = train_flat(torch.optim, nn.utils.clip_grad_norm_, norm_type)
-    for name, right in theirs.items():
-        torch.testing.assert_close(ours[name], right, rtol=1e-5, atol=1e-6, msg=name)
+    assert_close(ours, theirs, tolerance=1e-5)
 
 
 @on_ranks(4)
@@ -252,25 +233,6 @@ def full_mesh(**sizes: int) -> DeviceMesh:
     return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
-def train_on_full_mesh(engine: Engine, sizes: dict[str, int], dims: dict[str, Any]) -> Tensors:
-    mesh = full_mesh(**sizes)
-    model = on_full_mesh(mesh, ("a", "b"))
-    engine.fully_shard(model, mesh=mesh, dp_mesh_dims=fsdp.DataParallelMeshDims(**dims))
-
-    def loss(number: int) -> Tensor:
-        x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(number))
-        cuts = [Replicate() if axis == "tp" else Shard(0) for axis in sizes]
-        x = distribute_tensor(x.to(torch.get_default_dtype()), mesh, cuts)
-        return model(x).square().mean().full_tensor()
-
-    found = parity.train(engine, model, loss=loss, steps=2)
-    for name, param in model.named_parameters():
-        found[f"{name} whole"] = param.full_tensor().detach()
-        places = torch.tensor([hash(str(param.placements)) % 2**31, param.device_mesh.ndim])
-        found[f"{name} places"] = places.double()
-    return found
-
-
 @needs_dims
 @pytest.mark.parametrize(
     ("sizes", "dims"),
@@ -287,12 +249,26 @@ def train_on_full_mesh(engine: Engine, sizes: dict[str, int], dims: dict[str, An
     ids=str,
 )
 @on_ranks(4)
+@closely_as_under_fsdp2
 def test_parameters_on_a_full_mesh_train_like_under_fsdp2(
-    sizes: dict[str, int], dims: dict[str, Any]
-) -> None:
-    with float64():
-        ours, theirs = (train_on_full_mesh(engine, sizes, dims) for engine in (SHARDGRAD, FSDP2))
-        assert_close(ours, theirs)
+    engine: Engine, sizes: dict[str, int], dims: dict[str, Any]
+) -> Tensors:
+    mesh = full_mesh(**sizes)
+    model = on_full_mesh(mesh, ("a", "b"))
+    engine.fully_shard(model, mesh=mesh, dp_mesh_dims=fsdp.DataParallelMeshDims(**dims))
+
+    def loss(number: int) -> Tensor:
+        x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(number))
+        cuts = [Replicate() if axis == "tp" else Shard(0) for axis in sizes]
+        x = distribute_tensor(x.to(torch.get_default_dtype()), mesh, cuts)
+        return model(x).square().mean().full_tensor()
+
+    found = parity.train(engine, model, loss=loss, steps=2)
+    for name, param in model.named_parameters():
+        found[f"{name} whole"] = param.full_tensor().detach()
+        places = torch.tensor([hash(str(param.placements)) % 2**31, param.device_mesh.ndim])
+        found[f"{name} places"] = places.double()
+    return found
 
 
 # -- refusals

@@ -121,37 +121,22 @@ def test_auto_keeps_units_unsharded_as_long_as_every_rank_has_room() -> None:
 # -- memory
 
 
-def whole_nbytes(model: nn.Module) -> int:
-    """Returns the bytes that whole parameters are in now."""
-    held = (entry for group in groups_of(model) for entry in group.memory())
-    return sum(storage.nbytes() for owner, storage in held if owner == "unsharded parameters")
-
-
-def memory_between_micro_batches(stage: int) -> tuple[int, int]:
-    """Returns the bytes of whole parameters and of whole gradients after a backward that is not the
-    last.
-    """
-    model = SHARDGRAD.shard_tower(tower(), zero_stage=stage)
-    model.set_is_last_backward(False)
-    token_loss(model, SHARDGRAD.tokens(0)).backward()
-    params = whole_nbytes(model)
-    gradients = sum(
-        tensor.nbytes
-        for unit in units_under(model)
-        for grads in unit.grad_groups
-        for tensor in grads.buffers().values()
-    )
-    model.set_is_last_backward(True)
-    token_loss(model, SHARDGRAD.tokens(1)).backward()
-    return params, gradients
-
-
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @on_ranks(2)
 def test_a_stage_keeps_what_the_docs_say(stage: int) -> None:
-    model = SHARDGRAD.shard_tower(tower())
-    whole = sum(group.layout.unsharded_numel for group in groups_of(model)) * 4
-    params, gradients = memory_between_micro_batches(stage)
+    """Of whole parameters and of whole gradients, after a backward that is not the last."""
+    model = SHARDGRAD.shard_tower(tower(), zero_stage=stage)
+    groups = groups_of(model)
+    whole = sum(group.layout.unsharded_numel for group in groups) * 4
+    model.set_is_last_backward(False)
+    token_loss(model, SHARDGRAD.tokens(0)).backward()
+    held = (entry for group in groups for entry in group.memory())
+    params = sum(storage.nbytes() for owner, storage in held if owner == "unsharded parameters")
+    gradients = sum(
+        tensor.nbytes for group in groups for tensor in grads_of(group).buffers().values()
+    )
+    model.set_is_last_backward(True)
+    token_loss(model, SHARDGRAD.tokens(1)).backward()
     assert params == (whole if stage < 3 else 0)
     assert (gradients >= whole) if stage == 1 else (gradients == 0)
 

@@ -23,7 +23,6 @@ from tests.support.parity import (
     token_loss,
     tower,
 )
-from tests.support.under_patch import whole
 
 EXACT = {"ns_dtype": torch.float64}
 
@@ -102,11 +101,3 @@ TIGHT = 2 * 10 * 485 * 2**-53
 
 def cut_like(param: DTensor, whole: Tensor) -> DTensor:
     return distribute_tensor(whole, param.device_mesh, param.placements)
-
-
-def everything(model: nn.Module, optim: torch.optim.Optimizer) -> Tensors:
-    """Returns copies of parameters and of their state, whole."""
-    found = {name: whole(p) for name, p in model.named_parameters()}
-    for i, state in optim.state_dict()["state"].items():
-        found |= {f"{key} of {i}": whole(value) for key, value in state.items()}
-    return found

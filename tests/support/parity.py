@@ -409,6 +409,18 @@ def as_under_fsdp2(program: Program) -> Callable[..., None]:
     return judged_by(same_bits_as_fsdp2, program)
 
 
+def closely_as_under_fsdp2(program: Program) -> Callable[..., None]:
+    """Makes a float64 program a test, under `on_ranks`, where sums have another order than ours, as
+    those of gloo on four ranks.
+    """
+    return judged_by(_close_to_fsdp2, program)
+
+
+def _close_to_fsdp2(program: Program, **parameters: Any) -> None:
+    with float64():
+        assert_close(program(SHARDGRAD, **parameters), program(FSDP2, **parameters))
+
+
 def as_unsharded(program: Program) -> Callable[..., None]:
     """Makes a program a test, under `on_ranks`: `close_to_unsharded`."""
     return judged_by(close_to_unsharded, program)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
+from tests.support import under_patch
 from tests.support.parity import (
     FSDP2,
     SHARDGRAD,
@@ -41,8 +41,7 @@ def whole(model: nn.Module, optim: torch.optim.Optimizer | None = None) -> Tenso
     """Returns copies of parameters and of their state, whole."""
     found: Tensors = {}
     for name, param in model.named_parameters():
-        found[name] = param.detach().full_tensor().clone()
-        for key, value in {} if optim is None else sorted(optim.state[param].items()):
-            value = value.full_tensor() if isinstance(value, DTensor) else value
-            found[f"{name}.{key}"] = value.detach().clone().cpu()
+        found[name] = under_patch.whole(param)
+        for key, value in {} if optim is None else sorted(optim.state.get(param, {}).items()):
+            found[f"{name}.{key}"] = under_patch.whole(value).cpu()
     return found
