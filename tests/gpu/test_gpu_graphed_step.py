@@ -72,10 +72,6 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     return (model(x) - x.flip(0)).square().mean()
 
 
-def weights(model: nn.Module) -> list[Tensor]:
-    return [p.to_local().detach().cpu().clone() for p in model.parameters()]
-
-
 @same_bits_as_eager
 def test_dropout_of_recomputed_layers_is_that_of_eager(
     graphed: Graphed, device: torch.device
@@ -89,7 +85,7 @@ def test_dropout_of_recomputed_layers_is_that_of_eager(
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=reentrant)
     second.forward = _with_another_region(second)
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
-    log: Values = []
+    log: list[float] = []
 
     def loss_of(x: Tensor) -> Tensor:
         x = F.dropout(model(x), 0.5)
@@ -111,7 +107,7 @@ def test_dropout_of_recomputed_layers_is_that_of_eager(
     for number in range(STEPS):
         step(batch(number, device))
     require_replays(step, 1, STEPS - WARMUP)
-    return log + weights(model)
+    yield from (log, model)
 
 
 @pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=["", "kept"])
@@ -132,7 +128,7 @@ def test_weights_with_all_gather_extensions_are_captured(
     with inspection.late_and_ordered():
         losses = [step(batch(number, device)) + 0.0 for number in range(STEPS)]
     require_replays(step, 1, STEPS - WARMUP)
-    return losses + list(plain_tensors(p.to_local().detach().cpu() for p in model.parameters()))
+    yield losses, list(plain_tensors(p.to_local().detach() for p in model.parameters()))
 
 
 @pytest.mark.parametrize("view", [False, True])
@@ -149,7 +145,7 @@ def test_a_gradient_of_a_plain_module_that_the_program_keeps_is_not_overwritten(
         model.zero_grad()
         return loss
 
-    kept: Values = []
+    kept = []
     for number in range(2 * STEPS):
         step(batch(number, device))
         if number >= STEPS:
@@ -158,27 +154,7 @@ def test_a_gradient_of_a_plain_module_that_the_program_keeps_is_not_overwritten(
             del grad
         adapter.zero_grad()
     require_replays(step, 1, STEPS + 1 - WARMUP)  # then the program holds what the next would write
-    return [each.cpu() for each in kept]
-
-
-@same_bits_as_eager
-def test_a_cache_that_is_passed_along_is_filled_in_inference_mode(
-    graphed: Graphed, device: torch.device
-) -> Values:
-    """A decoder's step, called in inference mode, writes into a cache that it is passed."""
-    model = build()
-
-    @graphed(model, warmup=WARMUP)
-    def step(x: Tensor, cache: Tensor) -> Tensor:
-        cache.copy_(cache.roll(1, 0))
-        cache[0].copy_(x[0])
-        return model(x + cache)
-
-    with torch.inference_mode():
-        cache = torch.zeros(16, WIDTH, device=device)
-        seen = [step(batch(number, device), cache).cpu() for number in range(STEPS)]
-    require_replays(step, 1, STEPS - WARMUP)
-    return [*seen, cache.cpu()]
+    yield kept
 
 
 SHARED: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
@@ -205,57 +181,55 @@ def test_arguments_may_share_memory(
         memory[-1].add_(memory[2] + 1)
         return model(x + read)
 
-    seen = []
     for number in range(STEPS):
-        seen += [step(batch(number, device), *arguments(memory)).cpu(), memory.cpu()]
-    return seen
+        yield step(batch(number, device), *arguments(memory)), memory
 
 
+def writes_its_result_of_before(
+    model: nn.Module, x: Tensor, state: Tensor, received: Tensor
+) -> tuple[Tensor, ...]:
+    """As a collective does another argument."""
+    state.mul_(0.5)
+    dist.all_gather_into_tensor(received, x + received)
+    return (model(x) + state,)
+
+
+def returns_them_in_the_other_order(
+    model: nn.Module, x: Tensor, first: Tensor, second: Tensor
+) -> tuple[Tensor, ...]:
+    first.add_(model(x))
+    return second, first
+
+
+def fills_a_cache(model: nn.Module, x: Tensor, output: Tensor, cache: Tensor) -> tuple[Tensor, ...]:
+    """A decoder's step."""
+    cache.copy_(cache.roll(1, 0))
+    cache[0].copy_(x[0])
+    return (model(x + cache),)
+
+
+@pytest.mark.parametrize(
+    ("function", "mode"),
+    [
+        (writes_its_result_of_before, torch.no_grad),
+        (returns_them_in_the_other_order, torch.no_grad),
+        (fills_a_cache, torch.inference_mode),
+    ],
+)
 @same_bits_as_eager
 def test_what_a_step_writes_into_its_arguments_is_there_after_it(
-    graphed: Graphed, device: torch.device
+    graphed: Graphed, device: torch.device, function: Callable[..., Any], mode: Callable[[], Any]
 ) -> Values:
-    """The result of a call is an argument of the next, which writes it, as a collective does
-    another one.
-    """
-    model, state = build(), torch.zeros(16, WIDTH, device=device)
-    received = torch.zeros(16, WIDTH, device=device)
-
-    @graphed(model, warmup=WARMUP)
-    @torch.no_grad()
-    def step(x: Tensor, state: Tensor, received: Tensor) -> Tensor:
-        state.mul_(0.5)
-        dist.all_gather_into_tensor(received, x + received)
-        return model(x) + state
-
-    seen = []
-    for number in range(STEPS):
-        state = step(batch(number, device), state, received)
-        seen += [state.cpu(), received.cpu()]
-    require_replays(step, 1, STEPS - WARMUP)
-    return seen
-
-
-@same_bits_as_eager
-def test_two_arguments_that_a_step_returns_may_be_those_of_the_next_call(
-    graphed: Graphed, device: torch.device
-) -> Values:
-    """In the other order, after one of them was written."""
+    """What a call returns are the first arguments of the next."""
     model = build()
-    first, second = torch.zeros(16, WIDTH, device=device), torch.ones(16, WIDTH, device=device)
-
-    @graphed(model, warmup=WARMUP)
-    @torch.no_grad()
-    def step(x: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-        first.add_(model(x))
-        return second, first
-
-    seen = []
-    for number in range(STEPS):
-        first, second = step(batch(number, device), first, second)
-        seen += [first.cpu(), second.cpu()]
+    step = graphed(model, warmup=WARMUP)(functools.partial(function, model))
+    with mode():
+        given = [torch.zeros(16, WIDTH, device=device), torch.ones(16, WIDTH, device=device)]
+        for number in range(STEPS):
+            returned = step(batch(number, device), *given)
+            given[: len(returned)] = returned
+            yield given
     require_replays(step, 1, STEPS - WARMUP)
-    return seen
 
 
 @same_bits_as_eager
@@ -273,15 +247,11 @@ def test_tensors_that_a_step_leaves_in_attributes_are_those_of_the_latest_call(
         loss.backward()
         model.zero_grad()
 
-    seen = []
     for number in range(STEPS):
         step(batch(number, device)[number % 2 :])
-        scale = model[0].scale
-        assert isinstance(scale, Tensor)
-        seen += [log["loss"].cpu(), scale.detach().cpu()]
+        yield log, model[0].scale
         if number % 3 == 0:
             log.clear()
-    return seen
 
 
 @same_bits_as_eager
@@ -299,16 +269,12 @@ def test_a_parameter_of_no_module_has_its_gradient_after_the_step(
         model.zero_grad()
         return loss
 
-    seen = []
     for number in range(STEPS):
-        loss = step(batch(number, device))
-        assert temperature.grad is not None
-        seen += [loss.cpu(), temperature.grad.cpu()]
+        yield step(batch(number, device)), temperature.grad
         if number % 2:
             optimizer.step()
             optimizer.zero_grad()
     assert not isinstance(step, GraphedStep) or step.replays
-    return seen
 
 
 def _with_another_region(block: Any) -> Callable[[Tensor], Tensor]:
@@ -385,15 +351,11 @@ def test_pools_of_a_thread_share_a_stream_and_its_cublas_workspace(device: torch
 def test_a_pinned_batch_is_sent_from_where_it_is(device: torch.device, pinned: bool) -> None:
     sources = [torch.arange(6.0).view(2, 3), torch.ones(5, dtype=torch.int64)]
     sources = [source.pin_memory() for source in sources] if pinned else sources
-    given = inputs.flatten_inputs((sources,), {})
-    pool = shardgrad.graphs.GraphPool(device)
-    copy = inputs._pinned
-    turn = pool.turn(pool.follow())
-    with turn, patch.object(inputs, "_pinned", side_effect=copy) as copies:
-        sent = inputs.InputBuffers(given, pool)
-        sent.load(given, pool.stream)
-    assert [torch.equal(b.cpu(), s) for b, s in zip(sent.buffers, sources, strict=True)] == [1, 1]
-    assert copies.call_count == (0 if pinned else 2)
+    step = shardgrad.graphed_step(warmup=1)(lambda given: [x * 1 for x in given])
+    with patch.object(inputs, "_pinned", side_effect=inputs._pinned) as copies:
+        sent = [step(sources) for _ in range(3)][-1]
+    assert [torch.equal(x.cpu(), source) for x, source in zip(sent, sources, strict=True)] == [1, 1]
+    assert bool(copies.call_count) is not pinned
 
 
 def graphed_training(model: nn.Module) -> GraphedStep[[Tensor], Tensor]:
@@ -401,25 +363,22 @@ def graphed_training(model: nn.Module) -> GraphedStep[[Tensor], Tensor]:
     return shardgrad.graphed_step(model, optimizer, warmup=WARMUP)(step_of(model, optimizer))
 
 
-def test_steps_of_one_pool_are_reset_closed_and_captured_again(device: torch.device) -> None:
-    def losses(step: Any, numbers: range) -> Values:
-        return [step(batch(number, device)).item() for number in numbers]
-
-    model = build()
+@same_bits_as_eager
+def test_steps_of_one_pool_are_reset_closed_and_captured_again(
+    graphed: Graphed, device: torch.device
+) -> Values:
+    model, pool = build(), shardgrad.graphs.GraphPool(device)
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
-    taken, pool = step_of(model, optimizer), shardgrad.graphs.GraphPool(device)
-    graphed = functools.partial(shardgrad.graphed_step, model, optimizer, warmup=2, pool=pool)
-    first, second, third = (graphed()(taken) for _ in range(3))
-    seen = losses(first, range(4)) + losses(second, range(4, 8))
-    first.reset()
-    seen += losses(second, range(8, 10)) + losses(first, range(10, 14))
-    assert (first.captures, first.replays) == (1, 2)
-    first.close()
-    seen += losses(third, range(14, 18))
-    assert (third.captures, third.replays) == (1, 2)
-    model = build()
-    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
-    assert seen == losses(step_of(model, optimizer), range(18))
+    taken = step_of(model, optimizer)
+    decorate = graphed(model, optimizer, warmup=2, pool=pool)
+    first, second, third = (decorate(taken) for _ in range(3))
+    for number, step in enumerate([first] * 4 + [second] * 6 + [first] * 4 + [third] * 4):
+        if number == 8 and isinstance(first, GraphedStep):
+            first.reset()
+        if number == 14:
+            require_replays(first, 1, 2)
+        yield step(batch(number, device))
+    require_replays(third, 1, 2)
 
 
 def test_a_second_capture_and_the_comparison_take_no_more_memory(device: torch.device) -> None:
@@ -520,14 +479,13 @@ def test_a_number_that_changes_in_a_tensor_of_the_host_is_another_graph(
         optimizer.zero_grad()
         return loss
 
-    losses = []
     for call in range(STEPS):
         if call in (8, 14):
             number.mul_(0.5)
-        losses.append(step(batch(call, device)).item())
+        yield step(batch(call, device))
     eager = 2 if where == "learning rate" else 0  # guards have to be seen in an eager call
     require_replays(step, 3, STEPS - WARMUP - eager)
-    return losses + weights(model)
+    yield model
 
 
 def test_the_numbers_of_an_optimizer_are_not_read_on_the_device(device: torch.device) -> None:
@@ -557,15 +515,13 @@ def of_a_distribution(graphed: Any, device: torch.device, every: int) -> Values:
         optimizer.zero_grad()
         return loss
 
-    losses = []
     for call in range(STEPS):
         if call % every == 0:
             where = torch.full((2,), float(call), device=device)
             held["prior"] = torch.distributions.Normal(where, where + 1, validate_args=False)
-        losses.append(step(batch(call, device)).item())
-    if isinstance(step, GraphedStep):
-        assert step.captures == -(-STEPS // every)
-    return losses + weights(model)
+        yield step(batch(call, device))
+    assert not isinstance(step, GraphedStep) or step.captures == -(-STEPS // every)
+    yield model
 
 
 @same_bits_as_eager
@@ -578,32 +534,34 @@ def test_memory_that_the_program_has_let_go_of_is_in_no_replay(
 def test_memory_that_each_call_makes_anew_before_the_step_is_refused(device: torch.device) -> None:
     says = r"that was replaced or freed before the next call, 3 times[\s\S]*shape \(2,\) that"
     with pytest.raises(CaptureError, match=says):
-        of_a_distribution(shardgrad.graphed_step, device, 1)
+        list(of_a_distribution(shardgrad.graphed_step, device, 1))
 
 
-def test_tensors_that_take_turns_and_are_kept_refuse_no_graph(device: torch.device) -> None:
+@same_bits_as_eager
+def test_tensors_that_take_turns_and_are_kept_refuse_no_graph(
+    graphed: Graphed, device: torch.device
+) -> Values:
     kept = [torch.full((2,), float(number), device=device) for number in range(6)]
     held = {"bias": kept[0]}
-
-    @shardgrad.graphed_step(warmup=1)
-    def step(x: Tensor) -> Tensor:
-        return x + held["bias"]
-
+    step = graphed(warmup=1)(lambda x: x + held["bias"])
     for call in range(12):
         held["bias"] = kept[call // 2]
-        assert step(torch.ones(2, device=device)).tolist() == [1.0 + call // 2] * 2
+        yield step(torch.ones(2, device=device))
 
 
-def test_memory_that_inductor_allocates_in_a_capture_is_the_graphs(device: torch.device) -> None:
+@same_bits_as_eager
+def test_memory_that_inductor_allocates_in_a_capture_is_the_graphs(
+    graphed: Graphed, device: torch.device
+) -> Values:
     """It allocates without an operation, so a capture does not see where memory comes from."""
     allocate = torch._C._dynamo.guards._empty_strided_cuda
 
-    @shardgrad.graphed_step(warmup=1)
+    @graphed(warmup=1)
     def step(x: Tensor) -> Tensor:
         doubled = allocate((2,), (1,), torch.float32)
         torch.mul(x, 2, out=doubled)
         return doubled + 1
 
     for call in range(6):
-        assert step(torch.full((2,), float(call), device=device)).tolist() == [2.0 * call + 1] * 2
-    assert (step.captures, step.replays) == (1, 5)
+        yield step(torch.full((2,), float(call), device=device))
+    require_replays(step, 1, 5)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gc
 import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,11 +20,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import shardgrad
-from shardgrad.engine.buffers import Chunks, Slot, SlotRing
-from shardgrad.engine.grad_group import GradGroup, grads_of
+from shardgrad.engine.buffers import Chunks, Slot
 from shardgrad.engine.grad_shard import GradMemory, GradShard
-from shardgrad.engine.param import managed_by
-from shardgrad.engine.param_group import group_of
 from shardgrad.engine.unit import units_under
 from shardgrad.policies import GradientPolicy
 from shardgrad.sharding import zero_copy
@@ -35,7 +35,7 @@ from tests.simulated.programs.graphed import (
     same_on,
     weights,
 )
-from tests.support.graphed import Graphed, Values, require_replays
+from tests.support.graphed import Graphed, Values, require_replays, require_same, values_of
 
 Optimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -46,16 +46,8 @@ OPTIMIZERS: dict[str, Optimizer] = {
 
 
 def shards(model: nn.Module) -> list[GradShard]:
-    groups = {
-        group_of(managed): None
-        for p in model.parameters()
-        if (managed := managed_by(p)) is not None
-    }
-    return [shard for group in groups if (shard := grads_of(group).shard) is not None]
-
-
-def states(model: nn.Module) -> set[GradMemory]:
-    return {shard.memory for shard in shards(model)}
+    groups = [grads for unit in units_under(model) for grads in unit.grad_groups]
+    return [grads.shard for grads in groups if grads.shard is not None]
 
 
 def at_the_loss(model: nn.Module, x: Tensor) -> tuple[int, Tensor]:
@@ -63,16 +55,6 @@ def at_the_loss(model: nn.Module, x: Tensor) -> tuple[int, Tensor]:
     torch.accelerator.synchronize()
     loss = loss_of(model, x)
     return torch.get_device_module(NAME).memory_allocated(x.device), loss
-
-
-def run_checked(ranks: int, function: Callable[..., None], *args: Any) -> None:
-    """Runs `function` on each rank; a hazard is an error."""
-
-    def program() -> None:
-        with checked():
-            function(*args)
-
-    VirtualRanks(ranks).run(program)
 
 
 @contextmanager
@@ -126,10 +108,9 @@ def test_memory_that_a_reduction_in_flight_writes_is_not_freed() -> None:
     """
     with one_at_a_time():
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
-    model, mesh = model.to(NAME), init_device_mesh(NAME, (dist.get_world_size(),))
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).to(NAME)
     for module in (*model, model):
-        shardgrad.fully_shard(module, mesh=mesh)
+        shardgrad.fully_shard(module, mesh=init_device_mesh(NAME, (2,)))
     for number in range(4):
         model.set_is_last_backward(number % 2 == 1)
         loss_of(model, batch(number)).backward()
@@ -139,15 +120,8 @@ def test_memory_that_a_reduction_in_flight_writes_is_not_freed() -> None:
 @on_virtual_ranks(2, checks=True)
 def test_staging_of_an_all_gather_in_flight_outlives_another_roots_backward() -> None:
     """A root is gathered while the backward of another ends, with which it shares its staging."""
-    with one_at_a_time():
-        torch.manual_seed(0)
-        models = [nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)) for _ in range(2)]
-    mesh = init_device_mesh(NAME, (dist.get_world_size(),))
-    for model in models:
-        for module in (*model.to(NAME), model):
-            shardgrad.fully_shard(module, mesh=mesh)
-    first, second = models
-    shardgrad.share_comm_ctx(models)
+    first, second = build(Setup(depth=2)), build(Setup(depth=2))
+    shardgrad.share_comm_ctx([first, second])
     for number in range(2):
         loss = loss_of(first, batch(number))
         handle = second[0].unshard(async_op=True)
@@ -185,7 +159,8 @@ def kept_beside_another_stream(drops: bool) -> None:
 def test_what_is_kept_stays_when_another_stream_frees_and_the_first_allocates(
     ranks: int, drops: bool
 ) -> None:
-    run_checked(ranks, kept_beside_another_stream, drops)
+    with checked():
+        VirtualRanks(ranks).run(kept_beside_another_stream, drops)
 
 
 @on_virtual_ranks(2, checks=True)
@@ -209,24 +184,21 @@ def test_what_is_kept_has_what_the_optimizers_stream_writes() -> None:
 
 
 @pytest.mark.parametrize("stays", [False, True], ids=["freed", "left"])
+@on_virtual_ranks(1, checks=True)
 def test_memory_that_is_let_go_comes_after_its_readers_on_another_stream(stays: bool) -> None:
     """Memory that stays from step to step is left when parameters get other places."""
-
-    def reads_on_another_stream() -> None:
-        model = build(Setup(options={"gradient_policy": GradientPolicy(persistent=stays)}))
-        x = batch(0)  # a copy to the device, for which the host waits
-        with on_a_side_stream() as first:
-            loss_of(model, x).backward()
-        with on_a_side_stream() as second:
-            second.wait_stream(first)
-            for _ in range(2):  # the first copies tables
-                shardgrad.clip_grad_norm_(model, 0.1)
-            model.zero_grad()
-            model[0].first.requires_grad_(not stays)
-            model(x)
-        torch.accelerator.current_stream().wait_stream(second)
-
-    run_checked(1, reads_on_another_stream)
+    model = build(Setup(options={"gradient_policy": GradientPolicy(persistent=stays)}))
+    x = batch(0)  # a copy to the device, for which the host waits
+    with on_a_side_stream() as first:
+        loss_of(model, x).backward()
+    with on_a_side_stream() as second:
+        second.wait_stream(first)
+        for _ in range(2):  # the first copies tables
+            shardgrad.clip_grad_norm_(model, 0.1)
+        model.zero_grad()
+        model[0].first.requires_grad_(not stays)
+        model(x)
+    torch.accelerator.current_stream().wait_stream(second)
 
 
 @on_virtual_ranks(1)
@@ -234,24 +206,26 @@ def test_the_memory_of_gradients_of_layers_that_are_frozen_is_given_back() -> No
     model = build(Setup())
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=0.01)
 
-    def at_rest(number: int) -> int:
+    def at_rest() -> int:
         nbytes, loss = at_the_loss(model, batch(0))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         return nbytes
 
-    before = [at_rest(number) for number in range(3)][-1]
+    before = [at_rest() for _ in range(3)]
     model[0].requires_grad_(False)
-    at_rest(3)
-    assert at_rest(4) <= before
+    at_rest()
+    assert at_rest() <= before[-1]
 
 
-def out_of_memory(failures: dict[int, int]) -> list[Tensor]:
+def out_of_memory(failures: dict[int, int]) -> Values:
     """In some steps the n-th allocation of gradients fails; the program takes the step again."""
-    model, seen, left = build(Setup()), [], [0]
+    model, left = build(Setup()), [0]
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=0.01)
-    for shard in _shards_after_a_backward(model):
+    loss_of(model, batch(0)).backward()
+    model.zero_grad()
+    for shard in shards(model):
         allocate = shard.allocate
 
         def allocates(allocate: Any = allocate, shard: GradShard = shard, **options: Any) -> None:
@@ -269,21 +243,14 @@ def out_of_memory(failures: dict[int, int]) -> list[Tensor]:
         except torch.OutOfMemoryError:
             model.zero_grad()
             loss_of(model, batch(number)).backward()
-        seen += [p.grad.to_local().cpu() for p in model.parameters() if p.grad is not None]
+        yield [p.grad for p in model.parameters()]
         optimizer.step()
         optimizer.zero_grad()
-    return seen
-
-
-def _shards_after_a_backward(model: nn.Module) -> list[GradShard]:
-    loss_of(model, batch(0)).backward()
-    model.zero_grad()
-    return shards(model)
 
 
 @on_virtual_ranks(2)
 def test_steps_that_ran_out_of_memory_for_gradients_leave_nothing_to_later_ones() -> None:
-    assert all(map(torch.equal, out_of_memory({2: 1, 4: 2}), out_of_memory({})))
+    require_same(values_of(out_of_memory({})), values_of(out_of_memory({2: 1, 4: 2})))
 
 
 # -- graphs
@@ -300,12 +267,9 @@ def gradients_returned(graphed: Graphed) -> Values:
         model.zero_grad()
         return found
 
-    seen = []
     for number in range(8):
-        first, second = step(batch(number))
-        seen += [first.to_local().cpu(), second.cpu(), kept["gradient"].to_local().cpu()]
+        yield step(batch(number)), kept
     require_replays(step, 1, 5)
-    return seen
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -328,17 +292,14 @@ def surprised(graphed: Graphed) -> Values:
             optimizer.zero_grad()
         return loss
 
-    seen = []
     for number in range(10):
         calls += 1
-        seen.append(step(batch(number)).item())
+        yield step(batch(number))
         if number == 3 and isinstance(step, shardgrad.graphs.GraphedStep):
             assert (step.captures, step.eager_steps) == (0, 4)
-            assert states(model) == {GradMemory.FIXED}
-    if isinstance(step, shardgrad.graphs.GraphedStep):
-        assert step.captures == 1
-        step.close()
-    return seen + weights(model)
+            assert {shard.memory for shard in shards(model)} == {GradMemory.FIXED}
+    assert not isinstance(step, shardgrad.graphs.GraphedStep) or step.captures == 1
+    yield model
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -346,57 +307,53 @@ def test_a_capture_that_ends_with_unexpected_gradients_is_made_again_later(ranks
     same_on(ranks, surprised)
 
 
-def captured_by_torch(captured: bool, what: str) -> list[Any]:
-    """A graph that `graphed_step` knows nothing of, and eager work between its replays."""
+def captured_by_torch(captured: bool, kind: Any, what: str) -> Values:
+    """A graph that `graphed_step` knows nothing of, and eager work around its replays."""
     model = build(Setup())
-    optimizer = (
-        torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
-        if what == "torch's update"
-        else shardgrad.optim.SGD(model.parameters(), lr=0.1)
-    )
-    x, norm, seen, graph = batch(0), torch.zeros((), device=NAME), [], Graph()
+    optimizer = kind(model.parameters(), lr=0.1)
+    x, norm, graph = batch(0), torch.zeros((), device=NAME), Graph()
+    parts: dict[str, Callable[[], object]] = {
+        "zero": model.zero_grad,
+        "backward": lambda: loss_of(model, x).backward(),
+        "norm": lambda: norm.copy_(shardgrad.clip_grad_norm_(model, math.inf)),
+        "step": optimizer.step,
+    }
 
-    def backward() -> None:
-        if what == "gradients":
-            model.zero_grad()  # a replay overwrites them anyway
-        loss_of(model, x).backward()
+    def run(names: str) -> None:
+        for name in names.split():
+            parts[name]()
 
-    parts: list[tuple[bool, Callable[[], Any]]] = [(what in ("whole", "gradients"), backward)]
-    if what == "second backward":
-        parts.append((True, backward))
-    if what in ("whole", "norm"):
-        parts.append((True, lambda: norm.copy_(shardgrad.clip_grad_norm_(model, math.inf))))
-    parts.append((what in ("whole", "update", "torch's update"), lambda: optimizer.step()))
-    if what != "gradients":
-        parts.append((what == "whole", lambda: optimizer.zero_grad()))
-    first = [inside for inside, _ in parts].index(True)
-
-    def captured_parts() -> None:
-        for inside, part in parts:
-            if inside:
-                part()
-
+    before, inside, after = re.split(r"[\[\]]", what)
     with on_a_side_stream() as side:
         for number in range(8):
             x.copy_(batch(number))
-            for place, (inside, part) in enumerate(parts):
-                if not inside or not captured or number in (0, 1, 5):
-                    part()
-                elif place == first:
-                    if number == 2:
-                        with graph.capture(side):
-                            captured_parts()
-                    graph.replay()
-            seen += [*weights(model), norm.cpu()]
-    return seen
+            run(before)
+            if number in (0, 1, 5) or not captured:
+                run(inside)
+            else:
+                if number == 2:
+                    with graph.capture(side):
+                        run(inside)
+                graph.replay()
+            run(after)
+            yield model, norm
 
 
 @pytest.mark.parametrize(
-    "what", ["whole", "gradients", "second backward", "norm", "update", "torch's update"]
+    ("what", "kind"),
+    [
+        ("[backward norm step zero]", shardgrad.optim.SGD),
+        ("[zero backward] step", shardgrad.optim.SGD),  # a replay overwrites them anyway
+        ("backward [backward] step zero", shardgrad.optim.SGD),
+        ("backward [norm] step zero", shardgrad.optim.SGD),
+        ("backward [step] zero", shardgrad.optim.SGD),
+        ("backward [step] zero", torch.optim.SGD),
+    ],
 )
 @on_virtual_ranks(2, checks=True)
-def test_a_graph_of_the_programs_own_finds_gradients_where_they_were(what: str) -> None:
-    assert all(map(torch.equal, captured_by_torch(False, what), captured_by_torch(True, what)))
+def test_a_graph_of_the_programs_own_finds_gradients_where_they_were(what: str, kind: Any) -> None:
+    runs = (values_of(captured_by_torch(captured, kind, what)) for captured in (False, True))
+    require_same(*runs)
 
 
 class Used(nn.Linear):
@@ -448,67 +405,45 @@ def test_a_graph_adds_to_what_another_rank_alone_has_used_in_it() -> None:
 WIDE = 32
 
 
-class _Wide(nn.Module):
-    """Layers whose weights are sent without a copy, behind a parameter of the root's that is
-    larger.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(3 * WIDE, WIDE, bias=False)
-        self.layers = nn.Sequential(*[nn.Linear(WIDE, WIDE, bias=False) for _ in range(6)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(self.first(x))
-
-
-def wide_steps(dtype: torch.dtype | None) -> int:
-    """Returns the `id` of the ring that lends staging of reductions."""
-    with one_at_a_time():
-        torch.manual_seed(0)
-        model = _Wide()
-    model, mesh = model.to(NAME), init_device_mesh(NAME, (dist.get_world_size(),))
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for module in (*model.layers, model):
-        shardgrad.fully_shard(module, mesh=mesh, mp_policy=policy)
-    for _ in range(3):
-        model(torch.ones(2, 3 * WIDE, device=NAME)).sum().backward()
-        model.zero_grad()
-    context = units_under(model)[0].context
-    assert context is not None
-    return id(context.comm_ctx.reduce_ring)
-
-
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+@mock.patch.object(zero_copy, "ZERO_COPY_NBYTES", WIDE * WIDE)
+@on_virtual_ranks(2)
 def test_whole_gradients_are_there_of_two_groups_and_staging_of_the_largest(
     dtype: torch.dtype | None,
 ) -> None:
-    arrived: dict[torch.device, list[StorageWeakRef]] = {}
-    alive: list[int] = []
-    # Ring, bytes of all its slots, and of the one that it lends.
-    staged: list[tuple[int, int, int]] = []
-    take, lend = GradGroup.take, SlotRing.take
+    """Weights are sent without a copy, behind a parameter of the root's that is larger."""
+    with one_at_a_time():
+        torch.manual_seed(0)
+        layers = [nn.Linear(WIDE, WIDE, bias=False) for _ in range(6)]
+        model = nn.Sequential(nn.Linear(3 * WIDE, WIDE, bias=False), *layers).to(NAME)
+    mesh = init_device_mesh(NAME, (dist.get_world_size(),))
+    for module in (*layers, model):
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        shardgrad.fully_shard(module, mesh=mesh, mp_policy=policy)
+    x = torch.ones(2, 3 * WIDE, device=NAME)
+    with torch.no_grad():
+        model(x)  # makes what lends staging
+    arrived: list[StorageWeakRef] = []
+    lent: list[tuple[int, int]] = []  # bytes of a slot, and of all
 
-    def counting(self: GradGroup, unsharded: Any, grad: Tensor, *args: Any, **kwargs: Any) -> bool:
-        here = arrived.setdefault(grad.device, [])
-        here.append(StorageWeakRef(grad.untyped_storage()))
-        alive.append(sum(not each.expired() for each in here))
-        return take(self, unsharded, grad, *args, **kwargs)
+    def taken(take: Any, unsharded: Any, grad: Tensor, *args: Any, **kwargs: Any) -> bool:
+        arrived.append(StorageWeakRef(grad.untyped_storage()))
+        assert sum(not each.expired() for each in arrived) <= 2
+        return take(unsharded, grad, *args, **kwargs)
 
-    def measured(self: SlotRing, *args: Any) -> tuple[Slot, list[Chunks]]:
-        slot, pieces = lend(self, *args)
-        staged.append((id(self), sum(each.nbytes for each in self.slots), slot.nbytes))
+    def lends(ring: Any, take: Any, *args: Any) -> tuple[Slot, list[Chunks]]:
+        slot, pieces = take(*args)
+        lent.append((slot.nbytes, sum(each.nbytes for each in ring.slots)))
         return slot, pieces
 
-    with (
-        pytest.MonkeyPatch.context() as patch
-    ):  # here: a fixture's would stay in the process of these tests
-        patch.setattr(zero_copy, "ZERO_COPY_NBYTES", WIDE * WIDE)
-        patch.setattr(GradGroup, "take", counting)
-        patch.setattr(SlotRing, "take", measured)
-        rings = VirtualRanks(2).run(wide_steps, dtype)
-    assert max(alive) <= 2
-    for ring in rings:
-        lent = [(all_slots, one) for of, all_slots, one in staged if of == ring]
-        largest = max(one for _, one in lent)
-        assert {all_slots for all_slots, one in lent if one == largest} == {largest}
+    context: Any = units_under(model)[0].context
+    ring = context.comm_ctx.reduce_ring
+    ring.take = partial(lends, ring, ring.take)
+    for unit in units_under(model):
+        for grads in unit.grad_groups:
+            grads.take = partial(taken, grads.take)
+    for _ in range(3):
+        model(x).sum().backward()
+        model.zero_grad()
+    largest, _ = max(lent)
+    assert {of_all for one, of_all in lent if one == largest} == {largest}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import shardgrad
 from tests.simulated.programs.graphed import (
@@ -18,9 +18,8 @@ from tests.simulated.programs.graphed import (
     build,
     loss_of,
     same_on,
-    weights,
 )
-from tests.support.graphed import Graphed, Values, require_replays
+from tests.support.graphed import Graphed, Values, require_replays, step_of
 
 
 def scaler_updated_in_the_next_call(graphed: Graphed) -> Values:
@@ -30,30 +29,22 @@ def scaler_updated_in_the_next_call(graphed: Graphed) -> Values:
     scaler = shardgrad.GradScaler(init_scale=64.0, growth_interval=3)
 
     @graphed(model, optimizer, scaler)
-    def step(x: Tensor) -> Tensor:
-        loss = loss_of(model, x)
-        scaler.scale(loss).backward()
+    def step(x: Tensor) -> None:
+        scaler.scale(loss_of(model, x)).backward()
         scaler.step(optimizer)
         optimizer.zero_grad()
-        return loss
 
-    pool = {"pool": step.pool} if isinstance(step, shardgrad.graphs.GraphedStep) else {}
-
-    @graphed(scaler, **pool)
-    def update(x: Tensor) -> None:
-        scaler.update()
-
-    seen = []
+    update = graphed(scaler, pool=getattr(step, "pool", None))(scaler.update)
     for number in range(20):
         x = batch(number, 4 if number % 2 else 6)
         if number % 3 == 2:
             x[0, 0] = torch.inf
         step(x)
-        update(batch(0))
-        seen.append(scaler.get_scale())
+        update()
+        yield scaler.get_scale()
     require_replays(step, 2, 17)
     require_replays(update, 1, 17)
-    return seen + weights(model)
+    yield model
 
 
 def event_of_the_optimizer(graphed: Graphed) -> Values:
@@ -67,12 +58,15 @@ def event_of_the_optimizer(graphed: Graphed) -> Values:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        _record_post_optim_event(model, x.device)
+        event = torch.Event(x.device)
+        event.record(torch.accelerator.current_stream())
+        model.set_post_optim_event(event)
         return loss
 
-    seen = [step(batch(number)).item() for number in range(7)]
+    for number in range(7):
+        yield step(batch(number))
     require_replays(step, 1, 4)
-    return seen + weights(model)
+    yield model
 
 
 def modes_that_the_step_sets(graphed: Graphed) -> Values:
@@ -80,26 +74,22 @@ def modes_that_the_step_sets(graphed: Graphed) -> Values:
     model = build(Setup())
     optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
 
+    taken = step_of(model, optimizer)
+
     @graphed(model, optimizer)
     def step(x: Tensor) -> Tensor:
-        loss = loss_of(model, x)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        loss = taken(x)
         model.eval()
         model.set_requires_gradient_sync(False)
         return loss
 
-    seen = []
     for number in range(7):
         model.train()
         model.set_requires_gradient_sync(True)
-        seen.append(step(batch(number)).item())
-        seen += [float(module.training) for module in model.modules()]
+        yield step(batch(number)), [module.training for module in model.modules()]
     require_replays(step, 1, 4)
     loss_of(model, batch(7)).backward()
-    seen += [float(param.grad is None) for param in model.parameters()]
-    return seen + weights(model)
+    yield model, [param.grad for param in model.parameters()]
 
 
 def write_after_an_error(graphed: Graphed) -> Values:
@@ -109,15 +99,14 @@ def write_after_an_error(graphed: Graphed) -> Values:
     model = build(Setup())
     optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
 
+    taken = step_of(model, optimizer)
+
     @graphed(model, optimizer)
     def step(x: Tensor, is_bad: bool) -> Tensor:
-        loss = loss_of(model, x)
         if is_bad:
+            loss_of(model, x)
             raise ValueError
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
+        return taken(x)
 
     for number in range(8):
         try:
@@ -127,13 +116,7 @@ def write_after_an_error(graphed: Graphed) -> Values:
                 for param in model.parameters():
                     param.mul_(0.99)
     require_replays(step, 1, 4)
-    return weights(model)
-
-
-def _record_post_optim_event(model: nn.Module, device: torch.device) -> None:
-    event = torch.Event(device)
-    event.record(torch.accelerator.current_stream())
-    model.set_post_optim_event(event)
+    yield model
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,15 @@ from tests.simulated.programs.graphed import (
     training_step,
     weights,
 )
-from tests.support.graphed import Graphed, Values, eager, require_replays
+from tests.support.graphed import (
+    Graphed,
+    Values,
+    eager,
+    require_replays,
+    require_same,
+    step_of,
+    values_of,
+)
 from tests.support.processes import FairClock
 
 # -- what a call may bring
@@ -50,41 +58,38 @@ class Batch:
     name: str = "text"
 
 
-@on_virtual_ranks(1)
-def test_inputs_are_copied_or_static_or_choose_a_graph() -> None:
+@same_bits_as_eager(1)
+def test_inputs_are_copied_or_static_or_choose_a_graph(graphed: Graphed) -> Values:
     scale = torch.full((), 3.0, device=NAME)
     torch._dynamo.mark_static_address(scale)
     parameter = nn.Parameter(torch.full((), 5.0, device=NAME))
 
-    @shardgrad.graphed_step(warmup=1)
+    @graphed(warmup=1)
     def step(
         given: Any, fixed: Tensor, weight: Tensor, twice: bool, nothing: None, *, power: int
     ) -> Any:
-        x, factor = given["batch"].x, given["batch"].scale
+        x, factor = given["batch"].x.to(NAME), given["batch"].scale
         out = (x * factor * fixed * weight) ** power
         return {"out": out * 2 if twice else out, "none": nothing}
 
-    for number in range(6):
+    # Two places the data may be in, two values of `twice`, two powers: eight kinds of calls.
+    for number in range(10):
         x = torch.full((3,), float(number), device="cpu" if number % 2 else NAME)
-        scale.fill_(number + 1.0)
         given = {"batch": Batch(x, torch.full((), 2.0))}
         for twice in (False, True):
-            out = step(given, scale, parameter, twice, None, power=2)
-            assert out["none"] is None
-            expected = (number * 2.0 * (number + 1.0) * 5.0) ** 2 * (2 if twice else 1)
-            assert out["out"].tolist() == [expected] * 3
-    # Two places the data may be in, two values of `twice`: four kinds of calls.
-    assert (step.captures, step.eager_steps, step.replays) == (4, 4, 8)
-    for power in (3, 3, 3):  # another number is another graph
-        out = step(given, scale, parameter, False, None, power=power)
-        assert out["out"].tolist() == [(number * 2.0 * (number + 1.0) * 5.0) ** 3] * 3
-    assert (step.captures, step.eager_steps, step.replays) == (5, 5, 10)
-    step.close()
-    alone = shardgrad.graphed_step(warmup=1)(lambda static: static * 2)
+            scale.fill_(number + 1.0)
+            yield step(given, scale, parameter, twice, None, power=2 if number < 6 else 3)
+    require_replays(step, 8, 20 - 8)
+
+
+@same_bits_as_eager(1)
+def test_a_tensor_that_is_marked_static_may_be_the_only_argument(graphed: Graphed) -> Values:
+    scale = torch.zeros((), device=NAME)
+    torch._dynamo.mark_static_address(scale)
+    step = graphed(warmup=1)(lambda static: static * 2)
     for number in range(4):
-        assert alone(scale.fill_(number)).tolist() == 2.0 * number
-    assert (alone.captures, alone.replays) == (1, 3)
-    alone.close()
+        yield step(scale.fill_(number))
+    require_replays(step, 1, 3)
 
 
 @same_bits_as_eager(1)
@@ -92,13 +97,12 @@ def test_a_batch_of_the_host_is_read_after_it_has_arrived(graphed: Graphed) -> V
     model = build(Setup())
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=0.01)
     step = training_step(graphed, model, optimizer)
-    losses = []
     for number in range(5):
         sent = batch(number)
         # A graphed step sends it, the eager one is given it on the device.
-        losses.append(step(sent if graphed is eager else sent.cpu()).cpu())
+        yield step(sent if graphed is eager else sent.cpu())
     require_replays(step, captures=1, replays=2)
-    return [*losses, *weights(model)]
+    yield model
 
 
 @pytest.mark.parametrize("clone", [False, True])
@@ -135,45 +139,23 @@ def test_shapes_can_be_bucketed() -> None:
 # -- what cannot be captured
 
 
-@pytest.mark.parametrize("policy", ["raise", "eager"])
-@on_virtual_ranks(1)
-def test_a_failed_capture_changes_nothing_and_the_loop_goes_on_eagerly(policy: str) -> None:
+@same_bits_as_eager(1)
+def test_a_step_that_reads_on_the_host_goes_on_eagerly_and_says_so(graphed: Graphed) -> Values:
     model = build(Setup())
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
-    reads = False
-
-    @shardgrad.graphed_step(model, optimizer, on_uncapturable=policy)
-    def step(x: Tensor) -> Tensor:
-        loss = loss_of(model, x)
-        loss.backward()
-        if reads and loss.item() > 1e9:
-            raise AssertionError
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    for number in range(3):
-        step(batch(number))
-    reads = True
-    before, random = weights(model), torch.get_device_module(NAME).get_rng_state()
-    if policy == "raise":
-        with pytest.raises(
-            CaptureError,
-            match=rf"(?s)could not be captured: HostSync.*{re.escape(__file__)}:\d+ in step",
-        ):
-            step(batch(3))
-        assert torch.equal(random, torch.get_device_module(NAME).get_rng_state())
-        for old, new in zip(before, weights(model), strict=True):
-            assert torch.equal(old, new)
-    else:
-        with pytest.warns(shardgrad.UncapturableStepWarning, match="runs eagerly") as caught:
-            step(batch(3))
-        assert caught[0].filename == __file__
-    for number in range(4, 7):
-        step(batch(number))
-    assert (step.captures, step.replays) == (0, 0)
-    assert "it could not be captured: HostSync" in step.status()
-    step.close()
+    model.register_forward_hook(lambda module, args, output: output * output.sum().item())
+    step = training_step(graphed, model, optimizer, on_uncapturable="eager")
+    for number in range(7):
+        if number == 3 and graphed is not eager:
+            with pytest.warns(shardgrad.UncapturableStepWarning, match="runs eagerly") as caught:
+                loss = step(batch(number))
+            assert caught[0].filename == __file__
+            assert "it could not be captured: HostSync" in step.status()
+        else:
+            loss = step(batch(number))
+        yield loss
+    require_replays(step, 0, 0)
+    yield model
 
 
 def capture_fails_on_rank_1(policy: str) -> str:
@@ -213,7 +195,7 @@ others_have_ended = threading.Event()
 def test_a_capture_that_fails_on_one_rank_ends_on_all_in_time_and_names_it(policy: str) -> None:
     others_have_ended.clear()
     found = VirtualRanks(2, COLLECTIVE_TIMEOUT_S).run(capture_fails_on_rank_1, policy)
-    name = "training_step.<locals>.step"
+    name = "step_of.<locals>.step"
     apart = (
         f"CaptureError: not all ranks could capture {name}. On rank 1: {name} could not be "
         "captured: OnPurposeError"
@@ -225,61 +207,72 @@ def test_a_capture_that_fails_on_one_rank_ends_on_all_in_time_and_names_it(polic
         assert found[1].startswith(apart)
 
 
-def exception_in_the_step(
-    graphed: Graphed, setup: Setup, half_way: bool, kind: type[Exception]
+def raises_its_own(grad: Tensor) -> Tensor:
+    raise ValueError("bad batch")
+
+
+def raises_as_torch_does(grad: Tensor) -> Tensor:
+    raise RuntimeError("bad batch")
+
+
+def reads_on_the_host(grad: Tensor) -> Tensor:
+    return grad * grad.sum().item()
+
+
+def failure_in_the_step(
+    graphed: Graphed, half_way: bool, fail: Any, kind: type[Exception], says: str
 ) -> Values:
-    """The function raises while it is captured, once; the call is repeated and trains as if nothing
+    """The function fails while it is captured, once; the call is repeated and trains as if nothing
     was. Its own exceptions pass through, but for what torch raises as well.
     """
-    model = build(setup)
+    model = build(Setup())
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
-    raises = False
-
-    def fail(grad: Tensor) -> Tensor:
-        raise kind("bad batch")
+    fails = False
 
     def fail_in_backward(module: nn.Module, args: Any, out: Tensor) -> None:
-        out.register_hook(fail)
-
-    @graphed(model, optimizer)
-    def step(x: Tensor) -> Tensor:
-        hook = model[0].register_forward_hook(fail_in_backward) if raises and half_way else None
-        loss = loss_of(model, x)
-        if hook is not None:
-            hook.remove()
-        elif raises:
-            loss.register_hook(fail)
-            event = torch.Event(x.device)
+        if fails:
+            out.register_hook(fail)
+        if fails and not half_way:
+            event = torch.Event(out.device)
             event.record()
             model.set_post_optim_event(event)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
 
-    seen = []
-    passes = kind is not RuntimeError
+    (model[0] if half_way else model).register_forward_hook(fail_in_backward)
+    step = training_step(graphed, model, optimizer)
     for number in range(8):
         if number == 3 and graphed is not eager:
-            raises = True
-            with pytest.raises(kind if passes else CaptureError, match="bad batch"):
+            fails, random = True, torch.get_device_module(NAME).get_rng_state()
+            with pytest.raises(kind, match=says):
                 step(batch(number))
-            raises = False
-        seen.append(step(batch(number)).item())
+            assert torch.equal(random, torch.get_device_module(NAME).get_rng_state())
+            fails = False
+        yield step(batch(number))
+    passes = kind is ValueError
     require_replays(step, captures=int(passes), replays=5 * passes)
-    return seen + weights(model)
+    yield model
+
+
+@pytest.mark.parametrize(
+    ("fail", "kind", "says"),
+    [
+        (raises_its_own, ValueError, "bad batch"),
+        (raises_as_torch_does, CaptureError, "bad batch"),
+        (
+            reads_on_the_host,
+            CaptureError,
+            rf"(?s)could not be captured: HostSync.*{re.escape(__file__)}:\d+ in reads_on",
+        ),
+    ],
+)
+@pytest.mark.parametrize("half_way", [False, True])
+def test_a_failure_inside_a_capture_leaves_the_step_to_be_repeated(
+    half_way: bool, fail: Any, kind: type[Exception], says: str
+) -> None:
+    same_on(2, failure_in_the_step, half_way, fail, kind, says)
 
 
 class OnPurposeError(RuntimeError):
     """Raised by a test."""
-
-
-@pytest.mark.parametrize("kind", [ValueError, RuntimeError])
-@pytest.mark.parametrize("half_way", [False, True])
-def test_an_exception_inside_a_capture_leaves_the_step_to_be_repeated(
-    half_way: bool, kind: type[Exception]
-) -> None:
-    same_on(2, exception_in_the_step, Setup(), half_way, kind)
 
 
 # -- tensors that a step closes over
@@ -292,54 +285,19 @@ class Held:
     weight: Tensor
 
 
-def fresh_in_every_call(graphed: Any) -> list[Any]:
-    model = build(Setup(depth=1))
-    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
-
-    @graphed(model, optimizer, on_uncapturable="eager")
-    def step(x: Tensor) -> Tensor:
-        loss = (model(x) - held.weight).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    losses, gone = [], []
-    for number in range(12):
-        held = Held(batch(number))
-        gone.append(held)  # so that its memory is not given to the next
-        losses.append(step(batch(number)).item())
-    require_replays(step, 3, 3)  # the calls of the captures
-    return losses + weights(model)
-
-
-def test_a_batch_that_a_step_closes_over_trains_eagerly_and_is_named() -> None:
-    says = r"replaced or freed before the next call, 3 times in a row \[held\.weight"
-    with pytest.warns(shardgrad.UncapturableStepWarning, match=says):
-        same_on(2, fresh_in_every_call)
-
-
-def replaced(graphed: Any, calls: Sequence[int], captures: int, replays: int) -> list[Any]:
+def replaced(graphed: Any, calls: Sequence[int], captures: int, replays: int) -> Values:
     model = build(Setup(depth=1))
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
     held, gone = Held(torch.ones(WIDTH, device=NAME)), []
-
-    @graphed(model, optimizer, on_uncapturable="eager")
-    def step(x: Tensor) -> Tensor:
-        loss = ((model(x) - x) * held.weight).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    losses = []
+    taken = step_of(lambda x: (model(x) - x) * held.weight, optimizer)
+    step = graphed(model, optimizer, on_uncapturable="eager")(taken)
     for number in range(16):
         if number in calls:
-            gone.append(held.weight)  # so that its memory is not given to the next
-            held.weight = torch.full((WIDTH,), number / 8, device=NAME)
-        losses.append(step(batch(number)).item())
+            gone.append(held)  # so that its memory is not given to the next
+            held = Held(torch.full((WIDTH,), number / 8, device=NAME))
+        yield step(batch(number))
     require_replays(step, captures, replays)
-    return losses + weights(model)
+    yield model
 
 
 def test_a_tensor_that_is_replaced_now_and_then_is_another_graph() -> None:
@@ -348,34 +306,36 @@ def test_a_tensor_that_is_replaced_now_and_then_is_another_graph() -> None:
         same_on(2, replaced, (5, 10, 15), 4, 16 - 3)
 
 
-def test_a_tensor_that_is_replaced_before_each_call_from_some_call_on_is_named() -> None:
-    with pytest.warns(shardgrad.UncapturableStepWarning, match=r"in a row \[held\.weight\]"):
-        same_on(2, replaced, range(5, 16), 4, 5)
+@pytest.mark.parametrize(
+    ("calls", "captures", "replays"), [(range(16), 3, 3), (range(5, 16), 4, 5)]
+)
+def test_a_tensor_that_is_replaced_before_each_call_is_named(
+    calls: Sequence[int], captures: int, replays: int
+) -> None:
+    with pytest.warns(shardgrad.UncapturableStepWarning, match=r"in a row \[held\.weight"):
+        same_on(2, replaced, calls, captures, replays)
 
 
-def gradients_of_before() -> None:
+@on_virtual_ranks(1)
+def test_gradients_that_are_kept_so_that_no_graph_is_replayed_are_warned_of() -> None:
     model = build(Setup(depth=1))
-    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
 
-    @shardgrad.graphed_step(model, optimizer)
+    @shardgrad.graphed_step(model)
     def step(x: Tensor) -> list[Tensor | None]:
-        optimizer.zero_grad()
+        model.zero_grad()
         loss_of(model, x).backward()
-        optimizer.step()
         return [p.grad for p in model.parameters()]
 
-    kept = []
-    for number in range(16):
-        kept = step(batch(number))
-    assert step.eager_steps + step.replays == 16
-    assert kept
+    def train() -> None:
+        kept = []
+        for number in range(16):
+            kept = step(batch(number))
+        assert kept
+
+    with pytest.warns(shardgrad.UncapturableStepWarning, match="gradients of an earlier call"):
+        train()
     assert "gradients of an earlier call" in step.status()
     step.close()
-
-
-def test_gradients_that_are_kept_so_that_no_graph_is_replayed_are_warned_of() -> None:
-    with pytest.warns(shardgrad.UncapturableStepWarning, match="gradients of an earlier call"):
-        VirtualRanks(1).run(gradients_of_before)
 
 
 @on_virtual_ranks(1)
@@ -443,16 +403,12 @@ def test_a_number_that_a_replay_would_not_change_is_named() -> None:
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
     calls = 0
 
-    @shardgrad.graphed_step(model, optimizer)
-    def step(x: Tensor) -> Tensor:
+    def scaled(x: Tensor) -> Tensor:
         nonlocal calls
         calls += 1
-        loss = loss_of(model, x * calls)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
+        return model(x * calls)
 
+    step = shardgrad.graphed_step(model, optimizer)(step_of(scaled, optimizer))
     for number in range(4):  # the capture is compared in the call after it
         step(batch(number))
     before = weights(model)
@@ -489,8 +445,9 @@ def adversarial(graphed: Graphed) -> Values:
         judges.step()
         return deceived, judged
 
-    seen = [loss.item() for number in range(8) for loss in step(batch(number))]
-    return seen + weights(forger, critic)
+    for number in range(8):
+        yield step(batch(number))
+    yield from (forger, critic)
 
 
 @same_bits_as_eager(2)
@@ -514,12 +471,13 @@ def test_a_model_that_is_thawed_while_it_is_unsharded_is_the_same_step_again(
         judge.requires_grad_(True)
         return loss + judged
 
-    seen = [step(batch(number)).item() for number in range(8)]
+    for number in range(8):
+        yield step(batch(number))
     require_replays(step, 1, 5)
     judge.reshard()
     for block in judge:
         block.reshard()
-    return seen + weights(model, judge)
+    yield from (model, judge)
 
 
 @on_virtual_ranks(1)
@@ -527,13 +485,12 @@ def test_a_model_that_is_frozen_without_gradients_is_refused_by_name_and_trains_
     with pytest.raises(
         CaptureError, match="without a gradient changed inside a graphed step"
     ) as caught:
-        adversarial(shardgrad.graphed_step)
+        list(adversarial(shardgrad.graphed_step))
     assert (caught.value.where or "").startswith("parameter 0.first.weight and 5 more; ")
     assert (caught.value.fix or "").startswith("call zero_grad() after unfreezing")
     with pytest.warns(shardgrad.UncapturableStepWarning, match="runs eagerly"):
-        seen = adversarial(partial(shardgrad.graphed_step, on_uncapturable="eager"))
-    for ours, theirs in zip(seen, adversarial(eager), strict=True):
-        assert torch.equal(torch.as_tensor(ours), torch.as_tensor(theirs))
+        seen = values_of(adversarial(partial(shardgrad.graphed_step, on_uncapturable="eager")))
+    require_same(values_of(adversarial(eager)), seen)
 
 
 # -- several callers
@@ -583,13 +540,8 @@ def test_the_function_runs_for_two_captures_and_for_no_later_call() -> None:
 @on_virtual_ranks(1)
 def test_a_region_that_saves_the_random_state_is_refused_where_graphs_cannot() -> None:
     model = build(Setup(dropout=0.5, recomputes=True, saves_random_state=True))
-
-    @shardgrad.graphed_step(model)
-    def step(x: Tensor) -> Tensor:
-        loss = loss_of(model, x)
-        loss.backward()
-        return loss
-
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+    step = training_step(shardgrad.graphed_step, model, optimizer)
     # Where it is true, torch.utils.checkpoint saves the state of the device's random numbers.
     with mock.patch.object(torch.get_device_module(NAME), "_initialized", True, create=True):
         for number in range(3):

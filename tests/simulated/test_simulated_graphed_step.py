@@ -23,7 +23,6 @@ from tests.simulated.programs.graphed import (
     loss_of,
     same_bits_as_eager,
     training_step,
-    weights,
 )
 from tests.support.graphed import Graphed, Values, require_replays
 
@@ -36,22 +35,18 @@ def test_each_shape_has_its_graph_and_the_oldest_is_dropped(
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
 
     step = training_step(graphed, model, optimizer, max_graphs=2)
-    seen = []
     for number, rows in enumerate([4, 4, 4, 4, 2, 2, 2, 4, 2, 6, 6, 4, 6, 2, 4, 2, 2]):
-        seen.append(step(batch(number, rows)).item())
-    if isinstance(step, shardgrad.graphs.GraphedStep):
-        # A third shape drops the graph that was not used for the longest time.
-        assert (step.captures, step.replays) == (6, 12)
-    return seen + weights(model)
+        yield step(batch(number, rows))
+    require_replays(step, 6, 12)  # a third shape drops the one that was not used for longest
+    yield model
 
 
 @on_virtual_ranks(2)
 def test_a_weights_version_moves_with_a_replay_as_with_an_optimizers_step() -> None:
     """What a layer keeps of a weight, such as a copy in another precision, is made again then."""
     model = build(Setup())
-    step = training_step(
-        shardgrad.graphed_step, model, shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
-    )
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+    step = training_step(shardgrad.graphed_step, model, optimizer)
     block, seen = model[0], []
     for number in range(6):
         step(batch(number))
@@ -66,9 +61,8 @@ def test_a_weights_version_moves_with_a_replay_as_with_an_optimizers_step() -> N
 @on_virtual_ranks(2)
 def test_data_that_no_replay_would_read_is_refused() -> None:
     model = build(Setup())
-    step = training_step(
-        shardgrad.graphed_step, model, shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
-    )
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+    step = training_step(shardgrad.graphed_step, model, optimizer)
     for number in range(6):
         step(batch(number))
     weight = model[0].first.weight
@@ -115,12 +109,11 @@ def test_a_number_of_torchs_optimizer_that_changes_is_another_graph(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
     step = training_step(graphed, model, optimizer)
-    seen = []
     for number in range(12):
         optimizer.param_groups[0]["lr"] = 0.1 if number < 6 else 0.01
-        seen.append(step(batch(number)).item())
+        yield step(batch(number))
     require_replays(step, 2, 3 + 5)
-    return seen + weights(model)
+    yield model
 
 
 @same_bits_as_eager(2)
@@ -133,32 +126,29 @@ def test_a_graph_is_cut_around_an_optimizer_that_it_cannot_hold(graphed: Graphed
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     log: list[float] = []
 
+    def note(*values: Tensor) -> None:
+        gradients = [p.grad.to_local() for p in model.parameters() if p.grad is not None]
+        log.extend(value.square().sum().item() for value in (*values, *gradients))
+
     @graphed(model)
     def step(x: Tensor) -> Tensor:
         loss = torch.zeros((), device=x.device)
         for part in x.chunk(2):
             one = loss_of(model, part)
-            shardgrad.graphs.outside(lambda value: log.append(value.item()), one)
+            shardgrad.graphs.outside(note, one)
             one.backward()
-            shardgrad.graphs.outside(lambda: log.append(_norm(model)))
+            shardgrad.graphs.outside(note)
             loss = loss + one.detach()
         norm = shardgrad.clip_grad_norm_(model, 0.1)
         shardgrad.graphs.outside(optimizer.step)
         optimizer.zero_grad()
         return loss + norm
 
-    seen = []
     for number in range(8):
-        seen.append(step(batch(number)).item())
+        yield step(batch(number))
         schedule.step()
     require_replays(step, 1, 5)
-    return seen + log + weights(model)
-
-
-def _norm(model: nn.Module) -> float:
-    return sum(
-        p.grad.to_local().square().sum().item() for p in model.parameters() if p.grad is not None
-    )
+    yield from (log, model)
 
 
 @pytest.mark.parametrize("make", ["ours", "torch's"])
@@ -176,15 +166,14 @@ def test_a_module_that_nobody_shards_is_captured_too(graphed: Graphed, make: str
         optimizer = torch.optim.AdamW(model.parameters(), lr=lr, capturable=True, foreach=False)
 
     step = training_step(graphed, model, optimizer, clips=0.3)
-    seen = []
     for number in range(14):
         if make == "torch's" and number < 8:
             lr.fill_(1e-2 / (number + 1))
         elif make == "torch's" and number == 8:  # another tensor: another graph
             optimizer.param_groups[0]["lr"] = torch.tensor(1e-3, device=NAME)
-        seen.append(step(batch(number)).item())
+        yield step(batch(number))
     require_replays(step, *((1, 11) if make == "ours" else (2, 5 + 5)))
-    return [*seen, *(t.detach().cpu() for t in (*model.parameters(), *model.buffers()))]
+    yield model, list(model.buffers())
 
 
 @pytest.mark.parametrize("what", ["parameter", "buffer", "module"])
@@ -201,7 +190,6 @@ def test_what_is_replaced_in_a_module_that_nobody_shards_is_another_graph(
     def step(x: Tensor) -> Tensor:
         return model(x).square().sum()
 
-    seen = []
     for number in range(8):
         if number == 4 and what == "parameter":
             model[0].weight = nn.Parameter(model[0].weight * 0.5, requires_grad=False)
@@ -209,9 +197,8 @@ def test_what_is_replaced_in_a_module_that_nobody_shards_is_another_graph(
             model[1].running_mean = model[1].running_mean + 1
         elif number == 4:
             model[2] = nn.Tanh().eval()
-        seen.append(step(batch(number)).item())
+        yield step(batch(number))
     require_replays(step, 2, 6)
-    return seen
 
 
 class Centred(nn.Module):
@@ -255,4 +242,4 @@ def test_a_step_that_replaces_what_a_module_has_is_not_captured(
     if isinstance(step, shardgrad.graphs.GraphedStep):
         assert step.replays == 0
         assert any(f"the step replaces 0.{name}," in str(each.message) for each in told)
-    return [*seen, *(buffer.cpu() for buffer in model.buffers())]
+    yield seen, list(model.buffers())

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import shardgrad
 from tests.simulated.accelerator.device import NAME, checked
 from tests.simulated.accelerator.virtual_ranks import VirtualRanks, one_at_a_time
-from tests.support.graphed import Program, eager, require_same
+from tests.support.graphed import Program, eager, require_same, step_of, values_of
 from tests.support.parity import judged_by
 
 WIDTH = 6
@@ -101,18 +101,7 @@ def training_step(
     **settings: Any,
 ) -> Any:
     """Returns the step that most programs take, which trains on a batch and returns its loss."""
-
-    @graphed(model, optimizer, **settings)
-    def step(x: Tensor) -> Tensor:
-        loss = loss_of(model, x)
-        loss.backward()
-        if clips is not None:
-            shardgrad.clip_grad_norm_(model, clips)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return step
+    return graphed(model, optimizer, **settings)(step_of(model, optimizer, clips))
 
 
 def weights(*models: nn.Module) -> list[Tensor]:
@@ -124,11 +113,11 @@ def weights(*models: nn.Module) -> list[Tensor]:
 
 def both(program: Program, *args: Any) -> None:
     """Asserts that a program gives the same values with and without graphs, and has no hazard."""
-    with checked():
-        right = program(eager, *args)
-    with checked():
-        ours = program(shardgrad.graphed_step, *args)
-    require_same(right, ours)
+    runs = []
+    for graphed in (eager, shardgrad.graphed_step):
+        with checked():
+            runs.append(values_of(program(graphed, *args)))
+    require_same(*runs)
 
 
 def same_on(ranks: int, program: Program, *args: Any) -> None:
