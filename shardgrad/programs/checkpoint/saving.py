@@ -113,10 +113,8 @@ class _SummingFiles(FileSystem):
             try:
                 yield stream
             except RuntimeError as error:
-                if stream.failure is None:
-                    raise
-                # torch's archive writer tells where it failed, and hides why.
-                raise stream.failure from error
+                # torch's archive writer, which fails once more while it is closed, hides why.
+                raise error.__context__ or error from None
         # The metadata is written as `.metadata.tmp`, and then renamed.
         name = Path(path).name.removesuffix(".tmp")
         self.sums[name] = stream.nbytes, stream.checksum
@@ -126,15 +124,10 @@ class _SummingStream(io.BufferedWriter):
     """Keeps nothing back: torch syncs some files before it flushes them."""
 
     nbytes = checksum = 0
-    failure: OSError | None = None
 
     def write(self, data: Any) -> int:
         self.checksum = zlib.crc32(data, self.checksum)
-        try:
-            written = super().write(data)
-            self.flush()
-        except OSError as error:
-            self.failure = error
-            raise
+        written = super().write(data)
+        self.flush()
         self.nbytes += written
         return written

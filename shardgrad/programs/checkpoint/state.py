@@ -52,7 +52,7 @@ def _not_data_in(value: Any) -> str:
     if type(parts) in (list, tuple):
         return next(filter(None, map(_not_data_in, parts)), "")
     is_data = value is None or type(value) in (bool, int, float, str)
-    return "" if is_data else f"a {type(value).__name__}"
+    return "" if is_data else f"an entry of type {type(value).__name__}"
 
 
 def _refused(name: str, got: str) -> CheckpointError:
