@@ -13,8 +13,8 @@ import click
 import torch
 
 from benchmarks.records import RESULTS, ROOT, append, environment, read
-from tests.clients.catalogue import CLIENTS, Client
-from tests.clients.programs import under_both, under_fsdp2
+from tests.clients import frameworks, loops, programs, trainers  # noqa: F401
+from tests.clients.catalogue import CLIENTS, Client, alone, compared, with_sources
 from tests.support.processes import CONTEXT
 from tests.support.ranks import RankError, Ranks
 
@@ -36,28 +36,33 @@ def main(only_page: bool, only: tuple[str, ...], sources: str) -> None:
     written.
     """
     if not only_page:
-        chosen = [each for each in CLIENTS if not only or any(word in each.name for word in only)]
+        chosen = {
+            name: each
+            for name, each in CLIENTS.items()
+            if not only or any(word in name for word in only)
+        }
         record = measured(chosen, sources)
-        if only:
-            record["summary"] |= _others([*read(RECORDS)][-1], record["summary"])
-            names = [each.name for each in CLIENTS if each.name in record["summary"]]
-            record["summary"] = {name: record["summary"][name] for name in names}
+        if only:  # the others stay as they were found, with their commit
+            *_, newest = read(RECORDS)
+            commit = {"commit": newest["environment"]["git"]}
+            others = {name: commit | each for name, each in newest["summary"].items()}
+            record["summary"] = others | record["summary"]
         append(RESULTS, record)
     PAGE.write_text(written([*read(RECORDS)][-1]), encoding="utf-8")
     click.echo(PAGE)
 
 
-def measured(clients: list[Client], sources: str = "") -> dict[str, Any]:
+def measured(clients: Mapping[str, Client], sources: str) -> dict[str, Any]:
     """Returns the record."""
     started, ranks, summary = environment(), Ranks(2), {}
     CONTEXT.set_forkserver_preload(["tests.support.preloaded"])
-    for client in clients:
+    for name, client in clients.items():
         versions = {package: _version(package, sources) for package in client.packages}
         if None in versions.values():
             continue
         found = {"versions": versions} | _judged(ranks, client, sources)
-        click.echo(f"{client.name}: {found['verdict']} {found.get('error', '')}")
-        summary[client.name] = found
+        click.echo(f"{name}: {found['verdict']} {found.get('error', '')}")
+        summary[name] = found
     ranks.stop()
     config = {"torch": torch.__version__, "ranks": 2}
     return {
@@ -69,30 +74,24 @@ def measured(clients: list[Client], sources: str = "") -> dict[str, Any]:
     }
 
 
-def _others(newest: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what was found before of the programs that were not run, with its commit."""
-    commit = {"commit": newest["environment"]["git"]}
-    return {name: commit | each for name, each in newest["summary"].items() if name not in found}
-
-
 def _version(package: str, sources: str) -> str | None:
     found = importlib.metadata.distributions(name=package, path=[*sys.path, sources])
     return next((each.version for each in found), None)
 
 
 def _judged(ranks: Ranks, client: Client, sources: str) -> dict[str, Any]:
-    arguments = client.program, client.options, sources
-    try:
-        found: dict[str, Any] = ranks.run(under_both, *arguments, timeout_s=LIMIT_S)[0]
-    except RankError as error:
-        said = str(error).strip().splitlines()[-1][:300]
-    else:
-        return found
-    try:
-        ranks.run(under_fsdp2, *arguments, timeout_s=LIMIT_S)
-    except RankError as error:
-        return {"verdict": "fails with FSDP2", "error": str(error).strip().splitlines()[-1][:300]}
-    return {"verdict": "fails", "error": said}
+    found: dict[str, Any] = {}
+    for runs, verdict in ((compared, "fails"), (alone, "fails with FSDP2")):
+        try:
+            (ended, _) = ranks.run(
+                with_sources, sources, runs, client.program, client.options, timeout_s=LIMIT_S
+            )
+        except RankError as error:
+            said = str(error).strip().splitlines()[-1][:300]
+            found = {"verdict": verdict, "error": said}
+        else:
+            return found or ended
+    return found
 
 
 # -- the page
@@ -120,8 +119,8 @@ def written(record: Mapping[str, Any]) -> str:
         of, _, program = name.partition(": ")
         rows.setdefault((of, versions, _words(each)), []).append(program)
     lines += [
-        f"| {of} | {'; '.join(programs)} | {versions} | {result} |"
-        for (of, versions, result), programs in rows.items()
+        f"| {of} | {'; '.join(names)} | {versions} | {result} |"
+        for (of, versions, result), names in rows.items()
     ]
     return "\n".join(lines) + "\n"
 

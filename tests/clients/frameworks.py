@@ -5,10 +5,9 @@ The frameworks themselves start clusters and rollout engines. What is here needs
 sources: `python -m tests.clients --sources FOLDER`, where `pip install --no-deps --target FOLDER`
 has put them (`--ignore-requires-python` for those that want a newer one).
 
-A client is a function here, and a line in `catalogue.py`. It imports what the
-framework has for FSDP2, by `alone` if the package imports too much, after `absent` for what is not
-installed; builds a tiny model; lets the framework shard it; trains; and returns the model and what
-is to be equal under both engines: losses, norms, saved states.
+A client (`catalogue.py`) imports here what the framework has for FSDP2, by `alone` if the package
+imports too much, after `absent` for what is not installed; builds a tiny model; lets the framework
+shard it; and trains.
 """
 
 from __future__ import annotations
@@ -31,10 +30,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import CustomPolicy
 
+from tests.clients.catalogue import client
 from tests.clients.programs import shard, train
 from tests.support import tiny_models
 from tests.support.parity import Tensors
 from tests.support.under_patch import shared_folder, whole
+
+framework = partial(client, is_tested=False)
 
 
 def alone(name: str, *packages: str) -> ModuleType:
@@ -143,6 +145,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 # -- reinforcement learning
 
 
+@framework("verl: FSDP2 workers", "verl")
 def with_verl() -> tuple[nn.Module, Tensors]:
     """The actor of its workers: sharded, loaded, trained, offloaded between steps, restored."""
     verl = alone("verl.utils.fsdp_utils")
@@ -169,6 +172,7 @@ def with_verl() -> tuple[nn.Module, Tensors]:
         )
 
 
+@framework("SkyRL: FSDP2 workers", "skyrl")
 def with_skyrl() -> tuple[nn.Module, Tensors]:
     # Its configuration needs Python 3.12, and is only a type here.
     sys.modules.setdefault("skyrl.train.config", SimpleNamespace(FSDPConfig=object))
@@ -190,6 +194,7 @@ def with_skyrl() -> tuple[nn.Module, Tensors]:
     return model, notes | {f"in the state: {name}": tensor for name, tensor in full.items()}
 
 
+@framework("AReaL: FSDP engine", "areal")
 def with_areal() -> tuple[nn.Module, Tensors]:
     """Its sharding, its own norm over sharded gradients, and its AdamW in mixed precision."""
     areal = alone("areal.engine.fsdp_utils", "areal.infra", "areal.utils")
@@ -214,6 +219,7 @@ def with_areal() -> tuple[nn.Module, Tensors]:
     return model, tiny_models.train(model, optimizer, clip, steps=3)
 
 
+@framework("prime-rl: trainer", "prime-rl")
 def with_prime_rl() -> tuple[nn.Module, Tensors]:
     names = ("distributed", "lora", "models", "parallel_dims", "world")
     parts = [f"prime_rl.trainer.{name}" for name in names]
@@ -237,6 +243,7 @@ def with_prime_rl() -> tuple[nn.Module, Tensors]:
 # -- fine-tuning and pretraining
 
 
+@framework("LLaMA-Factory: FSDP2Engine", "llamafactory")
 def with_llama_factory() -> tuple[nn.Module, Tensors]:
     factory = importlib.import_module("llamafactory.v1.plugins.trainer_plugins.distributed.fsdp2")
     model, _ = llama_and_its_state()
@@ -262,6 +269,7 @@ def with_llama_factory() -> tuple[nn.Module, Tensors]:
     return model, notes | tiny_models.train(model, optimizer, first=2)
 
 
+@framework("NeMo Automodel: FSDP2", "nemo-automodel")
 def with_nemo_automodel() -> tuple[nn.Module, Tensors]:
     nemo = importlib.import_module("nemo_automodel.components.distributed.parallelizer")
     model, _ = llama_and_its_state()
@@ -275,6 +283,7 @@ def with_nemo_automodel() -> tuple[nn.Module, Tensors]:
     return model, notes | tiny_models.train(model, optimizer, first=2)
 
 
+@framework("axolotl: Accelerate", "axolotl")
 def with_axolotl() -> tuple[nn.Module, Tensors]:
     """Its way to shard, in place of Accelerate's."""
     import accelerate
@@ -294,6 +303,7 @@ def with_axolotl() -> tuple[nn.Module, Tensors]:
     return model, notes
 
 
+@framework("TRL: reference model", "trl")
 def with_trl() -> tuple[nn.Module, Tensors]:
     """A policy and the reference that it prepares, and a preference loss between them."""
     from tests.support.accelerated import accelerated, cpus_as_accelerators
@@ -316,6 +326,7 @@ def with_trl() -> tuple[nn.Module, Tensors]:
     return model, notes
 
 
+@framework("torchtune: recipes", "torchtune")
 def with_torchtune() -> tuple[nn.Module, Tensors]:
     """A decoder of its own, sharded and loaded as its recipes do."""
     with absent("torchao", "torchdata", "sentencepiece", "tiktoken", "blobfile"):
@@ -336,6 +347,7 @@ def with_torchtune() -> tuple[nn.Module, Tensors]:
     return model, notes | {f"in the state: {name}": tensor for name, tensor in full.items()}
 
 
+@framework("OLMo-core: transformer", "ai2-olmo-core")
 def with_olmo_core() -> tuple[nn.Module, Tensors]:
     with absent("cached_path", "bettermap", "omegaconf", "olmo_core.io", "olmo_core.data"):
         olmo = importlib.import_module("olmo_core.nn.transformer")
@@ -348,6 +360,7 @@ def with_olmo_core() -> tuple[nn.Module, Tensors]:
     return model, train(model, partial(of_the_next_token, model))
 
 
+@framework("composer: FSDP2", "mosaicml")
 def with_composer() -> tuple[nn.Module, Tensors]:
     """Its sharding by a policy over modules, which it legalizes where weights are tied."""
     model, _ = llama_and_its_state()  # before Transformers could see that torchvision is absent
@@ -362,6 +375,7 @@ def with_composer() -> tuple[nn.Module, Tensors]:
     return model, tiny_models.train(model, steps=3)
 
 
+@framework("VeOmni: FSDP2", "veomni")
 def with_veomni() -> tuple[nn.Module, Tensors]:
     """Its sharding, from the meta device, and its clipping."""
     with absent("veomni.models", "veomni.ops", "veomni.lora"):
@@ -378,6 +392,10 @@ def with_veomni() -> tuple[nn.Module, Tensors]:
     )
 
 
+@framework("dion: Muon", "dion", name="Muon")
+@framework("dion: NorMuon", "dion", name="NorMuon")
+@framework("dion: Dion", "dion", name="Dion")
+@framework("dion: Dion2", "dion", name="Dion2")
 def with_dion(name: str, **options: Any) -> tuple[nn.Module, Tensors]:
     """An optimizer of dion for the matrices of a Llama, and its AdamW for everything else."""
     dion = importlib.import_module("dion")

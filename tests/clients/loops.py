@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.clients.catalogue import client
 from tests.support.parity import (
     SHARDGRAD,
     WIDTH,
@@ -76,6 +77,7 @@ def policy() -> Policy:
     return model
 
 
+@client("PyTorch: alignment", "torch")
 def alignment() -> tuple[nn.Module, Tensors]:
     """Rolls out, scores with a frozen reference, and trains on a preference and a value loss."""
     model, reference = policy(), policy().requires_grad_(False)
@@ -99,6 +101,7 @@ def alignment() -> tuple[nn.Module, Tensors]:
 # -- averages, hooks, steps inside backward
 
 
+@client("PyTorch: moving average", "torch")
 def moving_average() -> tuple[nn.Module, Tensors]:
     """A second sharded model follows the first, shard by shard."""
     model, average = sharded(tower()), sharded(tower(seed=1))
@@ -113,6 +116,7 @@ def moving_average() -> tuple[nn.Module, Tensors]:
     return average, {"evaluation": evaluated}
 
 
+@client("PyTorch: hooks on activations", "torch")
 def hooks_on_activations() -> tuple[nn.Module, Tensors]:
     """Full backward hooks on blocks, and a tensor hook that scales a gradient on its way."""
     model, seen = tower(), []
@@ -131,6 +135,7 @@ def hooks_on_activations() -> tuple[nn.Module, Tensors]:
     return model, {"losses": torch.stack(losses), "norms": torch.stack(seen)}
 
 
+@client("PyTorch: optimizer in backward", "torch")
 def optimizer_in_backward() -> tuple[nn.Module, Tensors]:
     """Each parameter steps, and lets its gradient go, as soon as that is there."""
     model = sharded(tower())
@@ -150,6 +155,7 @@ def optimizer_in_backward() -> tuple[nn.Module, Tensors]:
     return model, {"losses": torch.stack(losses)}
 
 
+@client("PyTorch: gradient read between", "torch")
 def gradient_read_between() -> tuple[nn.Module, Tensors]:
     """Gradients are scaled, inspected and accumulated into by hand before the step."""
     model = sharded(tower())

@@ -1,14 +1,8 @@
-"""Programs of many packages for the record of clients: models, optimizers and loops as they come.
-
-Each is a client program (`tests/support/under_patch.py`): it shards with FSDP2's functions, trains,
-and returns its model and what it noted. `tests/clients/catalogue.py` lists them.
-"""
+"""Programs of many packages: models, optimizers and loops as they come."""
 
 from __future__ import annotations
 
 import importlib
-import sys
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,45 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from tests.clients.catalogue import client
 from tests.support.parity import Tensors
-from tests.support.under_patch import (
-    _under_both,
-    same_bits_under_both,
-    shared_folder,
-    whole,
-)
-
-
-def under_fsdp2(program: str, options: dict[str, Any], sources: str = "") -> None:
-    """Runs a program, named `module:function` of this folder, as it is."""
-    torch.manual_seed(0)
-    _named(program, sources)(**options)
-
-
-def under_both(program: str, options: dict[str, Any], sources: str = "") -> dict[str, Any]:
-    """Runs a program with both engines; returns whether they end in the same bits."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        ours, theirs = _under_both(_named(program, sources), **options)
-    is_same = ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in theirs)
-    off = 0.0
-    for key, expected in theirs.items():
-        values = expected.double()
-        distance = (ours[key].double() - values).norm() / values.norm().clamp_min(1e-30)
-        off = max(off, float(distance))
-    return {"verdict": "same bits" if is_same else "differs", "off": off, "values": len(theirs)}
-
-
-def same_bits(program: str, options: dict[str, Any]) -> None:
-    """Runs a program with both engines, which have to end in the same bits."""
-    same_bits_under_both(_named(program), **options)
-
-
-def _named(program: str, sources: str = "") -> Any:
-    if sources and sources not in sys.path:
-        sys.path.append(sources)  # the last, as packages there may bring tests of their own
-    module, _, name = program.partition(":")
-    return getattr(importlib.import_module(f"tests.clients.{module}"), name)
+from tests.support.under_patch import shared_folder, whole
 
 
 def shard(model: nn.Module, units: list[nn.Module], **options: Any) -> nn.Module:
@@ -81,6 +39,15 @@ def train(model: nn.Module, loss_of: Callable[[torch.Generator], Tensor]) -> Ten
 # -- models
 
 
+_MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
+
+
+@client("Transformers: llama", "transformers", name="llama")
+@client("Transformers: qwen", "transformers", name="qwen3", head_dim=4)
+@client("Transformers: gpt2", "transformers", name="gpt2", tie_word_embeddings=True)
+@client("Transformers: mixtral", "transformers", name="mixtral", **_MIXTRAL)
+@client("Transformers: llama in bf16", "transformers", name="llama", bf16=True)
+@client("Transformers: mixtral in bf16", "transformers", name="mixtral", bf16=True, **_MIXTRAL)
 def language_model(
     name: str, *, kind: str = "CausalLM", bf16: bool = False, **options: Any
 ) -> tuple[nn.Module, Tensors]:
@@ -98,6 +65,19 @@ def language_model(
     return sharded, tiny_models.train(sharded)
 
 
+for _name in (
+    "mistral", "qwen2", "gemma", "gemma2", "phi", "phi3", "olmo2", "gpt_neox", "stablelm",
+    "granite", "cohere", "smollm3", "opt", "qwen2_moe", "falcon", "bloom",
+    "gpt_oss", "glm4", "nemotron", "exaone4", "olmoe",
+):  # fmt: skip
+    client(f"Transformers: {_name}", "transformers", is_tested=False, name=_name)(language_model)
+for _name in ("bert", "roberta"):
+    client(f"Transformers: {_name}", "transformers", is_tested=False, name=_name, kind="MaskedLM")(
+        language_model
+    )
+
+
+@client("Transformers: vit", "transformers")
 def vit() -> tuple[nn.Module, Tensors]:
     """Images in, classes out."""
     import transformers as hf
@@ -118,6 +98,7 @@ def vit() -> tuple[nn.Module, Tensors]:
     return model, train(model, loss_of)
 
 
+@client("Transformers: t5", "transformers")
 def t5() -> tuple[nn.Module, Tensors]:
     """An encoder and a decoder that share their embedding, and relative positions in the first
     blocks.
@@ -134,6 +115,7 @@ def t5() -> tuple[nn.Module, Tensors]:
     return model, tiny_models.train(model)
 
 
+@client("Transformers: sharded while it is loaded", "transformers")
 def sharded_while_it_is_loaded() -> tuple[nn.Module, Tensors]:
     """`from_pretrained` builds on meta, shards by the model's own plan, and streams the weights
     in.
@@ -151,6 +133,7 @@ def sharded_while_it_is_loaded() -> tuple[nn.Module, Tensors]:
     return model, train(model)
 
 
+@client("Transformers: checkpointed activations", "transformers")
 def checkpointed_activations() -> tuple[nn.Module, Tensors]:
     from tests.support.tiny_models import llama, sharded, train
 
@@ -159,6 +142,7 @@ def checkpointed_activations() -> tuple[nn.Module, Tensors]:
     return sharded(model), train(model)
 
 
+@client("Transformers: generates between steps", "transformers")
 def generates_between_steps() -> tuple[nn.Module, Tensors]:
     """As a loop of reinforcement learning does: `generate` is not forward, and calls it many
     times.
@@ -183,6 +167,7 @@ def generates_between_steps() -> tuple[nn.Module, Tensors]:
     return model, notes
 
 
+@client("Transformers: whisper", "transformers", is_tested=False)
 def whisper() -> tuple[nn.Module, Tensors]:
     import transformers as hf
 
@@ -203,6 +188,7 @@ def whisper() -> tuple[nn.Module, Tensors]:
     return model, train(model, loss_of)
 
 
+@client("Transformers: clip", "transformers", is_tested=False)
 def clip() -> tuple[nn.Module, Tensors]:
     import transformers as hf
 
@@ -228,6 +214,7 @@ def clip() -> tuple[nn.Module, Tensors]:
     return model, train(model, loss_of)
 
 
+@client("diffusers: UNet2DModel", "diffusers", is_tested=False)
 def diffusion() -> tuple[nn.Module, Tensors]:
     """A denoiser of diffusers, with its noise schedule."""
     import diffusers
@@ -250,6 +237,7 @@ def diffusion() -> tuple[nn.Module, Tensors]:
     return model, train(model, loss_of)
 
 
+@client("x-transformers: decoder", "x-transformers", is_tested=False)
 def x_transformer() -> tuple[nn.Module, Tensors]:
     from x_transformers import AutoregressiveWrapper, Decoder, TransformerWrapper
 
@@ -267,6 +255,7 @@ def x_transformer() -> tuple[nn.Module, Tensors]:
     return model, train(model, loss_of)
 
 
+@client("PyTorch: nn.Transformer", "torch")
 def torchs_transformer() -> tuple[nn.Module, Tensors]:
     model = nn.Transformer(16, 2, 2, 2, 24, batch_first=True)
     shard(model, [*model.encoder.layers, *model.decoder.layers])
@@ -293,9 +282,29 @@ def optimizer_of(package: str, name: str, **options: Any) -> tuple[nn.Module, Te
     return model, tiny_models.train(model, optimizer, steps=3)
 
 
+for _package, _names in {
+    "lion-pytorch": ("Lion",),
+    "schedulefree": ("AdamWScheduleFree", "SGDScheduleFree"),
+    "prodigyopt": ("Prodigy",),
+    "pytorch_optimizer": (
+        "AdaBelief", "AdEMAMix", "Tiger", "Grams", "Ranger", "Lion", "ScheduleFreeAdamW",
+        "AdaPNM", "QHAdam", "Yogi",
+    ),
+}.items():  # fmt: skip
+    for _name in _names:
+        client(
+            f"{_package}: {_name}",
+            *(_package, "transformers"),
+            is_tested=False,
+            package=_package.replace("-", "_"),
+            name=_name,
+        )(optimizer_of)
+
+
 # -- loops
 
 
+@client("Ignite: Engine", "pytorch-ignite", "transformers", is_tested=False)
 def ignite_engine() -> tuple[nn.Module, Tensors]:
     from ignite.engine import Engine
 
@@ -318,6 +327,7 @@ def ignite_engine() -> tuple[nn.Module, Tensors]:
     return model, {"losses": torch.stack(losses)}
 
 
+@client("PyTorch: DCP in between", "torch")
 def dcp_in_between() -> tuple[nn.Module, Tensors]:
     """Torch's distributed checkpoint of model and optimizer, into a model that begins anew."""
     import torch.distributed.checkpoint as dcp

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.clients.catalogue import client
 from tests.support.accelerated import accelerated, cpus_as_accelerators, train
 from tests.support.parity import ROWS, Tensors, float64, stack, token_loss, tower
 from tests.support.under_patch import shared_folder
@@ -20,6 +21,8 @@ from tests.support.under_patch import shared_folder
 # -- Accelerate's FSDP2 plugin, and Transformers' Trainer
 
 
+@client("Accelerate: FSDP2 plugin", "accelerate", "transformers")
+@client("Accelerate: efficient loading", "accelerate", "transformers", efficient_loading=True)
 def with_the_plugin(
     *, tied: bool = False, efficient_loading: bool = False
 ) -> tuple[nn.Module, Tensors]:
@@ -50,6 +53,9 @@ def with_the_plugin_in_float64(**options: Any) -> tuple[nn.Module, Tensors]:
         return with_the_plugin(**options)
 
 
+# Its own policy is tested elsewhere: it rounds sums to bfloat16 with FSDP2.
+@client("Accelerate: bf16", "accelerate", "transformers", is_tested=False, reduce_dtype=None)
+@client("Accelerate: bf16, sums in fp32", "accelerate", "transformers", reduce_dtype=torch.float32)
 def in_mixed_precision(reduce_dtype: torch.dtype | None) -> tuple[nn.Module, Tensors]:
     """Accelerate's own policy, all in bfloat16, or one that reduces in another dtype."""
     from tests.support.tiny_models import llama
@@ -68,6 +74,7 @@ def in_mixed_precision(reduce_dtype: torch.dtype | None) -> tuple[nn.Module, Ten
     return model, notes
 
 
+@client("Transformers: Trainer", "accelerate", "transformers")
 def with_the_trainer() -> tuple[nn.Module, Tensors]:
     import transformers
 
@@ -115,6 +122,8 @@ def adapted(dtype: torch.dtype) -> nn.Module:
     )
 
 
+@client("PEFT: LoRA, float32", "peft", "transformers", dtype=torch.float32)
+@client("PEFT: LoRA, bfloat16", "peft", "transformers", dtype=torch.bfloat16)
 def with_adapters(dtype: torch.dtype) -> tuple[nn.Module, Tensors]:
     """Frozen and trainable parameters of both dtypes in each unit."""
     from torch.distributed.fsdp import fully_shard
@@ -127,6 +136,7 @@ def with_adapters(dtype: torch.dtype) -> tuple[nn.Module, Tensors]:
     return fully_shard(model), tiny_models.train(model)
 
 
+@client("PEFT: LoRA through Accelerate", "peft", "accelerate", "transformers")
 def through_accelerate() -> tuple[nn.Module, Tensors]:
     with cpus_as_accelerators():
         prepared = accelerated(adapted(torch.float32))
@@ -136,6 +146,7 @@ def through_accelerate() -> tuple[nn.Module, Tensors]:
 # -- Lightning's `ModelParallelStrategy`: its Trainer shards, accumulates, saves and loads
 
 
+@client("Lightning: ModelParallelStrategy", "lightning")
 def with_lightnings_trainer() -> tuple[nn.Module, Tensors]:
     import lightning as pl
     from lightning.pytorch.strategies import ModelParallelStrategy
@@ -204,6 +215,8 @@ def loader() -> Any:
 # -- torchao's float8, which is emulated, as CPUs have no product of it
 
 
+@client("torchao: float8 layers", "torchao", gathers_float8=False)
+@client("torchao: gathered in float8", "torchao", gathers_float8=True)
 def float8_layers(*, gathers_float8: bool) -> tuple[nn.Module, Tensors]:
     """`gathers_float8` makes weights a tensor subclass with FSDP2's hooks around the all-gather."""
     from torch.distributed.fsdp import fully_shard

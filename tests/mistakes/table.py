@@ -6,15 +6,12 @@ ranks. `python -m tests.mistakes` writes the table into docs/how_to/read_an_erro
 
 from __future__ import annotations
 
-import importlib
 import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from tests.support.apart import text_of
-
-__all__ = ["MISTAKES", "WITHIN_S", "Mistake", "committed", "mistake"]
 
 WITHIN_S = 10.0
 
@@ -61,18 +58,17 @@ def mistake(
     return enter
 
 
-def committed(module: str, name: str) -> tuple[list[str], float]:
+def committed(program: Program) -> tuple[list[str], float]:
     """Makes a mistake on this rank; returns the warnings and the error that it led to, and the
     seconds.
     """
-    program: Program = getattr(importlib.import_module(module), name)
     begun_s = time.monotonic()
+    errors = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             program()
-            errors = []
         except Exception as error:
-            errors = [text_of(error)]
+            errors.append(text_of(error))
     texts = [text_of(str(each.message), each.category) for each in caught]
     return texts + errors, time.monotonic() - begun_s

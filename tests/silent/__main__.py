@@ -5,17 +5,20 @@ page.
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import click
 
 from benchmarks.records import RESULTS, append, environment
 from shardgrad.programs.audit import audit
+from tests.silent.cases import CASES
 from tests.silent.engines import ENGINES
 from tests.silent.judge import LIMIT_S, TOLERANCE, judged, run
-from tests.silent.table import AUDITS, CASES, PAGE, newest_records, written
+from tests.silent.table import AUDITS, PAGE, newest_records, written
 from tests.support.apart import RANKS
 from tests.support.processes import CONTEXT
 
@@ -24,21 +27,14 @@ from tests.support.processes import CONTEXT
 @click.option("--page", "only_page", is_flag=True, help="Run nothing, write the page.")
 @click.option(
     "--audit",
-    "audits",
+    "is_audit",
     is_flag=True,
     help="Instead, audit with `shardgrad doctor --audit` what the records say is right or wrong.",
 )
 @click.option(
     "--engine", "engines", type=click.Choice(list(ENGINES)), multiple=True, help="Default: all."
 )
-@click.option(
-    "--at-once",
-    type=click.IntRange(min=1),
-    default=3,
-    show_default=True,
-    help="Programs at a time.",
-)
-def main(only_page: bool, audits: bool, engines: tuple[str, ...], at_once: int) -> None:
+def main(only_page: bool, is_audit: bool, engines: tuple[str, ...]) -> None:
     """Run the programs of tests/silent/cases with every engine on two ranks.
 
     DeepSpeed is one of the engines if it can be imported: pip install --no-build-isolation
@@ -46,64 +42,47 @@ def main(only_page: bool, audits: bool, engines: tuple[str, ...], at_once: int) 
     """
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     CONTEXT.set_forkserver_preload(["tests.silent.preloaded"])
-    started = environment()
-    told = audited if audits else measured
-    is_installed = _versions()["deepspeed"] != "not installed"
-    for engine in () if only_page else engines or (ENGINES if not audits else list(ENGINES)[1:]):
-        if engine == "ZeRO-3" and not is_installed:
-            click.echo("DeepSpeed is not installed: what is recorded of ZeRO-3 stays")
-            continue
-        append(RESULTS, told(engine, at_once, started))
+    installed = [
+        engine for engine in ENGINES if engine != "ZeRO-3" or importlib.util.find_spec("deepspeed")
+    ]
+    for engine in () if only_page else engines or installed[is_audit:]:  # torch needs no audit
+        append(RESULTS, recorded(engine, is_audit))
     PAGE.write_text(written(newest_records(), newest_records(AUDITS)), encoding="utf-8")
     click.echo(PAGE)
 
 
-def measured(engine: str, at_once: int, started: dict[str, Any]) -> dict[str, Any]:
-    """Returns the record of an engine."""
-    usual = {line for ending in run("control", engine) for line in ending.warned}
+def recorded(engine: str, is_audit: bool) -> dict[str, Any]:
+    """Returns the record of an engine: how its programs end, or what audits say of those that
+    do.
+    """
+    versions = {"torch": importlib.metadata.version("torch")}
+    if engine == "ZeRO-3":
+        versions["deepspeed"] = importlib.metadata.version("deepspeed")
+    started = environment()
+    config = {"engine": engine, "versions": versions, "ranks": RANKS}
+    names = list(CASES)
+    if is_audit:
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+        audit._START = "forkserver"  # whose server the tests have
+        verdicts = {
+            name: each["verdict"] for name, each in newest_records()[engine]["summary"].items()
+        }
+        names = [name for name in CASES if verdicts[name].startswith(("right", "wrong"))]
+        judge = partial(audited, engine, verdicts)
+    else:
+        usual = {line for ending in run("control", engine) for line in ending.warned}
+        config |= {"limit_s": LIMIT_S, "tolerance": TOLERANCE, "usual_warnings": sorted(usual)}
+        judge = partial(judged, engine=engine, usual=usual)
 
     def told(name: str) -> dict[str, Any]:
-        found = judged(name, engine, usual)
-        click.echo(f"{engine}: {name}: {found['verdict']}")
+        found = judge(name)
+        click.echo(f"{engine}: {name}: {found}")
         return found
 
-    with ThreadPoolExecutor(at_once) as pool:
-        summary = dict(zip(CASES, pool.map(told, CASES), strict=True))
+    with ThreadPoolExecutor(3) as pool:
+        summary = dict(zip(names, pool.map(told, names), strict=True))
     return {
-        "benchmark": "silent",
-        "environment": started,
-        "config": {
-            "engine": engine,
-            "versions": _versions(),
-            "ranks": RANKS,
-            "limit_s": LIMIT_S,
-            "tolerance": TOLERANCE,
-            "usual_warnings": sorted(usual),
-        },
-        "samples": {},
-        "summary": summary,
-    }
-
-
-def audited(engine: str, at_once: int, started: dict[str, Any]) -> dict[str, Any]:
-    """Returns the record of what audits say of an engine's programs that end."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    audit._START = "forkserver"  # whose server the tests have
-    verdicts = newest_records()[engine]["summary"]
-    ended = [name for name in CASES if verdicts[name]["verdict"].startswith(("right", "wrong"))]
-
-    def told(name: str) -> dict[str, Any]:
-        target = f"tests.silent.audited:{engine.replace('-', '_')}__{name}"
-        passed, sentence = audit.audit(target, ranks=RANKS)
-        click.echo(f"{engine}: {name}: {verdicts[name]['verdict']}: {sentence}")
-        said = {"passed": passed, "said": sentence}
-        return {"is_right": verdicts[name]["verdict"] == "right"} | said
-
-    with ThreadPoolExecutor(at_once) as pool:
-        summary = dict(zip(ended, pool.map(told, ended), strict=True))
-    config = {"engine": engine, "versions": _versions(), "ranks": RANKS}
-    return {
-        "benchmark": "audit",
+        "benchmark": "audit" if is_audit else "silent",
         "environment": started,
         "config": config,
         "samples": {},
@@ -111,14 +90,11 @@ def audited(engine: str, at_once: int, started: dict[str, Any]) -> dict[str, Any
     }
 
 
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in ("torch", "deepspeed"):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+def audited(engine: str, verdicts: dict[str, str], name: str) -> dict[str, Any]:
+    """Returns what `shardgrad doctor --audit` says of a program."""
+    target = f"tests.silent.audited:{engine.replace('-', '_')}__{name}"
+    passed, sentence = audit.audit(target, ranks=RANKS)
+    return {"is_right": verdicts[name] == "right", "passed": passed, "said": sentence}
 
 
 if __name__ == "__main__":

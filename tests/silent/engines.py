@@ -7,7 +7,6 @@ as a whole.
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -25,21 +24,9 @@ class NotOffered(Exception):
     """The engine has nothing that the program asks for, so it has no verdict."""
 
 
-def batch(rank: int, step: int, rows: int = 4, columns: int = 8) -> torch.Tensor:
-    """Returns what rank `rank` trains on in a step: normal numbers, other ones for each rank and
-    step.
-    """
-    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(1000 * step + rank))
-
-
 def mlp(outputs: int = 3) -> nn.Sequential:
-    """Returns a model for `batch`."""
+    """Returns a model for the batches of an engine."""
     return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, outputs))
-
-
-def squares(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    """Returns the loss that most programs have, of the batch of a rank and a step."""
-    return model(batch(rank, step)).square().mean()  # type: ignore[no-any-return]
 
 
 class Engine:
@@ -54,7 +41,53 @@ class Engine:
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
-        self._hooks: list[Callable[[torch.Tensor], None]] = []
+        self.rank = dist.get_rank()
+        self._hooks: list[Callable[[Tensor], None]] = []
+
+    def batch(self, step: int, rows: int = 4, columns: int = 8) -> Tensor:
+        """Returns what this rank trains on in a step: normal numbers, other ones for each rank and
+        step.
+        """
+        generator = torch.Generator().manual_seed(1000 * step + self.rank)
+        return torch.randn(rows, columns, generator=generator)
+
+    def squares(self, model: nn.Module, step: int) -> Tensor:
+        """Returns the loss that most programs have."""
+        return model(self.batch(step)).square().mean()
+
+    def of_tokens(self, model: nn.Module, step: int, vocabulary: int) -> Tensor:
+        """Returns the loss of a model of tokens, which ranks do not have in common."""
+        tokens = torch.arange(self.rank + step, self.rank + step + 3) % vocabulary
+        return nn.functional.cross_entropy(model(tokens), tokens)
+
+    def train(
+        self,
+        model: nn.Module,
+        loss: Callable[[int], Tensor | None] | None = None,
+        *,
+        steps: int = 3,
+        optimizer: Any = None,
+        then: Callable[[], object] = lambda: None,
+        after: Callable[[int], object] = lambda step: None,
+    ) -> nn.Module:
+        """Trains as people do, and returns the model.
+
+        Args:
+            model: is returned.
+            loss: of each step; by default that of `squares`.
+            steps: how many.
+            optimizer: by default the engine's, of the model.
+            then: called between the backward and the optimizer's step.
+            after: called with the number of a step, after it.
+        """
+        optimizer = optimizer or self.optimizer(model)
+        for step in range(steps):
+            self.backward(self.squares(model, step) if loss is None else loss(step), model)
+            then()
+            optimizer.step()
+            optimizer.zero_grad()
+            after(step)
+        return model
 
     def wrap(
         self,
@@ -89,7 +122,7 @@ class Engine:
             else kind(model.parameters(), **{"lr": 0.1, **options})
         )
 
-    def backward(self, loss: torch.Tensor | None, model: nn.Module, **options: Any) -> None:
+    def backward(self, loss: Tensor | None, model: nn.Module, **options: Any) -> None:
         """Runs a backward, after which gradients are averages; without a loss, takes part in it."""
         if loss is not None:
             loss.backward(**options)
@@ -103,7 +136,7 @@ class Engine:
         """Returns a step as the engine repeats it fastest: as one graph, if it can."""
         return step
 
-    def on_gradient(self, model: nn.Module, hook: Callable[[torch.Tensor], None]) -> None:
+    def on_gradient(self, model: nn.Module, hook: Callable[[Tensor], None]) -> None:
         """Calls `hook` with each parameter whose gradient is ready."""
         self._hooks.append(hook)
 
@@ -112,7 +145,7 @@ class Engine:
         """Makes parameters whole, so that they can be read and written as they are."""
         yield
 
-    def parameters(self, model: nn.Module) -> dict[str, torch.Tensor]:
+    def parameters(self, model: nn.Module) -> dict[str, Tensor]:
         """Returns the whole parameters by name; called on every rank."""
         return {name: param.detach().clone() for name, param in model.named_parameters()}
 
@@ -133,11 +166,11 @@ class Engine:
 class _Wrapper(Engine):
     """What engines that average by themselves have in common."""
 
-    def backward(self, loss: torch.Tensor | None, model: nn.Module, **options: Any) -> None:
+    def backward(self, loss: Tensor | None, model: nn.Module, **options: Any) -> None:
         if loss is not None:
             loss.backward(**options)
 
-    def on_gradient(self, model: nn.Module, hook: Callable[[torch.Tensor], None]) -> None:
+    def on_gradient(self, model: nn.Module, hook: Callable[[Tensor], None]) -> None:
         for param in model.parameters():
             param.register_post_accumulate_grad_hook(hook)
 
@@ -156,7 +189,7 @@ class DDP(_Wrapper):
     def no_sync(self, model: nn.Module, *, replicas: bool = False) -> AbstractContextManager[None]:
         return model.no_sync()  # type: ignore[no-any-return, operator]
 
-    def parameters(self, model: nn.Module) -> dict[str, torch.Tensor]:
+    def parameters(self, model: nn.Module) -> dict[str, Tensor]:
         return super().parameters(self.inner(model))
 
 
@@ -191,7 +224,7 @@ class FSDP1(DDP):
         with FullyShardedDataParallel.summon_full_params(model):
             yield
 
-    def parameters(self, model: nn.Module) -> dict[str, torch.Tensor]:
+    def parameters(self, model: nn.Module) -> dict[str, Tensor]:
         with self.whole(model):
             return Engine.parameters(self, model)
 
@@ -227,7 +260,7 @@ class FSDP2(_Wrapper):
         for unit in units:
             unit.reshard()
 
-    def parameters(self, model: nn.Module) -> dict[str, torch.Tensor]:
+    def parameters(self, model: nn.Module) -> dict[str, Tensor]:
         for unit in [module for module in model.modules() if hasattr(module, "reshard")]:
             unit.reshard()
         return {name: whole(param).clone() for name, param in model.named_parameters()}
@@ -277,7 +310,7 @@ class DeepSpeed(_Wrapper):
         )
         return _Step(model.engine, optimizer)
 
-    def backward(self, loss: torch.Tensor | None, model: Any, **options: Any) -> None:
+    def backward(self, loss: Tensor | None, model: Any, **options: Any) -> None:
         if loss is not None:
             model.engine.backward(loss, **options)
 
@@ -294,7 +327,7 @@ class DeepSpeed(_Wrapper):
         with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
             yield
 
-    def parameters(self, model: nn.Module) -> dict[str, torch.Tensor]:
+    def parameters(self, model: nn.Module) -> dict[str, Tensor]:
         with self.whole(model):
             return Engine.parameters(self, self.inner(model))
 
@@ -340,39 +373,7 @@ ENGINES: dict[str, Callable[[str], Engine]] = {
 }
 
 
-def train(
-    engine: Engine,
-    model: nn.Module,
-    loss: int | Callable[[int], torch.Tensor | None],
-    *,
-    steps: int = 3,
-    optimizer: Any = None,
-    then: Callable[[], object] = lambda: None,
-    after: Callable[[int], object] = lambda step: None,
-) -> nn.Module:
-    """Trains as people do, and returns the model.
-
-    Args:
-        engine: that the model is wrapped with.
-        model: is returned.
-        loss: of each step; this process's rank for that of `squares`.
-        steps: how many.
-        optimizer: by default the engine's, of the model.
-        then: called between the backward and the optimizer's step.
-        after: called with the number of a step, after it.
-    """
-    optimizer = optimizer or engine.optimizer(model)
-    for step in range(steps):
-        value = squares(model, loss, step) if isinstance(loss, int) else loss(step)
-        engine.backward(value, model)
-        then()
-        optimizer.step()
-        optimizer.zero_grad()
-        after(step)
-    return model
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def whole(tensor: Tensor) -> Tensor:
     """Returns a tensor as one process would hold it."""
     return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
@@ -384,6 +385,3 @@ def _units(model: nn.Module, units: Sequence[nn.Module] | None) -> list[nn.Modul
 
 def _mesh(shape: tuple[int, int]) -> Any:
     return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-
-
-__all__ = ["ENGINES", "Engine", "NotOffered", "batch", "copy", "mlp", "squares", "train", "whole"]

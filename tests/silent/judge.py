@@ -4,22 +4,20 @@ torch.
 
 from __future__ import annotations
 
-import importlib
 import math
 import signal
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
-from multiprocessing.connection import wait
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from tests.silent.cases import PROGRAMS
 from tests.silent.engines import ENGINES, NotOffered
-from tests.support.apart import two_ranks_apart
-from tests.support.processes import FairClock
+from tests.support.apart import RANKS, heard_apart
 
 LIMIT_S = 13.0  # without a word; the longest program takes two seconds
 GRACE_S = 1.0  # for another rank's message, once one has ended badly
@@ -29,7 +27,6 @@ PATIENCE_S = 4.0  # and has this long to go on
 # 1e-5. What these programs get wrong, they get wrong in the second or third digit.
 TOLERANCE = 2e-5
 _BACKENDS = ("gloo", "Connection closed by peer", "Connection reset by peer")
-_CASES = Path(__file__).parent / "cases"
 
 
 @dataclass
@@ -53,11 +50,6 @@ class Ending:
     warned: list[str] = field(default_factory=list)
 
 
-def names() -> list[str]:
-    """Returns the names of all programs."""
-    return sorted(path.stem for path in _CASES.glob("*.py"))
-
-
 def judged(program: str, engine: str, usual: set[str]) -> dict[str, Any]:
     """Runs a program and returns `verdict`; runs it again, with more time, if it seems to hang."""
     found = verdict(run(program, engine), usual)
@@ -67,40 +59,25 @@ def judged(program: str, engine: str, usual: set[str]) -> dict[str, Any]:
 
 
 def run(program: str, engine: str, limit_s: float = LIMIT_S) -> list[Ending]:
-    """Runs `cases/<program>.py` with plain torch and then under an engine, in a new process for
-    each rank.
-    """
-    with two_ranks_apart(_rank, program, engine) as (pipes, processes):
-        return _listen(pipes, processes, limit_s)
-
-
-def _listen(pipes: dict[Any, int], processes: Sequence[Any], limit_s: float) -> list[Ending]:
-    endings = [Ending() for _ in pipes]
-    clock = FairClock([process.pid for process in processes])
-    while pipes and (now_s := clock.elapsed_s()) < limit_s:
-        for pipe in wait(list(pipes), 0.1):
-            rank = pipes[pipe]
+    """Runs a program with plain torch and then under an engine, in a new process for each rank."""
+    endings = [Ending() for _ in range(RANKS)]
+    with closing(heard_apart(_rank, program, engine)) as heard:
+        for rank, told, now_s in heard:
             ending = endings[rank]
-            try:
-                told = pipe.recv()  # type: ignore[union-attr]
-            except (EOFError, OSError):
-                processes[rank].join(1)
-                status = processes[rank].exitcode or 0
-                ending.how = "died"
-                ending.error = (
-                    signal.Signals(-status).name if status < 0 else f"exit status {status}"
-                )
-                told = None
             if isinstance(told, str):
                 ending.warned += told.strip().splitlines()[:1]
                 if now_s > SOON_S:
                     limit_s = min(limit_s, now_s + PATIENCE_S)
-                continue
-            if told is not None:
-                ending.how, ending.values, ending.truth, ending.error, ending.message = told
-            del pipes[pipe]
-            if ending.how in ("raised", "died", "not offered"):
-                limit_s = min(limit_s, now_s + GRACE_S)
+            elif told is not None and ending.how == "late":
+                if isinstance(told, int):
+                    name = signal.Signals(-told).name if told < 0 else f"exit status {told}"
+                    told = Ending("died", error=name)
+                endings[rank] = told
+                told.warned = ending.warned
+                if told.how != "returned":
+                    limit_s = min(limit_s, now_s + GRACE_S)
+            if now_s > limit_s or all(each.how != "late" for each in endings):
+                break
     return endings
 
 
@@ -130,13 +107,14 @@ def verdict(endings: Sequence[Ending], usual: set[str]) -> dict[str, Any]:
     bad = [ending for ending in endings if ending.how in ("raised", "died")]
     if bad:
         worst = min(bad, key=lambda ending: (ending.how == "died", _is_of_backend(ending)))
-        how = "refused"
-        if worst.how == "died":
-            how = "crashes"
-        elif _is_of_backend(worst):
-            how = "backend error"
+        how = "backend error" if _is_of_backend(worst) else "refused"
         message = {"message": worst.message} if worst.message else {}
-        return {"verdict": how, "error": worst.error, **message, **told}
+        return {
+            "verdict": "crashes" if worst.how == "died" else how,
+            "error": worst.error,
+            **message,
+            **told,
+        }
     if "late" in hows:
         return {"verdict": "hangs, warned" if warned else "hangs", **told}
     off = max(_distance(ending.values, ending.truth) for ending in endings)
@@ -167,26 +145,24 @@ def _distance(values: Any, truth: Any) -> float:
 
 
 def _rank(tell: Callable[[Any], None], rank: int, folder: str, program: str, engine: str) -> None:
-    tell(_ending(program, engine, rank, folder))
+    ending = Ending()
+    try:
+        ending.truth = _result(program, "torch", folder)
+        ending.values = _result(program, engine, folder)
+        ending.how = "returned"
+    except NotOffered:
+        ending.how = "not offered"
+    except BaseException as error:
+        ending.how, ending.error = "raised", type(error).__name__
+        ending.message = " ".join(str(error).split())[:400]
+    tell(ending)
     threading.Event().wait()  # until it is killed: the other rank may still need this one
 
 
-def _ending(program: str, engine: str, rank: int, folder: str) -> tuple[str, Any, Any, str, str]:
-    truth = None
-    try:
-        module = importlib.import_module(f"tests.silent.cases.{program}")
-        truth = _result(module, "torch", rank, folder)
-        return "returned", _result(module, engine, rank, folder), truth, "", ""
-    except NotOffered as error:
-        return "not offered", None, truth, "", str(error)
-    except BaseException as error:
-        return "raised", None, truth, type(error).__name__, " ".join(str(error).split())[:400]
-
-
-def _result(module: Any, engine: str, rank: int, folder: str) -> Any:
+def _result(program: str, engine: str, folder: str) -> Any:
     torch.manual_seed(0)
     running = ENGINES[engine](folder)
-    result = module.program(running, rank)
+    result = PROGRAMS[program](running)
     return _plain(running.parameters(result) if isinstance(result, nn.Module) else result)
 
 

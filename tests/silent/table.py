@@ -2,111 +2,25 @@
 
 from __future__ import annotations
 
-import ast
+import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.records import RESULTS, ROOT, read
+from tests.silent.cases import CASES, TOPICS
 from tests.silent.engines import ENGINES
 
 PAGE = ROOT / "docs" / "explanation" / "right_where_others_are_wrong.md"
 RECORDS, AUDITS = RESULTS / "silent.jsonl", RESULTS / "audit.jsonl"
 OURS = "shardgrad"
-_FOLDER = Path(__file__).parent / "cases"
-CASES = sorted(path.stem for path in _FOLDER.glob("*.py") if path.stem != "control")
 
-_TOPICS = {
-    "What the loss goes through": (
-        "loss_through_the_inner_module",
-        "loss_in_another_method",
-        "a_functional_call",
-        "a_weight_used_outside_of_forward",
-        "attention_that_uses_a_childs_weight",
-        "an_output_of_a_class_of_its_own",
-        "an_output_changed_in_place",
-        "noise_drawn_in_the_step",
-    ),
-    "Which parameters are trained together": (
-        "adapter_attached_after_wrapping",
-        "only_blocks_wrapped",
-        "a_part_whose_shard_size_is_one",
-        "optimizer_before_wrapping",
-        "optimizer_after_a_forward",
-        "unfrozen_after_wrapping",
-        "frozen_after_wrapping",
-        "a_discriminator_frozen_in_turns",
-        "a_tied_weight_that_does_not_divide",
-        "tied_after_wrapping",
-        "an_unused_layer_decays",
-        "a_copy_as_target",
-    ),
-    "What ranks begin with": (
-        "other_weights_on_each_rank",
-        "layers_in_another_order",
-        "resumed_from_the_file_of_rank_0",
-        "an_optimizer_resumed_from_the_file_of_rank_0",
-        "saved_and_loaded_into_a_plain_model",
-    ),
-    "Ranks that do not do the same": (
-        "equal_experts",
-        "a_tower_unused_on_one_rank",
-        "a_skipped_layer",
-        "fewer_batches_on_one_rank",
-        "a_loss_skipped_on_one_rank",
-        "a_bad_sample_on_one_rank",
-        "evaluation_on_rank_0",
-        "saving_on_rank_0",
-        "texts_of_different_length",
-        "a_metric_reduced_on_rank_0",
-    ),
-    "When gradients are averaged": (
-        "a_last_window_that_is_not_full",
-        "sync_on_the_wrong_micro_batch",
-        "forward_without_sync_backward_with",
-        "two_backwards_through_one_forward",
-        "two_forwards_and_batch_norm",
-        "gradients_from_autograd_grad",
-        "a_backward_that_writes_the_gradient",
-        "gradients_in_memory_that_is_written_again",
-        "a_gradient_penalty",
-        "forces",
-        "reentrant_checkpoints",
-        "a_shard_group_of_one",
-        "micro_batches_before_replicas_are_averaged",
-        "a_forward_that_fails_and_is_repeated",
-    ),
-    "What happens to gradients before the step": (
-        "clipping_with_torch",
-        "clipping_after_an_evaluation",
-        "the_norm_that_is_logged",
-        "gradients_scaled_by_hand",
-        "gradients_kept_per_task",
-        "a_hook_on_a_parameter",
-        "optimizers_in_backward",
-        "a_scaler_that_decides_alone",
-    ),
-    "Optimizers and weights": (
-        "an_optimizer_that_takes_norms",
-        "adafactor",
-        "muon_with_replicas",
-        "a_trainer_that_resets_its_optimizer",
-        "optimizer_state_moved_away_and_back",
-        "sharpness_aware",
-        "kept_whole_over_a_step",
-        "weights_edited_while_whole",
-        "weights_written_in_forward",
-        "a_low_precision_copy_of_a_weight",
-        "to_another_dtype_and_back",
-    ),
-    "Unusual parameters": (
-        "a_scalar_parameter",
-        "a_sparse_embedding",
-        "channels_last",
-    ),
-}
+# What a program says: what the user did, addresses of reports, and what it has to come to.
+_DOC = re.compile(
+    r"(.+?)\.\n\n((?:Report: https://github\.com/[\w.-]+/[\w.-]+/(?:issues|pull)/\d+\n)+)Right: .+",
+    re.DOTALL,
+)
 
 _WORDS = {
     "right": "right",
@@ -121,33 +35,11 @@ _WORDS = {
 }
 
 
-@dataclass(frozen=True)
-class Case:
-    """What a program says about itself.
-
-    Attributes:
-        source: its text.
-        title: what the user did.
-        reports: addresses.
-        right: what it has to come to.
-    """
-
-    source: str
-    title: str
-    reports: tuple[str, ...]
-    right: str
-
-
-def case(name: str) -> Case:
-    """Reads a program."""
-    source = (_FOLDER / f"{name}.py").read_text(encoding="utf-8")
-    doc = ast.get_docstring(ast.parse(source)) or ""
-    title, _, rest = doc.partition("\n\n")
-    reports = tuple(re.findall(r"^Report: (\S+)$", rest, flags=re.MULTILINE))
-    right = re.search(r"^Right: (.*)", rest, flags=re.MULTILINE | re.DOTALL)
-    return Case(
-        source, " ".join(title.split()), reports, " ".join(right[1].split()) if right else ""
-    )
+def about(name: str) -> tuple[str, list[str]]:
+    """Returns the title of a program, and the addresses of its reports."""
+    found = _DOC.fullmatch(inspect.getdoc(CASES[name]) or "")
+    assert found is not None, f"{name} lacks a title, a report, or what is right"
+    return " ".join(found[1].split()), re.findall(r"\S+//\S+", found[2])
 
 
 def newest_records(path: Path = RECORDS) -> dict[str, dict[str, Any]]:
@@ -162,90 +54,65 @@ def written(
     """Returns the page of records by engine, and of audits by engine."""
     columns = {engine: record["summary"] for engine, record in records.items()}
     ours = records[OURS]
+    commits: dict[str, list[str]] = {}
+    for engine, record in records.items():
+        commits.setdefault(record["environment"]["git"][:12], []).append(engine)
     lines = [
         _INTRODUCTION.format(
             count=len(columns[OURS]),
             torch=ours["config"]["versions"]["torch"],
             deepspeed=records["ZeRO-3"]["config"]["versions"]["deepspeed"],
-            commits=", ".join(_commits(records)),
+            commits=", ".join(f"{at} ({', '.join(engines)})" for at, engines in commits.items()),
             cpu=ours["environment"]["cpu"],
-            counts=_counted(columns),
+            counts="\n".join(_counted(columns)),
+        ),
+        *_headed(["what a program does", "reported", *columns]),
+    ]
+    for topic, names in TOPICS.items():
+        path = Path(topic.__file__).relative_to(ROOT)
+        lines.append(_row([f"**{topic.__doc__.rstrip('.')}**", *[""] * (len(columns) + 1)]))
+        for name in names:
+            title, urls = about(name)
+            reports = [f"[{'#'.join(url.split('/')[4::2])}]({url})" for url in urls]
+            verdicts = [_cell(engine, column[name]) for engine, column in columns.items()]
+            lines.append(_row([f"[{title}](../../{path})", ", ".join(reports), *verdicts]))
+    lines += ["", _WHAT_AUDITS_FIND]
+    lines += _headed(["", "wrong", "of them found", "right", "of them passed"])
+    for engine, record in audits.items():
+        wrong, right = (
+            [each["passed"] for each in record["summary"].values() if each["is_right"] is is_right]
+            for is_right in (False, True)
         )
-    ]
-    lines += [
-        _row(["what a program does", "reported", *columns]),
-        _row(["---"] * (len(columns) + 2)),
-    ]
-    for topic, cases in _TOPICS.items():
-        lines.append(_row([f"**{topic}**", *[""] * (len(columns) + 1)]))
-        lines += [_line(name, columns) for name in cases]
-    lines.append("")
-    lines += [_WHAT_AUDITS_FIND, *_audits(audits)]
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def _commits(records: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Yields each commit of the records, and the engines that were run there."""
-    commits = {engine: (each["environment"]["git"] or "")[:12] for engine, each in records.items()}
-    for commit in dict.fromkeys(commits.values()):
-        yield f"{commit} ({', '.join(engine for engine, at in commits.items() if at == commit)})"
-
-
-def _line(name: str, columns: Mapping[str, Mapping[str, Any]]) -> str:
-    about = case(name)
-    link = f"[{about.title.rstrip('.').replace('|', '/')}](../../tests/silent/cases/{name}.py)"
-    reports = ", ".join(f"[{_short(url)}]({url})" for url in about.reports)
-    return _row(
-        [link, reports, *(_cell(engine, column[name]) for engine, column in columns.items())]
-    )
+        lines.append(_row([engine, len(wrong), wrong.count(False), len(right), right.count(True)]))
+    return "\n".join(lines) + "\n"
 
 
 def _cell(engine: str, found: Mapping[str, Any]) -> str:
     """Returns the verdict; of a refusal here, the error too."""
-    words = _WORDS[found["verdict"]]
-    return (
-        f"{words}: `{found['error']}`"
-        if engine == OURS and found["verdict"] == "refused"
-        else words
-    )
+    names_error = engine == OURS and found["verdict"] == "refused"
+    return _WORDS[found["verdict"]] + (f": `{found['error']}`" if names_error else "")
 
 
-def _counted(columns: Mapping[str, Mapping[str, Any]]) -> str:
+def _counted(columns: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    ends = {"hangs": "hangs or crashes", "crashes": "hangs or crashes"}
+    ends |= {
+        "backend error": "hangs or crashes",
+        "wrong, warned": "warns",
+        "hangs, warned": "warns",
+    }
     kinds = ("right", "refused", "warns", "wrong", "hangs or crashes", "not offered")
-    rows = [_row(["", *kinds]), _row(["---"] * (len(kinds) + 1))]
+    yield from _headed(["", *kinds])
     for engine, column in columns.items():
-        counts = dict.fromkeys(kinds, 0)
-        for found in column.values():
-            counts[_kind(found["verdict"])] += 1
-        rows.append(_row([engine, *map(str, counts.values())]))
-    return "\n".join(rows)
+        found = [ends.get(each["verdict"], each["verdict"]) for each in column.values()]
+        yield _row([engine, *map(found.count, kinds)])
 
 
-def _audits(audits: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    yield _row(["", "wrong", "of them found", "right", "of them passed"])
-    yield _row(["---"] * 5)
-    for engine, record in audits.items():
-        right = [found["passed"] for found in record["summary"].values() if found["is_right"]]
-        wrong = [found["passed"] for found in record["summary"].values() if not found["is_right"]]
-        counts = (len(wrong), wrong.count(False), len(right), right.count(True))
-        yield _row([engine, *map(str, counts)])
+def _headed(cells: list[str]) -> list[str]:
+    return [_row(cells), _row(["---"] * len(cells))]
 
 
-def _kind(found: str) -> str:
-    if found.endswith("warned"):
-        return "warns"
-    if found in ("hangs", "crashes", "backend error"):
-        return "hangs or crashes"
-    return found
-
-
-def _short(url: str) -> str:
-    *_, project, _, number = url.split("/")
-    return f"{project}#{number}"
-
-
-def _row(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+def _row(cells: Iterable[object]) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 _INTRODUCTION = """\

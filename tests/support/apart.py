@@ -12,22 +12,19 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from datetime import timedelta
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from shardgrad.diagnosis import watchdog
-from tests.support.processes import CONTEXT
-
-__all__ = ["RANKS", "STALL_S", "text_of", "two_ranks_apart"]
+from tests.support.processes import CONTEXT, FairClock
 
 RANKS = 2
 STALL_S = 2.0  # of the watchdog; 10 outside of tests
-
-Tell = Callable[[Any], None]
 
 
 def text_of(message: BaseException | str, category: type | None = None) -> str:
@@ -35,15 +32,15 @@ def text_of(message: BaseException | str, category: type | None = None) -> str:
     return f"{(category or type(message)).__name__}: {message}"
 
 
-@contextmanager
-def two_ranks_apart(
+def heard_apart(
     main: Callable[..., None], *args: Any, backend: str = "gloo"
-) -> Iterator[tuple[dict[Any, int], list[Any]]]:
-    """Starts `main(tell, rank, folder, *args)` on each rank, and kills the ranks in the end.
+) -> Iterator[tuple[int, Any, float]]:
+    """Runs `main(tell, rank, folder, *args)` on each rank, and kills the ranks in the end.
 
     Yields:
-        The pipe of each rank, and the processes. Through a pipe come warnings, as texts, and what
-        `main` tells.
+        A rank, what is heard of it, and the seconds since the ranks began, without those in which
+        they waited for a core. Warnings are heard as texts, what `main` tells as it is, and the end
+        of a process as its exit status. Now and then, None is heard of rank 0: look at the time.
     """
     with tempfile.TemporaryDirectory(prefix="apart-") as folder:
         pipes: dict[Any, int] = {}
@@ -56,7 +53,21 @@ def two_ranks_apart(
             theirs.close()
             pipes[ours] = rank
         try:
-            yield pipes, processes
+            for pipe in pipes:
+                with suppress(EOFError):
+                    pipe.recv()  # the rank has begun
+            clock = FairClock([process.pid for process in processes])
+            while pipes:
+                for pipe in wait([*pipes], 0.1):
+                    rank, heard = pipes[pipe], None
+                    try:
+                        heard = pipe.recv()
+                    except (EOFError, OSError):
+                        del pipes[pipe]
+                        processes[rank].join(1)
+                        heard = processes[rank].exitcode or 0
+                    yield rank, heard, clock.elapsed_s()
+                yield 0, None, clock.elapsed_s()
         finally:
             for process in processes:
                 process.kill()
@@ -73,6 +84,13 @@ def _rank(
     silence = os.open(os.devnull, os.O_WRONLY)
     for descriptor in (1, 2):  # backends say a lot when a rank goes
         os.dup2(silence, descriptor)
+    watchdog.STALL_S = STALL_S
+    # Longer than any time limit: what waits that long hangs.
+    store, timeout = dist.FileStore(f"{folder}/store", RANKS), timedelta(minutes=30)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=RANKS, timeout=timeout)
+    torch.manual_seed(0)
+    dist.barrier()
+    pipe.send("begins")
     one_at_a_time = threading.Lock()  # threads warn too
 
     def tell(what: Any) -> None:
@@ -87,11 +105,6 @@ def _rank(
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: tell(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger().addHandler(handler)
-    watchdog.STALL_S = STALL_S
-    # Longer than any time limit: what waits that long hangs.
-    store, timeout = dist.FileStore(f"{folder}/store", RANKS), timedelta(minutes=30)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=RANKS, timeout=timeout)
-    torch.manual_seed(0)
     main(tell, rank, folder, *args)
 
 

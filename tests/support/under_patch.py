@@ -42,17 +42,19 @@ def skip_without(package: str) -> None:
 
 def same_bits_under_both(program: ClientProgram, *args: Any, **kwargs: Any) -> None:
     """Requires identical losses, notes, parameters and buffers from both engines."""
-    ours, theirs = _under_both(program, *args, **kwargs)
+    ours, theirs = results_under_both(program, *args, **kwargs)
     assert_same_bits(ours, theirs)
 
 
 def close_under_both(program: ClientProgram, *args: Any, tolerance: float, **kwargs: Any) -> None:
     """Requires equal results up to `tolerance`, where the order or the width of a sum differs."""
-    ours, theirs = _under_both(program, *args, **kwargs)
+    ours, theirs = results_under_both(program, *args, **kwargs)
     assert_close(ours, theirs, tolerance=tolerance)
 
 
-def _under_both(program: ClientProgram, *args: Any, **kwargs: Any) -> tuple[Tensors, Tensors]:
+def results_under_both(
+    program: ClientProgram, *args: Any, **kwargs: Any
+) -> tuple[Tensors, Tensors]:
     results = []
     for engine in (shardgrad.patch, nullcontext):
         torch.manual_seed(0)
@@ -60,7 +62,7 @@ def _under_both(program: ClientProgram, *args: Any, **kwargs: Any) -> tuple[Tens
             model, notes = program(*args, **kwargs)
         _require_engine(model, ours=engine is shardgrad.patch)
         results.append({**notes, **_whole(model)})
-    return results[0], results[1]
+    return results
 
 
 def _require_engine(model: nn.Module, *, ours: bool) -> None:
