@@ -22,6 +22,7 @@ from tests.cuda_runtime import inspection
 from tests.support.ranks import RankError, Ranks
 
 ORDERS = ("host", "late", "1", "2", "3")
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 
 
 def run(name: str, order: str) -> dict[str, Any]:
@@ -40,18 +41,17 @@ def run(name: str, order: str) -> dict[str, Any]:
             leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf for leaf in tree_leaves(value)
         ]
     captured = [inspection.graph(index) for index in range(graphs, inspection.graphs())]
-    waits = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
     return {
         "values": repr(leaves),
-        "conflicts": conflicts,
-        "findings": inspection.findings(forget=True),
-        "nodes": [len(graph["nodes"]) for graph in captured if graph],
-        "edges": [
-            sum(len(node["before"]) for node in graph["nodes"]) for graph in captured if graph
-        ],
-        "replays": [graph["launches"] for graph in captured if graph],
-        "waits": sum(inspection.calls().get(each, 0) - before.get(each, 0) for each in waits),
+        "wrong": [*conflicts, *inspection.findings(forget=True)],
+        "graphs": ", ".join(described(graph) for graph in captured if graph) or "none",
+        "waits": sum(inspection.calls().get(each, 0) - before.get(each, 0) for each in WAITS),
     }
+
+
+def described(graph: inspection.Work) -> str:
+    edges = sum(len(node["before"]) for node in graph["nodes"])
+    return f"{len(graph['nodes'])} nodes, {edges} edges, {graph['launches']} replays"
 
 
 def check(name: str, world_size: int, orders: Sequence[str] = ORDERS) -> list[str]:
@@ -61,24 +61,20 @@ def check(name: str, world_size: int, orders: Sequence[str] = ORDERS) -> list[st
     right: list[str] = []
     try:
         for order in orders:
-            try:
-                seen = ranks.run(run, name, order, timeout_s=600)
-            except RankError as error:
-                wrong.append(f"order {order}: {error}")
-                break
+            seen = ranks.run(run, name, order, timeout_s=600)
             right = right or [each["values"] for each in seen]
             for rank, each in enumerate(seen):
                 where = f"order {order}, rank {rank}"
                 if each["values"] != right[rank]:
                     wrong.append(f"{where}: other values, so a wait is missing")
-                wrong += [f"{where}: {text}" for text in (*each["conflicts"], *each["findings"])]
-            first = seen[0]
-            sizes = zip(first["nodes"], first["edges"], first["replays"], strict=True)
-            graphs = ", ".join(f"{n} nodes, {e} edges, {r} replays" for n, e, r in sizes) or "none"
+                wrong += [f"{where}: {text}" for text in each["wrong"]]
             print(
-                f"order {order}: graphs: {graphs}; the host waited {first['waits']} times",
+                f"order {order}: graphs: {seen[0]['graphs']}; the host waited {seen[0]['waits']} "
+                "times",
                 flush=True,
             )
+    except RankError as error:
+        wrong.append(f"order {order}: {error}")
     finally:
         ranks.stop()
     return wrong

@@ -14,24 +14,6 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
-__all__ = [
-    "DEVICE_MEMORY",
-    "before",
-    "calls",
-    "captures",
-    "conflicts",
-    "findings",
-    "graph",
-    "graphs",
-    "installed",
-    "late_and_ordered",
-    "log",
-    "order",
-    "short_name",
-    "trace",
-    "words",
-]
-
 Work = dict[str, Any]
 DEVICE_MEMORY = range(0x200000000000, 0x210000000000)  # addresses, of all devices
 

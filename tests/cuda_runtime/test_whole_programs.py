@@ -1,4 +1,6 @@
-"""`shardgrad train` and programs of `examples/` from start to end, on torch.cuda and NCCL."""
+"""`shardgrad train`, programs of `examples/` and of a tutorial from start to end, on torch.cuda and
+NCCL.
+"""
 
 from __future__ import annotations
 
@@ -52,17 +54,23 @@ def test_one_and_two_ranks_train_alike_and_graphed_steps_as_eager_ones(tmp_path:
     assert curves[1][-1][1] < curves[1][0][1]
 
 
-def losses_of(example: str, *options: str | Path) -> list[float]:
-    """Runs a program of `examples/` on two ranks; returns the losses that it prints."""
+def printed(program: Path, *options: str | Path) -> str:
+    """Runs a program under torchrun on two ranks; returns what it printed."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", f"examples/{example}"]
+    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", str(program)]
     environment = {**os.environ, "HOSTCUDA_DEVICES": "2", "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = run([*command, *map(str, options)], env=environment, timeout_s=100)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     # A step that could not be captured would have said so.
     assert "UncapturableStepWarning" not in done.stderr
-    return [float(each) for each in re.findall(r"loss ([\d.]+)", done.stdout)]
+    return done.stdout
+
+
+def losses_of(example: str, *options: str | Path) -> list[float]:
+    """Runs a program of `examples/`; returns the losses that it prints."""
+    text = printed(ROOT / "examples" / example, *options)
+    return [float(each) for each in re.findall(r"loss ([\d.]+)", text)]
 
 
 def test_the_example_of_pretraining_is_captured_and_learns(tmp_path: Path) -> None:
@@ -88,3 +96,38 @@ def test_the_example_of_fine_tuning_is_captured_and_learns(lora: str, tmp_path: 
     found = losses_of("finetune.py", *options.split(), "--model", tmp_path, "--text", text)
     assert len(found) == 8
     assert found[-1] < found[0]
+
+
+# -- the tutorial of graphed steps, word for word
+
+
+PAGE = (ROOT / "docs/tutorials/first_graphed_step.md").read_text(encoding="utf-8")
+PYTHON = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+LAST_LINE = "torch.distributed.destroy_process_group()\n"
+
+
+def block_with(words: str) -> str:
+    """Returns the one short block of the page that has these words."""
+    (block,) = (block for block in PYTHON if words in block and "import os" not in block)
+    return block
+
+
+def test_the_graphs_of_the_tutorial_have_the_numbers_and_counts_that_it_says(
+    tmp_path: Path,
+) -> None:
+    eager = PYTHON[0]
+    step = re.search(r"def step\(x\):.*?return loss, norm\n", eager, flags=re.DOTALL)
+    assert step
+    decorated = block_with("@shardgrad.graphed_step(model, optimizer)\ndef step(x):\n    loss")
+    graphed = eager.replace(step[0], decorated).removesuffix(LAST_LINE)
+    graphed += block_with("step.eager_steps") + LAST_LINE
+    runs = []
+    for text in (graphed, eager):
+        program = tmp_path / "program.py"
+        program.write_text(text)
+        runs.append(printed(program).splitlines())
+    *numbers, counted = runs[0]
+    assert numbers == runs[1]
+    said = re.search(r"^\d+ eager, \d+ captured, \d+ replayed$", PAGE, flags=re.MULTILINE)
+    assert said
+    assert counted == said[0]

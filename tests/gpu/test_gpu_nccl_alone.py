@@ -11,12 +11,21 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import shardgrad
 from shardgrad.engine import comm_context
 from shardgrad.engine.transports import StreamTransport
-from tests.support.graphed import on_one_gpu, step_of
+from tests.support.graphed import (
+    Graphed,
+    Values,
+    eager,
+    on_one_gpu,
+    require_replays,
+    require_same,
+    step_of,
+    values_of,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,48 +34,36 @@ pytestmark = [
 ]
 
 STEPS = 20
+LAUNCHES = StreamTransport.all_gather, StreamTransport.reduce_scatter
 LOW_PRECISION = shardgrad.MixedPrecisionPolicy(
     param_dtype=torch.bfloat16, reduce_dtype=torch.float32
 )
 
 
-def train(*, graphed: bool, **options: Any) -> list[Tensor]:
+def train(graphed: Graphed, options: dict[str, Any]) -> Values:
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4)]
     model = on_one_gpu(nn.Sequential(*layers), **options)
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
-    step: Any = step_of(model, optimizer, 0.1)
-    if graphed:
-        step = shardgrad.graphed_step(model, optimizer)(step)
-    seen = []
+    step = graphed(model, optimizer)(step_of(model, optimizer, 0.1))
     for number in range(STEPS):
-        x = torch.randn(4, 32, generator=torch.Generator().manual_seed(number)).cuda()
-        seen.append(step(x).clone())
-    seen += [p.to_local().detach() for p in model.parameters()]
-    if graphed:
-        assert step.captures == 1
-        step.close()
-    return seen
+        yield step(torch.randn(4, 32, generator=torch.Generator().manual_seed(number)).cuda())
+    require_replays(step, 1, STEPS - 3)
+    yield model
 
 
-@pytest.mark.parametrize("graphed", [False, True], ids=["eager", "graphed"])
+@pytest.mark.parametrize("graphed", [eager, shardgrad.graphed_step])
 @pytest.mark.parametrize("options", [{}, {"mp_policy": LOW_PRECISION}], ids=["float32", "bfloat16"])
 def test_twenty_steps_are_those_without_collectives_bit_for_bit(
-    options: dict[str, Any], graphed: bool
+    options: dict[str, Any], graphed: Graphed
 ) -> None:
-    right = train(graphed=False, **options)
-    launched: list[str] = []
-
-    class Counted(StreamTransport):
-        def all_gather(self, *args: Any, **kwargs: Any) -> Any:
-            launched.append("all-gather")
-            return super().all_gather(*args, **kwargs)
-
-        def reduce_scatter(self, *args: Any, **kwargs: Any) -> Any:
-            launched.append("reduce-scatter")
-            return super().reduce_scatter(*args, **kwargs)
-
-    with patch.object(comm_context, "transport_for", lambda group, device: Counted(group)):
-        ours = train(graphed=graphed, **options)
-    assert {"all-gather", "reduce-scatter"} == set(launched)
-    assert all(map(torch.equal, ours, right))
+    right = values_of(train(eager, options))
+    with (
+        patch.object(comm_context, "transport_for", lambda group, device: StreamTransport(group)),
+        patch.object(StreamTransport, "all_gather", autospec=True) as gather,
+        patch.object(StreamTransport, "reduce_scatter", autospec=True) as reduce,
+    ):
+        gather.side_effect, reduce.side_effect = LAUNCHES
+        require_same(right, values_of(train(graphed, options)))
+    assert gather.called
+    assert reduce.called

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardgrad
 from shardgrad.errors import AsleepError
 from shardgrad.ops.virtual_memory import bring_back, give_back, virtual_zeros
+from tests.support.graphed import Values, require_replays, require_same, step_of, values_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -92,32 +93,23 @@ def batch(number: int) -> Tensor:
     return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number)).cuda()
 
 
-def train(*, graphed: bool, level: int = 0) -> list[Tensor]:
+def train(*, graphed: bool, level: int = 0) -> Values:
     """Trains, asleep between two steps at a level; 0 for an undisturbed run."""
     model, optimizer = build()
-
-    def step(x: Tensor) -> Tensor:
-        loss = (torch.tanh(model(x)) - x).square().mean()
-        loss.backward()
-        shardgrad.clip_grad_norm_(model, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    call: Any = step
+    call: Any = step_of(model, optimizer, 1.0)
     if graphed:
         pool = shardgrad.GraphPool(offload_policy=shardgrad.SleepPolicy())
-        call = shardgrad.graphed_step(model, optimizer, warmup=WARMUP, pool=pool)(step)
-    losses = [call(batch(number)).detach().clone() for number in range(WARMUP + 1)]
+        call = shardgrad.graphed_step(model, optimizer, warmup=WARMUP, pool=pool)(call)
+    for number in range(WARMUP + 1):
+        yield call(batch(number))
     table = shardgrad.export_table(model)
     for number in range(CYCLES):
         if level:
             rest(model, optimizer, level, call, measured=number in (0, CYCLES - 1))
-        losses.append(call(batch(10 + number)).detach().clone())
+        yield call(batch(10 + number))
     assert shardgrad.export_table(model) == table
-    if graphed:
-        assert (call.captures, call.replays) == (1, CYCLES + 1)
-    return [t.cpu() for t in losses] + [p.to_local().detach().cpu() for p in model.parameters()]
+    require_replays(call, 1, CYCLES + 1)
+    yield model
 
 
 def rest(model: nn.Module, optimizer: Any, level: int, step: Any, *, measured: bool) -> None:
@@ -138,16 +130,13 @@ def rest(model: nn.Module, optimizer: Any, level: int, step: Any, *, measured: b
     shardgrad.wake(model, optimizer, step.pool)
 
 
-def test_graphs_are_replayed_after_a_sleep_without_another_capture() -> None:
-    right = train(graphed=False)
-    for level in (1, 2):
-        ours = train(graphed=True, level=level)
-        for number, (value, expected) in enumerate(zip(ours, right, strict=True)):
-            assert torch.equal(value, expected), f"level {level}, value {number}"
+@pytest.mark.parametrize("level", [1, 2])
+def test_graphs_are_replayed_after_a_sleep_without_another_capture(level: int) -> None:
+    require_same(values_of(train(graphed=False)), values_of(train(graphed=True, level=level)))
 
 
 def test_states_come_back_on_another_stream_beside_a_backward() -> None:
-    def trained(away: bool) -> list[Tensor]:
+    def trained(away: bool) -> Values:
         model, optimizer = build()
         side = torch.cuda.Stream()
         for number in range(4):
@@ -161,10 +150,9 @@ def test_states_come_back_on_another_stream_beside_a_backward() -> None:
             torch.cuda.current_stream().wait_stream(side)
             optimizer.step()
             optimizer.zero_grad()
-        return [p.to_local().detach().cpu() for p in model.parameters()]
+        yield model
 
-    for ours, right in zip(trained(away=True), trained(away=False), strict=True):
-        assert torch.equal(ours, right)
+    require_same(values_of(trained(away=False)), values_of(trained(away=True)))
 
 
 def test_outputs_of_a_pool_that_slept_are_not_numbers_until_the_next_replay() -> None:

@@ -2,14 +2,11 @@
 engine's right.
 
 The models are in `tests/simulated/programs/upstream_bugs.py`; the simulated device runs them too.
-Without a GPU only the engine's part runs, on the CPU, without streams.
 """
 
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -30,26 +27,23 @@ from tests.simulated.programs.upstream_bugs import (
     RefillAwaitsTheFlusher,
     Training,
 )
+from tests.support.graphed import require_same
 
-HAS_CUDA = torch.cuda.is_available()
-NEEDS_CUDA = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not HAS_CUDA, reason="no GPU: only a late stream makes numbers wrong"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+DEVICE = torch.device("cuda")
 # About 25 ms, in which the host launches what a step has left a hundred times over.
 LATE_CYCLES = 50_000_000
 STEPS = 4
 
 
 def late() -> None:
-    if HAS_CUDA:
-        torch.cuda._sleep(LATE_CYCLES)
+    torch.cuda._sleep(LATE_CYCLES)
 
 
 def _late_steps(kind: type[Bug], *, fixed: bool) -> list[bool]:
     """Returns, for each of five steps with a late stream, whether its numbers were right."""
     torch.cuda._sleep(1)  # loading a kernel makes the device finish everything first
-    bug = kind(torch.device("cuda"), fixed=fixed)
+    bug = kind(DEVICE, fixed=fixed)
     bug.step()
     bug.late = late
     found = []
@@ -64,61 +58,44 @@ def _late_steps(kind: type[Bug], *, fixed: bool) -> list[bool]:
     os.environ.get("HOSTCUDA_ORDER", "host") != "host",
     reason="where a wait is missing, another legal order may be the right one",
 )
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=NEEDS_CUDA) for kind in BUGS])
+@pytest.mark.parametrize("kind", BUGS)
 def test_each_bug_gives_wrong_numbers_every_time(kind: type[Bug]) -> None:
     assert _late_steps(kind, fixed=False) == [False] * 5
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=NEEDS_CUDA) for kind in BUGS])
+@pytest.mark.parametrize("kind", BUGS)
 def test_each_bug_gives_right_numbers_with_the_wait_that_was_missing(kind: type[Bug]) -> None:
     assert _late_steps(kind, fixed=True) == [True] * 5
 
 
-def _weights(kind: type[Bug], device: torch.device, *, sharded: bool) -> list[torch.Tensor]:
-    mesh = init_device_mesh(device.type, (1,)) if sharded else None
+def _weights(kind: type[Bug], *, sharded: bool) -> list[torch.Tensor]:
+    mesh = init_device_mesh("cuda", (1,)) if sharded else None
     # One rank has nothing to send. Over NCCL it is made to all the same, so that slots are waited
     # for.
-    sends = patch.object(
-        comm_context, "transport_for", lambda group, device: StreamTransport(group)
-    )
-    with sends if device.type == "cuda" else nullcontext():
-        training = Training(WORK[kind], device, mesh, late)
+    with patch.object(comm_context, "transport_for", lambda group, device: StreamTransport(group)):
+        training = Training(WORK[kind], DEVICE, mesh, late)
         for _ in range(STEPS):
             training.step()
     return training.weights()
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
 @pytest.mark.parametrize("kind", BUGS)
 @pytest.mark.usefixtures("one_rank")
-def test_the_engine_does_the_same_work_right_bit_for_bit(kind: type[Bug], device: str) -> None:
-    ours, plain = (
-        _weights(kind, torch.device(device), sharded=sharded) for sharded in (True, False)
-    )
-    for sharded, whole in zip(ours, plain, strict=True):
-        assert torch.equal(sharded, whole)
-
-
-PRODUCERS = [(GradGroup, "wait_for_producers")]
+def test_the_engine_does_the_same_work_right_bit_for_bit(kind: type[Bug]) -> None:
+    require_same(_weights(kind, sharded=False), _weights(kind, sharded=True))
 
 
 @pytest.mark.parametrize(
-    ("kind", "waits"),
+    ("kind", "owner", "wait"),
     [
-        pytest.param(kind, waits, marks=NEEDS_CUDA, id=kind.__name__)
-        for kind, waits in [
-            (HookBornOnASideStream, PRODUCERS),
-            (ReductionAwaitsTheCurrentStream, PRODUCERS),
-            (RefillAwaitsTheFlusher, [(Slot, "start_writing")]),
-        ]
+        (HookBornOnASideStream, GradGroup, "wait_for_producers"),
+        (ReductionAwaitsTheCurrentStream, GradGroup, "wait_for_producers"),
+        (RefillAwaitsTheFlusher, Slot, "start_writing"),
     ],
 )
 @pytest.mark.usefixtures("one_rank")
-def test_the_engine_without_its_waits_has_the_bug(
-    kind: type[Bug], waits: list[tuple[Any, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain = _weights(kind, torch.device("cuda"), sharded=False)
-    for owner, method in waits:
-        monkeypatch.setattr(owner, method, lambda *args, **kwargs: None)
-    ours = _weights(kind, torch.device("cuda"), sharded=True)
-    assert not all(torch.equal(sharded, whole) for sharded, whole in zip(ours, plain, strict=True))
+def test_the_engine_without_its_wait_has_the_bug(kind: type[Bug], owner: type, wait: str) -> None:
+    plain = _weights(kind, sharded=False)
+    with patch.object(owner, wait):
+        ours = _weights(kind, sharded=True)
+    assert not all(map(torch.equal, ours, plain))

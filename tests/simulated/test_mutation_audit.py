@@ -5,6 +5,8 @@ Edges are found by running the programs, so a new one is audited as soon as it i
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 from torch import nn
@@ -58,11 +60,16 @@ class _Fan(nn.Module):
         return torch.stack(outputs).sum(0)
 
 
+def _sharded(model: nn.Module, units: Iterable[nn.Module]) -> None:
+    model.to(device.NAME)
+    for module in (*units, model):
+        shardgrad.fully_shard(module, mesh=init_device_mesh(device.NAME, (1,)))
+
+
 def _backwards_on_three_streams_each(*syncs: bool) -> None:
     x = torch.ones(2, 4, device=device.NAME)
-    model = _Fan(3).to(device.NAME)
-    for module in (*model.units, model):
-        shardgrad.fully_shard(module, mesh=init_device_mesh(device.NAME, (1,)))
+    model = _Fan(3)
+    _sharded(model, model.units)
     places = [[torch.Stream(device.NAME) for _ in range(3)] for _ in syncs]
     torch.accelerator.synchronize()
     for _ in range(3):
@@ -95,9 +102,8 @@ def test_one_rank_writes_after_the_backward_before_wherever_that_ended(
 @on_virtual_ranks(1, checks=True)
 def test_one_rank_reads_a_parameter_after_the_outermost_forward_began_in_any_stream() -> None:
     x = torch.ones(2, 4, device=device.NAME)
-    model = _Fan(2, follow_the_caller=False).to(device.NAME)
-    for module in (*model.units, model):
-        shardgrad.fully_shard(module, mesh=init_device_mesh(device.NAME, (1,)))
+    model = _Fan(2, follow_the_caller=False)
+    _sharded(model, model.units)
     optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
     places = [torch.Stream(device.NAME) for _ in range(2)]
     torch.accelerator.synchronize()
@@ -108,10 +114,8 @@ def test_one_rank_reads_a_parameter_after_the_outermost_forward_began_in_any_str
 
 
 def _replaces_a_parameter_while_others_are_updated() -> None:
-    mesh = init_device_mesh(device.NAME, (1,))
-    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(2))).to(device.NAME)
-    for module in (*model, model):
-        shardgrad.fully_shard(module, mesh=mesh)
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(2)))
+    _sharded(model, model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     side = torch.Stream(device.NAME)
     for step in range(4):

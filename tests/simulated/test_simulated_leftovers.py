@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -27,11 +27,6 @@ from tests.support.traps import Trap, TrapInBackward
 
 STEPS, LIMIT_S = 6, 20
 Probe = Callable[[], object]
-
-
-def groups_of(model: nn.Module) -> list:
-    units = [module.__dict__.get("_shardgrad_unit") for module in model.modules()]
-    return [group for unit in units if unit is not None for group in unit.groups]
 
 
 def train(how: str, offloads: bool, error: type[BaseException]) -> list[Probe]:
@@ -66,7 +61,11 @@ def train(how: str, offloads: bool, error: type[BaseException]) -> list[Probe]:
             taken(x)
     if not offloads:
         assert taken.captures >= 1
-    storages = [StorageWeakRef(group.shard.untyped_storage()) for group in groups_of(model)]
+    storages = [
+        StorageWeakRef(group.shard.untyped_storage())
+        for unit in units_under(model)
+        for group in unit.groups
+    ]
     assert len(storages) == setup.depth
     things = [model, optimizer, *model.parameters(), dist.group.WORLD]
     return [*map(weakref.ref, things), *(lambda s=s: None if s.expired() else s for s in storages)]

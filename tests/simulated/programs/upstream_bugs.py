@@ -329,7 +329,7 @@ class Training:
     Late streams are late from the second step on: in the first the host has to wait anyway.
 
     Args:
-        device: the accelerator, or a CPU, which has no streams.
+        device: the accelerator.
         mesh: of `fully_shard`; None for the model alone, without any stream.
         late: what delays the current stream.
     """
@@ -356,7 +356,7 @@ class Training:
         """Gives every branch's parameters a stream of their own, on which their gradients are
         written.
         """
-        spreads = self.mesh is not None and self.device.type != "cpu"
+        spreads = self.mesh is not None
         streams = [torch.Stream(self.device) for _ in range(self.work.producers if spreads else 0)]
         for unit in self.model.units:
             if self.mesh is not None:
@@ -373,13 +373,10 @@ class Training:
         return grad * 2
 
     def delay_reduction(self) -> None:
-        context = unit_of(self.model).context if self.mesh is not None else None
-        if (
-            self.work.late_reduction
-            and context is not None
-            and context.comm_ctx.streams.reduce is not None
-        ):
-            with context.comm_ctx.streams.reduce:
+        if self.work.late_reduction and self.mesh is not None:
+            context = unit_of(self.model).context
+            assert context is not None
+            with context.comm_ctx.streams.reduce or nullcontext():
                 self.late()
 
     def step(self) -> None:
@@ -399,7 +396,6 @@ class Training:
 
     def weights(self) -> list[torch.Tensor]:
         """Returns the whole parameters on the CPU."""
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
+        torch.accelerator.synchronize()
         whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in self.model.parameters()]
         return [tensor.detach().cpu() for tensor in whole]
