@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-import shardgrad
 from shardgrad.engine.param_group import ParamState
 from shardgrad.engine.unit import unit_of
 from tests.support.parity import (
@@ -62,8 +61,7 @@ def test_what_is_asked_for_is_there_after_a_forward_that_leaves_it_out() -> None
             model.layers[-1].weight.detach().clone(),
             torch.ones(1, 4),
         )
-        for module in (last, model):
-            engine.fully_shard(module)
+        engine.shard(last, model)
         model(x, *range(5))
         handle = last.unshard(async_op=True)
         model(x, 0)
@@ -81,8 +79,7 @@ def test_a_unit_that_was_gathered_ahead_and_did_not_run_is_sharded_after_forward
 ) -> None:
     model = Route(stack(4, 4, 4, 4))
     linears = [layer for layer in model.layers if isinstance(layer, nn.Linear)]
-    for module in (*linears, model):
-        shardgrad.fully_shard(module, reshard_after_forward=reshard_after_forward)
+    SHARDGRAD.shard(*linears, model, reshard_after_forward=reshard_after_forward)
     (group,) = linears[-1]._unit.groups
     x = SHARDGRAD.inputs(0, 4)
     model(x, *range(5)).sum().backward()  # the order is known from now on

@@ -34,9 +34,7 @@ class Block(nn.Module):
 def blocks(engine: Engine, **options: Any) -> nn.Sequential:
     torch.manual_seed(0)
     model = nn.Sequential(Block(), Block())
-    for block in model:
-        engine.fully_shard(block, **options)
-    engine.fully_shard(model, **options)
+    engine.shard(*model, model, **options)
     return model
 
 
@@ -68,8 +66,7 @@ def test_an_adapter_and_a_head_train_like_the_unsharded_model_once_the_line_is_a
     if not engine.whole_batch:
         with pytest.raises(UnownedParameterError):
             loss_of(engine, model)
-    for added in (model[1].lora, model[2]):
-        engine.fully_shard(added)
+    engine.shard(model[1].lora, model[2])
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
         optim.zero_grad()

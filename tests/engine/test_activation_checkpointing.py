@@ -75,8 +75,7 @@ def test_every_kind_of_recomputation_goes_with_every_kind_of_unit(
         engine.fully_shard(model.embedding)
     else:
         engine.fully_shard([model.embedding, model.norm, model.head], mp_policy=policy)
-        engine.fully_shard(list(model.layers[:2]))
-        engine.fully_shard(model.layers[2])
+        engine.shard(list(model.layers[:2]), model.layers[2])
     engine.fully_shard(model)
     if units == "blocks":
         model.embedding.set_unshard_in_backward(False)

@@ -47,8 +47,7 @@ def test_a_part_may_call_the_model_that_it_is_of(
     torch.manual_seed(0)
     unit = nn.Sequential(Asking(WIDTH, WIDTH), nn.Tanh())
     model = nn.Sequential(Asking(WIDTH, WIDTH), unit)
-    for module in (unit, model):
-        engine.fully_shard(module, reshard_after_forward=reshard_after_forward)
+    engine.shard(unit, model, reshard_after_forward=reshard_after_forward)
     for step, part in enumerate((model[0], unit[0])):
         x = engine.inputs(step, WIDTH)
         for grads in (False, True):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import shardgrad
 from shardgrad.errors import ForeignParameterError
 from tests.support.parity import (
+    SHARDGRAD,
     Engine,
     Tensors,
     as_unsharded,
@@ -74,8 +75,7 @@ def test_backward_finds_the_weights_of_a_unit_whatever_it_returns(
 ) -> Tensors:
     torch.manual_seed(0)
     model = Layers(give)
-    for module in (model.a, model.b, model):
-        engine.fully_shard(module, reshard_after_forward=True)
+    engine.shard(model.a, model.b, model, reshard_after_forward=True)
     return train_squares(engine, model, 5)
 
 
@@ -100,8 +100,7 @@ def test_one_encoder_under_two_roots_equals_an_unsharded_run(
     torch.manual_seed(0)
     encoder = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 7))
     tasks = nn.ModuleList([Task(encoder), Task(encoder)])
-    for module in (encoder[0], encoder, *tasks):
-        engine.fully_shard(module)
+    engine.shard(encoder[0], encoder, *tasks)
 
     def loss(number: int) -> Tensor:
         x = engine.inputs(number, 5)
@@ -117,8 +116,7 @@ def test_one_encoder_under_two_roots_equals_an_unsharded_run(
 @on_ranks(2)
 def test_a_parameter_that_an_operation_has_made_is_refused() -> None:
     model = stack(5, 7, 3)
-    shardgrad.fully_shard(model[0])
-    shardgrad.fully_shard(model)
+    SHARDGRAD.shard(model[0], model)
     x = torch.ones(2, 5)
     model(x).sum().backward()
     before = [param.full_tensor() for param in model.parameters()]
@@ -163,8 +161,7 @@ def test_a_dict_of_parameters_serves_functional_call_in_every_step() -> None:
     """It hands back what a forward has left registered, which are unsharded parameters."""
     models = stack(5, 7, 3), stack(5, 7, 3)
     for model in models:
-        shardgrad.fully_shard(model[0])
-        shardgrad.fully_shard(model)
+        SHARDGRAD.shard(model[0], model)
     called, model = models
     params = dict(model.named_parameters())
     for step in range(3):

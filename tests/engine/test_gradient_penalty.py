@@ -144,8 +144,7 @@ def test_a_penalty_of_a_block_that_runs_before_its_root_equals_an_unsharded_run(
 ) -> Tensors:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
-    engine.fully_shard(model[1])
-    engine.fully_shard(model)
+    engine.shard(model[1], model)
     x = batch(engine, 0)
     grad = slope(model[1], x)
     (per_row(model(batch(engine, 1))) + per_row(grad)).backward()

@@ -11,12 +11,11 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import shardgrad
 from shardgrad.errors import ForeignParameterError
-from tests.support.parity import sharded_mlp
+from tests.support.parity import hsdp_mesh, sharded_mlp
 from tests.support.ranks import on_ranks
 
 SIZE = 6
@@ -66,12 +65,7 @@ HOLDS: dict[str, Callable[[Any], Any]] = {
 def test_what_a_program_keeps_of_a_gradient_outlives_the_next_ones(
     name: str, clips: bool, ranks: int
 ) -> None:
-    options = (
-        {}
-        if ranks > 1
-        else {"mesh": init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))["b"]}
-    )
-    model = sharded_mlp(**options)
+    model = sharded_mlp(**({} if ranks > 1 else {"mesh": hsdp_mesh(2, 1)["shard"]}))
     backward(model, 0)
     tasks = []
     for number in range(1, 4):

@@ -138,9 +138,7 @@ def test_casts_happen_at_the_border_of_each_policy(
 def test_inputs_are_left_alone_if_the_policy_says_so(engine: Engine) -> Tensors:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     model = stack(5, 7, 3)
-    engine.fully_shard(model[0], mp_policy=policy)
-    engine.fully_shard(model[2], mp_policy=policy)
-    engine.fully_shard(model, mp_policy=policy)
+    engine.shard(model[0], model[2], model, mp_policy=policy)
 
     def loss(number: int) -> Tensor:
         with pytest.raises(RuntimeError, match="dtype"):

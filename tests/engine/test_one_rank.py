@@ -23,6 +23,7 @@ from tests.support.parity import (
 )
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+MIXED = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
 SIZES = (24, 40, 24)
 
 
@@ -65,21 +66,21 @@ def columns(param: nn.Parameter) -> Shard | None:
     "options",
     [
         {},
-        {"mp_policy": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)},
+        {"mp_policy": MIXED},
         {"mp_policy": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16)},
         {"mp_policy": MixedPrecisionPolicy(param_dtype=FP16, reduce_dtype=FP16)},
         {"mp_policy": MixedPrecisionPolicy(reduce_dtype=BF16)},  # which rounds gradients
         {"micro_batches": 3},
         {
             "micro_batches": 3,
-            "mp_policy": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32),
+            "mp_policy": MIXED,
         },
         {"micro_batches": 3, "sync_each": False},
         {"change": by_three},
         {"change": hooked},
         {
             "change": by_three,
-            "mp_policy": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32),
+            "mp_policy": MIXED,
         },
         {"shard_placement_fn": columns, "mp_policy": MixedPrecisionPolicy(param_dtype=BF16)},
     ],

@@ -23,9 +23,7 @@ from tests.support.ranks import Ranks, on_ranks
 def test_the_root_owns_a_parameter_that_two_of_its_units_share() -> None:
     model = tower()
     model.head.weight = model.embedding.weight
-    for inner in (model.embedding, model.head):
-        SHARDGRAD.fully_shard(inner)
-    SHARDGRAD.fully_shard(model)
+    SHARDGRAD.shard(model.embedding, model.head, model)
     assert model.embedding.weight is model.head.weight
     assert isinstance(model.head.weight, DTensor)
     names = [name for name, _ in model.named_parameters()]
@@ -46,8 +44,7 @@ def test_a_unit_of_which_an_outer_one_takes_a_parameter_keeps_its_settings() -> 
     first.set_gradient_divide_factor(3.0)
     shown: list[torch.Tensor] = []
     first.set_all_reduce_hook(shown.append)
-    SHARDGRAD.fully_shard(model[2], mesh=mesh)
-    SHARDGRAD.fully_shard(model, mesh=mesh)
+    SHARDGRAD.shard(model[2], model, mesh=mesh)
     for is_last in (False, True):
         whole(x).sum().backward()
         if is_last:
@@ -76,8 +73,7 @@ def names_of_many_builds() -> list[list[str]]:
             bytearray(100 * (dist.get_rank() + 1) + j) for j in range(7 * dist.get_rank() + i)
         ]
         model = TwiceTied()
-        for unit in (model.a, model.b, model.c, model.d, model):
-            SHARDGRAD.fully_shard(unit)
+        SHARDGRAD.shard(model.a, model.b, model.c, model.d, model)
         builds.append([p.name for group in model._unit.groups for p in group.params])
         del litter
     return builds

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import shardgrad
 from shardgrad.errors import UnsupportedError
-from tests.support.parity import mlp, sharded_mlp
+from tests.support.parity import SHARDGRAD, mlp, sharded_mlp
 from tests.support.ranks import on_ranks
 from tests.support.under_patch import whole
 
@@ -141,8 +141,7 @@ class Encoder(nn.Module):
 @on_ranks(2)
 def test_a_registered_method_may_run_inside_of_forward() -> None:
     plain, model = Encoder(), Encoder()
-    shardgrad.fully_shard(model.body)
-    shardgrad.fully_shard(model)
+    SHARDGRAD.shard(model.body, model)
     shardgrad.register_fsdp_forward_method(model, "features")
     model(X).square().mean().backward()
     with torch.no_grad():

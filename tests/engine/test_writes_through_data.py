@@ -22,8 +22,7 @@ def test_a_write_through_data_is_used_after_reshard(options: dict[str, Any]) -> 
     model = stack(5, 7, 3)
     if options.get("zero_stage") == "hfsdp":  # keeps what other machines have sent
         options = {**options, "mesh": hsdp_mesh(2, 1)}
-    for module in (model[0], model):
-        SHARDGRAD.fully_shard(module, **options)
+    SHARDGRAD.shard(model[0], model, **options)
     params = list(model.parameters())
     assert model(torch.ones(2, 5)).any()
     for param in params:

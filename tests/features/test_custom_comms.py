@@ -189,8 +189,7 @@ def test_roots_that_share_streams_train_bit_for_bit_like_fsdp2(
     share([])
     first, second = (stack(5, 7, 7, seed=0), stack(7, 7, 3, seed=1))
     for root in (first, second):
-        engine.fully_shard(root[0])
-        engine.fully_shard(root)
+        engine.shard(root[0], root)
     if early:
         share([first, second])
     found: Tensors = {}
@@ -239,8 +238,7 @@ class Nested(nn.Module):
 def test_units_without_parameters_train_bit_for_bit_like_fsdp2(engine: Engine) -> Tensors:
     torch.manual_seed(0)
     model = Nested()
-    for module in (model.activation, model.wrapper.layer, model.wrapper, model):
-        engine.fully_shard(module)
+    engine.shard(model.activation, model.wrapper.layer, model.wrapper, model)
     handle = model.activation.unshard(async_op=True)
     assert isinstance(handle, UnshardHandle)
     handle.wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,7 +75,8 @@ def test_a_parameter_sharded_by_columns_says_so() -> None:
     assert shardgrad.export_table(model)["0.weight"].dim == 1
 
 
-def addresses_stay(folder: str) -> None:
+@on_ranks(2)
+def test_addresses_stay_over_steps_evaluations_and_loads(tmp_path: Path) -> None:
     model = SHARDGRAD.shard_tower(tower().bfloat16())
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2, master="float32")
     table = shardgrad.export_table(model)
@@ -90,11 +92,11 @@ def addresses_stay(folder: str) -> None:
     assert all(row.dtype is torch.bfloat16 for row in table.values())  # and not the masters
     assert_is(model, whole_of(model))
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    shardgrad.checkpoint.save(state, folder)
+    shardgrad.checkpoint.save(state, tmp_path)
     with torch.no_grad():
         model(SHARDGRAD.tokens(1)[0])
     step(1)
-    shardgrad.checkpoint.load(state, folder)
+    shardgrad.checkpoint.load(state, tmp_path)
     model.load_state_dict(model.state_dict())
     optimizer.load_state_dict(optimizer.state_dict())
     loss = token_loss(model, SHARDGRAD.tokens(2))
@@ -103,10 +105,6 @@ def addresses_stay(folder: str) -> None:
     optimizer.step()
     assert shardgrad.export_table(model) == table
     assert_is(model, whole_of(model))
-
-
-def test_addresses_stay_over_steps_evaluations_and_loads(two_ranks: Ranks, tmp_path: Any) -> None:
-    two_ranks.run(addresses_stay, str(tmp_path))
 
 
 @on_ranks(2)

@@ -31,8 +31,7 @@ def batch_of(rank: int, step: int = 0) -> Tensor:
 @on_ranks(2)
 def test_a_first_forward_with_different_units_on_ranks_leaves_later_ones_alone() -> None:
     whole, model = layers(), layers()
-    for unit in (*model.layers, model):
-        SHARDGRAD.fully_shard(unit)
+    SHARDGRAD.shard(*model.layers, model)
     x = batch_of(dist.get_rank())
     with shardgrad.participate(model):
         model(x, 2, dist.get_rank()).sum().backward()
@@ -59,9 +58,7 @@ def routed() -> Routed:
 
 def sharded_routed() -> Routed:
     model = routed()
-    SHARDGRAD.fully_shard(model.left)
-    SHARDGRAD.fully_shard(model.right)
-    return SHARDGRAD.fully_shard(model)
+    return SHARDGRAD.shard(model.left, model.right, model)
 
 
 # What each of the two ranks runs in successive iterations; None: it has no batch.
@@ -161,10 +158,8 @@ def repeated(calls: str, unit: str) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
     whole = nn.Sequential((Boxes if unit == "boxed" else nn.Linear)(5, 5), Repeated(calls))
     model = deepcopy(whole)
-    around = [model[1]]
-    for inner in {"layer": [model[1].layer], "root": []}.get(unit, around):
-        SHARDGRAD.fully_shard(inner)
-    return whole, SHARDGRAD.fully_shard(model)
+    inner = {"layer": [model[1].layer], "root": []}.get(unit, [model[1]])
+    return whole, SHARDGRAD.shard(*inner, model)
 
 
 def have_mean_gradients(model: nn.Module, whole: nn.Module, *ranks: int) -> None:
@@ -221,8 +216,7 @@ def test_a_unit_that_sees_no_inputs_waits_for_a_checkpoint_that_calls_it_too() -
     torch.manual_seed(0)
     whole = nn.Sequential(nn.Linear(5, 5), Hidden(recomputes=True))
     model = deepcopy(whole)
-    SHARDGRAD.fully_shard(model[1].layer)
-    SHARDGRAD.fully_shard(model)
+    SHARDGRAD.shard(model[1].layer, model)
     with shardgrad.participate(model):
         if dist.get_rank() == 0:
             model(batch_of(0)).square().sum().backward()
@@ -238,8 +232,7 @@ def test_gradients_that_come_after_their_reduction_are_refused(by: str) -> None:
     else:
         whole = nn.Sequential(nn.Linear(5, 5), Hidden(recomputes=False))
     model = deepcopy(whole)
-    SHARDGRAD.fully_shard(model[1] if by == "a checkpoint" else model[1].layer)
-    SHARDGRAD.fully_shard(model)
+    SHARDGRAD.shard(model[1] if by == "a checkpoint" else model[1].layer, model)
     refusal = pytest.raises(ParticipationError, match=r"(?s)unit '1.*use_reentrant=False")
     with refusal if dist.get_rank() == 0 else nullcontext(), shardgrad.participate(model):
         if dist.get_rank() == 0:

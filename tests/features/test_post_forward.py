@@ -25,8 +25,7 @@ def nbytes_over_fewer_ranks(model: nn.Module) -> int:
 def over_two(engine: Engine) -> nn.Sequential:
     """Returns a model that a forward leaves over two of four ranks."""
     model = stack(5, 6, 7, 3)
-    for layer in (model[0], model[2], model):
-        engine.fully_shard(layer, reshard_after_forward=2)
+    engine.shard(model[0], model[2], model, reshard_after_forward=2)
     return model
 
 

@@ -152,10 +152,7 @@ def test_methods_put_on_local_tensors_later_train_bit_for_bit_like_fsdp2(
     settings = options.pop("settings", False)
     optimizer_first = options.pop("optimizer_first", False)
     model = stack(6, 8, 4).to("meta")
-    for layer in model:
-        if isinstance(layer, nn.Linear):
-            engine.fully_shard(layer, **options)
-    engine.fully_shard(model, **options)
+    engine.shard_stack(model, **options)
     model.to_empty(device="cpu")
     params = list(model.parameters())
     with torch.no_grad():

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from tests.support.segments import (
-    BACKENDS,
     DTYPES,
     SIZES,
     Segment,
@@ -19,12 +18,6 @@ from tests.support.segments import (
 NORM_TYPES = (2.0, 1.0, 0.0, 3.0, 0.5, math.inf, -math.inf)
 # Sums of a few thousand positive float64 numbers: the order decides the last bits only.
 CLOSE = {"rel": 1e-13}
-
-
-@pytest.fixture(params=BACKENDS)
-def backend(request: pytest.FixtureRequest) -> str:
-    chosen: str = request.param
-    return chosen
 
 
 def rooted(value: float, norm_type: float) -> float:

@@ -15,7 +15,6 @@ from torch import Tensor
 from shardgrad import ops
 from tests.support.segments import (
     ADAM,
-    BACKENDS,
     DTYPES,
     SGD,
     UNTOUCHED,
@@ -48,12 +47,6 @@ STORED = (
     (torch.float64, torch.float16),
     (torch.float32, torch.float64),
 )
-
-
-@pytest.fixture(params=BACKENDS)
-def backend(request: pytest.FixtureRequest) -> str:
-    chosen: str = request.param
-    return chosen
 
 
 def truth(

@@ -96,17 +96,12 @@ def test_a_norm_is_float64_if_a_gradient_is_sharded_or_not() -> None:
 @on_ranks(4)
 def test_units_on_other_meshes_and_plain_parameters_share_a_norm() -> None:
     """A unit over two ranks, one over hybrid shards, and parameters nobody shards, in one norm."""
-
-    def build(engine: Engine) -> nn.Sequential:
-        model = stack(5, 6, 7, 3).double()
-        if engine is not UNSHARDED:
-            shardgrad.fully_shard(model[0], ignored_params={*model[4].parameters()})
-            shardgrad.fully_shard(model[2], mesh=hsdp_mesh(2, 2))
-        return model
-
     norms = []
     for engine in (SHARDGRAD, UNSHARDED):
-        model = build(engine)
+        model = stack(5, 6, 7, 3).double()
+        if engine is SHARDGRAD:
+            shardgrad.fully_shard(model[0], ignored_params={*model[4].parameters()})
+            shardgrad.fully_shard(model[2], mesh=hsdp_mesh(2, 2))
         # The same on each rank.
         UNSHARDED.loss(model, 0, 5, dtype=torch.float64).backward()
         norms.append(clip(engine, model, 0.1))
@@ -118,13 +113,12 @@ def test_bad_arguments_are_refused() -> None:
     model = SHARDGRAD.fully_shard(stack(5, 3))
     model(SHARDGRAD.inputs(0, 5)).sum().backward()
     model[0].bias.grad.fill_(math.nan)
-    no_numbers = [(limit, 2.0, "must be numbers") for limit in (None, 1j, model)]
     with unchanged([model[0].weight.grad]):
         for limit, order, words in (
             (-1.0, 2.0, "max_norm"),
             (1.0, -2.0, "norm_type is not supported"),
             (1.0, "two", "must be numbers"),
-            *no_numbers,
+            *((limit, 2.0, "must be numbers") for limit in (None, 1j, model)),
         ):
             with pytest.raises(OptionError, match=words):
                 shardgrad.clip_grad_norm_(model, limit, norm_type=order)

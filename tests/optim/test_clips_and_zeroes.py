@@ -46,8 +46,7 @@ class Both:
 
     def __init__(self, rng: random.Random) -> None:
         self.rng, self.ours, self.plain = rng, layers(), layers()
-        for unit in (self.ours.layers[0], self.ours.layers[1], self.ours):
-            shardgrad.fully_shard(unit)
+        SHARDGRAD.shard(self.ours.layers[0], self.ours.layers[1], self.ours)
         self.params, self.right = list(self.ours.parameters()), list(self.plain.parameters())
         owners = [rng.randrange(2) for _ in self.params[:-2]] + [0, 1]
         self.of = [[i for i, owner in enumerate(owners) if owner == k] for k in range(2)]

@@ -15,6 +15,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 import shardgrad
 from shardgrad import ops
 from shardgrad.errors import ForeignParameterError, OptimizerParameterError
+from shardgrad.optim import SGD, Adam, AdamW, Muon
 from shardgrad.policies import GradientPolicy
 from tests.support.parity import (
     FSDP2,
@@ -82,29 +83,18 @@ def test_every_rule_follows_torch_unsharded_with_groups_and_schedules(rule: str)
 
 
 # Parameters, gradients, and how the optimizer keeps the rest.
-KEPT: dict[str, tuple[torch.dtype, torch.dtype, Callable[[Any], torch.optim.Optimizer]]] = {
-    "all float32": (torch.float32, torch.float32, shardgrad.optim.AdamW),
-    "bf16 gradients": (torch.float32, torch.bfloat16, shardgrad.optim.AdamW),
-    "float32 gradients, a master": (
-        torch.bfloat16,
-        torch.float32,
-        lambda p: shardgrad.optim.AdamW(p, master="float32"),
-    ),
+KEPT: dict[str, tuple[torch.dtype, torch.dtype, Any, dict[str, Any]]] = {
+    "all float32": (torch.float32, torch.float32, AdamW, {}),
+    "bf16 gradients": (torch.float32, torch.bfloat16, AdamW, {}),
+    "float32 gradients, a master": (torch.bfloat16, torch.float32, AdamW, {"master": "float32"}),
     "bf16 moments, a remainder": (
         torch.bfloat16,
         torch.bfloat16,
-        lambda p: shardgrad.optim.Adam(p, master="remainder", moment_dtype=torch.bfloat16),
+        Adam,
+        {"master": "remainder", "moment_dtype": torch.bfloat16},
     ),
-    "momentum": (
-        torch.float32,
-        torch.bfloat16,
-        lambda p: shardgrad.optim.SGD(p, lr=1e-3, momentum=0.9),
-    ),
-    "looks for itself": (
-        torch.float32,
-        torch.float32,
-        lambda p: shardgrad.optim.AdamW(p, check_finite=True),
-    ),
+    "momentum": (torch.float32, torch.bfloat16, SGD, {"momentum": 0.9}),
+    "looks for itself": (torch.float32, torch.float32, AdamW, {"check_finite": True}),
 }
 
 
@@ -112,10 +102,10 @@ KEPT: dict[str, tuple[torch.dtype, torch.dtype, Callable[[Any], torch.optim.Opti
 @on_ranks(2)
 def test_no_megabyte_is_allocated_after_the_first_step(name: str) -> None:
     """A copy of this rank's gradients, in whatever dtype, is at least 2 MiB here."""
-    param_dtype, grad_dtype, make = KEPT[name]
+    param_dtype, grad_dtype, kind, options = KEPT[name]
     model = stack(1024, 1024, 1024).to(param_dtype)
     shardgrad.fully_shard(model, gradient_policy=GradientPolicy(dtype=grad_dtype))
-    optim = make(model.parameters())
+    optim = kind(model.parameters(), lr=1e-3, **options)
     for step in range(2):
         SHARDGRAD.loss(model, step, 1024, dtype=param_dtype).backward()
         with torch.profiler.profile(profile_memory=True) as profile:
@@ -132,28 +122,28 @@ def test_no_megabyte_is_allocated_after_the_first_step(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "survives"),
+    ("kind", "options", "survives"),
     [
-        ("AdamW", {}, False),
-        ("AdamW", {"master": "float32"}, True),
-        ("AdamW", {"master": "remainder"}, True),
-        ("AdamW", {"stochastic_rounding": True}, True),
-        ("Muon", {}, False),
-        ("Muon", {"master": "float32"}, True),
-        ("Muon", {"master": "remainder"}, True),
+        (AdamW, {}, False),
+        (AdamW, {"master": "float32"}, True),
+        (AdamW, {"master": "remainder"}, True),
+        (AdamW, {"stochastic_rounding": True}, True),
+        (Muon, {}, False),
+        (Muon, {"master": "float32"}, True),
+        (Muon, {"master": "remainder"}, True),
     ],
 )
 @pytest.mark.filterwarnings("ignore::shardgrad.UntrainedParameterWarning")
 @on_ranks(2)
 def test_small_steps_survive_in_16_bits_if_something_keeps_them(
-    name: str, options: dict[str, Any], survives: bool
+    kind: Any, options: dict[str, Any], survives: bool
 ) -> None:
     """Steps of about 1e-4 on bf16 weights around 1: each alone rounds away."""
     model = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
     nn.init.ones_(model.weight)
     shardgrad.fully_shard(model)
-    lr = {"AdamW": 1e-4, "Muon": 64e-4}[name]
-    optim = getattr(shardgrad.optim, name)(model.parameters(), lr=lr, weight_decay=0.0, **options)
+    lr = 1e-4 if kind is AdamW else 64e-4
+    optim = kind(model.parameters(), lr=lr, weight_decay=0.0, **options)
     for _ in range(100):
         model(torch.ones(2, 64, dtype=torch.bfloat16)).sum().backward()
         optim.step()
@@ -173,11 +163,10 @@ def rounded(replicas: int) -> list[Tensor]:
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False, dtype=torch.bfloat16) for _ in range(3)))
     for layer in model:
         nn.init.ones_(layer.weight)
-        shardgrad.fully_shard(layer, mesh=hsdp_mesh(replicas, ranks // replicas))
-    shardgrad.fully_shard(model, mesh=hsdp_mesh(replicas, ranks // replicas))
+    SHARDGRAD.shard(*model, model, mesh=hsdp_mesh(replicas, ranks // replicas))
     first, second, third = model.parameters()
     groups = [{"params": [first, second]}, {"params": [third]}]
-    optim = shardgrad.optim.SGD(groups, lr=2.0**-9, stochastic_rounding=True, seed=3)
+    optim = SGD(groups, lr=2.0**-9, stochastic_rounding=True, seed=3)
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     optim.step()
@@ -212,7 +201,7 @@ def test_gradients_are_read_in_their_own_dtype(policy: GradientPolicy) -> None:
     mixed = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     shardgrad.fully_shard(model, gradient_policy=policy, mp_policy=mixed)
     params = list(model.parameters())
-    optim = shardgrad.optim.SGD(params, lr=1.0, master="float32")
+    optim = SGD(params, lr=1.0, master="float32")
     SHARDGRAD.loss(model, 0, 40, dtype=torch.bfloat16).backward()
     grads = [getattr(p, policy.attribute).to_local() for p in params]
     assert {grad.dtype for grad in grads} == {policy.dtype or torch.bfloat16}
@@ -236,8 +225,8 @@ def test_parameters_of_two_engines_in_one_optimizer_are_refused() -> None:
     ours, theirs = SHARDGRAD.fully_shard(stack(5, 3)), FSDP2.fully_shard(stack(5, 3))
     both = [*ours.parameters(), *theirs.parameters()]
     with pytest.raises(OptimizerParameterError, match="another engine"):
-        shardgrad.optim.AdamW(both)
-    optim = shardgrad.optim.AdamW(ours.parameters())
+        AdamW(both)
+    optim = AdamW(ours.parameters())
     with pytest.raises(OptimizerParameterError, match="another engine"):
         optim.add_param_group({"params": list(theirs.parameters())})
     assert len(optim.param_groups) == 1
@@ -266,7 +255,7 @@ def assign_a_replicated_gradient(model: nn.Module) -> None:
 NAMED = r"2\.weight|0\.weight"
 
 
-@pytest.mark.parametrize("kind", [shardgrad.optim.SGD, shardgrad.optim.Muon])
+@pytest.mark.parametrize("kind", [SGD, Muon])
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [

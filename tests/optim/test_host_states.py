@@ -7,61 +7,44 @@ That copies are in order, and what a device holds, is shown by
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import shardgrad
+from shardgrad.optim import SGD, Adam, AdamW, Muon
 from tests.support.parity import SHARDGRAD, Tensors, assert_same_bits, stack
 from tests.support.ranks import on_ranks
 from tests.support.two_engines import whole
 
-KINDS: dict[str, tuple[torch.dtype, Callable[..., Any]]] = {
-    "adamw": (torch.float32, shardgrad.optim.AdamW),
-    "adam with a master": (
-        torch.bfloat16,
-        lambda p, **o: shardgrad.optim.Adam(p, master="float32", **o),
-    ),
+KINDS: dict[str, tuple[torch.dtype, Any, dict[str, Any]]] = {
+    "adamw": (torch.float32, AdamW, {}),
+    "adam with a master": (torch.bfloat16, Adam, {"master": "float32"}),
     "adamw with a remainder": (
         torch.bfloat16,
-        lambda p, **o: shardgrad.optim.AdamW(
-            p, master="remainder", moment_dtype=torch.bfloat16, **o
-        ),
+        AdamW,
+        {"master": "remainder", "moment_dtype": torch.bfloat16},
     ),
-    "adamw rounding stochastically": (
-        torch.bfloat16,
-        lambda p, **o: shardgrad.optim.AdamW(p, stochastic_rounding=True, **o),
-    ),
-    "sgd": (torch.float32, shardgrad.optim.SGD),
-    "sgd with momentum": (
-        torch.float32,
-        lambda p, **o: shardgrad.optim.SGD(p, momentum=0.9, nesterov=True, **o),
-    ),
-    "muon": (torch.float32, shardgrad.optim.Muon),
-    "muon with a master": (
-        torch.bfloat16,
-        lambda p, **o: shardgrad.optim.Muon(p, master="float32", **o),
-    ),
-    "muon with a remainder": (
-        torch.bfloat16,
-        lambda p, **o: shardgrad.optim.Muon(p, master="remainder", **o),
-    ),
+    "adamw rounding stochastically": (torch.bfloat16, AdamW, {"stochastic_rounding": True}),
+    "sgd": (torch.float32, SGD, {}),
+    "sgd with momentum": (torch.float32, SGD, {"momentum": 0.9, "nesterov": True}),
+    "muon": (torch.float32, Muon, {}),
+    "muon with a master": (torch.bfloat16, Muon, {"master": "float32"}),
+    "muon with a remainder": (torch.bfloat16, Muon, {"master": "remainder"}),
 }
 
 
 def built(name: str, *, on_host: bool) -> tuple[torch.nn.Module, Any]:
     """Returns two units of several segments, and a parameter that no unit shards."""
-    dtype, kind = KINDS[name]
+    dtype, kind, options = KINDS[name]
     model = stack(6, 8, 8, 5).to(dtype)
     free = model[4].weight
-    for layer in (model[0], model[2]):
-        shardgrad.fully_shard(layer)
+    SHARDGRAD.shard(model[0], model[2])
     shardgrad.fully_shard(model, ignored_params={free, model[4].bias})
     matrices = [p for p in model.parameters() if p.ndim == 2]
     groups = [{"params": matrices[:1], "lr": 0.05}, {"params": matrices[1:]}]
-    return model, kind(groups, lr=0.1, states_on_host=on_host)
+    return model, kind(groups, lr=0.1, states_on_host=on_host, **options)
 
 
 def train(model: torch.nn.Module, optim: Any, steps: range) -> Tensors:
@@ -122,7 +105,7 @@ def test_states_on_the_host_have_nothing_to_give_back() -> None:
     """So a step of an optimizer that sleeps at level 1 is one of an optimizer that does not."""
     model = stack(6, 5)
     shardgrad.fully_shard(model, offload_policy=shardgrad.SleepPolicy())
-    optim = shardgrad.optim.AdamW(model.parameters(), states_on_host=True)
+    optim = AdamW(model.parameters(), states_on_host=True)
     for level in (1, 2):
         SHARDGRAD.loss(model, level, 6).backward()
         optim.step()

@@ -62,8 +62,7 @@ def train_with_gaps(engine: Engine, make: Make) -> Tensors:
 def train_with_units_that_rest(engine: Engine, make: Make) -> Tensors:
     """Whole units have no gradient in some steps, one is frozen: waves are put together anew."""
     model = layers().to(torch.float64)
-    for unit in (*model.layers, model):
-        engine.fully_shard(unit)
+    engine.shard(*model.layers, model)
     optim = make(engine, model.parameters(), lr=0.05)
     for step, used in enumerate([(0,), (0, 1), (1, 2), (0, 1, 2), (2,), (0, 1)]):
         if step == 3:

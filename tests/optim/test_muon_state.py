@@ -126,11 +126,7 @@ def exchanges() -> Iterator[list[int]]:
 
 def a_step_sends_each_piece_there_and_back() -> None:
     world_size = dist.get_world_size()
-    model = stack(*[64] * 9)
-    for layer in model:
-        if isinstance(layer, nn.Linear):
-            shardgrad.fully_shard(layer)
-    shardgrad.fully_shard(model)
+    model = SHARDGRAD.shard_stack(stack(*[64] * 9))
     optim = shardgrad.optim.Muon([p for p in model.parameters() if p.ndim == 2])
     for step in range(3):
         SHARDGRAD.loss(model, step, 64).backward()

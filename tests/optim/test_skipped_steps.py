@@ -55,8 +55,7 @@ def test_a_step_is_not_skipped_for_what_the_program_has_written_over() -> None:
     """Another unit keeps its own verdict: its gradients are as they were."""
     model = stack(4, 4, 4, 4)
     layers = [model[0], model[2], model[4]]
-    for layer in [*layers, model]:
-        shardgrad.fully_shard(layer)
+    SHARDGRAD.shard(*layers, model)
     steps = [shardgrad.optim.SGD(layer.parameters(), lr=0.1) for layer in layers]
     SHARDGRAD.loss(model, 0, 4).backward()
     for layer in layers:

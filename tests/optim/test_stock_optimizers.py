@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -26,30 +26,31 @@ from tests.support.parity import (
     many_small,
     same_bits_as_fsdp2,
     stack,
-    token_loss,
     tower,
     unchanged,
 )
 from tests.support.ranks import Ranks, on_ranks
+from tests.support.two_engines import take_steps
 
-RECIPES: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
-    "AdamW": (torch.optim.AdamW, {"lr": 1e-2}),
-    "AdamW foreach": (torch.optim.AdamW, {"lr": 1e-2, "foreach": True}),
-    "AdamW for-loop": (torch.optim.AdamW, {"lr": 1e-2, "foreach": False}),
-    "AdamW fused": (torch.optim.AdamW, {"lr": 1e-2, "fused": True}),
-    "AdamW fused, lr a tensor": (torch.optim.AdamW, {"lr": torch.tensor(1e-2), "fused": True}),
-    "Adam amsgrad": (torch.optim.Adam, {"lr": 1e-2, "amsgrad": True}),
-    "Adam foreach": (torch.optim.Adam, {"lr": 1e-2, "foreach": True}),
-    "SGD": (torch.optim.SGD, {"lr": 1e-1}),
-    "SGD momentum": (torch.optim.SGD, {"lr": 1e-1, "momentum": 0.9, "weight_decay": 0.1}),
-    "SGD nesterov": (torch.optim.SGD, {"lr": 1e-1, "momentum": 0.9, "nesterov": True}),
-    "RMSprop": (torch.optim.RMSprop, {"lr": 1e-3}),
-    "Adagrad": (torch.optim.Adagrad, {"lr": 1e-2}),
+# Names of optimizers, and options.
+RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "AdamW": ("AdamW", {}),
+    "AdamW foreach": ("AdamW", {"foreach": True}),
+    "AdamW for-loop": ("AdamW", {"foreach": False}),
+    "AdamW fused": ("AdamW", {"fused": True}),
+    "AdamW fused, lr a tensor": ("AdamW", {"lr": torch.tensor(1e-2), "fused": True}),
+    "Adam amsgrad": ("Adam", {"amsgrad": True}),
+    "Adam foreach": ("Adam", {"foreach": True}),
+    "SGD": ("SGD", {}),
+    "SGD momentum": ("SGD", {"momentum": 0.9, "weight_decay": 0.1}),
+    "SGD nesterov": ("SGD", {"momentum": 0.9, "nesterov": True}),
+    "RMSprop": ("RMSprop", {"lr": 1e-3}),
+    "Adagrad": ("Adagrad", {}),
 }
 # DTensor has no rule for some of their operations in torch 2.13, whoever made the DTensor.
-RECIPES_WITHOUT_RULES: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
-    "Adafactor": (torch.optim.Adafactor, {"lr": 1e-2}),
-    "SGD fused": (torch.optim.SGD, {"lr": 1e-1, "momentum": 0.9, "fused": True}),
+RECIPES_WITHOUT_RULES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Adafactor": ("Adafactor", {}),
+    "SGD fused": ("SGD", {"momentum": 0.9, "fused": True}),
 }
 
 
@@ -57,13 +58,8 @@ def _train(engine: Engine, name: str) -> Tensors:
     kind, options = (RECIPES | RECIPES_WITHOUT_RULES)[name]
     history: Tensors = {}
     for model in (engine.shard_tower(tower()), engine.fully_shard(many_small())):
-        optimizer = kind(model.parameters(), **options)
-        for step in range(3):
-            loss = token_loss(model, engine.tokens(step))
-            loss.backward()
-            history[f"{type(model).__name__}, step {step}"] = loss.detach()
-            optimizer.step()
-            optimizer.zero_grad()
+        optimizer = getattr(optim, kind)(model.parameters(), **{"lr": 1e-2, **options})
+        take_steps(engine, model, optimizer, range(3))
         history |= {f"{type(model).__name__} {key}": t for key, t in engine.snapshot(model).items()}
         for param, state in optimizer.state.items():
             for key, value in state.items():
@@ -101,9 +97,7 @@ def _minimise(engine: Engine, line_search: str | None) -> Tensors:
     x, y = engine.inputs(0, 4), engine.inputs(1, 2)
     # On the mean of each rank's loss: a line search that saw different losses would tear ranks
     # apart.
-    optimizer = torch.optim.LBFGS(
-        model.parameters(), lr=0.5, max_iter=4, line_search_fn=line_search
-    )
+    optimizer = optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn=line_search)
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -126,14 +120,14 @@ def test_lbfgs_does_what_it_does_under_fsdp2(two_ranks: Ranks, line_search: str 
 
 
 CAPTURES: list[tuple[type[Optimizer], dict[str, Any], str | None, bool]] = [
-    (torch.optim.LBFGS, {}, "LBFGS cannot be part of a CUDA graph: it reads losses", False),
-    (torch.optim.Adafactor, {}, "it reads norms", False),
-    (torch.optim.Adagrad, {}, "it counts steps on the host", True),
-    (torch.optim.AdamW, {}, "capturable=False", True),
-    (torch.optim.RMSprop, {"capturable": False}, "capturable=False", True),
-    (torch.optim.SGD, {"momentum": 0.9}, "to create the momentum buffers", False),
-    (torch.optim.SGD, {"momentum": 0.9}, None, True),
-    (torch.optim.SGD, {}, None, False),
+    (optim.LBFGS, {}, "LBFGS cannot be part of a CUDA graph: it reads losses", False),
+    (optim.Adafactor, {}, "it reads norms", False),
+    (optim.Adagrad, {}, "it counts steps on the host", True),
+    (optim.AdamW, {}, "capturable=False", True),
+    (optim.RMSprop, {"capturable": False}, "capturable=False", True),
+    (optim.SGD, {"momentum": 0.9}, "to create the momentum buffers", False),
+    (optim.SGD, {"momentum": 0.9}, None, True),
+    (optim.SGD, {}, None, False),
     (shardgrad.optim.AdamW, {}, None, False),
     (shardgrad.optim.SGD, {"lr": 0.1, "momentum": 0.9}, None, False),
 ]
@@ -168,7 +162,7 @@ def test_a_step_that_a_graph_would_freeze_is_refused_in_words(
             with unchanged(model.parameters()), refusal as raised:
                 optimizer.step(closure)
             assert "weight" in str(raised.value.where)
-        if kind is not torch.optim.LBFGS:
+        if kind is not optim.LBFGS:
             other.step()  # not ours: nothing is said
-    if words is not None and kind is not torch.optim.Adafactor:  # DTensor has no rule for its step
+    if words is not None and kind is not optim.Adafactor:  # DTensor has no rule for its step
         optimizer.step(closure)

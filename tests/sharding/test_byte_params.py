@@ -41,9 +41,7 @@ class Quantised(nn.Module):
 def train_beside(engine: Engine, dtype: torch.dtype, options: dict[str, Any]) -> Tensors:
     torch.manual_seed(0)
     model = nn.Sequential(Quantised(dtype), nn.Linear(7, 5), Quantised(dtype))
-    for child in model:
-        engine.fully_shard(child, **options)
-    engine.fully_shard(model, **options)
+    engine.shard(*model, model, **options)
     assert isinstance(model[0].table, DTensor)
     assert model[0].table.dtype is dtype
     found = {name: value.float() for name, value in train_squares(engine, model, 5).items()}

@@ -181,7 +181,6 @@ def test_experts_on_a_mesh_of_their_own_train_like_under_fsdp2(
             return None
         return ShardPlacementResult(Shard(1) if param.ndim > 1 else Shard(0), info)
 
-    for mixture in model if not alone else ():
-        engine.fully_shard(mixture, mesh=wide_mesh, shard_placement_fn=choose)
-    engine.fully_shard(model, mesh=wide_mesh, shard_placement_fn=choose)
+    units = (model,) if alone else (*model, model)
+    engine.shard(*units, mesh=wide_mesh, shard_placement_fn=choose)
     return train_squares(engine, model, 8, steps=2)

@@ -128,9 +128,7 @@ def mlp() -> nn.Sequential:
 def sharded_mlp(**options: Any) -> nn.Sequential:
     """Returns an `mlp` whose last layer is the root's; the others are units."""
     model = mlp()
-    for layer in (*list(model)[:-1], model):
-        shardgrad.fully_shard(layer, **options)
-    return model
+    return SHARDGRAD.shard(*list(model)[:-1], model, **options)
 
 
 class Half(nn.Module):
@@ -163,18 +161,19 @@ class Engine:
     whole_batch: bool = False
     gathers: bool = False
 
+    def shard(self, *modules: Any, **options: Any) -> Any:
+        """Shards modules in this order, inner ones first; returns the last."""
+        *_, outermost = [self.fully_shard(module, **options) for module in modules]
+        return outermost
+
     def shard_tower(self, model: Tower, **options: Any) -> Tower:
         """Shards every layer, the embedding, and the rest as root."""
-        for inner in (*model.layers, model.embedding):
-            self.fully_shard(inner, **options)
-        return self.fully_shard(model, **options)
+        return self.shard(*model.layers, model.embedding, model, **options)
 
     def shard_stack(self, model: nn.Sequential, **options: Any) -> nn.Sequential:
         """Shards every linear layer, and the rest as root."""
-        for layer in model:
-            if isinstance(layer, nn.Linear):
-                self.fully_shard(layer, **options)
-        return self.fully_shard(model, **options)
+        linear = [layer for layer in model if isinstance(layer, nn.Linear)]
+        return self.shard(*linear, model, **options)
 
     @property
     def optim(self) -> Any:

@@ -89,9 +89,7 @@ def build(
 ) -> nn.Sequential:
     mesh = grid(*shape)
     model = parallelize(mlps(hidden, seed), mesh["tp"])
-    for mlp in model:
-        engine.fully_shard(mlp, mesh=data_mesh(mesh), **options)
-    return engine.fully_shard(model, mesh=data_mesh(mesh), **options)
+    return engine.shard(*model, model, mesh=data_mesh(mesh), **options)
 
 
 def train(
