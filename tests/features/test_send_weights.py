@@ -6,7 +6,7 @@ import itertools
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -23,7 +23,7 @@ import shardgrad
 from shardgrad.errors import CollectiveError, OptionError
 from shardgrad.features import send_weights
 from shardgrad.features.export_table import ExportedParameter
-from tests.support.apart import two_ranks_apart
+from tests.support.apart import heard_apart
 from tests.support.ranks import Ranks, on_ranks
 
 HIDDEN, HEADS, KV_HEADS, HEAD = 14, 4, 2, 3
@@ -293,12 +293,11 @@ def trainer_outlives_its_receiver(tell: Any, rank: int, folder: str, way: str) -
 
 @pytest.mark.parametrize("way", ["exits", "sleeps"])
 def test_a_receiver_that_is_gone_is_an_error_within_the_time_limit(way: str) -> None:
-    with two_ranks_apart(trainer_outlives_its_receiver, way) as (pipes, _):
-        (trainer,) = [pipe for pipe, rank in pipes.items() if rank == 0]
-        told: Any = ""
-        while isinstance(told, str):  # a warning
-            assert trainer.poll(90), "the trainer hangs"
-            told = trainer.recv()
+    with closing(heard_apart(trainer_outlives_its_receiver, way)) as heard:
+        for rank, told, after_s in heard:
+            assert after_s < 90, "the trainer hangs"
+            if rank == 0 and isinstance(told, tuple | int):  # what it tells, or its exit status
+                break
     error, took, trains = told
     assert "the transfer of weights failed: rank 1 is late or has exited" in error
     assert f"within {LIMIT_S:g} s" in error
