@@ -13,7 +13,17 @@ import torch
 from torch import nn
 
 import shardgrad
-from tests.support.graphed import on_one_gpu, require_replays, same_bits_as_eager
+from tests.support.graphed import (
+    Graphed,
+    Values,
+    eager,
+    on_one_gpu,
+    require_replays,
+    require_same,
+    same_bits_as_eager,
+    step_of,
+    values_of,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,10 +42,6 @@ def batch(step: int) -> torch.Tensor:
     return torch.randn(16, 64, generator=torch.Generator().manual_seed(step))
 
 
-def weights(model: nn.Module) -> list[torch.Tensor]:
-    return [p.to_local().detach().cpu().clone() for p in model.parameters()]
-
-
 def test_muon_trains_on_a_device_as_on_the_cpu() -> None:
     sharded, plain = on_one_gpu(layers()), layers()
     for model, device in ((sharded, DEVICE), (plain, torch.device("cpu"))):
@@ -46,12 +52,14 @@ def test_muon_trains_on_a_device_as_on_the_cpu() -> None:
             optim.step()
             optim.zero_grad()
     # Newton-Schulz multiplies in bfloat16: its step of 1e-2 is right to some parts in a hundred.
-    for ours, right in zip(weights(sharded), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours, right.detach(), rtol=1e-2, atol=5e-4)
+    for ours, right in zip(sharded.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.to_local().cpu(), right, rtol=1e-2, atol=5e-4)
 
 
 @same_bits_as_eager
-def test_a_limit_that_is_computed_on_the_device_clips_at_its_present_value(graph: Any) -> Any:
+def test_a_limit_that_is_computed_on_the_device_clips_at_its_present_value(
+    graph: Graphed,
+) -> Values:
     model = on_one_gpu(layers())
     optim = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
     limit = torch.ones((), device=DEVICE)
@@ -74,61 +82,54 @@ def test_a_limit_that_is_computed_on_the_device_clips_at_its_present_value(graph
 # -- states on the host
 
 
-WIDE = {"adamw": shardgrad.optim.AdamW, "muon": shardgrad.optim.Muon}
+WIDE: dict[str, Any] = {"adamw": shardgrad.optim.AdamW, "muon": shardgrad.optim.Muon}
 
 
-def trained(name: str, *, on_host: bool, graphed: bool) -> tuple[list[torch.Tensor], list[int]]:
-    """Trains; returns losses, weights and states, and the most bytes that a step of the optimizer
-    has allocated for a while.
-    """
+def trained(graphed: Graphed, name: str, *, on_host: bool) -> Values:
     model = on_one_gpu(layers())
-    optim: Any = WIDE[name](model.parameters(), lr=1e-2, states_on_host=on_host)
-    peaks = []
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        loss = model(x).square().mean()
-        loss.backward()
-        if not torch.cuda.is_current_stream_capturing():
-            torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        optim.step()
-        peaks.append(torch.cuda.max_memory_allocated() - before)
-        optim.zero_grad()
-        return loss
-
-    run: Any = shardgrad.graphed_step(model, optim, warmup=2)(step) if graphed else step
-    found = [run(batch(number).to(DEVICE)).detach().clone() for number in range(6)]
+    optim = WIDE[name](model.parameters(), lr=1e-2, states_on_host=on_host)
+    step = graphed(model, optim, warmup=2)(step_of(model, optim))
+    for number in range(6):
+        yield step(batch(number).to(DEVICE))
     states = optim.state_dict()["state"].values()
     pieces = [value for state in states for value in state.values() if value.ndim]
     assert {piece.device.type for piece in pieces} == {"cpu" if on_host else "cuda"}
-    if graphed:
-        assert (run.captures, run.replays) == (1, 4)
-    found = [*found, *(piece.to_local() for piece in pieces)]
-    return [*weights(model), *(one.cpu().clone() for one in found)], peaks[1:2]
+    require_replays(step, 1, 4)
+    yield model, pieces
 
 
-@pytest.mark.parametrize("graphed", [False, True])
+@pytest.mark.parametrize("graphed", [eager, shardgrad.graphed_step])
 @pytest.mark.parametrize("name", WIDE)
-def test_states_on_the_host_train_alike_and_take_two_chunks_in_a_step(
-    name: str, graphed: bool
+def test_states_on_the_host_train_alike(name: str, graphed: Graphed) -> None:
+    right = values_of(trained(eager, name, on_host=False))
+    require_same(right, values_of(trained(graphed, name, on_host=True)))
+
+
+def memory_of(name: str, *, on_host: bool) -> tuple[int, int]:
+    """Returns bytes that an optimizer holds between steps, and those it adds for a while."""
+    model = on_one_gpu(layers())
+    first = torch.cuda.memory_allocated()
+    optim = WIDE[name](model.parameters(), states_on_host=on_host)
+    assert list(optim.buffers())
+    held = torch.cuda.memory_allocated() - first
+    for number in range(2):
+        model(batch(number).to(DEVICE)).square().mean().backward()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        optim.step()
+        peak = torch.cuda.max_memory_allocated() - before
+        optim.zero_grad()
+    return held, peak
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_states_on_the_host_take_two_chunks_of_the_device_in_a_step_and_nothing_between(
+    name: str,
 ) -> None:
-    ours, (peak,) = trained(name, on_host=True, graphed=graphed)
-    right, (right_peak,) = trained(name, on_host=False, graphed=False)
-    assert len(ours) == len(right)
-    for value, expected in zip(ours, right, strict=True):
-        assert torch.equal(value, expected)
+    (held, peak), (right_held, right_peak) = (
+        memory_of(name, on_host=on_host) for on_host in (True, False)
+    )
     of_a_layer = {"adamw": 2, "muon": 1}[name] * 4 * 64 * 64
+    assert right_held - held == 3 * of_a_layer
     assert peak <= right_peak + 2 * of_a_layer
     assert name == "muon" or peak == right_peak + 2 * of_a_layer
-
-
-def test_no_state_is_on_the_device_between_steps() -> None:
-    def held(on_host: bool) -> int:
-        model = on_one_gpu(layers())
-        before = torch.cuda.memory_allocated()
-        optim = shardgrad.optim.AdamW(model.parameters(), states_on_host=on_host)
-        assert len(list(optim.buffers())) > 1
-        return torch.cuda.memory_allocated() - before
-
-    on_host, on_device = held(True), held(False)
-    assert on_device - on_host == 3 * 2 * 4 * 64 * 64

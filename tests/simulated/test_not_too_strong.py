@@ -8,6 +8,7 @@ the third: in the first the host waits for the device, and that orders everythin
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Iterable
 from itertools import chain, product
 
@@ -39,26 +40,24 @@ class Step:
     """
 
     def __init__(self, launches: list[Launch]) -> None:
-        self.gathers = [launch for launch in launches if launch.op == "simulated::all_gather"]
-        self.packs = [launch for launch in launches if launch.op == "shardgrad::pack"]
-        self.scatters = [launch for launch in launches if launch.op == "simulated::reduce_scatter"]
-        self.all_reduces = [launch for launch in launches if launch.op == "simulated::all_reduce"]
-        self.updates = [launch for launch in launches if launch.op == "shardgrad::sgd_"]
+        by_op = defaultdict[str, list[Launch]](list)
         self.computes: list[list[Launch]] = []
         self.reductions: list[list[Launch]] = []
         for launch in launches:
-            if launch.op == "shardgrad::unpack":
+            name = launch.op.partition("::")[2]
+            by_op[name].append(launch)
+            if name == "unpack":
                 self.computes.append([])
-            elif launch.op == "shardgrad::pack":
+            elif name == "pack":
                 self.reductions.append([])
-            elif (
-                launch in self.scatters
-                or launch in self.all_reduces
-                or launch.op == "shardgrad::sum_chunks"
-            ):
+            elif name in ("reduce_scatter", "all_reduce", "sum_chunks"):
                 self.reductions[-1].append(launch)
-            elif launch.op in ("aten::addmm.out", "aten::mm.out"):
+            elif name in ("addmm.out", "mm.out"):
                 self.computes[-1].append(launch)
+        self.gathers, self.packs, self.updates = (
+            by_op[name] for name in ("all_gather", "pack", "sgd_")
+        )
+        self.scatters, self.all_reduces = by_op["reduce_scatter"], by_op["all_reduce"]
         assert len(self.computes) == 2 * UNITS
         assert len(self.packs) == len(self.updates) == UNITS
         assert all([*self.computes, *self.reductions])
@@ -73,10 +72,8 @@ def _train(
     replicas: int, most: int | None, begin: threading.Barrier, end: threading.Barrier
 ) -> None:
     shards = dist.get_world_size() // replicas
-    if replicas == 1:
-        mesh = init_device_mesh("sim", (shards,))
-    else:
-        mesh = init_device_mesh("sim", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh("sim", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+    mesh = mesh if replicas > 1 else mesh["shard"]
     with one_at_a_time():
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(UNITS))).to("sim")

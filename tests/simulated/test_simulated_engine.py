@@ -5,11 +5,9 @@ needed.
 from __future__ import annotations
 
 import gc
-import warnings
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 
 from shardgrad.engine.streams import AcceleratorStreams
@@ -18,7 +16,6 @@ from tests.simulated.accelerator.device import NAME, checked
 from tests.simulated.accelerator.virtual_ranks import VirtualRanks, on_virtual_ranks
 from tests.simulated.programs.towers import batch, sharded_tower
 from tests.support.parity import token_loss
-from tests.support.traps import Trap, TrapInBackward
 
 
 def _deletes_a_model_with_an_all_gather_in_flight() -> None:
@@ -34,36 +31,6 @@ def test_a_model_is_deleted_with_an_all_gather_in_flight() -> None:
     with checked(raises=False) as found, mock.patch.object(AcceleratorStreams, "join"):
         VirtualRanks(2).run(_deletes_a_model_with_an_all_gather_in_flight)
     assert "simulated::all_gather" in {hazard.earlier.op for hazard in found}
-
-
-def _after_a_failed_backward(fails: bool) -> list[torch.Tensor]:
-    """Two layers had reduced and bound their gradients when the third failed; nobody has called
-    zero_grad.
-    """
-    model = sharded_tower()
-    if fails:
-        data = batch(7)
-        handle = model.layers[0].register_forward_hook(
-            lambda _, __, output: TrapInBackward.apply(output)
-        )
-        with pytest.raises(Trap):
-            token_loss(model, data).backward()
-        handle.remove()
-        assert model.layers[2].up.weight.grad is not None, "nothing had been reduced yet"
-    data = batch(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that they are dropped
-        token_loss(model, data).backward()
-    return [p.grad.to_local().cpu() for p in model.parameters()]
-
-
-def test_gradients_that_a_failed_backward_has_bound_are_taken_back() -> None:
-    """On streams they are bound at once; ranks that exchange by the host bind them at the end."""
-    after, without = (
-        VirtualRanks(2).run(_after_a_failed_backward, fails) for fails in (True, False)
-    )
-    for ours, theirs in zip(after, without, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 @on_virtual_ranks(2, checks=True)

@@ -99,24 +99,6 @@ def test_a_replay_ends_what_a_backward_that_made_a_graph_had_kept_unsharded(step
 
 
 @same_bits_as_eager(2)
-def test_a_number_of_torchs_optimizer_that_changes_is_another_graph(
-    graphed: Graphed,
-) -> Values:
-    """SGD has its learning rate as a number: a new one is another graph, after an eager step with
-    it.
-    """
-    model = build(Setup())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-    step = training_step(graphed, model, optimizer)
-    for number in range(12):
-        optimizer.param_groups[0]["lr"] = 0.1 if number < 6 else 0.01
-        yield step(batch(number))
-    require_replays(step, 2, 3 + 5)
-    yield model
-
-
-@same_bits_as_eager(2)
 def test_a_graph_is_cut_around_an_optimizer_that_it_cannot_hold(graphed: Graphed) -> Values:
     """torch's AdamW counts its steps on the host: the graph is cut around it, and a schedule is
     followed; and where the host reads losses and gradients, before and between backwards.

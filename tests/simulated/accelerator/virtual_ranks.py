@@ -14,8 +14,9 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from functools import partial, wraps
+from functools import cache, wraps
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -188,9 +189,7 @@ class _Worlds:
     def __init__(self, world_size: int) -> None:
         self.__dict__["_before"] = c10d._world
         self.__dict__["_owner"] = threading.get_ident()
-        self.__dict__["_registry"] = _Registry()
-        self.__dict__["_meshes"] = _Meshes()
-        self.__dict__["_fake_tensors"] = _FakeTensors()
+        self.__dict__["_patches"] = contextlib.ExitStack()
         self.__dict__["_ranks"] = [_World() for _ in range(world_size)]
 
     def enter(self, rank: int) -> None:
@@ -210,19 +209,27 @@ class _Worlds:
         setattr(self._current(), name, value)
 
     def __enter__(self) -> _Worlds:
-        c10d._world = self  # type: ignore[assignment]
-        self._registry.__enter__()
-        self._meshes.__enter__()
-        self._fake_tensors.__enter__()
+        def replace(owner: Any, name: str, value: Any) -> None:
+            self._patches.enter_context(mock.patch.object(owner, name, value))
+
+        replace(c10d, "_world", self)
+        registry = _Registry()
+        self._patches.callback(registry.forget)
+        for name in _Registry.PATCHED:
+            replace(c10d, name, getattr(registry, name))
+        # Meshes made of others are the engine's for a process: here for each rank, and for one run.
+        for name in ("_subdivided", "_flattened"):
+            replace(mesh, name, _for_each_rank(getattr(mesh, name).__wrapped__))
+        # Fake tensors remember answers for the process, without the current device. DTensor asks
+        # them what an operator returns, and a rank would be answered with the device of another
+        # one, for some of its tensors or for all: here they work each answer out.
+        replace(FakeTensorMode, "_cached_dispatch_impl", FakeTensorMode._dispatch_impl)
         for index in range(len(self._ranks)):
             device.native().set_host(index, 1 + index)
         return self
 
     def __exit__(self, *_: object) -> None:
-        c10d._world = self._before
-        self._registry.__exit__(None, None, None)
-        self._meshes.__exit__(None, None, None)
-        self._fake_tensors.__exit__(None, None, None)
+        self._patches.close()
         for index in range(len(self._ranks)):
             device.native().set_host(index, 0)
         collectives.forget()
@@ -235,7 +242,7 @@ class _Registry:
     may look one up, autograd's included, so the table cannot be one for each thread.
     """
 
-    _PATCHED = (
+    PATCHED = (
         "_register_process_group",
         "_unregister_process_group",
         "_unregister_all_process_groups",
@@ -243,7 +250,7 @@ class _Registry:
 
     def __init__(self) -> None:
         self._registered: dict[str, int] = {}
-        self._originals = {name: getattr(c10d, name) for name in self._PATCHED}
+        self._originals = {name: getattr(c10d, name) for name in self.PATCHED}
 
     def _register_process_group(self, name: str, group: Any) -> None:
         own = collectives.own_name(name, device.rank_thread.rank)
@@ -264,59 +271,20 @@ class _Registry:
             if rank == device.rank_thread.rank:
                 self._unregister_process_group(own)
 
-    def __enter__(self) -> _Registry:
-        for name in self._PATCHED:
-            setattr(c10d, name, getattr(self, name))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for name, original in self._originals.items():
-            setattr(c10d, name, original)
-        for own in list(self._registered):  # of ranks that failed
+    def forget(self) -> None:
+        """Takes out the groups of ranks that failed."""
+        for own in self._registered:
             self._originals["_unregister_process_group"](own)
 
 
-class _Meshes:
-    """Keeps for each rank, and for one run, what the engine keeps for a process: meshes made of
-    others.
-    """
+def _for_each_rank(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that remembers what it returned to each rank."""
 
-    _KEPT = ("_subdivided", "_flattened")
+    @cache
+    def found(rank: int, *args: Any) -> Any:
+        return function(*args)
 
-    def __init__(self) -> None:
-        self._made: dict[Any, Any] = {}
-        self._originals = {name: getattr(mesh, name) for name in self._KEPT}
-
-    def _keep(self, name: str, *args: Any) -> Any:
-        key = device.rank_thread.rank, name, args
-        if key not in self._made:
-            self._made[key] = self._originals[name].__wrapped__(*args)
-        return self._made[key]
-
-    def __enter__(self) -> None:
-        for name in self._KEPT:
-            setattr(mesh, name, partial(self._keep, name))
-
-    def __exit__(self, *_: object) -> None:
-        for name, original in self._originals.items():
-            setattr(mesh, name, original)
-
-
-class _FakeTensors:
-    """Has fake tensors work each answer out, while ranks run.
-
-    They remember answers for the process, without the current device. DTensor asks them what an
-    operator returns, and a rank would be answered with the device of another one, for some of its
-    tensors or for all.
-    """
-
-    _dispatch = FakeTensorMode._cached_dispatch_impl
-
-    def __enter__(self) -> None:
-        FakeTensorMode._cached_dispatch_impl = FakeTensorMode._dispatch_impl  # type: ignore[method-assign]
-
-    def __exit__(self, *_: object) -> None:
-        FakeTensorMode._cached_dispatch_impl = self._dispatch  # type: ignore[method-assign]
+    return lambda *args: found(device.rank_thread.rank, *args)
 
 
 def _is_autograd_thread() -> bool:
