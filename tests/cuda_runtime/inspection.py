@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
-import re
+import subprocess
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -125,21 +125,6 @@ def late_and_ordered() -> Iterator[None]:
     assert not unordered
 
 
-def short_name(name: str) -> str:
-    """Returns the readable part of a mangled kernel name."""
-    parts, rest = [], name
-    while match := re.search(r"(?<!\d)(\d{1,3})(?=[A-Za-z_])", rest):
-        start, size = match.end(), int(match.group(1))
-        parts.append(rest[start : start + size])
-        rest = rest[start + size :]
-    useful = [
-        p
-        for p in parts
-        if p not in ("at", "native", "detail", "c10") and not p.startswith("_GLOBAL")
-    ]
-    return "::".join(useful[:3]) or name[:40]
-
-
 def conflicts(work: Sequence[Work], limit: int = 20) -> list[str]:
     """Returns pairs of work that share memory, one of them writing, with no order between them, in
     words.
@@ -193,5 +178,11 @@ def before(work: Sequence[Work]) -> list[int]:
 
 def words(work: Work) -> str:
     """Returns what a piece of work is, and its stream."""
-    name = work.get("operator") or f"{work['kind']} {short_name(work['name'])}"
+    name = work.get("operator") or f"{work['kind']} {demangled(work['name'])}"
     return f"{name} on stream {work['stream']}"
+
+
+def demangled(name: str) -> str:
+    """Returns the begin of a kernel's name as it is written in C++."""
+    command = ["c++filt", "--no-params", name]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()[:80]

@@ -9,7 +9,6 @@ import gc
 import os
 import sys
 import warnings
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardgrad
 from shardgrad.graphs import UncapturableStepWarning
+from tests.support.graphed import eager
 
 _WIDTH, _ROWS, _LENGTH = 768, 4, 512
 _LAYERS = int(sys.argv[1]) if sys.argv[1:] else 12
@@ -29,18 +29,19 @@ _CALLS = 6  # of each kind, more than a capture and its comparison need
 
 
 def main() -> None:
-    """Prints a row for each kind of call: MiB of the pool after it, reserved then, reserved at the
-    peak so far, and at the peak of a run without graphs.
+    """Prints a row for each kind of call (one batch, 4 and 2 micro-batches, three shorter batches,
+    and an evaluation): MiB of the pool after it, reserved then, reserved at the peak so far, and at
+    the peak of a run without graphs.
     """
     warnings.simplefilter("ignore", UncapturableStepWarning)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
     eager = _reserved(is_graphed=False)
-    for (name, *of), (*_, plain) in zip(_reserved(is_graphed=True), eager, strict=True):
-        print(f"{name:20}", *(f"{nbytes / 2**20:8.0f}" for nbytes in (*of, plain)))
+    for ours, (*_, plain) in zip(_reserved(is_graphed=True), eager, strict=True):
+        print(*(f"{nbytes / 2**20:8.0f}" for nbytes in (*ours, plain)))
     dist.destroy_process_group()
 
 
-def _reserved(*, is_graphed: bool) -> list[tuple[str, int, int, int]]:
+def _reserved(*, is_graphed: bool) -> list[tuple[int, int, int]]:
     gc.collect()  # the model of the run before
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -66,23 +67,17 @@ def _reserved(*, is_graphed: bool) -> list[tuple[str, int, int, int]]:
         return model(x).square().mean()
 
     pool: Any = shardgrad.graphs.GraphPool("cuda")
-    graphed = partial(shardgrad.graphed_step, model, optimizer, pool=pool)
-    step: Callable[..., Any] = graphed()(train) if is_graphed else train
-    check: Callable[..., Any] = graphed()(evaluate) if is_graphed else evaluate
+    graphed = shardgrad.graphed_step if is_graphed else eager
+    step, check = (graphed(model, optimizer, pool=pool)(each) for each in (train, evaluate))
     x = torch.ones(_ROWS, _LENGTH, _WIDTH, device="cuda")
-    kinds: list[tuple[str, Callable[..., Any], tuple[Tensor, ...]]] = [
-        ("a batch", step, (x,)),
-        ("4 micro-batches", step, (x,) * 4),
-        ("2 micro-batches", step, (x,) * 2),
-        *((f"length {n}", step, (x[:, :n].clone(),)) for n in (384, 256, 128)),
-        ("evaluation", check, (x,)),
-    ]
+    shorter = [x[:, :length].clone() for length in (384, 256, 128)]
+    batches = [[x], [x] * 4, [x] * 2, *([each] for each in shorter)]
     found = []
-    for name, call, given in kinds:
+    for call in (*(partial(step, *each) for each in batches), partial(check, x)):
         for _ in range(_CALLS):
-            call(*given)
+            call()
         held = torch.cuda.memory_reserved(), torch.cuda.max_memory_reserved()
-        found.append((name, pool.nbytes, *held))
+        found.append((pool.nbytes, *held))
     return found
 
 

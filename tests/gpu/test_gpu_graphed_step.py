@@ -429,21 +429,16 @@ def python_calls_of_a_replay(layers: int, device: torch.device) -> int:
         optimizer.step()
         optimizer.zero_grad()
 
-    calls, x = 0, torch.ones(2, 4, device=device)
-
-    def count(frame: Any, event: str, argument: Any) -> None:
-        nonlocal calls
-        calls += event == "call"
-
+    events, x = [], torch.ones(2, 4, device=device)
     for _ in range(WARMUP + 2):
         step(x)
-    sys.setprofile(count)
+    sys.setprofile(lambda frame, event, argument: events.append(event))
     try:
         step(x)
     finally:
         sys.setprofile(None)
     assert (step.captures, step.replays) == (1, 3)
-    return calls
+    return events.count("call")
 
 
 def test_a_replay_runs_no_python_for_each_parameter(device: torch.device) -> None:

@@ -28,7 +28,6 @@ from shardgrad.sharding import zero_copy
 from tests.simulated.accelerator.device import NAME, Graph, checked
 from tests.simulated.accelerator.virtual_ranks import VirtualRanks, on_virtual_ranks, one_at_a_time
 from tests.simulated.programs.graphed import (
-    Setup,
     batch,
     build,
     loss_of,
@@ -73,7 +72,7 @@ def memory_of_a_step(name: str) -> tuple[int, int]:
     bytes.
     """
     gc.collect()  # what tests before this one have left would be freed in its midst
-    model = build(Setup())
+    model = build()
     optimizer = OPTIMIZERS[name](model)
     found: list[int] = []
     flats: dict[Tensor, None] = {}  # of all steps, in order
@@ -120,7 +119,7 @@ def test_memory_that_a_reduction_in_flight_writes_is_not_freed() -> None:
 @on_virtual_ranks(2, checks=True)
 def test_staging_of_an_all_gather_in_flight_outlives_another_roots_backward() -> None:
     """A root is gathered while the backward of another ends, with which it shares its staging."""
-    first, second = build(Setup(depth=2)), build(Setup(depth=2))
+    first, second = build(2), build(2)
     shardgrad.share_comm_ctx([first, second])
     for number in range(2):
         loss = loss_of(first, batch(number))
@@ -134,7 +133,7 @@ def kept_beside_another_stream(drops: bool) -> None:
     """The next forward runs on another stream, and frees; the program reads there, and may drop
     what it has kept; the first one goes on beside it, and allocates.
     """
-    model = build(Setup(depth=1))
+    model = build(1)
     with on_a_side_stream() as first:
         loss_of(model, batch(0)).backward()
         kept = model[0].first.weight.grad
@@ -168,7 +167,7 @@ def test_what_is_kept_has_what_the_optimizers_stream_writes() -> None:
     """Gradients are scaled on the optimizer's stream, which the forward does not wait for, and
     kept.
     """
-    model = build(Setup(depth=1))
+    model = build(1)
     loss_of(model, batch(0)).backward()
     kept = model[0].first.weight.grad
     right = kept.to_local() * 2
@@ -187,7 +186,7 @@ def test_what_is_kept_has_what_the_optimizers_stream_writes() -> None:
 @on_virtual_ranks(1, checks=True)
 def test_memory_that_is_let_go_comes_after_its_readers_on_another_stream(stays: bool) -> None:
     """Memory that stays from step to step is left when parameters get other places."""
-    model = build(Setup(options={"gradient_policy": GradientPolicy(persistent=stays)}))
+    model = build(gradient_policy=GradientPolicy(persistent=stays))
     x = batch(0)  # a copy to the device, for which the host waits
     with on_a_side_stream() as first:
         loss_of(model, x).backward()
@@ -203,7 +202,7 @@ def test_memory_that_is_let_go_comes_after_its_readers_on_another_stream(stays: 
 
 @on_virtual_ranks(1)
 def test_the_memory_of_gradients_of_layers_that_are_frozen_is_given_back() -> None:
-    model = build(Setup())
+    model = build()
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=0.01)
 
     def at_rest() -> int:
@@ -221,7 +220,7 @@ def test_the_memory_of_gradients_of_layers_that_are_frozen_is_given_back() -> No
 
 def out_of_memory(failures: dict[int, int]) -> Values:
     """In some steps the n-th allocation of gradients fails; the program takes the step again."""
-    model, left = build(Setup()), [0]
+    model, left = build(), [0]
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=0.01)
     loss_of(model, batch(0)).backward()
     model.zero_grad()
@@ -257,7 +256,7 @@ def test_steps_that_ran_out_of_memory_for_gradients_leave_nothing_to_later_ones(
 
 
 def gradients_returned(graphed: Graphed) -> Values:
-    model, kept = build(Setup()), {}
+    model, kept = build(), {}
 
     @graphed(model)
     def step(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -279,7 +278,7 @@ def test_gradients_that_a_whole_step_returns_or_keeps_are_those_of_this_call(ran
 
 def surprised(graphed: Graphed) -> Values:
     """From some call on gradients are left, which the eager calls before did not tell."""
-    model = build(Setup())
+    model = build()
     optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
     calls = 0
 
@@ -309,7 +308,7 @@ def test_a_capture_that_ends_with_unexpected_gradients_is_made_again_later(ranks
 
 def captured_by_torch(captured: bool, kind: Any, what: str) -> Values:
     """A graph that `graphed_step` knows nothing of, and eager work around its replays."""
-    model = build(Setup())
+    model = build()
     optimizer = kind(model.parameters(), lr=0.1)
     x, norm, graph = batch(0), torch.zeros((), device=NAME), Graph()
     parts: dict[str, Callable[[], object]] = {

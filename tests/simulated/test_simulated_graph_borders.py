@@ -13,7 +13,6 @@ from torch import Tensor
 
 import shardgrad
 from tests.simulated.programs.graphed import (
-    Setup,
     batch,
     build,
     loss_of,
@@ -24,7 +23,7 @@ from tests.support.graphed import Graphed, Values, require_replays, step_of
 
 def scaler_updated_in_the_next_call(graphed: Graphed) -> Values:
     """The scaler's verdict crosses a border; every third step has an infinity."""
-    model = build(Setup())
+    model = build()
     optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
     scaler = shardgrad.GradScaler(init_scale=64.0, growth_interval=3)
 
@@ -49,7 +48,7 @@ def scaler_updated_in_the_next_call(graphed: Graphed) -> Values:
 
 def event_of_the_optimizer(graphed: Graphed) -> Values:
     """FSDP2's `set_post_optim_event`, called in the step that the event is recorded in."""
-    model = build(Setup())
+    model = build()
     optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
 
     @graphed(model, optimizer)
@@ -71,7 +70,7 @@ def event_of_the_optimizer(graphed: Graphed) -> Values:
 
 def modes_that_the_step_sets(graphed: Graphed) -> Values:
     """What a step has set on the host is set after a replay, too."""
-    model = build(Setup())
+    model = build()
     optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
 
     taken = step_of(model, optimizer)
@@ -96,7 +95,7 @@ def write_after_an_error(graphed: Graphed) -> Values:
     """The program goes on at once on its own stream, with parameters that the step was still
     reading.
     """
-    model = build(Setup())
+    model = build()
     optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
 
     taken = step_of(model, optimizer)

@@ -17,7 +17,6 @@ from tests.simulated.accelerator.device import NAME
 from tests.simulated.accelerator.virtual_ranks import on_virtual_ranks, one_at_a_time
 from tests.simulated.programs.graphed import (
     WIDTH,
-    Setup,
     batch,
     build,
     loss_of,
@@ -31,7 +30,7 @@ from tests.support.graphed import Graphed, Values, require_replays
 def test_each_shape_has_its_graph_and_the_oldest_is_dropped(
     graphed: Graphed,
 ) -> Values:
-    model = build(Setup())
+    model = build()
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
 
     step = training_step(graphed, model, optimizer, max_graphs=2)
@@ -44,7 +43,7 @@ def test_each_shape_has_its_graph_and_the_oldest_is_dropped(
 @on_virtual_ranks(2)
 def test_a_weights_version_moves_with_a_replay_as_with_an_optimizers_step() -> None:
     """What a layer keeps of a weight, such as a copy in another precision, is made again then."""
-    model = build(Setup())
+    model = build()
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
     step = training_step(shardgrad.graphed_step, model, optimizer)
     block, seen = model[0], []
@@ -60,7 +59,7 @@ def test_a_weights_version_moves_with_a_replay_as_with_an_optimizers_step() -> N
 
 @on_virtual_ranks(2)
 def test_data_that_no_replay_would_read_is_refused() -> None:
-    model = build(Setup())
+    model = build()
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
     step = training_step(shardgrad.graphed_step, model, optimizer)
     for number in range(6):
@@ -76,7 +75,7 @@ def test_data_that_no_replay_would_read_is_refused() -> None:
 @on_virtual_ranks(2)
 def test_a_replay_ends_what_a_backward_that_made_a_graph_had_kept_unsharded(steps: int) -> None:
     """A step whose backward keeps no graph ends what an earlier one had kept, eager or replayed."""
-    model = build(Setup())
+    model = build()
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
 
     step = training_step(shardgrad.graphed_step, model, optimizer)
@@ -103,7 +102,7 @@ def test_a_graph_is_cut_around_an_optimizer_that_it_cannot_hold(graphed: Graphed
     """torch's AdamW counts its steps on the host: the graph is cut around it, and a schedule is
     followed; and where the host reads losses and gradients, before and between backwards.
     """
-    model = build(Setup())
+    model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, capturable=False, foreach=False)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     log: list[float] = []

@@ -6,11 +6,12 @@ import gc
 import time
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -21,11 +22,12 @@ from shardgrad.engine.unit import units_under
 from shardgrad.features.custom_comms import set_collectives
 from tests.simulated.accelerator.device import NAME, checked
 from tests.simulated.accelerator.virtual_ranks import VirtualRanks
-from tests.simulated.programs.graphed import Setup, batch, build, loss_of
+from tests.simulated.programs.graphed import batch, build, loss_of
+from tests.support.graphed import step_of
 from tests.support.processes import FairClock
 from tests.support.traps import Trap, TrapInBackward
 
-STEPS, LIMIT_S = 6, 20
+DEPTH, STEPS, LIMIT_S = 3, 6, 20
 Probe = Callable[[], object]
 
 
@@ -33,40 +35,34 @@ def train(how: str, offloads: bool, error: type[BaseException]) -> list[Probe]:
     """Trains until something is raised in the last step; returns what tells whether anything is
     left.
     """
-    setup = Setup(options={"offload_policy": CPUOffloadPolicy()} if offloads else {})
-    model = build(setup)
+    options = {"offload_policy": CPUOffloadPolicy()} if offloads else {}
+    model = build(DEPTH, **options)
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
-    number = 0
 
-    def step(x: Tensor) -> Tensor:
-        fails = number == STEPS - 1
-        if how == "forward" and fails:
+    def fail(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        if how == "forward":
             raise error
-        loss = loss_of(model, x)
-        if how == "backward" and fails:
-            loss = TrapInBackward.apply(loss)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
+        return TrapInBackward.apply(output)
 
+    taken: Any = step_of(model, optimizer)
+    taken = taken if offloads else shardgrad.graphed_step(model, optimizer)(taken)
+    for number in range(STEPS - 1):
+        taken(batch(number))
     # A shape that was not there before makes the last step a capture, or one that warms up for it.
-    taken = step if offloads else shardgrad.graphed_step(model, optimizer)(step)
-    for number in range(STEPS):
-        x = batch(number, rows=6 if number == STEPS - 1 else 4)
-        if number == STEPS - 1 and how != "success":
-            with pytest.raises(Trap if how == "backward" else error):
-                taken(x)
-        else:
-            taken(x)
-    if not offloads:
-        assert taken.captures >= 1
+    last = batch(STEPS, rows=6)
+    if how == "success":
+        taken(last)
+    else:
+        model.register_forward_hook(fail)
+        with pytest.raises(Trap if how == "backward" else error):
+            taken(last)
+    assert offloads or taken.captures >= 1
     storages = [
         StorageWeakRef(group.shard.untyped_storage())
         for unit in units_under(model)
         for group in unit.groups
     ]
-    assert len(storages) == setup.depth
+    assert len(storages) == DEPTH
     things = [model, optimizer, *model.parameters(), dist.group.WORLD]
     return [*map(weakref.ref, things), *(lambda s=s: None if s.expired() else s for s in storages)]
 
@@ -111,7 +107,7 @@ def allocator(group: dist.ProcessGroup) -> Allocate:
 
 
 def gather_and_delete() -> None:
-    model = build(Setup())
+    model = build()
     for unit in units_under(model):
         set_collectives(unit.groups, staging=allocator)
     with torch.no_grad():

@@ -9,6 +9,7 @@ import pytest
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 import shardgrad
+from shardgrad.engine.unit import units_under
 from shardgrad.errors import CaptureError, ForeignParameterError
 from tests.simulated.accelerator.device import NAME
 from tests.simulated.accelerator.virtual_ranks import VirtualRanks, on_virtual_ranks
@@ -24,12 +25,7 @@ def _device_memory(policy: OffloadPolicy) -> int:
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
     token_loss(model, batch(0)).backward()
     optimizer.step()
-    groups = [
-        grads
-        for module in model.modules()
-        if (unit := module.__dict__.get("_shardgrad_unit"))
-        for grads in unit.grad_groups
-    ]
+    groups = [grads for unit in units_under(model) for grads in unit.grad_groups]
     held = [t for grads in groups for t in (grads.group.shard, grads.require_shard().flat)]
     held += [t for _, t in optimizer.buffers()]
     return sum(t.nbytes for t in held if t.device.type == NAME)

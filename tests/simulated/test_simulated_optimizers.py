@@ -17,7 +17,6 @@ import shardgrad
 from tests.simulated.accelerator.device import NAME, Graph, checked
 from tests.simulated.accelerator.virtual_ranks import VirtualRanks, on_virtual_ranks
 from tests.simulated.programs.graphed import (
-    Setup,
     batch,
     build,
     loss_of,
@@ -49,7 +48,7 @@ BAD_STEP = 5
 @same_bits_as_eager(2)
 def test_a_replay_follows_schedules_skips_and_equals_eager(graphed: Graphed, name: str) -> Values:
     dtype = torch.bfloat16 if name.startswith("adam") and " " in name else torch.float32
-    model = build(Setup(dtype=dtype))
+    model = build(dtype=dtype)
     optim = OPTIMIZERS[name]([p for p in model.parameters() if p.ndim == 2])
     scaler = shardgrad.GradScaler(init_scale=4.0, growth_interval=2)
 
@@ -77,7 +76,7 @@ def test_a_replay_follows_schedules_skips_and_equals_eager(graphed: Graphed, nam
 @on_virtual_ranks(2)
 def test_replays_count_the_steps_they_skip() -> None:
     """The first verdict that the optimizer ever gets is inside the graph."""
-    model = build(Setup())
+    model = build()
     optim = shardgrad.optim.AdamW(model.parameters())
     graph, side = Graph(), torch.Stream(NAME)
     side.wait_stream(torch.accelerator.current_stream())
@@ -97,7 +96,7 @@ def test_replays_count_the_steps_they_skip() -> None:
 
 def clamped_through_data(waits_for_the_update_only: bool) -> None:
     """The recipe of Wasserstein GANs: torch counts no version of a write through `.data`."""
-    model = build(Setup())
+    model = build()
     optim = shardgrad.optim.SGD(model.parameters(), lr=0.1)
     x = batch(0)  # once: the host waits for its copy
     for _ in range(3):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.checkpoint import checkpoint
 
 import shardgrad
 from tests.simulated.accelerator.device import NAME, checked
@@ -26,60 +24,29 @@ WIDTH = 6
 
 
 class Block(nn.Module):
-    """Two layers, dropout, and a branch that may stay away."""
+    """Two layers, and a branch that may stay away."""
 
-    def __init__(self, *, dropout: float, recomputes: bool, saves_random_state: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.spare = nn.Linear(WIDTH, WIDTH)
-        self.dropout = nn.Dropout(dropout)
-        self.recomputes = recomputes
-        self.saves_random_state = saves_random_state
         self.uses_spare = False
 
-    def body(self, x: Tensor) -> Tensor:
-        return self.dropout(self.second(torch.tanh(self.first(x))))
-
     def forward(self, x: Tensor) -> Tensor:
-        if self.recomputes:
-            preserve = self.saves_random_state
-            x = x + checkpoint(self.body, x, use_reentrant=False, preserve_rng_state=preserve)
-        else:
-            x = x + self.body(x)
+        x = x + self.second(torch.tanh(self.first(x)))
         return x + self.spare(x) if self.uses_spare else x
 
 
-@dataclass
-class Setup:
-    """How a model is built and sharded."""
-
-    depth: int = 3
-    dropout: float = 0.0
-    recomputes: bool = False
-    saves_random_state: bool = False
-    options: dict[str, Any] = field(default_factory=dict)
-    dtype: torch.dtype = torch.float32
-
-
-def build(setup: Setup) -> nn.Sequential:
+def build(depth: int = 3, *, dtype: torch.dtype = torch.float32, **options: Any) -> nn.Sequential:
     """Returns the model, sharded block by block."""
     mesh = init_device_mesh(NAME, (dist.get_world_size(),))
     with one_at_a_time():
         torch.manual_seed(0)
-        model = nn.Sequential(*(_block(setup) for _ in range(setup.depth))).to(setup.dtype)
-    model = model.to(NAME)
+        model = nn.Sequential(*(Block() for _ in range(depth))).to(NAME, dtype)
     for block in model:
-        shardgrad.fully_shard(block, mesh=mesh, **setup.options)
+        shardgrad.fully_shard(block, mesh=mesh, **options)
     torch.get_device_module(NAME).manual_seed(dist.get_rank())
-    return shardgrad.fully_shard(model, mesh=mesh, **setup.options)
-
-
-def _block(setup: Setup) -> Block:
-    return Block(
-        dropout=setup.dropout,
-        recomputes=setup.recomputes,
-        saves_random_state=setup.saves_random_state,
-    )
+    return shardgrad.fully_shard(model, mesh=mesh, **options)
 
 
 def batch(number: int, rows: int = 4) -> Tensor:
