@@ -171,18 +171,11 @@ def test_parameters_are_whole_after_forward_only_if_asked_for(
     reshard_after_forward: bool, whole: bool
 ) -> None:
     model = SHARDGRAD.shard_tower(tower(), reshard_after_forward=reshard_after_forward)
-    originals = dict(tower().named_parameters())
     loss = token_loss(model, SHARDGRAD.tokens(0))
     for module in (model.layers[0].up, model.layers[-1].up, model.embedding, model.head):
         assert is_sharded(module) is not whole
     loss.backward()
     assert all(isinstance(param, DTensor) for param in model.parameters())
-    with torch.no_grad():
-        token_loss(model, SHARDGRAD.tokens(1))
-    for module in (model, model.embedding, *model.layers):
-        module.reshard()
-    for name, param in model.named_parameters():
-        assert torch.equal(param.full_tensor(), originals[name]), name
 
 
 @pytest.mark.parametrize("recurse", [True, False])

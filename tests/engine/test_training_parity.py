@@ -64,11 +64,15 @@ def test_two_ranks_train_bit_for_bit_like_fsdp2(
     )
 
 
-@pytest.mark.parametrize(("world_size", "optimizer"), [(2, "adamw"), (2, "sgd"), (4, "adamw")])
+@pytest.mark.parametrize(
+    ("world_size", "optimizer", "set_to_none"),
+    [(2, "adamw", True), (2, "sgd", False), (4, "adamw", True)],
+)
 def test_many_small_parameters_in_one_unit_train_bit_for_bit_like_fsdp2(
-    worlds: dict[int, Ranks], world_size: int, optimizer: str
+    worlds: dict[int, Ranks], world_size: int, optimizer: str, set_to_none: bool
 ) -> None:
-    worlds[world_size].run(same_bits_as_fsdp2, train_many_small, optimizer=optimizer)
+    options = {"optimizer": optimizer, "set_to_none": set_to_none}
+    worlds[world_size].run(same_bits_as_fsdp2, train_many_small, **options)
 
 
 def train_and_compare_distance(shard: dict[str, Any], fraction: float, **options: Any) -> None:

@@ -263,8 +263,8 @@ def token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
     if name != "sgd":
-        is_fused = name == "fused adamw"
-        return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=is_fused)
+        fused = name == "fused adamw" or None
+        return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=fused)
     return torch.optim.SGD(model.parameters(), lr=1e-1, momentum=0.9)
 
 
