@@ -13,11 +13,10 @@ import torch
 
 from tests.cuda_runtime import inspection
 from tests.fuzz import programs
-from tests.fuzz.programs import compare, net
+from tests.fuzz.programs.compare import run
 from tests.fuzz.programs.generate import program_of
 from tests.fuzz.programs.program import Program
-from tests.fuzz.programs.sharded import noting_warnings, zero_copy_as_in
-from tests.fuzz.programs.streams import Streams
+from tests.fuzz.programs.worlds import prepared
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,16 +29,8 @@ DRAWN = 40
 
 
 def require_agreement(program: Program) -> None:
-    streams = Streams(torch.device("cuda", 0))
-    with noting_warnings(), zero_copy_as_in(program), inspection.late_and_ordered():
-        outcome = compare.run(
-            program,
-            0,
-            lambda value: value,
-            lambda plan: net.build(program.model, plan, program.seed),
-            device="cuda",
-            streams=streams,
-        )
+    with prepared(program), inspection.late_and_ordered():
+        outcome = run(program, 0, lambda value: value)
     assert not outcome.differences, f"{outcome.differences[0]}\n{program}"
 
 

@@ -40,13 +40,18 @@ def main(
     bad = 0
     failing: list[tuple[Program, Difference]] = []
     with Worlds(defect) as worlds:
-        for program, outcome in worlds.run_all(programs):
-            for found in outcome.differences:
+        for program in programs:
+            for found in worlds.run(program).differences:
                 bad += 1
                 click.echo(f"--- seed {program.seed} world {program.world}: {found}")
                 failing.append((program, found))
         for program, found in failing[:most]:
-            small = shrunk(program, lambda p, found=found: _fails_alike(worlds, p, found))
+            small = shrunk(
+                program,
+                lambda p, kind=found.kind: any(
+                    other.kind == kind for other in worlds.run(p).differences
+                ),
+            )
             outcome = worlds.run(small)
             click.echo(
                 f"=== seed {program.seed}, made small: {[str(d) for d in outcome.differences]}\n"
@@ -56,10 +61,6 @@ def main(
                 small.to_json()
             )
     click.echo(f"{len(programs)} programs, {bad} differences, {time.perf_counter() - began:.1f} s")
-
-
-def _fails_alike(worlds: Worlds, program: Program, found: Difference) -> bool:
-    return any(other.is_like(found) for other in worlds.run(program).differences)
 
 
 if __name__ == "__main__":

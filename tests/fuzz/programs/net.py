@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -12,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.fuzz.programs.program import Block, Model
+from tests.fuzz.programs.program import Block, Model, Program
 from tests.fuzz.programs.streams import NoStreams
 
+_one_at_a_time = threading.Lock()
 ROWS = 3
 LARGE = 16  # a block with more inside has it in its last side, too
 
@@ -239,12 +241,13 @@ def _trap(_: Tensor) -> NoReturn:
     raise TrapError
 
 
-def build(model: Model, plan: Plan, seed: int) -> Net:
-    """Returns the model with weights in float64, the same on all ranks. Uses the process's random
-    numbers.
+def build(program: Program, plan: Plan) -> Net:
+    """Returns the model with weights in float64, the same on all ranks, which may be threads that
+    share random numbers.
     """
-    torch.default_generator.manual_seed(seed)
-    return Net(model, plan).double()
+    with _one_at_a_time:
+        torch.default_generator.manual_seed(program.seed)
+        return Net(program.model, plan).double()
 
 
 def units(net: Net) -> Iterator[list[nn.Module]]:

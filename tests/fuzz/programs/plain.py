@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.fuzz.programs import net as nets
-from tests.fuzz.programs.net import Net, Plan
+from tests.fuzz.programs.net import Net
 from tests.fuzz.programs.program import Op, Program
 from tests.fuzz.programs.script import Script, Seen
 
@@ -29,10 +29,8 @@ class Plain(Script):
 
     libraries = {"torch": torch.optim, "shardgrad": torch.optim}  # noqa: RUF012
 
-    def __init__(
-        self, program: Program, rank: int, build: Callable[[Plan], Net], exchange: Exchange
-    ) -> None:
-        super().__init__(program, rank, build)
+    def __init__(self, program: Program, rank: int, exchange: Exchange) -> None:
+        super().__init__(program, rank)
         self._exchange = exchange
         sharding = program.sharding
         self._dtype = getattr(torch, sharding.param_dtype or "float64")
@@ -45,7 +43,7 @@ class Plain(Script):
         self.make()
 
     def make(self) -> None:
-        self.net = self._build(self.plan)
+        self.net = nets.build(self.program, self.plan)
         self.params = {n: nn.Parameter(p.detach().clone()) for n, p in self.net.named_parameters()}
         for name, param in self.net.named_parameters():
             self.params[name].requires_grad_(param.requires_grad)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
-from string import ascii_lowercase
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from string import ascii_lowercase, digits
 from typing import Any
 
 
@@ -166,9 +167,9 @@ class Program:
 
     seed: int = 0
     world: str = "2"
-    model: Model = field(default_factory=Model)
-    sharding: Sharding = field(default_factory=Sharding)
-    optimizer: Optimizer = field(default_factory=Optimizer)
+    model: Model = Model()
+    sharding: Sharding = Sharding()
+    optimizer: Optimizer = Optimizer()
     ops: tuple[Op, ...] = ()
     fsdp2: bool = False
 
@@ -177,65 +178,44 @@ class Program:
         return int(self.world.strip(ascii_lowercase))
 
     @property
+    def device(self) -> str:
+        return self.world.strip(digits) or "cpu"
+
+    @property
     def on_device(self) -> bool:
-        return not self.world.isdigit()
+        return self.device != "cpu"
 
     def to_json(self) -> str:
         """Returns it as text, without what is as by default."""
-        lines = (f" {json.dumps(key)}: {json.dumps(value)}" for key, value in _brief(self).items())
+        lines = (
+            f" {json.dumps(key)}: {json.dumps(value, default=_brief)}"
+            for key, value in _brief(self).items()
+        )
         return "{\n" + ",\n".join(lines) + "\n}\n"
 
     @staticmethod
     def from_json(text: str) -> Program:
         """Reads what `to_json` wrote."""
-        data = json.loads(text)
-        model = data.get("model", {})
-        made = {
-            "model": Model(**_tuples({**model, "blocks": tuple(map(_block, model["blocks"]))})),
-            "sharding": Sharding(**data.get("sharding", {})),
-            "optimizer": Optimizer(**data.get("optimizer", {})),
-            "ops": tuple(Op(*op) for op in data.get("ops", [])),
-        }
-        return Program(**{**data, **made})
+        made: dict[str, Any] = json.loads(text)
+        for name, kind in (("model", Model), ("sharding", Sharding), ("optimizer", Optimizer)):
+            made[name] = _made(made.get(name, {}), kind)
+        return Program(**{**made, "ops": tuple(Op(*op) for op in made.get("ops", ()))})
 
     __str__ = to_json
 
 
-def _block(data: dict[str, Any]) -> Block:
-    return Block(**{**_tuples(data), "inner": tuple(map(_block, data.get("inner", ())))})
-
-
-def _tuples(data: dict[str, Any]) -> dict[str, Any]:
+def _brief(value: Any) -> Any:
+    if isinstance(value, Op):
+        return [value.do, value.n, value.how] if value.how else [value.do, value.n]
     return {
-        key: tuple(tuple(v) if isinstance(v, list) else v for v in value)
-        if isinstance(value, list | tuple)
-        else value
-        for key, value in data.items()
+        field.name: now
+        for field in fields(value)
+        if (now := getattr(value, field.name)) != field.default
     }
 
 
-def _without_defaults(value: Any) -> dict[str, Any]:
-    standard = asdict(type(value)())
-    return {key: v for key, v in asdict(value).items() if v != standard[key]}
-
-
-def _brief(program: Program) -> dict[str, Any]:
-    model = _without_defaults(program.model)
-    model["blocks"] = [_brief_block(block) for block in program.model.blocks]
-    model["order"] = program.model.order
-    return {
-        "seed": program.seed,
-        **({"fsdp2": True} if program.fsdp2 else {}),
-        "world": program.world,
-        "model": model,
-        "sharding": _without_defaults(program.sharding),
-        "optimizer": _without_defaults(program.optimizer),
-        "ops": [[op.do, op.n, op.how] if op.how else [op.do, op.n] for op in program.ops],
-    }
-
-
-def _brief_block(block: Block) -> dict[str, Any]:
-    brief = _without_defaults(block)
-    if block.inner:
-        brief["inner"] = [_brief_block(inner) for inner in block.inner]
-    return brief
+def _made(data: Any, kind: Callable[..., Any] = Block) -> Any:
+    """Makes tuples of lists and a `kind` of a dictionary; in a list, those are blocks."""
+    if isinstance(data, dict):
+        return kind(**{key: _made(value) for key, value in data.items()})
+    return tuple(map(_made, data)) if isinstance(data, list) else data

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tests.fuzz.programs import net as nets
-from tests.fuzz.programs.net import Net, Plan, TrapError
+from tests.fuzz.programs.net import Net, Plan
 from tests.fuzz.programs.program import Op, Optimizer, Program
 
 # Large, so that a gradient that is nothing but rounding moves a parameter by no more than it is
@@ -38,11 +38,10 @@ class Script(ABC):
     net: Net
     libraries: Any
 
-    def __init__(self, program: Program, rank: int, build: Callable[[Plan], Net]) -> None:
+    def __init__(self, program: Program, rank: int) -> None:
         self.program, self.rank = program, rank
         self.library = program.optimizer.library
         self.plan = Plan(rank)
-        self._build = build
         self.graphs: list[tuple[Tensor, Tensor]] = []
         self._saved: Any = None
         self._left_out: list[nn.Parameter] = []
@@ -422,9 +421,7 @@ class Script(ABC):
         try:
             seen = getattr(self, op.do)(op)
         except Exception as error:
-            if isinstance(error, TrapError):
-                return {"error": "TrapError"}
-            return {"error": type(error), "message": str(error)}
+            return {"error": type(error), "message": f"{type(error).__name__}: {error}"}
         return {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in seen.items()}
 
     def _name(self, n: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 import shardgrad
 from shardgrad.sharding import zero_copy
 from tests.fuzz.programs import net as nets
-from tests.fuzz.programs.net import FuzzBlock, Net, Plan
+from tests.fuzz.programs.net import FuzzBlock
 from tests.fuzz.programs.program import Op, Program
 from tests.fuzz.programs.script import PARTIAL, Script, Seen
 from tests.fuzz.programs.streams import Streams
@@ -57,42 +57,30 @@ class Sharded(Script):
     Args:
         program: what to do.
         rank: of this process or thread.
-        build: makes the model on the CPU.
-        device: "cpu", "sim" or "cuda".
-        streams: of the device.
         graphs: False runs what a graph stands for eagerly.
     """
 
     libraries = {"torch": torch.optim, "shardgrad": shardgrad.optim}  # noqa: RUF012
 
-    def __init__(
-        self,
-        program: Program,
-        rank: int,
-        build: Callable[[Plan], Net],
-        *,
-        device: str = "cpu",
-        streams: Streams | None = None,
-        graphs: bool = True,
-    ) -> None:
-        super().__init__(program, rank, build)
+    def __init__(self, program: Program, rank: int, *, graphs: bool = True) -> None:
+        super().__init__(program, rank)
         self._graphs = graphs
-        self._device, self._streams = device, streams
+        self._device, self._streams = program.device, None
         self._steps: dict[Any, Any] = {}
         self._given: list[Tensor] | None = None  # inputs, in a graph
         self._updated: torch.Event | None = None
         # At each layer of a forward and a backward, which parameters modules show whole.
         self.shown: list[str] = []
         self._batches: dict[int, Tensor] = {}
-        if streams is not None:
-            self.plan.streams = streams
+        if program.on_device:
+            self.plan.streams = self._streams = Streams(torch.accelerator.current_stream().device)
         self.make()
 
     # -- making
 
     def make(self) -> None:
         sharding = self.program.sharding
-        self.net = self._build(self.plan)
+        self.net = nets.build(self.program, self.plan)
         if self._device != "cpu":
             self.net.to(self._device)
             self.net.tie()
@@ -262,6 +250,10 @@ class Sharded(Script):
             self._updated.record()
         self.net.set_post_optim_event(self._updated)
         return {}
+
+    def called(self, op: Op) -> Seen:
+        """Does an operation in the stream of the caller."""
+        return self.plan.streams.call(self.program.model.caller, partial(self.do, op))
 
     def do(self, op: Op) -> Seen:
         if self._updated is not None and (

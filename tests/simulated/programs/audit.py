@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.fuzz import programs
 from tests.fuzz.programs.compare import Outcome
 from tests.fuzz.programs.program import Program
-from tests.fuzz.programs.worlds import run_simulated
+from tests.fuzz.programs.worlds import run_simulated, together
 from tests.simulated.programs.edges import Edge, watched
 
 KEPT = {
@@ -21,7 +21,7 @@ KEPT = {
 
 def run(name: str) -> Outcome:
     """Runs a kept program on virtual ranks."""
-    return run_simulated([KEPT[name].to_json()], defect="")[0]
+    return together(run_simulated(KEPT[name].to_json()))
 
 
 @cache  # one test judges the numbers, the audit the edges
