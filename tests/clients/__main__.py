@@ -13,7 +13,7 @@ import click
 import torch
 
 from benchmarks.records import RESULTS, ROOT, append, environment, read
-from tests.clients import frameworks, loops, programs, trainers  # noqa: F401
+from tests.clients import frameworks, programs, trainers  # noqa: F401
 from tests.clients.catalogue import CLIENTS, Client, alone, compared, with_sources
 from tests.support.processes import CONTEXT
 from tests.support.ranks import RankError, Ranks
@@ -99,7 +99,7 @@ def _judged(ranks: Ranks, client: Client, sources: str) -> dict[str, Any]:
 
 def written(record: Mapping[str, Any]) -> str:
     """Returns the page of a record."""
-    found = record["summary"]
+    found = {name: each for name, each in record["summary"].items() if name in CLIENTS}
     same = sum(each["verdict"] == "same bits" for each in found.values())
     lines = [
         _INTRODUCTION.format(

@@ -31,7 +31,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from tests.clients.catalogue import client
-from tests.clients.programs import shard, train
 from tests.support import tiny_models
 from tests.support.parity import Tensors
 from tests.support.under_patch import shared_folder, whole
@@ -342,7 +341,7 @@ def with_torchtune() -> tuple[nn.Module, Tensors]:
     tune.load_from_full_model_state_dict(
         model, state, torch.device("cpu"), strict=True, cpu_offload=False
     )
-    notes = train(model, partial(of_the_next_token, model))
+    notes = tiny_models.train(model, loss_of=partial(of_the_next_token, model))
     full = tune.gather_cpu_state_dict(model, True, device=torch.device("cpu"))
     return model, notes | {f"in the state: {name}": tensor for name, tensor in full.items()}
 
@@ -357,7 +356,7 @@ def with_olmo_core() -> tuple[nn.Module, Tensors]:
     model = config.build(init_device="cpu")
     model.apply_fsdp(dp_mesh=init_device_mesh("cpu", (2,)), prefetch_factor=1)
     model.init_weights(device=torch.device("cpu"), max_seq_len=32)
-    return model, train(model, partial(of_the_next_token, model))
+    return model, tiny_models.train(model, loss_of=partial(of_the_next_token, model))
 
 
 @framework("composer: FSDP2", "mosaicml")
@@ -401,7 +400,7 @@ def with_dion(name: str, **options: Any) -> tuple[nn.Module, Tensors]:
     dion = importlib.import_module("dion")
     model = tiny_models.llama()
     mesh = init_device_mesh("cpu", (2,))
-    shard(model, tiny_models.blocks(model), mesh=mesh)
+    tiny_models.sharded(model, mesh=mesh)
     matrices = [p for block in tiny_models.blocks(model) for p in block.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
     groups = [{"params": matrices}, {"params": others, "algorithm": "adamw"}]

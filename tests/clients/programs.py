@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,29 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tests.clients.catalogue import client
-from tests.support.parity import Tensors
-from tests.support.under_patch import shared_folder, whole
-
-
-def shard(model: nn.Module, units: list[nn.Module], **options: Any) -> nn.Module:
-    from torch.distributed.fsdp import fully_shard
-
-    for unit in units:
-        fully_shard(unit, **options)
-    return fully_shard(model, **options)
-
-
-def train(model: nn.Module, loss_of: Callable[[torch.Generator], Tensor]) -> Tensors:
-    optimizer, notes = torch.optim.AdamW(model.parameters(), lr=1e-2), Tensors()
-    for step in range(3):
-        loss = loss_of(torch.Generator().manual_seed(100 * step + dist.get_rank()))
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        notes |= {f"norm {step}": whole(norm), f"loss {step}": loss.detach()}
-    return notes
-
+from tests.support import tiny_models
+from tests.support.parity import Tensors, token_loss, tower
+from tests.support.under_patch import shared_folder
 
 # -- models
 
@@ -53,8 +32,6 @@ def language_model(
 ) -> tuple[nn.Module, Tensors]:
     """A model of Transformers by the name of its architecture, each block a unit."""
     import transformers as hf
-
-    from tests.support import tiny_models
 
     sizes = {**tiny_models._DECODER, "tie_word_embeddings": False, **options}
     config = hf.AutoConfig.for_model(name, **sizes)
@@ -82,8 +59,6 @@ def vit() -> tuple[nn.Module, Tensors]:
     """Images in, classes out."""
     import transformers as hf
 
-    from tests.support import tiny_models
-
     sizes = {name: tiny_models._DECODER[name] for name in ("hidden_size", "intermediate_size")}
     config = hf.ViTConfig(
         **sizes, num_hidden_layers=2, num_attention_heads=4, image_size=8, patch_size=4,
@@ -95,7 +70,7 @@ def vit() -> tuple[nn.Module, Tensors]:
         pixels = torch.randn(3, 3, 8, 8, generator=generator)
         return model(pixels, labels=torch.randint(5, (3,), generator=generator)).loss
 
-    return model, train(model, loss_of)
+    return model, tiny_models.train(model, loss_of=loss_of)
 
 
 @client("Transformers: t5", "transformers")
@@ -104,8 +79,6 @@ def t5() -> tuple[nn.Module, Tensors]:
     blocks.
     """
     import transformers as hf
-
-    from tests.support import tiny_models
 
     config = hf.T5Config(
         vocab_size=64, d_model=16, d_kv=4, d_ff=24, num_layers=2, num_heads=4,
@@ -122,24 +95,20 @@ def sharded_while_it_is_loaded() -> tuple[nn.Module, Tensors]:
     """
     import transformers
 
-    from tests.support.tiny_models import llama, train
-
     with shared_folder() as folder:
         if dist.get_rank() == 0:
-            llama().save_pretrained(folder)
+            tiny_models.llama().save_pretrained(folder)
         dist.barrier()
         plan = transformers.distributed.DistributedConfig(fsdp_size=dist.get_world_size())
         model = transformers.LlamaForCausalLM.from_pretrained(folder, distributed_config=plan)
-    return model, train(model)
+    return model, tiny_models.train(model)
 
 
 @client("Transformers: checkpointed activations", "transformers")
 def checkpointed_activations() -> tuple[nn.Module, Tensors]:
-    from tests.support.tiny_models import llama, sharded, train
-
-    model = llama()
+    model = tiny_models.llama()
     model.gradient_checkpointing_enable()
-    return sharded(model), train(model)
+    return tiny_models.sharded(model), tiny_models.train(model)
 
 
 @client("Transformers: generates between steps", "transformers")
@@ -149,12 +118,10 @@ def generates_between_steps() -> tuple[nn.Module, Tensors]:
     """
     from torch.distributed.fsdp import register_fsdp_forward_method
 
-    from tests.support.tiny_models import batch, llama, sharded, train
-
-    model = sharded(llama())
+    model = tiny_models.sharded(tiny_models.llama())
     register_fsdp_forward_method(model, "generate")
-    notes = train(model, steps=1)
-    prompt = batch(model, 7)["input_ids"]
+    notes = tiny_models.train(model, steps=1)
+    prompt = tiny_models.batch(model, 7)["input_ids"]
     notes["generated"] = model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
@@ -163,7 +130,7 @@ def generates_between_steps() -> tuple[nn.Module, Tensors]:
         synced_gpus=True,
     )
     model.reshard()  # else the next optimizer would be built over what generate has left whole
-    notes.update(train(model))
+    notes.update(tiny_models.train(model))
     return model, notes
 
 
@@ -179,13 +146,13 @@ def whisper() -> tuple[nn.Module, Tensors]:
         begin_suppress_tokens=None,
     )  # fmt: skip
     model = hf.WhisperForConditionalGeneration(config)
-    shard(model, [*model.model.encoder.layers, *model.model.decoder.layers])
+    tiny_models.sharded(model, [*model.model.encoder.layers, *model.model.decoder.layers])
 
     def loss_of(generator: torch.Generator) -> Tensor:
         sound = torch.randn(3, 8, 20, generator=generator)
         return model(sound, labels=torch.randint(3, 64, (3, 7), generator=generator)).loss
 
-    return model, train(model, loss_of)
+    return model, tiny_models.train(model, loss_of=loss_of)
 
 
 @client("Transformers: clip", "transformers", is_tested=False)
@@ -204,14 +171,16 @@ def clip() -> tuple[nn.Module, Tensors]:
     )
     # CLIP has a scalar parameter, which no engine with FSDP2's interface shards.
     model.logit_scale = nn.Parameter(model.logit_scale.detach().reshape(1))
-    shard(model, [*model.text_model.encoder.layers, *model.vision_model.encoder.layers])
+    tiny_models.sharded(
+        model, [*model.text_model.encoder.layers, *model.vision_model.encoder.layers]
+    )
 
     def loss_of(generator: torch.Generator) -> Tensor:
         images = torch.randn(3, 3, 8, 8, generator=generator)
         texts = torch.randint(3, 64, (3, 7), generator=generator)
         return model(texts, images, return_loss=True).loss.mean()
 
-    return model, train(model, loss_of)
+    return model, tiny_models.train(model, loss_of=loss_of)
 
 
 @client("diffusers: UNet2DModel", "diffusers", is_tested=False)
@@ -225,7 +194,7 @@ def diffusion() -> tuple[nn.Module, Tensors]:
         down_block_types=("DownBlock2D", "AttnDownBlock2D"),
         up_block_types=("AttnUpBlock2D", "UpBlock2D"),
     )  # fmt: skip
-    shard(model, [*model.down_blocks, model.mid_block, *model.up_blocks])
+    tiny_models.sharded(model, [*model.down_blocks, model.mid_block, *model.up_blocks])
     scheduler = diffusers.DDPMScheduler(num_train_timesteps=10)
 
     def loss_of(generator: torch.Generator) -> Tensor:
@@ -234,7 +203,7 @@ def diffusion() -> tuple[nn.Module, Tensors]:
         noisy = scheduler.add_noise(clean, noise, time)
         return (model(noisy, time).sample - noise).square().mean()
 
-    return model, train(model, loss_of)
+    return model, tiny_models.train(model, loss_of=loss_of)
 
 
 @client("x-transformers: decoder", "x-transformers", is_tested=False)
@@ -247,24 +216,24 @@ def x_transformer() -> tuple[nn.Module, Tensors]:
         attn_layers=Decoder(dim=16, depth=2, heads=2, rotary_pos_emb=True, ff_swish=True),
     )
     model = AutoregressiveWrapper(inner)
-    shard(model, [each[1] for each in inner.attn_layers.layers])
+    tiny_models.sharded(model, [each[1] for each in inner.attn_layers.layers])
 
     def loss_of(generator: torch.Generator) -> Tensor:
         return model(torch.randint(64, (3, 9), generator=generator))
 
-    return model, train(model, loss_of)
+    return model, tiny_models.train(model, loss_of=loss_of)
 
 
 @client("PyTorch: nn.Transformer", "torch")
 def torchs_transformer() -> tuple[nn.Module, Tensors]:
     model = nn.Transformer(16, 2, 2, 2, 24, batch_first=True)
-    shard(model, [*model.encoder.layers, *model.decoder.layers])
+    tiny_models.sharded(model, [*model.encoder.layers, *model.decoder.layers])
 
     def loss_of(generator: torch.Generator) -> Tensor:
         source, target = (torch.randn(3, 5, 16, generator=generator) for _ in range(2))
         return model(source, target).square().mean()
 
-    return model, train(model, loss_of)
+    return model, tiny_models.train(model, loss_of=loss_of)
 
 
 # -- optimizers
@@ -272,8 +241,6 @@ def torchs_transformer() -> tuple[nn.Module, Tensors]:
 
 def optimizer_of(package: str, name: str, **options: Any) -> tuple[nn.Module, Tensors]:
     """A Llama of Transformers with a package's optimizer."""
-    from tests.support import tiny_models
-
     model = tiny_models.sharded(tiny_models.llama())
     kind = getattr(importlib.import_module(package), name)
     optimizer = kind(model.parameters(), **{"lr": 1e-2, **options})
@@ -308,8 +275,6 @@ for _package, _names in {
 def ignite_engine() -> tuple[nn.Module, Tensors]:
     from ignite.engine import Engine
 
-    from tests.support import tiny_models
-
     model = tiny_models.sharded(tiny_models.llama())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
@@ -320,11 +285,9 @@ def ignite_engine() -> tuple[nn.Module, Tensors]:
         optimizer.step()
         return loss.detach()
 
-    losses: list[Tensor] = []
     trainer = Engine(step)
     trainer.run([tiny_models.batch(model, index) for index in range(3)], max_epochs=1)
-    losses.append(trainer.state.output)
-    return model, {"losses": torch.stack(losses)}
+    return model, {"the last loss": trainer.state.output}
 
 
 @client("PyTorch: DCP in between", "torch")
@@ -332,8 +295,6 @@ def dcp_in_between() -> tuple[nn.Module, Tensors]:
     """Torch's distributed checkpoint of model and optimizer, into a model that begins anew."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-
-    from tests.support import tiny_models
 
     def built() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = tiny_models.sharded(tiny_models.llama())
@@ -352,3 +313,25 @@ def dcp_in_between() -> tuple[nn.Module, Tensors]:
             again, other, model_state_dict=read["model"], optim_state_dict=read["optimizer"]
         )
     return again, tiny_models.train(again)
+
+
+@client("PyTorch: hooks on activations", "torch")
+def hooks_on_activations() -> tuple[nn.Module, Tensors]:
+    """Full backward hooks on blocks, and a tensor hook that scales a gradient on its way."""
+    model, seen = tower(), []
+
+    def note(module: nn.Module, grad_input: Any, grad_output: tuple[Tensor, ...]) -> None:
+        seen.append(grad_output[0].norm())
+
+    def halve(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        output.register_hook(lambda grad: 0.5 * grad)
+
+    tiny_models.sharded(model, model.layers)
+    model.layers[1].register_full_backward_hook(note)
+    model.layers[0].register_forward_hook(halve)
+
+    def loss_of(generator: torch.Generator) -> Tensor:
+        return token_loss(model, torch.randint(13, (2, 3, 5), generator=generator).unbind())
+
+    notes = tiny_models.train(model, loss_of=loss_of)
+    return model, {**notes, "norms": torch.stack(seen)}

@@ -59,7 +59,6 @@ def test_the_page_is_made_of_a_record_in_which_nearly_all_end_in_the_same_bits()
     *_, record = read(RECORDS)
     assert PAGE.read_text(encoding="utf-8") == written(record)
     verdicts = {name: each["verdict"] for name, each in record["summary"].items()}
-    assert len(verdicts) >= 40
-    assert verdicts.keys() <= CLIENTS.keys()
+    assert len(verdicts.keys() & CLIENTS.keys()) >= 40
     others = {name for name, verdict in verdicts.items() if verdict != "same bits"}
     assert others == {"Accelerate: bf16"}, "which rounds sums to bfloat16 with FSDP2"

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.clients.catalogue import client
+from tests.support import tiny_models
 from tests.support.accelerated import accelerated, cpus_as_accelerators, train
 from tests.support.parity import ROWS, Tensors, float64, stack, token_loss, tower
 from tests.support.under_patch import shared_folder
@@ -29,11 +30,9 @@ def with_the_plugin(
     """Also asks for the full state dict, and loads what it saved over parameters that were set to
     zero.
     """
-    from tests.support.tiny_models import llama
-
     with cpus_as_accelerators(), shared_folder() as folder:
         accelerator, model, optimizer, batches = accelerated(
-            llama(tied=tied),
+            tiny_models.llama(tied=tied),
             cpu_ram_efficient_loading=efficient_loading,
             state_dict_type="FULL_STATE_DICT",
         )
@@ -58,8 +57,6 @@ def with_the_plugin_in_float64(**options: Any) -> tuple[nn.Module, Tensors]:
 @client("Accelerate: bf16, sums in fp32", "accelerate", "transformers", reduce_dtype=torch.float32)
 def in_mixed_precision(reduce_dtype: torch.dtype | None) -> tuple[nn.Module, Tensors]:
     """Accelerate's own policy, all in bfloat16, or one that reduces in another dtype."""
-    from tests.support.tiny_models import llama
-
     policy = {
         "param_dtype": torch.bfloat16,
         "reduce_dtype": reduce_dtype,
@@ -67,7 +64,7 @@ def in_mixed_precision(reduce_dtype: torch.dtype | None) -> tuple[nn.Module, Ten
     }
     options = {} if reduce_dtype is None else {"mixed_precision_policy": policy}
     with cpus_as_accelerators():
-        accelerator, *prepared = accelerated(llama(), mixed_precision="bf16", **options)
+        accelerator, *prepared = accelerated(tiny_models.llama(), mixed_precision="bf16", **options)
         notes = train(accelerator, *prepared)
         model = prepared[0]
     assert {param.dtype for param in model.parameters()} == {torch.float32}
@@ -77,8 +74,6 @@ def in_mixed_precision(reduce_dtype: torch.dtype | None) -> tuple[nn.Module, Ten
 @client("Transformers: Trainer", "accelerate", "transformers")
 def with_the_trainer() -> tuple[nn.Module, Tensors]:
     import transformers
-
-    from tests.support.tiny_models import Sentences, llama
 
     with cpus_as_accelerators(), shared_folder() as folder:
         arguments = transformers.TrainingArguments(
@@ -96,7 +91,9 @@ def with_the_trainer() -> tuple[nn.Module, Tensors]:
             disable_tqdm=True,
             dataloader_pin_memory=False,
         )
-        trainer = transformers.Trainer(model=llama(), args=arguments, train_dataset=Sentences())
+        trainer = transformers.Trainer(
+            model=tiny_models.llama(), args=arguments, train_dataset=tiny_models.Sentences()
+        )
         trainer.train()
         log = [row for row in trainer.state.log_history if "loss" in row]
         notes = {
@@ -114,26 +111,17 @@ def adapted(dtype: torch.dtype) -> nn.Module:
     """A Llama in `dtype` with adapters, which PEFT makes float32 where the base is narrower."""
     import peft
 
-    from tests.support.tiny_models import llama
-
-    targets = ["q_proj", "v_proj"]
-    return peft.get_peft_model(
-        llama().to(dtype), peft.LoraConfig(r=2, target_modules=targets, task_type="CAUSAL_LM")
-    )
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    return peft.get_peft_model(tiny_models.llama().to(dtype), config)
 
 
 @client("PEFT: LoRA, float32", "peft", "transformers", dtype=torch.float32)
 @client("PEFT: LoRA, bfloat16", "peft", "transformers", dtype=torch.bfloat16)
 def with_adapters(dtype: torch.dtype) -> tuple[nn.Module, Tensors]:
     """Frozen and trainable parameters of both dtypes in each unit."""
-    from torch.distributed.fsdp import fully_shard
-
-    from tests.support import tiny_models
-
     model = adapted(dtype)
-    for block in tiny_models.blocks(model.get_base_model()):
-        fully_shard(block)
-    return fully_shard(model), tiny_models.train(model)
+    tiny_models.sharded(model, tiny_models.blocks(model.get_base_model()))
+    return model, tiny_models.train(model)
 
 
 @client("PEFT: LoRA through Accelerate", "peft", "accelerate", "transformers")
@@ -150,7 +138,6 @@ def through_accelerate() -> tuple[nn.Module, Tensors]:
 def with_lightnings_trainer() -> tuple[nn.Module, Tensors]:
     import lightning as pl
     from lightning.pytorch.strategies import ModelParallelStrategy
-    from torch.distributed.fsdp import fully_shard
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:
@@ -162,9 +149,7 @@ def with_lightnings_trainer() -> tuple[nn.Module, Tensors]:
                 return
             self.tower = tower()
             mesh = self.device_mesh["data_parallel"]
-            for layer in self.tower.layers:
-                fully_shard(layer, mesh=mesh)
-            fully_shard(self.tower, mesh=mesh)
+            tiny_models.sharded(self.tower, self.tower.layers, mesh=mesh)
 
         def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
             loss = token_loss(self.tower, batch)
@@ -219,16 +204,13 @@ def loader() -> Any:
 @client("torchao: gathered in float8", "torchao", gathers_float8=True)
 def float8_layers(*, gathers_float8: bool) -> tuple[nn.Module, Tensors]:
     """`gathers_float8` makes weights a tensor subclass with FSDP2's hooks around the all-gather."""
-    from torch.distributed.fsdp import fully_shard
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     width = 32  # float8 layers want multiples of 16
     model = stack(width, 2 * width, width).bfloat16()
     config = Float8LinearConfig(emulate=True, enable_fsdp_float8_all_gather=gathers_float8)
     convert_to_float8_training(model, config=config)
-    for layer in (model[0], model[2]):
-        fully_shard(layer)
-    fully_shard(model)
+    tiny_models.sharded(model, [model[0], model[2]])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     notes: Tensors = {}
     for step in range(3):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -42,26 +43,18 @@ def nothing(model: nn.Module) -> None:
     """Leaves a model as it is."""
 
 
-def narrow_matrices(model: nn.Module) -> None:
-    """Keeps gradients of matrices in 16 bits."""
+def with_grad_dtype(
+    dtype: torch.dtype | None, model: nn.Module, *, only_matrices: bool = False
+) -> None:
     for param in model.parameters():
-        if param.ndim > 1:
-            param.grad_dtype = BF16
+        if param.ndim > 1 or not only_matrices:
+            param.grad_dtype = dtype
 
 
-def all_narrow(model: nn.Module) -> None:
-    for param in model.parameters():
-        param.grad_dtype = BF16
-
-
-def all_wide(model: nn.Module) -> None:
-    for param in model.parameters():
-        param.grad_dtype = FP32
-
-
-def any_dtype(model: nn.Module) -> None:
-    for param in model.parameters():
-        param.grad_dtype = None
+narrow = partial(with_grad_dtype, BF16)
+wide = partial(with_grad_dtype, FP32)
+any_dtype = partial(with_grad_dtype, None)
+narrow_matrices = partial(narrow, only_matrices=True)
 
 
 def train_tower(
@@ -127,7 +120,7 @@ def test_gradients_of_several_dtypes_in_one_unit_are_reduced_in_one_that_holds_a
 
 
 @from_2_15
-@pytest.mark.parametrize("prepare", [all_narrow, all_wide])
+@pytest.mark.parametrize("prepare", [narrow, wide], ids=["narrow", "wide"])
 def test_gradients_have_the_dtype_that_their_parameter_asks_for(
     two_ranks: Ranks, prepare: Prepare
 ) -> None:
@@ -236,7 +229,7 @@ def test_dtypes_that_cannot_be_followed_are_refused_by_name() -> None:
     with pytest.raises(UnsupportedParameterError, match=r"0\.weight has grad_dtype=None"):
         shardgrad.fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
     model = shardgrad.fully_shard(stack(4, 4))
-    all_narrow(model)
+    narrow(model)
     with pytest.raises(
         UnsupportedParameterError, match=r"grad_dtype of parameter 0\.weight was set after"
     ):

@@ -32,7 +32,7 @@ from tests.support.parity import (
     float64,
     stack,
 )
-from tests.support.ranks import Ranks, on_ranks
+from tests.support.ranks import on_ranks
 
 SCHEDULES = (
     "GPipe",
@@ -46,7 +46,6 @@ SCHEDULES = (
 ONE_STAGE_A_RANK = ("GPipe", "1F1B")
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 
-STAGES = 4  # of the model; schedules with one stage a rank take two at once
 MICRO_BATCHES = 4
 ROWS = 2  # of a micro-batch on a rank
 WIDTH = 6
@@ -103,9 +102,9 @@ def optimizer(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 # -- the oracle
 
 
-def train_unsharded(case: Case) -> Tensors:
+def train_unsharded(schedule: str, case: Case) -> Tensors:
     """Trains the whole model in plain torch on the batches of all data-parallel ranks."""
-    model = nn.Sequential(*(part(index) for index in range(STAGES)))
+    model = nn.Sequential(*(part(index) for index in range(stages_of(schedule))))
     optim = optimizer(model.parameters())
     found: Tensors = {}
     for step in range(STEPS):
@@ -137,11 +136,16 @@ def train_unsharded(case: Case) -> Tensors:
 # -- the pipeline
 
 
-def indices_of(schedule: str, rank: int) -> tuple[int, ...]:
+def stages_of(schedule: str) -> int:
+    """Returns of how many stages, which are the parts of the model, two pipeline ranks train it."""
+    return 2 if schedule in ONE_STAGE_A_RANK else 4
+
+
+def indices_of(schedule: str, rank: int) -> list[int]:
     """Returns the parts of the model that a pipeline rank trains."""
-    if schedule in ONE_STAGE_A_RANK:
-        return 2 * rank, 2 * rank + 1  # in one stage
-    return (rank, STAGES - 1 - rank) if schedule in V_SHAPED else (rank, rank + 2)
+    if schedule in V_SHAPED:
+        return [rank, 3 - rank]
+    return list(range(rank, stages_of(schedule), 2))
 
 
 def clip(params: Sequence[nn.Parameter], max_norm: float) -> Tensor:
@@ -160,14 +164,9 @@ def train(engine: Engine, schedule: str, case: Case) -> Tensors:
     have.
     """
     mesh = grid()
-    rank, replica, group = (
-        mesh.get_local_rank("pp"),
-        mesh.get_local_rank("dp"),
-        mesh.get_group("pp"),
-    )
+    rank, replica = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
     indices = indices_of(schedule, rank)
     parts = [part(index) for index in indices]
-    modules = [nn.Sequential(*parts)] if schedule in ONE_STAGE_A_RANK else parts
     options = {
         "mesh": mesh["dp"],
         "mp_policy": case.policy,
@@ -175,22 +174,20 @@ def train(engine: Engine, schedule: str, case: Case) -> Tensors:
     }
     for module in parts:
         engine.fully_shard(module[0], **options)
-    for module in modules:
         engine.fully_shard(module, **options)
-    numbers = [rank] if schedule in ONE_STAGE_A_RANK else indices
-    count = 2 if schedule in ONE_STAGE_A_RANK else STAGES
+    count, group = stages_of(schedule), mesh.get_group("pp")
     stages: list[Any] = [
-        PipelineStage(module, number, count, torch.device("cpu"), group=group)
-        for module, number in zip(modules, numbers, strict=True)
+        PipelineStage(module, index, count, torch.device("cpu"), group=group)
+        for module, index in zip(parts, indices, strict=True)
     ]
     make: Any = schedules.get_schedule_class(schedule)
     runner = make(
-        stages[0] if schedule in ONE_STAGE_A_RANK else stages,
+        stages[0] if len(stages) == 1 else stages,
         MICRO_BATCHES,
         loss_fn=F.mse_loss,
         scale_grads=case.scale_grads,
     )
-    params = [param for module in modules for param in module.parameters()]
+    params = [param for module in parts for param in module.parameters()]
     optim = optimizer(params)
     found: Tensors = {}
     for step in range(STEPS):
@@ -218,49 +215,29 @@ def train(engine: Engine, schedule: str, case: Case) -> Tensors:
     return found
 
 
-def assert_trains_the_model(schedule: str, case: Case) -> None:
-    with float64():
-        ours, whole = train(SHARDGRAD, schedule, case), train_unsharded(case)
-    rank, replica = grid().get_local_rank("pp"), grid().get_local_rank("dp")
-    mine = {str(index) for index in indices_of(schedule, rank)}
-    if str(STAGES - 1) in mine:
-        mine |= {f"loss {step}.{replica}" for step in range(STEPS)}
-    theirs = {
-        name: right
-        for name, right in whole.items()
-        if name.startswith("norm") or any(name.startswith(f"{prefix}.") for prefix in mine)
-    }
-    names = sorted(theirs)
-    assert sorted(ours) == names
-    tolerance = TOLERANCE_IN_32_BITS if case.in_32_bits else TOLERANCE
-    assert_close(
-        {name: ours[name] for name in names},
-        {name: theirs[name] for name in names},
-        tolerance=tolerance,
-    )
-
-
-def all_train_the_model(schedule: str, cases: Sequence[Case]) -> None:
-    for case in cases:
-        try:
-            assert_trains_the_model(schedule, case)
-        except Exception as error:
-            raise AssertionError(f"{schedule} with {case}") from error
-
-
 EVERYTHING = Case(scale_grads=False, reshard_after_forward=True, in_32_bits=True, max_norm=0.5)
 BOTH = (True, False)
 COMBINATIONS = [Case(*settings) for settings in itertools.product(BOTH, BOTH, BOTH, (None, 0.5))]
 
 
 @pytest.mark.parametrize(
-    "cases", [[Case(), EVERYTHING], pytest.param(COMBINATIONS, marks=pytest.mark.long)], ids=len
+    "case",
+    [Case(), EVERYTHING, *(pytest.param(case, marks=pytest.mark.long) for case in COMBINATIONS)],
+    ids=str,
 )
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_schedule_trains_the_unsharded_model(
-    four_ranks: Ranks, schedule: str, cases: list[Case]
-) -> None:
-    four_ranks.run(all_train_the_model, schedule, cases, timeout_s=300)
+@on_ranks(4)
+def test_a_schedule_trains_the_unsharded_model(schedule: str, case: Case) -> None:
+    with float64():
+        ours, whole = train(SHARDGRAD, schedule, case), train_unsharded(schedule, case)
+    rank, replica = grid().get_local_rank("pp"), grid().get_local_rank("dp")
+    mine = [f"{index}." for index in indices_of(schedule, rank)]
+    if f"{stages_of(schedule) - 1}." in mine:
+        mine += [f"loss {step}.{replica}." for step in range(STEPS)]
+    theirs = {name: whole[name] for name in whole if name.startswith(("norm", *mine))}
+    tolerance = TOLERANCE_IN_32_BITS if case.in_32_bits else TOLERANCE
+    assert_close({name: ours[name] for name in theirs}, theirs, tolerance=tolerance)
+    assert len(ours) == len(theirs)
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])

@@ -101,6 +101,21 @@ def test_registering_a_method_of_a_plain_module_does_nothing() -> None:
         shardgrad.register_fsdp_forward_method(model, "nothing_of_the_kind")
 
 
+class Scorer(nn.Linear):
+    def score(self, x: Tensor) -> Tensor:
+        return x @ self.weight.t()
+
+
+@on_ranks(2)
+@as_unsharded
+def test_a_registered_method_reads_whole_parameters(engine: Engine) -> Tensors:
+    torch.manual_seed(0)
+    model = engine.fully_shard(Scorer(5, 3))
+    shardgrad.register_fsdp_forward_method(model, "score")
+    model.score(engine.inputs(0, 5)).square().mean().backward()
+    return engine.snapshot(model)
+
+
 @on_ranks(2)
 @as_under_fsdp2
 def test_a_forward_without_inputs_uses_parameters_directly(engine: Engine) -> Tensors:

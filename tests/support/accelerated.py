@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.support import tiny_models
 from tests.support.parity import Tensors
-from tests.support.under_patch import (
-    whole,
-)
+from tests.support.under_patch import whole
 
 
 @contextmanager
@@ -46,8 +45,6 @@ def accelerated(
     """Prepares a model, its optimizer and data as Accelerate's documentation does."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
-    from tests.support.tiny_models import Sentences
-
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
@@ -58,7 +55,7 @@ def accelerated(
         fsdp_plugin=plugin, gradient_accumulation_steps=2, mixed_precision=mixed_precision
     )
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    batches = torch.utils.data.DataLoader(Sentences(), batch_size=2)
+    batches = torch.utils.data.DataLoader(tiny_models.Sentences(), batch_size=2)
     return accelerator, *accelerator.prepare(model, optimizer, batches)
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers as hf
 from torch import Tensor, nn
 
 from tests.support.parity import Tensors
@@ -30,6 +29,8 @@ _DECODER = {
 
 
 def llama(*, tied: bool = False, **options: Any) -> nn.Module:
+    import transformers as hf
+
     config = hf.LlamaConfig(**{**_DECODER, "tie_word_embeddings": tied, **options})
     return hf.LlamaForCausalLM(config)
 
@@ -40,10 +41,13 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
+def generator_of(step: int) -> torch.Generator:
+    return torch.Generator().manual_seed(100 * step + dist.get_rank())
+
+
 def batch(model: nn.Module, step: int) -> dict[str, Tensor]:
     """Returns this rank's inputs and labels of a step."""
-    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-    tokens = torch.randint(3, VOCABULARY, (ROWS, 7), generator=generator)
+    tokens = torch.randint(3, VOCABULARY, (ROWS, 7), generator=generator_of(step))
     return {"input_ids": tokens, "labels": tokens}
 
 
@@ -58,12 +62,16 @@ class Sentences(torch.utils.data.Dataset[dict[str, Tensor]]):
         return {"input_ids": tokens, "labels": tokens}
 
 
-def sharded(model: nn.Module, **options: Any) -> nn.Module:
-    """Shards each block, and the rest, with what is torch's `fully_shard` at this moment."""
+def sharded(
+    model: nn.Module, units: Iterable[nn.Module] | None = None, **options: Any
+) -> nn.Module:
+    """Shards each unit, by default each block, and the rest, with what is torch's `fully_shard` at
+    this moment.
+    """
     from torch.distributed.fsdp import fully_shard
 
-    for block in blocks(model):
-        fully_shard(block, **options)
+    for unit in blocks(model) if units is None else units:
+        fully_shard(unit, **options)
     return fully_shard(model, **options)
 
 
@@ -72,14 +80,24 @@ def train(
     optimizer: torch.optim.Optimizer | None = None,
     clip: Callable[..., Any] = torch.nn.utils.clip_grad_norm_,
     *,
+    loss_of: Callable[[torch.Generator], Tensor] | None = None,
     first: int = 0,
     steps: int = 2,
 ) -> Tensors:
-    """The loop of a tutorial; returns its losses and gradient norms."""
+    """The loop of a tutorial; returns its losses and gradient norms.
+
+    Args:
+        model: a sharded one.
+        optimizer: by default AdamW.
+        clip: called with parameters and the largest norm.
+        loss_of: a random batch of this rank; by default that of a language model.
+        first: the number of the first step.
+        steps: how many.
+    """
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
     notes: Tensors = {}
     for step in range(first, first + steps):
-        loss = model(**batch(model, step)).loss
+        loss = loss_of(generator_of(step)) if loss_of else model(**batch(model, step)).loss
         loss.backward()
         norm = clip(model.parameters(), 1.0)
         notes[f"norm of step {step}"] = whole(
