@@ -8,7 +8,6 @@ import re
 import warnings
 from collections.abc import Callable
 from itertools import chain
-from typing import Any
 
 import pytest
 import torch
@@ -16,25 +15,25 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import shardgrad
-from tests.support.parity import SHARDGRAD, WIDTH, Engine
+from tests.support.parity import SHARDGRAD, WIDTH
 from tests.support.ranks import on_ranks
 
 Parts = tuple[nn.Module, nn.Module]
 
 
-def parts(engine: Engine = SHARDGRAD, **options: Any) -> Parts:
+def parts() -> Parts:
     torch.manual_seed(0)
     model, head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)
-    engine.fully_shard(model, **options)
+    shardgrad.fully_shard(model)
     return model, head
 
 
-def steps(modules: Parts, optimizer: torch.optim.Optimizer, count: int = 3) -> list[str]:
+def steps(modules: Parts, optimizer: torch.optim.Optimizer) -> list[str]:
     """Returns the warnings of some steps, each behind the file and line that it names."""
     model, head = modules
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for step in range(count):
+        for step in range(3):
             head(model(SHARDGRAD.inputs(step, WIDTH))).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -15,13 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import shardgrad
 from shardgrad.errors import ParticipationError
-from tests.support.parity import SHARDGRAD, Route
+from tests.support.parity import SHARDGRAD, route
 from tests.support.ranks import on_ranks
-
-
-def layers() -> Route:
-    torch.manual_seed(0)
-    return Route(nn.Sequential(*(nn.Linear(5, 5, bias=False) for _ in range(3))))
 
 
 def batch_of(rank: int, step: int = 0) -> Tensor:
@@ -30,7 +25,7 @@ def batch_of(rank: int, step: int = 0) -> Tensor:
 
 @on_ranks(2)
 def test_a_first_forward_with_different_units_on_ranks_leaves_later_ones_alone() -> None:
-    whole, model = layers(), layers()
+    whole, model = route(5, 3), route(5, 3)
     SHARDGRAD.shard(*model.layers, model)
     x = batch_of(dist.get_rank())
     with shardgrad.participate(model):
@@ -83,9 +78,9 @@ def test_ranks_that_run_different_units_get_the_mean_with_zeros_under_participat
         with shardgrad.participate(model):
             if mine is not None:
                 model(batch_of(dist.get_rank(), step), mine).backward()
-        for rank, route in enumerate(routes):
-            if route is not None:
-                (whole(batch_of(rank, step), route) / dist.get_world_size()).backward()
+        for rank, way in enumerate(routes):
+            if way is not None:
+                (whole(batch_of(rank, step), way) / dist.get_world_size()).backward()
         for (name, ours), theirs in zip(model.named_parameters(), whole.parameters(), strict=True):
             assert (ours.grad is None) == (theirs.grad is None), f"step {step}: {name}"
             if theirs.grad is not None:

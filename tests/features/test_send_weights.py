@@ -114,8 +114,7 @@ def train_and_send(
     trainers: int = 2,
     mesh: str = "fsdp",
     dtype: torch.dtype | None = None,
-    placed: int = 0,
-    steps: int = 2,
+    by_columns: bool = False,
 ) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     receivers = list(range(trainers, size))
@@ -128,7 +127,7 @@ def train_and_send(
             for name, t in wanted.items()
         }
         addresses = {name: t.data_ptr() for name, t in tensors.items()}
-        for _ in range(steps):
+        for _ in range(2):
             with counting_sent() as said:
                 shardgrad.receive_weights(tensors, plan)
             senders = {m.sender for m in plan.messages if m.receiver == rank}
@@ -141,7 +140,9 @@ def train_and_send(
         assert sum(received) == own  # and no byte twice
         return
     model = layer()
-    options = {"shard_placement_fn": lambda p: Shard(1) if p.ndim == 2 else None} if placed else {}
+    options = (
+        {"shard_placement_fn": lambda p: Shard(1) if p.ndim == 2 else None} if by_columns else {}
+    )
     shardgrad.fully_shard(model, mesh=devices, **options)
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=0.1)
     table = shardgrad.export_table(model)
@@ -150,14 +151,14 @@ def train_and_send(
     assert mine
     columns = sum(m.nbytes for m in mine if m.name == "o_proj.weight")
     columns *= len(receivers) > 1  # else it is cut by nobody
-    for step in range(steps):
+    for step in range(2):
         model(torch.full((2, HIDDEN), 1.0 + step)).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
         with Copies() as copies, counting_sent() as sent:
             shardgrad.send_weights(model, plan)
         assert sum(sent) == sum(m.nbytes for m in mine)
-        if dtype is None and not placed:
+        if dtype is None and not by_columns:
             assert copies.nbytes == columns  # rows are sent from where they are
         from_rank_0({name: param.full_tensor() for name, param in model.named_parameters()})
 
@@ -168,7 +169,7 @@ def test_a_tensor_parallel_receiver_gets_its_own_pieces(four_ranks: Ranks, train
 
 
 @pytest.mark.parametrize(
-    "options", [{"mesh": "hsdp"}, {"dtype": torch.bfloat16}, {"placed": 1}], ids=str
+    "options", [{"mesh": "hsdp"}, {"dtype": torch.bfloat16}, {"by_columns": True}], ids=str
 )
 def test_replicas_other_dtypes_and_columns_are_sent_too(
     four_ranks: Ranks, options: dict[str, Any]

@@ -60,8 +60,8 @@ class Group:
     def unsharded_numel(self) -> int:
         return self.lead + sum(row[0] + self.gap for row in self.rows) + self.tail
 
-    def slot(self, dtype: torch.dtype, fill: float = UNTOUCHED) -> Tensor:
-        return torch.full((self.world_size * self.chunk_numel,), fill, dtype=dtype)
+    def slot(self, dtype: torch.dtype) -> Tensor:
+        return torch.full((self.world_size * self.chunk_numel,), UNTOUCHED, dtype=dtype)
 
     def pieces(self, whole: Tensor) -> list[Tensor]:
         """One flat tensor per rank, cut as `torch.chunk` cuts; ranks past the last chunk get

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardgrad
-from tests.support.parity import SHARDGRAD, UNSHARDED, Route
+from tests.support.parity import SHARDGRAD, UNSHARDED, route
 from tests.support.ranks import on_ranks
 
 OPERATIONS = ("backward", "clip", "assign", "hide", "poison", "step", "zero")
@@ -21,13 +21,6 @@ OPERATIONS += ("clip", "poison", "step")  # twice as often
 PROGRAMS, LENGTH, LR = 60, 14, 0.1
 RANKS, WIDTH = 2, 4
 LAYERS, ROOT = 4, {2, 3}  # layers, and those that are not units of their own
-
-
-def layers() -> Route:
-    torch.manual_seed(0)
-    return Route(
-        nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
-    ).double()
 
 
 def mine(whole: Tensor) -> Tensor:
@@ -45,7 +38,8 @@ class Both:
     """
 
     def __init__(self, rng: random.Random) -> None:
-        self.rng, self.ours, self.plain = rng, layers(), layers()
+        self.rng = rng
+        self.ours, self.plain = (route(WIDTH, LAYERS).double() for _ in range(2))
         SHARDGRAD.shard(self.ours.layers[0], self.ours.layers[1], self.ours)
         self.params, self.right = list(self.ours.parameters()), list(self.plain.parameters())
         owners = [rng.randrange(2) for _ in self.params[:-2]] + [0, 1]

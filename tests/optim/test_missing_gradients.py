@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import shardgrad
 from tests.support.muon import TIGHT, exactly, muon
@@ -17,9 +16,9 @@ from tests.support.parity import (
     SHARDGRAD,
     UNSHARDED,
     Engine,
-    Route,
     Tensors,
     assert_close,
+    route,
     stack,
 )
 from tests.support.ranks import on_ranks
@@ -32,11 +31,6 @@ def adamw(engine: Engine, params: Any, **options: Any) -> torch.optim.Optimizer:
 
 
 EACH = pytest.mark.parametrize("make", [adamw, muon])
-
-
-def layers() -> Route:
-    torch.manual_seed(0)
-    return Route(nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3))))
 
 
 def train_with_gaps(engine: Engine, make: Make) -> Tensors:
@@ -61,7 +55,7 @@ def train_with_gaps(engine: Engine, make: Make) -> Tensors:
 
 def train_with_units_that_rest(engine: Engine, make: Make) -> Tensors:
     """Whole units have no gradient in some steps, one is frozen: waves are put together anew."""
-    model = layers().to(torch.float64)
+    model = route(4, 3).to(torch.float64)
     engine.shard(*model.layers, model)
     optim = make(engine, model.parameters(), lr=0.05)
     for step, used in enumerate([(0,), (0, 1), (1, 2), (0, 1, 2), (2,), (0, 1)]):
@@ -88,7 +82,7 @@ def test_a_gradient_that_is_none_or_assigned_counts_as_it_does_in_torch(
 @EACH
 @on_ranks(2)
 def test_the_none_rule_is_that_of_all_ranks_together(make: Make) -> None:
-    model = layers()
+    model = route(4, 3)
     before = [layer.weight.detach().clone() for layer in model.layers]
     shardgrad.fully_shard(model)
     optim = make(SHARDGRAD, model.parameters(), lr=0.1, weight_decay=0.5)

@@ -26,8 +26,8 @@ from tests.support.parity import stack, unchanged
 CPU = torch.device("cpu")
 
 
-def mirror(optim: torch.optim.Optimizer, group: int = 0) -> list[float]:
-    return optim.param_groups[group].on(CPU).tolist()
+def mirror(optim: torch.optim.Optimizer) -> list[float]:
+    return optim.param_groups[0].on(CPU).tolist()
 
 
 @pytest.mark.parametrize("transposes_grad", [False, True])

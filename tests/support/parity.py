@@ -83,6 +83,11 @@ class Route(nn.Module):
         return x
 
 
+def route(width: int, layers: int) -> Route:
+    torch.manual_seed(0)
+    return Route(nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers))))
+
+
 class ManySmall(nn.Module):
     """Forty parameters of one to forty elements around one embedding."""
 
