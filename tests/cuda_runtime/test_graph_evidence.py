@@ -38,18 +38,26 @@ def with_replicas() -> dict[str, Any]:
     return {"mesh": init_device_mesh("cuda", (2, 1), mesh_dim_names=("replicate", "shard"))}
 
 
-def captured(options: Options) -> tuple[list[int], list[str], list[list[str]]]:
-    """Captures a step; returns the sizes of its graph, what is wrong with it, and what shares
-    memory without an order once a collective has no edges.
-    """
+def with_communicators() -> dict[str, Any]:
+    """Each unit has its own."""
+    return {"mesh": DeviceMesh.from_group(dist.new_group([0, 1]), "cuda")}
+
+
+def step_on_a_device(options: Options) -> Any:
     torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(UNITS)]
     model = nn.Sequential(*layers).cuda()
     for unit in (*model, model):
         shardgrad.fully_shard(unit, **options())
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
-    step = shardgrad.graphed_step(model, optimizer)(step_of(model, optimizer, 1.0))
+    return shardgrad.graphed_step(model, optimizer)(step_of(model, optimizer, 1.0))
 
+
+def captured(options: Options) -> tuple[list[int], list[str], list[list[str]]]:
+    """Captures a step; returns the sizes of its graph, what is wrong with it, and what shares
+    memory without an order once a collective has no edges.
+    """
+    step = step_on_a_device(options)
     x = torch.randn(4, 64, device="cuda")
     for _ in range(6):
         step(x)
@@ -88,14 +96,7 @@ def captured_on_two_communicators() -> tuple[str, list[str], list[str]]:
     """Returns why a step is refused, and what its graph shows where NCCL orders launches, with and
     without the edges between collectives.
     """
-    torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
-    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(UNITS))).cuda()
-    for unit in (*model, model):
-        group = dist.new_group([0, 1])
-        shardgrad.fully_shard(unit, mesh=DeviceMesh.from_group(group, "cuda"))
-    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
-    step = shardgrad.graphed_step(model, optimizer)(step_of(model, optimizer))
-
+    step = step_on_a_device(with_communicators)
     x = torch.randn(4, 64, device="cuda")
     for _ in range(3):
         step(x)

@@ -483,19 +483,10 @@ def batch_of_before(graphed: Any, device: torch.device) -> Values:
     return called(train_step, ROWS)
 
 
-class Averaged(nn.Module):
-    """A cumulative average of its inputs; torch divides by a count that it reads on the host."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH, momentum=None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.as_tensor(self.norm(self.layer(x)))
-
-
 def cumulative_average(graphed: Any, device: torch.device) -> Values:
-    model = nn.Sequential(*(Averaged() for _ in range(3)))
+    """torch divides by a count that it reads on the host."""
+    norms = (nn.BatchNorm1d(WIDTH, momentum=None) for _ in range(3))
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), norm) for norm in norms))
     model = sharded(model, device, model)  # the next unit is gathered already
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
     return called(graphed(model, optimizer)(step_of(model, optimizer)), ROWS, WIDTH)
@@ -633,8 +624,7 @@ REFUSED = {
     ),
     "a module that counts on the host": (
         cumulative_average,
-        r"a call reads a device value on the host[\s\S]*module 0\.norm, [\s\S]*"
-        r" in forward: return torch\.as_",
+        r"a call reads a device value on the host[\s\S]*module 0\.1, [\s\S]*in step: loss = model",
     ),
     "a count on the host": (
         count_on_the_host,

@@ -95,8 +95,7 @@ def test_a_tensor_that_is_marked_static_may_be_the_only_argument(graphed: Graphe
 @same_bits_as_eager(1)
 def test_a_batch_of_the_host_is_read_after_it_has_arrived(graphed: Graphed) -> Values:
     model = build()
-    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=0.01)
-    step = training_step(graphed, model, optimizer)
+    step = training_step(graphed, model)
     for number in range(5):
         sent = batch(number)
         # A graphed step sends it, the eager one is given it on the device.
@@ -142,9 +141,8 @@ def test_shapes_can_be_bucketed() -> None:
 @same_bits_as_eager(1)
 def test_a_step_that_reads_on_the_host_goes_on_eagerly_and_says_so(graphed: Graphed) -> Values:
     model = build()
-    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
     model.register_forward_hook(lambda module, args, output: output * output.sum().item())
-    step = training_step(graphed, model, optimizer, on_uncapturable="eager")
+    step = training_step(graphed, model, on_uncapturable="eager")
     for number in range(7):
         if number == 3 and graphed is not eager:
             with pytest.warns(shardgrad.UncapturableStepWarning, match="runs eagerly") as caught:
@@ -161,14 +159,13 @@ def test_a_step_that_reads_on_the_host_goes_on_eagerly_and_says_so(graphed: Grap
 def capture_fails_on_rank_1(policy: str) -> str:
     """Returns what the call ended with that rank 1 cannot capture."""
     model = build()
-    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
 
     def fail(module: nn.Module, args: tuple[Tensor, ...]) -> None:
         if dist.get_rank() == 1 and is_capturing(args[0].device):
             raise OnPurposeError
 
     model.register_forward_pre_hook(fail)
-    step = training_step(shardgrad.graphed_step, model, optimizer, on_uncapturable=policy)
+    step = training_step(shardgrad.graphed_step, model, on_uncapturable=policy)
     for number in range(3):
         step(batch(number))
     before = weights(model)
@@ -226,7 +223,6 @@ def failure_in_the_step(
     was. Its own exceptions pass through, but for what torch raises as well.
     """
     model = build()
-    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
     fails = False
 
     def fail_in_backward(module: nn.Module, args: Any, out: Tensor) -> None:
@@ -238,7 +234,7 @@ def failure_in_the_step(
             model.set_post_optim_event(event)
 
     (model[0] if half_way else model).register_forward_hook(fail_in_backward)
-    step = training_step(graphed, model, optimizer)
+    step = training_step(graphed, model)
     for number in range(8):
         if number == 3 and graphed is not eager:
             fails, random = True, torch.get_device_module(NAME).get_rng_state()
@@ -541,8 +537,7 @@ def test_the_function_runs_for_two_captures_and_for_no_later_call() -> None:
 def test_a_region_that_saves_the_random_state_is_refused_where_graphs_cannot() -> None:
     model = build()
     model[0].forward = partial(checkpoint, model[0].forward, use_reentrant=False)
-    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
-    step = training_step(shardgrad.graphed_step, model, optimizer)
+    step = training_step(shardgrad.graphed_step, model)
     # Where it is true, torch.utils.checkpoint saves the state of the device's random numbers.
     with mock.patch.object(torch.get_device_module(NAME), "_initialized", True, create=True):
         for number in range(3):

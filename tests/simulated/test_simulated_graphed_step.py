@@ -23,7 +23,7 @@ from tests.simulated.programs.graphed import (
     same_bits_as_eager,
     training_step,
 )
-from tests.support.graphed import Graphed, Values, require_replays
+from tests.support.graphed import Graphed, Values, require_replays, step_of
 
 
 @same_bits_as_eager(2)
@@ -31,9 +31,8 @@ def test_each_shape_has_its_graph_and_the_oldest_is_dropped(
     graphed: Graphed,
 ) -> Values:
     model = build()
-    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
 
-    step = training_step(graphed, model, optimizer, max_graphs=2)
+    step = training_step(graphed, model, max_graphs=2)
     for number, rows in enumerate([4, 4, 4, 4, 2, 2, 2, 4, 2, 6, 6, 4, 6, 2, 4, 2, 2]):
         yield step(batch(number, rows))
     require_replays(step, 6, 12)  # a third shape drops the one that was not used for longest
@@ -44,8 +43,7 @@ def test_each_shape_has_its_graph_and_the_oldest_is_dropped(
 def test_a_weights_version_moves_with_a_replay_as_with_an_optimizers_step() -> None:
     """What a layer keeps of a weight, such as a copy in another precision, is made again then."""
     model = build()
-    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
-    step = training_step(shardgrad.graphed_step, model, optimizer)
+    step = training_step(shardgrad.graphed_step, model)
     block, seen = model[0], []
     for number in range(6):
         step(batch(number))
@@ -60,8 +58,7 @@ def test_a_weights_version_moves_with_a_replay_as_with_an_optimizers_step() -> N
 @on_virtual_ranks(2)
 def test_data_that_no_replay_would_read_is_refused() -> None:
     model = build()
-    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
-    step = training_step(shardgrad.graphed_step, model, optimizer)
+    step = training_step(shardgrad.graphed_step, model)
     for number in range(6):
         step(batch(number))
     weight = model[0].first.weight
@@ -76,9 +73,8 @@ def test_data_that_no_replay_would_read_is_refused() -> None:
 def test_a_replay_ends_what_a_backward_that_made_a_graph_had_kept_unsharded(steps: int) -> None:
     """A step whose backward keeps no graph ends what an earlier one had kept, eager or replayed."""
     model = build()
-    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
 
-    step = training_step(shardgrad.graphed_step, model, optimizer)
+    step = training_step(shardgrad.graphed_step, model)
 
     for number in range(steps):
         step(batch(number))
@@ -146,7 +142,7 @@ def test_a_module_that_nobody_shards_is_captured_too(graphed: Graphed, make: str
         lr = torch.tensor(1e-2, device=NAME)
         optimizer = torch.optim.AdamW(model.parameters(), lr=lr, capturable=True, foreach=False)
 
-    step = training_step(graphed, model, optimizer, clips=0.3)
+    step = graphed(model, optimizer)(step_of(model, optimizer, 0.3))
     for number in range(14):
         if make == "torch's" and number < 8:
             lr.fill_(1e-2 / (number + 1))

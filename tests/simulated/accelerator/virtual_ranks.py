@@ -9,6 +9,7 @@ has come. While ranks run, what `torch.distributed` keeps for the process is kep
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 import traceback
@@ -23,7 +24,6 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d as c10d
 
-from shardgrad.diagnosis.thread_stacks import calls_of_thread
 from shardgrad.sharding import mesh
 from tests.simulated.accelerator import collectives, device
 from tests.support.processes import FairClock
@@ -140,16 +140,14 @@ class _Run:
                 thread.join(0.2)
         late = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
         if late:
-            where = {rank: calls_of_thread(threads[rank].ident or 0) for rank in late}
+            frames = sys._current_frames()
+            where = {rank: traceback.format_stack(frames[threads[rank].ident]) for rank in late}
             collectives.abort(f"ranks {late} did not finish within {timeout_s:.0f} s")
             for thread in threads:
                 thread.join(2.0)
             for rank, calls in where.items():
-                text = "\n".join(
-                    f"{call.filename}:{call.line} in {call.name}" for call in reversed(calls)
-                )
                 error = RankError(f"rank {rank} did not finish within {timeout_s:.0f} s")
-                self._failures[rank] = (0.0, error, f"{error}; it was here:\n{text}")
+                self._failures[rank] = (0.0, error, f"{error}; it was here:\n{''.join(calls)}")
 
     def results_or_raise(self) -> list[Any]:
         """Returns the results, or raises with every rank's traceback, the first failure first."""

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardgrad
 from tests.simulated.accelerator.device import NAME, checked
 from tests.simulated.accelerator.virtual_ranks import VirtualRanks, one_at_a_time
-from tests.support.graphed import Program, eager, require_same, step_of, values_of
+from tests.support.graphed import Graphed, Program, eager, require_same, step_of, values_of
 from tests.support.parity import judged_by
 
 WIDTH = 6
@@ -59,16 +59,10 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     return (model(x) - x.flip(0)).square().mean()
 
 
-def training_step(
-    graphed: Callable[..., Any],
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    clips: float | None = None,
-    **settings: Any,
-) -> Any:
+def training_step(graphed: Graphed, model: nn.Module, **settings: Any) -> Any:
     """Returns the step that most programs take, which trains on a batch and returns its loss."""
-    return graphed(model, optimizer, **settings)(step_of(model, optimizer, clips))
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+    return graphed(model, optimizer, **settings)(step_of(model, optimizer))
 
 
 def weights(*models: nn.Module) -> list[Tensor]:
