@@ -150,9 +150,7 @@ class GradShard:
         self._told: tuple[torch.Tensor, StreamEvent] | None = None
         self.read: list[torch.Tensor] = []  # kept until the program's stream waits for a reduction
         for param in self.params:
-            if policy.decoupled:
-                setattr(param, self.attribute, getattr(param, self.attribute, None))
-            elif param.dtype != dtype:
+            if param.dtype != dtype and not policy.decoupled:
                 param.grad_dtype = dtype
         self._gradient_of = attrgetter(self.attribute)
         self._references_when_bound = 1 if policy.decoupled else references_when_bound()

@@ -571,6 +571,9 @@ class ParamGroup:
         self._written = list(chain.from_iterable(both))
         self.trainable: tuple[bool, ...] = ()
         self._both = [p.sharded for p in self.params]
+        if self.gradient_policy.decoupled:
+            for param in self._both:  # None before the first backward, as `param.grad`
+                param.__dict__.setdefault(self.gradient_policy.attribute, None)
 
     def carry_requires_grad(self) -> tuple[bool, ...]:
         """Copies a changed `requires_grad` from a sharded parameter to its unsharded one or back.

@@ -79,6 +79,17 @@ def test_a_limit_that_is_computed_on_the_device_clips_at_its_present_value(
     yield limit, model
 
 
+@same_bits_as_eager
+def test_gradients_that_are_bound_to_decoupled_grad_are_captured(graph: Graphed) -> Values:
+    model = on_one_gpu(layers(), gradient_policy=shardgrad.GradientPolicy(decoupled=True))
+    optim = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+    step = graph(model, optim)(step_of(model, optim, 1.0))
+    for number in range(6):
+        yield step(batch(number).to(DEVICE))
+    require_replays(step, 1, 3)
+    yield model
+
+
 # -- states on the host
 
 
