@@ -13,12 +13,14 @@ from torch.distributed import fsdp
 import shardgrad
 from shardgrad.engine.unit import units_under
 from shardgrad.errors import BackwardFinalizationError, RootError
+from tests.support import parity
 from tests.support.parity import (
     SHARDGRAD,
     UNSHARDED,
     Engine,
     Tensors,
     Tower,
+    assert_same_bits,
     close_to_unsharded,
     make_optimizer,
     same_bits_as_fsdp2,
@@ -176,22 +178,13 @@ def test_unsharded_memory_stays_where_it_is_if_asked_to() -> None:
 def train_with_memory_that_stays(engine: Engine, keep: bool) -> Tensors:
     model: Any = engine.shard_tower(tower())
     model.set_keep_unsharded_storage(keep)
-    optim = make_optimizer("adamw", model)
-    for step in range(3):
-        token_loss(model, engine.tokens(step)).backward()
-        optim.step()
-        if step < 2:
-            optim.zero_grad()
-    return engine.snapshot(model)
+    return parity.train(engine, model)
 
 
 @on_ranks(2)
 def test_memory_that_stays_changes_no_bit() -> None:
-    ours = (
-        train_with_memory_that_stays(SHARDGRAD, True),
-        train_with_memory_that_stays(SHARDGRAD, False),
-    )
-    assert all(torch.equal(value, ours[1][name]) for name, value in ours[0].items())
+    kept, freed = (train_with_memory_that_stays(SHARDGRAD, keep) for keep in (True, False))
+    assert_same_bits(kept, freed)
 
 
 @in_torch

@@ -14,7 +14,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 import shardgrad
 from shardgrad.diagnosis import watchdog as module
@@ -200,35 +199,6 @@ def test_a_rank_that_ends_says_so_without_a_new_thread(
 ) -> None:
     found = two_ranks.run(with_a_watch, partial(ends, error), LONG_S)
     assert found == [((told, True, True), [])] * 2
-
-
-def what_is_known_of_a_wait() -> tuple[str, str]:
-    """Rank 0 waits for two seconds in full_tensor, until rank 1 comes."""
-    model = SHARDGRAD.shard_tower(tower())
-    param = next(p for p in model.parameters() if isinstance(p, DTensor))
-    watchdog = module._process.watchdog
-    assert watchdog is not None
-    dist.barrier()
-    if dist.get_rank() == 1:
-        looks = [watchdog._look()]  # this thread does not wait
-        time.sleep(1.5)
-        param.full_tensor()
-    else:
-        looks = []
-        look = threading.Timer(0.5, lambda: looks.append(watchdog._look()))
-        look.start()
-        param.full_tensor()
-        look.join()
-    return looks[0].waits, looks[0].call
-
-
-def test_a_rank_that_waits_inside_of_torch_is_known_by_what_the_program_called(
-    two_ranks: Ranks,
-) -> None:
-    (waiting, _), (other, _) = two_ranks.run(with_a_watch, what_is_known_of_a_wait, LONG_S)
-    assert waiting[0] == "collective"
-    assert waiting[1].startswith("full_tensor() at test_watchdog.py:")
-    assert other[0] != "collective"
 
 
 @on_ranks(2)

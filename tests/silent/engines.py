@@ -89,6 +89,15 @@ class Engine:
             after(step)
         return model
 
+    def resumed(self, owner: Any, step: int) -> None:
+        """After step 1, saves a model or an optimizer on rank 0, and loads the file on all."""
+        if step == 1:
+            state, file = owner.state_dict(), f"{self.folder}/state.pt"
+            if self.rank == 0:
+                torch.save(state, file)
+            dist.barrier()
+            owner.load_state_dict(torch.load(file, weights_only=False))
+
     def wrap(
         self,
         model: nn.Module,

@@ -1,6 +1,7 @@
 """What ranks begin with."""
 
 import io
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -50,16 +51,7 @@ def resumed_from_the_file_of_rank_0(engine: Engine) -> nn.Module:
     Right: every rank goes on with its own shard, or is refused.
     """
     model = engine.wrap(mlp(4))
-
-    def resume(step: int) -> None:
-        if step == 1:
-            state, file = model.state_dict(), f"{engine.folder}/model.pt"
-            if engine.rank == 0:
-                torch.save(state, file)
-            torch.distributed.barrier()
-            model.load_state_dict(torch.load(file, weights_only=False))
-
-    return engine.train(model, steps=4, after=resume)
+    return engine.train(model, steps=4, after=partial(engine.resumed, model))
 
 
 def an_optimizer_resumed_from_the_file_of_rank_0(engine: Engine) -> nn.Module:
@@ -70,15 +62,7 @@ def an_optimizer_resumed_from_the_file_of_rank_0(engine: Engine) -> nn.Module:
     """
     model = engine.wrap(mlp(4))
     optimizer = engine.optimizer(model, torch.optim.Adam, lr=0.1)
-
-    def resume(step: int) -> None:
-        if step == 1:
-            state, file = optimizer.state_dict(), f"{engine.folder}/optimizer.pt"
-            if engine.rank == 0:
-                torch.save(state, file)
-            torch.distributed.barrier()
-            optimizer.load_state_dict(torch.load(file, weights_only=False))
-
+    resume = partial(engine.resumed, optimizer)
     return engine.train(model, steps=4, optimizer=optimizer, after=resume)
 
 
