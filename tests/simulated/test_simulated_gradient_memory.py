@@ -36,13 +36,6 @@ from tests.simulated.programs.graphed import (
 )
 from tests.support.graphed import Graphed, Values, require_replays, require_same, values_of
 
-Optimizer = Callable[[nn.Module], torch.optim.Optimizer]
-
-OPTIMIZERS: dict[str, Optimizer] = {
-    "ours": lambda model: shardgrad.optim.AdamW(model.parameters(), lr=0.01),
-    "torch's": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True),
-}
-
 
 def shards(model: nn.Module) -> list[GradShard]:
     groups = [grads for unit in units_under(model) for grads in unit.grad_groups]
@@ -67,17 +60,15 @@ def on_a_side_stream() -> Iterator[torch.Stream]:
 # -- eager
 
 
-def memory_of_a_step(name: str) -> tuple[int, int]:
-    """Returns what gradients add to the memory that is allocated at the loss, and their own
-    bytes.
-    """
+@pytest.mark.parametrize("kind", [shardgrad.optim.AdamW, partial(torch.optim.AdamW, foreach=True)])
+@on_virtual_ranks(1)
+def test_at_the_loss_nothing_is_left_of_gradients_that_are_none(kind: Any) -> None:
     gc.collect()  # what tests before this one have left would be freed in its midst
     model = build()
-    optimizer = OPTIMIZERS[name](model)
-    found: list[int] = []
+    optimizer = kind(model.parameters(), lr=0.01)
     flats: dict[Tensor, None] = {}  # of all steps, in order
     for number in range(4):
-        nbytes, loss = at_the_loss(model, batch(0))
+        without, loss = at_the_loss(model, batch(0))
         assert not any(flat.untyped_storage().nbytes() for flat in flats)
         loss.backward()
         flats.update(dict.fromkeys(shard.flat for shard in shards(model)))
@@ -87,17 +78,10 @@ def memory_of_a_step(name: str) -> tuple[int, int]:
         if number < 3:
             optimizer.zero_grad()
             model.zero_grad()
-        found.append(nbytes)
     kept, _ = at_the_loss(model, batch(0))  # of a step that begins with gradients
     # None was left to its views.
     assert list(map(id, flats)) == [id(shard.flat) for shard in shards(model)]
-    return kept - found[-1], gradients
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_at_the_loss_nothing_is_left_of_gradients_that_are_none(name: str) -> None:
-    for beyond, gradients in VirtualRanks(1).run(memory_of_a_step, name):
-        assert beyond >= gradients > 0
+    assert kept - without >= gradients > 0
 
 
 @on_virtual_ranks(2, checks=True)

@@ -119,20 +119,16 @@ def test_outputs_are_overwritten_unless_they_are_cloned(clone: bool) -> None:
     step.close()
 
 
-@on_virtual_ranks(1)
-def test_shapes_can_be_bucketed() -> None:
+@same_bits_as_eager(1)
+def test_shapes_can_be_bucketed(graphed: Graphed) -> Values:
     def padded(x: Tensor) -> tuple[tuple[Tensor], dict[str, Any]]:
         rows = 4 if len(x) <= 4 else 8
         return (torch.cat([x, x.new_zeros(rows - len(x))]),), {}
 
-    @shardgrad.graphed_step(warmup=1, bucket=padded)
-    def step(x: Tensor) -> Tensor:
-        return x.sum()
-
+    step = graphed(warmup=1, bucket=padded)(torch.sum)
     for rows in (3, 4, 2, 7, 8, 5):
-        assert step(torch.ones(rows, device=NAME)).item() == rows
-    assert (step.captures, step.replays) == (2, 4)
-    step.close()
+        yield step(torch.ones(rows, device=NAME))
+    require_replays(step, 2, 4)
 
 
 # -- what cannot be captured
@@ -586,16 +582,8 @@ def test_a_progress_display_can_ask_how_it_goes() -> None:
 
 @on_virtual_ranks(1)
 def test_a_status_is_not_made_of_what_another_step_of_the_pool_left() -> None:
-    model = build()
-
-    @shardgrad.graphed_step(model, warmup=1)
-    def step(x: Tensor) -> dict[str, Tensor]:
-        return {"loss": loss_of(model, x)}
-
-    @shardgrad.graphed_step(model, warmup=1, pool=step.pool)
-    def other(x: Tensor) -> dict[str, Tensor]:
-        return {"loss": loss_of(model, x) * 0}
-
+    step = shardgrad.graphed_step(warmup=1)(lambda x: {"loss": x.sum()})
+    other = shardgrad.graphed_step(warmup=1, pool=step.pool)(lambda x: {"loss": x.sum() * 0})
     for number in range(4):
         out = step(batch(number))
         status = step.poll()

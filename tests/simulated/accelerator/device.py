@@ -179,10 +179,6 @@ class Graph:
     def __init__(self) -> None:
         self._native = native().CapturedGraph()
 
-    def __len__(self) -> int:
-        """Returns the number of recorded actions."""
-        return len(self._native)
-
     @contextlib.contextmanager
     def capture(self, stream: torch.Stream) -> Iterator[Graph]:
         """Captures what is launched on `stream` in this context, and on streams that join it by an
