@@ -4,6 +4,7 @@ know; and for gradients that come to it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -28,11 +29,10 @@ class Partly(nn.Linear):
 
 def waits_during(call: Callable[[], object]) -> dict[str, int]:
     """What the host waits for in a call, by the function that waits."""
-    before = inspection.calls()
+    before = Counter(inspection.calls())
     call()
-    after = inspection.calls()
-    counts = {name: after.get(name, 0) - before.get(name, 0) for name in WAITS}
-    return {name: count for name, count in counts.items() if count}
+    waits = Counter(inspection.calls()) - before
+    return {name: waits[name] for name in WAITS if name in waits}
 
 
 def the_learning_rate(device: str) -> float | torch.Tensor:

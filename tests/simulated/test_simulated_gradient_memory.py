@@ -32,7 +32,6 @@ from tests.simulated.programs.graphed import (
     build,
     loss_of,
     same_on,
-    weights,
 )
 from tests.support.graphed import Graphed, Values, require_replays, require_same, values_of
 
@@ -348,7 +347,7 @@ class Used(nn.Linear):
         return super().forward(x) if self.is_used else x * 1.0
 
 
-def used_by_one_rank(captured: bool) -> list[Tensor]:
+def used_by_one_rank(captured: bool) -> Values:
     """Each rank uses a layer of its own in two backwards, and all had used them until then."""
     with one_at_a_time():
         torch.manual_seed(0)
@@ -373,13 +372,13 @@ def used_by_one_rank(captured: bool) -> list[Tensor]:
                 step()
         if captured:
             graph.replay()
-        return weights(model)
+        yield model
 
 
 @on_virtual_ranks(2, checks=True)
 def test_a_graph_adds_to_what_another_rank_alone_has_used_in_it() -> None:
     """No eager step has told this rank: the flags on the device do, at each replay."""
-    assert all(map(torch.equal, used_by_one_rank(False), used_by_one_rank(True)))
+    require_same(values_of(used_by_one_rank(False)), values_of(used_by_one_rank(True)))
 
 
 # -- gradients on their way

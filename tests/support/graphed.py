@@ -4,7 +4,7 @@ step that most of them take.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ def eager(*capturables: Any, **settings: Any) -> Callable[[Any], Any]:
     return lambda function: function
 
 
-def values_of(yielded: Values) -> list[Any]:
+def values_of(yielded: Iterable[Any]) -> list[Any]:
     """Returns what a program yields, of tensors copies before they are written again."""
     found = []
     for each in yielded:

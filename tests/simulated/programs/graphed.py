@@ -65,10 +65,6 @@ def training_step(graphed: Graphed, model: nn.Module, **settings: Any) -> Any:
     return graphed(model, optimizer, **settings)(step_of(model, optimizer))
 
 
-def weights(*models: nn.Module) -> list[Tensor]:
-    return [p.to_local().detach().cpu() for model in models for p in model.parameters()]
-
-
 # -- the oracle: the same program without a graph
 
 

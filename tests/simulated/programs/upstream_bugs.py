@@ -57,6 +57,7 @@ class Bug:
         self.fixed = fixed
         self.made = made
         self.late: Callable[[], None] = on_time
+        self.home, self.reducer, self.rounds = self.current(), self.stream("reducer"), 0
         self.prepare()
         torch.accelerator.synchronize()
 
@@ -81,6 +82,10 @@ class Bug:
     def current(self) -> torch.Stream:
         return torch.accelerator.current_stream(self.device)
 
+    def sent_is_right(self) -> bool:
+        self.home.wait_stream(self.reducer)
+        return halves(self.sent) == [float(self.rounds)] * 2
+
     def leaf_of(self, stream: torch.Stream, numel: int) -> tuple[torch.Tensor, object]:
         """Returns a parameter and its AccumulateGrad node, born on `stream` and alive while it is
         kept.
@@ -103,15 +108,10 @@ class HookBornOnASideStream(Bug):
     """
 
     def prepare(self) -> None:
-        self.home, self.side, self.reducer = (
-            self.current(),
-            self.stream("side"),
-            self.stream("reducer"),
-        )
+        self.side = self.stream("side")
         self.bucket, self.sent = self.zeros("bucket"), self.zeros("sent")
         self.weight, self.node = self.leaf_of(self.side, NUMEL)
         self.weight.register_post_accumulate_grad_hook(self.arrived)
-        self.rounds = 0
 
     def arrived(self, weight: torch.Tensor) -> None:
         self.late()
@@ -124,8 +124,7 @@ class HookBornOnASideStream(Bug):
     def step(self) -> bool:
         self.rounds += 1
         (self.weight * (2.0 * self.rounds)).sum().backward()
-        self.home.wait_stream(self.reducer)
-        return halves(self.sent) == [float(self.rounds)] * 2
+        return self.sent_is_right()
 
 
 class ReductionAwaitsTheCurrentStream(Bug):
@@ -134,7 +133,6 @@ class ReductionAwaitsTheCurrentStream(Bug):
     """
 
     def prepare(self) -> None:
-        self.home, self.reducer = self.current(), self.stream("reducer")
         self.producers = [self.stream("producer 0"), self.stream("producer 1")]
         self.bucket, self.sent = self.zeros("bucket"), self.zeros("sent")
         leaves = [self.leaf_of(stream, HALF) for stream in self.producers]
@@ -142,7 +140,6 @@ class ReductionAwaitsTheCurrentStream(Bug):
         for weight in self.weights:
             weight.register_post_accumulate_grad_hook(self.arrived)
         self.written: list[torch.Event] = []
-        self.rounds = 0
 
     def arrived(self, weight: torch.Tensor) -> None:
         half = self.bucket[:HALF] if weight is self.weights[0] else self.bucket[HALF:]
@@ -167,8 +164,7 @@ class ReductionAwaitsTheCurrentStream(Bug):
         self.written.clear()
         scaled = [weight * (2.0 * self.rounds) for weight in self.weights]
         (scaled[0].sum() + scaled[1].sum()).backward()
-        self.home.wait_stream(self.reducer)
-        return halves(self.sent) == [float(self.rounds)] * 2
+        return self.sent_is_right()
 
 
 class RefillAwaitsTheFlusher(Bug):
@@ -178,11 +174,9 @@ class RefillAwaitsTheFlusher(Bug):
 
     def prepare(self) -> None:
         self.other, self.flusher = self.stream("other producer"), self.stream("flusher")
-        self.reducer = self.stream("reducer")
         self.buckets = [self.zeros("bucket 0"), self.zeros("bucket 1")]
         self.sent = [self.zeros(f"sent {turn}") for turn in range(3)]
         self.free: list[torch.Event | None] = [None, None]
-        self.rounds = 0
 
     def fill(self, stream: torch.Stream, turn: int, value: float) -> None:
         half = slice(0, HALF) if stream is self.other else slice(HALF, NUMEL)
@@ -221,8 +215,7 @@ class CommunicationBufferFreedEarly(Bug):
     """
 
     def prepare(self) -> None:
-        self.home, self.reducer = self.current(), self.stream("reducer")
-        self.sent, self.rounds, self.reused = self.zeros("sent"), 0, False
+        self.sent, self.reused = self.zeros("sent"), False
 
     def step(self) -> bool:
         self.rounds += 1
@@ -240,8 +233,7 @@ class CommunicationBufferFreedEarly(Bug):
         following = torch.empty(NUMEL, device=self.device)
         following.fill_(-1.0)
         self.reused = following.data_ptr() == address
-        self.home.wait_stream(self.reducer)
-        return halves(self.sent) == [float(self.rounds)] * 2
+        return self.sent_is_right()
 
 
 BUGS: list[type[Bug]] = [
