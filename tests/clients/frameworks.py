@@ -155,20 +155,19 @@ def with_verl() -> tuple[nn.Module, Tensors]:
         verl.apply_fsdp2(model, options, {"forward_prefetch": True})
         verl.fsdp2_load_full_state_dict(model, state, mesh, None)
         optimizer = adamw(model)
-        notes = tiny_models.train(model, optimizer, verl.fsdp2_clip_grad_norm_)
+        steps = partial(tiny_models.train, model, optimizer, verl.fsdp2_clip_grad_norm_)
+        notes = steps()
         verl.offload_fsdp2_model_to_cpu(model)
         verl.offload_fsdp_optimizer(optimizer)
         verl.load_fsdp2_model_to_gpu(model)
         verl.load_fsdp_optimizer(optimizer, "cpu")
         verl.set_reshard_after_forward(model, False)
-        notes |= tiny_models.train(model, optimizer, verl.fsdp2_clip_grad_norm_, first=2)
+        notes |= steps(first=2)
         kept, spec = verl.fsdp2_sharded_save_to_cpu(model)
         kept = {name: (tensor.clone(), its) for name, (tensor, its) in kept.items()}
-        notes |= tiny_models.train(model, optimizer, verl.fsdp2_clip_grad_norm_, first=4)
+        notes |= steps(first=4)
         verl.fsdp2_sharded_load_from_cpu(model, kept, spec)
-        return model, notes | tiny_models.train(
-            model, optimizer, verl.fsdp2_clip_grad_norm_, first=6
-        )
+        return model, notes | steps(first=6)
 
 
 @framework("SkyRL: FSDP2 workers", "skyrl")

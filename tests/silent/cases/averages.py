@@ -196,17 +196,12 @@ def forces(engine: Engine) -> nn.Module:
     Right: the second derivatives arrive, averaged.
     """
 
-    class Potential(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.energy = mlp(1)
-
+    class Potential(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:
-            x = x.requires_grad_()
-            return torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)[0]
+            energy = super().forward(x.requires_grad_())
+            return torch.autograd.grad(energy.sum(), x, create_graph=True)[0]
 
-    net = Potential()
-    model = engine.wrap(net, units=list(net.energy)[::2])
+    model = engine.wrap(Potential(*mlp(1)))
     return engine.train(model)
 
 
@@ -217,18 +212,14 @@ def reentrant_checkpoints(engine: Engine) -> nn.Module:
     Right: gradients of both calls are added and averaged.
     """
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-
+    class Net(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:
-            x = self.a(x)
+            x = self[0](x)
             for _ in range(2):
-                x = torch.utils.checkpoint.checkpoint(self.b, x.tanh(), use_reentrant=True)
+                x = torch.utils.checkpoint.checkpoint(self[1], x.tanh(), use_reentrant=True)
             return x
 
-    model = engine.wrap(Net())
+    model = engine.wrap(Net(nn.Linear(8, 8), nn.Linear(8, 8)))
     return engine.train(model)
 
 

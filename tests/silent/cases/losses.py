@@ -64,19 +64,15 @@ def a_weight_used_outside_of_forward(engine: Engine) -> nn.Module:
     Right: the head is trained, averaged, or the use is refused by name.
     """
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 6, bias=False)
-
+    class Net(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:
-            return self.body(x).tanh()
+            return self[0](x).tanh()
 
-    model = engine.wrap(Net())
+    model = engine.wrap(Net(nn.Linear(8, 8), nn.Linear(8, 6, bias=False)))
 
     def loss(step: int) -> Tensor:
         hidden = model(engine.batch(step))
-        logits = hidden @ engine.inner(model).head.weight.t()
+        logits = hidden @ engine.inner(model)[1].weight.t()
         return nn.functional.cross_entropy(logits, torch.arange(4))
 
     return engine.train(model, loss)
@@ -110,15 +106,11 @@ def an_output_of_a_class_of_its_own(engine: Engine) -> nn.Module:
         def __init__(self, loss: Tensor) -> None:
             self.loss = loss
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-
+    class Net(nn.Sequential):
         def forward(self, x: Tensor) -> Output:
-            return Output(self.b(self.a(x).tanh()).square().mean())
+            return Output(super().forward(x).square().mean())
 
-    model = engine.wrap(Net(), units=[])
+    model = engine.wrap(Net(*mlp(8)), units=[])
     return engine.train(model, lambda step: model(engine.batch(step)).loss)
 
 
@@ -129,25 +121,17 @@ def an_output_changed_in_place(engine: Engine) -> nn.Module:
     Right: the layer is trained.
     """
 
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-
+    class Block(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
-            return (self.linear(x).unsqueeze(0) * self.linear.weight.mean()).squeeze(0)
+            return (super().forward(x).unsqueeze(0) * self.weight.mean()).squeeze(0)
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = Block(), nn.Linear(8, 8)
-
+    class Net(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:
-            y = self.a(x)
+            y = self[0](x)
             y += x
-            return self.b(y)
+            return self[1](y)
 
-    model = engine.wrap(Net())
+    model = engine.wrap(Net(Block(8, 8), nn.Linear(8, 8)))
     return engine.train(model)
 
 

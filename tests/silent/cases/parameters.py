@@ -163,15 +163,11 @@ def an_unused_layer_decays(engine: Engine) -> nn.Module:
     Right: the layer stays as it is.
     """
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.unused = nn.Linear(8, 8), nn.Linear(8, 8)
-
+    class Net(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:
-            return self.used(x)
+            return self[0](x)
 
-    model = engine.wrap(Net(), units=[])
+    model = engine.wrap(Net(nn.Linear(8, 8), nn.Linear(8, 8)), units=[])
     return engine.train(
         model,
         optimizer=engine.optimizer(model, torch.optim.AdamW, lr=0.1, weight_decay=0.5),

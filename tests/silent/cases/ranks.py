@@ -15,15 +15,11 @@ def equal_experts(engine: Engine) -> nn.Module:
     Right: each expert gets its own gradients, halved.
     """
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
-
+    class Net(nn.Sequential):
         def forward(self, x: Tensor, expert: int) -> Tensor:
-            return self.experts[expert](x)
+            return self[expert](x)
 
-    model = engine.wrap(Net(), units=[])
+    model = engine.wrap(Net(nn.Linear(8, 8), nn.Linear(8, 8)), units=[])
     return engine.train(
         model, lambda step: model(engine.batch(step), (engine.rank + step) % 2).square().mean()
     )
@@ -36,15 +32,11 @@ def a_tower_unused_on_one_rank(engine: Engine) -> nn.Module:
     Right: the tower's gradient is the other rank's, halved.
     """
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.text, self.image = nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
-
+    class Net(nn.Sequential):
         def forward(self, x: Tensor, image: bool) -> Tensor:
-            return self.text(x) + self.image(x) if image else self.text(x)
+            return self[0](x) + self[1](x) if image else self[0](x)
 
-    model = engine.wrap(Net(), units=[])
+    model = engine.wrap(Net(nn.Linear(8, 8), nn.Linear(8, 8, bias=False)), units=[])
     return engine.train(
         model, lambda step: model(engine.batch(step), engine.rank == 0).square().mean()
     )
@@ -57,18 +49,13 @@ def a_skipped_layer(engine: Engine) -> nn.Module:
     Right: a layer's gradients are averaged with those of the ranks that ran it, or ranks are told.
     """
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-
+    class Net(nn.Sequential):
         def forward(self, x: Tensor, dropped: int) -> Tensor:
-            for number, layer in enumerate(self.layers):
+            for number, layer in enumerate(self):
                 x = x if number == dropped else layer(x).tanh()
             return x
 
-    net = Net()
-    model = engine.wrap(net, units=list(net.layers))
+    model = engine.wrap(Net(*(nn.Linear(8, 8) for _ in range(3))))
     return engine.train(
         model, lambda step: model(engine.batch(step), (engine.rank + step) % 3).square().mean()
     )

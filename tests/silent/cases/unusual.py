@@ -13,15 +13,13 @@ def a_scalar_parameter(engine: Engine) -> nn.Module:
     Right: it is trained, or refused by name.
     """
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.temperature = nn.Linear(8, 8), nn.Parameter(torch.tensor(0.5))
-
+    class Net(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:
-            return self.linear(x) * self.temperature
+            return self[0](x) * self.temperature
 
-    model = engine.wrap(Net())
+    net = Net(nn.Linear(8, 8))
+    net.temperature = nn.Parameter(torch.tensor(0.5))
+    model = engine.wrap(net)
     return engine.train(model)
 
 
