@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from shardgrad import checkpoint
 from shardgrad.errors import CheckpointError
 from shardgrad.programs.checkpoint import Series, lock
 from shardgrad.programs.checkpoint.folder import published
-from tests.checkpoint.test_checkpoint import small
+from tests.checkpoint.test_checkpoint import number_in, small
 from tests.support.processes import FairClock
 
 
@@ -202,11 +201,9 @@ def test_latest_is_always_there_and_never_older_while_two_processes_save(tmp_pat
             if step > seen[-1]:
                 seen.append(step)
             try:
-                state = checkpoint.load(small(-1), path)
+                number_in(path)
             except CheckpointError:  # it was removed meanwhile, since there are two newer ones
                 assert series.latest() != path
-            else:
-                assert torch.equal(state["x"], small(state["n"])["x"])
     finally:
         for saver in savers:
             os.kill(saver, signal.SIGKILL)
@@ -228,7 +225,7 @@ def test_what_a_run_that_went_back_abandoned_is_neither_latest_nor_kept_for_it(
     assert names(tmp_path) == ["step_000010", "step_000020"]
     save(again, 30, number=31)
     assert again.latest() == again.path_of(30)
-    assert checkpoint.load(small(0), again.path_of(30))["n"] == 31
+    assert number_in(again.path_of(30)) == 31
     kept = ["step_000010", "step_000020", "step_000030"]
     assert names(tmp_path) == kept[-keep:]
     (tmp_path / "latest").unlink()

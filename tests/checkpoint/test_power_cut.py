@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from shardgrad import checkpoint
 from shardgrad.programs.checkpoint import Series
 from shardgrad.programs.train.config import TrainConfig, read_settings
 from shardgrad.programs.train.record import RunRecord
+from tests.checkpoint.test_checkpoint import number_in, small
 from tests.support.power_cut import PowerCut
 
 Scenario = Callable[[Path, "Promises"], None]
@@ -33,17 +33,6 @@ class Promises:
         self.least = number
 
 
-def state(number: int) -> dict[str, Any]:
-    return {"x": torch.full((300,), float(number)), "n": number}
-
-
-def number_in(path: Path) -> int:
-    """Returns which state a checkpoint holds; all of it."""
-    loaded = checkpoint.load(state(-1), path)
-    assert torch.equal(loaded["x"], state(loaded["n"])["x"])
-    return int(loaded["n"])
-
-
 def required(promises: Promises, path: Path | None) -> None:
     number = 0 if path is None else number_in(path)
     assert promises.least <= number <= promises.most, (
@@ -57,7 +46,7 @@ def required(promises: Promises, path: Path | None) -> None:
 def one_name(root: Path, promises: Promises) -> None:
     """A name in folders that are made for it."""
     promises.saving(1)
-    checkpoint.save(state(1), root / "new" / "folders" / "c")
+    checkpoint.save(small(1), root / "new" / "folders" / "c")
     promises.saved(1)
 
 
@@ -73,7 +62,7 @@ def series_of(root: Path, keep: int) -> Series:
 def save(series: Series, step: int, number: int, promises: Promises) -> None:
     path = series.path_of(step)
     promises.saving(number)
-    checkpoint.save(state(number), path, then=lambda: series.publish(path))
+    checkpoint.save(small(number), path, then=lambda: series.publish(path))
     promises.saved(number)
 
 
@@ -118,7 +107,7 @@ def check_series(folder: Path, promises: Promises) -> None:
 
 def exported(root: Path, promises: Promises) -> None:
     promises.saving(1)
-    checkpoint.save(state(1), root.parent / "source")
+    checkpoint.save(small(1), root.parent / "source")
     checkpoint.export_checkpoint(root.parent / "source", root / "c")
     promises.saved(1)
 
@@ -128,7 +117,7 @@ def check_exported(folder: Path, promises: Promises) -> None:
     if (made / "model.safetensors").exists():
         from safetensors.torch import load_file
 
-        assert torch.equal(load_file(made / "model.safetensors")["x"], state(1)["x"])
+        assert torch.equal(load_file(made / "model.safetensors")["x"], small(1)["x"])
     else:
         assert promises.least == 0, "what was reported as written is not there"
 
