@@ -113,8 +113,10 @@ class _SummingFiles(FileSystem):
             try:
                 yield stream
             except RuntimeError as error:
-                # torch's archive writer, which fails once more while it is closed, hides why.
-                raise error.__context__ or error from None
+                if isinstance(error.__context__, OSError):
+                    # torch's archive writer, which fails once more while it is closed, hides why.
+                    raise error.__context__ from None
+                raise
         # The metadata is written as `.metadata.tmp`, and then renamed.
         name = Path(path).name.removesuffix(".tmp")
         self.sums[name] = stream.nbytes, stream.checksum
