@@ -8,6 +8,7 @@ import argparse
 import json
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -25,12 +26,19 @@ MICRO = [
 ]
 
 
-def trained(folder: Path, *options: str) -> list[tuple[str, float]]:
-    """Trains on devices of the runtime; returns every loss that was written."""
-    command = [sys.executable, "-W", "ignore", "-m", "shardgrad", "train", *MICRO, *options]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HOSTCUDA_DEVICES": "2"}
-    done = run([*command, "--run-dir", str(folder)], env=environment, timeout_s=200)
+def ran(*command: str | Path) -> subprocess.CompletedProcess[str]:
+    """Runs Python with these arguments, on devices of the runtime."""
+    environment = {**os.environ, "HOSTCUDA_DEVICES": "2", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = run([sys.executable, *map(str, command)], env=environment, timeout_s=200)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done
+
+
+def trained(folder: Path, *options: str) -> list[tuple[str, float]]:
+    """Trains; returns every loss that was written."""
+    command = ["-W", "ignore", "-m", "shardgrad", "train", *MICRO, *options]
+    ran(*command, "--run-dir", folder)
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [(event["event"], event["loss"]) for event in lines if "loss" in event]
 
@@ -56,12 +64,8 @@ def test_one_and_two_ranks_train_alike_and_graphed_steps_as_eager_ones(tmp_path:
 
 def printed(program: Path, *options: str | Path) -> str:
     """Runs a program under torchrun on two ranks; returns what it printed."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", str(program)]
-    environment = {**os.environ, "HOSTCUDA_DEVICES": "2", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = run([*command, *map(str, options)], env=environment, timeout_s=100)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    command = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
+    done = ran(*command, "--rdzv-endpoint=127.0.0.1:0", program, *options)
     # A step that could not be captured would have said so.
     assert "UncapturableStepWarning" not in done.stderr
     return done.stdout

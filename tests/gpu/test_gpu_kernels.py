@@ -58,11 +58,10 @@ def test_updates_on_the_device_equal_the_reference(
         expected.touched[3] = 0
         actual = expected.to(DEVICE)
         scale = torch.tensor(0.37)
-        RUN[rule]("reference", expected, scale=scale, stochastic_rounding=True, seed=5, **options)
+        common = {"stochastic_rounding": True, "seed": 5, **options}
+        RUN[rule]("reference", expected, scale=scale, **common)
         # The dispatcher chooses the device's kernel.
-        RUN[rule](
-            "compiled", actual, scale=scale.to(DEVICE), stochastic_rounding=True, seed=5, **options
-        )
+        RUN[rule]("compiled", actual, scale=scale.to(DEVICE), **common)
         assert actual.ticket.item() == 0
         assert_same_bits(actual.steps.cpu(), expected.steps)
         assert_close(actual, expected)

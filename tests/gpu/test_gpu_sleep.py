@@ -11,12 +11,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import shardgrad
 from shardgrad.errors import AsleepError
 from shardgrad.ops.virtual_memory import bring_back, give_back, virtual_zeros
-from tests.support.graphed import Values, require_replays, require_same, step_of, values_of
+from tests.support.graphed import (
+    Values,
+    on_one_gpu,
+    require_replays,
+    require_same,
+    step_of,
+    values_of,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -82,10 +88,8 @@ def test_memory_that_ends_in_a_capture_is_given_back_after_it() -> None:
 
 def build() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    layers = [nn.Linear(WIDTH, WIDTH, device="cuda") for _ in range(LAYERS)]
-    model, mesh = nn.Sequential(*layers), init_device_mesh("cuda", (1,))
-    for unit in (*model, model):
-        shardgrad.fully_shard(unit, mesh=mesh, offload_policy=shardgrad.SleepPolicy())
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
+    model = on_one_gpu(nn.Sequential(*layers), offload_policy=shardgrad.SleepPolicy())
     return model, shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
 
 

@@ -4,10 +4,6 @@ settings. Clip factors and gradients are left by kept programs (`test_matrix.py`
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-import pytest
 import torch
 from torch import Tensor
 
@@ -16,12 +12,13 @@ from tests.simulated.programs.graphed import (
     batch,
     build,
     loss_of,
-    same_on,
+    same_bits_as_eager,
 )
 from tests.support.graphed import Graphed, Values, require_replays, step_of
 
 
-def scaler_updated_in_the_next_call(graphed: Graphed) -> Values:
+@same_bits_as_eager(2)
+def test_a_scaler_may_be_updated_in_the_next_call(graphed: Graphed) -> Values:
     """The scaler's verdict crosses a border; every third step has an infinity."""
     model = build()
     optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
@@ -46,7 +43,8 @@ def scaler_updated_in_the_next_call(graphed: Graphed) -> Values:
     yield model
 
 
-def event_of_the_optimizer(graphed: Graphed) -> Values:
+@same_bits_as_eager(2)
+def test_an_event_of_the_optimizer_may_be_recorded_in_the_step(graphed: Graphed) -> Values:
     """FSDP2's `set_post_optim_event`, called in the step that the event is recorded in."""
     model = build()
     optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
@@ -68,7 +66,8 @@ def event_of_the_optimizer(graphed: Graphed) -> Values:
     yield model
 
 
-def modes_that_the_step_sets(graphed: Graphed) -> Values:
+@same_bits_as_eager(2)
+def test_modes_that_a_step_sets_are_those_after_a_replay(graphed: Graphed) -> Values:
     """What a step has set on the host is set after a replay, too."""
     model = build()
     optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
@@ -91,7 +90,8 @@ def modes_that_the_step_sets(graphed: Graphed) -> Values:
     yield model, [param.grad for param in model.parameters()]
 
 
-def write_after_an_error(graphed: Graphed) -> Values:
+@same_bits_as_eager(2)
+def test_parameters_may_be_written_after_an_error(graphed: Graphed) -> Values:
     """The program goes on at once on its own stream, with parameters that the step was still
     reading.
     """
@@ -116,17 +116,3 @@ def write_after_an_error(graphed: Graphed) -> Values:
                     param.mul_(0.99)
     require_replays(step, 1, 4)
     yield model
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
-        scaler_updated_in_the_next_call,
-        event_of_the_optimizer,
-        modes_that_the_step_sets,
-        write_after_an_error,
-    ],
-    ids=lambda program: program.__name__.replace("_", " "),
-)
-def test_a_border_of_a_graph_changes_no_bit(program: Callable[..., Any]) -> None:
-    same_on(2, program)

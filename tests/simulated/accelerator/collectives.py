@@ -195,14 +195,7 @@ class SimulatedGroup(dist.ProcessGroup):
 
 
 def _reduction(op: Any) -> str:
-    if op is None:
-        return ""
-    for known, name in _REDUCTIONS.items():
-        if op == known:
-            return name
-    raise NotImplementedError(
-        f"simulated collectives reduce by {sorted(_REDUCTIONS.values())}, not by {op}"
-    )
+    return "" if op is None else next(name for known, name in _REDUCTIONS.items() if op == known)
 
 
 def _create(options: Any, backend_options: Any) -> SimulatedGroup:
