@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from shardgrad import checkpoint
 from shardgrad.errors import (
     CheckpointError,
-    PartnerUnavailableError,
 )
 from shardgrad.programs.cli import main
 from tests.checkpoint.test_checkpoint import LARGE, same, state
@@ -104,18 +102,6 @@ def test_a_checkpoint_becomes_safetensors(saved: Path, tmp_path: Path) -> None:
     result = run("export", saved, tmp_path / "other", "--only", "modem")
     assert "no tensors under modem" in result.stderr
     assert not (tmp_path / "other").exists()
-
-
-def test_without_the_package_safetensors_the_command_says_what_to_install(
-    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(PartnerUnavailableError, match=r"pip install .shardgrad\[safetensors\]."):
-        checkpoint.export_checkpoint(saved, tmp_path / "st")
-    result = run("export", saved, tmp_path / "st")
-    assert result.exit_code == 2
-    assert "pip install 'shardgrad[safetensors]'" in result.stderr
-    assert not (tmp_path / "st").exists()
 
 
 def test_verify_says_whether_every_byte_is_right(saved: Path) -> None:
