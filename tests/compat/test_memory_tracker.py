@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -49,10 +50,7 @@ def track(engine: Engine, *, tracked: bool = True) -> tuple[Tensors, Any, nn.Mod
         optim.zero_grad()
 
     take(0)
-    if tracked:
-        with tracker:
-            take(1)
-    else:
+    with tracker if tracked else nullcontext():
         take(1)
     take(2)
     return engine.snapshot(model), tracker, model

@@ -23,7 +23,6 @@ from tests.support.parity import (
     assert_same_bits,
     close_to_unsharded,
     hsdp_mesh,
-    same_bits_as_fsdp2,
     token_loss,
     tower,
     train,
@@ -106,30 +105,22 @@ def meta_tower(engine: Engine) -> nn.Module:
     return engine.shard_tower(model)
 
 
-def initialise(model: nn.Module) -> None:
-    """Fills parameters, wherever they are sharded, from their names' order."""
-    for i, param in enumerate(model.parameters()):
-        generator = torch.Generator().manual_seed(i)
-        full = torch.randn(param.shape, generator=generator) * 0.2
-        with torch.no_grad():
-            param.copy_(distribute_tensor(full, param.device_mesh, param.placements))
-
-
-def train_from_meta(engine: Engine) -> Tensors:
-    model = meta_tower(engine)
-    model.to_empty(device="cpu")
-    initialise(model)
-    return train(engine, model)
-
-
-def train_from_assigned_state(engine: Engine) -> Tensors:
-    model = meta_tower(engine)
-    full = tower(seed=4).state_dict()
-    sharded = {
+@pytest.mark.parametrize("assign", [False, True], ids=["copied", "assigned"])
+@on_ranks(2)
+@as_under_fsdp2
+def test_late_data_trains_bit_for_bit_like_fsdp2(engine: Engine, assign: bool) -> Tensors:
+    model, full = meta_tower(engine), tower(seed=4).state_dict()
+    shards = {
         name: nn.Parameter(distribute_tensor(full[name], param.device_mesh, param.placements))
         for name, param in model.named_parameters()
     }
-    model.load_state_dict(sharded, assign=True)
+    if assign:
+        model.load_state_dict(shards, assign=True)
+        return train(engine, model)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            param.copy_(shards[name])
     return train(engine, model)
 
 
@@ -153,11 +144,6 @@ def test_a_state_dict_after_forward_holds_the_shards(reshard_after_forward: bool
     for name, param in model.named_parameters():
         assert isinstance(param, DTensor), name
         assert param.device_mesh.size() == dist.get_world_size(), name
-
-
-@pytest.mark.parametrize("program", [train_from_meta, train_from_assigned_state])
-def test_late_data_trains_bit_for_bit_like_fsdp2(two_ranks: Ranks, program: object) -> None:
-    two_ranks.run(same_bits_as_fsdp2, program)
 
 
 @on_ranks(2)

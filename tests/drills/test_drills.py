@@ -130,44 +130,35 @@ def _is_alive(program: Program) -> bool:
 # -- judging
 
 
-def problems_of(plan: Plan, ending: Ending) -> list[str]:
-    """Returns what is wrong with how a disturbed run ended."""
+def judge(plan: Plan, ending: Ending) -> None:
+    """Requires of a disturbed run what its fault expects."""
     fault, words = CATALOGUE[plan.fault], ending.words
-    if not ending.struck:
-        return [f"the fault never struck: {words[-300:]}"]
-    problems = [f"left behind: {ending.left}"] if ending.left else []
-    if ending.status is None:
-        problems.append(f"not everything ended within {BOUND_S:.0f} s")
+    assert ending.struck, f"the fault never struck: {words}"
+    assert ending.status is not None, f"not everything ended within {BOUND_S:.0f} s"
+    assert not ending.left
     bugs = ("exception on one rank", "data ends early on one rank")  # for the program
-    if "Traceback" in words and plan.fault not in bugs:
-        problems.append(f"a traceback was printed: {words[-500:]}")
+    assert "Traceback" not in words or plan.fault in bugs, words
     if fault.expects is Expectation.SURVIVES:
-        return problems if ending.succeeded else [*problems, f"it did not survive: {words[-300:]}"]
+        assert ending.succeeded, words
+        return
     if fault.expects is Expectation.STOPS:
-        is_stop = ending.status in STOPPED
-        return problems if is_stop else [*problems, f"{ending.status}: {words[-300:]}"]
-    if ending.status == 0:
-        problems.append("it ended with 0")
+        assert ending.status in STOPPED, words
+        return
+    assert ending.status != 0
     said = [line.removeprefix(PREFIX) for line in words.splitlines() if line.startswith(PREFIX)]
-    last = said[-1] if said else ""
-    problems += [f"{word!r} is not said: {last}" for word in fault.words if word not in last]
     # What the launcher says knows how a rank ended, and not where.
     reports = [line for line in said if "esume with: " in line]
-    if not reports:
-        problems.append(f"how to resume is not said: {words[-300:]}")
-    knows_where = [r for r in reports if not re.match(r"Rank \d+ (was ended by|ended with)", r)]
-    for report in knows_where:
+    assert reports, f"how to resume is not said: {words}"
+    assert [word for word in fault.words if word not in said[-1]] == [], said
+    for report in reports:
+        if re.match(r"Rank \d+ (was ended by|ended with)", report):
+            continue
         steps = [int(step) for step in re.findall(r"\bstep (\d+)\b", report)]
         # Ranks are less than a step apart.
-        if not steps or any(abs(step - plan.step) > 1 for step in steps):
-            problems.append(f"it was in step {plan.step}: {report}")
-    if fault.expects is Expectation.ENDS:
-        problems += [
-            f"it was rank {plan.rank}: {report}"
-            for report in knows_where
-            if plan.rank not in _accused(report)
-        ]
-    return problems
+        assert steps, report
+        assert all(abs(step - plan.step) <= 1 for step in steps), report
+        if fault.expects is Expectation.ENDS:
+            assert plan.rank in _accused(report), report
 
 
 def _accused(report: str) -> list[int]:
@@ -187,12 +178,11 @@ def losses(folder: Path) -> Losses:
     return found
 
 
-def _unlike(ours: Losses, theirs: Losses, limit: float = 0.0) -> list[str]:
-    """Returns what is wrong with the losses of a run that has made all steps."""
-    if set(ours) != set(theirs):
-        return [f"steps are missing or too many: {sorted(ours)}"]
+def assert_alike(ours: Losses, theirs: Losses, limit: float) -> None:
+    """Requires the losses of a run that has made all steps."""
+    assert ours.keys() == theirs.keys(), "steps are missing or too many"
     wrong = [step for step in theirs if not math.isclose(ours[step], theirs[step], rel_tol=limit)]
-    return [f"losses differ at {wrong}"] if wrong else []
+    assert not wrong, "losses differ at these steps"
 
 
 # -- drills
@@ -223,7 +213,7 @@ def test_every_fault_ends_in_time_is_named_and_is_recovered_from(
         ending = run(new_run(folder, ranks), tmp_path, plan)
         if ending.struck or not ending.succeeded:
             break
-    assert not problems_of(plan, ending), (ranks, plan)
+    judge(plan, ending)
     limit, latest = 0.0, folder / "checkpoints" / "latest"
     if fault.expects is not Expectation.SURVIVES:
         assert latest.exists(), "there is no complete checkpoint, though one had been written"
@@ -234,4 +224,4 @@ def test_every_fault_ends_in_time_is_named_and_is_recovered_from(
             resumed = run([*again, "--ranks", str(on)], tmp_path)
             assert resumed.succeeded, (resumed.words[-500:], resumed.left)
             limit = 0.0 if on == ranks else ROUNDING
-    assert not _unlike(losses(folder), undisturbed(ranks), limit)
+    assert_alike(losses(folder), undisturbed(ranks), limit)
