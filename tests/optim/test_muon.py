@@ -138,9 +138,11 @@ def matrices_inside_parameters_are_torchs() -> None:
         others = {"params": [model["experts"], model["plain"]]}
         ours = shardgrad.optim.Muon([attention, others], lr=0.02, **EXACT)
         torchs = torch.optim.Muon([p for each in pieces.values() for p in each], lr=0.02)
-        for _ in range(GRADIENTS):
+        for number in range(GRADIENTS):
+            # The heads are told after the first step, whose gradients are zero.
+            ours.param_groups[0]["num_heads"] = HEADS if number else 1
             for name, param in model.items():
-                gradient = torch.randn(STACKS[name])
+                gradient = number * torch.randn(STACKS[name])
                 param.grad = cut_like(param, gradient)
                 for piece, part in zip(pieces[name], matrices_of(name, gradient), strict=True):
                     piece.grad = part

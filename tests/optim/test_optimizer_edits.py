@@ -87,6 +87,7 @@ EDITS: dict[str, Edit] = {
     "clears the state": lambda m, optim: optim.state.clear(),
     "replaces the state": replaces_the_state,
     "removes the state of a parameter": lambda m, optim: optim.state.pop(m[1].weight) and None,
+    "removes a parameter from the list": lambda m, optim: optim.param_groups[0]["params"].pop(),
     "deletes a group": deletes_a_group,
     "deletes a group and assigns a rate": deletes_a_group_and_assigns_a_rate,
     "replaces the parameters of a group": replaces_the_parameters_of_a_group,

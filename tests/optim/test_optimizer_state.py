@@ -110,6 +110,8 @@ def test_a_state_that_does_not_fit_is_refused_before_anything_changes() -> None:
     def refused(change: Any, error: type[Exception] = OptimizerStateError) -> None:
         saved = copy.deepcopy(optim.state_dict())
         saved["param_groups"][0]["lr"] = 0.5
+        for state in saved["state"].values():
+            state["exp_avg"] = state["exp_avg"] + 1
         change(saved)
         with pytest.raises(error):
             optim.load_state_dict(saved)

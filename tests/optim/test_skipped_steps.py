@@ -15,7 +15,9 @@ from tests.support.two_engines import whole
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan, -math.inf])
-@pytest.mark.parametrize("finder", ["clip", "clip by the maximum", "check_finite", "found_inf"])
+@pytest.mark.parametrize(
+    "finder", ["clip", "clip by the maximum", "check_finite", "found_inf", "clip and found_inf"]
+)
 @pytest.mark.parametrize("kind", [shardgrad.optim.AdamW, shardgrad.optim.Muon])
 @on_ranks(2)
 def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing_not_even_counts(
@@ -32,10 +34,10 @@ def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing_not_even_coun
         if is_broken and dist.get_rank() == 1:
             model[0].weight.grad.to_local()[0, 0] = value
         if finder.startswith("clip"):
-            norm_type = 2.0 if finder == "clip" else math.inf
+            norm_type = math.inf if finder == "clip by the maximum" else 2.0
             norm = shardgrad.clip_grad_norm_(model, 1.0, norm_type=norm_type)
             assert torch.isfinite(norm) == (not is_broken)
-        if finder == "found_inf":
+        if finder.endswith("found_inf"):
             optim.found_inf = torch.tensor(float(is_broken))
         optim.step()
         model.zero_grad()
