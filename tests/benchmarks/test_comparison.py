@@ -66,46 +66,15 @@ def test_an_engine_that_hangs_is_ended_after_the_time_limit(tmp_path: Path) -> N
     assert set(outcome.measured) == {"fsdp2", "shardgrad"}
 
 
-def test_an_engine_that_does_not_fit_with_the_others_is_measured_with_the_base_later(
-    tmp_path: Path,
-) -> None:
-    outcome = compared("fsdp2", "shardgrad", "shardgrad-graphed", "compute", folder=tmp_path)
-    assert not outcome.left_out
-    assert outcome.measured["fsdp2"].rounds == [*range(8)]
-    assert (
-        outcome.measured["shardgrad-graphed"].rounds
-        == outcome.measured["compute"].rounds
-        == [4, 5, 6, 7]
-    )
-    summary = summarise(outcome, TASK)
-    # The base slows down from turn to turn; only ratios within a round are told.
-    assert summary["shardgrad"]["ratio_to_base"]["median"] == pytest.approx(0.5)
-    base, later = outcome.measured["fsdp2"].costs[4:], outcome.measured["shardgrad-graphed"].costs
-    expected = sorted(b.wall_s / a.wall_s for a, b in zip(base, later, strict=True))
-    assert summary["shardgrad-graphed"]["ratio_to_base"]["median"] == pytest.approx(
-        sum(expected[1:3]) / 2
-    )
+def test_a_quartile_far_from_the_median_means_that_the_machine_was_not_quiet() -> None:
+    def said(low: float) -> tuple[bool, str]:
+        spread = {"wall_s": {"median": 1.0, "quartiles": [low, 1.05]}}
+        environment = {"load_average_1min": 2.0, "load_before": 0.2, "cores": 2}
+        return verdict({"environment": environment, "summary": {"bf16": {"a": spread}}})
 
-
-def test_quartiles_far_from_the_median_or_a_load_before_mean_that_it_was_not_quiet() -> None:
-    def said(low: float, load: float = 0.2, field: str = "wall_s") -> tuple[bool, str]:
-        return verdict(
-            {
-                "environment": {"load_average_1min": 2.0, "load_before": load, "cores": 2},
-                "summary": {"bf16": {"a": {field: {"median": 1.0, "quartiles": [low, 1.05]}}}},
-            }
-        )
-
-    assert said(0.95) == (
-        True,
-        "The machine was quiet: load 0.2 on 2 cores, and no quartile is further than 5% from its "
-        "median.",
-    )
+    assert said(0.95)[0]
     assert said(0.85)[0] is False
     assert "a quartile of bf16, a is 15% from its median" in said(0.85)[1]
-    assert [said(0.85, field=field)[0] for field in ("cpu_s", "host_s_per_unit")] == [False] * 2
-    assert said(0.95, load=24.0)[0] is False
-    assert "the load was 24.0 on 2 cores before" in said(0.95, load=24.0)[1]
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import html
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -18,32 +16,18 @@ from benchmarks.measure import Cost
 from benchmarks.readme import BEGIN, END, FIGURES, front, pages, records_in, replaced
 from benchmarks.records import is_result
 from benchmarks.report import render, show
+from tests.benchmarks.fake_engines import HARDWARE
 
 NAMES = (
-    "fsdp2",
-    "shardgrad",
-    "shardgrad-graphed",
-    "fsdp2-keep",
-    "ddp",
-    "fsdp2-compiled",
-    "compute",
-    "collectives",
+    *("fsdp2", "shardgrad", "shardgrad-graphed", "fsdp2-keep", "ddp", "fsdp2-compiled"),
+    *("compute", "collectives"),
 )
 
 
 def make_record() -> dict[str, Any]:
     """A record of several engines."""
     outcome = Outcome()
-    outcome.hardware = {
-        "ops_backend": "compiled",
-        "matmul_flops_per_s": 1e9,
-        "model": {
-            "numel": 10,
-            "units": 2,
-            "attention_numel": 0,
-            "vocab_size": 256,
-        },
-    }
+    outcome.hardware = HARDWARE
     for number, name in enumerate(NAMES, start=1):
         observation = Observation(100, 2**26, traffic={"all-gather": Traffic(3, 1000)})
         costs = [Cost(number / 100 * (1 + i / 100), 0.01, 1e6) for i in range(40)]
@@ -110,11 +94,5 @@ def test_whether_the_machine_was_quiet_and_the_ratio_stand_before_everything_els
         show(record)
         out = capsys.readouterr().out
         assert 0 == out.index(verdict) < out.index(ratio) < out.index("tiny, fp32"), out
-    other = changed(load_before=0.0) | {"benchmark": "send_weights"}
-    page = render([other, noisy, quiet]).partition("<main>")[2]
-    shown = re.sub(r"<details>.*?</details>|<[^>]*>", "", page, flags=re.DOTALL)
-    lines = [line for line in html.unescape(shown).splitlines() if line]
-    assert lines[0] == "shardgrad benchmarks"
-    assert lines[1].startswith("tiny, fp32")
-    assert lines[2].startswith("The machine was not quiet")
-    assert lines[3].startswith("Of FSDP2's step shardgrad takes 2.00")
+    page = render([noisy, quiet]).partition("<main>")[2]
+    assert 0 < page.index("The machine was not quiet") < page.index("<table")

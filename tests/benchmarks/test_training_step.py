@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from benchmarks.launched import Launch, launch_of
+from tests.benchmarks.test_programs import assert_spread
 from tests.support import programs
 from tests.support.ranks import free_port
 
@@ -29,37 +30,35 @@ def run(*options: str) -> subprocess.CompletedProcess[str]:
     return programs.run("benchmarks", *options, timeout=TIMEOUT_S)
 
 
+Measured = tuple[Path, dict[str, Any]]
+
+
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], str]:
-    """A smoke run's folder, its record, and what it printed."""
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
+    """A smoke run's folder and its record."""
     folder = tmp_path_factory.mktemp("bench")
     engines = [f"--engine={name}" for name in (*NAMES, "deepspeed-1")]
     options = ["--smoke", "--device=cpu", "--accumulate=2", "--clip=1", f"--out={folder}"]
     done = run("training_step", *options, *engines)
     assert done.returncode == 0, done.stderr + done.stdout
     (line,) = (folder / "training_step.jsonl").read_text(encoding="utf-8").splitlines()
-    return folder, json.loads(line), done.stdout
+    return folder, json.loads(line)
 
 
-def test_every_engine_has_its_numbers(measured: tuple[Path, dict[str, Any], str]) -> None:
-    _, record, _ = measured
+def test_every_engine_has_its_numbers(measured: Measured) -> None:
+    _, record = measured
     assert list(record["summary"]) == NAMES
     for name, of in record["summary"].items():
-        low, high = of["wall_s"]["quartiles"]
-        assert 0 < low <= of["wall_s"]["median"] <= high
-        assert of["ratio_to_base"]["median"] > 0
-        assert of["peak_rss_beyond_imports_nbytes"] > 0
-        assert of["tokens_per_s"] > 0
+        assert_spread(of["wall_s"])
+        for field in ("peak_rss_beyond_imports_nbytes", "tokens_per_s"):
+            assert of[field] > 0
         assert of["mfu"] is None or 0 < of["mfu"] <= 1
         assert len(record["samples"][name]["wall_s"]) == record["config"]["rounds"] == 2
     assert record["summary"]["fsdp2"]["ratio_to_base"]["median"] == 1
-    assert {"git", "torch", "cpu", "cores", "versions", "ops_backend"} <= set(record["environment"])
 
 
-def test_collectives_are_counted_as_the_units_have_them(
-    measured: tuple[Path, dict[str, Any], str],
-) -> None:
-    _, record, _ = measured
+def test_collectives_are_counted_as_the_units_have_them(measured: Measured) -> None:
+    _, record = measured
     collectives = {name: of["collectives"] for name, of in record["summary"].items()}
     # Two blocks and the root: three reductions at the end, whatever is accumulated before.
     for name in ("fsdp2", "shardgrad", "shardgrad-graphed", "collectives"):
@@ -71,8 +70,8 @@ def test_collectives_are_counted_as_the_units_have_them(
         assert collectives[name]["reduce-scatter"]["nbytes"] == pytest.approx(nbytes / 2, rel=0.05)
 
 
-def test_engines_of_other_kinds_agree(measured: tuple[Path, dict[str, Any], str]) -> None:
-    folder, record, _ = measured
+def test_engines_of_other_kinds_agree(measured: Measured) -> None:
+    folder, record = measured
     assert record["disagreed"] == []
     assert record["summary"]["ddp"]["loss_difference"] < 1e-5
     # One step of each, for Perfetto.
@@ -89,9 +88,6 @@ def test_one_command_measures_on_two_machines_and_continues(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("PYTHON", sys.executable)
     command = ["bash", str(ROOT / "benchmarks" / "gpu.sh"), "--smoke", "--nnodes", "2"]
-    refused = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert refused.returncode == 2
-    assert "--rdzv-endpoint HOST:PORT" in refused.stderr
     command += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
     machines = [
         subprocess.Popen(
@@ -112,21 +108,15 @@ def test_one_command_measures_on_two_machines_and_continues(
     assert record["summary"]["shardgrad"]["loss_difference"] == 0
     assert (path.parents[1] / "report.html").exists()
     assert "2 machines of" in "".join(printed)
-    again = subprocess.run(
-        [*command, "--out", str(path.parents[1])], capture_output=True, text=True, check=True
-    )
-    assert "done before" in again.stdout
+    again = subprocess.check_output([*command, "--out", str(path.parents[1])], text=True)
+    assert "done before" in again
 
 
 def test_each_file_of_gpu_tests_is_a_part_of_the_command_for_gpus() -> None:
-    listed = subprocess.run(
-        ["bash", str(ROOT / "benchmarks" / "gpu.sh"), "--list"],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "PYTHON": sys.executable},
-    )
-    named = set(re.findall(r"tests/gpu/\w+\.py", listed.stdout))
+    command = ["bash", str(ROOT / "benchmarks" / "gpu.sh"), "--list"]
+    environment = {**os.environ, "PYTHON": sys.executable}
+    listed = subprocess.check_output(command, text=True, env=environment)
+    named = set(re.findall(r"tests/gpu/\w+\.py", listed))
     assert named == {f"tests/gpu/{path.name}" for path in (ROOT / "tests/gpu").glob("test_*.py")}
 
 
@@ -134,14 +124,14 @@ def test_processes_without_an_address_and_other_benchmarks_are_refused_in_a_sent
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("RANK", "0")
-    done = run("kernels")
-    assert done.returncode == 2
-    assert "only training_step takes those of torchrun" in done.stderr
     monkeypatch.setenv("WORLD_SIZE", "2")
-    done = run("training_step")
-    assert done.returncode == 2
-    assert "MASTER_ADDR is not set" in done.stderr
-    assert "scontrol show hostnames" in done.stderr
+    for benchmark, words in (
+        ("kernels", "only training_step takes those of torchrun"),
+        ("training_step", "MASTER_ADDR is not set"),
+    ):
+        done = run(benchmark)
+        assert done.returncode == 2
+        assert words in done.stderr
 
 
 def test_what_srun_sets_says_which_process_this_is() -> None:

@@ -35,10 +35,8 @@ def test_a_line_that_cannot_be_written_is_an_error_that_names_the_output() -> No
     reader, unread = os.pipe()
     os.close(reader)
     for output in (unread, os.open("/dev/full", os.O_WRONLY)):
-        with (
-            suppress(OSError),  # again, when the stream is closed
-            os.fdopen(output, "w") as stream,
-            redirect_stdout(stream),
-            pytest.raises(OSError, match="'standard output'"),
-        ):
+        stream = os.fdopen(output, "w")
+        with redirect_stdout(stream), pytest.raises(OSError, match="'standard output'"):
             Display(10, "").note("a line")
+        with suppress(OSError):  # the same again
+            stream.close()

@@ -1,0 +1,24 @@
+"""The arithmetic of rates."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.engines.summary import flops_per_step, peak_of
+
+
+def test_flops_are_those_of_the_palm_paper() -> None:
+    # Its own example, table 21: PaLM 540B, 118 layers of 48 heads of 256, 2,048 tokens.
+    model = {"numel": 540_350_000_000, "attention_numel": 118 * 48 * 256}
+    per_token = flops_per_step(model, tokens=1, seq_len=2048)
+    assert per_token == pytest.approx(6 * 540.35e9 + 12 * 118 * 48 * 256 * 2048)
+    # 238.3 thousand tokens/s on 6,144 chips of 275 TFLOP/s: 46.2 % with attention.
+    assert per_token * 238.3e3 / (6144 * 275e12) == pytest.approx(0.462, abs=0.002)
+
+
+def test_the_peak_is_published_or_measured() -> None:
+    assert peak_of({"device_name": "NVIDIA H200"}, "bf16")[0] == 989e12
+    assert peak_of({"device_name": "NVIDIA H100 PCIe"}, "bf16")[0] == 756e12
+    assert peak_of({"device_name": "NVIDIA H100 PCIe"}, "fp32")[0] == 51e12
+    assert peak_of({"matmul_flops_per_s": 5e9}, "fp32")[0] == 5e9
+    assert peak_of({"matmul_flops_per_s": 5e9}, "fp32")[1].startswith("measured")
