@@ -149,31 +149,18 @@ class Quantized(Narrowed):
         return None
 
 
-class Scaled(Narrowed):
-    """As torchao's float8 weights: gathers int8, with a scale that is the same on all ranks and is
-    not gathered.
-    """
+class Scaled(Quantized):
+    """As torchao's float8 weights: the scale is the same on all ranks, and not gathered."""
 
-    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:  # type: ignore[override]
-        largest = self._data.abs().amax().clamp_min(1e-12)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.get_group())
-        scale = largest / 127
-        return ((self._data / scale).round().to(torch.int8),), scale
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> Any:  # type: ignore[override]
+        scale = self._data.abs().amax().clamp_min(1e-12) / 127
+        dist.all_reduce(scale, dist.ReduceOp.MAX, group=mesh.get_group())
+        return ((self._data / scale).round().to(torch.int8),), scale.reshape(1)
 
     def fsdp_post_all_gather(
-        self,
-        outputs: tuple[Tensor, ...],
-        metadata: Any,
-        param_dtype: torch.dtype,
-        *,
-        out: Any = None,
+        self, outputs: Any, metadata: Any, param_dtype: torch.dtype, **out: Any
     ) -> Any:
-        whole = outputs[0].to(param_dtype) * metadata
-        if out is None:
-            return whole, (whole,)
-        with torch.no_grad(), _unsafe_preserve_version_counter(out):
-            out.copy_(whole)
-        return None
+        return super().fsdp_post_all_gather((*outputs, metadata), None, param_dtype, **out)
 
 
 class Half(Tensor):
