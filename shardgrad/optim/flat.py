@@ -27,9 +27,10 @@ from shardgrad.errors import (
 from shardgrad.optim.contents import Contents
 from shardgrad.optim.host_states import through_chunks
 from shardgrad.optim.hyper import Hyper, OptimGroup
-from shardgrad.optim.norms import find_nonfinite
+from shardgrad.optim.norms import are_judged, find_nonfinite
 from shardgrad.optim.precision import Precision
 from shardgrad.optim.segment import Launch, PlainSegment, Segment, ShardedSegment
+from shardgrad.optim.selection import select
 from shardgrad.optim.state import copies_into, load_state
 from shardgrad.sharding.dtensor import require_own_shards
 
@@ -542,9 +543,11 @@ class FlatOptimizer(Optimizer):
         of_scaler = getattr(self, "found_inf", None)
         verdicts_there = (of_scaler, *(launch.nonfinite for _, launch in launches))
         found = {id(x): x for x in verdicts_there if isinstance(x, torch.Tensor)}
-        if not found and self._check_finite and launches:
+        if self._check_finite and launches and not isinstance(of_scaler, torch.Tensor):
             params = [param for segment, _ in launches for param in segment.params]
-            return find_nonfinite(params, launches[0][0].device)
+            if not are_judged(select(params)):
+                checked = find_nonfinite(params, launches[0][0].device)
+                found[id(checked)] = checked
         verdicts = [verdict.detach().reshape(()).float() for verdict in found.values()]
         return sum(verdicts[1:], verdicts[0]) if verdicts else None
 

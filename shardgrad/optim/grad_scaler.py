@@ -14,7 +14,7 @@ from shardgrad.engine.streams import is_capturing
 from shardgrad.engine.tracing import outside_graphs
 from shardgrad.errors import CaptureError, OptionError
 from shardgrad.optim.flat import FlatOptimizer
-from shardgrad.optim.norms import find_nonfinite, is_judged
+from shardgrad.optim.norms import are_judged, find_nonfinite
 from shardgrad.optim.selection import select
 
 __all__ = ["GradScaler"]
@@ -179,11 +179,11 @@ class GradScaler:
         """
         params = _params(optimizer)
         gradients = select(params)
-        chosen = gradients.selections
-        if gradients.plain or not chosen or not all(map(is_judged, chosen)):
+        if not are_judged(gradients):
             found = find_nonfinite(params, params[0].device)
         else:
-            known = {id(each.shard.nonfinite): each.shard.nonfinite for each in chosen}
+            verdicts = (each.shard.nonfinite for each in gradients.selections)
+            known = {id(verdict): verdict for verdict in verdicts}
             first, *others = (verdict for verdict in known.values() if verdict is not None)
             found = sum(others, first)
         if optimizer not in self._verdicts:

@@ -98,7 +98,7 @@ class Bucket:
         segments = self.segments = [update.segment for update in updates]
         # `ops.sgd_` computes in float64 only if it also writes float64.
         self._dtype = torch.float64 if segments[0].dtype is torch.float64 else dtype
-        self._options, self._device = segments[0].options, segments[0].device
+        self._device = segments[0].device
         mesh = mesh_of(segments[0])
         self._process_group = None if mesh is None else mesh.shard_group
         rank = 0 if mesh is None else mesh.shard_rank
@@ -133,6 +133,11 @@ class Bucket:
             self._weights.append(
                 [_table(update.segment, pieces, ratio) for ratio, pieces in into_weights.items()]
             )
+
+    @property
+    def _options(self) -> Mapping[str, Any]:
+        """The present entry of `param_groups`, which a program may replace."""
+        return self.segments[0].options
 
     def run(self, updates: Sequence[Update], with_states: _WithStates) -> None:
         """Updates all segments.

@@ -24,7 +24,7 @@ from shardgrad.errors import GradientError, OptionError
 from shardgrad.optim.selection import Gradients, Selection, select
 from shardgrad.sharding.param_sharding import groups_cut_over
 
-__all__ = ["find_nonfinite", "is_judged", "norm_of"]
+__all__ = ["are_judged", "find_nonfinite", "norm_of"]
 
 _WHAT = "all-reduce of the gradients' norm"
 
@@ -115,10 +115,17 @@ def _remember(selection: Selection, nonfinite: torch.Tensor) -> None:
     shard.judge(nonfinite, selection.live)
 
 
-def is_judged(selection: Selection) -> bool:
+def are_judged(gradients: Gradients) -> bool:
     """Returns whether norms have checked all of these gradients since they were reduced."""
-    shard = selection.shard
-    return shard.nonfinite is not None and shard.judged.keys() >= {*selection.live}
+    return (
+        bool(gradients.selections)
+        and not gradients.plain
+        and all(
+            selection.shard.nonfinite is not None
+            and selection.shard.judged.keys() >= {*selection.live}
+            for selection in gradients.selections
+        )
+    )
 
 
 def _parts(gradients: Gradients, norm_type: float) -> list[_Part]:

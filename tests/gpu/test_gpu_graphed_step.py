@@ -35,7 +35,7 @@ from tests.support.graphed import (
     same_bits_as_eager,
     step_of,
 )
-from tests.support.tensor_extensions import Narrowed, Quantized, Scaled, extended
+from tests.support.tensor_extensions import Narrowed, Scaled, extended
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 WIDTH = 64
@@ -111,7 +111,7 @@ def test_dropout_of_recomputed_layers_is_that_of_eager(
 
 
 @pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=["", "kept"])
-@pytest.mark.parametrize("kind", [Narrowed, Quantized, Scaled])
+@pytest.mark.parametrize("kind", [Narrowed, Scaled])
 @same_bits_as_eager
 def test_weights_with_all_gather_extensions_are_captured(
     graphed: Graphed, device: torch.device, kind: type[Narrowed], options: dict[str, Any]

@@ -56,11 +56,13 @@ def test_muon_trains_on_a_device_as_on_the_cpu() -> None:
         torch.testing.assert_close(ours.to_local().cpu(), right, rtol=1e-2, atol=5e-4)
 
 
+@pytest.mark.parametrize("decoupled", [False, True], ids=["grad", "decoupled_grad"])
 @same_bits_as_eager
 def test_a_limit_that_is_computed_on_the_device_clips_at_its_present_value(
-    graph: Graphed,
+    graph: Graphed, decoupled: bool
 ) -> Values:
-    model = on_one_gpu(layers())
+    policy = shardgrad.GradientPolicy(decoupled=decoupled)
+    model = on_one_gpu(layers(), gradient_policy=policy)
     optim = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
     limit = torch.ones((), device=DEVICE)
 
@@ -77,17 +79,6 @@ def test_a_limit_that_is_computed_on_the_device_clips_at_its_present_value(
         yield step(batch(number).to(DEVICE))
     require_replays(step, 1, 3)
     yield limit, model
-
-
-@same_bits_as_eager
-def test_gradients_that_are_bound_to_decoupled_grad_are_captured(graph: Graphed) -> Values:
-    model = on_one_gpu(layers(), gradient_policy=shardgrad.GradientPolicy(decoupled=True))
-    optim = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
-    step = graph(model, optim)(step_of(model, optim, 1.0))
-    for number in range(6):
-        yield step(batch(number).to(DEVICE))
-    require_replays(step, 1, 3)
-    yield model
 
 
 # -- states on the host

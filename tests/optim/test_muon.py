@@ -134,15 +134,18 @@ def matrices_inside_parameters_are_torchs() -> None:
             for name, param in model.items()
         }
         shardgrad.fully_shard(model)
-        attention = {"params": [model["attention"]], "num_heads": HEADS}
-        others = {"params": [model["experts"], model["plain"]]}
+        attention = {"params": [model["attention"]], "num_heads": 1}
+        others = {"params": [model["experts"], model["plain"]], "nesterov": False}
         ours = shardgrad.optim.Muon([attention, others], lr=0.02, **EXACT)
         torchs = torch.optim.Muon([p for each in pieces.values() for p in each], lr=0.02)
         for number in range(GRADIENTS):
-            # The heads are told after the first step, whose gradients are zero.
-            ours.param_groups[0]["num_heads"] = HEADS if number else 1
+            # The gradients of the first two steps are zero, whatever the options.
+            if number == 1:
+                ours.param_groups[0]["num_heads"] = HEADS
+            elif number == 2:
+                ours.param_groups[1] = {**ours.param_groups[1], "nesterov": True}
             for name, param in model.items():
-                gradient = number * torch.randn(STACKS[name])
+                gradient = max(0, number - 1) * torch.randn(STACKS[name])
                 param.grad = cut_like(param, gradient)
                 for piece, part in zip(pieces[name], matrices_of(name, gradient), strict=True):
                     piece.grad = part

@@ -16,7 +16,11 @@ from tests.support.two_engines import whole
 
 @pytest.mark.parametrize("value", [math.inf, math.nan, -math.inf])
 @pytest.mark.parametrize(
-    "finder", ["clip", "clip by the maximum", "check_finite", "found_inf", "clip and found_inf"]
+    "finder",
+    [
+        *("clip", "clip by the maximum", "found_inf", "clip and found_inf"),
+        *("check_finite", "check_finite, others clipped"),
+    ],
 )
 @pytest.mark.parametrize("kind", [shardgrad.optim.AdamW, shardgrad.optim.Muon])
 @on_ranks(2)
@@ -26,7 +30,7 @@ def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing_not_even_coun
     """One element on one rank; every rank skips, and the next step counts again."""
     model = SHARDGRAD.fully_shard(stack(6, 5, 4))
     matrices = [p for p in model.parameters() if p.ndim == 2]
-    optim = kind(matrices, lr=0.1, check_finite=finder == "check_finite")
+    optim = kind(matrices, lr=0.1, check_finite="check_finite" in finder)
     for step in range(3):
         before = whole(model, optim)
         is_broken = step == 1
@@ -37,6 +41,8 @@ def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing_not_even_coun
             norm_type = math.inf if finder == "clip by the maximum" else 2.0
             norm = shardgrad.clip_grad_norm_(model, 1.0, norm_type=norm_type)
             assert torch.isfinite(norm) == (not is_broken)
+        if "others" in finder:
+            shardgrad.clip_grad_norm_(model[2].weight, 1.0)
         if finder.endswith("found_inf"):
             optim.found_inf = torch.tensor(float(is_broken))
         optim.step()
