@@ -37,8 +37,8 @@ def clip_grad_norm_(
 
     Args:
         parameters: a model, a parameter, or parameters, from any units and meshes, or from none.
-        max_norm: the maximum; with `inf`, gradients are not scaled. A device scalar is read on the
-            device, so that a graph clips at its present value.
+        max_norm: the maximum; with `inf`, gradients are not scaled. A scalar tensor on a device is
+            not read on the host: its sign is not checked, and a graph clips at its present value.
         norm_type: 2, 1, `inf`, or any other p >= 0.
         error_if_nonfinite: raise if the norm is not finite. The host waits for the device.
 
@@ -58,7 +58,9 @@ def clip_grad_norm_(
         OptionError: `max_norm` or `norm_type` is not a number, or `max_norm` is negative, or there
             is no such norm.
     """
-    is_on_device = isinstance(max_norm, torch.Tensor) and max_norm.device.type != "cpu"
+    is_on_device = (
+        isinstance(max_norm, torch.Tensor) and max_norm.ndim == 0 and max_norm.device.type != "cpu"
+    )
     try:
         limit, order = max_norm if is_on_device else float(max_norm), float(norm_type)
     except (TypeError, ValueError) as error:

@@ -545,8 +545,9 @@ class FlatOptimizer(Optimizer):
         found = {id(x): x for x in verdicts_there if isinstance(x, torch.Tensor)}
         if self._check_finite and launches and not isinstance(of_scaler, torch.Tensor):
             params = [param for segment, _ in launches for param in segment.params]
-            if not are_judged(select(params)):
-                checked = find_nonfinite(params, launches[0][0].device)
+            gradients = select(params)
+            if not are_judged(gradients):
+                checked = find_nonfinite(gradients, launches[0][0].device)
                 found[id(checked)] = checked
         verdicts = [verdict.detach().reshape(()).float() for verdict in found.values()]
         return sum(verdicts[1:], verdicts[0]) if verdicts else None

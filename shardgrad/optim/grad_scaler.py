@@ -180,7 +180,7 @@ class GradScaler:
         params = _params(optimizer)
         gradients = select(params)
         if not are_judged(gradients):
-            found = find_nonfinite(params, params[0].device)
+            found = find_nonfinite(gradients, params[0].device)
         else:
             verdicts = (each.shard.nonfinite for each in gradients.selections)
             known = {id(verdict): verdict for verdict in verdicts}

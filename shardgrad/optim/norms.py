@@ -8,7 +8,7 @@ counted twice. Sums are float64 and their order is fixed, so a norm has the same
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from weakref import WeakKeyDictionary
 
@@ -21,7 +21,7 @@ from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.transports import reaches
 from shardgrad.errors import GradientError, OptionError
-from shardgrad.optim.selection import Gradients, Selection, select
+from shardgrad.optim.selection import Gradients, Selection
 from shardgrad.sharding.param_sharding import groups_cut_over
 
 __all__ = ["are_judged", "find_nonfinite", "norm_of"]
@@ -80,13 +80,13 @@ def norm_of(
     return norm.to(torch.float64 if is_double else torch.float32), nonfinite
 
 
-def find_nonfinite(params: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
+def find_nonfinite(gradients: Gradients, device: torch.device) -> torch.Tensor:
     """Returns a float32 device scalar, above zero on every rank if a gradient of any rank is not
     finite.
 
     Streams and capture: as `norm_of`.
     """
-    return norm_of(select(params), math.inf, device)[1]
+    return norm_of(gradients, math.inf, device)[1]
 
 
 # By the first shard of a norm and the norm's selections; under None, the combined verdict of

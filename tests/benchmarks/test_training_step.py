@@ -117,7 +117,7 @@ def test_each_file_of_gpu_tests_is_a_part_of_the_command_for_gpus() -> None:
     environment = {**os.environ, "PYTHON": sys.executable}
     listed = subprocess.check_output(command, text=True, env=environment)
     named = set(re.findall(r"tests/gpu/\w+\.py", listed))
-    assert named == {f"tests/gpu/{path.name}" for path in (ROOT / "tests/gpu").glob("test_*.py")}
+    assert named == {str(path.relative_to(ROOT)) for path in ROOT.glob("tests/gpu/test_*.py")}
 
 
 def test_processes_without_an_address_and_other_benchmarks_are_refused_in_a_sentence(

@@ -119,10 +119,9 @@ def late_and_ordered() -> Iterator[None]:
         try:
             yield
             torch.cuda.synchronize()
-            unordered = conflicts(log(), 3)
+            assert not conflicts(log(), 3)
         finally:
             trace(False)
-    assert not unordered
 
 
 def conflicts(work: Sequence[Work], limit: int = 20) -> list[str]:

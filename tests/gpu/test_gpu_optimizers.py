@@ -61,8 +61,7 @@ def test_muon_trains_on_a_device_as_on_the_cpu() -> None:
 def test_a_limit_that_is_computed_on_the_device_clips_at_its_present_value(
     graph: Graphed, decoupled: bool
 ) -> Values:
-    policy = shardgrad.GradientPolicy(decoupled=decoupled)
-    model = on_one_gpu(layers(), gradient_policy=policy)
+    model = on_one_gpu(layers(), gradient_policy=shardgrad.GradientPolicy(decoupled=decoupled))
     optim = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
     limit = torch.ones((), device=DEVICE)
 

@@ -145,7 +145,7 @@ def matrices_inside_parameters_are_torchs() -> None:
             elif number == 2:
                 ours.param_groups[1] = {**ours.param_groups[1], "nesterov": True}
             for name, param in model.items():
-                gradient = max(0, number - 1) * torch.randn(STACKS[name])
+                gradient = (number > 1) * torch.randn(STACKS[name])
                 param.grad = cut_like(param, gradient)
                 for piece, part in zip(pieces[name], matrices_of(name, gradient), strict=True):
                     piece.grad = part

@@ -18,8 +18,12 @@ from tests.support.two_engines import whole
 @pytest.mark.parametrize(
     "finder",
     [
-        *("clip", "clip by the maximum", "found_inf", "clip and found_inf"),
-        *("check_finite", "check_finite, others clipped"),
+        "clip",
+        "clip by the maximum",
+        "found_inf",
+        "clip and found_inf",
+        "check_finite",
+        "check_finite, others clipped",
     ],
 )
 @pytest.mark.parametrize("kind", [shardgrad.optim.AdamW, shardgrad.optim.Muon])

@@ -214,7 +214,9 @@ class Ranks:
             raise RankError(
                 "\n".join(f"rank {rank}:\n{text}" for rank, text in sorted(failed.items()))
             )
-        self._groups = max(groups for _, _, groups in results.values())
+        counts = {groups for _, _, groups in results.values()}
+        # torch names some groups by their count, so workers that differ in it are renewed.
+        self._groups = max(counts) if len(counts) == 1 else MOST_GROUPS + 1
         return [results[rank][1] for rank in range(self.world_size)]
 
     def _where(self, rank: int) -> str:
