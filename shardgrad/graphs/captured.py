@@ -19,6 +19,7 @@ import torch
 from shardgrad.engine.streams import wait_for_device
 from shardgrad.graphs.capturable import Capturable
 from shardgrad.graphs.eager_regions import handle_eager_calls
+from shardgrad.graphs.host_state import host_snapshot
 from shardgrad.graphs.inputs import InputBuffers
 from shardgrad.graphs.pool import DeviceGraph, GraphPool
 from shardgrad.graphs.reads import Reads
@@ -26,7 +27,7 @@ from shardgrad.graphs.recomputation import Redraws
 
 __all__ = ["CapturedStep", "Key"]
 
-Key = tuple[Hashable, tuple[Hashable, ...]]  # the input key, and the guards
+Key = tuple[tuple[Any, ...], tuple[Hashable, ...]]  # the input key, and the guards
 
 
 class CapturedStep:
@@ -69,6 +70,8 @@ class CapturedStep:
         self._parts: list[Callable[[], object]] = []  # called in order by a replay
         self._graph: DeviceGraph  # the graph that is being captured
         self._capture = ExitStack()
+        for each in capturables:
+            each.quiesce()
         self._before_replays = list(filter(None, [each.before_replays() for each in capturables]))
         self._kept: list[Any] = []
 
@@ -76,14 +79,20 @@ class CapturedStep:
 
     @contextmanager
     def captured(self) -> Iterator[None]:
-        """Captures what the block launches. If the block raises, all graphs are destroyed."""
+        """Captures what the block launches. If the block raises, all graphs are destroyed, and the
+        host state is restored.
+        """
+        restore = host_snapshot(self._capturables, self._pool.device, self._generators)
         try:
-            with handle_eager_calls(self._split), self.redraws.captured(), self._capture:
+            with handle_eager_calls(self._split), self.redraws.active(notes=False), self._capture:
                 self._begin()
                 yield
                 self._end()
         except BaseException:
             self._destroy()
+            for each in self._capturables:
+                each.abort_capture()
+            restore()
             raise
         if self.redraws.generators:
             self._parts = [self.redraws.begin_replay, *self._parts, self.redraws.end_replay]

@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Hashable
-
-import torch
+from typing import Any
 
 __all__ = ["difference"]
 
 
-def difference(before: Hashable, now: Hashable) -> str:
+def difference(before: tuple[Any, ...], now: tuple[Any, ...]) -> str:
     """Describes the first difference between nested tuples as "old became new", at the innermost
     tuple that differs. If that is the value of a (name, value) pair, the name comes first.
     """
     name = ""
-    while isinstance(before, tuple) and isinstance(now, tuple) and len(before) == len(now):
+    while len(before) == len(now):
         pairs = [(x, y) for x, y in zip(before, now, strict=True) if x != y]
-        inner = [(x, y) for x, y in pairs if isinstance(x, tuple) and isinstance(y, tuple)]
+        inner = [pair for pair in pairs if all(isinstance(each, tuple) for each in pair)]
         if not inner:
             break
         if isinstance(now[0], str):
             name = f"{now[0]} "
         before, now = inner[0]
-    return f"{name}{_said(before)} became {_said(now)}"
-
-
-def _said(value: Hashable) -> str:
-    if isinstance(value, torch.Size):
-        return "x".join(map(str, value)) or "a scalar"
-    return reprlib.repr(value)
+    return f"{name}{reprlib.repr(before)} became {reprlib.repr(now)}"

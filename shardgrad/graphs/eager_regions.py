@@ -6,9 +6,9 @@ immediately.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, ParamSpec
 
 import torch
@@ -20,13 +20,7 @@ _P = ParamSpec("_P")
 Handler = Callable[[Callable[[], Any]], None]
 
 
-class _ThreadState(threading.local):
-    """The handler of the calling thread."""
-
-    handler: Handler | None = None
-
-
-_thread = _ThreadState()
+_handler: ContextVar[Handler | None] = ContextVar("_handler", default=None)  # one per thread
 
 
 def outside(call: Callable[_P, Any], *args: _P.args, **kwargs: _P.kwargs) -> None:
@@ -55,7 +49,7 @@ def outside(call: Callable[_P, Any], *args: _P.args, **kwargs: _P.kwargs) -> Non
         backward. Elsewhere the call runs immediately, inside the capture.
     """
     given, named = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
-    handler = _thread.handler
+    handler = _handler.get()
     if handler is None:
         call(*given, **named)
     else:
@@ -64,14 +58,14 @@ def outside(call: Callable[_P, Any], *args: _P.args, **kwargs: _P.kwargs) -> Non
 
 def is_in_step() -> bool:
     """Returns whether this thread runs the function of a graphed step."""
-    return _thread.handler is not None
+    return _handler.get() is not None
 
 
 @contextmanager
 def handle_eager_calls(handler: Handler) -> Iterator[None]:
     """Passes every call of `outside` in this thread to `handler` while the block runs."""
-    before, _thread.handler = _thread.handler, handler
+    token = _handler.set(handler)
     try:
         yield
     finally:
-        _thread.handler = before
+        _handler.reset(token)

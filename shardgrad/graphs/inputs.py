@@ -46,7 +46,7 @@ class Inputs(NamedTuple):
     """
 
     tensors: list[torch.Tensor]
-    key: Hashable
+    key: tuple[Any, ...]
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -60,7 +60,7 @@ def flatten_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
     return Inputs(tensors, _key((args, kwargs), tensors, count()), (args, kwargs))
 
 
-def _key(value: Any, tensors: list[torch.Tensor], numbers: Iterator[int]) -> Hashable:
+def _key(value: Any, tensors: list[torch.Tensor], numbers: Iterator[int]) -> tuple[Any, ...]:
     """Returns the key of a tree, and appends the tensors to copy to `tensors`.
 
     Args:
@@ -80,8 +80,15 @@ def _key(value: Any, tensors: list[torch.Tensor], numbers: Iterator[int]) -> Has
         kind, parts, _ = node
         return kind, *[_key(part, tensors, numbers) for part in parts]
     index = next(numbers)
+    if not isinstance(value, Hashable):
+        raise StepInputError(
+            f"input {index} of a graphed step is not hashable, so calls cannot be compared",
+            expected="tensors, numbers, None, booleans, strings, and trees or dataclasses of them",
+            got=type(value).__name__,
+            fix="register its class with torch.utils._pytree.register_pytree_node",
+        )
     # With the type: 1, 1.0 and True compare equal but are different programs.
-    return f"input {index}", type(value).__name__, _comparable(value, index)
+    return f"input {index}", type(value).__name__, value
 
 
 def objects_in(value: Any) -> Iterator[Any]:
@@ -103,33 +110,16 @@ def _is_static(tensor: torch.Tensor) -> bool:
 
 
 def _require_plain(tensor: torch.Tensor, index: int) -> None:
-    why = ""
-    if type(tensor) is not torch.Tensor:
-        why = f"it is a {type(tensor).__name__}"
-    elif tensor.layout is not torch.strided:
-        why = f"its layout is {tensor.layout}"
-    elif tensor.requires_grad:
-        why = "it requires a gradient, which only its copy would get"
-    elif tensor.is_meta:
-        why = "it has no data (device meta)"
-    if why:
+    kind, layout, trains = type(tensor), tensor.layout, tensor.requires_grad
+    if kind is not torch.Tensor or layout is not torch.strided or trains or tensor.is_meta:
         raise StepInputError(
-            f"input {index} of a graphed step cannot be copied: {why}",
-            expected="dense torch.Tensor objects that do not require a gradient",
-            got=f"{type(tensor).__name__} of shape {tuple(tensor.shape)}, {tensor.layout}",
+            f"input {index} of a graphed step cannot be copied",
+            expected="a dense torch.Tensor with data, and without requires_grad: only its copy "
+            "would get the gradient",
+            got=f"{kind.__name__} of shape {tuple(tensor.shape)}, {layout}, on {tensor.device}, "
+            f"requires_grad={trains}",
             fix="create it inside the step, or pass x.detach()",
         )
-
-
-def _comparable(leaf: Any, index: int) -> Hashable:
-    if not isinstance(leaf, Hashable):
-        raise StepInputError(
-            f"input {index} of a graphed step is not hashable, so calls cannot be compared",
-            expected="tensors, numbers, None, booleans, strings, and trees or dataclasses of them",
-            got=type(leaf).__name__,
-            fix="register its class with torch.utils._pytree.register_pytree_node",
-        )
-    return leaf
 
 
 # -- trees
@@ -217,12 +207,11 @@ class InputBuffers:
 
     def __init__(self, inputs: Inputs, pool: GraphPool) -> None:
         self._pool = pool
-        kind = pool.device.type
-        is_sent = pool.can_capture and any(t.device.type != kind for t in inputs.tensors)
-        self._transfers: Stream = torch.Stream(pool.device) if is_sent else None
+        are_sent = not all(map(self._is_on_device, inputs.tensors))
+        self._transfers: Stream = torch.Stream(pool.device) if are_sent else None
         with torch.inference_mode(False):  # later calls with this key may be outside of the mode
             self.buffers = [torch.empty_like(each, device=pool.device) for each in inputs.tensors]
-        self._given = inputs.arguments
+        self._arguments = inputs.arguments
         self._captured: list[torch.Tensor] = []  # what the latest capture has passed
         self._written: set[int] = set()  # the arguments that the step writes
 
@@ -232,7 +221,7 @@ class InputBuffers:
         """
         with torch.inference_mode(False):  # inference tensors do not count writes
             self._captured = [each.data for each in self.buffers]  # counts writes from 0
-        return _filled(self._given, iter(self._captured))
+        return _filled(self._arguments, iter(self._captured))
 
     def load(self, inputs: Inputs, stream: Stream) -> None:
         """Copies a call's tensors into the buffers.
@@ -293,10 +282,9 @@ class InputBuffers:
     def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._is_on_device(tensor):
             return tensor
-        is_ready = self._pool.device.type != "cuda" or (
-            tensor.is_pinned() and tensor.is_contiguous()
-        )
-        return (tensor if is_ready else _pinned(tensor)).to(self._pool.device, non_blocking=True)
+        if self._pool.device.type == "cuda" and not (tensor.is_pinned() and tensor.is_contiguous()):
+            tensor = _pinned(tensor)
+        return tensor.to(self._pool.device, non_blocking=True)
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:

@@ -20,9 +20,9 @@ from torch.distributed import distributed_c10d
 
 from shardgrad.graphs.torch_patches import replace
 
-__all__ = ["has_graphs", "has_no_graphs"]
+__all__ = ["has_graphs"]
 
-# For each step that has graphs, its default process group. A process may have one per thread.
+# For each step that has captured, its default process group. A process may have one per thread.
 _steps: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
@@ -31,11 +31,6 @@ def has_graphs(step: Any) -> None:
     for module in (dist, distributed_c10d):
         replace(module, "destroy_process_group", _closing_steps)
     _steps[step] = dist.group.WORLD
-
-
-def has_no_graphs(step: Any) -> None:
-    """Removes the registration of `step`, whose graphs are destroyed."""
-    _steps.pop(step, None)
 
 
 @atexit.register
@@ -49,7 +44,7 @@ def _closing_steps(destroy: Callable[..., None]) -> Callable[..., None]:
     def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
         if group is None or group is dist.group.WORLD:
             for step, world in list(_steps.items()):
-                if world is dist.group.WORLD:
+                if world is dist.group.WORLD and step.captures:
                     step.close()
         destroy(group)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable
+from itertools import accumulate
 from operator import mul
 
 import torch
@@ -15,14 +16,10 @@ class Memory:
     """The addresses that tensors occupy, including gaps between their elements."""
 
     def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
-        self._begins: list[int] = []
-        self._ends: list[int] = []  # ascending too, since ranges that overlap are merged
-        for begin, end in sorted(map(extent, tensors)):
-            if self._ends and begin < self._ends[-1]:
-                self._ends[-1] = max(end, self._ends[-1])
-            elif begin < end:
-                self._begins.append(begin)
-                self._ends.append(end)
+        extents = sorted(map(extent, filter(torch.Tensor.numel, tensors)))
+        self._begins = [begin for begin, _ in extents]
+        # The end of a range, or of one that begins before it and reaches further.
+        self._ends = list(accumulate((end for _, end in extents), max))
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Returns whether the tensor occupies any of the addresses."""
@@ -34,7 +31,5 @@ class Memory:
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
     """Returns the address of a tensor's first element, and the one after its last element."""
     begin, strides = tensor.data_ptr(), tensor.stride()
-    if not tensor.numel():
-        return begin, begin
     last = sum(map(mul, tensor.shape, strides)) - sum(strides)
-    return begin, begin + (last + 1) * tensor.itemsize
+    return begin, begin + bool(tensor.numel()) * (last + 1) * tensor.itemsize

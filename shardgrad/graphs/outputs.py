@@ -26,7 +26,6 @@ __all__ = [
     "is_of_host",
     "named",
     "plain_tensors",
-    "scalars",
     "used_on",
 ]
 
@@ -128,12 +127,3 @@ def named(outputs: Any) -> Iterator[tuple[str, torch.Tensor]]:
     for path, leaf in tree_flatten_with_path(outputs)[0]:
         if isinstance(leaf, torch.Tensor):
             yield keystr(path), leaf
-
-
-def scalars(outputs: Any) -> list[tuple[str, torch.Tensor]]:
-    """Returns (path without brackets, tensor) for the real outputs with one element."""
-    return [
-        (path.strip("[]'") or "output", leaf)
-        for path, leaf in named(outputs)
-        if leaf.numel() == 1 and not leaf.is_complex()
-    ]

@@ -60,7 +60,8 @@ class GraphPool:
         *,
         offload_policy: SleepPolicy | None = None,
     ) -> None:
-        self.device = _resolved(device)
+        device = device or torch.accelerator.current_accelerator(check_available=True) or "cpu"
+        self.device = torch.empty(0, device=device).device  # with an index, as a tensor has it
         self.can_capture = self.device.type == "cuda" or (
             self.device.type not in ("cpu", "meta") and hasattr(torch.accelerator, "Graph")
         )
@@ -154,8 +155,9 @@ class GraphPool:
             gc.collect()  # tensors of earlier, unreachable cycles must not be freed in the capture
             wait_for_device(self.device)
             # So that the graph's pool may reserve memory that eager steps left unused in the cache.
-            torch.get_device_module(self.device).empty_cache()
-            reserved = self._reserved()
+            module = torch.get_device_module(self.device)
+            module.empty_cache()
+            reserved = module.memory_reserved(self.device)
             graph = self._begin(generators)
             self._graphs += 1
             collecting = gc.isenabled()
@@ -175,7 +177,7 @@ class GraphPool:
                 self.destroy(graph)
                 raise
             self._handle = graph.pool()
-            self.nbytes += max(0, self._reserved() - reserved)
+            self.nbytes += max(0, module.memory_reserved(self.device) - reserved)
 
     def segments(self) -> Iterator[tuple[int, int]]:
         """Yields the begin and end address of each segment of the graphs' memory; nothing on
@@ -199,25 +201,18 @@ class GraphPool:
             self._handle = self._memory = None
 
     def _begin(self, generators: Sequence[torch.Generator]) -> DeviceGraph:
-        graph: DeviceGraph
         if self.device.type == "cuda":
-            graph = torch.cuda.CUDAGraph()
-            for generator in generators:
-                graph.register_generator_state(generator)
             self._handle = self._handle or self._new_memory()
-            # Not "global", in which the event queries of ProcessGroupNCCL's watchdog thread would
-            # invalidate the capture.
-            graph.capture_begin(self._handle, capture_error_mode="thread_local")
-        elif generators:
+            return _begun(self._handle, generators)
+        if generators:
             raise CaptureError(
                 f"graphs on {self.device.type} support only the device's default generator",
                 expected="operations without generator=",
                 got=f"{len(generators)} generators",
                 fix="omit torch.Generator in graphed_step(...), and generator= in the step",
             )
-        else:
-            graph = torch.accelerator.Graph(pool=self._handle)
-            graph.capture_begin()
+        graph: DeviceGraph = torch.accelerator.Graph(pool=self._handle)
+        graph.capture_begin()
         return graph
 
     def _new_memory(self) -> Any:
@@ -242,17 +237,21 @@ class GraphPool:
         with suppress(RuntimeError):
             # In torch 2.11, a generator stays in capture mode until a capture that it is registered
             # with succeeds, so capture an empty graph.
-            graph = torch.cuda.CUDAGraph()
-            for generator in generators:
-                graph.register_generator_state(generator)
-            graph.capture_begin(torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")
+            graph = _begun(torch.cuda.graph_pool_handle(), generators)
             torch.zeros(1, device=self.device)
             graph.capture_end()
             graph.reset()
 
-    def _reserved(self) -> int:
-        module = torch.get_device_module(self.device)
-        return int(module.memory_reserved(self.device)) if hasattr(module, "memory_reserved") else 0
+
+def _begun(handle: Any, generators: Sequence[torch.Generator]) -> DeviceGraph:
+    """Begins to capture a CUDA graph into a memory pool."""
+    graph = torch.cuda.CUDAGraph()
+    for generator in generators:
+        graph.register_generator_state(generator)
+    # Not "global", in which the event queries of ProcessGroupNCCL's watchdog thread would
+    # invalidate the capture.
+    graph.capture_begin(handle, capture_error_mode="thread_local")
+    return graph
 
 
 @functools.cache
@@ -303,10 +302,3 @@ def _alone(device: torch.device) -> Iterator[None]:
         yield
     finally:
         del _threads_capturing[device]
-
-
-def _resolved(device: torch.device | str | None) -> torch.device:
-    """Returns a device with its index, as `tensor.device` gives it."""
-    if device is None:
-        device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
-    return torch.empty(0, device=device).device

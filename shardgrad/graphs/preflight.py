@@ -25,7 +25,6 @@ from shardgrad.ops.library import build_command, has_kernels
 __all__ = [
     "cause_of",
     "environment_issues",
-    "explain",
     "refuse_harmful_settings",
     "require_launch_order",
 ]
@@ -77,8 +76,6 @@ _COPY = CaptureError(
     fix="create it before the step and pass it as an argument; or use torch.full or torch.arange "
     "with device=, and fill_ for an element",
 )
-# Errors that torch raises itself, before it calls CUDA.
-_MESSAGES = {"Cannot copy between CPU and CUDA tensors": _COPY}
 # Functions of torch in which an error in a capture has only one cause.
 _RAISING = {
     torch.amp.GradScaler.step.__code__: _SCALER,
@@ -86,13 +83,6 @@ _RAISING = {
     Distribution.__init__.__code__: _VALIDATED,
     Distribution._validate_sample.__code__: _VALIDATED,
 }
-
-
-def explain(issues: Iterable[CaptureError]) -> str:
-    """Returns a numbered list of issues, for an error message; "" if there are none."""
-    return "\n".join(
-        f"{number}. {issue}".replace("\n", "\n   ") for number, issue in enumerate(issues, start=1)
-    )
 
 
 def environment_issues(device: torch.device, optimizers: Sequence[Optimizer]) -> list[CaptureError]:
@@ -141,9 +131,8 @@ def cause_of(error: BaseException) -> ShardgradError:
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_code in _RAISING:
             return _RAISING[frame.f_code]
-    for message, issue in _MESSAGES.items():
-        if message in str(error):
-            return issue
+    if "Cannot copy between CPU and CUDA tensors" in str(error):  # before torch calls CUDA
+        return _COPY
     what = f"{type(error).__name__}: {error}".splitlines()[0]
     unknown = CaptureError(what, fix=_HOST_READ.fix)
     return _CUDA_ERRORS.get(getattr(error, "error_code", None), unknown)
@@ -190,17 +179,14 @@ def _of_allocator() -> Iterator[CaptureError]:
             f"torch does not test graphs with the {backend} allocator",
             "remove backend: from PYTORCH_CUDA_ALLOC_CONF",
         )
-    elif _has_expandable_segments() and os.environ.get("NCCL_GRAPH_REGISTER") != "0":
+        return
+    # From the allocator, since a program may choose the setting without the environment.
+    settings = torch.cuda.memory._snapshot()["allocator_settings"]
+    if settings.get("expandable_segments") and os.environ.get("NCCL_GRAPH_REGISTER") != "0":
         yield _setting(
             "the allocator uses expandable segments, which NCCL tries to register for graphs",
             "export NCCL_GRAPH_REGISTER=0",
         )
-
-
-def _has_expandable_segments() -> bool:
-    """Reads the setting from the allocator, since a program may set it without the environment."""
-    settings = torch.cuda.memory._snapshot()["allocator_settings"]
-    return bool(settings.get("expandable_segments", False))
 
 
 def _setting(what: str, fix: str) -> CaptureError:

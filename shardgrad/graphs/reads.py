@@ -16,7 +16,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import chain
 from operator import attrgetter
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -130,50 +130,50 @@ class Reads(TorchDispatchMode):
         tensors = list(plain_tensors(leaves))
         written = set(map(id, _written(func, args, kwargs)))
         is_captured = self._stream is not None and is_capturing(self._stream.device)
-        runs_on_host = is_captured and all(map(is_of_host, tensors))
         if "c10d" in func.namespace:
             self.groups.update(_groups(leaves))
         if is_captured:
             self._require_given(leaves)
         for tensor in tensors:
-            identity = _identity(tensor)
-            if self._others and identity and (name := self._others.get(tensor.data_ptr())):
-                _refuse_not_given(name)
-            if identity in self._made:
-                continue
-            if tensor.requires_grad and tensor.is_leaf and fsdp_param_of(tensor) is None:
-                self._leaves.setdefault(id(tensor), (tensor, tensor.grad))
-            found = self._candidates.get(identity, [])
-            if is_of_host(tensor) and self._stream is not None:
-                if not is_captured:  # in an eager region, which every replay runs again
-                    continue
-                if runs_on_host and id(tensor) in written:
-                    _refuse_write_on_host(found[0][0].name if found else "a tensor")
-                if not found and (runs_on_host or tensor.ndim == 0):
-                    place = Place("a host tensor", tensor)
-                    found = self._candidates[identity] = [(place, address_of(tensor))]
-            for place, address in found:
-                if place not in self.places:
-                    self.places[place] = address, value_of(place.found())
-            is_on_device = tensor.device.type not in ("cpu", "meta")
-            name = found[0][0].name if found else ""
-            # A storage that cannot be resized is a slice of other memory, as a gradient is of its
-            # shard. Its lifetime is not that of the memory, and references of the engine would be
-            # mistaken for the program's.
-            if identity not in self._memory and identity and tensor.untyped_storage().resizable():
-                memory = self._memory[identity] = StorageWeakRef(tensor.untyped_storage())
-                if is_on_device and identity not in self._state:
-                    what = f"a tensor of shape {tuple(tensor.shape)} that {func} reads"
-                    address = tensor.untyped_storage().data_ptr()
-                    self._on_device[memory.cdata] = name or what, address
-            if id(tensor) in written:
-                if is_on_device:
-                    self._require_captured(tensor.device)
-                self._written.setdefault(identity, name)
+            # In an eager region, which every replay runs again, the host may do what it likes.
+            is_free = self._stream is not None and not is_captured and is_of_host(tensor)
+            if not is_free and _identity(tensor) not in self._made:
+                self._note(tensor, func, is_written=id(tensor) in written)
         result = func(*args, **kwargs)
         given = set(map(_identity, tensors))
         self._made.update({_identity(t) for t in plain_tensors(tree_leaves(result))} - given)
         return result
+
+    def _note(self, tensor: torch.Tensor, func: Any, *, is_written: bool) -> None:
+        """Notes that an operation uses a tensor that the block did not create."""
+        identity = _identity(tensor)
+        if self._others and identity and (name := self._others.get(tensor.data_ptr())):
+            raise CaptureError(
+                f"it uses {name}, a sharded module that was not passed to graphed_step",
+                expected="every sharded module that the step uses",
+                got="a module whose state the graph cannot guard or restore",
+                fix=f"graphed_step(..., {name})",
+            )
+        if tensor.requires_grad and tensor.is_leaf and fsdp_param_of(tensor) is None:
+            self._leaves.setdefault(id(tensor), (tensor, tensor.grad))
+        if self._stream is not None and is_of_host(tensor) and identity not in self._candidates:
+            self._candidates[identity] = [(Place("a host tensor", tensor), address_of(tensor))]
+        found = self._candidates.get(identity, [])
+        for place, address in found:
+            if place not in self.places:
+                self.places[place] = address, value_of(place.found())
+        name = found[0][0].name if found else ""
+        if is_written:
+            self._require_captured(tensor, name)
+            self._written.setdefault(identity, name)
+        # A storage that cannot be resized is a slice of other memory, as a gradient is of its
+        # shard. Its lifetime is not that of the memory, and references of the engine would be
+        # mistaken for the program's.
+        if identity and identity not in self._memory and tensor.untyped_storage().resizable():
+            self._memory[identity] = StorageWeakRef(tensor.untyped_storage())
+            if tensor.device.type not in ("cpu", "meta") and identity not in self._state:
+                what = name or f"a tensor of shape {tuple(tensor.shape)} that {func} reads"
+                self._on_device[identity] = what, tensor.untyped_storage().data_ptr()
 
     def _require_given(self, leaves: Iterable[Any]) -> None:
         """Refuses a generator that is not registered with the graph. Up to 2.14, torch
@@ -188,13 +188,24 @@ class Reads(TorchDispatchMode):
                         fix="graphed_step(..., generator)",
                     )
 
-    def _require_captured(self, device: torch.device) -> None:
-        """Refuses a write on a stream that is not captured: it is executed now and not by a replay.
-        The step's own stream is exempt, since between the parts of a split graph torch writes the
-        state of random generators on it.
+    def _require_captured(self, tensor: torch.Tensor, name: str) -> None:
+        """Refuses a write on the host or on a stream that is not captured: it is executed now and
+        not by a replay. The step's own stream is exempt, since between the parts of a split graph
+        torch writes the state of random generators on it.
         """
-        stream = torch.accelerator.current_stream(device)
-        if stream != self._stream and not is_capturing(device):
+        if self._stream is not None and is_of_host(tensor):
+            raise CaptureError(
+                f"it writes {name} on the host, so a replay would not write it",
+                expected="writes to device memory",
+                got="an operation on the host",
+                where=name,
+                fix="keep it on the device, or write it after the call or in "
+                "shardgrad.graphs.outside",
+            )
+        if tensor.device.type in ("cpu", "meta") or is_capturing(tensor.device):
+            return
+        stream = torch.accelerator.current_stream(tensor.device)
+        if stream != self._stream:
             raise CaptureError(
                 "it writes on a stream that is not captured, so a replay would not write",
                 expected="a stream that waits for the step's stream, and that the step waits for",
@@ -296,25 +307,6 @@ class Reads(TorchDispatchMode):
         replaced = [place.name for place, found in self.places.items() if place.key() != found]
         freed = [what for memory, (what, _) in self._on_device.items() if _EXPIRED(memory)]
         return sorted({*replaced, *freed})
-
-
-def _refuse_write_on_host(name: str) -> NoReturn:
-    raise CaptureError(
-        f"it writes {name} on the host, so a replay would not write it",
-        expected="writes to device memory",
-        got="an operation on the host",
-        where=name,
-        fix="keep it on the device, or write it after the call or in shardgrad.graphs.outside",
-    )
-
-
-def _refuse_not_given(name: str) -> NoReturn:
-    raise CaptureError(
-        f"it uses {name}, a sharded module that was not passed to graphed_step",
-        expected="every sharded module that the step uses",
-        got="a module whose state the graph cannot guard or restore",
-        fix=f"graphed_step(..., {name})",
-    )
 
 
 def _groups(leaves: Sequence[Any]) -> Iterator[dist.ProcessGroup]:

@@ -35,7 +35,7 @@ class Redraws:
 
     def __init__(self, pool: GraphPool) -> None:
         self._pool = pool
-        self._is_noting = False
+        self._notes = False
         self._recomputed = 0  # number of regions recomputed in this call so far
         # For each recomputed region: the generator's offset at its beginning in forward, relative
         # to the beginning of the call, and a generator for a capture; None if it drew nothing.
@@ -54,35 +54,29 @@ class Redraws:
         return torch.cuda.default_generators[self._pool.device.index]
 
     @contextmanager
-    def noted(self) -> Iterator[None]:
-        """Records which random numbers the block, an eager call, draws again."""
-        if self._pool.device.type != "cuda":
-            yield
-            return
-        self._is_noting, self._begin = True, self._default.get_offset()
-        with self.captured():
-            yield
-        self._is_noting = False
-        self._drawn = self._default.get_offset() - self._begin
+    def active(self, *, notes: bool) -> Iterator[None]:
+        """Surrounds a call.
 
-    @contextmanager
-    def captured(self) -> Iterator[None]:
-        """Makes the recomputed regions of the block, a capture of the call, draw from
-        `generators`.
+        Args:
+            notes: True to record which random numbers the block, an eager call, draws again; False
+                to make the recomputed regions of the block, a capture, draw from `generators`.
         """
-        # The key is the stream, since regions are recomputed on autograd's threads, where this
-        # stream is current, too.
-        stream: Any = self._pool.stream
         if self._pool.device.type != "cuda":
             yield
             return
         replace(checkpoint, "get_device_states", _saving)
         replace(torch.random, "fork_rng", _recomputing)
-        self._recomputed, _on_streams[stream] = 0, self
+        # The key is the stream, since regions are recomputed on autograd's threads, where this
+        # stream is current, too.
+        stream: Any = self._pool.stream
+        self._notes, self._recomputed, _on_streams[stream] = notes, 0, self
+        self._begin = self._default.get_offset()
         try:
             yield
         finally:
             del _on_streams[stream]
+        if notes:
+            self._drawn = self._default.get_offset() - self._begin
 
     def begin_replay(self) -> None:
         """Sets the regions' generators for the next replay to where the regions began in
@@ -111,7 +105,7 @@ class Redraws:
 
     def save(self, get_device_states: Callable[..., Any], args: Any) -> tuple[Any, Any]:
         """Replaces `checkpoint.get_device_states` in the forward of a region."""
-        if self._is_noting:
+        if self._notes:
             devices, states = get_device_states(*args)
             return _Saved(devices, self, self._default.get_offset()), states
         return _Saved([], self, 0), []
@@ -126,7 +120,7 @@ class Redraws:
         """
         number, default = self._recomputed, self._default
         self._recomputed += 1
-        if self._is_noting:
+        if self._notes:
             self._drawing.append(None)
             try:
                 yield

@@ -34,23 +34,21 @@ from shardgrad.graphs.captured import CapturedStep, Key
 from shardgrad.graphs.changes import difference
 from shardgrad.graphs.comparison import Comparison
 from shardgrad.graphs.eager_regions import handle_eager_calls, is_in_step
-from shardgrad.graphs.host_state import host_snapshot
 from shardgrad.graphs.inputs import InputBuffers, Inputs, flatten_inputs, for_eager_call, objects_in
-from shardgrad.graphs.lifetime import has_graphs, has_no_graphs
+from shardgrad.graphs.lifetime import has_graphs
 from shardgrad.graphs.other_ranks import announce, announced
 from shardgrad.graphs.outputs import apart_from, clones, detached, used_on
 from shardgrad.graphs.pool import GraphPool
 from shardgrad.graphs.preflight import (
     cause_of,
     environment_issues,
-    explain,
     refuse_harmful_settings,
     require_launch_order,
 )
 from shardgrad.graphs.program_line import line_that_raised
 from shardgrad.graphs.reads import Reads
 from shardgrad.graphs.recomputation import Redraws
-from shardgrad.graphs.status import StatusReader, StepStatus
+from shardgrad.graphs.status import StepStatus, read_later
 
 __all__ = ["GraphedStep", "StepSettings", "UncapturableStepWarning", "graphed_step"]
 
@@ -85,16 +83,13 @@ class StepSettings:
     on_uncapturable: Literal["raise", "eager"]
 
     def __post_init__(self) -> None:
-        for name, expected, fits in (
-            ("warmup", "at least 1", self.warmup >= 1),
-            ("max_graphs", "at least 1", self.max_graphs >= 1),
-            ("on_uncapturable", "'raise' or 'eager'", self.on_uncapturable in ("raise", "eager")),
-        ):
-            if not fits:
-                got = repr(getattr(self, name))
-                raise OptionError(
-                    f"graphed_step does not accept {name}={got}", expected=expected, got=got
-                )
+        is_known = self.on_uncapturable in ("raise", "eager")
+        if min(self.warmup, self.max_graphs) < 1 or not is_known:
+            raise OptionError(
+                "graphed_step does not accept these options",
+                expected="warmup and max_graphs of at least 1; on_uncapturable='raise' or 'eager'",
+                got=str(self),
+            )
 
 
 def graphed_step(
@@ -214,8 +209,10 @@ class GraphedStep(Generic[_P, _R]):
         self._closed = False
         self._outputs: Any = None
         self._call = 0
-        self._status = StatusReader(self.pool, self._capturables)
-        self._before: Key = None, ()  # the key of the latest call
+        # Returns a status once it has arrived, and None before; None if none is on its way.
+        self._pending: Callable[[], StepStatus | None] | None = None
+        self._status: StepStatus | None = None
+        self._before: Key = (), ()  # the key of the latest call
         self._news = ""  # what was new in the last call, so that it was not captured; or ""
         self._with_news = 0  # consecutive calls with something new
         self.reset()
@@ -252,33 +249,32 @@ class GraphedStep(Generic[_P, _R]):
         guards = _modes(self.pool.device), *map(_GUARDS, self._capturables)
         key = inputs.key, guards
         captured = self._look_up(key)
-        news = "" if captured or inputs.key in self._refused else self._what_is_new(key)
+        is_refused = inputs.key in self._refused
+        self._news = "" if captured or is_refused else self._what_is_new(key)
         self._before = key
         if captured is not None and captured.is_compared and not _why_not(captured, inputs):
-            self._note("")
+            self._with_news = 0
             return self._replay(captured, inputs, caller)
         with self.pool.turn(caller):
             try:
-                return self._run_on_pool(captured, news, inputs, caller)
+                return self._run_on_pool(captured, inputs, caller)
             except CollectiveError as error:
                 self._require_same_on_all_ranks(error)
                 raise
 
-    def _run_on_pool(
-        self, captured: CapturedStep | None, news: str, inputs: Inputs, caller: Stream
-    ) -> Any:
+    def _run_on_pool(self, captured: CapturedStep | None, inputs: Inputs, caller: Stream) -> Any:
         """Runs a call without a graph, with a graph that is not compared yet, or with one that must
         not be replayed.
         """
-        is_known, key = captured is not None, self._before
+        is_known = captured is not None
         is_warm = self.eager_steps >= self._settings.warmup and self.pool.can_capture
-        if captured is None and is_warm and not (news or inputs.key in self._refused):
-            captured, news = self._capture_or_refuse(inputs, self._seen[key])
+        if not (is_known or self._news or inputs.key in self._refused) and is_warm:
+            captured = self._capture_or_refuse(inputs, self._seen[self._before])
             self.captures += captured is not None
-        if captured is not None and (why_not := _why_not(captured, inputs)):
-            captured, news = None, why_not
-        self._note(news)
-        if captured is None:
+        if captured is not None:
+            self._news = _why_not(captured, inputs)
+        self._warn_of_news()
+        if captured is None or self._news:
             return self._run_eagerly(inputs, caller)
         if is_known and not captured.is_compared:
             return self._compare(captured, inputs, caller)
@@ -310,13 +306,12 @@ class GraphedStep(Generic[_P, _R]):
             )
         return ""
 
-    def _note(self, news: str) -> None:
-        self._news = news
-        self._with_news = self._with_news + 1 if news else 0
+    def _warn_of_news(self) -> None:
+        self._with_news = self._with_news + 1 if self._news else 0
         if self._with_news == _IN_A_ROW:
             self._warn(
                 f"runs eagerly and is not captured: in each of the last {_IN_A_ROW} calls, "
-                f"something that selects its graph was new. In the last call: {news}.",
+                f"something that selects its graph was new. In the last call: {self._news}.",
                 depth=6,
             )
 
@@ -327,7 +322,7 @@ class GraphedStep(Generic[_P, _R]):
 
         args, kwargs = for_eager_call(inputs, self.pool.device)
         redraws = Redraws(self.pool)
-        with handle_eager_calls(call_region), redraws.noted():
+        with handle_eager_calls(call_region), redraws.active(notes=True):
             outputs = detached(self._function(*args, **kwargs))
         self._note_border()
         self.eager_steps += 1
@@ -363,12 +358,16 @@ class GraphedStep(Generic[_P, _R]):
         """Returns the status of a recent step without waiting for the device; None until one has
         arrived.
 
-        The status may be older than the last call. See `StatusReader.poll`.
+        The status may be older than the last call. Starts to copy the present one if no copy is on
+        its way. See `read_later`.
         """
-        overwritten = self._call != self.pool.calls  # by another step of the pool
-        return self._status.poll(
-            0 if overwritten else self.eager_steps + self.replays, self._outputs
-        )
+        step = self.eager_steps + self.replays
+        if self._pending is None and step and self._call == self.pool.calls:
+            # No other step of the pool has overwritten the outputs.
+            self._pending = read_later(step, self._outputs, self._capturables, self.pool)
+        if self._pending is not None and (status := self._pending()) is not None:
+            self._status, self._pending = status, None
+        return self._status
 
     def status(self) -> str:
         """Returns one sentence: how many calls ran which way since the last reset, and why the
@@ -378,9 +377,9 @@ class GraphedStep(Generic[_P, _R]):
         if not self.pool.can_capture:
             why = f"every call runs eagerly, because {self.pool.device.type} has no graphs"
         elif refused is not None:
-            why = f"it {refused.splitlines()[0]}"
+            why = f"it {refused}"
         elif self._news:
-            why = f"new in the latest call: {self._news.partition('. ')[0]}"
+            why = f"new in the latest call: {self._news}"
         else:
             why = "a call is captured after one with the same inputs and guards has run eagerly"
         return (
@@ -390,14 +389,12 @@ class GraphedStep(Generic[_P, _R]):
 
     # -- capturing
 
-    def _capture_or_refuse(
-        self, inputs: Inputs, redraws: Redraws
-    ) -> tuple[CapturedStep | None, str]:
+    def _capture_or_refuse(self, inputs: Inputs, redraws: Redraws) -> CapturedStep | None:
         """Captures a step. Drops the least recently used graphs beyond `max_graphs`.
 
         Returns:
-            The captured step, or None if the call has to run eagerly. Then also the reason if only
-            this call does; "" if all later calls with the same input key do, too.
+            The captured step, or None if the call has to run eagerly: `_news` says why if only this
+            call does, and `_refused` if all later calls with the same input key do, too.
         """
         try:
             refuse_harmful_settings()
@@ -406,16 +403,17 @@ class GraphedStep(Generic[_P, _R]):
         except CollectiveError:
             raise  # another rank did not join, so an eager step would fail as well
         except CaptureAgain as again:
-            return None, str(again)  # raised on all ranks, so all of them run eagerly
+            self._news = str(again)  # raised on all ranks, so all of them run eagerly
+            return None
         # torch, the device and shardgrad raise a RuntimeError for what a graph cannot contain. Any
         # other exception is the program's, and passes through as in an eager call.
         except RuntimeError as error:
             self._refuse_capture(error)
-            return None, ""
+            return None
         self._graphs.append(captured)
         while len(self._graphs) > self._settings.max_graphs:
             self._graphs.pop(0).reset()
-        return captured, ""
+        return captured
 
     def _compare(self, first: CapturedStep, inputs: Inputs, caller: Stream) -> Any:
         """Captures the step a second time and compares both graphs from the same state. A result
@@ -427,7 +425,7 @@ class GraphedStep(Generic[_P, _R]):
         )
         self._graphs.remove(first)
         try:
-            again, _ = self._capture_or_refuse(inputs, first.redraws)
+            again = self._capture_or_refuse(inputs, first.redraws)
             if again is None:
                 return self._run_eagerly(inputs, caller)
             again.is_compared = True
@@ -454,8 +452,6 @@ class GraphedStep(Generic[_P, _R]):
 
     def _capture(self, inputs: Inputs, redraws: Redraws) -> CapturedStep:
         """Captures a step. Restores all state if that fails."""
-        for each in self._capturables:
-            each.quiesce()
         buffers = self._buffers.get(inputs.key) or InputBuffers(inputs, self.pool)
         self._buffers[inputs.key] = buffers
         # Code that runs kernels while it is captured, such as autotuning, needs valid indices.
@@ -463,7 +459,6 @@ class GraphedStep(Generic[_P, _R]):
         captured = CapturedStep(
             self._before, self.pool, self._capturables, self._generators, redraws, buffers
         )
-        restore = host_snapshot(self._capturables, self.pool.device, self._generators)
         args, kwargs = buffers.for_capture()
         captured.reads = reads = Reads(
             self._function,
@@ -473,22 +468,14 @@ class GraphedStep(Generic[_P, _R]):
             chain(self._state(), buffers.buffers),
             self._generators,
         )
-        try:
-            with _stale_streams_overridden(), captured.captured(), reads:
-                outputs = detached(self._function(*args, **kwargs))
-                reads.refuse_kept(buffers.buffers)
-                self._guard_leaves(reads.take_leaves())
-                if self.pool.device.type == "cuda":
-                    require_launch_order(reads.groups)
-                # The state after the function ran: gradients may have been allocated in the
-                # capture.
-                kept = chain(self._state(), buffers.buffers)
-                captured.outputs = apart_from(kept, outputs)
-        except BaseException:
-            for each in self._capturables:
-                each.abort_capture()
-            restore()
-            raise
+        with _stale_streams_overridden(), captured.captured(), reads:
+            outputs = detached(self._function(*args, **kwargs))
+            reads.refuse_kept(buffers.buffers)
+            self._guard_leaves(reads.take_leaves())
+            if self.pool.device.type == "cuda":
+                require_launch_order(reads.groups)
+            # The state after the function ran: gradients may have been allocated in the capture.
+            captured.outputs = apart_from(chain(self._state(), buffers.buffers), outputs)
         reads.close(self.pool.segments())
         buffers.note_writes(reads)
         has_graphs(self)
@@ -530,16 +517,12 @@ class GraphedStep(Generic[_P, _R]):
     def _refuse_capture(self, error: Exception) -> None:
         """Refuses further captures with this input key. Names the program's line that raised."""
         cause, line = cause_of(error), line_that_raised(error, self._modules)
-        issues = (
-            ""
-            if cause is error
-            else explain(environment_issues(self.pool.device, self._optimizers))
-        )
+        issues = environment_issues(self.pool.device, self._optimizers)
         self._refuse(
             f"could not be captured: {cause.what}",
-            where="; ".join(filter(None, (getattr(cause, "where", None), line))),
+            where="; ".join(filter(None, (cause.where, line))),
             fix=cause.fix or "move the call that raises before or after the step",
-            issues=issues,
+            issues="" if cause is error else "".join(f"\n{each}" for each in issues),
             error=error,
         )
 
@@ -575,13 +558,12 @@ class GraphedStep(Generic[_P, _R]):
         """Makes all later calls with this input key run eagerly, and raises or warns."""
         self._refused[self._before[0]] = what
         announce(f"{self._name} {what}")
-        found = f"\n{issues}" if issues else ""
         if self._settings.on_uncapturable != "raise":
             place = f" [{where}]" if where else ""
-            self._warn(f"{what}{place}. It runs eagerly.{found}", depth=8)
+            self._warn(f"{what}{place}. It runs eagerly.{issues}", depth=8)
             return
         raise CaptureError(
-            f"{self._name} {what}{found}",
+            f"{self._name} {what}{issues}",
             expected="a step that launches the same work every time and never waits for the device",
             got="a step that a replay cannot repeat; this call changed no model, optimizer or "
             "random state",
@@ -642,7 +624,6 @@ class GraphedStep(Generic[_P, _R]):
         self._refused.clear()
         self._seen.clear()
         self.eager_steps = self.captures = self.replays = 0
-        has_no_graphs(self)
 
     def close(self) -> None:
         """Destroys all graphs; the step cannot be called again.

@@ -75,7 +75,7 @@ class Trainer:
 WEIGHT = torch.nn.Parameter(torch.ones(2))
 SCHEDULE = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD([WEIGHT], lr=0.1))
 REFUSED: dict[str, tuple[Callable[[], object], type[ShardgradError], str]] = {
-    "no warm-up": (decorated(warmup=0), OptionError, "accept warmup=0"),
+    "no warm-up": (decorated(warmup=0), OptionError, "warmup=0"),
     "a policy that there is not": (
         decorated(on_uncapturable="ignore"),
         OptionError,
@@ -89,17 +89,17 @@ REFUSED: dict[str, tuple[Callable[[], object], type[ShardgradError], str]] = {
     "a schedule": (decorated(SCHEDULE), OptionError, "step it between calls"),
     "a function": (decorated(doubled), OptionError, "pass it in the second pair of parentheses"),
     "a number": (decorated(3), OptionError, "objects of type int"),
-    "an input with a gradient": (given(WEIGHT * 1), StepInputError, "requires a gradient, which"),
+    "an input with a gradient": (given(WEIGHT * 1), StepInputError, "requires_grad=True"),
     "a sparse input": (
         given(torch.eye(2).to_sparse()),
         StepInputError,
-        r"its layout is torch\.sparse",
+        r"torch\.sparse",
     ),
-    "an input without data": (given(torch.ones(2, device="meta")), StepInputError, "device meta"),
+    "an input without data": (given(torch.ones(2, device="meta")), StepInputError, "on meta"),
     "a subclass": (
         given(torch.ones(2).as_subclass(type("Tagged", (Tensor,), {}))),
         StepInputError,
-        "it is a Tagged",
+        "got: *Tagged",
     ),
     "an object without a hash": (given({1}), StepInputError, "is not hashable"),
     "a call from another thread": (in_another_thread, CaptureError, "the thread that built it"),

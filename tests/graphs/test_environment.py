@@ -8,11 +8,7 @@ from torch import nn
 
 from shardgrad.errors import CaptureError
 from shardgrad.graphs import preflight
-from shardgrad.graphs.preflight import (
-    environment_issues,
-    explain,
-    refuse_harmful_settings,
-)
+from shardgrad.graphs.preflight import environment_issues, refuse_harmful_settings
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -73,13 +69,6 @@ def test_an_allocator_that_is_not_torchs_own_is_refused_by_name(
     with pytest.raises(CaptureError, match="with the cudaMallocAsync allocator") as caught:
         refuse_harmful_settings()
     assert (caught.value.fix or "").startswith("remove backend: from PYTORCH_CUDA_ALLOC_CONF")
-
-
-def test_issues_are_numbered_each_with_what_to_type() -> None:
-    assert explain([]) == ""
-    assert explain([CaptureError("what", fix="how"), CaptureError("so", fix="thus")]) == (
-        "1. what\n     try:      how\n2. so\n     try:      thus"
-    )
 
 
 @pytest.mark.parametrize(
