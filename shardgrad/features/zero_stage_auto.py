@@ -42,23 +42,26 @@ class StageAuto:
     def __init__(self, unit: Unit, before_outermost_forward: Callable[[], None]) -> None:
         self._unit = unit
         self._before_outermost_forward = before_outermost_forward
-        self._allocated_before: int | None = None  # the first forward
+        self._before: tuple[int, int] | None = None  # allocated bytes and steps, at the first one
 
     def __call__(self) -> None:
-        """Decides, a collective then, if an optimizer has taken a step.
+        """Decides, a collective then, if an optimizer has taken a step since the first call.
 
         Streams: the current one; the host waits for it. Capture: nothing is decided in one.
         """
         self._before_outermost_forward()
         unit, device = self._unit, self._unit.mesh.device
-        if is_capturing(device):
+        # Under `participate`, a rank without a batch does not come here, so others must not count.
+        is_joint = unit.context is not None and unit.context.gather_through is None
+        if is_capturing(device) or not is_joint:
             return
         allocated = 0 if device.type == "cpu" else torch.accelerator.memory_allocated(device)
-        if self._allocated_before is None:
-            self._allocated_before = allocated
-        elif any(group.steps_taken for each in _units(unit) for group in each.groups):
+        steps = sum(group.steps_taken for each in _units(unit) for group in each.groups)
+        if self._before is None:
+            self._before = allocated, steps
+        elif steps != self._before[1]:
             unit.before_outermost_forward = self._before_outermost_forward
-            _keep(unit, _least(_room(device, allocated - self._allocated_before), unit))
+            _keep(unit, _least(_room(device, allocated - self._before[0]), unit))
 
 
 def _units(root: Unit) -> list[Unit]:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import shardgrad
 from shardgrad.engine.grad_group import grads_of
 from shardgrad.engine.param_group import ParamGroup
 from shardgrad.engine.unit import units_under
@@ -99,13 +100,19 @@ def test_the_outer_axis_carries_little() -> None:
 
 @on_ranks(2)
 def test_auto_keeps_units_unsharded_as_long_as_every_rank_has_room() -> None:
-    """One rank has room for two blocks, the other for one: both keep the first block."""
+    """One rank has room for two blocks, the other for one: both keep the first block. One of them
+    has no batch in the first step, which therefore does not count.
+    """
     [group] = units_under(SHARDGRAD.shard_tower(tower()))[1].groups
     room = (1 + dist.get_rank()) * group.layout.unsharded_numel * 4
     found: dict[int | str, tuple[Tensors, int]] = {}
     for stage in (3, "auto"):
         model = SHARDGRAD.shard_tower(tower(), zero_stage=stage)
         optim = make_optimizer("adamw", model)
+        with shardgrad.participate(model):
+            if dist.get_rank() == 0:
+                token_loss(model, SHARDGRAD.tokens(3)).backward()
+        optim.step()
         with mock.patch.object(zero_stage_auto, "_room", return_value=room):
             step_once(model, optim, 1, 0)
             assert stay_unsharded(model) == []
