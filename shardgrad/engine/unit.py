@@ -499,11 +499,18 @@ class Unit:
             if group.carry_requires_grad() is not grads.trainable or grads.holds_frozen:
                 grads.refresh_trainable()
 
-    def finish_backward(self, *, is_read_again: bool) -> None:
-        """Frees the unsharded parameters at the end of a backward, unless they are to be kept."""
+    def finish_backward(self, *, is_read_again: bool, is_last: bool) -> None:
+        """Frees the unsharded parameters at the end of a backward, unless they are to be kept.
+
+        After the last backward, modules show the sharded parameters in any case, which have the
+        gradients, so that torch's clipping finds them. Between micro-batches, pipeline schedules
+        use the unsharded ones.
+        """
         self.outstanding = self.open = 0
-        if self.reshard_after_backward:
-            self.show_sharded() if is_read_again else self.reshard()
+        if self.reshard_after_backward and not is_read_again:
+            self.reshard()
+        elif is_read_again or is_last:
+            self.show_sharded()
 
     def abandon(self) -> None:
         """Resets the unit after a failed forward or backward, and reshards its parameters."""
@@ -617,14 +624,7 @@ class RootContext:
             self.quiesce()
         if is_cut_short:
             self.recover()
-        # `zero_grad()` sets gradients to None without notice, so look for them here. This must
-        # precede `refresh`, which may lay out the gradients anew.
-        self.free_gradients()
-        # Between iterations a program may load weights, freeze layers, or step an optimizer. Look
-        # for all of that once per forward, here.
-        self._reshard_hidden()
-        for each in self.units:
-            each.refresh()
+        self.take_over_changes()
         if torch.is_grad_enabled():
             unit.before_outermost_forward()
         device = self.comm_ctx.device
@@ -646,6 +646,18 @@ class RootContext:
                 event = None
         self.parameters_written(event)
         return args, kwargs
+
+    def take_over_changes(self) -> None:
+        """Takes over what the program has changed since the last iteration: it may load weights,
+        freeze layers, step an optimizer or reset gradients, all without notice.
+
+        Every rank must call it, because it decides which units are all-gathered again.
+        """
+        # This must precede `refresh`, which may lay out the gradients anew.
+        self.free_gradients()
+        self._reshard_hidden()
+        for unit in self.units:
+            unit.refresh()
 
     def crosses_border(self) -> bool:
         """Notes whether a graph is being captured from here on; returns whether that has changed.
@@ -815,11 +827,12 @@ class RootContext:
         Streams: the stream that called backward waits for every reduction.
         """
         with span("root_post_backward_callback", self.root.name), torch.no_grad():
-            self.scheduler.reads_again = self.scheduler.keeps_graph
+            is_last = self.scheduler.is_last_backward
+            is_read_again = self.scheduler.reads_again = self.scheduler.keeps_graph
             # Free parameters before reducing the last groups, which reuse their memory.
             for unit in self.units:
-                unit.finish_backward(is_read_again=self.scheduler.reads_again)
-            self.scheduler.drain(self.grad_groups, wait=wait and self.scheduler.is_last_backward)
+                unit.finish_backward(is_read_again=is_read_again, is_last=is_last)
+            self.scheduler.drain(self.grad_groups, wait=wait and is_last)
             self.ran_last = None
             self._wait_until_read()
 

@@ -180,8 +180,7 @@ def _join_rest(
     """Joins the collectives that this rank has not run: all-gathers first, then reductions."""
     if gathers.count == 0:
         context.require_awake()
-        for unit in context.units:
-            unit.refresh()
+        context.take_over_changes()
         context.parameters_written()
     if context.gather_through is gathers:  # not if the iteration was cleared
         gathers(None)

@@ -41,6 +41,12 @@ def metric_that_makes_a_graph(model: nn.Module) -> None:
     torch.autograd.grad(model(x).sum(), x, create_graph=True)[0].norm()
 
 
+def backward_that_keeps_parameters(model: nn.Module) -> None:
+    if isinstance(model, shardgrad.FSDPModule):
+        model.set_reshard_after_backward(False)
+    (model(X) * 100).square().mean().backward()
+
+
 def clipped_step(model: nn.Module, program: Callable[[nn.Module], None]) -> list[Tensor]:
     params = list(model.parameters())
     optimizer = torch.optim.SGD(params, lr=0.1)
@@ -55,7 +61,12 @@ def clipped_step(model: nn.Module, program: Callable[[nn.Module], None]) -> list
 
 @pytest.mark.parametrize(
     "program",
-    [evaluation_that_fails, backward_that_makes_a_graph, metric_that_makes_a_graph],
+    [
+        evaluation_that_fails,
+        backward_that_makes_a_graph,
+        metric_that_makes_a_graph,
+        backward_that_keeps_parameters,
+    ],
     ids=lambda each: each.__name__,
 )
 @on_ranks(2)

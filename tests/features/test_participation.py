@@ -75,6 +75,8 @@ def test_ranks_that_run_different_units_get_the_mean_with_zeros_under_participat
         for each in (whole, model):  # what trains is known to a rank without a batch, too
             each.trunk.weight.requires_grad_(step % 3 == 0)
             each.left.requires_grad_(step % 2 == 0)
+        with torch.no_grad():
+            model(batch_of(0), ["left"])  # after it, every rank gathers the root again
         with shardgrad.participate(model):
             if mine is not None:
                 model(batch_of(dist.get_rank(), step), mine).backward()
