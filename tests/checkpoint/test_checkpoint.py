@@ -87,6 +87,12 @@ def test_what_was_saved_is_loaded_in_place(tmp_path: Path, rows: int) -> None:
     assert [ours["model"][name].data_ptr() for name in ours["model"]] == addresses
 
 
+def test_a_key_may_have_the_name_of_what_lies_deeper(tmp_path: Path) -> None:
+    ours = {"a.b": 1, "a": {"b": {"c": 2}, "d": [torch.ones(1)]}, "a.d": 3, "": 4}
+    checkpoint.save(ours, tmp_path / "c")
+    assert same(checkpoint.load(ours, tmp_path / "c"), ours)
+
+
 @pytest.mark.parametrize("saved", [torch.float32, torch.int64, torch.complex128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.complex64])
 def test_numbers_may_be_loaded_into_another_precision_and_into_no_other_kind(
@@ -178,7 +184,7 @@ def test_what_is_no_data_is_refused_before_anything_is_written(tmp_path: Path) -
     ):
         with pytest.raises(CheckpointError, match="odd"):
             checkpoint.save({"odd": odd}, tmp_path / "c")
-    with pytest.raises(CheckpointError, match="two entries"):
+    with pytest.raises(CheckpointError, match="duplicated flatten key 1"):
         checkpoint.save({1: 1, "1": 2}, tmp_path / "c")
     assert list(tmp_path.iterdir()) == []
 

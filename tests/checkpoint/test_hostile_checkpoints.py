@@ -6,7 +6,6 @@ import io
 import os
 import pickle
 import time
-import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -27,9 +26,7 @@ def state() -> dict[str, Any]:
 
 
 def of_torch(folder: Path, change: Callable[[Any], Any]) -> Path:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save(state(), checkpoint_id=folder, no_dist=True)
+    dcp.save(state(), checkpoint_id=folder, no_dist=True)
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     change(metadata)
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))

@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
 import pytest
 
 from shardgrad import checkpoint
 from shardgrad.errors import CheckpointError
-from shardgrad.programs.checkpoint import Series, lock
+from shardgrad.programs.checkpoint import Series
 from shardgrad.programs.checkpoint.folder import published
 from tests.checkpoint.test_checkpoint import number_in, small
 from tests.support.processes import FairClock
@@ -100,7 +100,7 @@ def test_of_two_that_save_under_one_name_the_first_gets_it_whole(tmp_path: Path)
 
     with pytest.raises(OSError, match="not empty"):
         save_late()
-    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+    assert names(tmp_path) == ["c"]
     assert (tmp_path / "c" / "mine").read_text() == "first"
 
 
@@ -113,6 +113,16 @@ def test_a_process_may_take_its_lock_again_and_gives_it_back_for_all(tmp_path: P
     first.release()
     with elsewhere(Series(tmp_path).acquire):
         pass
+
+
+def test_another_process_does_not_clear_away_what_is_being_saved_where_a_series_is(
+    tmp_path: Path,
+) -> None:
+    series = Series(tmp_path)
+    save(series, 1)
+    series.release()
+    with published(tmp_path / "by_hand"):
+        no_other_may_save_into(tmp_path)
 
 
 def test_a_lock_outlives_the_children_that_it_was_not_meant_for(tmp_path: Path) -> None:
@@ -151,16 +161,13 @@ def test_a_run_whose_removed_lock_another_process_took_is_refused(tmp_path: Path
         assert names(tmp_path) == ["step_000001", "step_000005"]
 
 
-def test_a_file_system_without_locks_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def unsupported(*_: Any) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(os, "lockf", unsupported)
-    with pytest.warns(UserWarning, match=r"without locks \(No locks available\)"):
-        lock.acquire(tmp_path)
-    lock.release(tmp_path)
+def test_a_file_system_without_locks_is_named(tmp_path: Path) -> None:
+    with (
+        mock.patch.object(os, "lockf", side_effect=OSError(errno.ENOLCK, "No locks available")),
+        pytest.warns(UserWarning, match=r"without locks \(No locks available\)"),
+    ):
+        Series(tmp_path).acquire()
+    Series(tmp_path).release()
 
 
 # -- latest

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 
 from shardgrad import checkpoint
 from shardgrad.programs.checkpoint import Series
+from shardgrad.programs.checkpoint.files import replace_synced
 from shardgrad.programs.train.config import TrainConfig, read_settings
 from shardgrad.programs.train.record import RunRecord
 from tests.checkpoint.test_checkpoint import number_in, small
@@ -26,12 +26,6 @@ class Promises:
     def __init__(self) -> None:
         self.least = self.most = self.events = 0
 
-    def saving(self, number: int) -> None:
-        self.most = number
-
-    def saved(self, number: int) -> None:
-        self.least = number
-
 
 def required(promises: Promises, path: Path | None) -> None:
     number = 0 if path is None else number_in(path)
@@ -45,9 +39,9 @@ def required(promises: Promises, path: Path | None) -> None:
 
 def one_name(root: Path, promises: Promises) -> None:
     """A name in folders that are made for it."""
-    promises.saving(1)
+    promises.most = 1
     checkpoint.save(small(1), root / "new" / "folders" / "c")
-    promises.saved(1)
+    promises.least = 1
 
 
 def check_one_name(folder: Path, promises: Promises) -> None:
@@ -61,9 +55,9 @@ def series_of(root: Path, keep: int) -> Series:
 
 def save(series: Series, step: int, number: int, promises: Promises) -> None:
     path = series.path_of(step)
-    promises.saving(number)
+    promises.most = number
     checkpoint.save(small(number), path, then=lambda: series.publish(path))
-    promises.saved(number)
+    promises.least = number
 
 
 def steps(root: Path, promises: Promises, keep: int) -> None:
@@ -76,13 +70,8 @@ def back(root: Path, promises: Promises, keep: int) -> None:
     """A run that goes back to an older step."""
     for number, step in enumerate((10, 20), start=1):
         save(series_of(root, 3), step, number, promises)
-    pointer = root / "run" / "checkpoints" / "latest"
-    pointer.write_text("step_000010\n")
     promises.least = promises.most = 0
-    for path in (pointer, pointer.parent):
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
+    replace_synced(root / "run" / "checkpoints" / "latest", "step_000010\n")
     promises.least = promises.most = 1
     series_of(root, keep).recover()
     for number, step in ((11, 20), (12, 30)):
@@ -106,10 +95,10 @@ def check_series(folder: Path, promises: Promises) -> None:
 
 
 def exported(root: Path, promises: Promises) -> None:
-    promises.saving(1)
+    promises.most = 1
     checkpoint.save(small(1), root.parent / "source")
     checkpoint.export_checkpoint(root.parent / "source", root / "c")
-    promises.saved(1)
+    promises.least = 1
 
 
 def check_exported(folder: Path, promises: Promises) -> None:
@@ -125,10 +114,10 @@ def check_exported(folder: Path, promises: Promises) -> None:
 def recorded(root: Path, promises: Promises) -> None:
     """A run folder that is begun and resumed; its steps are the settings' number."""
     for number in (1, 2):
-        promises.saving(number)
+        promises.most = number
         record = RunRecord(root / "runs" / "one")
         record.begin(TrainConfig(steps=number, ranks=1), step=number)
-        promises.saved(number)
+        promises.least = number
         # Those that were kept; not yet the start of this time.
         promises.events = len(record.events()) - 1
         for step in range(3):

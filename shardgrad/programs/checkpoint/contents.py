@@ -14,7 +14,7 @@ import os
 import pathlib
 import pickle
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +22,17 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from shardgrad.errors import CheckpointError
-from shardgrad.programs.checkpoint.files import content_of, damaged, opened, write_synced
+from shardgrad.programs.checkpoint.files import content_of, damaged, opened
 from shardgrad.programs.text import printable
 
 MANIFEST, METADATA = "manifest.json", ".metadata"
+VERSION = 1  # of the manifest
 Manifest = Mapping[str, tuple[int, int]]  # of each other file: number of bytes, CRC-32
-_VERSION = 1
-_MOST_NBYTES = {MANIFEST: 2**28, METADATA: 2**30}
 _BLOCK_NBYTES = 4 * 2**20
 _CLASSES: dict[tuple[str, str], Any] = {
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     ("pathlib", "PosixPath"): pathlib.PurePosixPath,  # the path that torch wrote to
-    ("pathlib", "WindowsPath"): pathlib.PureWindowsPath,
     ("pathlib._local", "PosixPath"): pathlib.PurePosixPath,
     # Python 3.11.0 to 3.11.3 pickles a member of an enum as getattr(the enum, its name).
     ("builtins", "getattr"): lambda _, name: metadata._MEM_FORMAT_ENCODING[name],
@@ -49,11 +46,6 @@ _CLASSES: dict[tuple[str, str], Any] = {
 }
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Writes the manifest."""
-    write_synced(folder / MANIFEST, json.dumps({"version": _VERSION, "files": manifest}))
-
-
 def read_manifest(folder: Path) -> Manifest:
     """Returns the manifest of a checkpoint; an empty one if another tool wrote the checkpoint.
 
@@ -63,17 +55,13 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     if not os.path.lexists(path):
         return {}
-    content = content_of(path, _MOST_NBYTES[MANIFEST])
-    try:
+    with content_of(path, f"a manifest of version {VERSION}") as content:
         found = json.loads(content)
-        if found["version"] != _VERSION:
+        if found["version"] != VERSION:
             raise ValueError(f"version {found['version']}")
         manifest = {name: (int(n), int(crc)) for name, (n, crc) in found["files"].items()}
         if METADATA not in manifest or not all(map(_is_name, manifest)):
             raise ValueError("other files than a checkpoint has")
-    except Exception as error:  # whatever the bytes of a damaged file spell
-        what = f"a manifest of version {_VERSION}"
-        raise damaged(path, what, f"{type(error).__name__}: {error}") from error
     return manifest
 
 
@@ -82,14 +70,13 @@ def _is_name(name: str) -> bool:
     return name.isprintable() and "/" not in name
 
 
-def check(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
+def check(folder: Path, files: Manifest) -> None:
     """Compares files with their checksums.
 
     Raises:
         CheckpointError: names the first file that is damaged.
     """
-    for name in names:
-        nbytes, right = manifest[name]
+    for name, (nbytes, right) in files.items():
         path, checksum = folder / name, 0
         with opened(path) as stream:
             size = os.fstat(stream.fileno()).st_size
@@ -110,16 +97,12 @@ def verify(folder: Path | str) -> Manifest:
     Raises:
         CheckpointError: names the first file that is missing or damaged, or there are no checksums.
     """
-    manifest = read_manifest(Path(folder))
+    folder = Path(folder)
+    manifest = read_manifest(folder)
     if not manifest:
-        raise CheckpointError(
-            "there are no checksums to verify",
-            expected=f"a file {MANIFEST}, which `shardgrad.checkpoint.save` writes",
-            got="none",
-            where=printable(folder),
-            fix="correct the path; checkpoints of other tools can be loaded but not verified",
-        )
-    check(Path(folder), manifest, manifest)
+        what = "checksums, as `shardgrad.checkpoint.save` writes them"
+        raise damaged(folder / MANIFEST, what, "none, as of other tools: it can only be loaded")
+    check(folder, manifest)
     return manifest
 
 
@@ -133,31 +116,25 @@ class _Unpickler(pickle.Unpickler):
         return _CLASSES[module, name]
 
 
-def read_metadata(folder: Path | str, manifest: Manifest | None = None) -> Metadata:
+def read_metadata(folder: Path | str) -> Metadata:
     """Returns the metadata of a checkpoint of `torch.distributed.checkpoint`, such as ours.
 
-    Args:
-        folder: folder of the checkpoint.
-        manifest: checksums; the file is compared with its own before it is unpickled, and may name
-            no other files then.
+    It is compared with its checksum, if there is one, before it is unpickled.
 
     Raises:
         CheckpointError: it is missing or damaged, would make objects of other classes, or names
             files that are not the checkpoint's.
     """
     path = Path(folder) / METADATA
+    manifest = read_manifest(path.parent)
     if manifest:
-        check(path.parent, manifest, [METADATA])
-    content = content_of(path, _MOST_NBYTES[METADATA])
-    try:
+        check(path.parent, {METADATA: manifest[METADATA]})
+    with content_of(path, "metadata of a checkpoint") as content:
         found: Metadata = _Unpickler(io.BytesIO(content)).load()
         for name in {info.relative_path for info in found.storage_data.values()}:
             if not _is_name(name) or (manifest and name not in manifest):
                 raise ValueError(f"{printable(name)} is not a file of the checkpoint")
         require_whole(found)
-    except Exception as error:  # whatever the bytes of a damaged file spell
-        what = "metadata of a checkpoint"
-        raise damaged(path, what, f"{type(error).__name__}: {error}") from error
     return found
 
 

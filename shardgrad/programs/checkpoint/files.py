@@ -12,6 +12,8 @@ from typing import BinaryIO
 from shardgrad.errors import CheckpointError
 from shardgrad.programs.text import printable
 
+_MOST_NBYTES = 2**30  # of a file that is read whole
+
 
 @contextmanager
 def named_in_errors(path: str | os.PathLike[str]) -> Iterator[None]:
@@ -27,8 +29,7 @@ def write_synced(path: Path, text: str) -> None:
     """Writes a new text file and syncs it to the disk."""
     with named_in_errors(path), path.open("x", encoding="utf-8") as stream:
         stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
+    sync(path)
 
 
 def replace_synced(path: Path, text: str) -> None:
@@ -70,7 +71,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
     """
     try:
         # Non-blocking, so that opening a named pipe does not wait for a writer.
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
         with os.fdopen(os.open(path, flags), "rb") as stream:
             if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
                 raise OSError("this is another kind of file")
@@ -79,17 +80,23 @@ def opened(path: Path) -> Iterator[BinaryIO]:
         raise damaged(path, "a readable, regular file", str(error)) from error
 
 
-def content_of(path: Path, most: int) -> bytes:
-    """Returns what is in a regular file.
+@contextmanager
+def content_of(path: Path, what: str) -> Iterator[bytes]:
+    """Reads a regular file; the block makes what it is to hold of its bytes.
 
     Raises:
-        CheckpointError: it has more than `most` bytes, and none of them is read; or as `opened`.
+        CheckpointError: as `opened`; or it is larger than 1 GiB, and is not read; or the block
+            raises an error, whatever the bytes of a damaged file spell.
     """
     with opened(path) as stream:
         nbytes = os.fstat(stream.fileno()).st_size
-        if nbytes > most:
-            raise damaged(path, f"at most {most} bytes", f"{nbytes} bytes")
-        return stream.read()
+        if nbytes > _MOST_NBYTES:
+            raise damaged(path, f"at most {_MOST_NBYTES} bytes", f"{nbytes} bytes")
+        content = stream.read()
+    try:
+        yield content
+    except Exception as error:
+        raise damaged(path, what, f"{type(error).__name__}: {error}") from error
 
 
 def damaged(path: Path, expected: str, got: str) -> CheckpointError:

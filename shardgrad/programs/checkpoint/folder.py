@@ -1,7 +1,11 @@
-"""Folders that appear whole, and the series of them that a run writes.
+"""Folders that appear whole, and the series of them that one process writes.
 
 A checkpoint is written under a temporary name, synced and renamed. A name is used once: nothing
 that is complete is written over.
+
+The writer of a series has locked a file with `fcntl`: the system unlocks it when the process ends,
+however it ends, so the lock of a dead process is free. Network file systems pass such locks on
+between hosts; on one that does not, a warning says that a second writer is not noticed.
 """
 
 from __future__ import annotations
@@ -10,20 +14,27 @@ import os
 import re
 import secrets
 import shutil
+import socket
+import time
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from shardgrad.errors import CheckpointError, OptionError
-from shardgrad.programs.checkpoint import lock
 from shardgrad.programs.checkpoint.contents import METADATA
 from shardgrad.programs.checkpoint.files import content_of, make_folder, replace_synced, sync
 from shardgrad.programs.text import printable
 
 _ASIDE = ".tmp"
+_LOCK = ".lock"
 _POINTER = "latest"
-_POINTER_NBYTES = 4096  # a path, at most
 _STEP = re.compile(r"step_([0-9]{6,18})")
+
+# The files that this process has locked, by path: closing any descriptor of one would unlock it, so
+# it is opened once. A forked process does not inherit the locks.
+_held: dict[Path, int] = {}
+os.register_at_fork(after_in_child=_held.clear)
 
 
 @contextmanager
@@ -42,7 +53,7 @@ def published(final: Path) -> Iterator[Path]:
     """
     # abspath, not resolve, which would follow links; "." has no name that a suffix can be added to.
     final = Path(os.path.abspath(final))
-    if final.exists() and not (final.is_dir() and not any(final.iterdir())):
+    if any(final.iterdir()) if final.is_dir() else final.exists():
         raise CheckpointError(
             f"{printable(final)} already exists",
             expected="a new name",
@@ -51,7 +62,8 @@ def published(final: Path) -> Iterator[Path]:
             "series.recover() removes the later ones",
         )
     make_folder(final.parent)
-    lock.require_no_other(final.parent)
+    if (final.parent / _LOCK).exists():
+        Series(final.parent).acquire()
     aside = _aside(final)
     aside.mkdir()
     try:
@@ -70,8 +82,8 @@ class Series:
     A run resumes from the checkpoint in `latest`, which may be edited to return to an older one:
     :meth:`recover` removes those of later steps.
 
-    One process writes: the first that calls `acquire` or `publish`, until it calls `release`, on
-    this object or another of the same folder, or ends.
+    One process writes: the first that calls `acquire` or `publish`, or saves where one did before,
+    until it calls `release`, on this object or another of the same folder, or ends.
 
     Args:
         folder: folder of the checkpoints; an attribute too.
@@ -101,11 +113,45 @@ class Series:
             CheckpointError: another process writes there; the error says which and since when.
             OSError: the folder cannot be written.
         """
-        lock.acquire(self.folder)
+        held = _held.get(self._lock)
+        with suppress(FileNotFoundError):
+            if held is not None and os.path.samestat(os.fstat(held), self._lock.stat()):
+                return
+        self.release()  # of a file that was removed
+        make_folder(self.folder)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+        descriptor = _held[self._lock] = os.open(self._lock, flags, 0o644)
+        try:
+            os.lockf(descriptor, os.F_TLOCK, 0)
+        except (BlockingIOError, PermissionError):
+            holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+            self.release()
+            raise CheckpointError(
+                f"{printable(self.folder)} is being written by another process",
+                expected="one writing process",
+                got=printable(holder),
+                fix="wait for it to end, or stop it; or write into another folder",
+            ) from None
+        except OSError as error:
+            warnings.warn(
+                f"{self.folder} is on a file system without locks ({error.strerror}): a second "
+                "process that writes there is not detected.",
+                stacklevel=2,
+            )
+        since = time.strftime("%Y-%m-%d %H:%M:%S %z")
+        own = f"process {os.getpid()} on {socket.gethostname()}, since {since}\n"
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, own.encode())
 
     def release(self) -> None:
         """Lets another process write; does nothing if this one does not."""
-        lock.release(self.folder)
+        descriptor = _held.pop(self._lock, None)
+        if descriptor is not None:
+            os.close(descriptor)
+
+    @property
+    def _lock(self) -> Path:
+        return Path(os.path.abspath(self.folder), _LOCK)
 
     def path_of(self, step: int) -> Path:
         """Returns the path of the checkpoint of a step."""
@@ -165,11 +211,11 @@ class Series:
     def _named(self) -> str:
         """Returns the name in `latest`, if it is one of a checkpoint."""
         try:
-            content = content_of(self.folder / _POINTER, _POINTER_NBYTES)
+            with content_of(self.folder / _POINTER, "the name of a checkpoint") as content:
+                # It may be edited to the path of the folder, or have a slash behind it.
+                name = Path(content.decode(errors="replace").strip()).name
         except CheckpointError:
             return ""
-        # It may be edited to the path of the folder, or have a slash behind it.
-        name = Path(content.decode(errors="replace").strip()).name
         return name if _STEP.fullmatch(name) else ""
 
 

@@ -11,16 +11,17 @@ from typing import IO, Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.autograd.graph import increment_version
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from shardgrad.errors import CheckpointError
-from shardgrad.programs.checkpoint.contents import Manifest, check, read_manifest, read_metadata
-from shardgrad.programs.checkpoint.files import opened
+from shardgrad.programs.checkpoint.contents import check, read_manifest, read_metadata
+from shardgrad.programs.checkpoint.files import damaged, opened
 from shardgrad.programs.checkpoint.peers import Peers
-from shardgrad.programs.checkpoint.state import flatten, rebuild
+from shardgrad.programs.checkpoint.saving import flatten
 from shardgrad.programs.text import listed, printable
 
 _State = TypeVar("_State", bound=Mapping[Any, Any])
@@ -65,11 +66,6 @@ def load(
     peers = Peers(group, where=folder)
     leaves: dict[str, Any] = {}
 
-    def look() -> tuple[Metadata, Manifest]:
-        """Returns what the checkpoint is to hold."""
-        manifest = read_manifest(folder)
-        return read_metadata(folder, manifest), manifest
-
     def is_optional(name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in optional)
 
@@ -77,33 +73,32 @@ def load(
         """Returns the entries that this rank has no place for."""
         leaves.update(flatten(state))
         stored = metadata.state_dict_metadata
-        odd = [
-            f"{printable(name)} is missing"
-            for name in leaves.keys() - stored.keys()
-            if not is_optional(name)
-        ]
-        for name in leaves.keys() & stored.keys():
-            wanted, found = _kind(leaves[name]), _kind(stored[name])
-            if wanted != found:
+        odd = []
+        for name, leaf in leaves.items():
+            if name not in stored:
+                if not is_optional(name):
+                    odd.append(f"{printable(name)} is missing")
+            elif (wanted := _kind(leaf)) != (found := _kind(stored[name])):
                 odd.append(f"{printable(name)} is {found}, not {wanted}")
-        _require_none(odd, folder)
+        _require_none(odd)
         return {name for name in stored.keys() - leaves.keys() if not is_optional(name)}
 
     def require_used(unused: list[set[str]]) -> None:
         left = set.intersection(*unused)
-        _require_none([f"{printable(name)} is only in the checkpoint" for name in left], folder)
+        _require_none([f"{printable(name)} is only in the checkpoint" for name in left])
 
-    metadata, manifest = peers.broadcast("metadata", look)
+    metadata, manifest = peers.broadcast(
+        "metadata", lambda: (read_metadata(folder), read_manifest(folder))
+    )
     peers.together("plan", fit, require_used)
     if verify:
-        mine = sorted(manifest)[peers.rank :: peers.count]
-        peers.together("verification", lambda: check(folder, manifest, mine))
+        mine = dict(sorted(manifest.items())[peers.rank :: peers.count])
+        peers.together("verification", lambda: check(folder, mine))
     peers.together("reading", lambda: read(leaves, folder, metadata))
     # So that autograd and the engine notice the change: a DTensor and its local tensor count
     # separately.
     increment_version([leaf for leaf in leaves.values() if isinstance(leaf, torch.Tensor)])
-    loaded: _State = rebuild(state, leaves)
-    return loaded
+    return _rebuilt(state, leaves)
 
 
 def read(leaves: dict[str, Any], folder: Path, metadata: Metadata) -> None:
@@ -113,8 +108,8 @@ def read(leaves: dict[str, Any], folder: Path, metadata: Metadata) -> None:
     )
     reader = _Reader(folder)
     reader.fs = _PlainFiles()
+    planner.set_up_planner(leaves, metadata)
     # Who coordinates matters to torch's global plan, which is not made.
-    planner.set_up_planner(leaves, metadata, is_coordinator=False)
     reader.set_up_storage_reader(metadata, is_coordinator=False)
     with torch.no_grad():
         reader.read_data(planner.create_local_plan(), planner).wait()
@@ -134,13 +129,9 @@ class _Reader(FileSystemReader):
     def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
         view = super()._slice_file(file, sinfo)
         if view.read(len(_ZIP)) != _ZIP:
-            raise CheckpointError(
-                "an entry of the checkpoint is damaged, or not a zip archive",
-                expected="a zip archive, as torch.save writes it",
-                got="other bytes",
-                where=printable(sinfo.relative_path),
-                fix="use another checkpoint",
-            )
+            what = "zip archives, as torch.save writes them"
+            got = "an entry that is damaged, or not a zip archive"
+            raise damaged(Path(self.path, sinfo.relative_path), what, got)
         view.seek(0)
         return view
 
@@ -151,6 +142,23 @@ class _Planner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Reads a value."""
         self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+
+
+def _rebuilt(state: _State, leaves: Mapping[str, Any]) -> _State:
+    """Returns a state of the same structure with other leaves."""
+    # By path, since a key may have dots in it: a name can be that of a leaf and of what has leaves.
+    _, paths = flatten_state_dict(dict(state))
+    made = {path: leaves[name] for name, path in paths.items()}
+
+    def rebuilt(part: Any, path: tuple[str | int, ...] = ()) -> Any:
+        if path in made:
+            return made[path]
+        if isinstance(part, Mapping):
+            return {key: rebuilt(value, (*path, str(key))) for key, value in part.items()}
+        return [rebuilt(value, (*path, i)) for i, value in enumerate(part)]
+
+    whole: _State = rebuilt(state)
+    return whole
 
 
 def _kind(entry: Any) -> str:
@@ -165,13 +173,12 @@ def _kind(entry: Any) -> str:
     return f"a tensor of {numbers} numbers with shape {tuple(shape)}"
 
 
-def _require_none(odd: list[str], folder: Path) -> None:
+def _require_none(odd: list[str]) -> None:
     if odd:
         raise CheckpointError(
             "the checkpoint does not fit, and nothing was loaded",
             expected="a state with the same entries, shapes and kinds of dtypes",
             got=listed(odd),
-            where=printable(folder),
             fix="build the model and the optimizer that were saved; or list intended differences "
             "in `optional`",
         )

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from importlib import import_module
-from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -19,11 +16,9 @@ from shardgrad.programs.checkpoint.folder import published
 from shardgrad.programs.checkpoint.loading import read
 from shardgrad.programs.text import listed, printable
 
-FILE_NBYTES = 4 * 2**30
-
 
 def export_checkpoint(
-    checkpoint: Path | str, folder: Path | str, *, only: str = "", file_nbytes: int = FILE_NBYTES
+    checkpoint: Path | str, folder: Path | str, *, only: str = "", file_nbytes: int = 4 * 2**30
 ) -> None:
     """Verifies a checkpoint and writes its tensors as `model.safetensors`, in one process.
 
@@ -42,8 +37,11 @@ def export_checkpoint(
         CheckpointError: the files could not be written.
     """
     require("safetensors", feature="a safetensors file")
+    from safetensors.torch import save_file
+
     checkpoint, folder = Path(checkpoint), Path(folder)
-    metadata = read_metadata(checkpoint, verify(checkpoint))
+    verify(checkpoint)
+    metadata = read_metadata(checkpoint)
     prefix = f"{only}." if only else ""
     tensors = {
         name.removeprefix(prefix): torch.empty(
@@ -61,20 +59,30 @@ def export_checkpoint(
             where=printable(checkpoint),
             fix="choose one of these names",
         )
-    files = _files_of(tensors, file_nbytes)
+    parts: list[dict[str, torch.Tensor]] = [{}]
+    filled = 0
+    for name, tensor in tensors.items():
+        if filled and filled + tensor.nbytes > file_nbytes:
+            parts.append({})
+            filled = 0
+        parts[-1][name] = tensor
+        filled += tensor.nbytes
+    files: dict[str, str] = {}
     try:
         with published(folder) as aside:
-            for file, names in groupby(tensors, files.__getitem__):
-                content = {name: torch.empty_like(tensors[name], device="cpu") for name in names}
-                read({prefix + name: content[name] for name in content}, checkpoint, metadata)
-                import_module("safetensors.torch").save_file(
-                    content, aside / file, metadata={"format": "pt"}
-                )
+            for number, part in enumerate(parts, start=1):
+                file = "model.safetensors"
+                if len(parts) > 1:
+                    file = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+                files |= dict.fromkeys(part, file)
+                content = {name: torch.empty_like(part[name], device="cpu") for name in part}
+                read({prefix + name: content[name] for name in part}, checkpoint, metadata)
+                save_file(content, aside / file, metadata={"format": "pt"})
                 # The package makes a file that only its owner reads; the folder has the umask's
                 # mode.
                 (aside / file).chmod(aside.stat().st_mode & 0o666)
                 sync(aside / file)
-            if len(set(files.values())) > 1:
+            if len(parts) > 1:
                 nbytes = sum(tensor.nbytes for tensor in tensors.values())
                 index = {"metadata": {"total_size": nbytes}, "weight_map": files}
                 write_synced(aside / "model.safetensors.index.json", json.dumps(index, indent=2))
@@ -88,17 +96,3 @@ def export_checkpoint(
             where=printable(folder),
             fix="remove the cause, and try again",
         ) from error
-
-
-def _files_of(tensors: Mapping[str, torch.Tensor], file_nbytes: int) -> dict[str, str]:
-    """Returns the file of each tensor."""
-    numbers: dict[str, int] = {}
-    number, filled = 1, 0
-    for name, tensor in tensors.items():
-        if filled and filled + tensor.nbytes > file_nbytes:
-            number, filled = number + 1, 0
-        numbers[name] = number
-        filled += tensor.nbytes
-    if number == 1:
-        return dict.fromkeys(tensors, "model.safetensors")
-    return {name: f"model-{n:05d}-of-{number:05d}.safetensors" for name, n in numbers.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -10,18 +11,20 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from shardgrad.programs.checkpoint.contents import Manifest, require_whole, write_manifest
-from shardgrad.programs.checkpoint.files import named_in_errors
+from shardgrad.errors import CheckpointError
+from shardgrad.programs.checkpoint.contents import MANIFEST, VERSION, Manifest, require_whole
+from shardgrad.programs.checkpoint.files import named_in_errors, write_synced
 from shardgrad.programs.checkpoint.folder import published
 from shardgrad.programs.checkpoint.peers import Peers
-from shardgrad.programs.checkpoint.state import flatten
+from shardgrad.programs.text import printable
 
 
 def save(
@@ -58,7 +61,6 @@ def save(
     peers, planner = Peers(group, where=folder), DefaultSavePlanner()
     writer, files = FileSystemWriter(folder), _SummingFiles()
     writer.fs = files
-    metadata: Metadata  # on the first rank
 
     def plan() -> SavePlan:
         """Returns what this rank could write."""
@@ -68,7 +70,6 @@ def save(
 
     def begin(plans: list[SavePlan]) -> list[tuple[SavePlan, str]]:
         """Decides, on the first rank, which rank writes what, and the name of the folder."""
-        nonlocal metadata
         plans, metadata = planner.create_global_plan(plans)
         require_whole(metadata)
         aside = publication.enter_context(published(folder))
@@ -81,19 +82,55 @@ def save(
 
     def publish(written: list[tuple[list[WriteResult], Manifest]]) -> None:
         """Completes the checkpoint, on the first rank."""
-        writer.finish(metadata, [results for results, _ in written])
+        writer.finish(planner.metadata, [results for results, _ in written])
         for _, others in written:
             files.sums.update(others)
-        write_manifest(aside, files.sums)
+        content = json.dumps({"version": VERSION, "files": files.sums})
+        write_synced(aside / MANIFEST, content)
         publication.close()
         if then is not None:
             then()
 
     with ExitStack() as publication:
-        part, name = peers.scatter("plan", plan, begin)
+        part, name = peers.together("plan", plan, begin)
         aside = folder.with_name(name)
         writer.reset(aside)
         peers.together("writing", write, publish)
+
+
+def flatten(state: Mapping[Any, Any]) -> dict[str, Any]:
+    """Returns the leaves of a nested state by their names, which are keys joined by dots.
+
+    Raises:
+        CheckpointError: the state has something in it that is not data.
+        ValueError: two leaves have one name.
+    """
+    leaves, _ = flatten_state_dict(dict(state))
+    for name, leaf in leaves.items():
+        if not isinstance(leaf, torch.Tensor):
+            odd = _not_data_in(leaf)
+        else:
+            is_dense = leaf.layout is torch.strided and not leaf.is_meta
+            odd = "" if is_dense else f"a tensor of {leaf.layout} on {leaf.device}"
+        if odd:
+            raise CheckpointError(
+                "a state that is not plain data cannot be saved or loaded",
+                expected="dense tensors, numbers, strings, booleans and None in dictionaries and "
+                "lists; tuples without tensors",
+                got=odd,
+                where=printable(name),
+                fix="remove it from the state, or represent it by tensors and numbers",
+            )
+    return leaves
+
+
+def _not_data_in(value: Any) -> str:
+    """Returns what in a value is not data; nothing if all of it is."""
+    parts = list(value.values()) if isinstance(value, Mapping) else value
+    if type(parts) in (list, tuple):
+        return next(filter(None, map(_not_data_in, parts)), "")
+    is_data = value is None or type(value) in (bool, int, float, str)
+    return "" if is_data else f"an entry of type {type(value).__name__}"
 
 
 class _SummingFiles(FileSystem):
@@ -119,17 +156,16 @@ class _SummingFiles(FileSystem):
                 raise
         # The metadata is written as `.metadata.tmp`, and then renamed.
         name = Path(path).name.removesuffix(".tmp")
-        self.sums[name] = stream.nbytes, stream.checksum
+        self.sums[name] = os.path.getsize(path), stream.checksum
 
 
 class _SummingStream(io.BufferedWriter):
     """Keeps nothing back: torch syncs some files before it flushes them."""
 
-    nbytes = checksum = 0
+    checksum = 0
 
     def write(self, data: Any) -> int:
         self.checksum = zlib.crc32(data, self.checksum)
         written = super().write(data)
         self.flush()
-        self.nbytes += written
         return written
