@@ -46,7 +46,6 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from shardgrad import ops
 from shardgrad.engine.buffers import Chunks
@@ -54,12 +53,11 @@ from shardgrad.engine.comm_context import CommContext
 from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.param import FSDPParam
 from shardgrad.engine.param_group import ParamGroup
-from shardgrad.engine.reduction import PartialSum, ReduceRoute, Reduction, reduce_route
+from shardgrad.engine.reduction import PartialSum, ReduceRoute, Reduction
 from shardgrad.engine.streams import Stream, StreamEvent, Streams, keep_for_current_stream
 from shardgrad.engine.tracing import NOTHING, outside_graphs, span
 from shardgrad.errors import CaptureError, GradientError, listed
 from shardgrad.policies import REDUCES_IN_GRAD_DTYPE
-from shardgrad.sharding.layout import Piece, ShardLayout
 
 __all__ = [
     "SWITCHES",
@@ -158,39 +156,18 @@ class GradGroup:
         self.scheduler: ReductionScheduler | None = None
         self.partial = PartialSum()
         self._shard: GradShard | None = None
-        self._made_for: tuple[object, ...] = ()  # the inputs of `_route`, besides `params`
         self._route: ReduceRoute
         self.trainable: tuple[bool, ...] = ()
         self.holds_frozen = False
         self._generation = -1  # of the group, when places were last assigned
-        self.hooked: nn.Parameter | None = None
-        self.unsharded: list[nn.Parameter] = []
         self._second = None if group.spec.second_step is None else group.spec.second_step()
         self.pack_stream: Stream = None
         # Pack streams on which gradients arrived or were packed; these record no event.
         self._pack_streams: dict[Stream, None] = {}
         self._foreign: dict[Stream, StreamEvent] = {}
         self._earlier: list[torch.Tensor] = []
-        self._lay_out([])
+        self._place([])
         _of[id(group)] = self
-
-    def _lay_out(self, placed: list[FSDPParam]) -> None:
-        """Sets the layout in which gradients are collected, summed and packed."""
-        group = self.group
-        self.params = placed
-        self.layout = group.layout_of(placed, with_flags=True)
-        self._nothing = torch.empty(0, dtype=group.gather_dtype, device=group.mesh.device)
-        self.tails: dict[tuple[Stream, tuple[bool, ...]], torch.Tensor] = {}
-        self.sums = torch.empty(0, dtype=group.reduce_dtype, device=group.mesh.device)
-        self._sums_used: StreamEvent | None = None  # None before the first sum
-        self.summed: tuple[bool, ...] = ()
-        self._pack_streams.clear()
-        self._expect()
-
-    def _expect(self) -> None:
-        """Starts collecting for the current unsharded parameters, and drops collected gradients."""
-        self._index = {id(p.unsharded): i for i, p in enumerate(self.params)}
-        self._drop_collected()
 
     # -- trainable parameters
 
@@ -243,14 +220,23 @@ class GradGroup:
         )
 
     def _place(self, placed: list[FSDPParam]) -> None:
-        """Assigns new places to parameters; no gradients may be waiting.
+        """Sets the layout in which gradients are collected, summed and packed; none may be waiting.
 
         Existing gradients keep their memory while they are bound. A reduction that adds to them
         copies them to their new places first.
         """
+        group = self.group
+        self.params = placed
+        self.layout = group.layout_of(placed, with_flags=True)
+        self._route_made_for: tuple[object, ...] = ()  # the arguments of `_route` that may change
+        self._nothing = torch.empty(0, dtype=group.gather_dtype, device=group.mesh.device)
+        self.tails: dict[tuple[Stream, tuple[bool, ...]], torch.Tensor] = {}
         self.partial.tensor = None
-        self._lay_out(placed)
-        self._made_for = ()
+        self.sums = torch.empty(0, dtype=group.reduce_dtype, device=group.mesh.device)
+        self._sums_used: StreamEvent | None = None  # None before the first sum
+        self.summed: tuple[bool, ...] = ()
+        self._pack_streams.clear()
+        self._drop_collected()
         self._leave_shard()
         self.hook()
 
@@ -262,10 +248,8 @@ class GradGroup:
 
     def hook(self) -> None:
         """Installs the hooks that collect the gradients of trainable parameters."""
-        if self.count == 0:
-            # Collected gradients have the order of the former layout, so only without any.
-            self._expect()
         self.hooked = self.group.params[0].unsharded
+        self._index = {id(p.unsharded): i for i, p in enumerate(self.params)}
         self.unsharded = [p.unsharded for p in self.params if p.unsharded is not None]
         # Hooks on parameters, not on the module, collect a gradient whichever path the loss took.
         # Autograd runs them on the stream of the AccumulateGrad node (pytorch#140044,
@@ -532,21 +516,38 @@ class GradGroup:
         if used is not None and self.count:
             self.add_up(streams)
         self.wait_for_producers()
+        sent_alone = []
         with streams.on(stream):  # nothing requires grad here, so no `no_grad` is needed
             if used is None:
-                grads = self._contiguous()
+                rows = self._contiguous()
             else:
                 used.wait(stream)
-                grads = self.layout.whole.local_views(self.sums, 0)
-            sent_alone = []
+                rows = layout.whole.local_views(self.sums, 0)
             if zero_copy:
                 for i in layout.zero_copy:
-                    # The next backward may write to the sums before they are sent, so copy them.
-                    flat = self._flat(grads[i], layout.pieces[i], copies=used is not None)
-                    sent_alone.append(flat)
-                grads = [grads[i] for i in layout.others]
+                    row, dtype = rows[i], self._nothing.dtype
+                    if row.numel():
+                        # The next backward may write to the sums before they are sent, so copy
+                        # them.
+                        row = row.to(dtype, copy=used is not None).view(-1)
+                    else:
+                        row = row.new_zeros(layout.pieces[i].numel, dtype=dtype)
+                    sent_alone.append(row)
+                rows = [rows[i] for i in layout.others]
                 layout = layout.packed
-            self._fill(grads, tail, target, layout, divisor, accumulate=accumulate)
+            # The table of `ops.pack` cannot describe the gaps of parameters sharded on an inner
+            # dim.
+            if layout.strided:
+                from shardgrad.sharding.strided_pack import pack_strided
+
+                pack_strided(rows, target, layout, divisor=divisor)
+                rows = [row for i, row in enumerate(rows) if i not in layout.strided]
+            rows, table, chunk_numel = [*rows, tail], layout.table_with_tail, layout.chunk_numel
+            if self._second is not None:
+                rows, table, chunk_numel = self._second.arrange(rows, table, chunk_numel)
+            ops.pack(
+                rows, target, table, chunk_numel=chunk_numel, divisor=divisor, accumulate=accumulate
+            )
         if used is not None:
             used.record(stream)
             self.summed = ()
@@ -567,37 +568,6 @@ class GradGroup:
                 grad = self.params[i].sharding.local_gradient(grad)
             found.append(grad.contiguous())
         return found
-
-    def _flat(self, grad: torch.Tensor, piece: Piece, *, copies: bool) -> torch.Tensor:
-        """Returns a gradient as a 1-D message of its own, in the gather dtype."""
-        if not grad.numel():
-            return grad.new_zeros(piece.numel, dtype=self._nothing.dtype)
-        return grad.to(self._nothing.dtype, copy=copies).view(-1)
-
-    def _fill(
-        self,
-        grads: list[torch.Tensor],
-        tail: torch.Tensor,
-        target: torch.Tensor,
-        layout: ShardLayout,
-        divisor: float,
-        *,
-        accumulate: bool,
-    ) -> None:
-        table, chunk_numel = layout.table_with_tail, layout.chunk_numel
-        rows = grads
-        # The table of `ops.pack` cannot describe the gaps of parameters sharded on an inner dim.
-        if layout.strided:
-            from shardgrad.sharding.strided_pack import pack_strided
-
-            pack_strided(grads, target, layout, divisor=divisor)
-            rows = [grad for i, grad in enumerate(grads) if i not in layout.strided]
-        rows = [*rows, tail]
-        if self._second is not None:
-            rows, table, chunk_numel = self._second.arrange(rows, table, chunk_numel)
-        ops.pack(
-            rows, target, table, chunk_numel=chunk_numel, divisor=divisor, accumulate=accumulate
-        )
 
     def _tail(self, flags: tuple[bool, ...]) -> torch.Tensor:
         """Returns the tail of every rank's chunk: the touched flags.
@@ -625,18 +595,6 @@ class GradGroup:
 
     # -- reducing
 
-    def _route_under(self, comm_ctx: CommContext) -> ReduceRoute:
-        """Returns the route of the gradients, computed again only after a change."""
-        # Each step calls this for each group, so cache the route until one of its inputs changes.
-        group = self.group
-        made_for = comm_ctx, group.collectives, self.divide_factor, group.reduce_tag
-        if self._made_for != made_for:
-            self._made_for = made_for
-            self._route = reduce_route(
-                group, self.params, self.layout, self._second, self.divide_factor, comm_ctx
-            )
-        return self._route
-
     def launch(self, comm_ctx: CommContext, *, all_reduces: bool) -> Reduction:
         """Packs the collected gradients and starts the reduce-scatter.
 
@@ -647,11 +605,18 @@ class GradGroup:
         step, and the kernel that writes the gradient shard or a partial sum, run on the stream of
         second steps if there is one. If nothing is sent, only the pack stream is used.
         """
-        streams = comm_ctx.streams
+        streams, group = comm_ctx.streams, self.group
         if self.count == 0:
             # Without gradients, nothing orders the forward's pack stream before this backward.
             self.pack_stream = streams.current()
-        route = self._route_under(comm_ctx)
+        # Each step calls this for each group, so keep the route until an argument changes.
+        made_for = comm_ctx, group.collectives, self.divide_factor, group.reduce_tag
+        if self._route_made_for != made_for:
+            self._route_made_for = made_for
+            self._route = ReduceRoute(
+                group, self.params, self.layout, self._second, self.divide_factor, comm_ctx
+            )
+        route = self._route
         shard = None  # without the second step, only a partial sum remains
         if all_reduces or self._second is None:
             shard = self.require_shard()
@@ -663,13 +628,12 @@ class GradGroup:
             partial=self.partial,
             reader=streams.current(),
             pack_stream=self.pack_stream,
-            end=route.end,
+            end=self.pack_stream if route.is_local else route.end,
         )
-        with span("post_backward_reduce", self.group.name):
+        with span("post_backward_reduce", group.name):
             if route.is_local:
                 # The pack writes the gradient shard itself, after the previous reduction, which may
                 # have ended on another pack stream.
-                reduction.end = self.pack_stream
                 route.done.wait(reduction.end)
                 reduction.write = partial(self.pack, reduction.touched, streams=streams)
             else:
@@ -698,28 +662,29 @@ class GradGroup:
             lent = self.pack(
                 reduction.touched, send.whole, streams, route.before, zero_copy=is_whole
             )
-        sent = [send]
+        sent = [send, *(Chunks(gradient, transport.size) for gradient in lent)]
         if is_whole:
             slot.lend(lent, producers)
-            sent += [Chunks(gradient, transport.size) for gradient in lent]
-        if is_whole and not transport.receive_chunks:
-            # Such a transport writes the sum into `own`, and only reads what is sent.
-            receive = [Chunks(own.whole.narrow(0, *place), 1) for *place, _ in route.messages]
-        works = []
+            if not transport.receive_chunks:
+                # Such a transport writes the sum into `own`, and only reads what is sent.
+                receive = [Chunks(own.whole.narrow(0, *place), 1) for *place, _ in route.messages]
         slot.ready.record(pack_stream)
         with streams.on(streams.reduce):
             slot.ready.wait(streams.reduce)
             # NCCL runs all messages as one launch; other transports run them one after another.
             with transport.together() if is_whole else NOTHING:
-                for message, chunks, place in zip(route.messages, sent, receive, strict=True):
-                    begin, numel, tag = message
-                    works.append((begin, numel, transport.reduce_scatter(chunks, place, tag)))
+                reduction.works = [
+                    (begin, numel, transport.reduce_scatter(chunks, place, tag))
+                    for (begin, numel, tag), chunks, place in zip(
+                        route.messages, sent, receive, strict=True
+                    )
+                ]
         if route.second is not None:
             # The second step runs on its own stream, so that the next group's reduce-scatter does
             # not wait for it.
             route.done.record(streams.reduce)
             route.done.wait(route.end)
-        reduction.works, reduction.slot, slot.holder = works, slot, reduction
+        reduction.slot, slot.holder = slot, reduction
         reduction.own = own.whole if own.count else send.part(transport.rank)
         reduction.room, reduction.staging = room, staging.whole if staging.count else None
 
@@ -888,43 +853,30 @@ class ReductionScheduler:
         while len(self._queue) > 1 and self._queue[-1].state is GradState.READY:
             self._reduce(self._queue.pop())
 
-    def _reduces_now(self, grads: GradGroup) -> bool:
-        """Returns False if this backward only adds to the sums on this rank."""
-        return grads.requires_sync and (
-            self.is_last_backward or not grads.group.stage.sums_unsharded
-        )
-
     def _reduce(self, grads: GradGroup) -> None:
         # Not closed yet, but backward is over, so no more gradients come.
         if grads.state is not GradState.READY:
             grads.move(GradState.READY)
         # Zero-bubble schedules write gradients of unsharded parameters without autograd's hooks.
         grads.collect_written(self.comm_ctx.streams)
-        if self._reduces_now(grads):
+        only_sums = grads.group.stage.sums_unsharded and not self.is_last_backward
+        if grads.requires_sync and not only_sums:
             reduction = grads.launch(self.comm_ctx, all_reduces=grads.requires_all_reduce)
             self._launched.append((grads, reduction))
-            grads.move(GradState.SENT)
-            # Zero-copy gradients stay in memory until their reduce-scatter ends.
-            if len(self._launched) > 1:
-                self._return_lent(self._launched[-2][1], reduction)
+            # At most two groups' gradients exist at once, those being sent and the next ones: end
+            # the reduction before, if it still keeps zero-copy gradients alive.
+            for _, earlier in self._launched[-2:-1]:
+                slot = earlier.slot
+                if slot is not None and slot.lent:
+                    earlier.complete()
+                    if slot is not reduction.slot:
+                        slot.return_lent()
         else:
             # Even without a gradient on this rank: others may have one.
             grads.is_due = True
             if grads.count:
                 grads.add_up(self.comm_ctx.streams)
-            grads.move(GradState.SENT)
-
-    def _return_lent(self, earlier: Reduction, latest: Reduction) -> None:
-        """Ends an earlier reduction that still keeps zero-copy gradients alive.
-
-        So at most two groups' gradients exist at once: those being sent, and the next ones.
-        """
-        slot = earlier.slot
-        if slot is None or not slot.lent:
-            return
-        earlier.complete()
-        if slot is not latest.slot:
-            slot.return_lent()
+        grads.move(GradState.SENT)
 
     def drain(self, groups: Iterable[GradGroup], *, wait: bool) -> None:
         """Ends a backward: reduces the remaining groups under the root, in construction order.
