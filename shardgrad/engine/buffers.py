@@ -30,7 +30,7 @@ from typing import Protocol
 
 import torch
 
-from shardgrad.engine.streams import NoStreams, Stream, Streams
+from shardgrad.engine.streams import Stream, Streams
 from shardgrad.sharding.layout import TAG_NUMEL
 
 __all__ = ["Allocate", "Chunks", "Holder", "PieceSize", "RecurringMemory", "Slot", "SlotRing"]
@@ -41,10 +41,6 @@ Allocate = Callable[[int, torch.device], torch.Tensor]
 # Equal pieces: their dtype, their number, and the elements of each. Pieces are multiples of 128
 # bytes, so that all are aligned.
 PieceSize = tuple[torch.dtype, int, int]
-
-
-def _allocate(nbytes: int, device: torch.device) -> torch.Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 class Holder(Protocol):
@@ -101,15 +97,12 @@ class Slot:
     """
 
     def __init__(
-        self, streams: Streams, device: torch.device, allocate: Allocate = _allocate
+        self, streams: Streams, device: torch.device, allocate: Allocate | None = None
     ) -> None:
         self._streams = streams
+        self._device = device
         self._allocate = allocate
-        self.nbytes = 0  # bytes currently allocated
-        self._bytes = self._nothing = torch.empty(0, dtype=torch.uint8, device=device)
-        # Tensors allocated so far, by size; their storage may be freed.
-        self._sizes: dict[int, torch.Tensor] = {}
-        self._views: dict[tuple[object, ...], list[Chunks]] = {}
+        self._start_over()
         self._allocated_on = streams.current()
         self.ready = streams.event()
         self.free = streams.event()
@@ -117,10 +110,13 @@ class Slot:
         self._lenders: tuple[Stream, ...] = ()
         self.holder: Holder | None = None
 
-    @property
-    def storages(self) -> list[torch.UntypedStorage]:
-        """The storages of its bytes, one per size; all but one are empty."""
-        return [each.untyped_storage() for each in self._sizes.values()]
+    def _start_over(self) -> None:
+        """Leaves the bytes to whoever holds them."""
+        self.nbytes = 0  # bytes currently allocated
+        # For training, even if an evaluation in inference mode comes first.
+        with torch.inference_mode(mode=False):
+            self.bytes = torch.empty(0, dtype=torch.uint8, device=self._device)
+        self._views: dict[tuple[PieceSize, ...], list[Chunks]] = {}
 
     def take(self, nbytes: int, sizes: Sequence[PieceSize]) -> list[Chunks]:
         """Returns pieces of these sizes, side by side, `nbytes` in all; only without a holder.
@@ -130,27 +126,26 @@ class Slot:
         if nbytes > self.nbytes:
             self.give_back()  # free first, so that both never exist at once
             self._allocated_on = self._streams.current()
-            # For training, even if an evaluation in inference mode comes first. This holds for the
-            # views below, too.
             with torch.inference_mode(mode=False):
-                if nbytes in self._sizes:
-                    self._bytes = self._sizes[nbytes]
-                    self._bytes.untyped_storage().resize_(nbytes)
+                if self._allocate is not None:
+                    self.bytes = self._allocate(nbytes, self._device)
                 else:
-                    self._bytes = self._sizes[nbytes] = self._allocate(nbytes, self._nothing.device)
+                    storage = self.bytes.untyped_storage()
+                    storage.resize_(nbytes)
+                    self.bytes.set_(storage, 0, (nbytes,), (1,))
             self.nbytes = nbytes
             # The previous owner of the memory may still use it on this stream, and the first writer
             # may run on another.
             self.free.record(self._allocated_on)
         # Views are created once per size; a steady step creates none.
-        key = self.nbytes, *sizes
+        key = tuple(sizes)
         chunks = self._views.get(key)
         if chunks is None:
             chunks, end = [], 0
             for dtype, count, numel in sizes:
                 begin, end = end, end + count * numel * dtype.itemsize
                 with torch.inference_mode(mode=False):
-                    chunks.append(Chunks(self._bytes[begin:end].view(dtype), count))
+                    chunks.append(Chunks(self.bytes[begin:end].view(dtype), count))
             self._views[key] = chunks
         return chunks
 
@@ -165,14 +160,11 @@ class Slot:
         # The next owner, on the stream they were allocated on, must come after the last use.
         if self.nbytes and (joined is None or joined != self._allocated_on):
             self.free.wait(self._allocated_on)
-        self.nbytes = 0
-        if self._allocate is _allocate and not is_written:
-            self._bytes.untyped_storage().resize_(0)  # views stay, for the next time
-            return
-        # Keep the storage intact: a failed collective may still write to it, and holds it.
-        self._views.clear()
-        self._sizes.clear()
-        self._bytes = self._nothing
+        if self._allocate is not None or is_written:
+            self._start_over()  # a failed collective may still write to them, and holds them
+        else:
+            self.nbytes = 0
+            self.bytes.untyped_storage().resize_(0)  # views stay, for the next time
 
     def start_writing(self, stream: Stream) -> None:
         """Makes `stream` wait until the slot is free, before its first write."""
@@ -226,8 +218,8 @@ class SlotRing:
         self._device = device
         self.depth = depth
         self._elastic = elastic
-        self._allocate = allocate or _allocate
-        self.keeps = allocate is not None or isinstance(streams, NoStreams)
+        self._allocate = allocate
+        self.keeps = allocate is not None or streams.current() is None
         self.slots: list[Slot] = []  # in creation order
         self._turns: list[Slot] = []
         self._largest = 0  # bytes, since `rewind`

@@ -73,7 +73,7 @@ class CommContext:
         """Yields memory that the rings keep between steps, with its owner."""
         for ring in self.rings:
             owner = "all-gather staging" if ring is self.gather_ring else "reduction staging"
-            yield from ((owner, storage) for slot in ring.slots for storage in slot.storages)
+            yield from ((owner, slot.bytes.untyped_storage()) for slot in ring.slots)
 
     def own_transport(self, key: Hashable, make: Callable[[], Transport]) -> Transport:
         """Returns a program's own transport, made at the first call for `key`."""

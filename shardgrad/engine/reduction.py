@@ -20,7 +20,7 @@ from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.param import FSDPParam
 from shardgrad.engine.param_group import ParamGroup
 from shardgrad.engine.streams import Stream
-from shardgrad.engine.transports import CompletedWork, MessageTag, Work
+from shardgrad.engine.transports import MessageTag, Work
 from shardgrad.errors import CollectiveError
 from shardgrad.sharding.layout import ShardLayout
 
@@ -237,7 +237,7 @@ class Reduction:
             route.collectives.hook(out.narrow(0, 0, numel))
         route.done.record(place)
         route.done.wait(current)
-        self.works = [(0, out.numel(), CompletedWork([out]))]
+        self.works = [(0, out.numel(), Work([out]))]
         return later
 
     def join(self, stream: Stream) -> None:

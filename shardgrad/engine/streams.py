@@ -3,7 +3,7 @@
 The engine uses four streams: the caller's *compute* stream (the current one), one for all-gathers,
 one for reductions, and one for the second steps of reductions (an all-reduce over replicas). A
 stream waits for an *event*, a point in another stream's work, never for all of that work. The CPU
-has no streams, so every operation here does nothing on it and the engine's code is the same.
+has no streams: there, every operation does nothing and the engine's code is the same.
 
 [Note: The border of a capture]
 A capture cannot wait for an event recorded outside of it, nor can later work wait for an event
@@ -15,7 +15,6 @@ there.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Protocol
 
 import torch
 
@@ -23,7 +22,6 @@ from shardgrad.engine.tracing import NOTHING
 
 __all__ = [
     "AcceleratorStreams",
-    "NoStreams",
     "Stream",
     "StreamEvent",
     "Streams",
@@ -38,8 +36,11 @@ __all__ = [
 Stream = torch.Stream | None
 
 
-class StreamEvent(Protocol):
-    """A point in the work of the stream on which it was last recorded."""
+class StreamEvent:
+    """A point in the work of the stream on which it was last recorded.
+
+    On the CPU, where a call returns when its work is done, it has always passed.
+    """
 
     def record(self, stream: Stream, /) -> None:
         """Moves the event to the end of the work queued on `stream` so far."""
@@ -54,76 +55,42 @@ class StreamEvent(Protocol):
         """Blocks the host until the event; no-op if it was never recorded. Capture: not safe."""
 
 
-class Streams(Protocol):
-    """The stream operations that the engine needs of a device. Tests replace them by a recorder."""
+class Streams:
+    """The stream operations that the engine needs of a device; here for the CPU, whose only stream
+    is None.
 
-    gather: Stream  # of all-gathers
-    reduce: Stream  # of reductions
-    second: Stream  # of second steps, on a mesh with another dim to reduce over
-
-    def current(self) -> Stream:
-        """Returns the calling thread's current stream."""
-
-    def event(self) -> StreamEvent:
-        """Returns a new event that was not recorded yet."""
-
-    def event_of(self, event: torch.Event, /) -> StreamEvent:
-        """Wraps an event of the program, which the engine never records."""
-
-    def on(self, stream: Stream, /) -> AbstractContextManager[object]:
-        """Returns a context in which `stream` is current."""
-
-    def forget_events(self) -> None:
-        """Treats every event as never recorded. See [Note: The border of a capture]."""
-
-
-class _NoEvent:
-    """No-op event for the CPU, where a call returns when its work is done."""
-
-    def record(self, stream: Stream) -> None:
-        """Does nothing."""
-
-    def wait(self, stream: Stream) -> None:
-        """Does nothing."""
-
-    def wait_on_host(self) -> None:
-        """Does nothing."""
-
-
-_NO_EVENT = _NoEvent()
-
-
-class NoStreams:
-    """The CPU, whose only stream is None."""
+    Attributes:
+        gather: of all-gathers.
+        reduce: of reductions.
+        second: of second steps, on a mesh with another dim to reduce over.
+    """
 
     gather: Stream = None
     reduce: Stream = None
     second: Stream = None
 
     def current(self) -> Stream:
-        """Returns None."""
+        """Returns the calling thread's current stream."""
         return None
 
     def event(self) -> StreamEvent:
-        """Returns an event that has always passed."""
-        return _NO_EVENT
+        """Returns a new event that was not recorded yet."""
+        return StreamEvent()
 
-    def event_of(self, event: torch.Event) -> StreamEvent:
-        """Returns an event that has always passed."""
-        return _NO_EVENT
+    def event_of(self, event: torch.Event, /) -> StreamEvent:
+        """Wraps an event of the program, which the engine never records."""
+        return StreamEvent()
 
-    def on(self, stream: Stream) -> AbstractContextManager[object]:
-        """Returns a context that changes nothing."""
+    def on(self, stream: Stream, /) -> AbstractContextManager[object]:
+        """Returns a context in which `stream` is current."""
         return NOTHING
 
     def forget_events(self) -> None:
-        """Does nothing."""
+        """Treats every event as never recorded. See [Note: The border of a capture]."""
 
 
-class _DeviceEvent:
+class _DeviceEvent(StreamEvent):
     """An event that is recorded repeatedly; `_era` is that of its last record."""
-
-    __slots__ = ("_era", "_event", "_stream", "_streams")
 
     def __init__(self, event: torch.Event, streams: AcceleratorStreams, era: int = -1) -> None:
         self._event = event
@@ -160,7 +127,7 @@ def _require(stream: Stream) -> torch.Stream:
     return stream
 
 
-class AcceleratorStreams:
+class AcceleratorStreams(Streams):
     """Streams of one accelerator; events recorded in an earlier `era` count as never recorded."""
 
     def __init__(self, device: torch.device) -> None:
@@ -168,9 +135,9 @@ class AcceleratorStreams:
         self.era = 0
         # High priority, as in FSDP2: a late collective delays all ranks, while compute that yields
         # a few blocks to it delays one.
-        self.gather: Stream = torch.Stream(device, priority=-1)
-        self.reduce: Stream = torch.Stream(device, priority=-1)
-        self.second: Stream = torch.Stream(device, priority=-1)
+        self.gather = torch.Stream(device, priority=-1)
+        self.reduce = torch.Stream(device, priority=-1)
+        self.second = torch.Stream(device, priority=-1)
 
     def current(self) -> Stream:
         """Returns the calling thread's current stream on this device."""
@@ -219,7 +186,7 @@ def streams_for(device: torch.device) -> Streams:
     accelerator.
     """
     if device.type in ("cpu", "meta"):
-        return NoStreams()
+        return Streams()
     return AcceleratorStreams(device)
 
 

@@ -21,8 +21,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
-from typing import NoReturn, Protocol
+from functools import lru_cache, partial
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,6 @@ from shardgrad.errors import DesyncError, unsupported
 from shardgrad.sharding.layout import TAG_NUMEL
 
 __all__ = [
-    "CompletedWork",
     "ExchangeTransport",
     "LocalTransport",
     "MessageTag",
@@ -75,7 +74,10 @@ class MessageTag:
         return cls(what, tuple(code // _BASE**i % _BASE for i in range(TAG_NUMEL)))
 
 
-_NO_TAG, _NOTHING_RECEIVED = MessageTag(""), Chunks(torch.empty(0), 0)
+@lru_cache(maxsize=1024)  # each step sends the same messages
+def _digits(tag: MessageTag, dtype: torch.dtype) -> torch.Tensor:
+    """Returns what a chunk of the message ends in."""
+    return torch.tensor(tag.digits, dtype=dtype)
 
 
 def _meaning(digits: list[float]) -> str:
@@ -86,8 +88,11 @@ def _meaning(digits: list[float]) -> str:
     return _known_tags.get(code, "unknown message")
 
 
-class Work(Protocol):
-    """A collective in flight."""
+@dataclass(eq=False)
+class Work:
+    """A collective, in flight or with nothing to wait for."""
+
+    _chunks: Sequence[torch.Tensor]
 
     def wait(self) -> Sequence[torch.Tensor]:
         """Returns the chunks to add up (1-D, equal sizes, one per source), or all gathered ones.
@@ -101,20 +106,28 @@ class Work(Protocol):
             CollectiveError: the backend reported a failure or a time-out.
             DesyncError: another rank sent a different message.
         """
+        return self._chunks
 
 
 class Transport(ABC):
-    """The collectives of one process group."""
+    """The collectives of one process group.
 
-    sends: bool  # False if nothing leaves this rank
-    stream_ordered: bool  # the launching stream orders results; the host need not block
-    gather_chunks: int  # staging chunks of `all_gather`; 0 if it returns its input
-    receive_chunks: int  # chunks that `reduce_scatter` receives besides `send`
+    Attributes:
+        sends: False if nothing leaves this rank.
+        stream_ordered: the launching stream orders results; the host need not block.
+        gather_chunks: staging chunks of `all_gather`; 0 if it returns its input.
+        receive_chunks: chunks that `reduce_scatter` receives besides `send`.
+    """
+
+    sends = True
+    stream_ordered = True
+    receive_chunks = 0
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.rank = group.rank()
         self.size = group.size()
+        self.gather_chunks = self.size if self.sends else 0
         self._log = recorder.group_log(group)
 
     @abstractmethod
@@ -139,56 +152,52 @@ class Transport(ABC):
         """Returns a context that groups several messages of one kind."""
         return NOTHING
 
-    def all_reduce(self, chunk: torch.Tensor, *, what: str) -> Work:
-        """Sums `chunk` over the ranks, in place."""
+    def all_reduce(self, chunk: torch.Tensor, tag: MessageTag) -> Work:
+        """Sums `chunk` over the ranks, in place; its message has no room for a tag."""
         call = partial(dist.all_reduce, chunk, group=self.group, async_op=True)
-        entry, work = self._log.start(what, call)
-        return PendingWork(entry, work, [chunk], self._log)
+        return self._start(call, [chunk], tag)
 
-
-class CompletedWork:
-    """Work with nothing to wait for."""
-
-    __slots__ = ("_chunks",)
-
-    def __init__(self, chunks: Sequence[torch.Tensor]) -> None:
-        self._chunks = chunks
-
-    def wait(self) -> Sequence[torch.Tensor]:
-        """See `Work`."""
-        return self._chunks
+    def _start(
+        self,
+        call: Callable[[], dist.Work | None],
+        chunks: Sequence[torch.Tensor],
+        tag: MessageTag,
+        tagged: Chunks | None = None,
+    ) -> Work:
+        """Starts a collective by `call`; for the result see `PendingWork`."""
+        entry, work = self._log.start(tag.what, call)
+        return PendingWork(chunks, entry, work, self._log, tag, tagged)
 
 
 @dataclass(eq=False)
-class PendingWork:
-    """Work of a backend.
+class PendingWork(Work):
+    """Work of a backend; None if streams order it.
 
-    If `_tag` has digits, all chunks in `_received` must end in it, and the host can read them.
+    All chunks in `_tagged` must end in the tag, and the host can read them.
     """
 
     _entry: Entry
     _work: dist.Work | None
-    _chunks: Sequence[torch.Tensor]
     _log: GroupLog
-    _tag: MessageTag = _NO_TAG
-    _received: Chunks = _NOTHING_RECEIVED
+    _tag: MessageTag
+    _tagged: Chunks | None
 
     def wait(self) -> Sequence[torch.Tensor]:
         """See `Work`."""
         if self._work is not None:
             self._log.wait_for(self._work, self._entry)
-        if self._tag.digits:
+        if self._tagged is not None:
             # The host has waited already, so reading the tags does not block it further.
-            expected = list(self._tag.digits)
-            for sender, digits in enumerate(self._received.ends.tolist()):
+            expected, received = list(self._tag.digits), self._tagged.ends.tolist()
+            for sender, digits in enumerate(received):
                 if digits != expected:
-                    self._refuse(sender, digits)
+                    self._refuse(sender, digits, is_of_pair=len(received) == 1)
         return self._chunks
 
-    def _refuse(self, sender: int, digits: list[float]) -> NoReturn:
+    def _refuse(self, sender: int, digits: list[float], *, is_of_pair: bool) -> NoReturn:
         recorder.waits_in = self._log, self._entry
         members = self._log.ranks
-        if self._received.count < len(members):  # a pair's own chunk is not sent
+        if is_of_pair:  # whose own chunk is not sent
             sender = 1 - members.index(dist.get_rank())
         raise DesyncError(
             f"rank {members[sender]} is out of sync: it sent the {_meaning(digits)}",
@@ -203,21 +212,18 @@ class LocalTransport(Transport):
     """A group of one rank, which receives what it sends."""
 
     sends = False
-    stream_ordered = True
-    gather_chunks = 0
-    receive_chunks = 0
 
     def all_gather(self, chunk: torch.Tensor, staging: Chunks, tag: MessageTag) -> Work:
         """See `Transport.all_gather`: the chunk is read in place."""
-        return CompletedWork((chunk,))
+        return Work([chunk])
 
     def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
         """See `Transport.reduce_scatter`."""
-        return CompletedWork(send.parts)
+        return Work(send.parts)
 
-    def all_reduce(self, chunk: torch.Tensor, *, what: str) -> Work:
+    def all_reduce(self, chunk: torch.Tensor, tag: MessageTag) -> Work:
         """See `Transport.all_reduce`."""
-        return CompletedWork((chunk,))
+        return Work([chunk])
 
 
 class StreamTransport(Transport):
@@ -227,19 +233,10 @@ class StreamTransport(Transport):
     recorder show a desync.
     """
 
-    sends = True
-    stream_ordered = True
-    receive_chunks = 0
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__(group)
-        self.gather_chunks = self.size
-
     def all_gather(self, chunk: torch.Tensor, staging: Chunks, tag: MessageTag) -> Work:
         """See `Transport.all_gather`. Capture: safe once the communicator exists."""
         call = partial(_all_gather, staging.whole, chunk, group=self.group)
-        self._log.start(tag.what, call)
-        return CompletedWork((staging.whole,))
+        return self._start(call, [staging.whole], tag)
 
     def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
         """See `Transport.reduce_scatter`. Without `receive` it is in place, in this
@@ -248,8 +245,7 @@ class StreamTransport(Transport):
         # NCCL reduces in place if the result is this rank's part of its input.
         own = receive.part(0) if receive.count else send.part(self.rank)
         call = partial(_reduce_scatter, own, send.whole, group=self.group)
-        self._log.start(tag.what, call)
-        return CompletedWork((own,))
+        return self._start(call, [own], tag)
 
 
 class NcclTransport(StreamTransport):
@@ -263,19 +259,17 @@ class NcclTransport(StreamTransport):
 class ExchangeTransport(Transport):
     """Sends chunks directly to the ranks that add them up, in the order of gloo's ring."""
 
-    sends = True
     stream_ordered = False
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
-        self.gather_chunks = self.receive_chunks = self.size
-        self._digits: dict[tuple[MessageTag, torch.dtype], torch.Tensor] = {}
+        self.receive_chunks = self.size
 
     def all_gather(self, chunk: torch.Tensor, staging: Chunks, tag: MessageTag) -> Work:
         """See `Transport.all_gather`."""
         # Asynchronous, so that the host packs and launches while gloo's threads send.
         call = partial(_all_gather, staging.whole, chunk, group=self.group, async_op=True)
-        return self._start(call, chunk, chunk[-TAG_NUMEL:], (staging.whole,), staging, tag)
+        return self._exchange(call, chunk[-TAG_NUMEL:], [staging.whole], staging, tag)
 
     def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
         """See `Transport.reduce_scatter`.
@@ -287,31 +281,27 @@ class ExchangeTransport(Transport):
             dist.all_to_all_single, receive.whole, send.whole, group=self.group, async_op=True
         )
         chunks = [receive.parts[self.rank - 1 - further] for further in range(self.size)]
-        return self._start(call, send.part(0), send.ends, chunks, receive, tag)
+        return self._exchange(call, send.ends, chunks, receive, tag)
 
-    def _start(
+    def _exchange(
         self,
         call: Callable[[], dist.Work],
-        sent: torch.Tensor,
         ends: torch.Tensor,
         chunks: Sequence[torch.Tensor],
         received: Chunks,
         tag: MessageTag,
     ) -> Work:
-        """Starts the call, after writing the tag into sent chunks and wiping it from received ones.
+        """Starts the call, after writing the tag into the `ends` of what is sent and wiping it from
+        received chunks.
 
         Wiping prevents that a message too short for a tag is taken for an earlier one.
         """
-        if tag.digits:
-            key = tag, ends.dtype
-            digits = self._digits.get(key)
-            if digits is None:
-                digits = torch.tensor(tag.digits, dtype=ends.dtype, device=ends.device)
-                self._digits[key] = digits
-            received.ends.fill_(-1)
-            ends.copy_(digits)  # last, because sent chunks may be among the received ones
-        entry, work = self._log.start(tag.what, call)
-        return PendingWork(entry, work, chunks, self._log, tag, received)
+        if not tag.digits:
+            return self._start(call, chunks, tag)
+        received.ends.fill_(-1)
+        # Last, because sent chunks may be among the received ones.
+        ends.copy_(_digits(tag, ends.dtype))
+        return self._start(call, chunks, tag, received)
 
 
 class PairTransport(ExchangeTransport):
@@ -328,12 +318,12 @@ class PairTransport(ExchangeTransport):
         # The copy-out reads all chunks from staging, including this rank's own.
         if chunk is not own:
             own.copy_(chunk)
-        return self._swap(own, taken, own[-TAG_NUMEL:], (staging.whole,), staging, tag)
+        return self._swap(own, taken, own[-TAG_NUMEL:], [staging.whole], staging, tag)
 
     def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
         """See `Transport.reduce_scatter`. A sum of two does not depend on their order."""
         kept, given, taken = send.parts[self.rank], send.parts[self._other], receive.whole
-        return self._swap(given, taken, send.ends, (kept, taken), receive, tag)
+        return self._swap(given, taken, send.ends, [kept, taken], receive, tag)
 
     def _swap(
         self,
@@ -350,7 +340,7 @@ class PairTransport(ExchangeTransport):
         call = partial(
             dist.all_to_all_single, taken, given, splits, splits, group=self.group, async_op=True
         )
-        return self._start(call, given, ends, chunks, received, tag)
+        return self._exchange(call, ends, chunks, received, tag)
 
 
 def _backend_for(group: dist.ProcessGroup, device: torch.device) -> str | None:

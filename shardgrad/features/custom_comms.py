@@ -20,12 +20,7 @@ import torch.distributed.fsdp as torch_fsdp
 from shardgrad.engine.buffers import Allocate, Chunks
 from shardgrad.engine.comm_context import CollectiveConfig, CommContext, Route
 from shardgrad.engine.param_group import ParamGroup
-from shardgrad.engine.transports import (
-    MessageTag,
-    PendingWork,
-    StreamTransport,
-    Work,
-)
+from shardgrad.engine.transports import MessageTag, StreamTransport, Work
 from shardgrad.engine.unit import Unit
 from shardgrad.errors import CustomCommError, unsupported
 
@@ -253,23 +248,15 @@ class _CommTransport(StreamTransport):
         own = staging.part(self.rank)
         if chunk.data_ptr() != own.data_ptr():
             own.copy_(chunk)  # the protocol's input lies in its output
-
-        return self._started(own, own, staging.whole, tag)
+        return self._call(own, staging.whole, tag)
 
     def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
         """See `Transport.reduce_scatter`: always a sum."""
-        out = receive.part(0)
-        return self._started(out, send.whole, out, tag, op=dist.ReduceOp.SUM)
+        return self._call(send.whole, receive.part(0), tag, op=dist.ReduceOp.SUM)
 
-    def _started(
-        self,
-        chunk: torch.Tensor,
-        given: torch.Tensor,
-        into: torch.Tensor,
-        tag: MessageTag,
-        **options: Any,
+    def _call(
+        self, given: torch.Tensor, into: torch.Tensor, tag: MessageTag, **options: Any
     ) -> Work:
         tensors = {"output_tensor": into, "input_tensor": given}
         call = partial(self._comm, **tensors, **options, group=self.group, async_op=False)
-        entry, work = self._log.start(tag.what, call)
-        return PendingWork(entry, work, [into], self._log)
+        return self._start(call, [into], tag)

@@ -22,5 +22,5 @@ class ReplicaAllReduce(SecondStep):
         self, summed: torch.Tensor, room: Chunks, tag: MessageTag, comm_ctx: CommContext
     ) -> Work:
         """See `SecondStep`."""
-        what = tag.what.replace("reduce-scatter", "all-reduce")
-        return comm_ctx.transport(self._replicas).all_reduce(summed, what=what)
+        own_tag = MessageTag(tag.what.replace("reduce-scatter", "all-reduce"))
+        return comm_ctx.transport(self._replicas).all_reduce(summed, own_tag)

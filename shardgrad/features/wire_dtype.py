@@ -16,8 +16,7 @@ A group of one rank sends nothing, so it rounds nothing. See docs/design/collect
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -27,7 +26,7 @@ from shardgrad import ops
 from shardgrad.engine.buffers import Chunks
 from shardgrad.engine.comm_context import CommContext
 from shardgrad.engine.param_group import ParamGroup
-from shardgrad.engine.transports import CompletedWork, MessageTag, StreamTransport, Transport, Work
+from shardgrad.engine.transports import MessageTag, StreamTransport, Transport, Work
 from shardgrad.errors import CustomCommError, OptionError
 from shardgrad.features.custom_comms import set_collectives
 from shardgrad.features.hfsdp import OuterReduceScatter
@@ -126,8 +125,7 @@ class StreamExchange(StreamTransport):
     def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
         """See `Transport.reduce_scatter`: a chunk of each rank, in rank order."""
         call = partial(dist.all_to_all_single, receive.whole, send.whole, group=self.group)
-        self._log.start(tag.what, call)
-        return CompletedWork(receive.parts)
+        return self._start(call, receive.parts, tag)
 
 
 def exchange_over(comm_ctx: CommContext, group: dist.ProcessGroup) -> Transport:
@@ -171,7 +169,7 @@ class ReplicaExchange(ReplicaAllReduce):
             both = _chunks(places, numel)
             own = both.part(transport.rank)
             ops.sum_chunks([summed], own)
-            return _Summands(transport.all_gather(own, both, tag), both)
+            return _Followed(transport.all_gather(own, both, tag), lambda _: both.parts)
         part = self._part_numel(numel)
         half = self._size * part
         send, receive = _chunks(places[:half], part), _chunks(places[half:], part)
@@ -179,38 +177,27 @@ class ReplicaExchange(ReplicaAllReduce):
         # Parts have no space for tags. The reduce-scatter before them had one.
         own_tag = MessageTag(tag.what.replace("reduce-scatter", "exchange between replicas"))
         work = exchange_over(comm_ctx, self._replicas).reduce_scatter(send, receive, own_tag)
-        return _GatheredSums(work, send.part(transport.rank), receive, numel, transport, own_tag)
+
+        def gather_sums(parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+            own = send.part(transport.rank)
+            ops.sum_chunks(parts, own)
+            transport.all_gather(own, receive, own_tag).wait()
+            return [receive.whole.narrow(0, 0, numel)]
+
+        return _Followed(work, gather_sums)
 
 
-@dataclass(eq=False)
-class _Summands:
-    """An all-gather whose chunks the reader sums."""
+class _Followed(Work):
+    """A collective whose result `follow` turns into the chunks to add up."""
 
-    _gathered: Work
-    _chunks: Chunks
-
-    def wait(self) -> Sequence[torch.Tensor]:
-        """See `Work`."""
-        self._gathered.wait()
-        return self._chunks.parts
-
-
-@dataclass(eq=False)
-class _GatheredSums:
-    """An exchange of parts. `wait` sums this rank's part and all-gathers the sums."""
-
-    _exchange: Work
-    _own: torch.Tensor
-    _room: Chunks
-    _numel: int
-    _transport: Transport
-    _tag: MessageTag
+    def __init__(
+        self, first: Work, follow: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+    ) -> None:
+        self._first, self._follow = first, follow
 
     def wait(self) -> Sequence[torch.Tensor]:
         """See `Work`."""
-        ops.sum_chunks(self._exchange.wait(), self._own)
-        self._transport.all_gather(self._own, self._room, self._tag).wait()
-        return [self._room.whole.narrow(0, 0, self._numel)]
+        return self._follow(self._first.wait())
 
 
 class OuterExchange(OuterReduceScatter):

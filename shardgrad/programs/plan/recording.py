@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from shardgrad.engine.streams import Stream, StreamEvent
+from shardgrad.engine.streams import Stream, StreamEvent, Streams
 from shardgrad.programs.plan.memory import Memory
 
 
@@ -121,10 +121,8 @@ class Recorder:
             self.stream = former
 
 
-class _RecordingEvent:
+class _RecordingEvent(StreamEvent):
     """An event of a stream whose recordings and waits are recorded."""
-
-    __slots__ = ("_now", "_recorder", "_stream")
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -141,13 +139,9 @@ class _RecordingEvent:
         if self._now is not None and stream != self._stream:
             self._recorder.events.append(Waited(self._now, str(stream)))
 
-    def wait_on_host(self) -> None:
-        """No effect: waits of the host for events are not modelled."""
 
-
-class RecordingStreams:
-    """Four streams that run nothing; waits between them are recorded. Implements the engine's
-    `Streams`.
+class RecordingStreams(Streams):
+    """Four streams that run nothing; waits between them are recorded.
 
     Args:
         recorder: recorder of the step.
@@ -176,6 +170,3 @@ class RecordingStreams:
     def on(self, stream: Stream) -> AbstractContextManager[object]:
         """Returns a context in which `stream` is current."""
         return self._recorder.on(str(stream))
-
-    def forget_events(self) -> None:
-        """No effect: a plan captures no graph."""
