@@ -54,14 +54,12 @@ class GroupLog:
     """The collectives of one process group, in the order in which this rank started them.
 
     Attributes:
-        name: the name of the process group, the same on all its ranks.
         ranks: global ranks of the group.
         count: number of collectives started.
         host_waits: the class of works whose wait can be interrupted, those of gloo.
     """
 
-    def __init__(self, recorder: FlightRecorder, name: str, ranks: tuple[int, ...]) -> None:
-        self.name = name
+    def __init__(self, recorder: FlightRecorder, ranks: tuple[int, ...]) -> None:
         self.ranks = ranks
         self.count = 0
         self.host_waits: type | None = None
@@ -180,7 +178,7 @@ class FlightRecorder:
             import torch.distributed as dist
 
             ranks = tuple(dist.get_process_group_ranks(group))
-            log = self._logs[group] = GroupLog(self, group.group_name, ranks)
+            log = self._logs[group] = GroupLog(self, ranks)
             log.host_waits = dist.Work if dist.get_backend(group) == "gloo" else None
         return log
 

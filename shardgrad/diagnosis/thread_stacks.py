@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from itertools import takewhile
 from pathlib import Path
 from traceback import walk_stack, walk_tb
+from types import FrameType
 from typing import NamedTuple
 
 __all__ = ["Call", "calls_of", "calls_of_thread", "passes_collective", "program_call"]
@@ -47,17 +48,18 @@ def calls_of_thread(thread: int) -> tuple[Call, ...]:
     finally:
         if collects:
             gc.enable()
-    if frame is None:
-        return ()
-    return tuple(
-        Call(each.f_code.co_filename, line, each.f_code.co_name) for each, line in walk_stack(frame)
-    )
+    return () if frame is None else _calls(walk_stack(frame))
 
 
 def calls_of(error: BaseException) -> tuple[Call, ...]:
     """Returns the calls that an error went through, innermost first."""
-    frames = [(frame.f_code, line) for frame, line in walk_tb(error.__traceback__)]
-    return tuple(Call(code.co_filename, line, code.co_name) for code, line in reversed(frames))
+    return _calls(walk_tb(error.__traceback__))[::-1]
+
+
+def _calls(frames: Iterable[tuple[FrameType, int]]) -> tuple[Call, ...]:
+    return tuple(
+        Call(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in frames
+    )
 
 
 def program_call(calls: Iterable[Call]) -> str:

@@ -106,7 +106,8 @@ class Watchdog:
 
     def start(self) -> Watchdog:
         """Starts the thread. The calling thread is the training thread."""
-        _process.watchdog = self
+        global _current
+        _current = self
         self._thread.start()
         return self
 
@@ -252,13 +253,7 @@ class Watchdog:
         return pickle.loads(self._store.get(key))
 
 
-class _Process:
-    """The watchdog of this process."""
-
-    watchdog: Watchdog | None = None
-
-
-_process = _Process()
+_current: Watchdog | None = None  # the watchdog of this process
 
 
 def watch_ranks(device: torch.device) -> Watchdog | None:
@@ -272,7 +267,7 @@ def watch_ranks(device: torch.device) -> Watchdog | None:
         device: the device on which parameters compute.
     """
     world, switch = dist.group.WORLD, os.environ.get("SHARDGRAD_WATCHDOG", "")
-    former = _process.watchdog
+    former = _current
     if world is None or switch == "0":
         return None
     if former is not None and former.is_current:
@@ -315,6 +310,7 @@ def _warn_or_give_up(diagnosis: Diagnosis, statuses: dict[int, RankStatus]) -> N
 
 
 def _end() -> None:
-    if _process.watchdog is not None and not _process.watchdog.closed:
-        _process.watchdog.end(sys.exc_info()[1] or getattr(sys, "last_value", None))
-    _process.watchdog = None
+    global _current
+    if _current is not None:
+        _current.end(sys.exc_info()[1] or getattr(sys, "last_value", None))
+    _current = None

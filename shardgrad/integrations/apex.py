@@ -45,7 +45,7 @@ from shardgrad.errors import (
     unsupported,
 )
 from shardgrad.optim.selection import plain_gradient, select
-from shardgrad.optim.state import copies_into, misfit
+from shardgrad.optim.state import copies_of_all
 from shardgrad.sharding.dtensor import dtensor_like
 
 __all__ = ["FusedAdam"]
@@ -251,17 +251,9 @@ class FusedAdam(Optimizer):
             OptimizerStateError: the state does not fit; nothing was changed.
         """
         self._start()
-        saved_groups = state_dict["param_groups"]
-        ours, theirs = ([len(g["params"]) for g in gs] for gs in (self.param_groups, saved_groups))
-        if ours != theirs:
-            raise misfit("its groups differ", f"groups of {ours} parameters", f"groups of {theirs}")
-        keys = chain.from_iterable(group["params"] for group in saved_groups)
-        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for number, (key, param) in enumerate(zip(keys, self._params(), strict=True)):
-            copies += copies_into(number, self.state[param], state_dict["state"].get(key, {}))
-        for into, value in copies:
+        for into, value in copies_of_all(self.param_groups, self.state, state_dict):
             into.copy_(value)
-        for group, saved in zip(self.param_groups, saved_groups, strict=True):
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             for key in saved.keys() - {"params"}:
                 value = saved[key]
                 if isinstance(group.get(key), torch.Tensor):

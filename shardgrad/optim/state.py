@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from shardgrad.errors import OptimizerStateError
 from shardgrad.optim.hyper import OptimGroup
 
-__all__ = ["copies_into", "load_state", "local_part", "local_tensor", "misfit"]
+__all__ = ["copies_into", "copies_of_all", "load_state", "local_part", "local_tensor"]
 
 # Copies (into, value), made once everything is checked.
 _Copies = list[tuple[torch.Tensor, torch.Tensor]]
@@ -40,16 +40,8 @@ def load_state(
     Raises:
         OptimizerStateError: groups, parameters, names or shapes do not fit; nothing was changed.
     """
+    copies = copies_of_all(groups, state, state_dict)
     saved_groups = state_dict["param_groups"]
-    ours, theirs = ([len(g["params"]) for g in g_list] for g_list in (groups, saved_groups))
-    if ours != theirs:
-        raise misfit("its groups differ", f"groups of {ours} parameters", f"groups of {theirs}")
-    ids = chain.from_iterable(group["params"] for group in saved_groups)
-    params = chain.from_iterable(group["params"] for group in groups)
-    saved_state = state_dict["state"]
-    copies: _Copies = []
-    for number, (key, param) in enumerate(zip(ids, params, strict=True)):
-        copies += copies_into(number, state[param], saved_state.get(key, {}))
     for group, saved in zip(groups, saved_groups, strict=True):
         group.check({key: value for key, value in saved.items() if key != "params"})
     with torch.no_grad():
@@ -57,6 +49,29 @@ def load_state(
             into.copy_(value)
     for group, saved in zip(groups, saved_groups, strict=True):
         group.update({k: value for k, value in saved.items() if k != "params" and k not in ignored})
+
+
+def copies_of_all(
+    groups: Sequence[Mapping[str, Any]],
+    state: Mapping[Any, Mapping[str, torch.Tensor]],
+    state_dict: Mapping[str, Any],
+) -> _Copies:
+    """Returns the copies (into, value) for all parameters of an optimizer, in order.
+
+    Raises:
+        OptimizerStateError: groups, parameters, names or shapes do not fit.
+    """
+    saved_groups = state_dict["param_groups"]
+    ours, theirs = ([len(g["params"]) for g in g_list] for g_list in (groups, saved_groups))
+    if ours != theirs:
+        raise _misfit("its groups differ", f"groups of {ours} parameters", f"groups of {theirs}")
+    ids = chain.from_iterable(group["params"] for group in saved_groups)
+    params = chain.from_iterable(group["params"] for group in groups)
+    saved_state = state_dict["state"]
+    copies: _Copies = []
+    for number, (key, param) in enumerate(zip(ids, params, strict=True)):
+        copies += copies_into(number, state[param], saved_state.get(key, {}))
+    return copies
 
 
 def copies_into(
@@ -67,7 +82,7 @@ def copies_into(
         key for key, value in saved.items() if key not in ours and isinstance(value, torch.Tensor)
     ]
     if unknown:
-        raise misfit(
+        raise _misfit(
             f"parameter {number} has state that this optimizer does not keep",
             f"{sorted(ours)}",
             f"{sorted(unknown)}",
@@ -92,7 +107,7 @@ def _count(number: int, step: Any, momentum: Any) -> torch.Tensor:
         step = float(momentum is not None)
     count = torch.as_tensor(step, dtype=torch.float32)
     if count.numel() != 1:
-        raise misfit(
+        raise _misfit(
             f"step of parameter {number} has the wrong shape", "()", str(tuple(count.shape))
         )
     count = count.reshape(())
@@ -115,7 +130,7 @@ def local_part(into: torch.Tensor, value: Any, what: str) -> torch.Tensor:
     """
     if not isinstance(value, torch.Tensor) or value.shape != into.shape:
         got = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-        raise misfit(f"{what} has the wrong shape", str(tuple(into.shape)), str(got))
+        raise _misfit(f"{what} has the wrong shape", str(tuple(into.shape)), str(got))
     if not isinstance(into, DTensor):
         return value.full_tensor() if isinstance(value, DTensor) else value
     if not isinstance(value, DTensor):
@@ -136,7 +151,7 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def misfit(what: str, expected: str, got: str) -> OptimizerStateError:
+def _misfit(what: str, expected: str, got: str) -> OptimizerStateError:
     """Returns the error for a state that does not fit."""
     return OptimizerStateError(
         f"the optimizer state was not loaded: {what}",

@@ -20,7 +20,7 @@ def rank_that_began(
     """The recorder of a rank in one group of `of` ranks."""
     recorder = FlightRecorder()
     recorder.enter("forward", step=step)
-    line = GroupLog(recorder, "group", tuple(range(of)))
+    line = GroupLog(recorder, tuple(range(of)))
     for what in whats:
         entry = line.record(what)
         recorder.waits_in = (line, entry) if waits else None

@@ -59,7 +59,7 @@ def test_until_a_collective_is_old_nothing_is_sent_and_no_stack_is_read(
     monkeypatch.setattr(module, "PrefixStore", lambda *_: store)
     monkeypatch.setattr(module, "calls_of_thread", stacks)
     monkeypatch.setattr(module, "PERIOD_S", 0.05)
-    monkeypatch.setattr(module, "_process", module._Process())
+    monkeypatch.setattr(module, "_current", None)
     recorder.enter("forward")
     watchdog = Watchdog(dist.HashStore(), 0, 2).start()
     recorder.progress_s += 1.0  # as of collectives that come one after the other
@@ -85,7 +85,7 @@ def test_it_is_off_beyond_1024_ranks_unless_asked_for(
     monkeypatch: pytest.MonkeyPatch, ranks: int, switch: str, starts: bool
 ) -> None:
     monkeypatch.setenv("SHARDGRAD_WATCHDOG", switch)
-    monkeypatch.setattr(module, "_process", module._Process())
+    monkeypatch.setattr(module, "_current", None)
     with (
         mock.patch.multiple(
             module.dist,
@@ -106,7 +106,7 @@ def test_a_rank_that_failed_and_has_left_is_heard_by_those_that_look_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "PERIOD_S", 0.01)
-    monkeypatch.setattr(module, "_process", module._Process())
+    monkeypatch.setattr(module, "_current", None)
     store = dist.HashStore()
     Watchdog(store, 3, 4).start().end(ValueError("a mistake"))
     later = Watchdog(store, 0, 4)
@@ -134,9 +134,9 @@ def with_a_watch(program: Callable[[], object], stall_s: float) -> tuple[object,
     """Returns what a program returns, and what the watchdog has warned of meanwhile."""
     said: list[str] = []
     module.STALL_S = stall_s
-    if module._process.watchdog is not None:
-        module._process.watchdog.close()
-        module._process.watchdog = None
+    if module._current is not None:
+        module._current.close()
+        module._current = None
     dist.barrier()
     with warnings.catch_warnings():
         warnings.simplefilter("always")
@@ -144,9 +144,9 @@ def with_a_watch(program: Callable[[], object], stall_s: float) -> tuple[object,
         try:
             return program(), said
         finally:
-            if module._process.watchdog is not None:
-                module._process.watchdog.close()
-                module._process.watchdog = None
+            if module._current is not None:
+                module._current.close()
+                module._current = None
 
 
 def steps_with_a_late_rank() -> None:
@@ -180,7 +180,7 @@ def test_a_rank_that_is_stopped_and_continued_ends_nothing(two_ranks: Ranks) -> 
 def ends(error: BaseException | None) -> tuple[str | None, bool, bool]:
     """As programs end with Python 3.12 and later, where no thread can be started any more."""
     SHARDGRAD.shard_tower(tower())
-    watchdog = module._process.watchdog
+    watchdog = module._current
     assert watchdog is not None
     with mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("at shutdown")):
         watchdog.end(error)
