@@ -56,13 +56,13 @@ class GroupLog:
     Attributes:
         ranks: global ranks of the group.
         count: number of collectives started.
-        host_waits: the class of works whose wait can be interrupted, those of gloo.
+        host_waits: the classes of works whose wait can be interrupted, those of gloo.
     """
 
     def __init__(self, recorder: FlightRecorder, ranks: tuple[int, ...]) -> None:
         self.ranks = ranks
         self.count = 0
-        self.host_waits: type | None = None
+        self.host_waits: tuple[type, ...] = ()
         self._recorder = recorder
 
     def record(self, name: str) -> Entry:
@@ -99,7 +99,7 @@ class GroupLog:
         """
         recorder = self._recorder
         recorder.waits_in = self, entry
-        may_stop = self.host_waits is not None and isinstance(work, self.host_waits)
+        may_stop = isinstance(work, self.host_waits)
         while True:
             try:
                 _ = work.wait(_SLICE) if may_stop else work.wait()
@@ -179,7 +179,8 @@ class FlightRecorder:
 
             ranks = tuple(dist.get_process_group_ranks(group))
             log = self._logs[group] = GroupLog(self, ranks)
-            log.host_waits = dist.Work if dist.get_backend(group) == "gloo" else None
+            if dist.get_backend(group) == "gloo":
+                log.host_waits = (dist.Work,)
         return log
 
 

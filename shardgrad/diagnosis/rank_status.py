@@ -203,12 +203,9 @@ def _apart(statuses: Mapping[int, RankStatus], world_size: int) -> Diagnosis | N
 
 def _fix(statuses: Iterable[RankStatus], otherwise: str = _OTHERWISE) -> str:
     """Returns what to do about the functions in which ranks wait."""
-    fixes: dict[str, None] = {}
-    for t in statuses:
-        name, is_function, _ = t.call.partition("()")
-        if is_function and t.waits == "collective":
-            known = _FIXES.get(name, f"{name} is a collective: call it on every rank")
-            fixes[known] = None
+    calls = [t.call.partition("()") for t in statuses if t.waits == "collective"]
+    names = dict.fromkeys(name for name, is_function, _ in calls if is_function)
+    fixes = (_FIXES.get(each, f"{each} is a collective: call it on every rank") for each in names)
     return "; ".join(fixes) or otherwise
 
 

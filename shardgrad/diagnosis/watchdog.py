@@ -84,17 +84,17 @@ class Watchdog:
         *,
         device: torch.device | None = None,
     ) -> None:
+        world = dist.group.WORLD
+        prefix = f"shardgrad/watchdog/{getattr(world, 'group_name', '')}"
         # A thread that waits for the store holds the connection's lock, so the watchdog has its
         # own.
-        clone = getattr(store, "clone", lambda: store)
-        world = dist.group.WORLD
-        prefix = f"shardgrad/watchdog/{'' if world is None else world.group_name}"
-        self._store = PrefixStore(prefix, clone())
+        shared: Any = store  # `clone` is not in its annotations
+        self._store = PrefixStore(prefix, shared.clone())
         self._rank = rank
         self._world_size = world_size
         self._stall_s = STALL_S
         self._device = device
-        self._world = None if world is None else weakref.ref(world)
+        self._world: Callable[[], Any] = (lambda: None) if world is None else weakref.ref(world)
         self._training_thread = threading.get_ident()
         # For each rank, its latest status with the time by that rank's clock and by this rank's.
         self._heard: dict[int, tuple[float, float, RankStatus]] = {}
@@ -121,14 +121,9 @@ class Watchdog:
         self._thread.join(self.period_s + _LAST_CHECK_S)
 
     @property
-    def closed(self) -> bool:
-        """True if the thread has ended."""
-        return not self._thread.is_alive()
-
-    @property
     def is_current(self) -> bool:
         """True if the default process group is still the one that the watchdog was created for."""
-        return dist.group.WORLD is (None if self._world is None else self._world())
+        return dist.group.WORLD is self._world()
 
     def end(self, error: BaseException | None) -> None:
         """Ends the thread, which first publishes that this rank has ended, for ranks that may wait
@@ -267,17 +262,16 @@ def watch_ranks(device: torch.device) -> Watchdog | None:
         device: the device on which parameters compute.
     """
     world, switch = dist.group.WORLD, os.environ.get("SHARDGRAD_WATCHDOG", "")
-    former = _current
     if world is None or switch == "0":
         return None
-    if former is not None and former.is_current:
-        return former
+    if _current is not None and _current.is_current:
+        return _current
     size = dist.get_world_size()
     is_known = any(name in dist.get_backend_config(world) for name in _BACKENDS)
     if size == 1 or not is_known or (size > _MOST_RANKS and switch != "1"):
         return None
-    if former is not None:
-        former.close()
+    if _current is not None:
+        _current.close()
     Finalize(None, _end, exitpriority=100)  # runs in multiprocessing's processes, unlike atexit
     return Watchdog(
         dist.distributed_c10d._get_default_store(),

@@ -187,7 +187,7 @@ class FusedAdam(Optimizer):
         """Sets the gradients of the local parameters. Returns device scalars, each above zero if a
         non-finite value was found among some of these gradients.
         """
-        selections = select(p for p in self._locals if managed_by(p) is not None).selections
+        selections = select(self._locals).selections
         # Compared by identity, as every DTensor operator would be a dispatch.
         views = {
             id(chosen.shard.params[place]): chosen.shard.view(place)

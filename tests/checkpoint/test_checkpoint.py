@@ -9,6 +9,7 @@ import json
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -171,6 +172,13 @@ def test_a_name_that_is_taken_is_left_alone(saved: Path, tmp_path: Path) -> None
             checkpoint.save(small(1), taken)
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "years of work"
     assert same(checkpoint.load(state(1), saved), state())
+
+
+def test_an_error_with_a_note_is_told_as_any_other(tmp_path: Path) -> None:
+    error = CheckpointError("not published")
+    error.add_note("by the program")
+    with pytest.raises(CheckpointError, match="not published"):
+        checkpoint.save(small(1), tmp_path / "c", then=mock.Mock(side_effect=error))
 
 
 def test_what_is_no_data_is_refused_before_anything_is_written(tmp_path: Path) -> None:

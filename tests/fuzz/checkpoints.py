@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from shardgrad import checkpoint
 from shardgrad.errors import CheckpointError
+from tests.checkpoint.test_checkpoint import same
 from tests.fuzz.inputs import CHANGES, EDITS, ODD, ODD_TEXTS, Target, changed, edited, scratch
 
 
@@ -24,16 +25,6 @@ def state(value: float) -> dict[str, Any]:
         "b": torch.full((5,), int(value), dtype=torch.int64),
         "groups": [{"lr": value, "name": str(value), "betas": (value, 0.5)}],
     }
-
-
-def same(ours: Any, theirs: Any) -> bool:
-    if isinstance(theirs, torch.Tensor):
-        return torch.equal(ours, theirs)
-    if isinstance(theirs, dict):
-        return all(same(ours[key], theirs[key]) for key in theirs)
-    return (
-        all(map(same, ours, theirs)) if isinstance(theirs, list | tuple) else bool(ours == theirs)
-    )
 
 
 @cache

@@ -17,7 +17,6 @@ from shardgrad.programs.text import printable
 
 require("numpy", feature="shardgrad.programs.checkpoint")  # torch's collectives of objects need it
 
-_Mine = TypeVar("_Mine")
 _Result = TypeVar("_Result")
 
 
@@ -48,11 +47,11 @@ class Peers:
     def together(
         self,
         step: str,
-        work: Callable[[], _Mine],
-        then: Callable[[list[_Mine]], list[Any] | None] = lambda results: None,
+        work: Callable[[], _Result],
+        then: Callable[[list[_Result]], list[Any] | None] = lambda results: None,
     ) -> Any:
-        """Does `work` on every rank, and then, with all results, `then` on the first rank. Returns
-        this rank's entry of the list that `then` returns, if it returns one.
+        """Does `work` on every rank, and `then` on the first rank with all results. Returns this
+        rank's entry of the list that `then` returns, if any.
         """
         with self._waiting(f"{step} of the checkpoint"):
             results: list[Any] | None = self._torch.gather_object(self._tried(work))
@@ -77,9 +76,7 @@ class Peers:
         return result
 
     def _tried(self, work: Callable[[], _Result]) -> _Result | CheckpointError:
-        """Returns what the work returns, or an error with this rank's number, which is sent to the
-        others in its place.
-        """
+        """Returns what the work returns, or an error that can be sent: it names this rank."""
         # torch would send a traceback too, which torch 2.11 cannot pickle with Python 3.13.
         try:
             return work()
@@ -93,4 +90,6 @@ class Peers:
                 fix="remove the cause, and try again; earlier checkpoints are untouched",
             )
         where = "; ".join(filter(None, (told.where or self._where, self._whose)))
-        return CheckpointError(**(vars(told) | {"where": where}))
+        return CheckpointError(
+            told.what, expected=told.expected, got=told.got, where=where, fix=told.fix
+        )
