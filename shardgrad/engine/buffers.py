@@ -312,7 +312,6 @@ class RecurringMemory:
         self.add(tensors)
         self._streams = streams
         self._allocation_stream = streams.current()
-        self._allocated = streams.event()
         self.filled = streams.event()
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -335,8 +334,7 @@ class RecurringMemory:
         wait for it.
         """
         self.allocate()
-        self._allocated.record(self._streams.current())
-        self._allocated.wait(stream)
+        self._streams.order(self._streams.current(), stream)
 
     def wait(self) -> None:
         """Makes the current stream wait for the last write."""
@@ -348,10 +346,6 @@ class RecurringMemory:
         """
         # The allocator reuses storage without a wait on the stream that it was allocated for. That
         # stream must be ordered after the last use, wherever that was.
-        current = self._streams.current()
-        if current != self._allocation_stream:
-            used = self._streams.event()
-            used.record(current)
-            used.wait(self._allocation_stream)
+        self._streams.order(self._streams.current(), self._allocation_stream)
         for storage in self.storages:
             storage.resize_(0)

@@ -273,13 +273,12 @@ class GradGroup:
 
     def require_shard(self) -> GradShard:
         """Returns the gradient shard, created at the first call; it may have no memory yet."""
-        shard = self.shard
-        if shard is None:
-            if self._generation != self.group.generation:
-                self.refresh_trainable()
+        if self._generation != self.group.generation:
+            self.refresh_trainable()
+        if self._shard is None:
             with torch.inference_mode(mode=False):  # the shard is for training
-                shard = self._shard = GradShard(self.group, self.params, self.layout)
-        return shard
+                self._shard = GradShard(self.group, self.params, self.layout)
+        return self._shard
 
     # -- states
 
@@ -396,9 +395,7 @@ class GradGroup:
         for event in self._foreign.values():
             event.wait(stream)
         # The earlier gradient may have come on the pack stream, which records no event of its own.
-        packing = streams.event()
-        packing.record(self.pack_stream)
-        packing.wait(stream)
+        streams.order(self.pack_stream, stream)
         self._earlier.append(earlier)  # kept until the pack, which follows this sum
         return earlier + grad
 
@@ -416,10 +413,7 @@ class GradGroup:
             event.wait(stream)
         # More than one if a unit was unsharded on one stream and recomputed on another.
         for packed_on in self._pack_streams:
-            if packed_on != stream:
-                event = streams.event()
-                event.record(packed_on)
-                event.wait(stream)
+            streams.order(packed_on, stream)
         self._pack_streams.clear()
 
     def _let_go(self, streams: Streams) -> None:
@@ -427,11 +421,8 @@ class GradGroup:
         self._pack_streams[self.pack_stream] = None
         # The allocator reuses a gradient's memory on the stream that wrote it. That stream must
         # wait for the pack, which read the gradient.
-        if self._foreign:
-            packed = streams.event()
-            packed.record(self.pack_stream)
-            for stream in self._foreign:
-                packed.wait(stream)
+        for stream in self._foreign:
+            streams.order(self.pack_stream, stream)
         self._drop_collected()
 
     def _drop_collected(self) -> None:
@@ -584,8 +575,7 @@ class GradGroup:
             key = flags, numel, dtype, mesh.device
             tail = shared.get(key)
             if tail is None:
-                chunk = torch.zeros(numel, dtype=dtype)
-                chunk[: len(flags)] = torch.tensor(flags, dtype=dtype)
+                chunk = torch.tensor(flags + (False,) * (numel - len(flags)), dtype=dtype)
                 # One copy from the host for each pattern of flags; a training run has few.
                 tail = shared[key] = chunk.repeat(mesh.shard_size).to(mesh.device)
             self.tails[place] = tail
@@ -621,6 +611,7 @@ class GradGroup:
         if all_reduces or self._second is None:
             shard = self.require_shard()
         reduction = Reduction(
+            name=group.name,
             route=route,
             shard=shard,
             touched=self.touched(),
@@ -765,7 +756,7 @@ class ReductionScheduler:
         self._entered: list[GradGroup] = []
         self._queue: list[GradGroup] = []  # the last is reduced first
         self.in_flight: list[Reduction] = []  # launched by completed backwards
-        self._launched: list[tuple[GradGroup, Reduction]] = []  # by the running backward
+        self._launched: list[Reduction] = []  # by the running backward
         self.enrolment: Enrolment | None = None  # None: a backward reduces the groups that entered
 
     def enter(self, grads: GradGroup) -> None:
@@ -862,10 +853,10 @@ class ReductionScheduler:
         only_sums = grads.group.stage.sums_unsharded and not self.is_last_backward
         if grads.requires_sync and not only_sums:
             reduction = grads.launch(self.comm_ctx, all_reduces=grads.requires_all_reduce)
-            self._launched.append((grads, reduction))
+            self._launched.append(reduction)
             # At most two groups' gradients exist at once, those being sent and the next ones: end
             # the reduction before, if it still keeps zero-copy gradients alive.
-            for _, earlier in self._launched[-2:-1]:
+            for earlier in self._launched[-2:-1]:
                 slot = earlier.slot
                 if slot is not None and slot.lent:
                     earlier.complete()
@@ -903,7 +894,7 @@ class ReductionScheduler:
                 grads.move(GradState.IDLE)
         self.backward_running = False
         # `join` completes them, or an earlier reduction that needs their slots.
-        self.in_flight += [reduction for _, reduction in self._launched]
+        self.in_flight += self._launched
         self._launched = []
         if wait:
             self.join()
@@ -949,10 +940,10 @@ class ReductionScheduler:
         self.backward_running = self.reads_again = False
         # Reductions of earlier backwards are complete and stay in flight.
         launched, self._launched = self._launched, []
-        mixed = {grads for grads, reduction in launched if reduction.abandon()}
+        mixed = {reduction.name for reduction in launched if reduction.abandon()}
         lost: dict[str, None] = {}
         for grads in groups:
-            if grads.abandon_backward() or grads in mixed:
+            if grads.abandon_backward() or grads.group.name in mixed:
                 lost[grads.group.name] = None
             if grads.state is not GradState.IDLE:
                 grads.move(GradState.IDLE)
@@ -962,9 +953,9 @@ class ReductionScheduler:
         """Drops everything that is not in a gradient shard, and this backward's writes to
         shards.
         """
-        for reduction in [*self.in_flight, *(reduction for _, reduction in self._launched)]:
+        for reduction in self.in_flight:
             reduction.abandon()
-        self.in_flight, self._launched = [], []
+        self.in_flight = []
         self._entered.clear()
         self.abandon_backward(groups)
         for ring in self.comm_ctx.rings:

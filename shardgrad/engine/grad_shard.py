@@ -28,7 +28,8 @@ assigns one, `settle` updates the flag before a kernel reads it.
 A norm that has checked whether gradients are finite stores the result here, for optimizers and loss
 scalers. It is valid for one version of each gradient. A reduction invalidates it, and so does a
 write by the program, which changes the version (torch's `zero_grad(set_to_none=False)`,
-`grad.mul_()`).
+`grad.mul_()`). The engine's own writes to one gradient change it as well; those to the flat memory,
+as when clipping multiplies it, do not.
 
 [Note: Memory of gradients]
 While all gradients of a shard are None, its memory would only raise the peak, which is often at the
@@ -65,7 +66,7 @@ from shardgrad.engine.param_group import ParamGroup
 from shardgrad.engine.streams import Stream, StreamEvent, Streams, keep_for_current_stream
 from shardgrad.errors import ForeignParameterError
 from shardgrad.sharding.dtensor import dtensor_like, in_own_storage, storages_of
-from shardgrad.sharding.layout import Piece, ShardLayout
+from shardgrad.sharding.layout import ShardLayout
 from shardgrad.sharding.param_sharding import groups_cut_over
 
 __all__ = ["GradMemory", "GradShard", "HostState", "references_when_bound", "uses_of"]
@@ -103,9 +104,10 @@ class GradMemory(Enum):
 class GradShard:
     """Gradients of one group on one rank.
 
-    `layout` has a tail. For `home` see [Note: Shards on the host] in `sharding/offload.py`.
+    For `home` see [Note: Shards on the host] in `sharding/offload.py`.
 
     Attributes:
+        layout: of the parameters, with a tail.
         flat: the memory, 1-D; empty before the first allocation.
         values: the part of `flat` with the gradients and the zeros between them.
         flags: [Note: Live flags].
@@ -124,7 +126,7 @@ class GradShard:
         self.params = [p.sharded for p in params]  # the trainable ones, in layout order
         self.count = len(params)
         self._managed = list(params)  # the same
-        self._layout = layout
+        self.layout = layout
         self.attribute = policy.attribute  # of a parameter, where its gradient is bound
         self._is_persistent = policy.persistent
         self.mesh = group.mesh
@@ -133,7 +135,6 @@ class GradShard:
         self.memory = GradMemory.NONE
         self.stream: Stream = None  # on which memory is allocated; None on the CPU
         self.is_captured = False
-        self._allocated: StreamEvent | None = None
         self._nothing = home.zeros(0, dtype)
         self.touched: tuple[bool, ...] = ()  # on this rank, in the last reduction; empty before it
         # Float32 device scalar, above zero if an infinity or a NaN was found; None if unchecked.
@@ -144,8 +145,6 @@ class GradShard:
         self._seen: dict[tuple[bool, ...], tuple[bool, ...]] = {}
         # The places that `nonfinite` covers, with the version of each gradient when it was checked.
         self.judged: dict[int, int] = {}
-        # The flags before a reduction that adds, if parameters have hooks.
-        self._flags_before: torch.Tensor | None = None
         # Flags that `decide` waits for, and the event of their arrival.
         self._told: tuple[torch.Tensor, StreamEvent] | None = None
         self.read: list[torch.Tensor] = []  # kept until the program's stream waits for a reduction
@@ -183,15 +182,12 @@ class GradShard:
         placed = memory._cdata, memory.data_ptr() if self._is_watched else 0
         if self._placed == placed:
             return
-        layout, self.flat, self._placed = self._layout, flat, placed
+        layout, self.flat, self._placed = self.layout, flat, placed
         numel, count = (layout.tail_offset, len(layout.pieces)) if flat.numel() else (0, 0)
         self.values, self.flags = flat.narrow(0, 0, numel), flat.narrow(0, numel, count)
         self.views = layout.local_views(flat, self.mesh.shard_rank) if count else []
         for place, view in enumerate(self.views or [self._nothing] * self.count):
-            if self._is_watched:
-                self._locals[place].set_(in_own_storage(view))  # type: ignore[call-overload]
-            else:
-                self._locals[place] = self.own[place]._local_tensor = view.data
+            self._locals[place].set_(in_own_storage(view))  # type: ignore[call-overload]
         self._watched: list[torch.Tensor] = [*self.own, *self._locals]
         self._storages = [local.untyped_storage()._cdata for local in self._locals]
         self._own_data = storages_of(self.own)
@@ -203,7 +199,7 @@ class GradShard:
         """
         if self.memory is not GradMemory.NONE:
             return
-        numel = self._layout.chunk_numel
+        numel = self.layout.chunk_numel
         self.stream = self.current_stream()
         stays = self._is_persistent or self._home.is_offloaded or self._home.is_virtual
         may_go = self.stream is not None and not (stays or self.is_captured)
@@ -250,7 +246,6 @@ class GradShard:
         """
         if self.memory is GradMemory.NONE:
             return
-        self._forget_verdict(range(self.count))
         self.flagged = [False] * self.count
         kept = self.held()
         if kept:
@@ -273,27 +268,6 @@ class GradShard:
             self.flat.record_stream(reader)
 
     # -- before and after a reduction
-
-    def _prepare(self, reader: Stream) -> bool:
-        """Prepares for a reduction. Returns True if it should add, False to overwrite everything.
-
-        To add, zeroes the places of gradients that are None and copies foreign gradients into the
-        shard, on the current stream.
-        """
-        self.decide()
-        self._part_with_kept(reader)
-        self._forget_verdict(range(self.count))
-        # The usual case after zero_grad(): overwriting saves one pass that zeroes and one that
-        # reads.
-        if self.are_absent():
-            return False
-        # The reduction adds to all of the memory, so zero the places of gradients that are None.
-        for i, live in enumerate(self.settle()):
-            if not live:
-                self.view(i).zero_()
-        if not self.is_captured and any(p._post_accumulate_grad_hooks for p in self.params):
-            self._flags_before = self.flags.clone()
-        return True
 
     def _part_with_kept(self, reader: Stream) -> None:
         """Leaves memory to kept gradients before it is written: [Note: Kept gradients].
@@ -347,21 +321,36 @@ class GradShard:
         reader: Stream,
         pack_stream: Stream,
     ) -> None:
-        """Writes a reduction's average, or adds it to existing gradients; see `PendingSum.write`.
+        """Writes a reduction's average, or adds it to existing gradients.
 
-        If `flat` is on the host, `staging` is memory of the same kind on the mesh's device.
+        `write` writes the sum over ranks, divided, to a tensor like `flat`, or adds it there. If
+        `flat` is on the host, `staging` is memory of the same kind on the mesh's device.
 
         Streams: on the current one, after `pack_stream` if memory is allocated there. The program
         reads kept gradients on `reader`.
         """
-        accumulate = self._prepare(reader)
+        self.decide()
+        self._part_with_kept(reader)
+        self._forget_verdict()
+        # Usually all gradients are None, after zero_grad(): overwriting saves one pass that zeroes
+        # and one that reads.
+        accumulate = not self.are_absent()
+        if accumulate:
+            # The reduction adds to all of the memory, so zero the places of gradients that are
+            # None.
+            for place, live in enumerate(self.settle()):
+                if not live:
+                    self._locals[place].zero_()
+            # Hooks run only for parameters that get a gradient in this backward, not for those that
+            # got one in an earlier one. `settle` sets the flags of the latter again.
+            if not self.is_captured and any(p._post_accumulate_grad_hooks for p in self.params):
+                self.flags.zero_()
+                self.flagged = [False] * self.count
         # Allocated only now, so that it is not part of the peak at the loss.
         if self.memory is GradMemory.NONE:
             with streams.on(pack_stream):
                 self.allocate(zeroed=False)
-            self._allocated = self._allocated or streams.event()
-            self._allocated.record(pack_stream)
-            self._allocated.wait(streams.current())
+            streams.order(pack_stream, streams.current())
         if staging is None:
             write(self.flat, divisor=divisor, accumulate=accumulate)
             return
@@ -386,20 +375,18 @@ class GradShard:
         Streams: if some were not touched, copies the flags to the host on the current one.
         """
         self.touched = touched
-        before, self._flags_before = self._flags_before, None
-        # Hooks run only for parameters that got a gradient in this backward, not in an earlier one.
-        # The host must know which, so it waits.
-        if before is not None:
-            self.wait_on_host()
-            self.flagged = self._read(self.flags)
-            self._bind((self.flags != before).tolist())
-            return
         # If this rank has a gradient for every parameter, other ranks can add none.
         self.flagged = list(touched)
-        if not all(touched) and self.is_captured:
-            self.flagged = list(self._seen.get(touched, (True,) * len(touched)))
-        elif not all(touched):
-            self._told = self._bring_flags(streams)
+        if not all(touched):
+            if self.is_captured:  # cannot read from the device
+                self.flagged = list(self._seen.get(touched, (True,) * len(touched)))
+            elif self._brought is not None:  # along with the gradients
+                self._told = self.flags, self._brought
+            else:
+                flags = torch.empty_like(self.flags, device="cpu", pin_memory=self.flags.is_cuda)
+                flags.copy_(self.flags, non_blocking=True)
+                self._told = flags, streams.event()
+                self._told[1].record(streams.current())
         self._bind(self.flagged)
 
     def _bind(self, places: Sequence[bool]) -> None:
@@ -417,15 +404,6 @@ class GradShard:
                     for hook in list(hooks.values()):
                         hook(param)
 
-    def _bring_flags(self, streams: Streams) -> tuple[torch.Tensor, StreamEvent]:
-        if self._brought is not None:  # along with the gradients
-            return self.flags, self._brought
-        arrived = streams.event()
-        flags = torch.empty_like(self.flags, device="cpu", pin_memory=self.flags.is_cuda)
-        flags.copy_(self.flags, non_blocking=True)
-        arrived.record(streams.current())
-        return flags, arrived
-
     def decide(self) -> None:
         """Binds gradients that only other ranks had. Blocks the host until their flags arrive.
 
@@ -435,20 +413,12 @@ class GradShard:
         if told is not None:
             flags, arrived = told
             arrived.wait_on_host()
-            self.flagged = self._read(flags)
+            pairs = zip(self.touched, flags.tolist(), strict=True)
+            self.flagged = [here or flag > 0 for here, flag in pairs]
+            self._seen[self.touched] = tuple(self.flagged)
             # Gradients of this rank are bound already.
             self._bind(list(map(gt, self.flagged, self.touched)))
         self.wait_on_host()
-
-    def _read(self, flags: torch.Tensor) -> list[bool]:
-        """Returns which parameters were touched on some rank, and remembers it for captures."""
-        touched = [
-            here or flag > 0 for here, flag in zip(self.touched, flags.tolist(), strict=True)
-        ]
-        # A capture cannot read from the device. It uses the result of an eager step with the same
-        # gradients on this rank.
-        self._seen[self.touched] = tuple(touched)
-        return touched
 
     def unbind(self) -> None:
         """Sets the gradients of all parameters to None."""
@@ -464,10 +434,6 @@ class GradShard:
         """
         return self._index.get(id(param))
 
-    def piece(self, place: int) -> Piece:
-        """Returns the position of a gradient in `flat`."""
-        return self._layout.pieces[place]
-
     def groups(self, place: int) -> tuple[dist.ProcessGroup, ...]:
         """Returns the process groups that a gradient is sharded over.
 
@@ -476,15 +442,6 @@ class GradShard:
         """
         sharding = self._managed[place].sharding
         return groups_cut_over(sharding.mesh, sharding.placements)
-
-    def view(self, place: int) -> torch.Tensor:
-        """Returns a parameter's part of `flat`, in its local shape."""
-        return self.views[place]
-
-    @property
-    def numel(self) -> int:
-        """Number of elements of `values`."""
-        return self._layout.tail_offset
 
     def bound(self) -> list[torch.Tensor | None]:
         """Returns the bound gradients of the parameters, in order; None where there is none."""
@@ -514,9 +471,7 @@ class GradShard:
         Raises:
             ForeignParameterError: a gradient is not sharded like its parameter.
         """
-        if self.judged:
-            now = self._versions()
-            self._forget_verdict([at for at, was in self.judged.items() if was != now[at]])
+        self.drop_stale_verdict()
         # In a steady step all bindings are unchanged, which one pass in C finds.
         if all(map(is_, map(self._gradient_of, self.params), self.own)) and all(self.flagged):
             return [True] * self.count
@@ -534,9 +489,7 @@ class GradShard:
                 self.flagged[i] = True
         if foreign:
             self._take_over(foreign)
-        live = [grad is not None for grad in gradients]
-        self._forget_verdict(i for i, has in enumerate(live) if not has)
-        return live
+        return [grad is not None for grad in gradients]
 
     def judge(self, nonfinite: torch.Tensor | None, places: Iterable[int]) -> None:
         """Stores a verdict on the gradients of these places, valid until the program writes to
@@ -553,12 +506,21 @@ class GradShard:
         # A program may also write to the local tensor, through `to_local()`.
         return list(map(add, of_all, of_all[self.count :]))
 
-    def _forget_verdict(self, places: Iterable[int]) -> None:
-        """Drops the verdict on gradients that are None, zeroed or written again."""
-        for place in places:
-            self.judged.pop(place, None)
-        if not self.judged:
-            self.nonfinite = None
+    def drop_stale_verdict(self) -> None:
+        """Drops the verdict on gradients that are None now, or were written since."""
+        if self.judged:
+            now, grads = self._versions(), self.bound()
+            self.judged = {
+                place: version
+                for place, version in self.judged.items()
+                if version == now[place] and grads[place] is not None
+            }
+            if not self.judged:
+                self.nonfinite = None
+
+    def _forget_verdict(self) -> None:
+        self.nonfinite = None
+        self.judged.clear()
 
     def _require_sharded_alike(self, index: int, grad: torch.Tensor) -> DTensor:
         own = self.own[index]
@@ -582,7 +544,7 @@ class GradShard:
     def _take_over(self, foreign: Sequence[tuple[int, DTensor]]) -> None:
         """Copies assigned gradients into the shard and binds the shard's own instead."""
         self.allocate()
-        self._forget_verdict(range(self.count))
+        self._forget_verdict()
         if not self.is_captured:
             # The program may have swapped gradients, in this model or between two, so memory that
             # is about to be overwritten may be another parameter's new gradient.
@@ -601,7 +563,7 @@ class GradShard:
         for place, grad in foreign:
             with torch.no_grad():
                 local = grad.to_local()
-                self.view(place).copy_(local)
+                self._locals[place].copy_(local)
                 # The local tensor is dropped next, while the current stream still reads it. The
                 # allocator does not know tensors over a part of a storage, such as gradients in
                 # former memory.
@@ -624,6 +586,7 @@ class GradShard:
 
     def host_state(self) -> HostState:
         """Returns what the host knows about the gradients; their values stay in device memory."""
+        self.drop_stale_verdict()
         pairs = zip(self.bound(), self.own, strict=True)
         bound = tuple([OWN if grad is own else grad for grad, own in pairs])
         return bound, self.nonfinite, frozenset(self.judged), tuple(self.flagged)
@@ -645,7 +608,6 @@ class GradShard:
         group by group.
         """
         live = self.settle()
-        chosen = [place for place in places if live[place]]
-        self._forget_verdict(chosen)
-        for place in chosen:
-            self.view(place).zero_()
+        for place in places:
+            if live[place]:
+                self._locals[place].zero_()

@@ -142,6 +142,7 @@ class PartialSum:
 class Reduction:
     """A launched reduction: its inputs, its destination, and how to end it."""
 
+    name: str  # of the unit
     route: ReduceRoute
     shard: GradShard | None  # None to stop after the first step and keep a partial sum
     touched: tuple[bool, ...]  # per trainable parameter, whether this rank had a gradient
@@ -208,7 +209,7 @@ class Reduction:
         if shard is not None:
             write, divisor, comm_ctx = self.write or self._sum, route.after, route.comm_ctx
             if route.collectives.hook is not None:
-                divisor = self._through_hook(shard.numel)
+                divisor = self._through_hook(shard.layout.tail_offset)
             # Allocate on the pack stream, which is backward's: the allocator caches memory per
             # stream, so gradients reuse the memory of freed activations.
             shard.look(is_captured=comm_ctx.is_captured)

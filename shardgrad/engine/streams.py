@@ -85,6 +85,13 @@ class Streams:
         """Returns a context in which `stream` is current."""
         return NOTHING
 
+    def order(self, earlier: Stream, later: Stream) -> None:
+        """Makes later work of a stream wait for the work queued on another one so far."""
+        if earlier != later:
+            event = self.event()
+            event.record(earlier)
+            event.wait(later)
+
     def forget_events(self) -> None:
         """Treats every event as never recorded. See [Note: The border of a capture]."""
 

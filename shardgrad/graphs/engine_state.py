@@ -363,9 +363,7 @@ def _memory_of(shard: GradShard) -> Hashable:
 
     Drops a verdict if all gradients are None.
     """
-    if shard.nonfinite is not None and shard.are_absent():
-        shard.nonfinite = None
-        shard.judged.clear()
+    shard.drop_stale_verdict()
     # Host memory is FIXED as well, but no graph uses it.
     is_known = shard.memory is GradMemory.FIXED and shard.stream is not None
     address = shard.flat.data_ptr() if is_known else 0

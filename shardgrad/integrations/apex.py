@@ -190,7 +190,7 @@ class FusedAdam(Optimizer):
         selections = select(self._locals).selections
         # Compared by identity, as every DTensor operator would be a dispatch.
         views = {
-            id(chosen.shard.params[place]): chosen.shard.view(place)
+            id(chosen.shard.params[place]): chosen.shard.views[place]
             for chosen in selections
             for place in chosen.live
         }

@@ -185,7 +185,7 @@ def _tables_of(shard: GradShard, places: tuple[int, ...]) -> list[_Table]:
 def _table(shard: GradShard, places: Sequence[int]) -> tuple[torch.Tensor, int]:
     """Returns one table, on the device; see `ops.segment_rows`."""
     pieces = [
-        (0, shard.piece(place).shard_offset, 0, shard.view(place).numel(), 0, place)
+        (0, shard.layout.pieces[place].shard_offset, 0, shard.views[place].numel(), 0, place)
         for place in places
     ]
     rows, tiles = ops.segment_rows(pieces)

@@ -299,7 +299,7 @@ class ShardedSegment(_Segment):
             if place is None:
                 continue
             numel = piece.local_numel(self.rank)
-            gradient = shard.piece(place).shard_offset
+            gradient = shard.layout.pieces[place].shard_offset
             pieces.append((piece.shard_offset, gradient, offset, numel, i, place))
         rows, tiles = ops.segment_rows(pieces)
         return _Table(shard, self.on_device(rows), tiles, _on_host(rows))

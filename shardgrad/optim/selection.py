@@ -60,7 +60,7 @@ class Gradients:
             if len(selection.live) == shard.count:
                 gradients.append(shard.values)
             else:
-                gradients += [shard.view(place) for place in selection.live]
+                gradients += [shard.views[place] for place in selection.live]
         if gradients:
             torch._foreach_mul_(gradients, factor)
 

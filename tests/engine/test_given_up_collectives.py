@@ -116,6 +116,7 @@ def test_what_an_abandoned_reduction_brings_is_written_to_its_old_memory(
         return
     route: Any = SimpleNamespace(end=comm_ctx.streams.reduce, done=comm_ctx.streams.event())
     slot.holder = reduction = Reduction(
+        name="few",
         route=route,
         works=[(0, NUMEL, work)],
         slot=slot,

@@ -129,7 +129,7 @@ def kept_beside_another_stream(drops: bool) -> None:
         kept = None if drops else kept
     with first:
         for shard in shards(model):  # where the freed memory was
-            torch.full((shard.numel,), 7.0, device=NAME)
+            torch.full((shard.layout.tail_offset,), 7.0, device=NAME)
     torch.accelerator.current_stream().wait_stream(first)
     torch.accelerator.current_stream().wait_stream(second)
     assert torch.equal(seen, right)

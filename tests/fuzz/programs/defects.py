@@ -105,7 +105,7 @@ def _zeros_are_scaled_by_nan() -> Iterator[Patch]:
         live = self.settle()
         for place in places:
             if live[place]:
-                self.view(place).zero_()
+                self.views[place].zero_()
 
     yield mock.patch.object(GradShard, "zero", zero)
 
