@@ -165,7 +165,6 @@ class GradGroup:
         # Pack streams on which gradients arrived or were packed; these record no event.
         self._pack_streams: dict[Stream, None] = {}
         self._foreign: dict[Stream, StreamEvent] = {}
-        self._earlier: list[torch.Tensor] = []
         self._place([])
         _of[id(group)] = self
 
@@ -375,10 +374,15 @@ class GradGroup:
         stream = streams.current()
         earlier = self.gradients[index]
         if earlier is None:
-            self.gradients[index] = grad
             self.count += 1
         else:
-            self.gradients[index] = self._add(earlier, grad, stream, streams)
+            # Reentrant checkpointing repeats the parameter's node. The earlier gradient may have
+            # come on the pack stream, which records no event of its own.
+            self.wait_for_producers(stream)
+            streams.order(self.pack_stream, stream)
+            keep_for_current_stream(earlier)
+            grad = earlier + grad
+        self.gradients[index] = grad
         if stream == self.pack_stream:
             self._pack_streams[stream] = None
         else:  # [Note: Producer streams]
@@ -388,29 +392,17 @@ class GradGroup:
             event.record(stream)
         return self.count == len(self.gradients)
 
-    def _add(
-        self, earlier: torch.Tensor, grad: torch.Tensor, stream: Stream, streams: Streams
-    ) -> torch.Tensor:
-        """Adds a further gradient of a parameter: reentrant checkpointing repeats its node."""
+    def wait_for_producers(self, stream: Stream) -> None:
+        """Makes `stream` wait for all gradients that did not arrive on the pack stream."""
         for event in self._foreign.values():
             event.wait(stream)
-        # The earlier gradient may have come on the pack stream, which records no event of its own.
-        streams.order(self.pack_stream, stream)
-        self._earlier.append(earlier)  # kept until the pack, which follows this sum
-        return earlier + grad
-
-    def wait_for_producers(self) -> None:
-        """Makes the pack stream wait for all gradients that arrived on other streams."""
-        for event in self._foreign.values():
-            event.wait(self.pack_stream)
 
     def order_before(self, stream: Stream, streams: Streams) -> None:
         """Makes `stream` wait for all gradients that arrived since the last call, packed or not.
 
         See [Note: Branches that send nothing back]. Free if all of backward runs on `stream`.
         """
-        for event in self._foreign.values():
-            event.wait(stream)
+        self.wait_for_producers(stream)
         # More than one if a unit was unsharded on one stream and recomputed on another.
         for packed_on in self._pack_streams:
             streams.order(packed_on, stream)
@@ -429,7 +421,6 @@ class GradGroup:
         """Drops all collected gradients."""
         self.gradients: list[torch.Tensor | None] = [None] * len(self.params)
         self._foreign.clear()
-        self._earlier.clear()
         self.count = 0
 
     def collect_written(self, streams: Streams) -> None:
@@ -454,7 +445,7 @@ class GradGroup:
         Streams: the pack stream, after every producer. Capture: safe; the memory is persistent.
         """
         stream, layout = self.pack_stream, self.layout.whole
-        self.wait_for_producers()
+        self.wait_for_producers(stream)
         with streams.on(stream):
             if self._sums_used is None:
                 with torch.inference_mode(mode=False):
@@ -506,7 +497,7 @@ class GradGroup:
         used = self._sums_used if self.summed else None
         if used is not None and self.count:
             self.add_up(streams)
-        self.wait_for_producers()
+        self.wait_for_producers(stream)
         sent_alone = []
         with streams.on(stream):  # nothing requires grad here, so no `no_grad` is needed
             if used is None:

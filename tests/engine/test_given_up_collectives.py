@@ -120,8 +120,6 @@ def test_what_an_abandoned_reduction_brings_is_written_to_its_old_memory(
         route=route,
         works=[(0, NUMEL, work)],
         slot=slot,
-        own=send.part(0),
-        room=Chunks(receive.whole, 0),
         shard=None,
         touched=(),
         has_sums=False,
