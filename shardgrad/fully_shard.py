@@ -140,8 +140,10 @@ def fully_shard(
     }
     groups = []
     for each in grouped:
-        spec = _spec(places[each[0]].mesh, dtypes[each[0]], memory, stage)
-        groups.append(_group([params[p] for p in each], spec, reshard_after_forward))
+        of_group = places[each[0]].mesh
+        _, smaller = _reshard_plan(reshard_after_forward, of_group)
+        spec = _spec(of_group, dtypes[each[0]], memory, stage, smaller)
+        groups.append(_group([params[p] for p in each], spec))
     unit = Unit(modules, groups, data_mesh, mp_policy, flag, lazy_init)
     unit.accept, unit.before_outermost_forward = _accept, UnownedParams(unit).refuse
     if stage.decides:
@@ -180,7 +182,11 @@ def _dtypes(
 
 
 def _spec(
-    mesh: DataParallelMesh, dtypes: ParamDtypes, memory: ShardMemory, stage: Stage
+    mesh: DataParallelMesh,
+    dtypes: ParamDtypes,
+    memory: ShardMemory,
+    stage: Stage,
+    mesh_after_forward: DataParallelMesh | None,
 ) -> GroupSpec:
     """Returns the spec of a group of parameters on `mesh` with these dtypes."""
     return GroupSpec(
@@ -191,6 +197,7 @@ def _spec(
         stage,
         all_gather=_all_gather(stage, memory),
         second_step=_second_step(mesh, dtypes.gradient_policy.wire_dtype),
+        mesh_after_forward=mesh_after_forward,
         regroup=_regroup,
     )
 
@@ -218,27 +225,21 @@ def _second_step(
 
 
 @torch.inference_mode(mode=False)  # the shard is for training
-def _group(
-    params: list[FSDPParam],
-    spec: GroupSpec,
-    reshard_after_forward: bool | int | None,
-) -> ParamGroup:
+def _group(params: list[FSDPParam], spec: GroupSpec) -> ParamGroup:
     """Builds the kind of group that the parameters need, and copies them into its shard."""
     original = params[0].sharded
-    _, mesh_after_forward = _reshard_plan(reshard_after_forward, spec.mesh)
-    group: ParamGroup
+    kind: type[ParamGroup] = ParamGroup
     if is_extension(original):
         from shardgrad.features.tensor_extensions import ExtensionGroup, require_extension
 
         for p in params:
-            require_extension(p.sharded, p.name, reshard_after_forward, spec.shard_memory)
-        group = ExtensionGroup(params, spec)
-    elif mesh_after_forward is not None and not travels_as_bytes(original.dtype):
+            require_extension(p.sharded, p.name, spec.mesh_after_forward, spec.shard_memory)
+        kind = ExtensionGroup
+    elif spec.mesh_after_forward is not None and not travels_as_bytes(original.dtype):
         from shardgrad.features.post_forward import PostForwardGroup
 
-        group = PostForwardGroup(params, spec, mesh_after_forward)
-    else:
-        group = ParamGroup(params, spec)
+        kind = PostForwardGroup
+    group = kind(params, spec)
     if spec.gradient_policy.wire_dtype is not None:
         from shardgrad.features.wire_dtype import exchange_gradients
 

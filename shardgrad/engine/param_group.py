@@ -1,15 +1,15 @@
 """Parameter groups: parameters that share one collective, and their state.
 
-| state | modules register | all-gather in flight |
-| --- | --- | --- |
-| `SHARDED` | sharded parameters | no |
-| `UNSHARDING` | sharded parameters | yes, unless `is_filled` |
-| `UNSHARDED` | unsharded parameters | no |
+A group has one of FSDP2's sharded states, which say what its modules register:
 
-`unshard` moves a group from `SHARDED` to `UNSHARDING`, `wait_for_unshard` from there to
-`UNSHARDED`, and `reshard` from either back to `SHARDED`. A sharded parameter is an
-`nn.Parameter(DTensor)` over a view of the group's shard. An unsharded parameter is a plain
-`nn.Parameter` over the group's flat buffer. Each is one object for the life of the model.
+| state | modules register |
+| --- | --- |
+| `SHARDED` | `nn.Parameter(DTensor)` over views of the group's shard |
+| `POST_FORWARD` | the same over fewer ranks (`features/post_forward.py`) |
+| `UNSHARDED` | plain `nn.Parameter`s over the group's flat buffer |
+
+`unshard` starts the all-gather, which is then `in_flight`. `wait_for_unshard` ends it and enters
+`UNSHARDED`, and `reshard` enters `SHARDED`. Each parameter is one object for the life of the model.
 
 The flat buffer has memory, and `is_filled` is True, while parameters are unsharded. It also stays
 filled under ZeRO stages 1 and 2, after an evaluation that left parameters unsharded, and after a
@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import chain, repeat
 from operator import attrgetter, is_, is_not
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -56,7 +57,7 @@ from shardgrad.sharding.mesh import DataParallelMesh
 from shardgrad.sharding.offload import ShardMemory
 from shardgrad.sharding.param_sharding import ParamSharding
 from shardgrad.sharding.shardable import from_bytes, stored_shape, travels_as_bytes
-from shardgrad.sharding.zero_copy import is_zero_copy, own_places
+from shardgrad.sharding.zero_copy import is_zero_copy
 from shardgrad.sharding.zero_stage import Stage
 
 __all__ = [
@@ -82,11 +83,11 @@ class ParamState(Enum):
     """The state of a group's parameters; see the module docstring."""
 
     SHARDED = auto()
-    UNSHARDING = auto()
+    POST_FORWARD = auto()
     UNSHARDED = auto()
 
 
-SHARDED, UNSHARDING, UNSHARDED = ParamState
+SHARDED, POST_FORWARD, UNSHARDED = ParamState
 
 # By the id of each parameter of a group, which the group keeps alive.
 _groups: weakref.WeakValueDictionary[int, ParamGroup] = weakref.WeakValueDictionary()
@@ -97,6 +98,7 @@ def group_of(p: FSDPParam) -> ParamGroup:
     return _groups[id(p)]
 
 
+@dataclass(eq=False)
 class AllGather:
     """The all-gathers of a group, one at a time.
 
@@ -106,9 +108,9 @@ class AllGather:
     Attributes:
         chunk: this rank's part, 1-D, with room for the tag at its end; sent in `dtype`.
         layout: of the parameters that are in the chunks.
+        process_group: the ranks that gather; by default those of the mesh.
         table: tells `ops.unpack` how to read the gathered chunks.
         zero_copy: gathers the parameters that are not in the chunks; None if all are.
-        process_group: the ranks that gather; by default those of the mesh.
         transport, ring: where messages are sent and staged.
         sizes: the pieces that an all-gather takes from a slot: the chunks (none if the shard is
             read in place), then those that `stage` needs.
@@ -118,30 +120,25 @@ class AllGather:
         complete: see `Holder`.
     """
 
-    supports_zero_copy = True
+    supports_zero_copy: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        chunk: torch.Tensor,
-        layout: ShardLayout,
-        mesh: DataParallelMesh,
-        dtype: torch.dtype,
-        tag: MessageTag,
-        comm_ctx: CommContext,
-        collectives: CollectiveConfig,
-        process_group: dist.ProcessGroup | None = None,
-    ) -> None:
-        self.chunk = chunk
-        self.layout = layout
-        self.table = layout.table
+    chunk: torch.Tensor
+    layout: ShardLayout
+    mesh: DataParallelMesh
+    dtype: torch.dtype
+    tag: MessageTag
+    comm_ctx: CommContext
+    collectives: CollectiveConfig
+    process_group: dist.ProcessGroup | None = None
+
+    def __post_init__(self) -> None:
+        self.table = self.layout.table
         self.zero_copy: ZeroCopyGather | None = None
-        self.dtype = dtype
-        self.tag = tag
-        self.comm_ctx = comm_ctx
-        self.streams = comm_ctx.streams
-        self.process_group = process_group or mesh.gather_group
-        self.transport, self.ring = collectives.for_gather(comm_ctx, self.process_group)
-        self.sizes: list[PieceSize] = [(dtype, self.transport.gather_chunks, chunk.numel())]
+        self.streams = self.comm_ctx.streams
+        group = self.process_group or self.mesh.gather_group
+        self.transport, self.ring = self.collectives.for_gather(self.comm_ctx, group)
+        chunks = self.transport.gather_chunks
+        self.sizes: list[PieceSize] = [(self.dtype, chunks, self.chunk.numel())]
         self.ready: StreamEvent | None = None
         self._works: list[Work] = []
 
@@ -227,21 +224,24 @@ class ZeroCopyGather:
 
     def __init__(
         self,
-        names: Sequence[str],
+        params: Sequence[FSDPParam],
         layout: ShardLayout,
         shard: torch.Tensor,
         unsharded: torch.Tensor,
     ) -> None:
-        self._layout, self._shard, self._unsharded = layout, shard, unsharded
-        self._own_places: torch.Tensor | None = None
-        self._tags = [MessageTag(f"all-gather of {name}") for name in names]
+        self._is_cast = shard.dtype != unsharded.dtype
         # Views are created once: a group creates a new all-gather for another shard or buffer.
-        pieces = [layout.pieces[i] for i in layout.zero_copy]
-        self._sent = [shard.narrow(0, p.shard_offset, p.shard_numel) for p in pieces]
-        whole = (unsharded.narrow(0, p.unsharded_offset, p.numel) for p in pieces)
-        self._places = [Chunks(flat, layout.world_size) for flat in whole]
+        self._sent: list[torch.Tensor] = []
+        self._places: list[Chunks] = []
+        self._tags: list[MessageTag] = []
+        for i in layout.zero_copy:
+            p = layout.pieces[i]
+            self._sent.append(shard.narrow(0, p.shard_offset, p.shard_numel))
+            whole = unsharded.narrow(0, p.unsharded_offset, p.numel)
+            self._places.append(Chunks(whole, layout.world_size))
+            self._tags.append(MessageTag(f"all-gather of {params[i].name}"))
 
-    def messages(self, rank: int) -> list[tuple[torch.Tensor, Chunks, MessageTag]]:
+    def messages(self, rank: int) -> Iterable[tuple[torch.Tensor, Chunks, MessageTag]]:
         """Returns for each parameter what `rank` sends, the chunks to receive (1-D, in rank order),
         and the tag.
 
@@ -249,18 +249,11 @@ class ZeroCopyGather:
         differ.
         """
         sent = self._sent
-        if self._shard.dtype != self._unsharded.dtype:
-            if self._own_places is None:
-                self._own_places = own_places(self._layout, rank)
+        if self._is_cast:
             # The collective sends this rank's pieces from their places, so cast them there first.
-            ops.unpack(
-                self._shard,
-                self._unsharded,
-                self._own_places,
-                chunk_numel=self._shard.numel(),
-            )
             sent = [places.part(rank) for places in self._places]
-        return list(zip(sent, self._places, self._tags, strict=True))
+            torch._foreach_copy_(sent, self._sent)
+        return zip(sent, self._places, self._tags, strict=True)
 
 
 class UnshardedParams(RecurringMemory):
@@ -320,6 +313,7 @@ class GroupSpec:
         shard_memory: where shards, gradients and optimizer states live.
         stage: what each rank keeps unsharded.
         second_step: creates the step after the reduce-scatter; None without a second mesh axis.
+        mesh_after_forward: the neighbouring ranks that an int `reshard_after_forward` reshards to.
         regroup: called at lazy init, before any change. Returns None, or a function that returns
             the groups to replace this one.
     """
@@ -331,6 +325,7 @@ class GroupSpec:
     stage: Stage
     all_gather: type[AllGather] = AllGather
     second_step: Callable[[], SecondStep] | None = None
+    mesh_after_forward: DataParallelMesh | None = None
     regroup: Callable[[ParamGroup], Callable[[], list[ParamGroup]] | None] = lambda group: None
 
 
@@ -408,7 +403,9 @@ class ParamGroup:
         trainable: per parameter, the `requires_grad` that the sharded and the unsharded one last
             had in common; a new object after a change. () for new parameters.
         is_filled: the unsharded memory has the values of the last all-gather.
+        in_flight: the all-gather that `unshard` has started and nothing has waited for.
         keeps_memory: a reshard does not free the unsharded memory.
+        mesh_after_forward: see `GroupSpec`; None to reshard fully.
         alignment: elements; offsets in chunks are multiples of it.
     """
 
@@ -422,12 +419,14 @@ class ParamGroup:
         self.gradient_policy = spec.gradient_policy
         self.shard_memory = spec.shard_memory
         self.stage = spec.stage
+        self.mesh_after_forward = spec.mesh_after_forward
         self.params = list(params)
         for p in self.params:
             _groups[id(p)] = self
         self.holds_dtensors = any(p.sharding.came_as_dtensor for p in self.params)
         self.state = SHARDED
         self.is_filled = False
+        self.in_flight: AllGather | None = None
         self.collectives = CollectiveConfig()
         self.keeps_memory = False
         self.steps_taken = 0
@@ -435,7 +434,6 @@ class ParamGroup:
         # The `_version()` of the values that are in unsharded memory, or are being gathered.
         self._gathered_version = (-1, -1)
         self._gather: AllGather | None = None  # created once per root
-        self._in_flight: AllGather | None = None
         self._unsharded: RecurringMemory | None = None
         # Version counters of the unsharded parameters, which increase with the program's writes.
         self._unsharded_versions: tuple[int, ...] = ()
@@ -607,17 +605,13 @@ class ParamGroup:
         ]
         if not staying:
             return None
-        smaller = self._rebuilt([p for p, _ in staying])
+        smaller = type(self)([p for p, _ in staying], self.spec)
         for (p, old), view in zip(staying, smaller.local_views(), strict=True):
             view.copy_(old)
             p.alias(view)
         smaller.collectives, smaller.keeps_memory = self.collectives, self.keeps_memory
         smaller._note_params()
         return smaller
-
-    def _rebuilt(self, params: Sequence[FSDPParam]) -> ParamGroup:
-        """Returns a group of the same kind with some of the parameters."""
-        return ParamGroup(params, self.spec)
 
     @torch.no_grad()
     def refill(self, shown: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
@@ -666,33 +660,26 @@ class ParamGroup:
 
     # -- unshard
 
-    @property
-    def registers_sharded(self) -> bool:
-        """True if modules register the sharded parameters."""
-        return self.state is not UNSHARDED
-
     def unshard(self, comm_ctx: CommContext) -> None:
         """Starts the all-gather, unless the parameters are unsharded or being gathered.
 
         Streams: on the gather stream, after the parameters were last written. Capture: safe after
         the first call.
         """
-        if self.state is not SHARDED:
-            return
         # Stage 1 or 2, an evaluation, or a graph that backward reads again may have left it filled.
-        if not self.is_filled:
-            version = self._version()
-            is_new = version not in (self._gathered_version, self._taken_version)
-            if is_new and self._unsharded is not None:
-                # The next values differ, as after an optimizer step on the unsharded parameters.
-                # Layers that cache something derived from a weight check its version, and autograd
-                # refuses a backward that has saved the former values.
-                unsharded = list(map(_UNSHARDED_PARAM, self.params))
-                increment_version(unsharded)
-                self._unsharded_versions = versions_of(unsharded)
-            self._in_flight = self._launch(comm_ctx, version)
-            self._gathered_version = version
-        self.state = UNSHARDING
+        if self.is_filled or self.in_flight is not None:
+            return
+        version = self._version()
+        is_new = version not in (self._gathered_version, self._taken_version)
+        if is_new and self._unsharded is not None:
+            # The next values differ, as after an optimizer step on the unsharded parameters. Layers
+            # that cache something derived from a weight check its version, and autograd refuses a
+            # backward that has saved the former values.
+            unsharded = list(map(_UNSHARDED_PARAM, self.params))
+            increment_version(unsharded)
+            self._unsharded_versions = versions_of(unsharded)
+        self.in_flight = self._launch(comm_ctx, version)
+        self._gathered_version = version
 
     def _launch(self, comm_ctx: CommContext, version: tuple[int, int]) -> AllGather:
         """Starts the all-gather of the shard."""
@@ -710,10 +697,9 @@ class ParamGroup:
         """Returns the all-gather of the shard, apart from its zero-copy parameters."""
         layout, chunk, zero_copy = self.layout, self.shard, None
         if layout.zero_copy and self.collectives.gathers_plainly:
-            names = [self.params[i].name for i in layout.zero_copy]
             unsharded = self._unsharded_params(comm_ctx.streams)
             unsharded.allocate()  # the views need memory
-            zero_copy = ZeroCopyGather(names, layout, self.shard, unsharded.flat)
+            zero_copy = ZeroCopyGather(self.params, layout, self.shard, unsharded.flat)
             skipped = layout.packed_offset
             chunk = self.shard.narrow(0, skipped, layout.chunk_numel - skipped)
             layout = layout.packed
@@ -730,22 +716,19 @@ class ParamGroup:
         Raises:
             CollectiveError: the all-gather failed.
         """
-        gather, self._in_flight = self._in_flight, None
+        gather, self.in_flight = self.in_flight, None
         if gather is not None:
             stream = gather.streams.current()
             with span("all_gather_copy_out", self.name):
                 try:
+                    # If this fails, keep the memory: messages may still be written to it.
                     self._fill(gather.wait(stream), gather)
-                    self.is_filled = True
-                except BaseException:
-                    # Keep the memory: messages may still be written to it.
-                    self.state = SHARDED
-                    raise
                 finally:
                     gather.release(stream)
-        elif self._unsharded is not None and self.state is not SHARDED:
+            self.is_filled = True
+        elif self._unsharded is not None:
             self._unsharded.wait()  # they may have been copied out on another stream
-        if self.state is UNSHARDING:
+        if self.state is not UNSHARDED:
             # Register the unsharded parameters only now. If an exception came before, modules keep
             # the sharded ones, which checkpoints and optimizers look for.
             self.state = UNSHARDED
@@ -774,10 +757,7 @@ class ParamGroup:
 
     def cancel_unshard(self) -> None:
         """Drops an unused all-gather, after waiting for it."""
-        if self.state is not UNSHARDING:
-            return
-        gather, self._in_flight = self._in_flight, None
-        self.state = SHARDED
+        gather, self.in_flight = self.in_flight, None
         if gather is not None:
             # The program may write the shard next, which the all-gather reads.
             gather.wait(gather.streams.current())
@@ -801,12 +781,10 @@ class ParamGroup:
 
         Streams: storage returns to the allocator on the stream it was allocated on.
         """
-        if self.state is UNSHARDING:
-            self.cancel_unshard()
+        self.cancel_unshard()
         if drop_kept and self._gather is not None:
             self._gather.forget()
-        if self.state is UNSHARDED:
-            self.show_sharded()
+        self.show_sharded()
         # Freed by `resize_(0)` of the storage: tensors that autograd has saved stay the same
         # objects, and are filled again before it reads them.
         if self.is_filled and (drop_kept or not self.stage.keeps_unsharded):
@@ -870,14 +848,11 @@ class ParamGroup:
         """Reshards after forward, as configured."""
         self.reshard()
 
-    def reshard_fully_after_forward(self) -> None:
-        """Cancels resharding to fewer ranks, if the group has it."""
-
     def reshard_if_stale(self) -> None:
         """Reshards if an optimizer or in-place operation has written the shard since the gather."""
         # The kept values predate the last optimizer step. In a steady step none are kept, and
         # versions need not be compared.
-        is_kept = self.is_filled or self.state is UNSHARDING or not self.registers_sharded
+        is_kept = self.is_filled or self.in_flight is not None or self.state is not SHARDED
         if is_kept and self._version() != self._gathered_version:
             self.reshard(drop_kept=True)
 

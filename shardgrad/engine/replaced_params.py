@@ -21,7 +21,7 @@ from shardgrad.engine.param import (
     managed_by,
     replaced_by,
 )
-from shardgrad.engine.param_group import ParamGroup, group_of
+from shardgrad.engine.param_group import SHARDED, ParamGroup, group_of
 from shardgrad.errors import (
     ExtensionError,
     ForeignParameterError,
@@ -46,7 +46,7 @@ def adopt(group: ParamGroup) -> None:
         TiedParameterError: a replacement is the parameter of another place, which keeps it.
     """
     # While modules register unsharded parameters, they tell nothing about the sharded ones.
-    if not group.registers_sharded or group.registration.holds():
+    if group.state is not SHARDED or group.registration.holds():
         return
     _put_back(group)
     if group.registration.holds():

@@ -188,7 +188,7 @@ class Unit:
         """Changes the flag. Also cancels an integer `reshard_after_forward`."""
         self.reshard_after_forward = flag
         for group in self.groups:
-            group.reshard_fully_after_forward()
+            group.mesh_after_forward = None
 
     @property
     def is_root(self) -> bool:
@@ -792,7 +792,7 @@ class RootContext:
             for group in each.groups:
                 # A skipped branch has left them unsharded, or they were prefetched for a unit that
                 # did not run.
-                if group.is_filled or group.state is ParamState.UNSHARDING:
+                if group.is_filled or group.in_flight is not None:
                     if self.reshards_after_forward(each):
                         group.reshard_after_forward()
                     if not is_kept:
@@ -810,7 +810,7 @@ class RootContext:
         """
         if self.root.reshard_after_forward is None and not self.scheduler.reads_again:
             for group in self.root.groups:
-                if group.state is ParamState.SHARDED:
+                if group.is_filled and group.state is ParamState.SHARDED:
                     group.reshard()
 
     def _wait_until_read(self) -> None:

@@ -18,15 +18,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import lru_cache
+from typing import ClassVar
 
 import torch
 
 from shardgrad.engine.buffers import Chunks
-from shardgrad.engine.comm_context import CollectiveConfig, CommContext
+from shardgrad.engine.comm_context import CommContext
 from shardgrad.engine.param_group import AllGather
 from shardgrad.engine.transports import MessageTag, Transport, Work
 from shardgrad.features.offload import OffloadedGather
-from shardgrad.sharding.layout import ShardLayout
 from shardgrad.sharding.mesh import DataParallelMesh, TwoLevels
 
 __all__ = ["HfsdpGather", "OffloadedHfsdpGather", "OuterReduceScatter"]
@@ -36,39 +36,34 @@ class HfsdpGather(AllGather):
     """The all-gather of a group over both axes. Its inner shard has the chunks of the outer ranks
     side by side.
 
-    Args:
-        chunk: this rank's chunk, the input of the all-gather over the outer axis.
-        layout, mesh, dtype, tag, comm_ctx, collectives: see `AllGather`.
+    It is created with this rank's chunk, the input of the all-gather over the outer axis. `chunk`
+    is then the inner shard.
     """
 
     supports_zero_copy = False
-    _outer_gather: type[AllGather] = AllGather
+    _outer_gather: ClassVar[type[AllGather]] = AllGather
 
-    def __init__(
-        self,
-        chunk: torch.Tensor,
-        layout: ShardLayout,
-        mesh: DataParallelMesh,
-        dtype: torch.dtype,
-        tag: MessageTag,
-        comm_ctx: CommContext,
-        collectives: CollectiveConfig,
-    ) -> None:
-        self._levels = _two_levels(mesh)
-        outer = self._levels.outer
+    def __post_init__(self) -> None:
+        levels, comm_ctx, own = _two_levels(self.mesh), self.comm_ctx, self.chunk.numel()
+        outer = levels.outer
         self._own = self._outer_gather(
-            chunk, layout, mesh, dtype, tag, comm_ctx, collectives, outer
+            self.chunk,
+            self.layout,
+            self.mesh,
+            self.dtype,
+            self.tag,
+            comm_ctx,
+            self.collectives,
+            outer,
         )
         with torch.inference_mode(mode=False):
-            inner_shard = torch.empty(
-                outer.size() * chunk.numel(), dtype=dtype, device=comm_ctx.device
-            )
-        super().__init__(inner_shard, layout, mesh, dtype, tag, comm_ctx, collectives)
+            self.chunk = torch.empty(outer.size() * own, dtype=self.dtype, device=comm_ctx.device)
+        super().__post_init__()
         # The inner axis gathers inner shards, not chunks.
-        self.table = _for_inner_shards(layout.table, chunk.numel(), self._levels)
-        self._filled = self.ready = comm_ctx.streams.event()
+        self.table = _for_inner_shards(self.layout.table, own, levels)
+        self._filled = self.ready = self.streams.event()
         # Orders the first gather after the previous use of this memory on the current stream.
-        self._filled.record(comm_ctx.streams.current())
+        self._filled.record(self.streams.current())
         self._version: object = None
 
     def launch(self, name: str, version: object, finish: Callable[[], None]) -> None:
@@ -82,9 +77,9 @@ class HfsdpGather(AllGather):
         super().launch(name, version, finish)
 
     def _gather_outer(self, name: str, version: object) -> None:
-        streams = self.comm_ctx.streams
+        streams = self.streams
         self._filled.wait(streams.gather)
-        self._own.launch(name, version, _nothing)
+        self._own.launch(name, version, lambda: None)
         with streams.on(streams.gather), torch.no_grad():
             try:
                 self.chunk.copy_(self._own.wait(streams.gather))
@@ -110,10 +105,6 @@ class OffloadedHfsdpGather(HfsdpGather):
     """`HfsdpGather` from shards on the host."""
 
     _outer_gather = OffloadedGather
-
-
-def _nothing() -> None:
-    pass
 
 
 def _two_levels(mesh: DataParallelMesh) -> TwoLevels:

@@ -37,8 +37,8 @@ from shardgrad.engine.param import FSDPParam, is_extension, local_of, mark_shard
 from shardgrad.engine.param_group import AllGather, ParamGroup
 from shardgrad.engine.streams import Streams, keep_for_current_stream
 from shardgrad.errors import ExtensionError, unsupported
-from shardgrad.features.post_forward import PostForwardGroup
 from shardgrad.sharding.layout import ALIGNMENT_NBYTES, TAG_NUMEL
+from shardgrad.sharding.mesh import DataParallelMesh
 from shardgrad.sharding.offload import ShardMemory
 
 __all__ = ["ExtensionGroup", "regroup", "require_extension"]
@@ -49,15 +49,18 @@ _BYTE = torch.int8
 
 
 def require_extension(
-    param: torch.Tensor, name: str, reshard_after_forward: Any, memory: ShardMemory
+    param: torch.Tensor,
+    name: str,
+    mesh_after_forward: DataParallelMesh | None,
+    memory: ShardMemory,
 ) -> None:
     """Refuses an extension that is incomplete, or options that the protocol does not support.
 
     Raises:
         ExtensionError: one of the two methods is missing.
-        UnsupportedError: `reshard_after_forward` is an int, for which the protocol does not define
-            the shard to gather from; or shards are offloaded, but the subclass computes its data on
-            the device.
+        UnsupportedError: an int `reshard_after_forward` reshards to fewer ranks, for which the
+            protocol does not define the shard to gather from; or shards are offloaded, but the
+            subclass computes its data on the device.
     """
     local = local_of(param) if isinstance(param, DTensor) else param
     if not (hasattr(local, "fsdp_pre_all_gather") and hasattr(local, "fsdp_post_all_gather")):
@@ -68,7 +71,7 @@ def require_extension(
             got=type(local).__name__,
             where=f"parameter {name}",
         )
-    if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
+    if mesh_after_forward is not None:
         raise unsupported(
             f"reshard_after_forward as an int for {name}, which has fsdp_pre_all_gather",
             instead="reshard_after_forward=True or False",
@@ -97,11 +100,8 @@ def regroup(group: ParamGroup) -> Callable[[], list[ParamGroup]] | None:
     if not group.is_flat or group.is_in_use:
         return None
     leaving = {p: param for p in group.params for param in p.registered() if is_extension(param)}
-    smaller = group.mesh_after_forward if isinstance(group, PostForwardGroup) else None
     for p, param in leaving.items():
-        require_extension(
-            param, p.name, True if smaller is None else smaller.shard_size, group.shard_memory
-        )
+        require_extension(param, p.name, group.mesh_after_forward, group.shard_memory)
         if group.mesh.levels is not None:
             raise unsupported(
                 f'zero_stage="hfsdp" for {p.name}, which has fsdp_pre_all_gather',

@@ -331,7 +331,7 @@ class ModuleState(Capturable):
         """
         for group in self._groups:
             group.steps_taken += 1
-            if group.is_filled or group.state is not SHARDED:
+            if group.is_filled or group.in_flight is not None:
                 group.reshard(drop_kept=True)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -23,9 +23,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shardgrad.sharding.layout import ShardLayout
-
-__all__ = ["ZERO_COPY_NBYTES", "is_zero_copy", "own_places"]
+__all__ = ["ZERO_COPY_NBYTES", "is_zero_copy"]
 
 # Bytes of one rank's piece from which on a separate message costs less than the copies that it
 # saves. Measured: docs/design/parameters.md.
@@ -48,22 +46,3 @@ def is_zero_copy(
         return False
     piece_numel = math.prod(shape) // world_size
     return piece_numel % alignment == 0 and piece_numel * dtype.itemsize >= ZERO_COPY_NBYTES
-
-
-def own_places(layout: ShardLayout, rank: int) -> torch.Tensor:
-    """Returns the table with which `ops.unpack` writes only the zero-copy pieces of one rank.
-
-    They are copied from its shard to their positions in the flat unsharded buffer.
-    """
-    pieces = (layout.pieces[i] for i in layout.zero_copy)
-    rows = [
-        [
-            p.shard_numel,
-            p.shard_numel,
-            p.span,
-            p.shard_offset,
-            p.unsharded_offset + rank * p.shard_numel,
-        ]
-        for p in pieces
-    ]
-    return torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, 5)
