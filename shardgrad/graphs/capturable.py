@@ -209,13 +209,13 @@ class OptimizerState(Capturable):
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Capturable`."""
+        name = type(self._optimizer).__name__
         for number, state in enumerate(self._optimizer.state.values()):
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
-                    name = f"{key} of parameter {number} of {type(self._optimizer).__name__}"
-                    yield name, value
+                    yield f"{key} of parameter {number} of {name}", value
         for number, rate in self._rates.items():
-            yield f"learning rate of group {number} of {type(self._optimizer).__name__}", rate
+            yield f"learning rate of group {number} of {name}", rate
 
 
 def _device(group: dict[str, Any]) -> torch.device | None:

@@ -17,11 +17,11 @@ torch other than modules, and the parameters and buffers of modules that were pa
 from __future__ import annotations
 
 import functools
-from collections import deque
+from collections import ChainMap, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 from operator import getitem
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -163,58 +163,58 @@ def _parts(value: Any, given: frozenset[int]) -> Iterator[tuple[str, _Way]]:
     """Yields (name, way) of each part to follow. A name that begins with "." or "[" is appended to
     the object's name; others replace it.
     """
+    names: Iterable[str] = ()
     if isinstance(value, FunctionType):
         if is_of_the_program(value.__code__.co_filename):
             yield from _variables(value)
-        yield from _attributes(("__defaults__", "__kwdefaults__", "__wrapped__"))
+        names = "__defaults__", "__kwdefaults__", "__wrapped__"
     elif isinstance(value, MethodType):
         yield "self", ((getattr, "__self__"),)
         yield "", ((getattr, "__func__"),)
     elif isinstance(value, functools.partial):
-        yield from _attributes(("func", "args", "keywords"))
+        names = "func", "args", "keywords"
     elif isinstance(value, property):
-        yield from _attributes(("fget",))
-    elif isinstance(value, list | tuple | dict | deque):
-        for key in list(value) if isinstance(value, dict) else range(len(value) - 1):
+        names = ("fget",)
+    elif isinstance(value, dict):
+        for key in list(value):
             name = repr(key) if isinstance(key, _NUMBERS) else type(key).__name__
             yield f"[{name}]", ((getitem, key),)
-        if not isinstance(value, dict) and value:  # by -1, since appending changes what is last
-            yield f"[{len(value) - 1}]", ((getitem, -1),)
+    elif isinstance(value, list | tuple | deque):
+        for index in range(-1, len(value) - 1):  # -1, since appending changes what is last
+            yield f"[{index % len(value)}]", ((getitem, index),)
     elif isinstance(value, type):
-        yield from _attributes(_of_classes(value))
-    elif isinstance(value, nn.Module):
-        own, tensors = vars(value), value._parameters | value._buffers
+        names = _of_classes(value)
+    elif isinstance(value, nn.Module) or not _is_torchs_or_ours(type(value)):
+        # What an object finds in its class are its attributes, since it may get its own later.
+        defined = _of_classes(type(value)).items()
+        names = [name for name, part in defined if not isinstance(part, _CODE)]
+        names += _attributes(value, given)
+        yield "", ((getattr, "__class__"),)  # for its functions
+    for name in names:
+        yield f".{name}", ((getattr, name),)
+
+
+def _attributes(value: Any, given: frozenset[int]) -> Iterator[str]:
+    """Yields the names of an object's own attributes."""
+    own = getattr(value, "__dict__", {})
+    if isinstance(value, nn.Module):
+        tensors = value._parameters | value._buffers
+        yield from value._modules
+        yield from (name for name, tensor in tensors.items() if id(tensor) not in given)
         hooks = [name for name in own if name.endswith("_hooks") and own[name]]
-        names = [*hooks, *(name for name in own if name not in _OF_EVERY_MODULE)]
-        names += [name for name, tensor in tensors.items() if id(tensor) not in given]
-        yield from _attributes([*names, *value._modules])
-        yield from _of_its_class(value)
-    elif not isinstance(value, ModuleType) and not _is_torchs_or_ours(type(value)):
-        yield from _attributes(list(getattr(value, "__dict__", ())))
-        yield from _of_its_class(value)
+        yield from (name for name in own if name in hooks or name not in _OF_EVERY_MODULE)
+    elif not isinstance(value, ModuleType):
+        yield from own
 
 
 def _of_classes(kind: type) -> dict[str, Any]:
     """Returns the functions and values that a class has from classes of the program."""
-    own = [vars(each) for each in reversed(kind.__mro__) if not _is_torchs_or_ours(each)]
+    own: Any = [vars(each) for each in kind.__mro__ if not _is_torchs_or_ours(each)]
     return {
         name: part
-        for name, part in chain.from_iterable(map(dict.items, map(dict, own)))
+        for name, part in ChainMap(*own).items()
         if isinstance(part, _CODE) or not name.startswith("__")
     }
-
-
-def _of_its_class(value: Any) -> Iterator[tuple[str, _Way]]:
-    """Yields the slots and values that an object finds in its class, as attributes of the object,
-    since it may get its own later; and the class itself, for its functions.
-    """
-    defined = _of_classes(type(value)).items()
-    yield from _attributes([name for name, part in defined if not isinstance(part, _CODE)])
-    yield "", ((getattr, "__class__"),)
-
-
-def _attributes(names: Iterable[str]) -> Iterator[tuple[str, _Way]]:
-    return ((f".{name}", ((getattr, name),)) for name in names)
 
 
 def _variables(function: FunctionType) -> Iterator[tuple[str, _Way]]:

@@ -20,8 +20,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import chain, repeat, starmap
-from operator import attrgetter, getitem, is_
-from typing import Any, cast
+from operator import attrgetter, call, getitem, is_
+from typing import Any
 
 import torch
 from torch import nn
@@ -73,9 +73,10 @@ class ModuleState(Capturable):
         self._registered_before: dict[str, Any] = {}  # `_registered` before the present capture
         self._trains: tuple[bool, ...] = ()  # `requires_grad` of `_trainable` in this call
         self._is_placed = False  # True if `_trains` is as in the call before
-        # Of plain parameters: the gradients before the present capture, and those in its memory.
+        # Of plain parameters: the gradients before the present capture; and whether the program
+        # holds more than the bound gradient of each that is in its memory.
         self._gradients_before: list[torch.Tensor | None] = []
-        self._own_gradients: list[_OwnGradient] = []
+        self._are_held: list[Callable[[], bool]] = []
         self._collect()
 
     def _collect(self) -> None:
@@ -178,7 +179,14 @@ class ModuleState(Capturable):
             context.comm_ctx.streams.forget_events()
         if self._with_memory is not None:
             self._refuse_replaced()
-            self._free_memory_of_graph(self._with_memory)
+        for shard in self._allocated_in_capture():
+            if not shard.are_absent():
+                raise CaptureAgain(
+                    "gradients exist at a border of a graph, in memory that the graph owns"
+                )
+            # Inside the capture, the memory may still be in use.
+            if not is_capturing(shard.flat.device):
+                shard.free(shard.current_stream())
 
     def _refuse_replaced(self) -> None:
         """Called at a border of a graph. Refuses a step that has replaced registered objects, which
@@ -202,18 +210,11 @@ class ModuleState(Capturable):
         named = module.named_modules(), module.named_buffers(), module.named_parameters()
         return dict(chain.from_iterable(named))
 
-    def _free_memory_of_graph(self, others: set[GradShard]) -> None:
-        """Called at a border of a graph. Frees gradient memory that was allocated in the capture,
-        once the capture has ended: inside it, the memory may still be in use.
-        """
-        shards = [shard for shard in self._shards() if shard.has_memory and shard not in others]
-        if not all(shard.are_absent() for shard in shards):
-            raise CaptureAgain(
-                "gradients exist at a border of a graph, in memory that the graph owns"
-            )
-        if shards and not is_capturing(shards[0].flat.device):
-            for shard in shards:
-                shard.free(shard.current_stream())
+    def _allocated_in_capture(self) -> list[GradShard]:
+        others = self._with_memory
+        if others is None:
+            return []
+        return [shard for shard in self._shards() if shard.has_memory and shard not in others]
 
     def _join_post_optim_events(self) -> None:
         """Makes the current stream wait for the event that `set_post_optim_event` has set for the
@@ -232,11 +233,10 @@ class ModuleState(Capturable):
             context.post_optim_event = None  # one that is set was recorded in the capture
             context.abort()
         self._gradients_before = []
-        others, self._with_memory = self._with_memory, None
-        if others is not None:
-            for shard in (each for each in self._shards() if each not in others):
-                shard.unbind()
-                shard.free(shard.current_stream())
+        for shard in self._allocated_in_capture():
+            shard.unbind()
+            shard.free(shard.current_stream())
+        self._with_memory = None
 
     def after_eager_region(self) -> None:
         """See `Capturable`."""
@@ -277,10 +277,10 @@ class ModuleState(Capturable):
         # Each list is filled by the capture.
         overwritten = [(shard, shard.begin_capture()) for shard in self._shards()]
         self._gradients_before = list(map(_GRAD, self._plain))
-        own = self._own_gradients = []
+        are_held = self._are_held = []
 
         def overwrites_nothing_held() -> bool:
-            return not any(each.is_held() for each in own) and all(
+            return not any(map(call, are_held)) and all(
                 set(places).isdisjoint(shard.held()) for shard, places in overwritten if places
             )
 
@@ -317,12 +317,10 @@ class ModuleState(Capturable):
     def known_to_graph(self) -> Any:
         """See `Capturable`. A change of `requires_grad` replaces the group's tensors."""
         pairs = zip(self._plain, self._gradients_before, strict=True)
-        own, self._own_gradients, self._gradients_before = self._own_gradients, [], []
-        own += [
-            _OwnGradient(p) for p, before in pairs if p.grad is not None and p.grad is not before
+        self._are_held += [
+            _is_held(p) for p, old in pairs if p.grad is not None and p.grad is not old
         ]
-        for each in own:
-            each.unheld = each.references()
+        self._gradients_before = []
         return [grads.known_to_graph() for grads in self._grad_groups]
 
     def replayed(self) -> None:
@@ -383,47 +381,38 @@ def _refuse_uncapturable_groups(groups: Iterable[ParamGroup]) -> None:
                 fix="offload_policy=OffloadPolicy(), or call the step without graphed_step",
             )
         for p in group.params:
-            if not _has_known_memory(local_of(p.sharded)):
+            kind = type(local_of(p.sharded))
+            is_wrapper = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+            if is_wrapper and not is_traceable_wrapper_subclass(local_of(p.sharded)):
                 raise CaptureError(
                     f"{p.name} is a tensor whose memory is unknown, so it cannot be compared or "
                     "restored after a capture",
                     expected="a wrapper subclass with __tensor_flatten__ and __tensor_unflatten__",
-                    got=type(local_of(p.sharded)).__name__,
+                    got=kind.__name__,
                     where=where,
                     fix="add both methods to the class, or call the step without graphed_step",
                 )
 
 
-def _has_known_memory(tensor: torch.Tensor) -> bool:
-    is_wrapper = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-    return not is_wrapper or is_traceable_wrapper_subclass(tensor)
-
-
-class _OwnGradient:
-    """The gradient of a plain parameter in a graph's memory, which every replay overwrites.
-
-    Attributes:
-        unheld: `references` while the gradient is bound to the parameter and not held otherwise.
+def _is_held(param: nn.Parameter) -> Callable[[], bool]:
+    """Returns a function that returns whether the program holds more than the bound gradient, which
+    it does not now: see [Note: Kept gradients] in `engine/grad_shard.py`.
     """
+    grad: Any = param.grad  # not an argument, to which the caller may hold a reference
+    storage = grad.untyped_storage()._cdata
 
-    def __init__(self, param: nn.Parameter) -> None:
-        self._param = param
-        self._grad = cast(torch.Tensor, param.grad)
-        self._storage = self._grad.untyped_storage()._cdata
-        self.unheld = (0, 0)
+    def references() -> tuple[int, int]:
+        return sys.getrefcount(grad), uses_of(storage)
 
-    def references(self) -> tuple[int, int]:
-        """Returns the reference counts of the gradient and of its storage."""
-        return sys.getrefcount(self._grad), uses_of(self._storage)
+    tensors, storages = references()
 
-    def is_held(self) -> bool:
-        """Returns whether the program holds more than the bound gradient: see
-        [Note: Kept gradients] in `engine/grad_shard.py`.
-        """
-        of_tensor, of_storage = self.references()
-        if self._param.grad is not self._grad:
+    def is_held() -> bool:
+        of_tensor, of_storage = references()
+        if param.grad is not grad:
             of_tensor += references_when_bound()
-        return of_tensor > self.unheld[0] or of_storage > self.unheld[1]
+        return of_tensor > tensors or of_storage > storages
+
+    return is_held
 
 
 class OptimState(Capturable):

@@ -639,7 +639,7 @@ def _why_not(captured: CapturedStep, inputs: Inputs) -> str:
     """Returns why a graph must not be replayed in this call; "" after preparing a replay."""
     if captured.buffers.is_shared(inputs, captured.reads):
         return _SHARED
-    return "" if captured.prepare() else _KEPT
+    return "" if all(map(call, captured.before_replays)) else _KEPT
 
 
 _MODES: tuple[Callable[[], Hashable], ...] = (
