@@ -68,7 +68,6 @@ class CapturedStep:
         self._generators = [*generators, *redraws.generators]
         self._graphs: list[DeviceGraph] = []
         self._parts: list[Callable[[], object]] = []  # called in order by a replay
-        self._graph: DeviceGraph  # the graph that is being captured
         self._capture = ExitStack()
         for each in capturables:
             each.quiesce()
@@ -107,14 +106,13 @@ class CapturedStep:
         self._kept = [each.known_to_graph() for each in self._capturables]
 
     def _begin(self) -> None:
-        self._graph = self._capture.enter_context(self._pool.capture(self._generators))
+        self._graphs.append(self._capture.enter_context(self._pool.capture(self._generators)))
 
     def _end(self) -> None:
         for each in self._capturables:
             each.quiesce()
         self._capture.close()
-        self._graphs.append(self._graph)
-        self._parts.append(self._graph.replay)
+        self._parts.append(self._graphs[-1].replay)
         for each in self._capturables:
             each.quiesce()
 

@@ -146,7 +146,7 @@ class GraphPool:
         """Captures what the block launches on the pool's stream, and on streams that join it.
 
         Call it inside `turn`. The host waits for the device first. If the block raises, the capture
-        is ended and the graph is destroyed.
+        is ended. `destroy` the graph in any case.
 
         Raises:
             CaptureError: another thread captures on the device.
@@ -163,19 +163,15 @@ class GraphPool:
             collecting = gc.isenabled()
             gc.disable()
             try:
-                try:
-                    yield graph
-                except BaseException:
-                    with suppress(Exception):  # the block's own exception is the cause
-                        self._end(graph, generators)
-                    raise
-                finally:
-                    if collecting:
-                        gc.enable()
-                self._end(graph, generators)
+                yield graph
             except BaseException:
-                self.destroy(graph)
+                with suppress(Exception):  # the block's own exception is the cause
+                    self._end(graph, generators)
                 raise
+            finally:
+                if collecting:
+                    gc.enable()
+            self._end(graph, generators)
             self._handle = graph.pool()
             self.nbytes += max(0, module.memory_reserved(self.device) - reserved)
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -85,19 +86,19 @@ _RAISING = {
 }
 
 
-def environment_issues(device: torch.device, optimizers: Sequence[Optimizer]) -> list[CaptureError]:
+def environment_issues(device: torch.device, objects: Iterable[Any]) -> list[CaptureError]:
     """Returns the issues that can be found without running a step.
 
     Args:
         device: the device of the step. Kernels and environment variables are checked on CUDA only.
-        optimizers: the optimizers that the step uses.
+        objects: the objects that the step uses, among them its optimizers.
 
     Capture: called outside of a capture; it reads nothing from the device.
     """
     found = [
         CaptureError(f"a step of {type(each).__name__} cannot be captured: {why}", fix=cure(each))
-        for each in optimizers
-        if (why := why_not_capturable(each)) is not None
+        for each in objects
+        if isinstance(each, Optimizer) and (why := why_not_capturable(each)) is not None
     ]
     if device.type == "cuda":
         if not has_kernels("cuda"):

@@ -83,7 +83,9 @@ class Reads(TorchDispatchMode):
         self.groups: set[dist.ProcessGroup] = set()
         # Names of sharded modules that were not given, by the addresses of their parameters.
         self._others: dict[int, str] = {}
-        self._made: set[int] = set()  # storages that operations of the block created
+        # Storages that operations of the block created. While a weak reference exists, no other
+        # storage, such as one that is created without an operation, gets the same identity.
+        self._made: dict[int, StorageWeakRef] = {}
         self._state = set(map(_identity, plain_tensors(state)))
         self._generators = generators
         # Tensors outside of `state` that require a gradient, and the one that each has when the
@@ -140,8 +142,10 @@ class Reads(TorchDispatchMode):
             if not is_free and _identity(tensor) not in self._made:
                 self._note(tensor, func, is_written=id(tensor) in written)
         result = func(*args, **kwargs)
-        given = set(map(_identity, tensors))
-        self._made.update({_identity(t) for t in plain_tensors(tree_leaves(result))} - given)
+        known = {0, *map(_identity, tensors)}
+        for made in plain_tensors(tree_leaves(result)):
+            if (identity := _identity(made)) not in known:
+                self._made[identity] = StorageWeakRef(made.untyped_storage())
         return result
 
     def _note(self, tensor: torch.Tensor, func: Any, *, is_written: bool) -> None:
@@ -282,8 +286,9 @@ class Reads(TorchDispatchMode):
             for place, value in self._search()
             if isinstance(value, torch.Tensor)
             and not isinstance(value, nn.Parameter)
-            and self._made.issuperset(map(_identity, plain_tensors([value])))
+            and all(_identity(each) in self._made for each in plain_tensors([value]))
         ]
+        self._made.clear()
         for begin, end in segments:
             self._on_device = {
                 memory: (what, address)

@@ -25,7 +25,6 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
 
 from shardgrad.engine.streams import Stream, is_capturing
 from shardgrad.errors import CaptureError, CollectiveError, OptionError, listed
@@ -193,7 +192,7 @@ class GraphedStep(Generic[_P, _R]):
         self._function = function
         self._settings = settings
         self._modules = [each for each in objects if isinstance(each, nn.Module)]
-        self._optimizers = [each for each in objects if isinstance(each, Optimizer)]
+        self._objects = objects
         self._generators = [each for each in objects if isinstance(each, torch.Generator)]
         self._capturables = list(map(capturable, objects))
         devices = (tensor.device for tensor in self._state())
@@ -373,15 +372,12 @@ class GraphedStep(Generic[_P, _R]):
         """Returns one sentence: how many calls ran which way since the last reset, and why the
         latest kind of call runs eagerly, if it does.
         """
-        refused = self._refused.get(self._before[0])
         if not self.pool.can_capture:
             why = f"every call runs eagerly, because {self.pool.device.type} has no graphs"
-        elif refused is not None:
-            why = f"it {refused}"
-        elif self._news:
-            why = f"new in the latest call: {self._news}"
+        elif self._before[0] in self._refused:
+            why = f"it {self._refused[self._before[0]]}"
         else:
-            why = "a call is captured after one with the same inputs and guards has run eagerly"
+            why = f"new in the latest call: {self._news or 'nothing'}"
         return (
             f"{self._name}: {self.captures} graphs captured, {self.replays} calls replayed, "
             f"{self.eager_steps} eager; {why}"
@@ -517,7 +513,7 @@ class GraphedStep(Generic[_P, _R]):
     def _refuse_capture(self, error: Exception) -> None:
         """Refuses further captures with this input key. Names the program's line that raised."""
         cause, line = cause_of(error), line_that_raised(error, self._modules)
-        issues = environment_issues(self.pool.device, self._optimizers)
+        issues = environment_issues(self.pool.device, self._objects)
         self._refuse(
             f"could not be captured: {cause.what}",
             where="; ".join(filter(None, (cause.where, line))),
