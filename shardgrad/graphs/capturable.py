@@ -138,23 +138,12 @@ def adapt(value: Any) -> Capturable:
     """
     raise OptionError(
         f"graphed_step does not support objects of type {type(value).__name__}",
-        expected="modules, optimizers, shardgrad.GradScaler, generators, or a "
-        "shardgrad.graphs.Capturable",
-        got=_hint(value),
-        fix="graphed_step(model, optimizer)(function)",
+        expected="modules, optimizers, generators, a shardgrad.graphs.Capturable, or a "
+        "shardgrad.GradScaler; torch's GradScaler reads on the host whether to skip",
+        got=repr(value),
+        fix="graphed_step(model, optimizer)(function), with the function in the second pair of "
+        "parentheses; step schedulers between calls",
     )
-
-
-def _hint(value: Any) -> str:
-    if isinstance(value, torch.amp.GradScaler):
-        return (
-            "torch's GradScaler, which reads on the host whether to skip: use shardgrad.GradScaler"
-        )
-    if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
-        return "a scheduler: step it between calls, outside of the graph"
-    if callable(value):
-        return "a function: pass it in the second pair of parentheses"
-    return repr(value)
 
 
 class OptimizerState(Capturable):

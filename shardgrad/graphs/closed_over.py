@@ -135,9 +135,8 @@ def closed_over(
     """
     # Variables of a function are named as they are; attributes of another callable start with
     # "self".
-    first = "" if isinstance(function, FunctionType | MethodType) else "self"
-    roots = [(first, function), *((type(each).__name__, each) for each in objects)]
-    waiting = deque(Place(name, root) for name, root in roots)
+    waiting = deque([Place("self", function)])
+    waiting += [Place(type(each).__name__, each) for each in objects]
     seen: dict[int, Any] = {}  # holds the objects too: bound methods are temporary, ids are reused
     for _ in range(_MOST_OBJECTS):
         if not waiting:

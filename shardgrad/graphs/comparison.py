@@ -168,10 +168,10 @@ def _copies(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch
     allocator's peak and is released as soon as the copies are dropped.
     """
     sizes = [-(-each.nbytes // _ALIGNMENT) * _ALIGNMENT for each in tensors]
-    has_room = has_kernels("cuda") and device.type == "cuda"
-    has_room = has_room and 2 * sum(sizes) <= torch.cuda.mem_get_info(device)[0]
-    home = device if has_room else torch.device("cpu")
-    places = virtual_zeros(sum(sizes), torch.uint8, home).split(sizes)
+    can_map = device.type == "cuda" and has_kernels("cuda")
+    if not can_map or 2 * sum(sizes) > torch.cuda.mem_get_info(device)[0]:
+        device = torch.device("cpu")
+    places = virtual_zeros(sum(sizes), torch.uint8, device).split(sizes)
     copies = [
         place[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         for place, tensor in zip(places, tensors, strict=True)

@@ -27,7 +27,6 @@ from shardgrad.engine.streams import Stream, wait_for_stream
 from shardgrad.errors import StepInputError
 from shardgrad.graphs.memory import Memory, extent
 from shardgrad.graphs.outputs import plain_tensors
-from shardgrad.graphs.pool import GraphPool
 from shardgrad.graphs.reads import Reads
 
 __all__ = ["InputBuffers", "Inputs", "flatten_inputs", "for_eager_call", "objects_in"]
@@ -199,18 +198,18 @@ class InputBuffers:
 
     Args:
         inputs: the inputs of the first call with this key.
-        pool: the pool that has the device and the stream.
+        device: the device of the graph.
 
     Attributes:
         buffers: the buffers, in the order of `Inputs.tensors`.
     """
 
-    def __init__(self, inputs: Inputs, pool: GraphPool) -> None:
-        self._pool = pool
+    def __init__(self, inputs: Inputs, device: torch.device) -> None:
+        self._device = device
         are_sent = not all(map(self._is_on_device, inputs.tensors))
-        self._transfers: Stream = torch.Stream(pool.device) if are_sent else None
+        self._transfers: Stream = torch.Stream(device) if are_sent else None
         with torch.inference_mode(False):  # later calls with this key may be outside of the mode
-            self.buffers = [torch.empty_like(each, device=pool.device) for each in inputs.tensors]
+            self.buffers = [torch.empty_like(each, device=device) for each in inputs.tensors]
         self._arguments = inputs.arguments
         self._captured: list[torch.Tensor] = []  # what the latest capture has passed
         self._written: set[int] = set()  # the arguments that the step writes
@@ -252,7 +251,7 @@ class InputBuffers:
         the graph, and the step writes one of the two. A replay reads and writes copies of the
         arguments, so it would not see in one what it has written to the other.
         """
-        kind = self._pool.device.type
+        kind = self._device.type
         own = {i: each for i, each in enumerate(inputs.tensors) if each.device.type == kind}
         for index in self._written & own.keys():
             begin, end = extent(own[index])
@@ -277,14 +276,14 @@ class InputBuffers:
                 given.copy_(self.buffers[index].detach())
 
     def _is_on_device(self, tensor: torch.Tensor) -> bool:
-        return tensor.device.type == self._pool.device.type
+        return tensor.device.type == self._device.type
 
     def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._is_on_device(tensor):
             return tensor
-        if self._pool.device.type == "cuda" and not (tensor.is_pinned() and tensor.is_contiguous()):
+        if self._device.type == "cuda" and not (tensor.is_pinned() and tensor.is_contiguous()):
             tensor = _pinned(tensor)
-        return tensor.to(self._pool.device, non_blocking=True)
+        return tensor.to(self._device, non_blocking=True)
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:

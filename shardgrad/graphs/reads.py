@@ -136,11 +136,13 @@ class Reads(TorchDispatchMode):
             self.groups.update(_groups(leaves))
         if is_captured:
             self._require_given(leaves)
+        runs_on_host = all(map(is_of_host, tensors))
         for tensor in tensors:
             # In an eager region, which every replay runs again, the host may do what it likes.
             is_free = self._stream is not None and not is_captured and is_of_host(tensor)
             if not is_free and _identity(tensor) not in self._made:
-                self._note(tensor, func, is_written=id(tensor) in written)
+                by_value = is_of_host(tensor) and (runs_on_host or tensor.ndim == 0)
+                self._note(tensor, func, by_value=by_value, is_written=id(tensor) in written)
         result = func(*args, **kwargs)
         known = {0, *map(_identity, tensors)}
         for made in plain_tensors(tree_leaves(result)):
@@ -148,7 +150,7 @@ class Reads(TorchDispatchMode):
                 self._made[identity] = StorageWeakRef(made.untyped_storage())
         return result
 
-    def _note(self, tensor: torch.Tensor, func: Any, *, is_written: bool) -> None:
+    def _note(self, tensor: torch.Tensor, func: Any, *, by_value: bool, is_written: bool) -> None:
         """Notes that an operation uses a tensor that the block did not create."""
         identity = _identity(tensor)
         if self._others and identity and (name := self._others.get(tensor.data_ptr())):
@@ -160,7 +162,7 @@ class Reads(TorchDispatchMode):
             )
         if tensor.requires_grad and tensor.is_leaf and fsdp_param_of(tensor) is None:
             self._leaves.setdefault(id(tensor), (tensor, tensor.grad))
-        if self._stream is not None and is_of_host(tensor) and identity not in self._candidates:
+        if self._stream is not None and by_value and identity not in self._candidates:
             self._candidates[identity] = [(Place("a host tensor", tensor), address_of(tensor))]
         found = self._candidates.get(identity, [])
         for place, address in found:

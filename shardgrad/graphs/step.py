@@ -448,7 +448,7 @@ class GraphedStep(Generic[_P, _R]):
 
     def _capture(self, inputs: Inputs, redraws: Redraws) -> CapturedStep:
         """Captures a step. Restores all state if that fails."""
-        buffers = self._buffers.get(inputs.key) or InputBuffers(inputs, self.pool)
+        buffers = self._buffers.get(inputs.key) or InputBuffers(inputs, self.pool.device)
         self._buffers[inputs.key] = buffers
         # Code that runs kernels while it is captured, such as autotuning, needs valid indices.
         buffers.load(inputs, self.pool.stream)

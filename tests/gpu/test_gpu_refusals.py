@@ -84,10 +84,14 @@ REFUSED: dict[str, tuple[Callable[[], object], type[ShardgradError], str]] = {
     "a scaler of torch's": (
         decorated(torch.amp.GradScaler("cuda")),
         OptionError,
-        "torch's GradScaler, which reads on the host",
+        "torch's GradScaler reads on the host whether to skip",
     ),
-    "a schedule": (decorated(SCHEDULE), OptionError, "step it between calls"),
-    "a function": (decorated(doubled), OptionError, "pass it in the second pair of parentheses"),
+    "a schedule": (decorated(SCHEDULE), OptionError, "step schedulers between calls"),
+    "a function": (
+        decorated(doubled),
+        OptionError,
+        "the function in the second pair of parentheses",
+    ),
     "a number": (decorated(3), OptionError, "objects of type int"),
     "an input with a gradient": (given(WEIGHT * 1), StepInputError, "requires_grad=True"),
     "a sparse input": (
