@@ -33,12 +33,12 @@ from torch.optim import Optimizer
 from shardgrad.graphs.outputs import host_value, plain_tensors
 from shardgrad.graphs.program_line import is_of_the_program
 
-__all__ = ["Place", "address_of", "closed_over", "elements", "value_of"]
+__all__ = ["Place", "address_of", "closed_over", "elements"]
 
 _MOST_PARTS = 1_000  # limit of attributes or elements followed in one object
 _MOST_OBJECTS = 20_000  # limit of objects visited in one search
 _NUMBERS = (bool, int, float, complex, str)
-_NOT_FOLLOWED = (bytes, torch.dtype, torch.device, type(None), Optimizer)
+_NOT_FOLLOWED = (bytes, Optimizer)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _CODE = (FunctionType, staticmethod, classmethod, property, functools.cached_property)
 
@@ -89,23 +89,16 @@ class Place:
         if the key equals the one of the capture.
         """
         found = self.found()
-        return address_of(found), value_of(found)
+        return address_of(found), host_value(found)
 
 
 def address_of(found: Any) -> Hashable:
     """Returns address, shape, strides and dtype of a tensor; the ids of a container's elements;
-    None for anything else.
+    () for anything else.
     """
     if isinstance(found, list | tuple | dict):
         return tuple(map(id, elements(found)))
-    if not isinstance(found, torch.Tensor):
-        return None
     return tuple((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in plain_tensors([found]))
-
-
-def value_of(found: Any) -> bytes:
-    """Returns the bytes of a tensor that a graph contains by value; see `host_value`."""
-    return host_value(found) if isinstance(found, torch.Tensor) else b""
 
 
 def elements(value: Any) -> Iterable[Any]:

@@ -57,7 +57,7 @@ class Comparison:
     ) -> None:
         self._capturables = capturables
         self._others: list[tuple[str, torch.Tensor]] = []
-        known = {tensor.untyped_storage()._cdata for _, tensor in self._state()}
+        known = {tensor.untyped_storage()._cdata for tensor in self._memory()}
         self._others = [(n, t) for n, t in memory if t.untyped_storage()._cdata not in known]
         self._restore_host = host_snapshot(capturables, device, generators)
         self._device = device
@@ -70,8 +70,11 @@ class Comparison:
         for number, each in enumerate(self._capturables):
             suffix = f" (capturable {number})" if len(self._capturables) > 1 else ""
             for name, tensor in each.tensors():
-                yield from _inner(name + suffix, tensor)
+                yield name + suffix, tensor
         yield from self._others
+
+    def _memory(self) -> list[torch.Tensor]:
+        return list(plain_tensors(tensor for _, tensor in self._state()))
 
     def restore(self) -> None:
         """Restores the state for the next step: always the host state, and device memory once
@@ -109,7 +112,7 @@ class Comparison:
         self.restore()  # only host state yet, which the second capture has changed
         # Staging buffers may have released their memory since.
         self._others = [(n, t) for n, t in self._others if t.untyped_storage().nbytes()]
-        memory = [tensor for _, tensor in self._state()]
+        memory = self._memory()
         self._copies = list(zip(memory, _copies(memory, self._device), strict=True))
         of_first: dict[str, set[Hashable]] = {}
         of_again: dict[str, set[Hashable]] = {}
@@ -133,16 +136,11 @@ class Comparison:
 
     def _note(self, outputs: Any, seen: dict[str, set[Hashable]]) -> None:
         """Adds the digests of a replay's outputs and memory to `seen`, by name."""
-        of_outputs = (_inner(f"output{path}", leaf) for path, leaf in named(outputs))
-        for name, tensor in chain(chain.from_iterable(of_outputs), self._state()):
+        of_outputs = ((f"output{path}", leaf) for path, leaf in named(outputs))
+        for name, tensor in chain(of_outputs, self._state()):
             if name:
-                seen.setdefault(name, set()).add(_digest(tensor))
-
-
-def _inner(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the plain tensors inside a tensor, each with its own name."""
-    for number, each in enumerate(plain_tensors([tensor])):
-        yield f"{name}, inner tensor {number}" if number else name, each
+                bits = tuple(map(_digest, plain_tensors([tensor])))
+                seen.setdefault(name, set()).add(bits)
 
 
 def _on_any_rank(found: bool, groups: Iterable[dist.ProcessGroup], device: torch.device) -> bool:

@@ -26,8 +26,8 @@ def host_snapshot(
         generators: further generators to restore.
     """
     restores: list[Callable[[], object]] = [each.snapshot() for each in capturables]
-    restores += [partial(each.set_state, each.get_state()) for each in generators]
-    restores.append(partial(torch.set_rng_state, torch.get_rng_state()))
+    known = torch.default_generator, *generators
+    restores += [partial(each.set_state, each.get_state()) for each in known]
     if device.type != "cpu":
         module = torch.get_device_module(device)
         restores.append(partial(module.set_rng_state, module.get_rng_state(device), device))

@@ -97,12 +97,12 @@ def is_of_host(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and not tensor.is_pinned()
 
 
-def host_value(tensor: torch.Tensor) -> bytes:
+def host_value(found: Any) -> bytes:
     """Returns the bytes of a CPU tensor, which reaches the device by value. Returns b"" for device
-    tensors and for pinned memory, which the device reads by address.
+    tensors, for pinned memory, which the device reads by address, and for anything else.
     """
     value = b""
-    for each in plain_tensors([tensor]):
+    for each in plain_tensors([found]):
         if is_of_host(each):
             # A copy, since `numpy()` makes a storage non-resizable.
             copy = each.detach().clone(memory_format=torch.contiguous_format)

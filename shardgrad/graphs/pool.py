@@ -176,10 +176,10 @@ class GraphPool:
             self.nbytes += max(0, module.memory_reserved(self.device) - reserved)
 
     def segments(self) -> Iterator[tuple[int, int]]:
-        """Yields the begin and end address of each segment of the graphs' memory; nothing on
-        devices other than CUDA.
+        """Yields the begin and end address of each segment of the graphs' memory, once there is a
+        graph; nothing on devices other than CUDA.
         """
-        if self._handle is not None and self.device.type == "cuda":
+        if self.device.type == "cuda":
             for segment in torch.cuda.memory_snapshot(self._handle):
                 yield segment["address"], segment["address"] + segment["total_size"]
 

@@ -29,9 +29,9 @@ from torch.utils._pytree import tree_leaves
 from shardgrad.engine.param import fsdp_param_of
 from shardgrad.engine.streams import Stream, is_capturing
 from shardgrad.errors import CaptureError
-from shardgrad.graphs.closed_over import Place, address_of, closed_over, elements, value_of
+from shardgrad.graphs.closed_over import Place, address_of, closed_over, elements
 from shardgrad.graphs.memory import Memory
-from shardgrad.graphs.outputs import is_of_host, plain_tensors
+from shardgrad.graphs.outputs import host_value, is_of_host, plain_tensors
 
 __all__ = ["Reads"]
 
@@ -167,7 +167,7 @@ class Reads(TorchDispatchMode):
         found = self._candidates.get(identity, [])
         for place, address in found:
             if place not in self.places:
-                self.places[place] = address, value_of(place.found())
+                self.places[place] = address, host_value(place.found())
         name = found[0][0].name if found else ""
         if is_written:
             self._require_captured(tensor, name)

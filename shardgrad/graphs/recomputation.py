@@ -37,9 +37,9 @@ class Redraws:
         self._pool = pool
         self._notes = False
         self._recomputed = 0  # number of regions recomputed in this call so far
-        # For each recomputed region: the generator's offset at its beginning in forward, relative
-        # to the beginning of the call, and a generator for a capture; None if it drew nothing.
-        self._drawing: list[tuple[int, torch.Generator] | None] = []
+        # Of each recomputed region that draws, by its number: the generator's offset at its
+        # beginning in forward, relative to that of the call, and a generator for a capture.
+        self._drawing: dict[int, tuple[int, torch.Generator]] = {}
         self._begin = self._drawn = 0  # the offset at the beginning of a call, and how far it moves
 
     @property
@@ -47,7 +47,7 @@ class Redraws:
         """The generators that a capture of the call draws from, besides the device's
         default one.
         """
-        return [drawing[1] for drawing in self._drawing if drawing is not None]
+        return [generator for _, generator in self._drawing.values()]
 
     @property
     def _default(self) -> torch.Generator:
@@ -83,7 +83,7 @@ class Redraws:
         forward.
         """
         seed, self._begin = self._default.initial_seed(), self._default.get_offset()
-        for start, generator in filter(None, self._drawing):
+        for start, generator in self._drawing.values():
             generator.manual_seed(seed).set_offset(self._begin + start)
 
     def end_replay(self) -> None:
@@ -121,7 +121,6 @@ class Redraws:
         number, default = self._recomputed, self._default
         self._recomputed += 1
         if self._notes:
-            self._drawing.append(None)
             try:
                 yield
             finally:
@@ -129,8 +128,8 @@ class Redraws:
                     self._drawing[number] = offset - self._begin, default.clone_state()
             return
         outside = default.graphsafe_get_state()
-        if number < len(self._drawing) and (drawing := self._drawing[number]) is not None:
-            default.graphsafe_set_state(drawing[1])
+        if number in self._drawing:
+            default.graphsafe_set_state(self._drawing[number][1])
         try:
             yield
         finally:

@@ -626,9 +626,8 @@ class GraphedStep(Generic[_P, _R]):
 
         Called automatically before the default process group is destroyed, and at exit.
         """
-        if not self._closed:
-            self.reset()
-            self._closed = True
+        self.reset()
+        self._closed = True
 
 
 def _why_not(captured: CapturedStep, inputs: Inputs) -> str:

@@ -316,10 +316,10 @@ def test_what_a_step_keeps_for_the_next_one_is_elsewhere_then() -> None:
 def test_a_place_to_which_no_way_leads_any_more_has_no_key() -> None:
     held: dict[str, Any] = {"a": {"b": torch.ones(2)}}
     (place,) = read(lambda: held["a"]["b"] * 2).places
-    assert place.key() != (None, b"")
+    assert place.key() != ((), b"")
     for gone in ({"b": 3}, {}, None):
         held["a"] = gone
-        assert place.key() == (None, b"")
+        assert place.key() == ((), b"")
 
 
 def by_number(params: Iterable[Any]) -> dict[int, Any]:
