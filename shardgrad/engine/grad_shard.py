@@ -331,7 +331,8 @@ class GradShard:
         """
         self.decide()
         self._part_with_kept(reader)
-        self._forget_verdict()
+        self.nonfinite = None
+        self.judged.clear()
         # Usually all gradients are None, after zero_grad(): overwriting saves one pass that zeroes
         # and one that reads.
         accumulate = not self.are_absent()
@@ -518,10 +519,6 @@ class GradShard:
             if not self.judged:
                 self.nonfinite = None
 
-    def _forget_verdict(self) -> None:
-        self.nonfinite = None
-        self.judged.clear()
-
     def _require_sharded_alike(self, index: int, grad: torch.Tensor) -> DTensor:
         own = self.own[index]
         if (
@@ -544,7 +541,8 @@ class GradShard:
     def _take_over(self, foreign: Sequence[tuple[int, DTensor]]) -> None:
         """Copies assigned gradients into the shard and binds the shard's own instead."""
         self.allocate()
-        self._forget_verdict()
+        self.nonfinite = None
+        self.judged.clear()
         if not self.is_captured:
             # The program may have swapped gradients, in this model or between two, so memory that
             # is about to be overwritten may be another parameter's new gradient.

@@ -162,33 +162,44 @@ class Transport(ABC):
         call: Callable[[], dist.Work | None],
         chunks: Sequence[torch.Tensor],
         tag: MessageTag,
-        tagged: Chunks | None = None,
+        tagged: tuple[torch.Tensor, Chunks] | None = None,
     ) -> Work:
-        """Starts a collective by `call`; for the result see `PendingWork`."""
+        """Starts a collective by `call`; its work returns `chunks`.
+
+        `tagged` has the ends of what is sent, into which the tag is written, and the chunks that
+        are received. Their ends are wiped first, so that a message too short for a tag is not taken
+        for an earlier one.
+        """
+        received = None
+        if tagged is not None and tag.digits:
+            ends, received = tagged
+            received.ends.fill_(-1)
+            # Last, because sent chunks may be among the received ones.
+            ends.copy_(_digits(tag, ends.dtype))
         entry, work = self._log.start(tag.what, call)
-        return PendingWork(chunks, entry, work, self._log, tag, tagged)
+        return PendingWork(chunks, entry, work, self._log, tag, received)
 
 
 @dataclass(eq=False)
 class PendingWork(Work):
     """Work of a backend; None if streams order it.
 
-    All chunks in `_tagged` must end in the tag, and the host can read them.
+    All chunks in `_received` must end in the tag, and the host can read them.
     """
 
     _entry: Entry
     _work: dist.Work | None
     _log: GroupLog
     _tag: MessageTag
-    _tagged: Chunks | None
+    _received: Chunks | None
 
     def wait(self) -> Sequence[torch.Tensor]:
         """See `Work`."""
         if self._work is not None:
             self._log.wait_for(self._work, self._entry)
-        if self._tagged is not None:
+        if self._received is not None:
             # The host has waited already, so reading the tags does not block it further.
-            expected, received = list(self._tag.digits), self._tagged.ends.tolist()
+            expected, received = list(self._tag.digits), self._received.ends.tolist()
             for sender, digits in enumerate(received):
                 if digits != expected:
                     self._refuse(sender, digits, is_of_pair=len(received) == 1)
@@ -269,7 +280,7 @@ class ExchangeTransport(Transport):
         """See `Transport.all_gather`."""
         # Asynchronous, so that the host packs and launches while gloo's threads send.
         call = partial(_all_gather, staging.whole, chunk, group=self.group, async_op=True)
-        return self._exchange(call, chunk[-TAG_NUMEL:], [staging.whole], staging, tag)
+        return self._start(call, [staging.whole], tag, (chunk[-TAG_NUMEL:], staging))
 
     def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
         """See `Transport.reduce_scatter`.
@@ -281,27 +292,7 @@ class ExchangeTransport(Transport):
             dist.all_to_all_single, receive.whole, send.whole, group=self.group, async_op=True
         )
         chunks = [receive.parts[self.rank - 1 - further] for further in range(self.size)]
-        return self._exchange(call, send.ends, chunks, receive, tag)
-
-    def _exchange(
-        self,
-        call: Callable[[], dist.Work],
-        ends: torch.Tensor,
-        chunks: Sequence[torch.Tensor],
-        received: Chunks,
-        tag: MessageTag,
-    ) -> Work:
-        """Starts the call, after writing the tag into the `ends` of what is sent and wiping it from
-        received chunks.
-
-        Wiping prevents that a message too short for a tag is taken for an earlier one.
-        """
-        if not tag.digits:
-            return self._start(call, chunks, tag)
-        received.ends.fill_(-1)
-        # Last, because sent chunks may be among the received ones.
-        ends.copy_(_digits(tag, ends.dtype))
-        return self._start(call, chunks, tag, received)
+        return self._start(call, chunks, tag, (send.ends, receive))
 
 
 class PairTransport(ExchangeTransport):
@@ -318,29 +309,21 @@ class PairTransport(ExchangeTransport):
         # The copy-out reads all chunks from staging, including this rank's own.
         if chunk is not own:
             own.copy_(chunk)
-        return self._swap(own, taken, own[-TAG_NUMEL:], [staging.whole], staging, tag)
+        tagged = own[-TAG_NUMEL:], staging
+        return self._start(self._swap(own, taken), [staging.whole], tag, tagged)
 
     def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
         """See `Transport.reduce_scatter`. A sum of two does not depend on their order."""
         kept, given, taken = send.parts[self.rank], send.parts[self._other], receive.whole
-        return self._swap(given, taken, send.ends, [kept, taken], receive, tag)
+        return self._start(self._swap(given, taken), [kept, taken], tag, (send.ends, receive))
 
-    def _swap(
-        self,
-        given: torch.Tensor,
-        taken: torch.Tensor,
-        ends: torch.Tensor,
-        chunks: Sequence[torch.Tensor],
-        received: Chunks,
-        tag: MessageTag,
-    ) -> Work:
+    def _swap(self, given: torch.Tensor, taken: torch.Tensor) -> Callable[[], dist.Work]:
         # Nothing is sent from this rank to itself.
         splits = [0, 0]
         splits[self._other] = given.numel()
-        call = partial(
+        return partial(
             dist.all_to_all_single, taken, given, splits, splits, group=self.group, async_op=True
         )
-        return self._exchange(call, ends, chunks, received, tag)
 
 
 def _backend_for(group: dist.ProcessGroup, device: torch.device) -> str | None:

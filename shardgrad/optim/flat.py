@@ -27,7 +27,7 @@ from shardgrad.errors import (
 from shardgrad.optim.contents import Contents
 from shardgrad.optim.host_states import through_chunks
 from shardgrad.optim.hyper import Hyper, OptimGroup
-from shardgrad.optim.norms import are_judged, find_nonfinite
+from shardgrad.optim.norms import find_nonfinite
 from shardgrad.optim.precision import Precision
 from shardgrad.optim.segment import Launch, PlainSegment, Segment, ShardedSegment
 from shardgrad.optim.selection import select
@@ -545,10 +545,8 @@ class FlatOptimizer(Optimizer):
         found = {id(x): x for x in verdicts_there if isinstance(x, torch.Tensor)}
         if self._check_finite and launches and not isinstance(of_scaler, torch.Tensor):
             params = [param for segment, _ in launches for param in segment.params]
-            gradients = select(params)
-            if not are_judged(gradients):
-                checked = find_nonfinite(gradients, launches[0][0].device)
-                found[id(checked)] = checked
+            checked = find_nonfinite(select(params), launches[0][0].device)
+            found[id(checked)] = checked
         verdicts = [verdict.detach().reshape(()).float() for verdict in found.values()]
         return sum(verdicts[1:], verdicts[0]) if verdicts else None
 

@@ -14,7 +14,7 @@ from shardgrad.engine.streams import is_capturing
 from shardgrad.engine.tracing import outside_graphs
 from shardgrad.errors import CaptureError, OptionError
 from shardgrad.optim.flat import FlatOptimizer
-from shardgrad.optim.norms import are_judged, find_nonfinite
+from shardgrad.optim.norms import find_nonfinite
 from shardgrad.optim.selection import select
 
 __all__ = ["GradScaler"]
@@ -173,19 +173,9 @@ class GradScaler:
 
     @torch.no_grad()
     def _judge(self, optimizer: Optimizer) -> torch.Tensor:
-        """Returns the optimizer's float32 scalar, above zero if its gradients are not finite.
-
-        Reuses the verdict of a norm that was computed since these gradients were reduced.
-        """
+        """Returns the optimizer's float32 scalar, above zero if its gradients are not finite."""
         params = _params(optimizer)
-        gradients = select(params)
-        if not are_judged(gradients):
-            found = find_nonfinite(gradients, params[0].device)
-        else:
-            verdicts = (each.shard.nonfinite for each in gradients.selections)
-            known = {id(verdict): verdict for verdict in verdicts}
-            first, *others = (verdict for verdict in known.values() if verdict is not None)
-            found = sum(others, first)
+        found = find_nonfinite(select(params), params[0].device)
         if optimizer not in self._verdicts:
             self._verdicts[optimizer] = torch.empty_like(found)
         return self._verdicts[optimizer].copy_(found)

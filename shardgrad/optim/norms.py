@@ -24,7 +24,7 @@ from shardgrad.errors import GradientError, OptionError
 from shardgrad.optim.selection import Gradients, Selection
 from shardgrad.sharding.param_sharding import groups_cut_over
 
-__all__ = ["are_judged", "find_nonfinite", "norm_of"]
+__all__ = ["find_nonfinite", "norm_of"]
 
 _WHAT = "all-reduce of the gradients' norm"
 
@@ -84,9 +84,19 @@ def find_nonfinite(gradients: Gradients, device: torch.device) -> torch.Tensor:
     """Returns a float32 device scalar, above zero on every rank if a gradient of any rank is not
     finite.
 
+    Reuses the verdicts of norms that have checked all of these gradients since they were reduced.
+
     Streams and capture: as `norm_of`.
     """
-    return norm_of(gradients, math.inf, device)[1]
+    verdicts = []
+    for selection in gradients.selections:
+        verdict = selection.shard.nonfinite
+        if verdict is not None and selection.shard.judged.keys() >= {*selection.live}:
+            verdicts.append(verdict)
+    if gradients.plain or not verdicts or len(verdicts) < len(gradients.selections):
+        return norm_of(gradients, math.inf, device)[1]
+    first, *others = {id(verdict): verdict for verdict in verdicts}.values()
+    return sum(others, first)
 
 
 # By the first shard of a norm and the norm's selections; under None, the combined verdict of
@@ -113,19 +123,6 @@ def _remember(selection: Selection, nonfinite: torch.Tensor) -> None:
         own = _verdict_of(shard, None, nonfinite.device)
         nonfinite = torch.maximum(shard.nonfinite, nonfinite, out=own)
     shard.judge(nonfinite, selection.live)
-
-
-def are_judged(gradients: Gradients) -> bool:
-    """Returns whether norms have checked all of these gradients since they were reduced."""
-    return (
-        bool(gradients.selections)
-        and not gradients.plain
-        and all(
-            selection.shard.nonfinite is not None
-            and selection.shard.judged.keys() >= {*selection.live}
-            for selection in gradients.selections
-        )
-    )
 
 
 def _parts(gradients: Gradients, norm_type: float) -> list[_Part]:
