@@ -43,6 +43,7 @@ class CapturedStep:
 
     Attributes:
         key, redraws, buffers: as given.
+        parts: called in order by a replay. The capture adds to them.
         before_replays: called before each replay, which must not run if any returns False.
         is_compared: True once a second capture has been compared with this one.
         reads: the memory that the captured call reads by closure. Set by the capture.
@@ -67,7 +68,7 @@ class CapturedStep:
         self._pool, self._capturables = pool, capturables
         self._generators = [*generators, *redraws.generators]
         self._graphs: list[DeviceGraph] = []
-        self._parts: list[Callable[[], object]] = []  # called in order by a replay
+        self.parts: list[Callable[[], object]] = []
         self._capture = ExitStack()
         for each in capturables:
             each.quiesce()
@@ -94,15 +95,15 @@ class CapturedStep:
             restore()
             raise
         if self.redraws.generators:
-            self._parts = [self.redraws.begin_replay, *self._parts, self.redraws.end_replay]
+            self.parts = [self.redraws.begin_replay, *self.parts, self.redraws.end_replay]
         # A replay need not restore host state that guards cover and that the step leaves as it was.
         # Eager regions may change it, so then everything is restored.
-        self._parts += [
+        self.parts += [
             each.snapshot()
             for each, before in zip(self._capturables, self.key[1][1:], strict=True)
             if self.has_eager_regions or not each.is_guarded or each.guards() != before
         ]
-        self._parts += [each.replayed for each in self._capturables]
+        self.parts += [each.replayed for each in self._capturables]
         self._kept = [each.known_to_graph() for each in self._capturables]
 
     def _begin(self) -> None:
@@ -112,15 +113,15 @@ class CapturedStep:
         for each in self._capturables:
             each.quiesce()
         self._capture.close()
-        self._parts.append(self._graphs[-1].replay)
+        self.parts.append(self._graphs[-1].replay)
         for each in self._capturables:
             each.quiesce()
 
     def _split(self, region: Callable[[], Any]) -> None:
         self._end()
         # Restore the host state that the region finds when the step runs eagerly.
-        self._parts += [each.snapshot() for each in self._capturables]
-        self._parts.append(region)
+        self.parts += [each.snapshot() for each in self._capturables]
+        self.parts.append(region)
         self._begin()
         for each in self._capturables:
             each.after_eager_region()
@@ -136,9 +137,8 @@ class CapturedStep:
         """Replays the step on the current stream and returns its outputs, always the same
         tensors.
         """
-        for part in self._parts:
+        for part in self.parts:
             part()
-        self.reads.put_back()
         return self.outputs
 
     # -- the end
@@ -150,6 +150,6 @@ class CapturedStep:
         self._kept.clear()
 
     def _destroy(self) -> None:
-        self._parts.clear()
+        self.parts.clear()
         while self._graphs:
             self._pool.destroy(self._graphs.pop())

@@ -102,7 +102,6 @@ class Reads(TorchDispatchMode):
         registered = (chain(each.parameters(), each.buffers()) for each in modules)
         given = frozenset(map(id, chain.from_iterable(registered)))
         self._search = partial(closed_over, function, [*modules, *objects], given)
-        self._left: list[tuple[Place, torch.Tensor]] = []  # what the block made and left in places
         for place, value in self._search():
             if isinstance(value, nn.Module):
                 sharded = filter(fsdp_param_of, value.parameters())
@@ -261,13 +260,6 @@ class Reads(TorchDispatchMode):
         """Returns whether an operation of the block wrote the tensor's storage."""
         return _identity(tensor) in self._written
 
-    def put_back(self) -> None:
-        """Assigns the tensors that the block made and left in attributes and dictionaries that the
-        function closes over, such as a loss for the log. A replay has written them.
-        """
-        for place, value in self._left:
-            place.put(value)
-
     def _existing(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Yields (identity, bytes) of each storage in `_memory` that still exists."""
         for identity, memory in self._memory.items():
@@ -276,15 +268,20 @@ class Reads(TorchDispatchMode):
                 empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
                 yield identity, empty.set_(storage, 0, (storage.nbytes(),), (1,))
 
-    def close(self, segments: Iterable[tuple[int, int]]) -> None:
-        """Sets `memory` and `written_memory`, and finds what `put_back` assigns.
+    def close(self, segments: Iterable[tuple[int, int]]) -> Sequence[Callable[[], object]]:
+        """Sets `memory` and `written_memory`.
 
         Args:
             segments: the address ranges of the graph's own memory. Inductor allocates it without a
                 dispatched operation, so it looked like memory of the program.
+
+        Returns:
+            Functions to call after each replay. They assign the tensors that the block made and
+            left in attributes and dictionaries that the function closes over, such as a loss for
+            the log. A replay has written these tensors.
         """
-        self._left = [
-            (place, value)
+        left = [
+            partial(place.put, value)
             for place, value in self._search()
             if isinstance(value, torch.Tensor)
             and not isinstance(value, nn.Parameter)
@@ -299,6 +296,7 @@ class Reads(TorchDispatchMode):
             }
         self.memory = Memory(content for _, content in self._existing())
         self.written_memory = Memory(content for _, content in self.written())
+        return left
 
     @property
     def are_unchanged(self) -> bool:

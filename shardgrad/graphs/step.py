@@ -472,7 +472,7 @@ class GraphedStep(Generic[_P, _R]):
                 require_launch_order(reads.groups)
             # The state after the function ran: gradients may have been allocated in the capture.
             captured.outputs = apart_from(chain(self._state(), buffers.buffers), outputs)
-        reads.close(self.pool.segments())
+        captured.parts += reads.close(self.pool.segments())
         buffers.note_writes(reads)
         has_graphs(self)
         return captured
