@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, Literal, TypeVar
@@ -21,6 +21,7 @@ from shardgrad.checks.arguments import (
 )
 from shardgrad.checks.lost_work import refuse_hooks
 from shardgrad.checks.optimizer_hooks import hooks
+from shardgrad.checks.same_weights import compare_weights, weights_before
 from shardgrad.checks.unowned_params import UnownedParams, note_ignored
 from shardgrad.compat.torch_views import show_to_torch, state_of
 from shardgrad.engine.calls import forward_around
@@ -43,7 +44,7 @@ from shardgrad.policies import REDUCES_IN_GRAD_DTYPE, GradientPolicy, ParamDtype
 from shardgrad.sharding.dtensor import require_own_shards, require_shards
 from shardgrad.sharding.mesh import DataParallelMesh, default_mesh
 from shardgrad.sharding.offload import ShardMemory
-from shardgrad.sharding.param_sharding import Place, places_of, travel_together
+from shardgrad.sharding.param_sharding import Place, places_of
 from shardgrad.sharding.shardable import require_one_device, travels_as_bytes
 from shardgrad.sharding.zero_stage import Stage
 
@@ -133,13 +134,17 @@ def fully_shard(
     refuse_combinations(names, places, dtypes, reshard_after_forward, stage)
     refuse_hooks(names.items())
     flag, _ = _reshard_plan(reshard_after_forward, data_mesh)
-    grouped = travel_together(places, lambda p: (is_extension(p), dtypes[p]))
+    # What these share travels in one collective.
+    together: dict[object, list[nn.Parameter]] = {}
+    for p, place in places.items():
+        kind = p.dtype, place.mesh, is_extension(p), dtypes[p]
+        together.setdefault(kind, []).append(p)
     params = {
         p: FSDPParam(name, owners, tuple(p.shape), p, places[p].sharding)
         for p, (name, owners) in collected.items()
     }
     groups = []
-    for each in grouped:
+    for each in together.values():
         of_group = places[each[0]].mesh
         _, smaller = _reshard_plan(reshard_after_forward, of_group)
         spec = _spec(of_group, dtypes[each[0]], memory, stage, smaller)
@@ -150,17 +155,14 @@ def fully_shard(
         from shardgrad.features.zero_stage_auto import StageAuto
 
         unit.before_outermost_forward = StageAuto(unit, unit.before_outermost_forward)
-    _commit(unit, grouped, ignored)
+    _commit(unit, together.values(), ignored)
     return module
 
 
 def _accept(units: Sequence[Unit]) -> None:
     """At lazy init, refuses units that share parameters or whose weights differ between ranks."""
     refuse_unresolved_ties(units)
-    if any(group.mesh.data_parallel_size > 1 for unit in units for group in unit.groups):
-        from shardgrad.checks.same_weights import compare_weights
-
-        compare_weights(units)
+    compare_weights(units)
 
 
 # -- where strategies are chosen; each feature is imported only where it is used
@@ -244,14 +246,9 @@ def _group(params: list[FSDPParam], spec: GroupSpec) -> ParamGroup:
         from shardgrad.features.wire_dtype import exchange_gradients
 
         exchange_gradients(group)
-    if spec.mesh.data_parallel_size > 1:
-        from shardgrad.checks.same_weights import weights_before
-
-        note = weights_before(params)
-        group.shard_params()
-        note()
-    else:
-        group.shard_params()
+    note = weights_before(params)
+    group.shard_params()
+    note()
     if REDUCES_IN_GRAD_DTYPE:
         from shardgrad.features.param_dtypes import keep_grad_dtypes
 
@@ -329,7 +326,7 @@ def _reshard_plan(
 @torch.inference_mode(mode=False)
 def _commit(
     unit: Unit,
-    params: Iterable[list[nn.Parameter]],
+    params: Collection[list[nn.Parameter]],
     ignored: set[nn.Parameter],
 ) -> None:
     """Changes the module and its parameters. Nothing here raises on user input."""

@@ -25,7 +25,6 @@ __all__ = [
     "is_unsharded_param",
     "local_of",
     "managed_by",
-    "mark_post_forward",
     "mark_sharded",
     "mark_unsharded",
     "replaced_by",
@@ -105,14 +104,9 @@ def mark_sharded(p: FSDPParam) -> None:
 
 
 def mark_unsharded(param: nn.Parameter, p: FSDPParam) -> None:
-    """Marks an unsharded parameter, and makes `fsdp_param_of` find it."""
+    """Marks an unsharded parameter, or one over fewer ranks, and makes `fsdp_param_of` find it."""
     param.__dict__[_UNSHARDED] = True
     _shown[id(param)] = p
-
-
-def mark_post_forward(p: FSDPParam) -> None:
-    """Makes `fsdp_param_of` find a parameter over fewer ranks."""
-    _shown[id(p.post_forward)] = p
 
 
 def managed_by(param: torch.Tensor) -> FSDPParam | None:

@@ -599,17 +599,16 @@ class ParamGroup:
     @torch.no_grad()
     def without(self, leaving: Collection[FSDPParam]) -> ParamGroup | None:
         """Returns a group of the remaining parameters, or None; only before the first unshard."""
-        views = self.local_views()
-        staying = [
-            (p, view) for p, view in zip(self.params, views, strict=True) if p not in leaving
-        ]
+        staying = [p for p in self.params if p not in leaving]
         if not staying:
             return None
-        smaller = type(self)([p for p, _ in staying], self.spec)
-        for (p, old), view in zip(staying, smaller.local_views(), strict=True):
-            view.copy_(old)
-            p.alias(view)
+        smaller = type(self)(staying, self.spec)
+        if self.is_flat:
+            for p, view in zip(staying, smaller.local_views(), strict=True):
+                view.copy_(local_of(p.sharded))
+                p.alias(view)
         smaller.collectives, smaller.keeps_memory = self.collectives, self.keeps_memory
+        smaller.mesh_after_forward = self.mesh_after_forward
         smaller._note_params()
         return smaller
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -68,22 +68,6 @@ _TENSORS = {torch.Tensor}  # the usual arguments, which need no `tree_flatten`
 # -1 unless autograd runs a backward on this thread. A forward is then a recomputation, or is called
 # by a hook.
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
-
-
-def _outside_transforms() -> AbstractContextManager[object]:
-    """Returns a context that suspends `torch.func` transforms for the engine's own work.
-
-    A transform would also transform an all-gather, which writes to memory that it takes for a
-    constant.
-    """
-    return NOTHING if peek_interpreter_stack() is None else temporarily_clear_interpreter_stack()
-
-
-def _inside(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor that a `torch.func` transform has wrapped."""
-    while is_functorch_wrapped_tensor(tensor):
-        tensor = get_unwrapped(tensor)
-    return tensor
 
 
 @dataclass(slots=True)
@@ -207,42 +191,45 @@ class Unit:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> _Arguments:
         """Unshards the parameters. Returns the inputs, cast and with a node for their gradients."""
-        with _outside_transforms():
-            context, args, kwargs = self._enter(module, args, kwargs)
+        # Activation checkpointing runs a forward again inside backward. That forward belongs to no
+        # new iteration, is not counted, and prefetches nothing.
+        recomputing = _graph_task() != -1
+        # A transform of `torch.func` would also transform an all-gather, which writes to memory
+        # that it takes for a constant.
+        is_transformed = peek_interpreter_stack() is not None
+        with temporarily_clear_interpreter_stack() if is_transformed else NOTHING:
+            # The first forward decides which unit is the root, because all calls of `fully_shard`
+            # have been made by then.
+            context = self.context or self._lazy_init(self)
+            recorder.unit = self.name
+            if not recomputing:
+                args, kwargs = context.enter_forward(self, args, kwargs)
+                self.running.append(module)
+            if context.gather_through is not None:
+                context.gather_through(self)
+            self.unshard(context.comm_ctx)
+            # Launch the next unit's all-gather before waiting for this one, so that it overlaps
+            # with this unit's compute even where waiting blocks the host.
+            if not recomputing and not self.waiting_modules:
+                self.waiting_modules.update(self.modules)
+                for unit in context.upcoming(self):
+                    unit.unshard(context.comm_ctx)
+            self.wait_for_unshard(context.comm_ctx)
+            if not context.scheduler.backward_running:  # it may have frozen some in forward
+                self.refresh_trainable()
         if self.input_dtype is not None:
             args, kwargs = self.cast_inputs(args, kwargs)
         # Under `participate`, forwards without grad count too: reentrant checkpointing recomputes
         # them in backward.
-        if torch.is_grad_enabled() or context.scheduler.enrolment is not None:
-            args, kwargs = self._watch_inputs(context, args, kwargs, counted=_graph_task() == -1)
-        return args, kwargs
-
-    def _enter(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[RootContext, tuple[Any, ...], dict[str, Any]]:
-        # The first forward decides which unit is the root, because all calls of `fully_shard` have
-        # been made by then.
-        context = self.context or self._lazy_init(self)
-        recorder.unit = self.name
-        # Activation checkpointing runs a forward again inside backward. That forward belongs to no
-        # new iteration, is not counted, and prefetches nothing.
-        recomputing = _graph_task() != -1
-        if not recomputing:
-            args, kwargs = context.enter_forward(self, args, kwargs)
-            self.running.append(module)
-        if context.gather_through is not None:
-            context.gather_through(self)
-        self.unshard(context.comm_ctx)
-        # Launch the next unit's all-gather before waiting for this one, so that it overlaps with
-        # this unit's compute even where waiting blocks the host.
-        if not recomputing and not self.waiting_modules:
-            self.waiting_modules.update(self.modules)
-            for unit in context.upcoming(self):
-                unit.unshard(context.comm_ctx)
-        self.wait_for_unshard(context.comm_ctx)
-        if not context.scheduler.backward_running:  # the program may have frozen some in forward
-            self.refresh_trainable()
-        return context, args, kwargs
+        if not (torch.is_grad_enabled() or context.scheduler.enrolment is not None):
+            return args, kwargs
+        for grads in self.grad_groups:
+            if grads.params:
+                context.scheduler.enter(grads)
+        # Inside a transform, no node can tell when the gradients have arrived.
+        if is_transformed:
+            return args, kwargs
+        return self._watch_inputs(args, kwargs, counted=not recomputing)
 
     def cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments:
         """Returns the inputs of a forward in the parameters' dtype, if the policy casts inputs."""
@@ -253,15 +240,12 @@ class Unit:
             return _cast(dtype, args), _cast(dtype, kwargs)
 
     def _watch_inputs(
-        self, context: RootContext, args: tuple[Any, ...], kwargs: dict[str, Any], *, counted: bool
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, counted: bool
     ) -> _Arguments:
         """Puts one autograd node under the inputs that require grad.
 
         Its backward runs once the gradients of all these inputs have arrived.
         """
-        for grads in self.grad_groups:
-            if grads.params:
-                context.scheduler.enter(grads)
         leaves, spec = list(args), None
         if kwargs or not _TENSORS.issuperset(map(type, args)):
             leaves, spec = tree_flatten((args, kwargs))
@@ -269,9 +253,9 @@ class Unit:
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 found.append(place)
-        # Without such inputs, or inside a transform, no node can tell when the gradients have
-        # arrived. They are complete once each parameter has one.
-        if not found or peek_interpreter_stack() is not None:
+        # Without such inputs, no node can tell when the gradients have arrived. They are complete
+        # once each parameter has one.
+        if not found:
             return args, kwargs
         if counted:
             self.outstanding += 1
@@ -291,32 +275,33 @@ class Unit:
     @outside_graphs
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Reshards if configured. Returns the output, hooked and cast."""
+        context = self.context or self._lazy_init(self)
         is_transformed = peek_interpreter_stack() is not None
-        with _outside_transforms():
-            self._leave(module, output, is_transformed=is_transformed)
+        with temporarily_clear_interpreter_stack() if is_transformed else NOTHING:
+            self._leave(context, module, output, is_transformed=is_transformed)
         dtype = self.mp_policy.output_dtype
         return output if dtype is None else _cast(dtype, output)
 
-    def _leave(self, module: nn.Module, output: Any, *, is_transformed: bool) -> None:
-        context = self.context or self._lazy_init(self)
-        recomputing = _graph_task() != -1
+    def _leave(
+        self, context: RootContext, module: nn.Module, output: Any, *, is_transformed: bool
+    ) -> None:
+        recomputing, begins = _graph_task() != -1, []
         if not recomputing and self.running:  # empty if a registered method has called forward
             self.running.pop()
         if not context.scheduler.backward_running:
             self.refresh_trainable()
-        watches = torch.is_grad_enabled() and not is_transformed
-        begins = _tensors_with_grad(output) if watches else []
-        if is_transformed and torch.is_grad_enabled():
-            # The transform's graph has tensors of its own, and hooks on the outputs would not see
-            # its backward.
-            context.scheduler.reads_again = True
-        elif (
-            watches and not begins and (self.outstanding or any(g.params for g in self.grad_groups))
-        ):
-            # Gradients may pass through this call, to its inputs or to parameters, but no output
-            # can tell when backward begins. For example, torch cannot look into the object that
-            # contains the outputs.
-            self.held = True
+        if torch.is_grad_enabled():
+            if is_transformed:
+                # The transform's graph has tensors of its own, and hooks on the outputs would not
+                # see its backward.
+                context.scheduler.reads_again = True
+            else:
+                begins = _tensors_with_grad(output)
+                # Without any, gradients may still pass through this call, to its inputs or to
+                # parameters, but no output can tell when backward begins. For example, torch cannot
+                # look into the object that contains the outputs.
+                has_gradients = self.outstanding or any(g.params for g in self.grad_groups)
+                self.held |= bool(not begins and has_gradients)
         if not recomputing and module not in self.running:
             self.waiting_modules.discard(module)
             if not self.waiting_modules and context.reshards_after_forward(self):
@@ -325,12 +310,12 @@ class Unit:
                     group.reshard_after_forward()
             elif not self.waiting_modules and context.hides_after_forward(self):
                 self.show_sharded()
-        if torch.is_grad_enabled():
-            # Any output may get its gradient first, and some may get none, so each has the hook.
-            # Backward is expected to reach the unit that ran before next.
-            before = None
-            if not recomputing:
-                before, context.ran_last = context.ran_last, self
+        before = None
+        if torch.is_grad_enabled() and not recomputing:
+            before, context.ran_last = context.ran_last, self
+        # Any output may get its gradient first, and some may get none, so each has the hook.
+        # Backward is expected to reach the unit that ran before next.
+        if begins:
             self._watch_outputs(begins, before)
         if not recomputing:
             context.leave_forward(self)
@@ -362,12 +347,12 @@ class Unit:
 
     def _refuse_outputs_in_parameters(self, output: Any) -> None:
         """Refuses outputs that are views of parameters whose memory is about to be freed."""
-        tensors = (output,) if isinstance(output, torch.Tensor) else tree_leaves(output)
-        for group in self.groups:
-            if group.stage.keeps_unsharded:
-                continue
-            for tensor in tensors:
-                if isinstance(tensor, torch.Tensor) and group.has_memory_of(_inside(tensor)):
+        freed = [group for group in self.groups if not group.stage.keeps_unsharded]
+        for tensor in (output,) if isinstance(output, torch.Tensor) else tree_leaves(output):
+            while isinstance(tensor, torch.Tensor) and is_functorch_wrapped_tensor(tensor):
+                tensor = get_unwrapped(tensor)  # what a transform of `torch.func` has wrapped
+            for group in freed:
+                if isinstance(tensor, torch.Tensor) and group.has_memory_of(tensor):
                     raise UnsupportedError(
                         "a unit returned a parameter, or a view of one, whose memory is freed "
                         "after its forward",
@@ -481,7 +466,7 @@ class Unit:
 
     def refresh(self) -> None:
         """Takes over changes since the last iteration, before an outermost forward."""
-        for group, grads in zip(self.groups, self.grad_groups, strict=True):
+        for group in self.groups:
             # A few comparisons in C per group, so a steady step pays little. Weights are rarely
             # loaded, replaced or moved, so `replaced_params` is imported only then.
             if group.shard.is_meta or not group.registration.holds():
@@ -490,11 +475,10 @@ class Unit:
                 adopt(group)
                 require_data(group)
             group.reshard_if_stale()
-            if group.carry_requires_grad() is not grads.trainable or grads.holds_frozen:
-                grads.refresh_trainable()
+        self.refresh_trainable()
 
     def refresh_trainable(self) -> None:
-        """Takes over `requires_grad` changes that the program makes inside a forward."""
+        """Takes over changes of `requires_grad`, which a program may make inside a forward too."""
         for group, grads in zip(self.groups, self.grad_groups, strict=True):
             if group.carry_requires_grad() is not grads.trainable or grads.holds_frozen:
                 grads.refresh_trainable()
@@ -655,7 +639,13 @@ class RootContext:
         """
         # This must precede `refresh`, which may lay out the gradients anew.
         self.free_gradients()
-        self._reshard_hidden()
+        if self.root.reshard_after_forward is None and not self.scheduler.reads_again:
+            # Free what a forward without gradients has left of the root, so that it is gathered
+            # again. Modules have shown the shards since, and torch does not count every write to
+            # them (`torch._foreach_*_`, `p.data.copy_()`).
+            for group in self.root.groups:
+                if group.is_filled and group.state is ParamState.SHARDED:
+                    group.reshard()
         for unit in self.units:
             unit.refresh()
 
@@ -801,17 +791,6 @@ class RootContext:
             if not torch.is_grad_enabled() and not (each.held or each.is_called_around or is_kept):
                 each.show_sharded()
         self._wait_until_read()
-
-    def _reshard_hidden(self) -> None:
-        """Frees what a forward without gradients kept of the root, so that it is gathered again.
-
-        Modules have shown the shards since, and torch does not count every write to them
-        (`torch._foreach_*_`, `p.data.copy_()`).
-        """
-        if self.root.reshard_after_forward is None and not self.scheduler.reads_again:
-            for group in self.root.groups:
-                if group.is_filled and group.state is ParamState.SHARDED:
-                    group.reshard()
 
     def _wait_until_read(self) -> None:
         for group in self._offloaded:

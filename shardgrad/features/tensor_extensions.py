@@ -20,7 +20,7 @@ torch/distributed/fsdp/_fully_shard/_fsdp_param.py.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -206,15 +206,6 @@ class ExtensionGroup(ParamGroup):
             p.register(new)
             mark_sharded(p)
         self._note_params()
-
-    def without(self, leaving: Collection[FSDPParam]) -> ParamGroup | None:
-        """See `ParamGroup.without`."""
-        staying = [p for p in self.params if p not in leaving]
-        if not staying:
-            return None
-        smaller = ExtensionGroup(staying, self.spec)
-        smaller.collectives = self.collectives
-        return smaller
 
     # -- all-gather
 

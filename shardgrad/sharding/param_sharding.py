@@ -43,7 +43,6 @@ __all__ = [
     "groups_cut_over",
     "places_of",
     "sharding_of",
-    "travel_together",
 ]
 
 
@@ -369,35 +368,14 @@ def places_of(
         mesh = default
         if hasattr(answer, "mesh_info"):
             mesh, answer = DataParallelMesh.of_info(answer.mesh_info), answer.placement
-        places[param] = Place(mesh, sharding_of(param, name, mesh, _dim(answer, name)))
+        if not isinstance(answer, Shard | None):
+            raise PlacementError(
+                f"Invalid shard_placement_fn result: {answer!r}",
+                expected="Shard(dim), a ShardPlacementResult, or None for Shard(0)",
+                got=type(answer).__name__,
+                where=f"parameter {name}",
+                fix="shard_placement_fn=lambda param: Shard(1) if param.ndim > 1 else None",
+            )
+        dim = 0 if answer is None else answer.dim
+        places[param] = Place(mesh, sharding_of(param, name, mesh, dim))
     return places
-
-
-def _dim(answer: Any, name: str) -> int:
-    if answer is None:
-        return 0
-    if isinstance(answer, Shard):
-        return answer.dim
-    raise PlacementError(
-        f"Invalid shard_placement_fn result: {answer!r}",
-        expected="Shard(dim), a ShardPlacementResult, or None for Shard(0)",
-        got=type(answer).__name__,
-        where=f"parameter {name}",
-        fix="shard_placement_fn=lambda param: Shard(1) if param.ndim > 1 else None",
-    )
-
-
-def travel_together(
-    places: Mapping[nn.Parameter, Place], kind: Callable[[nn.Parameter], object]
-) -> list[list[nn.Parameter]]:
-    """Groups the parameters that can share a collective, in the given order.
-
-    Args:
-        places: of the parameters of one unit.
-        kind: parameters with different results are grouped separately, as are other dtypes or
-            meshes.
-    """
-    together: dict[tuple[torch.dtype, DataParallelMesh, object], list[nn.Parameter]] = {}
-    for param, place in places.items():
-        together.setdefault((param.dtype, place.mesh, kind(param)), []).append(param)
-    return list(together.values())
