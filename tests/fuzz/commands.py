@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import shutil
 import warnings
@@ -137,7 +139,8 @@ def _workplace() -> Path:
     os.mkfifo(folder / "pipe")
     for run in (folder / "run", folder / "runs" / "first"):
         (run / "checkpoints").mkdir(parents=True)
-        (run / "config.json").write_text(TrainConfig(ranks=2, run_dir=str(run)).to_json())
+        config = dataclasses.asdict(TrainConfig(ranks=2, run_dir=str(run)))
+        (run / "config.json").write_text(json.dumps(config))
         (run / "checkpoints" / "step_000004").symlink_to(samples() / "ours")
         (run / "checkpoints" / "latest").write_text("step_000004\n")
     return folder

@@ -28,17 +28,10 @@ SMALL = TransformerConfig(width=16, layers=2, heads=2, kv_heads=1, hidden=16)
 UNTIED = replace(SMALL, tied=False)
 
 
-class OwnWorld(World):
-    """A rank that keeps its numbers: virtual ranks have no collectives on the host."""
-
-    def gather(self, values: list[float]) -> list[list[float]]:
-        return [values]
-
-
 def trained(config: TrainConfig) -> tuple[list[float], int]:
     """Trains with an evaluation in between; returns numbers, and how many steps were replays."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    place = OwnWorld(rank, ranks, torch.device(NAME, rank))
+    place = World(rank, ranks, torch.device(NAME, rank))
     with one_at_a_time():
         model = build_model(config, init_device_mesh(NAME, (ranks,)), place.device)
     state = TrainState(model, build_optimizer(model, config))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from pathlib import Path
 
@@ -19,7 +20,7 @@ SAVED = TrainConfig(ranks=2, batch_size=8, accumulate=1, steps=50)
 def test_what_a_run_writes_is_what_a_resume_reads(tmp_path: Path) -> None:
     config = TrainConfig(ranks=4, lr=1, precision="bf16-mixed")
     path = tmp_path / "config.json"
-    path.write_text(config.to_json())
+    path.write_text(json.dumps(dataclasses.asdict(config)))
     assert TrainConfig(**read_settings(path)) == config
 
 

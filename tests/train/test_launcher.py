@@ -14,7 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from shardgrad.programs.train.config import TrainConfig
 from shardgrad.programs.train.failure import UsageError
 from shardgrad.programs.train.launch import _status_of, launch_ranks, prepare
-from shardgrad.programs.train.parallel import _choose_device
+from shardgrad.programs.train.parallel import choose_device
 from tests.support.processes import run
 
 ROOT = Path(__file__).parents[2]
@@ -50,11 +50,10 @@ def test_each_rank_has_an_accelerator_and_more_ranks_are_refused(
 ) -> None:
     found = torch.device("cuda") if count else None
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: found)
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: bool(count))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
-    devices = [str(_choose_device("auto", rank)) for rank in range(2)]
+    devices = [str(choose_device("auto", rank)) for rank in range(2)]
     assert devices == (["cuda:0", "cuda:1"] if count else ["cpu", "cpu"])
-    assert str(_choose_device("cpu", 1)) == "cpu"
+    assert str(choose_device("cpu", 1)) == "cpu"
     if count:
         with pytest.raises(UsageError, match="more ranks than this machine's 2 accelerators"):
             launch_ranks(TrainConfig(ranks=3), resume=False)
@@ -92,11 +91,6 @@ print(prepare({}, resume=Path(sys.argv[1])).ranks, "torch" in sys.modules)
             -signal.SIGKILL,
             1,
             "Rank 3 was ended by SIGKILL, as when the system runs out of memory.",
-        ),
-        (
-            -signal.SIGABRT,
-            1,
-            "Rank 3 was ended by SIGABRT, as when gloo receives more",
         ),
         (-signal.SIGSEGV, 1, "Rank 3 was ended by SIGSEGV."),
         (7, 7, "Rank 3 ended with status 7 without a report."),

@@ -105,8 +105,8 @@ def test_the_first_step_that_is_not_finite_is_named(loss: float, norm: float) ->
 class Alone(World):
     """A place whose only rank answers itself."""
 
-    def gather(self, values: list[list[float]]) -> list[list[list[float]]]:
-        return [values]
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
+        return values.unsqueeze(0)
 
 
 def alone() -> Alone:

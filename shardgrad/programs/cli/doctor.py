@@ -44,8 +44,10 @@ def doctor(ctx: click.Context, /, audit: str | None, ranks: int | None) -> None:
     if ranks is not None:
         raise click.UsageError("--ranks requires --audit: omit it, or add --audit.", ctx)
     from shardgrad.graphs.preflight import environment_issues
+    from shardgrad.programs.train.parallel import choose_device
 
-    device = _device()
+    device = choose_device("auto", 0)
+
     for name, value in _facts(device):
         click.echo(f"{click.style(f'{name:13}', bold=True)}  {value}")
     issues = environment_issues(device, [])
@@ -68,17 +70,11 @@ def _audit(target: str, ranks: int) -> NoReturn:
     sys.exit(0 if passed else 1)
 
 
-def _device() -> torch.device:
-    import torch
-
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return torch.device("cpu") if found is None else torch.device(found.type, 0)
-
-
 def _facts(device: torch.device) -> Iterator[tuple[str, str]]:
     import torch
 
     from shardgrad import ops, version
+    from shardgrad.programs.train.parallel import name_of_device
 
     yield "shardgrad", version.described()
     yield "python", platform.python_version()
@@ -91,7 +87,6 @@ def _facts(device: torch.device) -> Iterator[tuple[str, str]]:
         yield "NCCL", ".".join(map(str, torch.cuda.nccl.version()))
     has_kernels = device.type == "cpu" or ops.has_kernels(device.type)
     yield "shardgrad ops", ops.backend() + ("" if has_kernels else f"; reference on {device.type}")
-    module = torch.get_device_module(device)
     count = 1 if device.type == "cpu" else torch.accelerator.device_count()
-    names = getattr(module, "get_device_name", lambda _: device.type)
-    yield "devices", ", ".join(f"{device.type}:{index} {names(index)}" for index in range(count))
+    devices = [torch.device(device.type, index) for index in range(count)]
+    yield "devices", ", ".join(f"{one} {name_of_device(one)}" for one in devices)

@@ -52,8 +52,5 @@ def plan(ctx: click.Context, /, **options: Any) -> None:
 
     # Warnings of torch about its own internals, which the user of a plan cannot act on.
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")
-    warnings.filterwarnings(
-        "ignore", message=".*torch.distributed.* is deprecated", category=FutureWarning
-    )
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
     show(make_plan(request, machine), console)

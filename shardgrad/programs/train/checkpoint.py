@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -63,10 +62,7 @@ def save_state(series: Series, state: TrainState) -> Path:
             unchanged.
     """
     final = series.path_of(state.step)
-    with warnings.catch_warnings():
-        # torch's warnings about its own internals would break the progress display.
-        warnings.filterwarnings("ignore", module=r"torch\.distributed.*")
-        save(_gather_state(state), final, then=partial(series.publish, final))
+    save(_gather_state(state), final, then=partial(series.publish, final))
     return final
 
 
@@ -74,12 +70,13 @@ def load_state(series: Series, state: TrainState) -> None:
     """Loads the newest checkpoint into `state`; the number of ranks may differ. A collective.
 
     Raises:
-        TrainingError: the checkpoint is damaged or does not fit; `state` is unchanged.
+        TrainingError: the checkpoint is missing, is damaged or does not fit; `state` is unchanged.
     """
     path = series.latest()
     if path is None:
         raise UsageError(
-            f"There is no checkpoint in {series.folder}: start the run again without --resume."
+            f"{series.folder} has no complete checkpoint: start the run again, with another "
+            "--run-dir."
         )
     try:
         loaded = load(_gather_state(state), path)

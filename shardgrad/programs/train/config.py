@@ -100,10 +100,6 @@ class TrainConfig:
         """Returns the number of sequences that one step consumes on all ranks together."""
         return self.batch_size * self.accumulate * world_size
 
-    def to_json(self) -> str:
-        """Returns the text of `config.json`."""
-        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
-
 
 def read_settings(path: Path) -> dict[str, Any]:
     """Reads the settings in a `config.json`.
@@ -152,20 +148,15 @@ def resumed(saved: TrainConfig, changes: Mapping[str, Any]) -> TrainConfig:
             "new run."
         )
     before = saved.ranks or 1
-    ranks = changes.get("ranks", before)
-    settings = {**dataclasses.asdict(saved), "ranks": ranks}
-    if ranks != before and not {"batch_size", "accumulate"} & set(changes):
-        settings |= _same_global_batch(saved, ranks)
-    return TrainConfig(**{**settings, **changes})
-
-
-def _same_global_batch(saved: TrainConfig, ranks: int) -> dict[str, int]:
-    total = saved.global_batch(saved.ranks or 1)
-    per_rank, rest = divmod(total, ranks)
-    if rest or not per_rank:
-        raise UsageError(
-            f"The run's {total} sequences per step cannot be divided among {ranks} ranks: use a "
-            "number of ranks that divides it, or give --batch-size and accept another loss curve."
-        )
-    batch_size = math.gcd(per_rank, saved.batch_size)
-    return {"batch_size": batch_size, "accumulate": per_rank // batch_size}
+    settings = {**dataclasses.asdict(saved), "ranks": before, **changes}
+    if not {"batch_size", "accumulate"} & set(changes):
+        total, ranks = saved.global_batch(before), settings["ranks"]
+        if total % ranks:
+            raise UsageError(
+                f"The run's {total} sequences per step cannot be divided among {ranks} ranks: use "
+                "a number of ranks that divides it, or give --batch-size and accept another loss "
+                "curve."
+            )
+        batch_size = math.gcd(total // ranks, saved.batch_size)
+        settings |= {"batch_size": batch_size, "accumulate": total // ranks // batch_size}
+    return TrainConfig(**settings)

@@ -34,12 +34,12 @@ class Sampler:
         Returns:
             Two int64 tensors `[count, seq_len]` on the host.
         """
-        starts = [self._start(number) for number in range(first_sample, first_sample + count)]
+        # A generator of its own: the n-th value takes constant time, and is the same in every
+        # PyTorch release.
+        starts = [
+            Random(f"{self.seed}/{number}").randrange(len(self.text) - self.seq_len)
+            for number in range(first_sample, first_sample + count)
+        ]
         positions = torch.tensor(starts).unsqueeze(1) + torch.arange(self.seq_len + 1)
         sequences = self.text[positions].long()
         return sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous()
-
-    def _start(self, number: int) -> int:
-        # A generator of its own: the n-th value takes constant time, and is the same in every
-        # PyTorch release.
-        return Random(f"{self.seed}/{number}").randrange(len(self.text) - self.seq_len)

@@ -12,7 +12,6 @@ from shardgrad.errors import CheckpointError, CollectiveError
 from shardgrad.programs.text import printable
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_FILES_WORDS = "too many open files"
 _MEMORY_WORDS = ("out of memory", "can't allocate memory", "not enough memory")
 
 
@@ -64,7 +63,7 @@ def explain(error: BaseException) -> TrainingError:
             f"The disk is full or a quota is exceeded ({_words_of(reason)}): free some space."
         )
     text = str(error).lower()
-    if _FILES_WORDS in text:  # gloo's words, too, in an error of its own
+    if "too many open files" in text:  # gloo's words, too, in an error of its own
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return TrainingError(
             f"A process has too many open files (its limit is {limit}): run ulimit -n "

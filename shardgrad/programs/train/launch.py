@@ -25,11 +25,6 @@ from shardgrad.programs.train.texts import read_text
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-_WHY: dict[int, str] = {
-    signal.SIGKILL: ", as when the system runs out of memory",
-    signal.SIGABRT: ", as when gloo receives more bytes than it expects",
-}
-
 
 def prepare(given: Mapping[str, Any], *, resume: Path | None) -> TrainConfig:
     """Checks the settings of a run, and makes its folder.
@@ -108,9 +103,7 @@ def launch_ranks(config: TrainConfig, *, resume: bool) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    count = 0
-    if config.device != "cpu" and torch.accelerator.is_available():
-        count = torch.accelerator.device_count()
+    count = 0 if config.device == "cpu" else torch.accelerator.device_count()
     ranks = config.ranks or count or min(2, len(os.sched_getaffinity(0)))
     if 0 < count < ranks:
         raise UsageError(
@@ -156,7 +149,8 @@ def _status_of(rank: int, failure: ProcessFailure, folder: Path) -> int:
     if status in (TrainingError.exit_status, UsageError.exit_status, Interrupted.exit_status):
         return status
     if status < 0:
-        what = f"was ended by {failure.signal_name()}{_WHY.get(-status, '')}"
+        why = ", as when the system runs out of memory" if status == -signal.SIGKILL else ""
+        what = f"was ended by {failure.signal_name()}{why}"
     else:
         what = f"ended with status {status} without a report"
     tell(f"Rank {rank} {what}. {resume_hint(folder)}")

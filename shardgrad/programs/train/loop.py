@@ -20,7 +20,7 @@ from shardgrad.programs.train.display import Display
 from shardgrad.programs.train.failure import Interrupted, TrainingError, UsageError
 from shardgrad.programs.train.generate import continued
 from shardgrad.programs.train.model import count_parameters
-from shardgrad.programs.train.parallel import World
+from shardgrad.programs.train.parallel import World, name_of_device
 from shardgrad.programs.train.record import RunRecord
 from shardgrad.programs.train.sharding import build_model
 from shardgrad.programs.train.step import TrainStep, build_optimizer
@@ -66,10 +66,9 @@ class Run:
         self._results: list[Tensor] = []
         sampler = Sampler(self._text, config.seq_len, config.seed)
         self._step = TrainStep(state, sampler, config, world)
-        self._first_step = state.step
-        self._loss = float("nan")  # as reported last
+        leads = world.rank == 0
         where = f"{world.world_size} x {world.device.type}"
-        self._display = Display(config.steps, f"{config.preset} on {where}", leads=world.leads)
+        self._display = Display(config.steps, f"{config.preset} on {where}", leads=leads)
         self._display.note(
             f"{count_parameters(model):,} parameters on {where}; {len(self._text):,} bytes of "
             f"{name_of(config.data)}; run folder {config.folder}"
@@ -77,14 +76,12 @@ class Run:
         if state.step:
             self._display.note(f"Resumed after step {state.step}.")
         self._began_s = self._reported_s = time.perf_counter()
-        self._record = RunRecord(config.folder, leads=world.leads, tensorboard=config.tensorboard)
+        self._record = RunRecord(config.folder, leads=leads, tensorboard=config.tensorboard)
         self._record.begin(
             config,
             step=state.step,
             world_size=world.world_size,
-            device=world.device_name,
-            parameters=count_parameters(state.model),
-            corpus=name_of(config.data),
+            device=name_of_device(world.device),
         )
 
     def until_done(self, stop: StopRequest) -> None:
@@ -94,23 +91,21 @@ class Run:
             Interrupted: `stop` was requested; the state is saved.
             TrainingError: the run cannot continue.
         """
-        with self._display:
-            self._train(stop)
-            self._close()
-
-    def _train(self, stop: StopRequest) -> None:
         config, state = self.config, self.state
-        while state.step < config.steps:
-            self._results.append(torch.stack(self._step()))
-            self._display.stepped(state.step)
-            if self._is_due(config.log_every):
-                self._report()
-            recorder.enter("vote on stopping")
-            is_stopping = self.world.any(stop.requested) and state.step < config.steps
-            if is_stopping or self._is_due(config.checkpoint_every):
-                self._save()
-            if is_stopping:
-                raise Interrupted(f"Stopped after step {state.step}, as requested; it is saved.")
+        with self._display:
+            while state.step < config.steps:
+                self._results.append(torch.stack(self._step()))
+                self._display.stepped(state.step)
+                if self._is_due(config.log_every):
+                    self._report()
+                recorder.enter("vote on stopping")
+                votes = self.world.gather(torch.tensor(stop.requested))
+                is_stopping = bool(votes.any()) and state.step < config.steps
+                if is_stopping or self._is_due(config.checkpoint_every):
+                    self._save()
+                if is_stopping:
+                    raise Interrupted(f"Stopped after step {state.step}, which is saved.")
+            self._close()
 
     def _is_due(self, every: int) -> bool:
         return self.state.step % every == 0 or self.state.step == self.config.steps
@@ -120,13 +115,12 @@ class Run:
         recorder.enter("metrics")
         state, config, world = self.state, self.config, self.world
         results, now_s = self._gather_results(), time.perf_counter()
-        self._loss = float(results[..., 0].mean())
         step_s = (now_s - self._reported_s) / len(self._results)
         self._results.clear()
         self._reported_s = now_s
         metrics: dict[str, Any] = {
             "step": state.step,
-            "loss": self._loss,  # since the last report
+            "loss": float(results[..., 0].mean()),  # since the last report
             "lr": state.optimizer.param_groups[0]["lr"],
             "grad_norm": float(results[0, -1, 1]),
             "tokens_per_s": config.global_batch(world.world_size) * config.seq_len / step_s,
@@ -147,8 +141,8 @@ class Run:
         Raises:
             TrainingError: one of them is not finite, so that no such step is saved.
         """
-        own = torch.stack(self._results).tolist()
-        results = torch.tensor(self.world.gather(own), dtype=torch.float64)
+        own = torch.stack(self._results).cpu().double()
+        results = self.world.gather(own)
         bad = (~results.isfinite()).nonzero().tolist()
         if not bad:
             return results
@@ -163,12 +157,10 @@ class Run:
 
     def _save(self) -> None:
         recorder.enter("checkpoint")
-        began_s = time.perf_counter()
         if self._results:
             self._gather_results()
         path = save_state(self._series, self.state)
-        seconds = time.perf_counter() - began_s
-        self._record.write("checkpoint", step=self.state.step, path=str(path), seconds=seconds)
+        self._record.write("checkpoint", step=self.state.step, path=str(path))
 
     def _close(self) -> None:
         """Prints a sample and the result of the run, and draws the loss curve."""
@@ -177,7 +169,7 @@ class Run:
             recorder.enter("sample")
             sample = continued(
                 self.state.model,
-                bytes(self._text[: min(_PROMPT_BYTES, config.seq_len)].tolist()),
+                bytes(self._text[:_PROMPT_BYTES].tolist()),
                 count=config.sample_bytes,
                 window=config.seq_len,
                 seed=config.seed,
@@ -188,7 +180,4 @@ class Run:
                 note(f"  {line}")
         elapsed = timedelta(seconds=round(time.perf_counter() - self._began_s))
         self._record.draw()
-        note(
-            f"Done: {config.steps} steps, the last {config.steps - self._first_step} "
-            f"in {elapsed}. Loss {self._loss:.4f} nats per byte. Everything is in {config.folder}"
-        )
+        note(f"Done in {elapsed}. Everything is in {config.folder}")

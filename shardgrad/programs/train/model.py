@@ -92,17 +92,13 @@ class Transformer(nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(
-            config.vocab_size, config.width
-        )  # of a tied model, the head too
+        # Of a tied model, the head too.
+        self.embedding = nn.Embedding(config.vocab_size, config.width)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = _norm(config.width)
         self.head = None if config.tied else _projection(config.width, config.vocab_size)
-
-    @property
-    def ends(self) -> tuple[str, ...]:
-        """Names of modules that are units beside the blocks: embedding and head, unless tied."""
-        return () if self.head is None else ("embedding", "head")
+        # Names of modules that are units beside the blocks.
+        self.ends = () if config.tied else ("embedding", "head")
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Maps integers `[batch, sequence]` to logits `[batch, sequence, vocab_size]`."""
@@ -179,9 +175,8 @@ def rotary_tables(sequence: int, config: TransformerConfig, like: Tensor) -> tup
     half = config.head_width // 2
     exponents = torch.arange(half, device=like.device, dtype=torch.float32) / half
     frequencies = torch.exp(exponents * -math.log(config.rope_theta))
-    angles = torch.outer(
-        torch.arange(sequence, device=like.device, dtype=torch.float32), frequencies
-    )
+    positions = torch.arange(sequence, device=like.device, dtype=torch.float32)
+    angles = torch.outer(positions, frequencies)
     return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
 
 

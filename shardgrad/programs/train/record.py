@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import platform
 import time
@@ -13,11 +14,7 @@ from typing import Any
 
 import torch
 
-from shardgrad.programs.checkpoint.files import (
-    make_folder,
-    named_in_errors,
-    replace_synced,
-)
+from shardgrad.programs.checkpoint.files import named_in_errors, replace_synced
 from shardgrad.programs.train.config import TrainConfig
 from shardgrad.version import described
 
@@ -31,7 +28,7 @@ class RunRecord:
     - `loss.png`: the loss curve.
 
     Args:
-        folder: the run folder, created if it is missing.
+        folder: the run folder, which exists.
         leads: whether this rank writes.
         tensorboard: write the numbers of the events into `tensorboard/` too.
     """
@@ -50,12 +47,12 @@ class RunRecord:
         Args:
             config: resolved settings.
             step: number of steps already done; 0 for a new run.
-            **facts: values about the ranks, the text and the model, for the `start` event.
+            **facts: values about the ranks, for the `start` event.
         """
         if not self._leads:
             return
-        make_folder(self._folder)
-        replace_synced(self._folder / "config.json", config.to_json())
+        settings = json.dumps(dataclasses.asdict(config), indent=2)
+        replace_synced(self._folder / "config.json", settings + "\n")
         kept = (json.dumps(event) for event in self.events() if event["step"] <= step)
         replace_synced(self._metrics, "".join(line + "\n" for line in kept))
         facts |= {"shardgrad": described(), "torch": torch.__version__, "host": platform.node()}

@@ -27,9 +27,11 @@ def build_model(config: TrainConfig, mesh: DeviceMesh, device: torch.device) -> 
     Returns:
         A module with `layers`, `forward(tokens) -> logits` and `loss(tokens, targets)`.
     """
-    arguments: dict[str, Any] = {"mesh": mesh, "mp_policy": precision_policy(config.precision)}
-    if config.stage != "3":
-        arguments["zero_stage"] = "auto" if config.stage == "auto" else int(config.stage)
+    arguments: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": precision_policy(config.precision),
+        "zero_stage": config.stage if config.stage == "auto" else int(config.stage),
+    }
     with torch.device("meta"):
         model = Transformer(PRESETS[config.preset])
 

@@ -12,6 +12,7 @@ from shardgrad.programs.train.failure import Interrupted
 
 # A terminal and the launcher may each forward the same request.
 ECHO_S = 1.0
+_STOPPING = b"shardgrad train: Stopping after this step; Ctrl-C again stops at once.\n"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -55,15 +56,9 @@ class StopRequest:
         self._is_terminated |= number == signal.SIGTERM
         if self._first_s is None:
             self._first_s = now_s
-            if number == signal.SIGINT:
-                self._say("Stopping after this step; Ctrl-C again stops at once.")
+            if number == signal.SIGINT and os.environ.get("RANK") == "0":
+                with contextlib.suppress(OSError):  # nobody may be left who would read it
+                    # Not print: the signal may have interrupted one.
+                    os.write(2, _STOPPING)
         elif now_s - self._first_s > ECHO_S:
-            self._say("Stopped at once, without saving.")
             os._exit(Interrupted.exit_status)
-
-    def _say(self, words: str) -> None:
-        """Writes a line on the first rank, unless nobody is left who would read it."""
-        if os.environ.get("RANK") == "0" and os.getppid() == self._parent:
-            # Not print: the signal may have interrupted one.
-            with contextlib.suppress(OSError):
-                os.write(2, f"shardgrad train: {words}\n".encode())

@@ -37,8 +37,7 @@ def read_text(path: str | None, *, seq_len: int) -> bytearray:
             with file.open("rb") as stream:
                 text += stream.read(LIMIT_NBYTES - len(text))
     except (OSError, ValueError) as error:  # ValueError: a path that no file can have
-        where = getattr(error, "filename", None) or path
-        raise UsageError(f"{where} cannot be read ({reason_of(error)}): correct --data.") from error
+        raise UsageError(f"{file} cannot be read ({reason_of(error)}): correct --data.") from error
     if len(text) <= seq_len:
         raise UsageError(
             f"{name_of(path)} has {len(text)} bytes, too few for sequences of {seq_len}: give "
