@@ -140,8 +140,8 @@ class Reads(TorchDispatchMode):
             # In an eager region, which every replay runs again, the host may do what it likes.
             is_free = self._stream is not None and not is_captured and is_of_host(tensor)
             if not is_free and _identity(tensor) not in self._made:
-                by_value = is_of_host(tensor) and (runs_on_host or tensor.ndim == 0)
-                self._note(tensor, func, by_value=by_value, is_written=id(tensor) in written)
+                is_written = id(tensor) in written
+                self._note(tensor, func, runs_on_host=runs_on_host, is_written=is_written)
         result = func(*args, **kwargs)
         known = {0, *map(_identity, tensors)}
         for made in plain_tensors(tree_leaves(result)):
@@ -149,7 +149,9 @@ class Reads(TorchDispatchMode):
                 self._made[identity] = StorageWeakRef(made.untyped_storage())
         return result
 
-    def _note(self, tensor: torch.Tensor, func: Any, *, by_value: bool, is_written: bool) -> None:
+    def _note(
+        self, tensor: torch.Tensor, func: Any, *, runs_on_host: bool, is_written: bool
+    ) -> None:
         """Notes that an operation uses a tensor that the block did not create."""
         identity = _identity(tensor)
         if self._others and identity and (name := self._others.get(tensor.data_ptr())):
@@ -161,6 +163,7 @@ class Reads(TorchDispatchMode):
             )
         if tensor.requires_grad and tensor.is_leaf and fsdp_param_of(tensor) is None:
             self._leaves.setdefault(id(tensor), (tensor, tensor.grad))
+        by_value = is_of_host(tensor) and (runs_on_host or tensor.ndim == 0)
         if self._stream is not None and by_value and identity not in self._candidates:
             self._candidates[identity] = [(Place("a host tensor", tensor), address_of(tensor))]
         found = self._candidates.get(identity, [])
@@ -169,7 +172,16 @@ class Reads(TorchDispatchMode):
                 self.places[place] = address, host_value(place.found())
         name = found[0][0].name if found else ""
         if is_written:
-            self._require_captured(tensor, name)
+            if runs_on_host and self._stream is not None:
+                raise CaptureError(
+                    f"it writes {name} on the host, so a replay would not write it",
+                    expected="writes to device memory",
+                    got="an operation on the host",
+                    where=name,
+                    fix="keep it on the device, or write it after the call or in "
+                    "shardgrad.graphs.outside",
+                )
+            self._require_captured(tensor.device)
             self._written.setdefault(identity, name)
         # A storage that cannot be resized is a slice of other memory, as a gradient is of its
         # shard. Its lifetime is not that of the memory, and references of the engine would be
@@ -193,23 +205,14 @@ class Reads(TorchDispatchMode):
                         fix="graphed_step(..., generator)",
                     )
 
-    def _require_captured(self, tensor: torch.Tensor, name: str) -> None:
-        """Refuses a write on the host or on a stream that is not captured: it is executed now and
-        not by a replay. The step's own stream is exempt, since between the parts of a split graph
-        torch writes the state of random generators on it.
+    def _require_captured(self, device: torch.device) -> None:
+        """Refuses a write on a stream that is not captured: it is executed now and not by a replay.
+        The step's own stream is exempt, since between the parts of a split graph torch writes the
+        state of random generators on it.
         """
-        if self._stream is not None and is_of_host(tensor):
-            raise CaptureError(
-                f"it writes {name} on the host, so a replay would not write it",
-                expected="writes to device memory",
-                got="an operation on the host",
-                where=name,
-                fix="keep it on the device, or write it after the call or in "
-                "shardgrad.graphs.outside",
-            )
-        if tensor.device.type in ("cpu", "meta") or is_capturing(tensor.device):
+        if device.type in ("cpu", "meta") or is_capturing(device):
             return
-        stream = torch.accelerator.current_stream(tensor.device)
+        stream = torch.accelerator.current_stream(device)
         if stream != self._stream:
             raise CaptureError(
                 "it writes on a stream that is not captured, so a replay would not write",
