@@ -844,15 +844,15 @@ class ReductionScheduler:
         only_sums = grads.group.stage.sums_unsharded and not self.is_last_backward
         if grads.requires_sync and not only_sums:
             reduction = grads.launch(self.comm_ctx, all_reduces=grads.requires_all_reduce)
-            self._launched.append(reduction)
             # At most two groups' gradients exist at once, those being sent and the next ones: end
             # the reduction before, if it still keeps zero-copy gradients alive.
-            for earlier in self._launched[-2:-1]:
-                slot = earlier.slot
-                if slot is not None and slot.lent:
-                    earlier.complete()
-                    if slot is not reduction.slot:
-                        slot.return_lent()
+            earlier = self._launched[-1] if self._launched else None
+            slot = None if earlier is None else earlier.slot
+            if earlier is not None and slot is not None and slot.lent:
+                earlier.complete()
+                if slot is not reduction.slot:
+                    slot.return_lent()
+            self._launched.append(reduction)
         else:
             # Even without a gradient on this rank: others may have one.
             grads.is_due = True
