@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -79,7 +80,7 @@ KEYS = st.one_of(FIELDS, st.sampled_from(["unknown", "batch-size", "", "a.b"]))
 
 def feed_saved_settings(changes: list[tuple[list[int], str, Any]]) -> str:
     """A `config.json` of which parts were changed, resumed on another number of ranks."""
-    right = json.loads(TrainConfig(ranks=2, batch_size=6).to_json())
+    right = asdict(TrainConfig(ranks=2, batch_size=6))
     return feed_settings_file(json.dumps(changed(right, changes)).encode())
 
 

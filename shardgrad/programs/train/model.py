@@ -97,8 +97,11 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = _norm(config.width)
         self.head = None if config.tied else _projection(config.width, config.vocab_size)
-        # Names of modules that are units beside the blocks.
-        self.ends = () if config.tied else ("embedding", "head")
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """Names of modules that are units beside the blocks: embedding and head, unless tied."""
+        return () if self.head is None else ("embedding", "head")
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Maps integers `[batch, sequence]` to logits `[batch, sequence, vocab_size]`."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from shardgrad.programs.checkpoint.files import named_in_errors, replace_synced
+from shardgrad.programs.checkpoint.files import make_folder, named_in_errors, replace_synced
 from shardgrad.programs.train.config import TrainConfig
 from shardgrad.version import described
 
@@ -28,7 +28,7 @@ class RunRecord:
     - `loss.png`: the loss curve.
 
     Args:
-        folder: the run folder, which exists.
+        folder: the run folder, created if it is missing.
         leads: whether this rank writes.
         tensorboard: write the numbers of the events into `tensorboard/` too.
     """
@@ -51,6 +51,7 @@ class RunRecord:
         """
         if not self._leads:
             return
+        make_folder(self._folder)
         settings = json.dumps(dataclasses.asdict(config), indent=2)
         replace_synced(self._folder / "config.json", settings + "\n")
         kept = (json.dumps(event) for event in self.events() if event["step"] <= step)
