@@ -571,6 +571,7 @@ class RootContext:
         self._generations: list[int] = []  # of all groups, at the last forward with an event
         self._written = comm_ctx.parameters_ready
         self.forward_root: Unit | None = None
+        self._evaluated_last = False  # the last outermost forward ran without gradients
         self._order: list[Unit] = []
         self._order_frozen = False
         self._position = 0
@@ -639,10 +640,11 @@ class RootContext:
         """
         # This must precede `refresh`, which may lay out the gradients anew.
         self.free_gradients()
-        if self.root.reshard_after_forward is None and not self.scheduler.reads_again:
-            # Free what a forward without gradients has left of the root, so that it is gathered
-            # again. Modules have shown the shards since, and torch does not count every write to
-            # them (`torch._foreach_*_`, `p.data.copy_()`).
+        is_default = self.root.reshard_after_forward is None
+        if self._evaluated_last and is_default and not self.scheduler.reads_again:
+            # Free what the evaluation has left of the root, so that it is gathered again. Modules
+            # have shown the shards since, and torch does not count every write to them
+            # (`torch._foreach_*_`, `p.data.copy_()`).
             for group in self.root.groups:
                 if group.is_filled and group.state is ParamState.SHARDED:
                     group.reshard()
@@ -770,6 +772,7 @@ class RootContext:
         if self.forward_root is not unit or unit.running:
             return
         self.forward_root, is_kept = None, self.gather_through is not None
+        self._evaluated_last = not torch.is_grad_enabled()
         # The root's first complete forward decides what later forwards prefetch.
         if unit is self.root and not (self._order_frozen or is_kept):
             self._order_frozen = True

@@ -113,6 +113,7 @@ OF_REPLICAS = [*SWITCHES, (no_all_reduce, 20), (no_all_reduce_of_the_root, 20)]
     [
         # By default the root stays whole, and here the unit that ran last does as well.
         (2, kept_after_backward, False, 5),
+        (2, kept_after_backward, None, 5 + 2 * 3),
         (2, no_sync, None, 2 * (5 + 3)),
         (2, no_sync, False, 2 * 5),
         (2, embedding_stays_away, True, 2 * (5 + 4)),
