@@ -57,7 +57,7 @@ def test_other_ranks_share_the_same_global_batch(
 
 
 def test_ranks_that_cannot_share_the_batch_are_refused_unless_it_is_given_anew() -> None:
-    with pytest.raises(UsageError, match="16 sequences per step cannot be divided among 3 ranks"):
+    with pytest.raises(UsageError, match="steps of 16 sequences cannot be divided among 3 ranks"):
         resumed(SAVED, {"ranks": 3})
     assert resumed(SAVED, {"ranks": 3, "batch_size": 5}).batch_size == 5
 

@@ -57,7 +57,6 @@ def save(
     """
     # torch's `save` sends the metadata of all ranks to every rank. So its planner and its writer
     # are called here, as that function calls them.
-    folder = Path(os.path.abspath(folder))
     peers, planner = Peers(group, where=folder), DefaultSavePlanner()
     writer, files = FileSystemWriter(folder), _SummingFiles()
     writer.fs = files
@@ -72,11 +71,13 @@ def save(
         """Decides, on the first rank, which rank writes what, and the name of the folder."""
         plans, metadata = planner.create_global_plan(plans)
         require_whole(metadata)
-        aside = publication.enter_context(published(folder))
+        aside = publication.enter_context(published(Path(folder)))
         return [(plan, aside.name) for plan in writer.prepare_global_plan(plans)]
 
     def write() -> tuple[list[WriteResult], Manifest]:
         """Writes what this rank was told to."""
+        # abspath raises if this rank's working directory is gone, which all ranks need to hear of.
+        writer.reset(Path(os.path.abspath(folder)).with_name(name))
         planner.finish_plan(part)
         return writer.write_data(part, planner).wait(), files.sums
 
@@ -86,15 +87,13 @@ def save(
         for _, others in written:
             files.sums.update(others)
         content = json.dumps({"version": VERSION, "files": files.sums})
-        write_synced(aside / MANIFEST, content)
+        write_synced(Path(writer.path, MANIFEST), content)
         publication.close()
         if then is not None:
             then()
 
     with ExitStack() as publication:
         part, name = peers.together("plan", plan, begin)
-        aside = folder.with_name(name)
-        writer.reset(aside)
         peers.together("writing", write, publish)
 
 

@@ -153,7 +153,7 @@ def resumed(saved: TrainConfig, changes: Mapping[str, Any]) -> TrainConfig:
         total, ranks = saved.global_batch(before), settings["ranks"]
         if total % ranks:
             raise UsageError(
-                f"The run's {total} sequences per step cannot be divided among {ranks} ranks: use "
+                f"The run's steps of {total} sequences cannot be divided among {ranks} ranks: use "
                 "a number of ranks that divides it, or give --batch-size and accept another loss "
                 "curve."
             )

@@ -87,7 +87,7 @@ def launch_ranks(config: TrainConfig, *, resume: bool) -> int:
     """Trains in processes that torchrun's agent starts on this machine.
 
     Ctrl-C reaches the ranks themselves; SIGTERM is forwarded to them.
-    When a rank fails, the others are asked to stop, and killed after 30 seconds.
+    When a rank fails, the others are asked to stop, and killed if saving takes them over an hour.
 
     Returns:
         The exit status. The ranks have said what happened; what a rank could not say, this has.
